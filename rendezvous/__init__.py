@@ -1,0 +1,4 @@
+"""Decides which nodes form which world: frozen data, pure decisions, and one file per store.
+
+Knows nothing of processes, ports or torch workers; `agent` turns its answers into action.
+"""

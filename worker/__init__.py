@@ -1,0 +1,1 @@
+"""The library inside the training process: checkpoints and progress. Never imports the agent."""
