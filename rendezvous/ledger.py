@@ -1,0 +1,117 @@
+"""The store's rules as a plain object without threads, sockets or a clock of its own.
+
+One `Ledger` stands behind the memory store (with a lock around it), behind the c10d store (in the process that
+hosts it) and behind the simulator (with a simulated network before it), so that all three keep the same rules.
+Instants are seconds of one monotonic clock, the caller's; leases are judged by nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from .errors import Compacted, LeaseExpired
+from .store import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot
+
+HISTORY = 4096
+"""Changes remembered for watches. A watch that falls further behind is told to read again (`Compacted`)."""
+
+
+class Ledger:
+    """A revisioned key-value map with leases."""
+
+    def __init__(self, history: int = HISTORY) -> None:
+        self.revision = 0
+        self._entries: dict[str, Entry] = {}
+        self._lease_of: dict[str, LeaseId] = {}
+        self._ttl_s: dict[LeaseId, float] = {}
+        self._expires_at: dict[LeaseId, float] = {}
+        self._next_lease: LeaseId = 1
+        self._history: deque[Change] = deque(maxlen=history)
+
+    def grant(self, ttl_s: float, now: float) -> LeaseId:
+        lease = self._next_lease
+        self._next_lease += 1
+        self._ttl_s[lease] = ttl_s
+        self._expires_at[lease] = now + ttl_s
+        return lease
+
+    def keep_alive(self, lease: LeaseId, now: float) -> None:
+        """Raises LeaseExpired, also for a lease that is due but not yet removed: it is removed here."""
+        self.expire(now)
+        if lease not in self._ttl_s:
+            raise LeaseExpired(f"lease {lease} has expired")
+        self._expires_at[lease] = now + self._ttl_s[lease]
+
+    def revoke(self, lease: LeaseId) -> None:
+        self._ttl_s.pop(lease, None)
+        self._expires_at.pop(lease, None)
+        orphans = sorted(key for key, owner in self._lease_of.items() if owner == lease)
+        if orphans:
+            self._write(tuple(Delete(key) for key in orphans))
+
+    def expire(self, now: float) -> None:
+        """Drop every lease that is due, with its keys."""
+        for lease in sorted(lease for lease, due in self._expires_at.items() if due <= now):
+            self.revoke(lease)
+
+    def next_expiry(self) -> float | None:
+        """The instant at which `expire` next has something to do; None when there is no lease."""
+        return min(self._expires_at.values(), default=None)
+
+    def transact(self, compares: Iterable[Compare], writes: Iterable[Put | Delete], now: float) -> Outcome:
+        self.expire(now)
+        compares, writes = tuple(compares), tuple(writes)
+        holds = all(self._mod_revision(compare.key) == compare.mod_revision for compare in compares)
+        if holds:
+            for write in writes:
+                if isinstance(write, Put) and write.lease is not None and write.lease not in self._ttl_s:
+                    raise LeaseExpired(f"lease {write.lease} has expired; {write.key!r} was not written")
+            self._write(writes)
+        return Outcome(holds, self.revision, tuple(self._entries.get(compare.key) for compare in compares))
+
+    def read(self, prefixes: tuple[str, ...], now: float) -> Snapshot:
+        self.expire(now)
+        found = (self._entries[key] for key in sorted(self._entries) if key.startswith(prefixes))
+        return Snapshot(self.revision, tuple(found))
+
+    def oldest(self, prefix: str, now: float) -> Entry | None:
+        self.expire(now)
+        under = (entry for key, entry in self._entries.items() if key.startswith(prefix))
+        return min(under, key=lambda entry: (entry.create_revision, entry.key), default=None)
+
+    def changes(self, prefixes: tuple[str, ...], after_revision: int) -> tuple[Change, ...]:
+        """What a watch after `after_revision` has to deliver now. Raises Compacted."""
+        forgotten = self._history[0].revision - 1 if len(self._history) == self._history.maxlen else 0
+        if after_revision < forgotten:
+            raise Compacted(f"changes after revision {after_revision} are gone; oldest kept: {forgotten + 1}")
+        newest_first = []
+        for change in reversed(self._history):
+            if change.revision <= after_revision:
+                break
+            if change.key.startswith(prefixes):
+                newest_first.append(change)
+        return tuple(reversed(newest_first))
+
+    def _mod_revision(self, key: str) -> int:
+        entry = self._entries.get(key)
+        return entry.mod_revision if entry is not None else 0
+
+    def _write(self, writes: tuple[Put | Delete, ...]) -> None:
+        writes = tuple(write for write in writes if isinstance(write, Put) or write.key in self._entries)
+        if not writes:
+            return
+        self.revision += 1
+        for write in writes:
+            old = self._entries.get(write.key)
+            self._lease_of.pop(write.key, None)
+            entry: Entry | None = None
+            if isinstance(write, Delete):
+                del self._entries[write.key]
+            else:
+                created = old.create_revision if old is not None else self.revision
+                entry = Entry(write.key, write.value, created, self.revision)
+                self._entries[write.key] = entry
+                if write.lease is not None:
+                    self._lease_of[write.key] = write.lease
+            self._history.append(Change(self.revision, write.key, entry))

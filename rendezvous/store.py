@@ -1,0 +1,127 @@
+"""The store that nodes meet in: a small revisioned key-value interface, modelled on etcd v3.
+
+Every change of any key gets the next *revision*, one counter for the whole store. A *lease* is a promise by the
+store to delete the keys put under it once nobody has confirmed it for its time to live; only the store's own
+clock judges that. A *watch* delivers every change after a revision, in order, each once.
+
+A store is used by several threads at once; each call blocks until it has an answer or raises `StoreUnavailable`
+within the store's own request timeout. Watches block in a thread of their own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TypeAlias
+
+LeaseId: TypeAlias = int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One key as it stands: `create_revision` survives updates, so the lowest one names the oldest key."""
+
+    key: str
+    value: str
+    create_revision: int
+    mod_revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One key put or deleted (`entry` is None) at `revision`."""
+
+    revision: int
+    key: str
+    entry: Entry | None
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """Holds when the key's mod_revision is this one; 0 means the key must be absent."""
+
+    key: str
+    mod_revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    key: str
+    value: str
+    lease: LeaseId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a transaction did: the compared keys as they stand after it, in the order of the compares."""
+
+    succeeded: bool
+    revision: int
+    entries: tuple[Entry | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Entries sorted by key, all as of one revision: watch after it to miss nothing."""
+
+    revision: int
+    entries: tuple[Entry, ...]
+
+
+class Watch(ABC):
+    """The changes of the keys under some prefixes, in revision order."""
+
+    @abstractmethod
+    def next(self, timeout_s: float) -> tuple[Change, ...]:
+        """Block until something changed; empty after `timeout_s` without a change.
+
+        Raises Compacted (read again), StoreUnavailable (try again), StoreLost and StoreClosed (give up).
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop watching; a blocked `next` returns or raises StoreClosed soon. Safe from any thread, twice."""
+
+
+class Store(ABC):
+    """See the module's docstring. All methods may raise StoreUnavailable, StoreLost and StoreClosed."""
+
+    @abstractmethod
+    def grant(self, ttl_s: float) -> LeaseId:
+        """A new lease that lives `ttl_s` seconds after its last confirmation."""
+
+    @abstractmethod
+    def keep_alive(self, lease: LeaseId) -> None:
+        """Confirm the lease for another time to live. Raises LeaseExpired when the store has dropped it."""
+
+    @abstractmethod
+    def revoke(self, lease: LeaseId) -> None:
+        """Delete the lease and every key under it now; an unknown lease is no error."""
+
+    @abstractmethod
+    def transact(self, compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...]) -> Outcome:
+        """Do all `writes` under one new revision if every compare holds, else nothing.
+
+        Raises LeaseExpired when a put names a lease that the store does not know.
+        """
+
+    @abstractmethod
+    def read(self, prefixes: tuple[str, ...]) -> Snapshot:
+        """Every key that starts with one of `prefixes`."""
+
+    @abstractmethod
+    def oldest(self, prefix: str) -> Entry | None:
+        """The key under `prefix` with the lowest create_revision: one entry, however many there are."""
+
+    @abstractmethod
+    def watch(self, prefixes: tuple[str, ...], after_revision: int) -> Watch:
+        """Every change of the keys under `prefixes` with a revision above `after_revision`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the store; leases are not revoked. Safe to call twice."""
