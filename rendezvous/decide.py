@@ -1,0 +1,316 @@
+"""The two decisions of the rendezvous, as pure functions over frozen data.
+
+`decide` is the coordinator's: given every node's record and the current world, which world comes next? `follow`
+is every node's: given the current world and what runs here, what must this node do? Neither reads a clock, a
+store or a process; instants are arguments, seconds on the deciding node's own monotonic clock.
+
+A generation's life is one key, `world`, changed only by compare-and-set:
+
+    (none) ── enough nodes, last call over ──> RUNNING g=1
+    RUNNING g ── failure, loss, join, leave ──> STOPPING g ── all members settled or gone ──> RUNNING g+1
+    RUNNING g ── every member succeeded, budget spent, store host leaves ──> ENDED
+
+While STOPPING, every member stops its workers and writes `settled = g` with a fresh port; so the next world never
+contains a node that may still run the old generation (I1), and never a port that was used before.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from .records import (
+    Cause,
+    CauseKind,
+    Endpoint,
+    Member,
+    NodeRecord,
+    Phase,
+    Restarts,
+    Result,
+    World,
+    line_up,
+)
+from .restarts import GiveUp, RestartPolicy, Retry, after_failure
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the operator asked for."""
+
+    job: str
+    min_nodes: int = 1
+    max_nodes: int = 1
+    last_call_s: float = 1.0
+    """How long newcomers must have been quiet before a world that is not full closes over them."""
+    join_timeout_s: float = 600.0
+    restarts: RestartPolicy = field(default_factory=RestartPolicy)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the coordinator knows: all live nodes, oldest record first, and the world they are in."""
+
+    nodes: tuple[NodeRecord, ...]
+    world: World | None = None
+    world_since: float = 0.0
+    """Instant at which this node first saw the world in its present phase."""
+    arrivals: Mapping[str, float] = field(default_factory=dict)
+    """Instant at which this node first saw each incarnation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Replace the world by this one, if nobody else has replaced it meanwhile."""
+
+    world: World
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing to do, until something changes or the instant `until` has come."""
+
+    reason: str
+    until: float | None = None
+
+
+Decision: TypeAlias = Publish | Wait
+
+
+def decide(view: View, policy: Policy, now: float) -> Decision:
+    """The next world, or what is being waited for. Only the coordinator acts on the answer."""
+    world = view.world
+    if world is None or world.phase is Phase.STOPPING:
+        return _close(view, policy, now)
+    if world.phase is Phase.ENDED:
+        return Wait(f"the job has ended: {world.cause.detail}")
+    return _watch_over(world, view, policy, now)
+
+
+def _watch_over(world: World, view: View, policy: Policy, now: float) -> Decision:
+    """A generation is running: does anything end it?"""
+    live = {node.incarnation: node for node in view.nodes}
+    present = [live[member.incarnation] for member in world.members if member.incarnation in live]
+
+    for node in present:
+        if node.failure is not None and node.failure.generation == world.generation:
+            cause = Cause(CauseKind.FAILURE, node.node, node.failure.summary, node.failure)
+            return _stop(world, cause)
+    for member in world.members:
+        if member.incarnation not in live:
+            detail = f"node {member.node} is gone: its lease ended"
+            return _stop(world, Cause(CauseKind.LOST, member.node, detail))
+    if all(node.succeeded == world.generation for node in present):
+        return _end(
+            world, Result.SUCCEEDED, Cause(CauseKind.SUCCESS, detail="every worker ended with success")
+        )
+    for node in present:
+        if node.leaving and node.hosts_store:
+            return _end(world, Result.STORE_HOST_LEFT, _host_left(node))
+        if node.leaving:
+            return _stop(world, Cause(CauseKind.LEAVE, node.node, f"node {node.node} was asked to stop"))
+        if node.settled >= world.generation and node.succeeded != world.generation:
+            detail = f"node {node.node} stopped its workers because it could not confirm its lease"
+            return _stop(world, Cause(CauseKind.WITHDRAWN, node.node, detail))
+    if any(node.succeeded == world.generation for node in present):
+        return Wait("some nodes have finished; the others are about to")
+    return _invite(world, view, policy, now)
+
+
+def _invite(world: World, view: View, policy: Policy, now: float) -> Decision:
+    """Everything is well: is there a newcomer to make room for?"""
+    newcomers = _newcomers(world, view)
+    if not newcomers:
+        return Wait(f"generation {world.generation} is running on {len(world.members)} nodes")
+    names = ", ".join(node.node for node in newcomers)
+    room = policy.max_nodes - len(world.members)
+    if room <= 0:
+        return Wait(f"{names} standing by: the world has all {policy.max_nodes} nodes of --max-nodes")
+    quiet_at = _quiet_at(newcomers, view, policy)
+    if len(newcomers) < room and now < quiet_at:
+        return Wait(f"last call before {names} joins", quiet_at)
+    return _stop(world, Cause(CauseKind.JOIN, newcomers[0].node, f"{names} joining"))
+
+
+def _close(view: View, policy: Policy, now: float) -> Decision:
+    """No generation is running: can the next one start?"""
+    world = view.world
+    survivors: list[NodeRecord] = []
+    restarts = Restarts()
+    if world is not None:
+        live = {node.incarnation: node for node in view.nodes}
+        survivors = [live[member.incarnation] for member in world.members if member.incarnation in live]
+        busy = [node.node for node in survivors if node.settled < world.generation]
+        if busy:
+            return Wait(f"waiting for {', '.join(busy)} to stop generation {world.generation}")
+        restarts = world.restarts
+        if world.cause.kind is CauseKind.FAILURE:
+            verdict = _verdict(world, world.cause, survivors, policy)
+            restarts = verdict.restarts
+            if isinstance(verdict, GiveUp):
+                cause = replace(world.cause, detail=f"{verdict.reason}; the last: {world.cause.detail}")
+                return _end(replace(world, restarts=restarts), verdict.result, cause)
+            pause_ends = view.world_since + verdict.backoff_s
+            if now < pause_ends:
+                return Wait(f"backing off {verdict.backoff_s:.1f} s: no progress", pause_ends)
+        for node in survivors:
+            if node.leaving and node.hosts_store:
+                return _end(world, Result.STORE_HOST_LEFT, _host_left(node))
+        survivors = [node for node in survivors if not node.leaving]
+
+    newcomers = _newcomers(world, view)
+    chosen = (survivors + newcomers)[: policy.max_nodes]
+    if len(chosen) < policy.min_nodes:
+        here = ", ".join(node.node for node in chosen) or "none"
+        missing = policy.min_nodes - len(chosen)
+        lost = f"; last: {world.cause.detail}" if world is not None and world.cause.detail else ""
+        return Wait(f"waiting for {missing} more of at least {policy.min_nodes} nodes (here: {here}{lost})")
+    quiet_at = _quiet_at(newcomers, view, policy)
+    if newcomers and len(chosen) < policy.max_nodes and now < quiet_at:
+        return Wait(f"last call: {len(chosen)} nodes are here, up to {policy.max_nodes} may come", quiet_at)
+    return Publish(
+        World(
+            job=policy.job,
+            generation=world.generation + 1 if world is not None else 1,
+            phase=Phase.RUNNING,
+            members=line_up(tuple(chosen)),
+            master=Endpoint(chosen[0].address, chosen[0].port),
+            cause=world.cause if world is not None else Cause(CauseKind.START),
+            restarts=restarts,
+            step=_best_step(world, view.nodes),
+        ),
+        f"{len(chosen)} nodes are ready",
+    )
+
+
+def _verdict(world: World, cause: Cause, survivors: Sequence[NodeRecord], policy: Policy) -> Retry | GiveUp:
+    """Count the failure that ended `world`, now that every member's last step is known.
+
+    The jitter is drawn from a generator seeded with job and generation: any coordinator, also one that took over
+    in between, comes to the same wait.
+    """
+    assert cause.failure is not None, "a world stopped by a failure names it"
+    progressed = any(node.step > world.step or node.lasting == world.generation for node in survivors)
+    rng = random.Random(f"{world.job}:{world.generation}")
+    return after_failure(world.restarts, cause.failure.fingerprint, progressed, policy.restarts, rng)
+
+
+def _stop(world: World, cause: Cause) -> Publish:
+    return Publish(replace(world, phase=Phase.STOPPING, cause=cause), cause.detail)
+
+
+def _end(world: World, result: Result, cause: Cause) -> Publish:
+    return Publish(replace(world, phase=Phase.ENDED, cause=cause, result=result), cause.detail)
+
+
+def _host_left(host: NodeRecord) -> Cause:
+    detail = (
+        f"node {host.node}, which hosts the c10d rendezvous store, was asked to stop; "
+        "the job cannot go on without its store"
+    )
+    return Cause(CauseKind.LEAVE, host.node, detail)
+
+
+def _newcomers(world: World | None, view: View) -> list[NodeRecord]:
+    """Nodes outside the world that can be used, oldest first."""
+    inside = {member.incarnation for member in world.members} if world is not None else set()
+    return [node for node in view.nodes if node.incarnation not in inside and not node.leaving]
+
+
+def _quiet_at(newcomers: Sequence[NodeRecord], view: View, policy: Policy) -> float:
+    """When the last call over these newcomers ends."""
+    return max((view.arrivals[node.incarnation] for node in newcomers), default=0.0) + policy.last_call_s
+
+
+def _best_step(world: World | None, nodes: Sequence[NodeRecord]) -> int:
+    return max([node.step for node in nodes] + ([world.step] if world is not None else []))
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """What one node knows about itself."""
+
+    incarnation: str
+    generation: int = 0
+    """The generation whose workers exist on this node; 0 when there are none."""
+    started: int = 0
+    """The highest generation that this incarnation has ever started (I4)."""
+    lease_good: bool = True
+    """The lease was confirmed so recently that nobody can have been given this node's place (I10)."""
+    leaving: bool = False
+    leave_alone: bool = False
+    """A leaving node has waited long enough for the others to stop with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    world: World
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the workers of `generation`; a planned stop gives them time to save."""
+
+    generation: int
+    planned: bool
+    reason: str
+
+
+class Refusal(enum.Enum):
+    """Why one node ends although its job has not."""
+
+    JOIN_TIMEOUT = "join_timeout"
+    DUPLICATE_NODE = "duplicate_node"
+    STORE_MISMATCH = "store_mismatch"
+    ASKED = "asked"
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Nothing is left to do here: give up the lease and end."""
+
+    why: Result | Refusal
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """Go on as before."""
+
+
+Order: TypeAlias = Start | Stop | Leave | Stay
+
+
+def follow(world: World | None, local: Local) -> Order:
+    """What this node must do now. Stopping comes before everything else."""
+    if local.generation:
+        return _follow_with_workers(world, local)
+    if world is not None and world.result is not None:
+        return Leave(world.result, world.cause.detail)
+    if local.leaving:
+        return Leave(Refusal.ASKED, "this node was asked to stop")
+    if world is not None and world.phase is Phase.RUNNING and local.lease_good:
+        member = world.member(local.incarnation)
+        if member is not None and world.generation > local.started:
+            return Start(world, member)
+    return Stay()
+
+
+def _follow_with_workers(world: World | None, local: Local) -> Order:
+    if not local.lease_good:
+        return Stop(local.generation, False, "the rendezvous store does not confirm this node's lease")
+    if world is None or world.generation < local.generation:
+        return Stop(local.generation, False, "the rendezvous store has lost the world that runs here")
+    if world.generation > local.generation or world.member(local.incarnation) is None:
+        return Stop(local.generation, False, f"generation {world.generation} has replaced it")
+    if world.phase is not Phase.RUNNING:
+        planned = world.cause.kind in (CauseKind.JOIN, CauseKind.LEAVE)
+        return Stop(local.generation, planned, world.cause.detail)
+    if local.leaving and local.leave_alone:
+        return Stop(local.generation, True, "this node was asked to stop")
+    return Stay()

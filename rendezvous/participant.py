@@ -1,0 +1,507 @@
+"""One node's part in the rendezvous, without I/O: what it knows, what it asks of the store, what it must do.
+
+The agent and the simulator drive the same `Participant`: they carry out its `request` (one at a time, so that
+nothing races with itself), feed back the answer, deliver the watch's changes and what happened to the workers,
+and obey its `order`. It is level-triggered: every question is answered from what is known now, so a lost reply,
+a repeated event or a missed one costs time and never correctness.
+
+Who coordinates needs no election: the live node with the oldest record does. The others watch `world` and that
+one record, and ask for the oldest again when it disappears; only the coordinator follows all records, so a join
+is not delivered N times to N nodes. Two nodes may for a moment both believe to coordinate; the compare on
+`world` lets only one of them publish (I2).
+
+All instants are seconds on this node's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from .decide import (
+    Decision,
+    Leave,
+    Local,
+    Order,
+    Policy,
+    Publish,
+    Refusal,
+    Start,
+    Stop,
+    View,
+    Wait,
+    decide,
+    follow,
+)
+from .errors import LeaseExpired, RecordInvalid, StoreError
+from .records import NODES_PREFIX, WORLD_KEY, Failure, NodeRecord, Phase, World, node_key
+from .store import Change, Compare, Entry, LeaseId, Outcome, Put, Snapshot
+
+log = logging.getLogger(__name__)
+
+LEASE_MARGIN = 0.6
+"""A lease counts as good for this part of its time to live after its last confirmation. The rest is for stopping
+the workers: they are gone before the store can give the node's place away (I10)."""
+
+LEAVE_TOGETHER_S = 3.0
+"""How long a leaving node waits for the coordinator to stop everybody, before it stops its workers alone."""
+
+DUPLICATE_GRACE_S = 2.0
+"""Beyond one time to live: a record under our name that outlives this belongs to a live agent, not a dead one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    prefixes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FindOldest:
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRecord:
+    compare: Compare
+    record: NodeRecord
+    lease: LeaseId
+
+    @property
+    def put(self) -> Put:
+        return Put(self.compare.key, self.record.to_json(), self.lease)
+
+
+@dataclass(frozen=True, slots=True)
+class WriteWorld:
+    compare: Compare
+    world: World
+
+    @property
+    def put(self) -> Put:
+        return Put(WORLD_KEY, self.world.to_json())
+
+
+Request: TypeAlias = Grant | Read | FindOldest | WriteRecord | WriteWorld
+Answer: TypeAlias = LeaseId | Snapshot | Entry | Outcome | None
+
+
+@dataclass(frozen=True, slots=True)
+class Subscription:
+    """The watch that this node needs now."""
+
+    prefixes: tuple[str, ...]
+    after_revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """After an unanswered request: full jitter up to a doubling wait; unlimited, the lease decides when to stop."""
+
+    first_wait_s: float = 0.05
+    max_wait_s: float = 1.0
+
+    def wait_s(self, attempt: int, rng: random.Random) -> float:
+        return rng.uniform(0.0, min(self.max_wait_s, self.first_wait_s * 2.0 ** min(attempt, 20)))
+
+
+@dataclass(slots=True)
+class _Session:
+    """What belongs to one incarnation, and is forgotten with it."""
+
+    incarnation: str
+    lease: LeaseId | None = None
+    confirmed_at: float = 0.0
+    written: NodeRecord | None = None
+    own_revision: int | None = 0
+    """mod_revision of our record; None after a write whose outcome is unknown."""
+    leader: str | None = None
+    """Key of the coordinator's record."""
+    subscription: Subscription | None = None
+    nodes: dict[str, tuple[int, NodeRecord]] = field(default_factory=dict)
+    """create_revision and record by key: all of them on the coordinator, else only some."""
+    arrivals: dict[str, float] = field(default_factory=dict)
+    started: int = 0
+    settled: int = 0
+    succeeded: int = 0
+    failure: Failure | None = None
+    lasting: int = 0
+
+
+class Participant:
+    """See the module's docstring. Owned by one thread."""
+
+    def __init__(
+        self,
+        identity: NodeRecord,
+        policy: Policy,
+        *,
+        lease_ttl_s: float,
+        rng: random.Random,
+        now: float,
+        retry: RetryPolicy = RetryPolicy(),
+        decision: Callable[[View, Policy, float], Decision] = decide,
+    ) -> None:
+        """`identity` holds what does not change (node, address, slots, hosts_store), the first port, and the
+        name of this life of the agent as incarnation; each rejoin appends a number to it."""
+        self.identity = identity
+        self.policy = policy
+        self.world: World | None = None
+        self.waiting_for = "the rendezvous store"
+        self._lease_ttl_s = lease_ttl_s
+        self._rng = rng
+        self._retry = retry
+        self._decide = decision
+        self._port = identity.port
+        self._step = 0
+        self._joins = 0
+        self._session = _Session(identity.incarnation)
+        self._world_revision = 0
+        self._world_since = now
+        self._generation = 0
+        self._leaving_since: float | None = None
+        self._idle_since: float | None = now
+        self._refusal: Leave | None = None
+        self._duplicate_until: float | None = None
+        self._pending: Request | None = None
+        self._asked_at = now
+        self._attempt = 0
+        self._retry_at = now
+        self._wake_at: float | None = None
+
+    # ---------------------------------------------------------------- what the driver reads
+
+    @property
+    def incarnation(self) -> str:
+        return self._session.incarnation
+
+    @property
+    def lease(self) -> LeaseId | None:
+        """The lease to keep alive."""
+        return self._session.lease
+
+    @property
+    def subscription(self) -> Subscription | None:
+        """The watch to keep open; None while there is nothing to watch yet."""
+        return self._session.subscription
+
+    @property
+    def coordinates(self) -> bool:
+        return self._session.leader == node_key(self.identity.node)
+
+    @property
+    def known_nodes(self) -> tuple[NodeRecord, ...]:
+        """Oldest first; complete only on the coordinator."""
+        return tuple(record for _, record in sorted(self._session.nodes.values(), key=lambda seen: seen[0]))
+
+    def lease_good(self, now: float) -> bool:
+        session = self._session
+        return session.lease is not None and now < session.confirmed_at + LEASE_MARGIN * self._lease_ttl_s
+
+    def order(self, now: float) -> Order:
+        """What this node must do now. Repeated until the driver reports that it is done."""
+        leaving_for = now - self._leaving_since if self._leaving_since is not None else 0.0
+        local = Local(
+            incarnation=self._session.incarnation,
+            generation=self._generation,
+            started=self._session.started,
+            lease_good=self.lease_good(now),
+            leaving=self._leaving_since is not None,
+            leave_alone=leaving_for >= LEAVE_TOGETHER_S,
+        )
+        if self._refusal is not None:
+            if self._generation:
+                return Stop(self._generation, False, self._refusal.reason)
+            return self._refusal
+        order = follow(self.world, local)
+        if isinstance(order, Start | Stop | Leave):
+            return order
+        if self._idle_since is not None and now >= self._idle_since + self.policy.join_timeout_s:
+            waited = f"no world within {self.policy.join_timeout_s:.0f} s of --join-timeout"
+            return Leave(Refusal.JOIN_TIMEOUT, f"{waited}: {self.waiting_for}")
+        return order
+
+    def wake_at(self, now: float) -> float | None:
+        """The next instant at which `request` or `order` may answer differently without any event."""
+        instants = [self._wake_at, self._retry_at]
+        if self._generation:
+            instants.append(self._session.confirmed_at + LEASE_MARGIN * self._lease_ttl_s)
+        if self._leaving_since is not None:
+            instants.append(self._leaving_since + LEAVE_TOGETHER_S)
+        if self._idle_since is not None:
+            instants.append(self._idle_since + self.policy.join_timeout_s)
+        return min((at for at in instants if at is not None and at > now), default=None)
+
+    # ---------------------------------------------------------------- what it asks of the store
+
+    def request(self, now: float) -> Request | None:
+        """The next question for the store; None while one is unanswered or nothing is needed."""
+        if self._pending is not None or now < self._retry_at:
+            return None
+        self._pending = self._next_request(now)
+        self._asked_at = now
+        return self._pending
+
+    def _next_request(self, now: float) -> Request | None:
+        session, own_key = self._session, node_key(self.identity.node)
+        if self._refusal is not None:
+            return None
+        if session.lease is None:
+            return Grant(self._lease_ttl_s) if not self._generation else None
+        if session.own_revision is None:
+            return Read((own_key,))
+        record = self._record()
+        written = session.written
+        # Steps alone are not worth a write: the newest travels with the next change.
+        if written is None or replace(record, step=written.step) != written:
+            return WriteRecord(Compare(own_key, session.own_revision), record, session.lease)
+        if session.leader is None:
+            return FindOldest(NODES_PREFIX)
+        if session.subscription is None:
+            return Read((WORLD_KEY, NODES_PREFIX if self.coordinates else session.leader))
+        if not self.coordinates:
+            self.waiting_for = (
+                f"{session.leader.removeprefix(NODES_PREFIX)} coordinates; no new world from it yet"
+            )
+            return None
+        return self._coordinate(now)
+
+    def _coordinate(self, now: float) -> Request | None:
+        view = View(self.known_nodes, self.world, self._world_since, self._session.arrivals)
+        decision = self._decide(view, self.policy, now)
+        self._wake_at = decision.until if isinstance(decision, Wait) else None
+        if decision.reason != self.waiting_for:
+            log.info("coordinator: %s", decision.reason)
+        self.waiting_for = decision.reason
+        if isinstance(decision, Publish):
+            return WriteWorld(Compare(WORLD_KEY, self._world_revision), decision.world)
+        return None
+
+    def _record(self) -> NodeRecord:
+        session = self._session
+        return replace(
+            self.identity,
+            incarnation=session.incarnation,
+            port=self._port,
+            leaving=self._leaving_since is not None,
+            settled=session.settled,
+            succeeded=session.succeeded,
+            failure=session.failure,
+            lasting=session.lasting,
+            step=self._step,
+        )
+
+    # ---------------------------------------------------------------- what the store answers
+
+    def answered(self, request: Request, answer: Answer, now: float) -> None:
+        """The store's answer to the pending request; a late one to an older request is ignored."""
+        if request is not self._pending:
+            return
+        self._pending = None
+        self._attempt = 0
+        session = self._session
+        if isinstance(request, Grant) and isinstance(answer, int):
+            session.lease, session.confirmed_at = answer, self._asked_at
+        elif isinstance(request, WriteRecord) and isinstance(answer, Outcome):
+            if answer.succeeded:
+                session.written = request.record
+                session.own_revision = answer.revision
+            else:
+                self._own_entry(answer.entries[0], now)
+        elif isinstance(request, WriteWorld) and isinstance(answer, Outcome):
+            self._see_world(answer.entries[0], answer.revision, now)
+        elif isinstance(request, FindOldest):
+            session.leader = answer.key if isinstance(answer, Entry) else None
+        elif isinstance(request, Read) and isinstance(answer, Snapshot):
+            self._snapshot(request, answer, now)
+
+    def failed(self, request: Request, error: StoreError, now: float) -> None:
+        """The pending request got no answer: what it did, if anything, is unknown."""
+        if request is not self._pending:
+            return
+        self._pending = None
+        if isinstance(error, LeaseExpired):
+            self.lease_gone(self._session.lease)
+            return
+        if isinstance(request, WriteRecord):
+            self._session.own_revision = None
+        self.waiting_for = f"the rendezvous store: {error}"
+        self._retry_at = now + self._retry.wait_s(self._attempt, self._rng)
+        self._attempt += 1
+
+    def lease_confirmed(self, lease: LeaseId, asked_at: float) -> None:
+        """A keep-alive that was sent at `asked_at` has been answered."""
+        if lease == self._session.lease:
+            self._session.confirmed_at = max(self._session.confirmed_at, asked_at)
+
+    def lease_gone(self, lease: LeaseId | None) -> None:
+        """The others may count this node as gone: workers first, then a new incarnation."""
+        if lease is not None and lease == self._session.lease:
+            log.warning("lease lost: stopping the workers, then joining again as a new incarnation")
+            self._session.lease = None
+            self._rejoin_if_idle()
+
+    def changed(self, changes: tuple[Change, ...], now: float) -> None:
+        """Changes from the watch of the present subscription, in order."""
+        for change in changes:
+            if change.key == WORLD_KEY:
+                self._see_world(change.entry, change.revision, now)
+            elif change.key.startswith(NODES_PREFIX):
+                self._see_node(change.key, change.entry, now)
+
+    def lost_track(self) -> None:
+        """The watch missed changes: read everything again."""
+        self._session.subscription = None
+
+    def _own_entry(self, entry: Entry | None, now: float) -> None:
+        """What stands under our key, after a refused or an unanswered write."""
+        session = self._session
+        if entry is None:
+            if session.written is not None:
+                self.lease_gone(session.lease)
+            session.own_revision = 0
+            return
+        try:
+            record = NodeRecord.from_json(entry.key, entry.value)
+        except RecordInvalid as error:
+            self._refuse(Refusal.STORE_MISMATCH, str(error))
+            return
+        if record.incarnation == session.incarnation:
+            session.written, session.own_revision = record, entry.mod_revision
+            return
+        if session.written is not None:
+            self.lease_gone(session.lease)
+            return
+        if self._duplicate_until is None:
+            self._duplicate_until = now + self._lease_ttl_s + DUPLICATE_GRACE_S
+        if now >= self._duplicate_until:
+            self._refuse(
+                Refusal.DUPLICATE_NODE,
+                f"another live agent of job {self.policy.job!r} is already called {self.identity.node!r}: "
+                "give this one another --node-id, or leave it out to get a unique one",
+            )
+        self.waiting_for = f"an earlier agent named {self.identity.node} to be forgotten by the store"
+        session.own_revision = 0
+        self._retry_at = now + self._retry.max_wait_s / 4
+
+    def _snapshot(self, request: Read, snapshot: Snapshot, now: float) -> None:
+        entries = {entry.key: entry for entry in snapshot.entries}
+        if WORLD_KEY not in request.prefixes:
+            self._own_entry(entries.get(node_key(self.identity.node)), now)
+            return
+        session = self._session
+        if session.leader not in entries:
+            session.leader = None
+            return
+        for key in set(session.nodes) - set(entries):
+            self._see_node(key, None, now)
+        for key, entry in entries.items():
+            if key.startswith(NODES_PREFIX):
+                self._see_node(key, entry, now)
+        self._see_world(entries.get(WORLD_KEY), snapshot.revision, now)
+        session.subscription = Subscription(request.prefixes, snapshot.revision)
+
+    def _see_world(self, entry: Entry | None, revision: int, now: float) -> None:
+        revision = entry.mod_revision if entry is not None else revision
+        if revision <= self._world_revision and entry is not None:
+            return
+        if entry is None:
+            if self.world is not None:
+                self.world, self._world_since = None, now
+            self._world_revision = 0
+            return
+        try:
+            world = World.from_json(entry.value)
+        except RecordInvalid as error:
+            self._refuse(Refusal.STORE_MISMATCH, str(error))
+            return
+        if world.job != self.policy.job:
+            text = f"the store holds job {world.job!r}, not {self.policy.job!r}: check --rdzv-endpoint and --rdzv-id"
+            self._refuse(Refusal.STORE_MISMATCH, text)
+            return
+        before = self.world
+        self.world, self._world_revision, self._world_since = world, revision, now
+        was_running = before is None or before.phase is Phase.RUNNING
+        if world.phase is Phase.RUNNING:
+            self._idle_since = None
+        elif was_running and not self._generation:
+            self._idle_since = now
+
+    def _see_node(self, key: str, entry: Entry | None, now: float) -> None:
+        session = self._session
+        if entry is None:
+            session.nodes.pop(key, None)
+            if key == session.leader:
+                session.leader = session.subscription = None
+            if key == node_key(self.identity.node) and session.written is not None:
+                self.lease_gone(session.lease)
+            return
+        try:
+            record = NodeRecord.from_json(key, entry.value)
+        except RecordInvalid as error:
+            log.warning("ignoring a node: %s", error)
+            session.nodes.pop(key, None)
+            return
+        session.nodes[key] = (entry.create_revision, record)
+        session.arrivals.setdefault(record.incarnation, now)
+
+    def _refuse(self, why: Refusal, reason: str) -> None:
+        self._refusal = self._refusal or Leave(why, reason)
+
+    # ---------------------------------------------------------------- what happens on this node
+
+    def workers_started(self, generation: int) -> None:
+        """The driver obeys a Start: from here on workers of `generation` exist here."""
+        assert generation > self._session.started, "a node starts a generation at most once (I4)"
+        assert not self._generation, "one generation of workers at a time (I1)"
+        self._session.started = self._generation = generation
+        self._idle_since = None
+
+    def workers_advanced(self, step: int) -> None:
+        """A worker has finished or saved this step."""
+        self._step = max(self._step, step)
+
+    def workers_lasting(self, generation: int) -> None:
+        """The workers have run for longer than a minute."""
+        self._session.lasting = generation
+
+    def workers_failed(self, failure: Failure) -> None:
+        """The first failure of a generation on this node; the others' follow from it."""
+        mine = self._session.failure
+        if mine is None or mine.generation < failure.generation:
+            self._session.failure = failure
+
+    def workers_succeeded(self, generation: int) -> None:
+        self._session.succeeded = generation
+
+    def workers_gone(self, generation: int, port: int, now: float) -> None:
+        """No process of `generation` is left here; `port` is bound, listening and fresh."""
+        assert generation == self._generation, "workers that were not started cannot end"
+        self._generation = 0
+        self._session.settled = generation
+        self._port = port
+        if self.world is None or self.world.phase is not Phase.RUNNING:
+            self._idle_since = now
+        self._rejoin_if_idle()
+
+    def leave(self, now: float) -> None:
+        """This node was asked to stop: tell the others, stop with them, then leave."""
+        if self._leaving_since is None:
+            self._leaving_since = now
+
+    def _rejoin_if_idle(self) -> None:
+        """After a lost lease and with no worker left: everything known is void, join anew."""
+        if self._session.lease is not None or self._generation:
+            return
+        self._joins += 1
+        self._session = _Session(f"{self.identity.incarnation}.{self._joins}")
+        self._pending = None
+        self.world, self._world_revision = None, 0
+        self._duplicate_until = None

@@ -1,0 +1,361 @@
+"""What nodes write into the store: one `NodeRecord` per node, one `World` per job.
+
+Both are small frozen values with one JSON form and one validating reader each (`from_json`), because anybody who
+can reach the store can write there: unknown schema, wrong types, sizes and ranges raise `RecordInvalid`, which
+names the key. Durations are seconds; no field holds an instant, since clocks of two nodes are never compared.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from .errors import RecordInvalid
+
+SCHEMA = 1
+"""Version of both records. A reader refuses any other: half an understanding is worse than none."""
+
+MAX_RECORD_BYTES = 256 * 1024
+"""A world of 2,000 nodes fits."""
+WORLD_KEY = "world"
+NODES_PREFIX = "nodes/"
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_T = TypeVar("_T")
+
+
+def node_key(node: str) -> str:
+    return NODES_PREFIX + node
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first worker of a node that failed in `generation`.
+
+    `fingerprint` is the same text for the same failure in another generation; `summary` is for people and only
+    passed on; `detail` is the agent's own JSON form of it, opaque here.
+    """
+
+    generation: int
+    fingerprint: str
+    summary: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """What one node says about itself, under its lease."""
+
+    node: str
+    incarnation: str
+    address: str
+    """Where peers reach this node's workers' store, should the node become the world's master."""
+    port: int
+    """A port bound and listening at `address`, never used by any generation before."""
+    slots: int
+    """Workers that this node runs."""
+    hosts_store: bool = False
+    """The rendezvous store ends with this node."""
+    leaving: bool = False
+    settled: int = 0
+    """No worker of this generation or of an earlier one is left on this node, and `port` is fresh since."""
+    succeeded: int = 0
+    """The generation whose workers all ended with success here."""
+    failure: Failure | None = None
+    step: int = 0
+    """Highest training step that this node's workers have reported (finished or saved); 0 when they do not."""
+    lasting: int = 0
+    """The generation whose workers have run here for longer than a minute."""
+
+    def to_json(self) -> str:
+        return _dump(self)
+
+    @staticmethod
+    def from_json(key: str, text: str) -> NodeRecord:
+        fields = _Fields(key, text)
+        record = NodeRecord(
+            node=fields.name("node"),
+            incarnation=fields.name("incarnation"),
+            address=fields.text("address", 256),
+            port=fields.integer("port", 0, 65535),
+            slots=fields.integer("slots", 1, 4096),
+            hosts_store=fields.boolean("hosts_store"),
+            leaving=fields.boolean("leaving"),
+            settled=fields.integer("settled"),
+            succeeded=fields.integer("succeeded"),
+            failure=fields.optional("failure", _failure),
+            step=fields.integer("step"),
+            lasting=fields.integer("lasting"),
+        )
+        if key != node_key(record.node):
+            raise RecordInvalid(key, f"it is the record of node {record.node!r}")
+        return record
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One node's place in a world: workers `first_rank` to `first_rank + slots - 1` are its."""
+
+    node: str
+    incarnation: str
+    slots: int
+    first_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    address: str
+    port: int
+
+
+class Phase(enum.Enum):
+    RUNNING = "running"
+    """The members train."""
+    STOPPING = "stopping"
+    """The members stop their workers and say so; the next generation closes when all have, or are gone."""
+    ENDED = "ended"
+    """The job is over; `outcome` says how."""
+
+
+class CauseKind(enum.Enum):
+    """Why the world is in its phase."""
+
+    START = "start"
+    FAILURE = "failure"
+    JOIN = "join"
+    LEAVE = "leave"
+    LOST = "lost"
+    WITHDRAWN = "withdrawn"
+    """A member stopped its workers by itself, because it could not confirm its lease."""
+    SUCCESS = "success"
+
+
+class Result(enum.Enum):
+    """How a job ended."""
+
+    SUCCEEDED = "succeeded"
+    RESTARTS_EXHAUSTED = "restarts_exhausted"
+    CRASH_LOOP = "crash_loop"
+    STORE_HOST_LEFT = "store_host_left"
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    kind: CauseKind
+    node: str = ""
+    detail: str = ""
+    failure: Failure | None = None
+    """The first failure of the generation; it stays the cause until another change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restarts:
+    """The job's restart budget as used so far; planned changes and lost nodes do not count."""
+
+    failures: int = 0
+    fruitless: int = 0
+    """Failures in a row without progress in between."""
+    fingerprint: str = ""
+    alike: int = 0
+    """How many of the newest fruitless failures share `fingerprint`."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The ordered members of one generation, and the phase this generation is in."""
+
+    job: str
+    generation: int
+    phase: Phase
+    members: tuple[Member, ...]
+    master: Endpoint
+    cause: Cause
+    restarts: Restarts = field(default_factory=Restarts)
+    step: int = 0
+    """Highest step that any node had reported before this generation: it makes progress by passing it."""
+    result: Result | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of workers: WORLD_SIZE."""
+        return sum(member.slots for member in self.members)
+
+    def member(self, incarnation: str) -> Member | None:
+        return next((member for member in self.members if member.incarnation == incarnation), None)
+
+    def to_json(self) -> str:
+        return _dump(self)
+
+    @staticmethod
+    def from_json(text: str) -> World:
+        fields = _Fields(WORLD_KEY, text)
+        world = World(
+            job=fields.name("job"),
+            generation=fields.integer("generation", 1),
+            phase=fields.choice("phase", Phase),
+            members=fields.many("members", _member),
+            master=fields.one("master", _endpoint),
+            cause=fields.one("cause", _cause),
+            restarts=fields.one("restarts", _restarts),
+            step=fields.integer("step"),
+            result=None if fields.value("result") is None else fields.choice("result", Result),
+        )
+        ranks = 0
+        for member in world.members:
+            if member.first_rank != ranks:
+                raise RecordInvalid(
+                    WORLD_KEY, f"node {member.node!r} starts at rank {member.first_rank}, not {ranks}"
+                )
+            ranks += member.slots
+        if len({member.node for member in world.members}) != len(world.members):
+            raise RecordInvalid(WORLD_KEY, "it lists a node twice")
+        if (world.phase is Phase.ENDED) != (world.result is not None):
+            raise RecordInvalid(WORLD_KEY, f"phase {world.phase.value!r} with result {world.result}")
+        return world
+
+
+def line_up(nodes: tuple[NodeRecord, ...]) -> tuple[Member, ...]:
+    """Members with dense ranks: rank = first_rank + local_rank, in the order given (I3)."""
+    members: list[Member] = []
+    first_rank = 0
+    for node in nodes:
+        members.append(Member(node.node, node.incarnation, node.slots, first_rank))
+        first_rank += node.slots
+    return tuple(members)
+
+
+def _dump(record: NodeRecord | World) -> str:
+    return json.dumps({"v": SCHEMA, **_plain(record)}, separators=(",", ":"))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    return value
+
+
+def _failure(fields: _Fields) -> Failure:
+    return Failure(
+        fields.integer("generation", 1),
+        fields.text("fingerprint", 1024),
+        fields.text("summary", 4096),
+        fields.text("detail", 16384),
+    )
+
+
+def _member(fields: _Fields) -> Member:
+    return Member(
+        fields.name("node"),
+        fields.name("incarnation"),
+        fields.integer("slots", 1, 4096),
+        fields.integer("first_rank"),
+    )
+
+
+def _endpoint(fields: _Fields) -> Endpoint:
+    return Endpoint(fields.text("address", 256), fields.integer("port", 0, 65535))
+
+
+def _cause(fields: _Fields) -> Cause:
+    return Cause(
+        fields.choice("kind", CauseKind),
+        fields.text("node", 128),
+        fields.text("detail", 4096),
+        fields.optional("failure", _failure),
+    )
+
+
+def _restarts(fields: _Fields) -> Restarts:
+    return Restarts(
+        fields.integer("failures"),
+        fields.integer("fruitless"),
+        fields.text("fingerprint", 1024),
+        fields.integer("alike"),
+    )
+
+
+_E = TypeVar("_E", bound=enum.Enum)
+
+
+class _Fields:
+    """Typed access to one JSON object; every complaint names the store key and the field."""
+
+    def __init__(self, key: str, source: str | dict[str, Any], path: str = "") -> None:
+        self._key = key
+        self._path = path
+        if isinstance(source, dict):
+            self._values = source
+            return
+        if len(source) > MAX_RECORD_BYTES:
+            raise RecordInvalid(key, f"{len(source)} characters, more than {MAX_RECORD_BYTES}")
+        try:
+            values = json.loads(source)
+        except (ValueError, RecursionError) as error:
+            raise RecordInvalid(key, f"not JSON ({error})") from error
+        if not isinstance(values, dict):
+            raise RecordInvalid(key, "not a JSON object")
+        if values.get("v") != SCHEMA:
+            raise RecordInvalid(key, f"schema version {values.get('v')!r}, this agent reads {SCHEMA}")
+        self._values = values
+
+    def value(self, name: str) -> Any:
+        if name not in self._values:
+            raise self._bad(name, "missing")
+        return self._values[name]
+
+    def text(self, name: str, at_most: int) -> str:
+        value = self.value(name)
+        if not isinstance(value, str) or len(value) > at_most:
+            raise self._bad(name, f"not a text of at most {at_most} characters")
+        return value
+
+    def name(self, name: str) -> str:
+        value = self.text(name, 128)
+        if not _NAME.fullmatch(value):
+            raise self._bad(name, "not a name of letters, digits, '.', '_' and '-'")
+        return value
+
+    def integer(self, name: str, low: int = 0, high: int = 2**63 - 1) -> int:
+        value = self.value(name)
+        if type(value) is not int or not low <= value <= high:
+            raise self._bad(name, f"not a whole number from {low} to {high}")
+        return value
+
+    def boolean(self, name: str) -> bool:
+        value = self.value(name)
+        if not isinstance(value, bool):
+            raise self._bad(name, "neither true nor false")
+        return value
+
+    def choice(self, name: str, kind: type[_E]) -> _E:
+        try:
+            return kind(self.value(name))
+        except ValueError as error:
+            known = ", ".join(repr(item.value) for item in kind)
+            raise self._bad(name, f"not one of {known}") from error
+
+    def one(self, name: str, read: Callable[[_Fields], _T]) -> _T:
+        value = self.value(name)
+        if not isinstance(value, dict):
+            raise self._bad(name, "not an object")
+        return read(_Fields(self._key, value, f"{self._path}{name}."))
+
+    def optional(self, name: str, read: Callable[[_Fields], _T]) -> _T | None:
+        return None if self.value(name) is None else self.one(name, read)
+
+    def many(self, name: str, read: Callable[[_Fields], _T]) -> tuple[_T, ...]:
+        value = self.value(name)
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            raise self._bad(name, "not a list of objects")
+        return tuple(read(_Fields(self._key, item, f"{self._path}{name}.")) for item in value)
+
+    def _bad(self, name: str, problem: str) -> RecordInvalid:
+        return RecordInvalid(self._key, f"field {self._path + name!r} is {problem}")
