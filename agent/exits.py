@@ -1,0 +1,31 @@
+"""The agent's exit codes: what a service manager, a pod's restart rule or a script learns from how it ended.
+
+The numbers are a published interface: none is ever given a second meaning. 64 to 78 follow sysexits.h,
+128 + n is a shell's way to say "ended by signal n". `docs/configuration.md` shows the same table.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """One way to end; `meaning` is the sentence for the operator."""
+
+    meaning: str
+
+    def __new__(cls, code: int, meaning: str) -> ExitCode:
+        member = int.__new__(cls, code)
+        member._value_ = code
+        member.meaning = meaning
+        return member
+
+    SUCCESS = 0, "every worker of the last generation ended with exit code 0"
+    WORKERS_FAILED = 1, "workers kept failing until the restart budget (--max-restarts) was used up"
+    CRASH_LOOP = 3, "workers failed several generations in a row without any progress"
+    STORE_LOST = 69, "the rendezvous store went away and did not come back in time; workers were stopped"
+    JOIN_TIMEOUT = 75, "fewer than --min-nodes nodes met within --join-timeout; starting again later may work"
+    STORE_MISMATCH = 76, "the store holds another job's data, or data of a newer version"
+    BAD_CONFIG = 78, "a setting cannot work here: bad value, node id or port already taken, too few devices"
+    STOPPED_BY_SIGINT = 130, "stopped by SIGINT (Ctrl-C), after the workers were stopped"
+    STOPPED_BY_SIGTERM = 143, "stopped by SIGTERM, after the workers were stopped"
