@@ -1,0 +1,90 @@
+"""The `elastic-agent` command: parse, answer `--help`, `--version` and `--check-config`, or call `run`.
+
+Nothing is decided here: `options` has the table, `sources` merges and checks, `run` does the work and returns the
+exit code. A configuration with problems ends with 78 and the list of all of them, before anything is started.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+import uuid
+from collections.abc import Mapping, Sequence
+
+from .. import __version__
+from .config import Config, ConfigError
+from .exits import ExitCode
+from .options import CHECK_CONFIG, GROUPS, HELP, VERSION, Option, Source
+from .sources import read_argv, resolve
+
+_USAGE = """\
+usage: elastic-agent [options] SCRIPT [arguments of the script]
+       elastic-agent [options] -m MODULE [arguments of the module]
+       elastic-agent [options] --no-python PROGRAM [arguments of the program]
+
+Runs one job's training processes on this node and, together with the agents of other nodes, keeps the training
+going through crashes, lost nodes, joins and planned departures.
+"""
+
+_EXAMPLES = """\
+Examples:
+  elastic-agent --nproc-per-node 2 train.py --lr 0.1
+  elastic-agent --min-nodes 1 --max-nodes 4 --rdzv-endpoint node1:29400 train.py
+  elastic-agent --config agent.toml --check-config
+
+Every option can also be given as ELASTIC_AGENT_MIN_NODES=1 in the environment or min-nodes = 1 in the file;
+the command line wins over the environment, and the environment over the file. torchrun's spellings work.
+"""
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
+    """The configuration these words and variables mean. Raises `ConfigError` with all problems."""
+    return resolve(read_argv(argv), environ, _fresh_id).config
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit code, an `ExitCode`."""
+    command_line = read_argv(sys.argv[1:] if argv is None else argv)
+    if HELP.name in command_line.given:
+        print(help_text())
+        return ExitCode.SUCCESS
+    if VERSION.name in command_line.given:
+        print(f"elastic-agent {__version__}")
+        return ExitCode.SUCCESS
+    try:
+        resolved = resolve(command_line, os.environ, _fresh_id)
+    except ConfigError as error:
+        print(f"elastic-agent: {error}", file=sys.stderr)
+        return ExitCode.BAD_CONFIG
+    for warning in resolved.warnings:
+        print(f"elastic-agent: warning: {warning}", file=sys.stderr)
+    if CHECK_CONFIG.name in command_line.given:
+        print("\n".join(resolved.settings.lines()))
+        return ExitCode.SUCCESS
+    from .run import run
+
+    return run(resolved.config)
+
+
+def help_text() -> str:
+    """All options by group, with their defaults."""
+    parts = [_USAGE]
+    for group, options in GROUPS.items():
+        parts.append(f"{group}:")
+        parts += [_help_of(option) for option in options if Source.CLI in option.sources]
+        parts.append("")
+    return "\n".join([*parts, _EXAMPLES.rstrip()])
+
+
+def _help_of(option: Option[object]) -> str:
+    names = ", ".join(filter(None, [option.short, *(f"--{name}" for name in option.names)]))
+    shown = "" if option.flag or not option.default else f" (default: {option.default})"
+    body = textwrap.fill(
+        option.help + shown, 100, initial_indent=" " * 8, subsequent_indent=" " * 8, break_on_hyphens=False
+    )
+    return f"  {names} {option.metavar}".rstrip() + "\n" + body
+
+
+def _fresh_id() -> str:
+    return uuid.uuid4().hex[:12]

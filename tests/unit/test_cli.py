@@ -1,0 +1,166 @@
+"""The command: what it prints, what it returns, and that it starts nothing when the configuration is wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from elastic_agent import __version__
+from elastic_agent.agent.cli import help_text, main, parse
+from elastic_agent.agent.config import Command, Config, NodeCounts
+from elastic_agent.agent.exits import ExitCode
+from elastic_agent.agent.options import OPTIONS, Source
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text("pass\n")
+    return str(path)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """The configurations `run` was called with; it is replaced, and the agent's own environment is clean."""
+    for name in os.environ:
+        if name.startswith(("ELASTIC_AGENT_", "PET_")):
+            monkeypatch.delenv(name)
+    calls: list[Config] = []
+
+    def run(config: Config) -> int:
+        calls.append(config)
+        return ExitCode.WORKERS_FAILED
+
+    module = types.ModuleType("elastic_agent.agent.run")
+    module.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "elastic_agent.agent.run", module)
+    return calls
+
+
+def agent(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from elastic_agent.agent.cli import main; sys.exit(main())"
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTIC_AGENT_", "PET_"))}
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        env=environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_help_names_every_option_with_its_default(started: list[Config]) -> None:
+    text = help_text()
+    for option in OPTIONS:
+        if Source.CLI in option.sources:
+            assert f"--{option.name}" in text
+            assert (
+                option.flag or not option.default or f"(default: {option.default})" in " ".join(text.split())
+            )
+    assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["--min-nodes", "wrong", "--help"]])
+def test_help_wins_over_problems(
+    words: list[str], started: list[Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == ExitCode.SUCCESS
+    assert capsys.readouterr().out == help_text() + "\n"
+    assert not started
+
+
+def test_version(started: list[Config], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == ExitCode.SUCCESS
+    assert capsys.readouterr().out == f"elastic-agent {__version__}\n"
+
+
+def test_run_gets_the_configuration_and_its_exit_code_is_returned(script: str, started: list[Config]) -> None:
+    assert main(["--nproc-per-node", "2", script, "--help"]) == ExitCode.WORKERS_FAILED
+    (config,) = started
+    assert config.nproc_per_node == 2
+    assert config.command == Command("script", script, ("--help",))
+
+
+def test_check_config_prints_and_starts_nothing(
+    script: str, started: list[Config], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELASTIC_AGENT_MAX_NODES", "4")
+    assert main(["--check-config", "--tee", "3", script]) == ExitCode.SUCCESS
+    out, err = capsys.readouterr()
+    assert any(
+        line.split() == ["max-nodes", "=", "4", "#", "ELASTIC_AGENT_MAX_NODES"] for line in out.splitlines()
+    )
+    assert err == "elastic-agent: warning: --tee is ignored: the console always shows every worker's output\n"
+    assert not started
+
+
+def test_a_wrong_configuration_starts_nothing(started: list[Config]) -> None:
+    assert main(["--min-nodes", "0", "no-such-script.py"]) == ExitCode.BAD_CONFIG
+    assert not started
+
+
+def test_a_real_process_lists_every_problem_and_exits_78() -> None:
+    done = agent(
+        "--min-nodes", "0", "--nproc", "x", "gone.py", ELASTIC_AGENT_LEASE_TTL="0", ELASTIC_AGENT_X="1"
+    )
+    assert done.returncode == 78
+    assert done.stdout == ""
+    first, *problems = done.stderr.splitlines()
+    assert first == "elastic-agent: 4 problems in the configuration; nothing was started"
+    assert [problem.split(".")[0].strip() for problem in problems] == ["1", "2", "3", "4"]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_real_process_does_not_choke_on_words_a_terminal_cannot_show(script: str) -> None:
+    odd = os.fsdecode(b"\xff\x1b[31m")
+    wrong = agent("--node-id", odd, script, PYTHONIOENCODING="ascii")
+    assert wrong.returncode == 78
+    assert "\x1b" not in wrong.stderr
+    right = agent("--check-config", script, odd, PYTHONIOENCODING="ascii")
+    assert right.returncode == 0
+    assert "\x1b" not in right.stdout
+
+
+def test_the_command_line_needs_no_torch() -> None:
+    code = "import sys, elastic_agent.agent.cli as cli; cli.main(['--version']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes", "workers", "backend"),
+    [
+        (
+            "--nnodes=1:4 --nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=localhost:0 --max-restarts 3"
+            " --standalone",
+            NodeCounts(1, 1), 2, "memory",
+        ),
+        ("--nnodes 1:4 --nproc-per-node gpu --rdzv-id none", NodeCounts(1, 4), "gpu", "c10d"),
+        (
+            "--nproc_per_node=8 --rdzv_backend c10d --rdzv_endpoint=localhost:0 --local-ranks-filter 0"
+            " --role rank --tee 3",
+            NodeCounts(1, 1), 8, "c10d",
+        ),
+        (
+            "--nnodes=2 --rdzv_endpoint=node1:29400 --rdzv_conf timeout=900,read_timeout=60 -r 3 -t 1:2",
+            NodeCounts(2, 2), 1, "c10d",
+        ),
+        ("--nproc_per_node 2 --master_port 29512", NodeCounts(1, 1), 2, "memory"),
+    ],
+)  # fmt: skip
+def test_torchruns_spellings(
+    words: str, nodes: NodeCounts, workers: int | str, backend: str, script: str
+) -> None:
+    config = parse([*words.split(), script, "--lr", "0.1"], {})
+    assert (config.nodes, config.nproc_per_node, config.rendezvous.backend) == (nodes, workers, backend)
+    assert config.command == Command("script", script, ("--lr", "0.1"))
+
+
+def test_exit_codes_are_plain_numbers_with_a_meaning() -> None:
+    assert sorted(map(int, ExitCode)) == [0, 1, 3, 69, 75, 76, 78, 130, 143]
+    assert all(code.meaning for code in ExitCode)

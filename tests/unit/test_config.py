@@ -1,0 +1,553 @@
+"""The configuration: every option from every source, who wins, all problems at once, and no text that breaks it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elastic_agent.agent.cli import parse
+from elastic_agent.agent.config import (
+    Command,
+    Config,
+    ConfigError,
+    Endpoint,
+    NodeCounts,
+    RendezvousConfig,
+    StopConfig,
+)
+from elastic_agent.agent.exits import ExitCode
+from elastic_agent.agent.options import (
+    GROUPS,
+    IGNORED_RDZV_CONF_KEYS,
+    IGNORED_TORCHRUN_OPTIONS,
+    OPTIONS,
+    WORKER_VARIABLES,
+    Option,
+    Source,
+)
+from elastic_agent.agent.ports import PortRange
+from elastic_agent.agent.sources import MOST_FILE_BYTES, Resolved, read_argv, resolve
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+# option: (a text that differs from the default, where it lands in Config, the value expected there)
+LANDINGS: dict[str, tuple[str, str, object]] = {
+    "min-nodes": ("3", "nodes.min", 3),
+    "max-nodes": ("3", "nodes.max", 3),
+    "nnodes": ("2:5", "nodes", NodeCounts(2, 5)),
+    "nproc-per-node": ("8", "nproc_per_node", 8),
+    "device-pinning": ("mask", "device_pinning", "mask"),
+    "virtual-local-rank": ("true", "device_pinning", "mask"),
+    "node-id": ("rack-1.node_2", "node_id", "rack-1.node_2"),
+    "rdzv-backend": ("c10d", "rendezvous.backend", "c10d"),
+    "rdzv-endpoint": ("node1:2000", "rendezvous.endpoint", Endpoint("node1", 2000)),
+    "rdzv-id": ("job-7", "rendezvous.job_id", "job-7"),
+    "standalone": ("true", "rendezvous.backend", "memory"),
+    "join-timeout": ("5m", "rendezvous.join_timeout_s", 300.0),
+    "last-call": ("500ms", "rendezvous.last_call_s", 0.5),
+    "lease-ttl": ("2.5", "rendezvous.lease_ttl_s", 2.5),
+    "rdzv-conf": ("join_timeout=60,lease_ttl=3", "rendezvous.join_timeout_s", 60.0),
+    "max-restarts": ("0", "max_restarts", 0),
+    "stop-grace": ("1h", "stop.grace_s", 3600.0),
+    "failure-grace": ("0", "stop.failure_grace_s", 0.0),
+    "local-addr": ("fe80::1", "local_addr", "fe80::1"),
+    "port-range": ("2000-2010", "port_range", PortRange(2000, 2010)),
+    "http-address": ("[::]:9090", "http_address", Endpoint("::", 9090)),
+    "log-dir": ("/var/log/x", "log_dir", Path("/var/log/x")),
+}
+
+# option: texts that must be refused
+REFUSED: dict[str, Sequence[str]] = {
+    "min-nodes": ["0", "-1", "1.5", "100001", "two", "", "1_0", "٣", "9" * 5000],
+    "max-nodes": ["0", "many"],
+    "nnodes": ["0:4", "1:", ":4", "1:2:3", "x"],
+    "nproc-per-node": ["0", "-2", "all", "4097"],
+    "device-pinning": ["masked", "Index"],
+    "virtual-local-rank": ["maybe"],
+    "node-id": ["", "a/b", "a b", "x" * 65, "ä", "a\n"],
+    "rdzv-backend": ["etcd", "etcd-v2", "static", "redis"],
+    "rdzv-endpoint": ["", "host:port", "host:70000", "::1:29400", "[host]:1", "a/b:1", "node1:0"],
+    "rdzv-id": ["", "a/b", "x" * 65],
+    "standalone": ["perhaps"],
+    "join-timeout": ["0", "0.5", "-1", "10 years", "inf", "nan", "1e3", "200h", "4s"],
+    "last-call": ["-1", "soon", "700s"],
+    "lease-ttl": ["0.9", "999ms", "700"],
+    "rdzv-conf": ["join_timeout", "=3", "unheard_of=1", "lease_ttl=0", "a=1,b=2"],
+    "max-restarts": ["-1", "never"],
+    "stop-grace": ["-0.1", "5 parsecs"],
+    "failure-grace": ["-1"],
+    "local-addr": ["", "a b", "host:1", "http://x"],
+    "port-range": ["0-10", "29600-29500", "1-65536", "a-b", ""],
+    "http-address": ["host:99999", ":"],
+    "log-dir": ["", "a\0b"],
+    "script": ["", "a\0b", "no/such/file.py"],
+    "module": [""],
+    "no-python": [""],
+    "args": ["'unclosed"],
+}
+
+Put = Callable[[str, str], tuple[list[str], dict[str, str]]]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text("pass\n")
+    return str(path)
+
+
+@pytest.fixture(params=["cli", "environment", "file"])
+def source(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def written(source: str, folder: Path, values: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """The command line and the environment that give these values through one source."""
+    if source == "cli":
+        return [word for name, text in values.items() for word in cli_words(name, text)], {}
+    if source == "environment":
+        return [], {f"ELASTIC_AGENT_{name.upper().replace('-', '_')}": text for name, text in values.items()}
+    path = folder / "agent.toml"
+    path.write_text("".join(f"{name} = {json.dumps(text)}\n" for name, text in values.items()))
+    return ["--config", str(path)], {}
+
+
+def cli_words(name: str, text: str) -> list[str]:
+    return [text] if name == "script" else [f"--{name}={text}"]
+
+
+def run_resolve(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Resolved:
+    return resolve(read_argv(argv), environ or {}, lambda: "fresh")
+
+
+def problems_of(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse(argv, environ or {})
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_the_tables_of_this_test_know_every_option() -> None:
+    settable = {option.name for option in OPTIONS if Source.FILE in option.sources}
+    assert set(REFUSED) == settable
+    assert set(LANDINGS) == settable - {"script", "module", "no-python", "args"}
+
+
+def test_defaults(script: str) -> None:
+    assert run_resolve([script]).config == Config(
+        command=Command("script", script, ()),
+        nodes=NodeCounts(1, 1),
+        nproc_per_node=1,
+        device_pinning="index",
+        rendezvous=RendezvousConfig("memory", None, "fresh", 600.0, 1.0, 5.0),
+        node_id=None,
+        local_addr=None,
+        port_range=None,
+        max_restarts=None,
+        stop=StopConfig(30.0, 1.0),
+        log_dir=None,
+        http_address=Endpoint("127.0.0.1", 0),
+    )
+
+
+@pytest.mark.parametrize("name", LANDINGS)
+def test_every_option_lands_from_every_source(name: str, source: str, script: str, tmp_path: Path) -> None:
+    text, landing, expected = LANDINGS[name]
+    # max-nodes is wide enough that min-nodes alone is right, too.
+    argv, environ = written(source, tmp_path, {name: text})
+    assert attrgetter(landing)(parse([*argv, script], environ)) == expected
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_option_wrong_once_is_the_one_problem(
+    name: str, source: str, script: str, tmp_path: Path
+) -> None:
+    for text in REFUSED[name]:
+        if source == "cli" and (name == "args" or text.startswith("-")):
+            continue
+        argv, environ = written(source, tmp_path, {name: text})
+        command = [] if name in ("script", "module", "no-python") else [script]
+        found = problems_of([*argv, *command], environ)
+        assert len(found) == (2 if text == "a=1,b=2" else 1), found
+        key = name.upper().replace("-", "_") if source == "environment" else name
+        assert key in found[0] or name in found[0]
+        assert len(found[0]) < 1000
+
+
+def test_one_pass_reports_the_problems_of_all_sources(tmp_path: Path) -> None:
+    file = tmp_path / "agent.toml"
+    file.write_text('min-nodes = 0\nlog_dirr = "x"\n[rendezvous]\nbackend = "c10d"\n')
+    argv = [
+        *("--config", str(file), "--nproc-per-nod", "2", "--lease-ttl", "0.1"),
+        *("--node-id", "a/b", "--last-call", "--rdzv-backend", "etcd", "train.py"),
+    ]
+    environ = {"ELASTIC_AGENT_PORT_RANGE": "x", "ELASTIC_AGENT_MAXNODES": "4", "PET_MAX_RESTARTS": "-1"}
+    found = "\n".join(problems_of(argv, environ))
+    for expected in (
+        f"{file}: min-nodes '0': expected a whole number of nodes from 1 to 100000",
+        f"{file}: log_dirr: expected a key that elastic-agent knows; did you mean log-dir?",
+        f"{file}: rendezvous: expected a key",
+        "ELASTIC_AGENT_PORT_RANGE 'x': expected FIRST-LAST",
+        "ELASTIC_AGENT_MAXNODES: expected a variable that elastic-agent knows; did you mean ELASTIC_AGENT_MAX_NODES?",
+        "PET_MAX_RESTARTS '-1': expected a whole number of restarts",
+        "--nproc-per-nod: expected an option of elastic-agent; did you mean --nproc-per-node?",
+        "--lease-ttl '0.1': expected a duration from 1 s",
+        "--node-id 'a/b': expected 1 to 64 characters",
+        "--last-call: expected a duration from 0 s",
+        "--rdzv-backend 'etcd': expected c10d or memory; this version meets through c10d",
+    ):
+        assert expected in found
+    assert found.count("\n") == 10
+
+
+def test_command_line_wins_over_environment_over_file_over_default(script: str, tmp_path: Path) -> None:
+    file = tmp_path / "agent.toml"
+    file.write_text("max-nodes = 9\nlease-ttl = 9\nlast-call = 9\n")
+    environ = {"ELASTIC_AGENT_MAX_NODES": "8", "ELASTIC_AGENT_LEASE_TTL": "8", "PET_NNODES": "1:7"}
+    config = parse(["--config", str(file), "--max-nodes", "5", script], environ)
+    rendezvous = config.rendezvous
+    assert (config.nodes.max, rendezvous.lease_ttl_s, rendezvous.last_call_s) == (5, 8.0, 9.0)
+    assert rendezvous.join_timeout_s == 600.0
+
+
+def test_a_broken_value_is_reported_even_where_a_stronger_source_replaces_it(script: str) -> None:
+    assert len(problems_of(["--min-nodes", "1", script], {"ELASTIC_AGENT_MIN_NODES": "x"})) == 1
+
+
+def test_within_one_source_an_option_wins_over_the_shorthand_for_it(script: str, tmp_path: Path) -> None:
+    file = tmp_path / "agent.toml"
+    file.write_text('max-nodes = 6\nnnodes = "2:4"\n')
+    assert parse(["--config", str(file), script], {}).nodes == NodeCounts(2, 6)
+    environ = {"ELASTIC_AGENT_MAX_NODES": "6", "ELASTIC_AGENT_NNODES": "2:4", "PET_NNODES": "3:3"}
+    assert parse([script], environ).nodes == NodeCounts(2, 6)
+    assert parse(["--max-nodes", "6", "--nnodes", "2:4", script], {}).nodes == NodeCounts(
+        2, 4
+    )  # the last wins
+
+
+@pytest.mark.parametrize(
+    ("argv", "backend", "endpoint", "job_id"),
+    [
+        ("", "memory", None, "fresh"),
+        ("--rdzv-backend c10d", "c10d", None, "fresh"),
+        ("--max-nodes 4", "c10d", None, "fresh"),
+        ("--max-nodes 4 --rdzv-endpoint localhost:0", "c10d", None, "fresh"),
+        ("--rdzv-endpoint node1", "c10d", Endpoint("node1", 29400), "default"),
+        ("--rdzv-endpoint [::1]:5 --rdzv-id none", "c10d", Endpoint("::1", 5), "default"),
+        ("--rdzv-endpoint node1:5 --rdzv-id j", "c10d", Endpoint("node1", 5), "j"),
+        ("--nnodes 4 --rdzv-backend c10d --rdzv-endpoint node1 --standalone", "memory", None, "fresh"),
+        ("--max-nodes 4 --rdzv-id none", "c10d", None, "fresh"),
+    ],
+)
+def test_where_the_nodes_meet(
+    argv: str, backend: str, endpoint: Endpoint | None, job_id: str, script: str
+) -> None:
+    rendezvous = run_resolve([*argv.split(), script]).config.rendezvous
+    assert (rendezvous.backend, rendezvous.endpoint, rendezvous.job_id) == (backend, endpoint, job_id)
+
+
+def test_a_job_that_starts_its_own_store_has_a_new_id_every_time(script: str) -> None:
+    assert parse([script], {}).rendezvous.job_id != parse([script], {}).rendezvous.job_id
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (
+            "--min-nodes 4 --max-nodes 2",
+            "--min-nodes '4': expected at most max-nodes, which is 2 (--max-nodes)",
+        ),
+        ("--nnodes 4:2", "--nnodes '4': expected at most max-nodes, which is 2 (--nnodes)"),
+        (
+            "--join-timeout 5 --lease-ttl 5s",
+            "--join-timeout '5': expected more than lease-ttl, which is 5 s (--lease-ttl)",
+        ),
+        ("--lease-ttl 700", "join-timeout (default) '600s': expected more than lease-ttl, which is 700 s"),
+        ("--last-call 600", "--last-call '600': expected less than join-timeout, which is 600 s (default)"),
+        (
+            "--rdzv-backend memory --max-nodes 2",
+            "--rdzv-backend 'memory': expected c10d, because max-nodes is 2",
+        ),
+        (
+            "--rdzv-backend memory --rdzv-endpoint a:1",
+            "--rdzv-backend 'memory': expected c10d, because an endpoint",
+        ),
+        (
+            "--rdzv-endpoint node1:0",
+            "--rdzv-endpoint 'node1:0': expected a port from 1 to 65535, or localhost:0",
+        ),
+    ],
+)
+def test_relations_between_settings(argv: str, problem: str, script: str) -> None:
+    (found,) = problems_of([*argv.split(), script])
+    assert found.startswith(problem)
+
+
+def test_relations_with_an_unreadable_value_are_not_judged(script: str) -> None:
+    assert len(problems_of(["--lease-ttl", "700", "--join-timeout", "x", script])) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "file", "expected"),
+    [
+        (["S", "--lr", "0.1", "--help"], {}, "", Command("script", "S", ("--lr", "0.1", "--help"))),
+        (["--", "S", "-m"], {}, "", Command("script", "S", ("-m",))),
+        (["-m", "pkg.mod", "--min-nodes", "x"], {}, "", Command("module", "pkg.mod", ("--min-nodes", "x"))),
+        (["--module=pkg.mod", "S"], {}, "", Command("module", "pkg.mod", ("S",))),
+        (["--no-python", "./run", "-x"], {}, "", Command("binary", "./run", ("-x",))),
+        (["--no_python=./run"], {}, "", Command("binary", "./run", ())),
+        ([], {"SCRIPT": "S", "ARGS": "--name 'a b'"}, "", Command("script", "S", ("--name", "a b"))),
+        ([], {"MODULE": "m"}, "", Command("module", "m", ())),
+        ([], {}, 'no_python = "p"\nargs = ["a b", 1, 0.5, true]', Command("binary", "p", ("a b", "1", "0.5", "true"))),
+        ([], {}, 'module = "m"\nargs = "--x \'a b\'"', Command("module", "m", ("--x", "a b"))),
+        # The command goes as a whole: no arguments of a weaker source's command, but a stronger source's arguments.
+        (["S"], {"MODULE": "m", "ARGS": "-x"}, "", Command("script", "S", ())),
+        ([], {"MODULE": "m"}, 'script = "S"\nargs = ["-x"]', Command("module", "m", ())),
+        ([], {"ARGS": "-y"}, 'script = "S"\nargs = ["-x"]', Command("script", "S", ("-y",))),
+    ],
+)  # fmt: skip
+def test_what_to_run(
+    argv: list[str], environ: dict[str, str], file: str, expected: Command, script: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "agent.toml"
+    path.write_text(file.replace('"S"', json.dumps(script)))
+    argv = ["--config", str(path), *(script if word == "S" else word for word in argv)]
+    variables = {f"ELASTIC_AGENT_{k}": script if v == "S" else v for k, v in environ.items()}
+    target = script if expected.target == "S" else expected.target
+    args = tuple(script if word == "S" else word for word in expected.args)
+    assert parse(argv, variables).command == Command(expected.kind, target, args)
+
+
+def test_file_or_environment_can_make_a_complete_daemon_command_line(script: str, tmp_path: Path) -> None:
+    file = tmp_path / "agent.toml"
+    file.write_text(f"script = {json.dumps(script)}\n")
+    environ = {"ELASTIC_AGENT_CONFIG": str(file)}
+    assert parse(["--min-nodes", "1", "--max-nodes", "4"], environ).nodes == NodeCounts(1, 4)
+    (problem,) = problems_of(["--min-nodes", "1", "--max-nodes", "4"])
+    assert problem.startswith("command line: expected a script to run; write it after the options")
+
+
+def test_two_things_to_run_in_one_source_are_refused(script: str) -> None:
+    (problem,) = problems_of([], {"ELASTIC_AGENT_SCRIPT": script, "ELASTIC_AGENT_MODULE": "m"})
+    assert problem == (
+        "ELASTIC_AGENT_MODULE 'm': expected one thing to run; keep either it or ELASTIC_AGENT_SCRIPT"
+    )
+
+
+def test_a_script_that_cannot_be_read_is_refused(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.R_OK)  # root may read everything
+    assert "that exists and can be read" in problems_of([script])[0]
+
+
+def test_numbers_in_a_file_may_be_small(script: str, tmp_path: Path) -> None:
+    file = tmp_path / "agent.toml"
+    file.write_text("last-call = 0.00001\nstop-grace = 0\nfailure-grace = 2.0\n")
+    config = parse(["--config", str(file), script], {})
+    assert (config.rendezvous.last_call_s, config.stop) == (0.00001, StopConfig(0.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "No such file"),
+        (b"min-nodes = ", "expected a readable TOML file"),
+        (b"\xff\xfe", "expected a readable TOML file"),
+        (b"a = " + b"[" * 5000, "expected a readable TOML file"),
+        (b"#" * (MOST_FILE_BYTES + 1), "larger than"),
+        (b"min-nodes = 1\nmin_nodes = 2\n", "min_nodes: expected each setting only once; keep either it or min-nodes"),
+        (b"stop-grace = 1\nshutdown-timeout = 2\n", "expected each setting only once"),
+        (b"min-nodes = [1]\n", "min-nodes '[1]': expected a text, a number, true or false"),
+        (b"min-nodes = 1979-05-27\n", "expected a text, a number, true or false"),
+        (b"min-nodes = true\n", "min-nodes 'true': expected a whole number"),
+        (b'args = [["a"]]\n', "args \"[['a']]\": expected a list of texts"),
+        (b'config = "other.toml"\n', "config: expected a key that elastic-agent knows"),
+    ],
+)  # fmt: skip
+def test_files_that_cannot_be_used(content: bytes | None, problem: str, script: str, tmp_path: Path) -> None:
+    file = tmp_path / "agent.toml"
+    if content is not None:
+        file.write_bytes(content)
+    (found,) = problems_of(["--config", str(file), script])
+    assert str(file) in found
+    assert problem in found
+
+
+def test_what_an_agent_gives_its_workers_is_no_setting(script: str) -> None:
+    assert parse([script], dict.fromkeys(WORKER_VARIABLES, "7")).command.target == script
+
+
+TORCHRUN_VARIABLES = [option for option in OPTIONS if option.torchrun]
+
+
+@pytest.mark.parametrize("option", TORCHRUN_VARIABLES, ids=lambda option: option.torchrun)
+def test_torchruns_names_and_variables_are_read(option: Option[object], script: str) -> None:
+    text, landing, expected = LANDINGS[option.name]
+    variable = f"PET_{option.torchrun.upper().replace('-', '_')}"
+    assert attrgetter(landing)(parse([script], {variable: text})) == expected
+    assert attrgetter(landing)(parse([f"--{option.torchrun}={text}", script], {})) == expected
+
+
+@pytest.mark.parametrize("name", IGNORED_TORCHRUN_OPTIONS)
+def test_torchrun_options_without_meaning_here_are_ignored_aloud(name: str, script: str) -> None:
+    plain = run_resolve([script])
+    variable = f"PET_{name.upper().replace('-', '_')}"
+    for resolved, origin in (
+        (run_resolve([f"--{name.replace('-', '_')}", "3", script]), f"--{name.replace('-', '_')}"),
+        (run_resolve([script], {variable: "3"}), variable),
+    ):
+        assert resolved.config == plain.config
+        assert resolved.warnings == (f"{origin} is ignored: {IGNORED_TORCHRUN_OPTIONS[name]}",)
+
+
+def test_torchruns_rdzv_conf_keys_are_accepted_and_the_option_may_be_repeated(script: str) -> None:
+    ignored = ",".join(f"{key}=1" for key in sorted(IGNORED_RDZV_CONF_KEYS))
+    resolved = run_resolve(
+        ["--rdzv-conf", f"join_timeout=60,{ignored}", "--rdzv-conf", "last-call-timeout=2", script]
+    )
+    assert resolved.config.rendezvous.join_timeout_s == 60.0
+    assert resolved.config.rendezvous.last_call_s == 2.0
+    assert len(resolved.warnings) == len(IGNORED_RDZV_CONF_KEYS)
+
+
+def test_standalone_says_what_it_overrules(script: str) -> None:
+    resolved = run_resolve(["--rdzv-backend", "c10d", "--nnodes=1:4", "--standalone", script])
+    assert resolved.config.nodes == NodeCounts(1, 1)
+    assert resolved.warnings == (
+        "--nnodes is ignored: --standalone overrules it",
+        "--rdzv-backend is ignored: --standalone overrules it",
+    )
+
+
+# --- The printed settings and the documentation ---
+
+VALUES = st.fixed_dictionaries(
+    {},
+    optional={name: st.just(text) for name, (text, _, _) in LANDINGS.items()},
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    values=VALUES, args=st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
+)
+def test_the_printed_settings_are_a_file_that_means_the_same(
+    values: dict[str, str], args: list[str], script: str, tmp_path: Path
+) -> None:
+    if "rdzv-endpoint" in values or values.get("rdzv-backend") == "c10d":
+        values.pop("standalone", None)
+    words = [word for name, text in values.items() for word in cli_words(name, text)]
+    first = run_resolve([*words, script, *args])
+    file = tmp_path / "printed.toml"
+    file.write_text("\n".join(first.settings.lines()))
+    again = resolve(read_argv(["--config", str(file)]), {}, lambda: "another")
+    assert again.config == first.config
+    assert again.warnings == ()
+
+
+def test_the_origin_of_every_printed_setting_is_named(script: str) -> None:
+    lines = run_resolve(["--nnodes", "2", script], {"ELASTIC_AGENT_LEASE_TTL": "3"}).settings.lines()
+    origins = {line.split(" = ")[0]: line.split("  # ")[-1] for line in lines}
+    assert origins["min-nodes"] == origins["max-nodes"] == "--nnodes"
+    assert origins["lease-ttl"] == "ELASTIC_AGENT_LEASE_TTL"
+    assert origins["script"] == "command line: script"
+    assert origins["join-timeout"] == "default"
+
+
+def option_row(option: Option[object]) -> str:
+    flags = [] if Source.CLI not in option.sources else [f"--{name}" for name in option.names]
+    names = ", ".join(f"`{name}`" for name in [*filter(None, [option.short]), *flags] or [option.name])
+    places = [("file", Source.FILE), ("environment", Source.ENV), ("command line", Source.CLI)]
+    where = ", ".join(word for word, place in places if place in option.sources)
+    where = "all" if option.sources == Source.ALL else where
+    default = f"`{option.default}`" if option.default else ""
+    return f"| {names} | {option.kind.expects} | {default} | {where} | {option.help} |"
+
+
+def test_the_documented_options_are_the_options() -> None:
+    heading = "| option | value | default | where | meaning |"
+    tables = [
+        "\n".join([f"### {group}", "", heading, "|---|---|---|---|---|", *map(option_row, options)])
+        for group, options in GROUPS.items()
+    ]
+    assert "\n\n".join(tables) in DOCUMENT.read_text()
+
+
+def test_the_documented_exit_codes_are_the_exit_codes() -> None:
+    rows = [f"| {int(code)} | {code.name} | {code.meaning} |" for code in ExitCode]
+    assert "\n".join(["| code | name | meaning |", "|---|---|---|", *rows, ""]) in DOCUMENT.read_text()
+
+
+# --- Fuzz: a Config or a ConfigError, nothing else ---
+
+NAMES = [name for option in OPTIONS for name in option.names] + list(IGNORED_TORCHRUN_OPTIONS)
+TEXTS = st.one_of(
+    st.sampled_from(
+        ["", "0", "1", "4", "1:4", "-1", "none", "auto", "5m", "a=b", "host:0", "[::1]:1", "/", "nan"]
+    ),
+    st.sampled_from([text for texts in REFUSED.values() for text in texts]),
+    st.text(max_size=8),
+)
+WORDS = st.one_of(
+    TEXTS,
+    st.sampled_from(NAMES).map(lambda name: f"--{name}"),
+    st.tuples(st.sampled_from(NAMES), TEXTS).map(lambda pair: f"--{pair[0].replace('-', '_')}={pair[1]}"),
+    st.sampled_from(["-m", "-r", "-t", "--", "-", "--nonsense"]),
+)
+KEYS = st.one_of(st.sampled_from(NAMES), st.text(max_size=6))
+ENVIRONS = st.dictionaries(
+    st.tuples(st.sampled_from(["ELASTIC_AGENT_", "PET_"]), KEYS).map(
+        lambda p: p[0] + p[1].upper().replace("-", "_")
+    ),
+    TEXTS,
+    max_size=4,
+)
+TOML_VALUES = st.one_of(
+    st.integers().map(str),
+    st.floats().map(str),
+    st.booleans().map(lambda value: str(value).lower()),
+    TEXTS.filter(lambda text: text.isascii()).map(json.dumps),
+    st.lists(st.integers()).map(str),
+    st.just("{ a = 1 }"),
+    st.just("1979-05-27T07:32:00Z"),
+)
+FILES = st.one_of(
+    st.binary(max_size=40),
+    st.lists(st.tuples(KEYS.map(json.dumps), TOML_VALUES), max_size=5).map(
+        lambda rows: "\n".join(f"{key} = {value}" for key, value in rows).encode()
+    ),
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(argv=st.lists(WORDS, max_size=8), environ=ENVIRONS, content=FILES)
+def test_whatever_is_written_the_answer_is_a_config_or_the_problems(
+    argv: list[str], environ: dict[str, str], content: bytes, tmp_path: Path
+) -> None:
+    file = tmp_path / "agent.toml"
+    file.write_bytes(content)
+    try:
+        config = parse(["--config", str(file), *argv], environ)
+    except ConfigError as error:
+        problems = error.problems
+    else:
+        assert 1 <= config.nodes.min <= config.nodes.max
+        assert config.rendezvous.join_timeout_s > config.rendezvous.lease_ttl_s >= 1.0
+        assert config.command.target
+        return
+    assert problems
+    assert all(problem.expected and problem.advice for problem in problems)
+
+
+@settings(max_examples=100, deadline=None)
+@given(args=st.lists(st.text(st.characters(exclude_characters="\0"))))
+def test_arguments_after_the_command_are_untouched(args: list[str]) -> None:
+    assert parse(["-m", "mod", *args], {}).command.args == tuple(args)
+    environ = {"ELASTIC_AGENT_MODULE": "mod", "ELASTIC_AGENT_ARGS": shlex.join(args)}
+    assert parse([], environ).command.args == tuple(args)
