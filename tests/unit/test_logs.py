@@ -1,0 +1,394 @@
+"""Worker logs with real pipes: what goes in comes out in file, console and tail, and no fault stops a worker."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import elastic_agent.agent.logs as logs_module
+from elastic_agent.agent.logs import LINE_MAX, TAIL_LINES, Line, LineSplitter, WorkerLogs
+
+PATIENCE_S = 20.0
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition was not met in time"
+        time.sleep(0.002)
+
+
+class Rig:
+    """`WorkerLogs` whose console is two files, and pipes that play workers."""
+
+    def __init__(self, directory: Path | None, console: Path) -> None:
+        self.directory = directory
+        self.console = console
+        self._out = (console / "out").open("wb", buffering=0)
+        self._err = (console / "err").open("wb", buffering=0)
+        self.logs = WorkerLogs(directory, "n1", self._out, self._err)
+        self.logs.start()
+
+    def worker(self, generation: int = 1, rank: int = 0) -> tuple[int, int]:
+        (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
+        self.logs.attach(generation, rank, out_read, err_read)
+        return out_write, err_write
+
+    def out(self) -> bytes:
+        return (self.console / "out").read_bytes()
+
+    def err(self) -> bytes:
+        return (self.console / "err").read_bytes()
+
+    def file(self, name: str, generation: int = 1, rank: int = 0) -> bytes:
+        assert self.directory is not None
+        path = self.directory / f"gen{generation}" / f"rank{rank}" / f"{name}.log"
+        return path.read_bytes() if path.exists() else b""
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path / "logs", tmp_path)
+    yield rig
+    rig.logs.close()
+
+
+@pytest.mark.parametrize(
+    ("reads", "lines", "rest"),
+    [
+        ([b"a\nb\n"], [Line(b"a"), Line(b"b")], []),
+        ([b"a", b"b", b"c\n"], [Line(b"abc")], []),
+        ([b"a\n\nb"], [Line(b"a"), Line(b"")], [Line(b"b")]),
+        ([b"a\r\nb\r", b"\nc"], [Line(b"a"), Line(b"b")], [Line(b"c")]),
+        ([b"\r 1%", b"\r 2%", b"\r 3%\n"], [Line(b" 1%", True), Line(b" 2%", True), Line(b" 3%")], []),
+        ([b"1%\r", b"2%\r", b"done\n"], [Line(b"1%", True), Line(b"2%", True), Line(b"done")], []),
+        ([b"1%\r"], [], [Line(b"1%")]),
+        ([b"\xff\x00\xfe\n\x80"], [Line(b"\xff\x00\xfe")], [Line(b"\x80")]),
+        ([b"x" * (LINE_MAX + 1) + b"\n"], [Line(b"x" * LINE_MAX), Line(b"x")], []),
+        ([b"x" * LINE_MAX, b"\n"], [Line(b"x" * LINE_MAX)], []),
+        ([b"x" * LINE_MAX + b"\r", b"\n"], [Line(b"x" * LINE_MAX)], []),
+        ([b""], [], []),
+    ],
+)
+def test_a_stream_is_cut_into_lines(reads: list[bytes], lines: list[Line], rest: list[Line]) -> None:
+    splitter = LineSplitter()
+    assert [line for read in reads for line in splitter.feed(read)] == lines
+    assert splitter.flush() == rest
+    assert splitter.flush() == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_cutting_does_not_depend_on_how_the_bytes_arrive_and_never_holds_more_than_a_line(seed: int) -> None:
+    rng = random.Random(seed)
+    text = bytes(rng.choice(b"ab\n\r") for _ in range(4000)) + b"z" * (3 * LINE_MAX) + b"\rend"
+    whole = LineSplitter()
+    expected = whole.feed(text) + whole.flush()
+    pieces = LineSplitter()
+    got: list[Line] = []
+    at = 0
+    while at < len(text):
+        step = rng.choice((1, 2, 7, 60_000 if at > 4000 else 3))
+        got += pieces.feed(text[at : at + step])
+        assert len(pieces._rest) <= LINE_MAX + 1
+        at += step
+    assert got + pieces.flush() == expected
+
+
+def test_each_stream_goes_to_its_file_as_it_is_and_to_its_console_with_the_prefix(rig: Rig) -> None:
+    out, err = rig.worker(generation=3, rank=5)
+    os.write(out, b"hello\nworld\n")
+    os.write(err, b"warning \xff\n")
+    eventually(lambda: rig.out() == b"[n1/5] hello\n[n1/5] world\n" and rig.err() == b"[n1/5] warning \xff\n")
+    assert rig.file("stdout", 3, 5) == b"hello\nworld\n"
+    assert rig.file("stderr", 3, 5) == b"warning \xff\n"
+    assert rig.logs.log_file(3, 5) == rig.directory / "gen3" / "rank5" / "stderr.log"  # type: ignore[operator]
+    assert rig.logs.log_file(3, 6) is None
+
+
+def test_lines_of_two_ranks_that_arrive_in_halves_stay_whole(rig: Rig) -> None:
+    (zero, _), (one, _) = rig.worker(rank=0), rig.worker(rank=1)
+    os.write(zero, b"zero be")
+    eventually(lambda: rig.file("stdout", rank=0) == b"zero be")
+    os.write(one, b"one begins\n")
+    eventually(lambda: rig.out() == b"[n1/1] one begins\n")
+    os.write(zero, b"gins\n")
+    eventually(lambda: rig.out() == b"[n1/1] one begins\n[n1/0] zero begins\n")
+
+
+def test_a_last_line_without_newline_is_shown_at_end_of_file_and_at_detach(rig: Rig) -> None:
+    out, err = rig.worker()
+    os.write(out, b"ended")
+    os.close(out)
+    eventually(lambda: rig.out() == b"[n1/0] ended\n")
+    os.write(err, b"detached")
+    rig.logs.detach_generation(1)
+    eventually(lambda: rig.err() == b"[n1/0] detached\n")
+    assert rig.file("stderr") == b"detached"
+
+
+def test_detach_closes_the_pipes_of_that_generation_only(rig: Rig) -> None:
+    old, _ = rig.worker(generation=1)
+    new, _ = rig.worker(generation=2)
+    rig.logs.detach_generation(1)
+
+    def refused() -> bool:
+        try:
+            os.write(old, b"into the void\n")
+        except BrokenPipeError:
+            return True
+        return False
+
+    eventually(refused)
+    os.write(new, b"alive\n")
+    eventually(lambda: b"[n1/0] alive\n" in rig.out())
+    assert rig.directory is not None
+    assert sorted(path.name for path in rig.directory.iterdir()) == ["gen1", "gen2"]
+
+
+def test_drain_reads_what_a_dead_worker_wrote_though_a_grandchild_holds_the_pipe_open(rig: Rig) -> None:
+    (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
+    rig.logs.attach(1, 0, out_read, err_read)
+    script = "sleep 60 & echo $! >&1; for i in $(seq 500); do echo line $i >&2; done; printf last >&2"
+    worker = subprocess.Popen(["sh", "-c", script], stdout=out_write, stderr=err_write)
+    os.close(out_write)
+    os.close(err_write)
+    worker.wait(PATIENCE_S)
+    try:
+        assert rig.logs.drain(1, 0, PATIENCE_S)
+        assert rig.logs.tail(1, 0)[-2:] == ("line 500", "last")
+        assert rig.file("stderr").endswith(b"line 500\nlast")
+    finally:
+        os.kill(int(rig.file("stdout")), 9)
+
+
+def test_drain_ends_though_somebody_writes_without_end(rig: Rig) -> None:
+    _, err = rig.worker()
+    stop = threading.Event()
+
+    def chatter() -> None:
+        with contextlib.suppress(OSError):
+            while not stop.is_set():
+                os.write(err, b"y\n" * 32768)
+
+    thread = threading.Thread(target=chatter)
+    thread.start()
+    try:
+        assert rig.logs.drain(1, 0, PATIENCE_S)
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_drain_says_when_the_time_was_too_short(tmp_path: Path) -> None:
+    with (tmp_path / "console").open("wb", buffering=0) as console:
+        logs = WorkerLogs(None, "n1", console, console)  # not started: nobody reads
+        (out_read, _), (err_read, _) = os.pipe(), os.pipe()
+        logs.attach(1, 0, out_read, err_read)
+        assert not logs.drain(1, 0, 0.01)
+
+
+def test_the_tail_is_the_last_lines_of_stderr_as_a_terminal_shows_them(rig: Rig) -> None:
+    out, err = rig.worker()
+    os.write(out, b"result\n")
+    assert rig.logs.drain(1, 0, PATIENCE_S)
+    assert rig.logs.tail(1, 0) == ("result",), "stdout, as long as stderr is empty"
+    for i in range(TAIL_LINES + 10):
+        os.write(err, b"line %d\n" % i)
+    for i in range(1000):
+        os.write(err, b"\rstep %d" % i)
+    os.write(err, b"\nbad \xff byte\n" + b"x" * 100_000)
+    assert rig.logs.drain(1, 0, PATIENCE_S)
+    tail = rig.logs.tail(1, 0)
+    assert len(tail) == TAIL_LINES
+    assert tail[-5:-2] == (f"line {TAIL_LINES + 9}", "step 999", r"bad \xff byte")
+    assert max(map(len, tail)) <= 2048
+    assert rig.err().count(b"step ") == 1000, "the console loses no state of the bar"
+
+
+def test_eight_workers_that_write_at_once_lose_nothing(rig: Rig) -> None:
+    lines, ranks = 5000, range(8)
+
+    def write(rank: int, fd: int) -> None:
+        text = b"".join(b"%d:%d %s\n" % (rank, i, b"." * (i % 97)) for i in range(lines))
+        for at in range(0, len(text), 777):
+            os.write(fd, text[at : at + 777])
+        os.close(fd)
+
+    threads = [threading.Thread(target=write, args=(rank, rig.worker(rank=rank)[0])) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    eventually(lambda: rig.out().count(b"\n") == lines * len(ranks))
+    shown = rig.out().splitlines()
+    for rank in ranks:
+        expected = [b"%d:%d %s" % (rank, i, b"." * (i % 97)) for i in range(lines)]
+        assert rig.file("stdout", rank=rank).splitlines() == expected
+        prefix = b"[n1/%d] " % rank
+        assert [line[len(prefix) :] for line in shown if line.startswith(prefix)] == expected
+
+
+def disk_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "worker log" in record.getMessage()]
+
+
+@contextlib.contextmanager
+def tiny_disk(at: Path, options: str) -> Iterator[None]:
+    at.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount a tiny file system")
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(at)], capture_output=True, text=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"cannot mount a tiny file system here: {mounted.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(at)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"), [("size=16k", "No space left on device"), ("ro", "Read-only file system")]
+)
+def test_a_full_or_read_only_disk_costs_the_files_and_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: str, reason: str
+) -> None:
+    disk = tmp_path / "disk"
+    with tiny_disk(disk, options):
+        rig = Rig(disk / "logs", tmp_path)
+        workers = [rig.worker(rank=rank) for rank in range(3)]
+        for fd in (fd for worker in workers for fd in worker):
+            for _ in range(3):
+                os.write(fd, b"x" * 9_999 + b"\n")
+        eventually(lambda: (rig.out() + rig.err()).count(b"\n") == 18)
+        rig.logs.close()
+        [warning] = disk_warnings(caplog)
+        assert str(disk) in warning
+        assert reason in warning
+
+
+def test_a_disk_that_is_full_in_the_middle_of_the_last_write_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = tmp_path / "disk"
+    with tiny_disk(disk, "size=16k"):
+        rig = Rig(disk / "logs", tmp_path)
+        (out_read, out), (err_read, _) = os.pipe(), os.pipe()
+        os.write(out, b"x" * 60_000)
+        rig.logs.attach(1, 0, out_read, err_read)
+        rig.logs.close()
+    assert len(disk_warnings(caplog)) == 1
+
+
+def test_a_log_directory_that_cannot_be_made_warns_once_for_each_generation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "in-the-way").write_text("a file")
+    rig = Rig(tmp_path / "in-the-way" / "logs", tmp_path)
+    for generation in (1, 2):
+        for rank in range(2):
+            out, _ = rig.worker(generation, rank)
+            os.write(out, b"still shown\n")
+    eventually(lambda: rig.out().count(b"still shown\n") == 4)
+    assert rig.logs.log_file(1, 0) is None
+    rig.logs.close()
+    assert len(disk_warnings(caplog)) == 2
+
+
+def test_without_a_directory_lines_go_to_the_console_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(None, tmp_path)
+    out, _ = rig.worker()
+    os.write(out, b"hello\n")
+    rig.logs.close()
+    assert rig.out() == b"[n1/0] hello\n"
+    assert rig.logs.log_file(1, 0) is None
+    assert caplog.records == []
+
+
+def test_a_console_that_is_gone_costs_the_console_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb", buffering=0) as gone, (tmp_path / "err").open("wb", buffering=0) as err:
+        logs = WorkerLogs(tmp_path / "logs", "n1", gone, err)
+        logs.start()
+        (out_read, out), (err_read, errors) = os.pipe(), os.pipe()
+        logs.attach(1, 0, out_read, err_read)
+        os.write(out, b"one\n")
+        os.write(out, b"two\n")
+        os.write(errors, b"three\n")
+        logs.close()
+    assert (tmp_path / "logs/gen1/rank0/stdout.log").read_bytes() == b"one\ntwo\n"
+    assert (tmp_path / "err").read_bytes() == b"[n1/0] three\n"
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+NUMBERED = 60_000  # lines, 6 MB: more than a pipe and the console's memory take
+
+
+def write_numbered_lines(fd: int) -> threading.Thread:
+    text = b"".join(b"%099d\n" % i for i in range(NUMBERED))
+    writer = threading.Thread(target=lambda: os.write(fd, text), daemon=True)
+    writer.start()
+    return writer
+
+
+def test_a_slow_console_slows_the_workers_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs_module, "_CONSOLE_PATIENCE_S", PATIENCE_S)
+    read, write = os.pipe()
+    with os.fdopen(write, "wb", buffering=0) as slow:
+        logs = WorkerLogs(None, "n1", slow, slow)
+        logs.start()
+        (out_read, out), (err_read, _) = os.pipe(), os.pipe()
+        logs.attach(1, 0, out_read, err_read)
+        write_numbered_lines(out)
+        shown = bytearray()
+        while not shown.endswith(b"%099d\n" % (NUMBERED - 1)):
+            shown += os.read(read, 4096)
+        assert shown.splitlines() == [b"[n1/0] %099d" % i for i in range(NUMBERED)]
+        logs.close()
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_console_that_stands_still_does_not_stop_workers_and_says_later_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocking: bool
+) -> None:
+    monkeypatch.setattr(logs_module, "_CONSOLE_PATIENCE_S", 0.05)
+    read, write = os.pipe()
+    os.set_blocking(write, blocking)
+    with os.fdopen(write, "wb", buffering=0) as stuck:
+        logs = WorkerLogs(tmp_path / "logs", "n1", stuck, stuck)
+        logs.start()
+        (out_read, out), (err_read, _) = os.pipe(), os.pipe()
+        logs.attach(1, 0, out_read, err_read)
+        writer = write_numbered_lines(out)
+        writer.join(PATIENCE_S)
+        assert not writer.is_alive(), "the worker waits for the console"
+        assert logs.drain(1, 0, PATIENCE_S)
+        assert (tmp_path / "logs/gen1/rank0/stdout.log").stat().st_size == NUMBERED * 100
+
+        shown = bytearray()
+        while b"missing here\n" not in shown:
+            shown += os.read(read, 65536)
+        *kept, note, end = bytes(shown).split(b"\n")
+        assert end == b""
+        assert kept == [b"[n1/0] %099d" % i for i in range(len(kept))], "in order, from the first on"
+        assert note == b"[n1] the console stood still: %d lines missing here" % (NUMBERED - len(kept))
+        os.write(out, b"moves again\n")
+        assert os.read(read, 65536) == b"[n1/0] moves again\n"
+        logs.close()
