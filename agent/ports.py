@@ -1,0 +1,218 @@
+"""Ports: bind, keep, hand over. Never find a free port, close it, and hope.
+
+A port is ours from the moment `bind_listener` returns a socket that is bound *and listening*: clients that come
+early queue in its backlog instead of being refused, and nobody can take the port between "found" and "used".
+The socket is close-on-exec; whoever gives it away says so: `socket.detach()` for `TCPStore(master_listen_fd=...)`,
+which closes it at its end, `pass_fds` for a child.
+
+Words: a *round* tries every port of a `PortRange` once, from a random offset, so that agents that start at the
+same instant spread over the range. Only when a whole round finds every port taken is there a back-off wait, then
+the next round, until the policy's timeout. A *taken* port is EADDRINUSE, from bind or from listen; any other
+errno would be the same next time, and fails at once.
+
+Invariant: no two listeners on one port. SO_REUSEADDR is set so that connections of a predecessor in TIME_WAIT do
+not block us; with it, Linux lets two sockets bind one port as long as neither listens, and refuses the second
+`listen`. That is why listening is part of taking the port.
+
+Errors, by what the caller does: `PortConfigError` fix the configuration, `PortTaken` free the port or choose
+another, `BindStopped` nothing, the agent is stopping.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import random
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tenacity import RetryCallState, Retrying, retry_if_result, wait_exponential
+
+from .port_owner import PortOwner, find_owner
+
+# A thousand ranks connecting at once must not meet a full queue; the kernel caps it at net.core.somaxconn.
+BACKLOG = 4096
+
+# Stateless: agents started, or forked, alike still draw different offsets.
+OS_RANDOM = random.SystemRandom()
+
+_REMEDIES = {
+    errno.EADDRNOTAVAIL: "no interface of this machine has that address; choose one that `ip address` lists",
+    errno.EACCES: "this user may not bind it; choose a port above 1023, or grant CAP_NET_BIND_SERVICE",
+    errno.EAFNOSUPPORT: "this machine has no IPv6; choose an IPv4 address",
+}
+
+
+class PortError(Exception):
+    """Base of what this module raises."""
+
+
+class PortConfigError(PortError):
+    """The setting cannot work on this machine; trying again cannot help. Fix the configuration."""
+
+
+class BindStopped(PortError):
+    """The agent began to stop while waiting for a port."""
+
+
+class PortTaken(PortError):
+    """Every port was somebody else's for the whole timeout; `owner` holds `port`, the first of `ports`."""
+
+    def __init__(self, address: str, ports: PortRange, purpose: str, owner: PortOwner, tried_s: float):
+        self.address, self.ports, self.port, self.purpose = address, ports, ports.first, purpose
+        self.owner, self.tried_s = owner, tried_s
+        if ports.any_free:
+            what, remedy = "no free port is left", "Widen net.ipv4.ip_local_port_range, or name a port."
+        elif len(ports) == 1:
+            what, remedy = f"port {ports} is taken ({owner.words})", "Stop the owner, or choose another port."
+        else:
+            what = f"every port of {ports} is taken (for example {self.port}: {owner.words})"
+            remedy = "Stop the owners, or choose a wider range."
+        super().__init__(
+            f"cannot listen on {address} for {purpose}: {what}; tried for {tried_s:.1f} s. {remedy}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PortRange:
+    """The ports `first` to `last`, both included. 0 alone is any free port: the kernel chooses."""
+
+    first: int
+    last: int
+
+    def __post_init__(self) -> None:
+        for port in (self.first, self.last):
+            if not 1 <= port <= 65535 and not self.any_free:
+                raise PortConfigError(f"port {port} of {self} is not between 1 and 65535")
+        if self.first > self.last:
+            raise PortConfigError(f"port range {self} is empty: write the smaller port first")
+
+    @classmethod
+    def parse(cls, text: str) -> PortRange:
+        """`"29500-29600"` or `"29500"`: ports that the user named, so never 0."""
+        match = re.fullmatch(r"([1-9][0-9]{0,4})(?:-([1-9][0-9]{0,4}))?", text)
+        if match is None:
+            raise PortConfigError(f"{text!r} is not a port or a range of ports: write 29500 or 29500-29600")
+        return cls(int(match[1]), int(match[2] or match[1]))
+
+    @property
+    def any_free(self) -> bool:
+        return self.first == self.last == 0
+
+    def __len__(self) -> int:
+        return self.last - self.first + 1
+
+    def __str__(self) -> str:
+        return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
+
+    def one_round(self, rng: random.Random) -> list[int]:
+        """Every port once, in order, from a random offset."""
+        offset = rng.randrange(len(self))
+        return [self.first + (offset + i) % len(self) for i in range(len(self))]
+
+
+@dataclass(frozen=True, slots=True)
+class BindPolicy:
+    """How long to wait between rounds, and in total, while every port is taken.
+
+    Wait n = 0, 1, ... is drawn from `[(1 - jitter) * w, w]` with `w = min(max_wait_s, initial_wait_s * 2**n)`;
+    the last one is cut so that the last round begins at `timeout_s`.
+    """
+
+    initial_wait_s: float
+    max_wait_s: float
+    timeout_s: float
+    jitter: float
+
+
+# For ports that the user named. An owner killed a moment ago frees them within milliseconds, hence the short
+# first wait; one that is drained takes seconds. Worst case: 10 s in total, 15 to 25 rounds, then PortTaken.
+FIXED_PORT = BindPolicy(initial_wait_s=0.05, max_wait_s=1.0, timeout_s=10.0, jitter=0.5)
+
+
+def bind_listener(
+    address: str,
+    ports: PortRange | int,
+    purpose: str,
+    *,
+    policy: BindPolicy = FIXED_PORT,
+    stop: threading.Event | None = None,
+    on_attempt: Callable[[str, bool], None] | None = None,
+    rng: random.Random = OS_RANDOM,
+    clock: Callable[[], float] = time.monotonic,
+) -> socket.socket:
+    """Return a listening TCP socket on `address` and one of `ports` (an int is one port, 0 any free one).
+
+    `address` is an IPv4 or IPv6 address of this machine, not a name. `purpose` says in errors and metrics what
+    the port is for. `on_attempt(purpose, ok)` is called after every round. `stop` ends a wait at once.
+
+    Raises PortConfigError, PortTaken, BindStopped: see the module's docstring for what to do about each.
+    """
+    if isinstance(ports, int):
+        ports = PortRange(ports, ports)
+    stop = stop or threading.Event()
+    started = clock()
+    deadline = started + policy.timeout_s
+    backoff = wait_exponential(multiplier=policy.initial_wait_s, max=policy.max_wait_s)
+
+    def one_round() -> socket.socket | None:
+        listener = None
+        try:
+            for port in ports.one_round(rng):
+                listener = _listen(address, port, purpose)
+                if listener is not None:
+                    break
+            return listener
+        finally:
+            if on_attempt is not None:
+                on_attempt(purpose, listener is not None)
+
+    def wait_s(state: RetryCallState) -> float:
+        longest_s = backoff(state)
+        return max(0.0, min(rng.uniform((1 - policy.jitter) * longest_s, longest_s), deadline - clock()))
+
+    def pause(seconds: float) -> None:
+        if stop.wait(seconds):
+            raise BindStopped(
+                f"the agent is stopping; gave up waiting for {ports} on {address} for {purpose}"
+            )
+
+    listener = Retrying(
+        retry=retry_if_result(lambda found: found is None),
+        wait=wait_s,
+        stop=lambda _: clock() >= deadline,
+        sleep=pause,
+        retry_error_callback=lambda _: None,
+    )(one_round)
+    if listener is None:
+        raise PortTaken(address, ports, purpose, find_owner(address, ports.first), clock() - started)
+    return listener
+
+
+def _listen(address: str, port: int, purpose: str) -> socket.socket | None:
+    """One try on one port: the listening socket, or None if the port is taken."""
+    try:
+        version = ipaddress.ip_address(address).version
+    except ValueError as exc:
+        raise PortConfigError(f"cannot listen for {purpose}: {address!r} is not an IP address") from exc
+    listener = None
+    try:
+        listener = socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # getaddrinfo only for the scope of fe80::1%eth0: with a numeric address it asks no name server.
+        listener.bind(socket.getaddrinfo(address, port, flags=socket.AI_NUMERICHOST)[0][4])
+        listener.listen(BACKLOG)
+    except OSError as exc:
+        if listener is not None:
+            listener.close()
+        if exc.errno == errno.EADDRINUSE:
+            return None
+        remedy = _REMEDIES.get(exc.errno or 0, "trying again will not change that; choose another address")
+        raise PortConfigError(
+            f"cannot listen on {address} port {port} for {purpose}: {exc.strerror}: {remedy}"
+        ) from exc
+    return listener

@@ -1,0 +1,432 @@
+"""Ports: real sockets on loopback, a virtual clock for the back-off, real processes for the contention."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent.port_owner import find_owner
+from elastic_agent.agent.ports import (
+    FIXED_PORT,
+    BindPolicy,
+    BindStopped,
+    PortConfigError,
+    PortRange,
+    PortTaken,
+    bind_listener,
+)
+
+LOOPBACK = "127.0.0.1"
+ONE_ROUND = BindPolicy(initial_wait_s=0.01, max_wait_s=0.01, timeout_s=0.0, jitter=0.5)
+PATIENT = BindPolicy(initial_wait_s=0.01, max_wait_s=0.05, timeout_s=60.0, jitter=0.5)
+ASLEEP = BindPolicy(initial_wait_s=3600.0, max_wait_s=3600.0, timeout_s=7200.0, jitter=0.0)
+
+IPV6 = Path("/proc/net/if_inet6").exists()
+needs_ipv6 = pytest.mark.skipif(not IPV6, reason="this machine has no IPv6")
+
+
+def port_of(listener: socket.socket) -> int:
+    port = listener.getsockname()[1]
+    assert isinstance(port, int)
+    return port
+
+
+def free_range(length: int) -> PortRange:
+    """A range whose ports were all free a moment ago, below those that the kernel hands out."""
+    for _ in range(100):
+        ports = PortRange(first := random.randrange(10000, 32000), first + length - 1)
+        with ExitStack() as held:
+            try:
+                for port in range(ports.first, ports.last + 1):
+                    held.enter_context(bind_listener(LOOPBACK, port, "test", policy=ONE_ROUND))
+            except PortTaken:
+                continue
+            return ports
+    raise AssertionError(f"no {length} free ports in a row")
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never came true"
+        time.sleep(0.005)
+
+
+@contextmanager
+def foreign_listener(address: str) -> Iterator[tuple[int, int]]:
+    """Another process that listens: its pid and its port."""
+    code = (
+        "import socket, sys; family = socket.AF_INET6 if ':' in sys.argv[1] else socket.AF_INET;"
+        " s = socket.create_server((sys.argv[1], 0), family=family); print(s.getsockname()[1], flush=True);"
+        " sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, address]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        yield child.pid, int(child.stdout.readline())
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "last"),
+    [("29500", 29500, 29500), ("29500-29600", 29500, 29600), ("1-65535", 1, 65535), ("80-80", 80, 80)],
+)
+def test_a_range_is_parsed_and_printed(text: str, first: int, last: int) -> None:
+    ports = PortRange.parse(text)
+    assert ports == PortRange(first, last)
+    assert PortRange.parse(str(ports)) == ports
+    assert len(ports) == last - first + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "29500-29600"),
+        ("http", "'http'"),
+        ("0", "'0'"),
+        ("0-5", "'0-5'"),
+        ("-5", "'-5'"),
+        ("29500-", "'29500-'"),
+        ("29500 - 29600", "29500-29600"),
+        ("29500\n", "29500"),
+        ("٢٩", "not a port"),
+        ("65536", "65536"),
+        ("29500-99999", "99999"),
+        ("29600-29500", "smaller port first"),
+    ],
+)
+def test_a_bad_range_is_a_typed_error_with_the_text(text: str, told: str) -> None:
+    with pytest.raises(PortConfigError, match=told):
+        PortRange.parse(text)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 5), (-1, 5), (5, 65536), (6, 5)])
+def test_an_impossible_range_cannot_exist(first: int, last: int) -> None:
+    with pytest.raises(PortConfigError):
+        PortRange(first, last)
+
+
+def test_a_round_has_every_port_once_and_starts_anywhere() -> None:
+    ports = PortRange(100, 104)
+    rounds = [ports.one_round(random.Random(seed)) for seed in range(50)]
+    assert all(sorted(ports_once) == [100, 101, 102, 103, 104] for ports_once in rounds)
+    assert {ports_once[0] for ports_once in rounds} == {100, 101, 102, 103, 104}
+
+
+@pytest.mark.parametrize("address", [LOOPBACK, pytest.param("::1", marks=needs_ipv6)])
+def test_the_socket_listens_at_once_and_is_not_inherited(address: str) -> None:
+    with bind_listener(address, 0, "store") as listener:
+        assert listener.getsockname()[0] == address
+        assert not listener.get_inheritable()
+        with socket.create_connection((address, port_of(listener)), timeout=10):
+            accepted, _ = listener.accept()
+            accepted.close()
+
+
+@pytest.mark.parametrize(
+    ("listen_on", "bind_on"),
+    [
+        (LOOPBACK, LOOPBACK),
+        ("0.0.0.0", LOOPBACK),
+        (LOOPBACK, "0.0.0.0"),
+        pytest.param("::1", "::1", marks=needs_ipv6),
+        pytest.param(LOOPBACK, "::", marks=needs_ipv6),
+    ],
+)
+def test_a_taken_port_names_its_owner(listen_on: str, bind_on: str) -> None:
+    with foreign_listener(listen_on) as (pid, port):
+        with pytest.raises(PortTaken) as caught:
+            bind_listener(bind_on, port, "metrics", policy=ONE_ROUND)
+        comm = Path(f"/proc/{pid}/comm").read_text().strip()
+    taken = caught.value
+    assert (taken.port, taken.purpose, taken.owner.pid) == (port, "metrics", pid)
+    assert all(
+        text in str(taken) for text in (bind_on, "metrics", str(port), f"pid {pid}, {comm}", "another port")
+    )
+
+
+def test_our_own_listener_is_named_as_ours() -> None:
+    with (
+        bind_listener(LOOPBACK, 0, "store") as listener,
+        pytest.raises(PortTaken, match="this agent itself") as caught,
+    ):
+        bind_listener(LOOPBACK, port_of(listener), "metrics", policy=ONE_ROUND)
+    assert caught.value.owner.pid == os.getpid()
+
+
+def test_a_port_that_is_bound_but_silent_has_no_visible_owner() -> None:
+    with socket.socket() as silent:
+        silent.bind((LOOPBACK, 0))
+        with pytest.raises(PortTaken, match="owner unknown") as caught:
+            bind_listener(LOOPBACK, port_of(silent), "metrics", policy=ONE_ROUND)
+    assert caught.value.owner.pid is None
+
+
+TCP_HEADER = (
+    "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
+)
+
+
+def tcp_row(port: int, state: str, uid: int, inode: int) -> str:
+    local = f"{int.from_bytes(bytes([127, 0, 0, 1]), sys.byteorder):08X}:{port:04X}"
+    return f"   0: {local} 00000000:0000 {state} 00000000:00000000 00:00000000 00000000 {uid} 0 {inode} 1 0 100\n"
+
+
+@pytest.mark.parametrize(
+    ("rows", "pid", "told"),
+    [
+        ("", None, "nobody listens"),
+        (tcp_row(81, "0A", 0, 7), None, "nobody listens"),
+        (tcp_row(80, "0A", 1234, 8), None, "user id 1234"),
+        (tcp_row(80, "06", 0, 0), None, "lingers"),
+        (tcp_row(80, "0A", 0, 7), 41, "pid 41, python"),
+        (tcp_row(80, "06", 0, 0) + tcp_row(80, "01", 0, 7), 41, "pid 41"),
+        (tcp_row(80, "01", 1234, 8) + tcp_row(80, "0A", 0, 7), 41, "pid 41"),
+    ],
+)
+def test_the_owner_is_read_from_proc(tmp_path: Path, rows: str, pid: int | None, told: str) -> None:
+    (tmp_path / "net").mkdir()
+    (tmp_path / "net/tcp").write_text(TCP_HEADER + rows)
+    (tmp_path / "40").mkdir()  # a process whose descriptors we may not see
+    (tmp_path / "41/fd").mkdir(parents=True)
+    (tmp_path / "41/fd/3").symlink_to("socket:[7]")
+    (tmp_path / "41/comm").write_text("python\n")
+    owner = find_owner(LOOPBACK, 80, tmp_path)
+    assert owner.pid == pid
+    assert told in owner.words
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("192.0.2.1", "no interface of this machine"),
+        ("localhost", "'localhost' is not an IP address"),
+        ("", "not an IP address"),
+        ("127.0.0.1:80", "not an IP address"),
+        pytest.param("fe80::1", "choose another address", marks=needs_ipv6),  # which interface?
+    ],
+)
+def test_what_cannot_work_fails_at_once(address: str, told: str) -> None:
+    attempts: list[tuple[str, bool]] = []
+    with pytest.raises(PortConfigError, match=told) as caught:
+        bind_listener(
+            address, 0, "store", policy=ASLEEP, on_attempt=lambda *attempt: attempts.append(attempt)
+        )
+    assert "for store" in str(caught.value)
+    assert attempts == [("store", False)]
+
+
+class VirtualTime(threading.Event):
+    """A stop event that is never set: to wait for it just moves the clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 100.0
+        self.waits_s: list[float] = []
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.waits_s.append(timeout)
+        self.now_s += timeout
+        return False
+
+
+def waits_on_a_taken_port(policy: BindPolicy, seed: int) -> list[float]:
+    virtual = VirtualTime()
+    attempts: list[bool] = []
+    with bind_listener(LOOPBACK, 0, "test") as holder, pytest.raises(PortTaken) as caught:
+        bind_listener(
+            LOOPBACK,
+            port_of(holder),
+            "store",
+            policy=policy,
+            stop=virtual,
+            clock=virtual.clock,
+            rng=random.Random(seed),
+            on_attempt=lambda _, ok: attempts.append(ok),
+        )
+    assert caught.value.tried_s == pytest.approx(policy.timeout_s)
+    assert attempts == [False] * (len(virtual.waits_s) + 1)
+    return virtual.waits_s
+
+
+def test_waits_grow_to_the_limit_and_end_at_the_timeout() -> None:
+    policy = BindPolicy(initial_wait_s=0.1, max_wait_s=0.4, timeout_s=1.4, jitter=0.0)
+    assert waits_on_a_taken_port(policy, seed=0) == pytest.approx([0.1, 0.2, 0.4, 0.4, 0.3])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_jitter_shortens_each_wait_by_its_share_at_most(seed: int) -> None:
+    waits_s = waits_on_a_taken_port(FIXED_PORT, seed)
+    longest_s = [min(FIXED_PORT.max_wait_s, FIXED_PORT.initial_wait_s * 2**n) for n in range(len(waits_s))]
+    shares = [wait_s / most_s for wait_s, most_s in zip(waits_s, longest_s, strict=True)][:-1]
+    assert all(1 - FIXED_PORT.jitter <= share <= 1 for share in shares)
+    assert len({round(share, 3) for share in shares}) > len(shares) / 2, "drawn, not constant"
+    assert 14 <= len(waits_s) < 25, "what the comment at FIXED_PORT promises"
+
+
+def test_a_port_freed_during_the_wait_is_obtained() -> None:
+    attempts: list[bool] = []
+    seen_taken = threading.Event()
+    holder = bind_listener(LOOPBACK, 0, "test")
+    port = port_of(holder)
+
+    def free_it() -> None:
+        assert seen_taken.wait(20)
+        holder.close()
+
+    def note(_: str, ok: bool) -> None:
+        attempts.append(ok)
+        seen_taken.set()
+
+    freeing = threading.Thread(target=free_it)
+    freeing.start()
+    try:
+        with bind_listener(LOOPBACK, port, "store", policy=PATIENT, on_attempt=note) as listener:
+            assert port_of(listener) == port
+    finally:
+        freeing.join()
+    assert attempts[0] is False
+    assert attempts[-1] is True
+
+
+def test_stopping_ends_the_wait() -> None:
+    stop = threading.Event()
+    with (
+        bind_listener(LOOPBACK, 0, "test") as holder,
+        pytest.raises(BindStopped, match=f"{port_of(holder)} on {LOOPBACK} for store"),
+    ):
+        bind_listener(
+            LOOPBACK, port_of(holder), "store", policy=ASLEEP, stop=stop, on_attempt=lambda *_: stop.set()
+        )
+
+
+def test_the_last_free_port_of_a_range_is_found_in_the_first_round() -> None:
+    ports = free_range(5)
+    with ExitStack() as held:
+        for _ in range(len(ports)):
+            held.enter_context(bind_listener(LOOPBACK, ports, "test", policy=ONE_ROUND))
+        with pytest.raises(PortTaken, match=f"every port of {ports}") as caught:
+            bind_listener(LOOPBACK, ports, "store", policy=ONE_ROUND)
+    assert caught.value.owner.pid == os.getpid()
+    assert "wider range" in str(caught.value)
+
+
+def test_a_rival_that_listens_between_our_bind_and_listen_has_the_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as rival:
+        rival.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        rival.bind((LOOPBACK, 0))
+
+        class Overtaken(socket.socket):
+            def listen(self, backlog: int = 0, /) -> None:
+                rival.listen()
+                super().listen(backlog)
+
+        monkeypatch.setattr(socket, "socket", Overtaken)
+        with pytest.raises(PortTaken) as caught:
+            bind_listener(LOOPBACK, port_of(rival), "store", policy=ONE_ROUND)
+    assert caught.value.owner.pid == os.getpid()
+
+
+def test_nobody_can_listen_beside_us() -> None:
+    with socket.socket() as rival:
+        rival.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        rival.bind((LOOPBACK, 0))  # with SO_REUSEADDR on both sides, Linux lets us bind beside a silent rival
+        with (
+            bind_listener(LOOPBACK, port_of(rival), "store", policy=ONE_ROUND),
+            pytest.raises(OSError, match="in use"),
+        ):
+            rival.listen()
+
+
+def test_connections_of_a_predecessor_in_time_wait_do_not_block() -> None:
+    with bind_listener(LOOPBACK, 0, "test") as predecessor:
+        port = port_of(predecessor)
+        with socket.create_connection((LOOPBACK, port), timeout=10) as client:
+            accepted, _ = predecessor.accept()
+            accepted.close()  # who closes first is left in TIME_WAIT
+            assert client.recv(1) == b""
+    wait_until(lambda: "lingers" in find_owner(LOOPBACK, port).words)
+    with bind_listener(LOOPBACK, port, "store", policy=ONE_ROUND) as listener:
+        assert port_of(listener) == port
+
+
+# 64 forked processes wait for one pipe to be closed (the starting gun), then bind, and keep what they got until all
+# have answered.
+STAMPEDE = """
+import os, sys
+from elastic_agent.agent.ports import PortRange, bind_listener
+assert "torch" not in sys.modules, "the agent must stay small"
+ports = PortRange.parse(sys.argv[1])
+(gun, hold_fire), (heard, answer) = os.pipe(), os.pipe()
+for _ in range(64):
+    if os.fork() == 0:
+        os.close(hold_fire)
+        os.read(gun, 1)
+        try:
+            listener = bind_listener("127.0.0.1", ports, "store")
+            os.write(answer, f"{listener.getsockname()[1]}\\n".encode())
+        except BaseException as error:
+            os.write(answer, f"{error!r}\\n".encode())
+        sys.stdin.read()
+        os._exit(0)
+os.close(hold_fire)
+os.close(answer)
+with open(heard) as answers:
+    for _ in range(64):
+        print(answers.readline(), end="", flush=True)
+sys.stdin.read()
+for _ in range(64):
+    os.wait()
+"""
+
+
+def test_64_processes_at_one_instant_get_64_ports_of_80() -> None:
+    ports = free_range(80)
+    command = [sys.executable, "-c", STAMPEDE, str(ports)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as herd:
+        assert herd.stdout is not None
+        answers = [herd.stdout.readline().strip() for _ in range(64)]
+    got = {int(answer) for answer in answers}
+    assert len(got) == 64
+    assert ports.first <= min(got) <= max(got) <= ports.last
+    assert herd.returncode == 0
+
+
+def test_a_port_handed_over_serves_a_client_that_was_there_first() -> None:
+    from torch.distributed import TCPStore
+
+    listener = bind_listener(LOOPBACK, 0, "store")
+    port = port_of(listener)
+    answers: list[bytes] = []
+
+    def early_client() -> None:
+        answers.append(TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False).get("key"))
+
+    client = threading.Thread(target=early_client, daemon=True)
+    client.start()
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    # POLLIN alone: a connection waits in the backlog. A socket that does not listen reports POLLHUP.
+    assert poll.poll(20_000) == [(listener.fileno(), select.POLLIN)]
+    store = TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    store.set("key", "value")
+    client.join(20)
+    assert answers == [b"value"]
