@@ -1,0 +1,142 @@
+"""Devices: how many workers this node runs, and which CUDA device each of them sees.
+
+`probe` reads once what the node has; `resolve_workers` and `pin` then decide, as pure functions over that
+`Inventory`, before anything starts. CUDA devices are counted without torch and without a call into the driver
+(which hangs on a sick GPU), and named as in CUDA_VISIBLE_DEVICES.
+
+Words: *pinning* `index`: a worker sees all devices and LOCAL_RANK selects one. `mask`: it sees only its own, as
+cuda:0, with LOCAL_RANK 0 (torchrun's --virtual-local-rank). `none`: nothing is set and nothing is checked.
+
+Invariant: under `index` and `mask`, on a node with devices, each worker has one and no two have the same.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .config import DevicePinning, WorkerCount
+
+
+class DeviceError(Exception):
+    """The configuration asks for devices that this node does not have; nothing was started. Fix the setting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What this agent may use. `cuda`: one CUDA_VISIBLE_DEVICES entry per device, in the order of cuda:0, 1, ..."""
+
+    cuda: tuple[str, ...]
+    cpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedDevice:
+    """What one worker's environment needs for its device; `reason` is the sentence for --check-config."""
+
+    reason: str
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, str] = field(default_factory=dict)
+
+    def apply(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """`environ`, LOCAL_RANK included, as this device needs it: the user's values beat only `defaults`."""
+        return {**self.defaults, **environ, **self.overrides}
+
+
+def probe(environ: Mapping[str, str], proc: Path = Path("/proc"), dev: Path = Path("/dev")) -> Inventory:
+    """The NVIDIA devices that an outer CUDA_VISIBLE_DEVICES leaves to us, and the CPUs of our affinity mask."""
+    listed, installed = environ.get("CUDA_VISIBLE_DEVICES"), _installed(proc, dev)
+    cuda = tuple(map(str, range(installed))) if listed is None else _visible(listed, installed)
+    return Inventory(cuda, len(os.sched_getaffinity(0)))
+
+
+def resolve_workers(nproc: WorkerCount, inventory: Inventory) -> int:
+    """The number of workers that --nproc-per-node asks for: at least 1, or DeviceError."""
+    if nproc == "gpu" and not inventory.cuda:
+        raise DeviceError(
+            "--nproc-per-node gpu: this node has no CUDA device (no /dev/nvidia<N>, or CUDA_VISIBLE_DEVICES hides "
+            "them). Check `nvidia-smi -L`, or use --nproc-per-node auto, cpu or a number."
+        )
+    if nproc == "auto":
+        return len(inventory.cuda) or inventory.cpus
+    if nproc == "gpu":
+        return len(inventory.cuda)
+    if nproc == "cpu":
+        return inventory.cpus
+    if nproc < 1:
+        raise DeviceError(f"--nproc-per-node {nproc}: a node runs at least 1 worker")
+    return nproc
+
+
+def pin(pinning: DevicePinning, local_rank: int, workers: int, inventory: Inventory) -> PinnedDevice:
+    """The device of worker `local_rank` of `workers`; DeviceError if the node has devices, but not for all."""
+    assert 0 <= local_rank < workers, (local_rank, workers)
+    devices = inventory.cuda
+    if pinning == "none":
+        return PinnedDevice("none: devices are left to the script, the environment is not touched")
+    if not devices:
+        mask = " (there is nothing to mask: the same as index)" if pinning == "mask" else ""
+        return PinnedDevice(
+            f"{pinning}: this node has no CUDA device, worker {local_rank} runs on the CPU{mask}"
+        )
+    if workers > len(devices):
+        raise DeviceError(
+            f"--device-pinning {pinning}: {workers} workers, but only {len(devices)} CUDA devices "
+            f"({','.join(devices)}). Lower --nproc-per-node to {len(devices)}, or let workers share devices with "
+            "--device-pinning none."
+        )
+    # The driver's own order is by speed, and may differ between nodes and from nvidia-smi's.
+    defaults = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    if pinning == "mask":
+        entry = devices[local_rank]
+        return PinnedDevice(
+            f"mask: worker {local_rank} sees only CUDA device {entry}, as cuda:0 with LOCAL_RANK 0",
+            {"CUDA_VISIBLE_DEVICES": entry, "LOCAL_RANK": "0"},
+            defaults,
+        )
+    if workers > 1 and devices[0].startswith("MIG-"):
+        raise DeviceError(
+            f"--device-pinning index: {workers} workers on MIG devices, but CUDA shows one process only the first "
+            "MIG device of CUDA_VISIBLE_DEVICES. Use --device-pinning mask."
+        )
+    return PinnedDevice(
+        f"index: worker {local_rank} sees {len(devices)} CUDA devices and LOCAL_RANK selects cuda:{local_rank}",
+        defaults=defaults,
+    )
+
+
+def _installed(proc: Path, dev: Path) -> int:
+    """The number of NVIDIA GPUs whose device node we were given, or that the driver shows if there is no node.
+
+    A container sees all of the host's GPUs in /proc, but in /dev only its own: so /dev comes first. On a host
+    the nodes may be made at first use, which may be our workers': then only /proc knows. (So a container that
+    was given none of its host's GPUs, yet sees /proc/driver/nvidia, needs CUDA_VISIBLE_DEVICES set to "".)
+    """
+    nodes = [node for node in dev.glob("nvidia*") if re.fullmatch(r"nvidia[0-9]+", node.name)]
+    return len(nodes or list((proc / "driver/nvidia/gpus").glob("*")))
+
+
+def _visible(listed: str, installed: int) -> tuple[str, ...]:
+    """CUDA_VISIBLE_DEVICES as torch and CUDA read it: cut at the first invalid entry, empty if one is repeated.
+
+    The first entry fixes the kind for all: GPU uuids, MIG uuids (both may be abbreviated; only the driver could
+    tell whether they exist, so they are believed), or indices. `1x` is 1, as strtoul reads it.
+    """
+    entries: list[str] = []
+    prefix = next((kind for kind in ("GPU-", "MIG-") if listed.startswith(kind)), None)
+    for text in listed.split(","):
+        if prefix is None:
+            digits = re.match(r"\s*\+?([0-9]+)", text)
+            entry = str(int(digits[1])) if digits else None
+        else:
+            entry = text if text.startswith(prefix) else None
+        if entry is None:
+            break
+        if entry in entries:
+            return ()
+        entries.append(entry)
+    beyond = (i for i, entry in enumerate(entries) if prefix is None and int(entry) >= installed)
+    return tuple(entries[: next(beyond, None)]) if installed else ()
