@@ -49,8 +49,9 @@ the workers: they are gone before the store can give the node's place away (I10)
 LEAVE_TOGETHER_S = 3.0
 """How long a leaving node waits for the coordinator to stop everybody, before it stops its workers alone."""
 
-DUPLICATE_GRACE_S = 2.0
-"""Beyond one time to live: a record under our name that outlives this belongs to a live agent, not a dead one."""
+DUPLICATE_TTLS = 3.0
+"""A record under our name that outlives so many times to live belongs to a live agent, not to a dead one; longer
+than the store needs, since late keep-alives of the dead may still arrive and clocks differ in rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +123,8 @@ class _Session:
     written: NodeRecord | None = None
     own_revision: int | None = 0
     """mod_revision of our record; None after a write whose outcome is unknown."""
-    leader: str | None = None
-    """Key of the coordinator's record."""
+    leader: Entry | None = None
+    """The coordinator's record as found; another record under its key later is another, younger agent's."""
     subscription: Subscription | None = None
     nodes: dict[str, tuple[int, NodeRecord]] = field(default_factory=dict)
     """create_revision and record by key: all of them on the coordinator, else only some."""
@@ -159,13 +160,14 @@ class Participant:
         self._rng = rng
         self._retry = retry
         self._decide = decision
-        self._port = identity.port
+        self._port: int | None = identity.port
         self._step = 0
         self._joins = 0
         self._session = _Session(identity.incarnation)
         self._world_revision = 0
         self._world_since = now
         self._generation = 0
+        self._started_world: World
         self._leaving_since: float | None = None
         self._idle_since: float | None = now
         self._refusal: Leave | None = None
@@ -193,8 +195,14 @@ class Participant:
         return self._session.subscription
 
     @property
+    def wants_port(self) -> bool:
+        """The port offered so far belongs to a past generation: give a fresh one through `offer_port`."""
+        return self._port is None
+
+    @property
     def coordinates(self) -> bool:
-        return self._session.leader == node_key(self.identity.node)
+        leader = self._session.leader
+        return leader is not None and leader.key == node_key(self.identity.node)
 
     @property
     def known_nodes(self) -> tuple[NodeRecord, ...]:
@@ -257,7 +265,10 @@ class Participant:
             return Grant(self._lease_ttl_s) if not self._generation else None
         if session.own_revision is None:
             return Read((own_key,))
-        record = self._record()
+        self._settle_unstarted()
+        if self._port is None:
+            return None
+        record = self._record(self._port)
         written = session.written
         # Steps alone are not worth a write: the newest travels with the next change.
         if written is None or replace(record, step=written.step) != written:
@@ -265,11 +276,10 @@ class Participant:
         if session.leader is None:
             return FindOldest(NODES_PREFIX)
         if session.subscription is None:
-            return Read((WORLD_KEY, NODES_PREFIX if self.coordinates else session.leader))
+            return Read((WORLD_KEY, NODES_PREFIX if self.coordinates else session.leader.key))
         if not self.coordinates:
-            self.waiting_for = (
-                f"{session.leader.removeprefix(NODES_PREFIX)} coordinates; no new world from it yet"
-            )
+            leader = session.leader.key.removeprefix(NODES_PREFIX)
+            self.waiting_for = f"{leader} coordinates; no new world from it yet"
             return None
         return self._coordinate(now)
 
@@ -284,12 +294,12 @@ class Participant:
             return WriteWorld(Compare(WORLD_KEY, self._world_revision), decision.world)
         return None
 
-    def _record(self) -> NodeRecord:
+    def _record(self, port: int) -> NodeRecord:
         session = self._session
         return replace(
             self.identity,
             incarnation=session.incarnation,
-            port=self._port,
+            port=port,
             leaving=self._leaving_since is not None,
             settled=session.settled,
             succeeded=session.succeeded,
@@ -297,6 +307,19 @@ class Participant:
             lasting=session.lasting,
             step=self._step,
         )
+
+    def _settle_unstarted(self) -> None:
+        """A generation that was stopped before this node started it has no workers here either."""
+        world = self.world
+        if world is None or world.phase is not Phase.STOPPING or self._generation:
+            return
+        if world.member(self.incarnation) is not None and self._session.settled < world.generation:
+            self._settle(world)
+
+    def _settle(self, world: World) -> None:
+        self._session.settled = self._session.started = world.generation
+        if world.members[0].incarnation == self.incarnation:
+            self._port = None
 
     # ---------------------------------------------------------------- what the store answers
 
@@ -318,7 +341,7 @@ class Participant:
         elif isinstance(request, WriteWorld) and isinstance(answer, Outcome):
             self._see_world(answer.entries[0], answer.revision, now)
         elif isinstance(request, FindOldest):
-            session.leader = answer.key if isinstance(answer, Entry) else None
+            session.leader = answer if isinstance(answer, Entry) else None
         elif isinstance(request, Read) and isinstance(answer, Snapshot):
             self._snapshot(request, answer, now)
 
@@ -380,7 +403,7 @@ class Participant:
             self.lease_gone(session.lease)
             return
         if self._duplicate_until is None:
-            self._duplicate_until = now + self._lease_ttl_s + DUPLICATE_GRACE_S
+            self._duplicate_until = now + DUPLICATE_TTLS * self._lease_ttl_s
         if now >= self._duplicate_until:
             self._refuse(
                 Refusal.DUPLICATE_NODE,
@@ -397,7 +420,7 @@ class Participant:
             self._own_entry(entries.get(node_key(self.identity.node)), now)
             return
         session = self._session
-        if session.leader not in entries:
+        if session.leader is None or not _same_key_life(session.leader, entries.get(session.leader.key)):
             session.leader = None
             return
         for key in set(session.nodes) - set(entries):
@@ -436,10 +459,11 @@ class Participant:
 
     def _see_node(self, key: str, entry: Entry | None, now: float) -> None:
         session = self._session
+        leader = session.leader
+        if leader is not None and leader.key == key and not _same_key_life(leader, entry):
+            session.leader = session.subscription = None
         if entry is None:
             session.nodes.pop(key, None)
-            if key == session.leader:
-                session.leader = session.subscription = None
             if key == node_key(self.identity.node) and session.written is not None:
                 self.lease_gone(session.lease)
             return
@@ -457,11 +481,12 @@ class Participant:
 
     # ---------------------------------------------------------------- what happens on this node
 
-    def workers_started(self, generation: int) -> None:
-        """The driver obeys a Start: from here on workers of `generation` exist here."""
-        assert generation > self._session.started, "a node starts a generation at most once (I4)"
+    def workers_started(self, world: World) -> None:
+        """The driver obeys a Start: from here on workers of this world exist here."""
+        assert world.generation > self._session.started, "a node starts a generation at most once (I4)"
         assert not self._generation, "one generation of workers at a time (I1)"
-        self._session.started = self._generation = generation
+        self._started_world = world
+        self._session.started = self._generation = world.generation
         self._idle_since = None
 
     def workers_advanced(self, step: int) -> None:
@@ -481,12 +506,15 @@ class Participant:
     def workers_succeeded(self, generation: int) -> None:
         self._session.succeeded = generation
 
-    def workers_gone(self, generation: int, port: int, now: float) -> None:
-        """No process of `generation` is left here; `port` is bound, listening and fresh."""
+    def offer_port(self, port: int) -> None:
+        """`port` is bound and listening at this node's address, and no generation has ever been given it."""
+        self._port = port
+
+    def workers_gone(self, generation: int, now: float) -> None:
+        """No process of `generation` is left here."""
         assert generation == self._generation, "workers that were not started cannot end"
         self._generation = 0
-        self._session.settled = generation
-        self._port = port
+        self._settle(self._started_world)
         if self.world is None or self.world.phase is not Phase.RUNNING:
             self._idle_since = now
         self._rejoin_if_idle()
@@ -502,6 +530,13 @@ class Participant:
             return
         self._joins += 1
         self._session = _Session(f"{self.identity.incarnation}.{self._joins}")
+        # A world that we never saw may have named our port as its master: nobody may meet there again.
+        self._port = None
         self._pending = None
         self.world, self._world_revision = None, 0
         self._duplicate_until = None
+
+
+def _same_key_life(old: Entry, new: Entry | None) -> bool:
+    """The key has not been deleted in between."""
+    return new is not None and new.create_revision == old.create_revision
