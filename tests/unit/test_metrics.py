@@ -1,0 +1,291 @@
+"""What the metrics page promises: documented names, closed labels, true transitions, a page promtool accepts."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client import REGISTRY
+from prometheus_client.parser import text_string_to_metric_families
+
+from elastic_agent.health.metrics import DURATION_BUCKETS_S, PREFIX, STATES, Metrics
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
+VERSION_LABELS = {"version", "torch_version", "nccl_version", "python_version"}
+
+
+def new_metrics(run_id: str = "run-1", node: str = "node-a") -> Metrics:
+    return Metrics(
+        run_id,
+        node,
+        "0.1.0",
+        slots=2,
+        min_nodes=1,
+        max_nodes=4,
+        started_at_s=1_700_000_000.25,
+        torch_version="2.13",
+    )
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    constant = {"run_id": "run-1", "node": "node-a"}
+    return metrics.registry.get_sample_value(PREFIX + name, {**constant, **labels})
+
+
+def test_the_documented_table_is_the_code() -> None:
+    documented = re.findall(
+        r"^\| `(\S+)` \| (\w+) \| (?:`(.*?)`)? ?\| (.*) \|$", DOCUMENT.read_text(), re.MULTILINE
+    )
+
+    def labels_cell(labels: dict[str, tuple[str, ...]]) -> str:
+        free = {"local_rank", *VERSION_LABELS}
+        return "; ".join(
+            label if label in free else f"{label}={{{','.join(values)}}}" for label, values in labels.items()
+        )
+
+    assert documented == [
+        (PREFIX + family.name, family.kind, labels_cell(family.labels), family.help_text)
+        for family in new_metrics().families
+    ]
+
+
+def test_the_documented_buckets_are_the_code() -> None:
+    listed = re.search(r"buckets ([\d. ]+) seconds", DOCUMENT.read_text())
+    assert listed is not None
+    assert tuple(float(bound) for bound in listed[1].split()) == DURATION_BUCKETS_S
+
+
+def test_an_attribute_is_named_like_its_metric() -> None:
+    metrics = new_metrics()
+    assert [getattr(metrics, family.name) for family in metrics.families] == metrics.families
+
+
+def test_every_series_carries_run_id_and_node_and_its_own_labels_only() -> None:
+    metrics = new_metrics()
+    own_labels = {family.name: set(family.labels) for family in metrics.families}
+    parsed = list(text_string_to_metric_families(metrics.render().decode()))
+    assert sum(len(family.samples) for family in parsed) > len(own_labels)
+    for family in parsed:
+        name = family.name.removeprefix(PREFIX)
+        own = own_labels[name if family.type != "counter" else name + "_total"]
+        for sample in family.samples:
+            assert sample.labels["run_id"] == "run-1"
+            assert sample.labels["node"] == "node-a"
+            assert set(sample.labels) - {"run_id", "node", "le"} == own
+
+
+def test_label_values_are_escaped() -> None:
+    metrics = new_metrics(run_id='quote " backslash \\ newline \n end')
+    [*families] = text_string_to_metric_families(metrics.render().decode())
+    assert {sample.labels["run_id"] for family in families for sample in family.samples} == {
+        'quote " backslash \\ newline \n end'
+    }
+
+
+def test_promtool_finds_nothing_to_say() -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian package: prometheus)")
+    metrics = new_metrics()
+    set_every_gauge(metrics)
+    checked = subprocess.run(
+        [promtool, "check", "metrics"], input=metrics.render(), capture_output=True, timeout=30, check=False
+    )
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
+
+
+def set_every_gauge(metrics: Metrics) -> None:
+    metrics.enter_world(generation=3, world_size=4, group_world_size=2, duration_s=0.4)
+    metrics.progress(17, at_s=1_700_000_100.0)
+    metrics.restart_budget_remaining.set(math.inf, kind="failure")
+    metrics.checkpoint_saved(tier="local", step=10, size_bytes=99, duration_s=0.2, at_s=1_700_000_050.0)
+
+
+def test_counters_and_histograms_exist_before_their_first_event() -> None:
+    metrics = new_metrics()
+    assert value(metrics, "worker_exits_total", local_rank="1", reason="oom") == 0
+    assert value(metrics, "restarts_total", reason="lost") == 0
+    assert value(metrics, "checkpoint_save_duration_seconds_count", tier="memory") == 0
+
+
+def test_a_gauge_without_a_known_value_is_absent() -> None:
+    metrics = new_metrics()
+    unknown = ["step", "last_step_timestamp_seconds"]
+    assert [value(metrics, name) for name in unknown] == [None, None]
+    assert value(metrics, "restart_budget_remaining", kind="failure") is None
+    assert value(metrics, "checkpoint_last_success_timestamp_seconds", tier="shared") is None
+
+
+def test_what_is_known_from_the_start_is_shown_from_the_start() -> None:
+    metrics = new_metrics()
+    versions = {"version": "0.1.0", "torch_version": "2.13", "nccl_version": "", "python_version": ""}
+    assert value(metrics, "build_info", **versions) == 1
+    assert value(metrics, "up_since_timestamp_seconds") == 1_700_000_000.25
+    assert value(metrics, "state", state="init") == 1
+    assert (value(metrics, "min_nodes"), value(metrics, "max_nodes")) == (1, 4)
+    assert value(metrics, "rendezvous_generation") == 0
+    assert value(metrics, "world_size") == 0
+    assert value(metrics, "nodes", state="active") == 0
+    assert value(metrics, "workers", state="running") == 0
+    assert value(metrics, "backoff_seconds") == 0
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_exactly_the_entered_state_is_one(state: str) -> None:
+    metrics = new_metrics()
+    metrics.enter_state("running")
+    metrics.enter_state(state)
+    assert {each: value(metrics, "state", state=each) for each in STATES} == {
+        each: float(each == state) for each in STATES
+    }
+
+
+def test_a_new_world_shows_its_numbers_and_one_good_rendezvous() -> None:
+    metrics = new_metrics()
+    metrics.enter_world(generation=7, world_size=8, group_world_size=2, duration_s=0.3)
+    assert value(metrics, "rendezvous_generation") == 7
+    assert value(metrics, "world_size") == 8
+    assert value(metrics, "group_world_size") == 2
+    assert value(metrics, "rendezvous_total", result="ok") == 1
+    assert value(metrics, "rendezvous_duration_seconds_sum") == pytest.approx(0.3)
+
+
+def test_outside_a_world_the_sizes_are_zero_and_the_generation_stays() -> None:
+    metrics = new_metrics()
+    metrics.enter_world(generation=7, world_size=8, group_world_size=2, duration_s=0.3)
+    metrics.leave_world()
+    assert value(metrics, "world_size") == value(metrics, "group_world_size") == 0
+    assert value(metrics, "rendezvous_generation") == 7
+
+
+def test_a_state_not_counted_has_none() -> None:
+    metrics = new_metrics()
+    metrics.count_nodes(active=3, lost=1)
+    metrics.count_nodes(active=2)
+    metrics.count_workers(running=2)
+    metrics.count_workers(failed=1)
+    assert [value(metrics, "nodes", state=state) for state in ("active", "lost")] == [2, 0]
+    assert [value(metrics, "workers", state=state) for state in ("running", "failed")] == [0, 1]
+
+
+def test_a_saved_checkpoint_shows_in_its_tier_only() -> None:
+    metrics = new_metrics()
+    metrics.checkpoint_saved(tier="local", step=10, size_bytes=99, duration_s=0.2, at_s=1_700_000_050.0)
+    assert value(metrics, "checkpoint_saves_total", tier="local", result="ok") == 1
+    assert value(metrics, "checkpoint_save_duration_seconds_count", tier="local") == 1
+    assert value(metrics, "checkpoint_size_bytes", tier="local") == 99
+    assert value(metrics, "checkpoint_last_step", tier="local") == 10
+    assert value(metrics, "checkpoint_last_success_timestamp_seconds", tier="local") == 1_700_000_050
+    assert value(metrics, "checkpoint_saves_total", tier="shared", result="ok") == 0
+    assert value(metrics, "checkpoint_last_step", tier="shared") is None
+
+
+@pytest.mark.parametrize(
+    ("observed_s", "first_bucket"),
+    [(0.0, "0.05"), (0.05, "0.05"), (0.051, "0.1"), (600.0, "600"), (601.0, "+Inf")],
+)
+def test_an_observation_counts_in_every_bucket_from_its_own_up(observed_s: float, first_bucket: str) -> None:
+    metrics = new_metrics()
+    metrics.rendezvous_duration_seconds.observe(observed_s)
+    bounds = [*(f"{bound:g}" for bound in DURATION_BUCKETS_S), "+Inf"]
+    counts = [value(metrics, "rendezvous_duration_seconds_bucket", le=bound) for bound in bounds]
+    below = bounds.index(first_bucket)
+    assert counts == [0.0] * below + [1.0] * (len(bounds) - below)
+    assert value(metrics, "rendezvous_duration_seconds_count") == 1
+
+
+def test_a_budget_without_a_cap_is_infinite() -> None:
+    metrics = new_metrics()
+    metrics.restart_budget_remaining.set(math.inf, kind="failure")
+    assert (
+        b'elastic_agent_restart_budget_remaining{kind="failure",node="node-a",run_id="run-1"} +Inf'
+        in metrics.render()
+    )
+
+
+@pytest.mark.parametrize(
+    ("write", "named"),
+    [
+        (lambda m: m.enter_state("sleeping"), "sleeping"),
+        (lambda m: m.count_nodes(asleep=1), "asleep"),
+        (lambda m: m.rendezvous_total.inc(result="maybe"), "maybe"),
+        (lambda m: m.worker_exits_total.inc(local_rank=2, reason="oom"), "local_rank='2'"),
+        (lambda m: m.port_bind_attempts_total.inc(purpose="41234"), "41234"),
+        (lambda m: m.checkpoint_save_duration_seconds.observe(1.0, tier="tape"), "tape"),
+        (lambda m: m.restarts_total.inc(), r"\['reason'\]"),
+        (lambda m: m.step.set(1, pid=77), r"\['pid'\]"),
+    ],
+)
+def test_a_label_outside_its_closed_set_is_refused_and_named(
+    write: Callable[[Metrics], None], named: str
+) -> None:
+    metrics = new_metrics()
+    before = len(metrics.render().splitlines())
+    with pytest.raises(ValueError, match=named):
+        write(metrics)
+    assert len(metrics.render().splitlines()) == before
+
+
+def test_a_local_rank_is_given_as_a_number() -> None:
+    metrics = new_metrics()
+    metrics.worker_exits_total.inc(local_rank=1, reason="signal")
+    assert value(metrics, "worker_exits_total", local_rank="1", reason="signal") == 1
+
+
+def test_a_scrape_never_sees_half_a_transition() -> None:
+    metrics = new_metrics()
+    switch_interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # let the threads meet inside a transition, not only between two
+    stop = threading.Event()
+
+    def keep_moving() -> None:
+        generation = 0
+        while not stop.is_set():
+            generation += 1
+            metrics.enter_state(STATES[generation % len(STATES)])
+            metrics.enter_world(
+                generation=generation, world_size=generation, group_world_size=generation, duration_s=0.1
+            )
+
+    mover = threading.Thread(target=keep_moving)
+    mover.start()
+    try:
+        for _ in range(200):
+            snapshot = {metric.name.removeprefix(PREFIX): metric.samples for metric in metrics.collect()}
+            assert sum(sample.value for sample in snapshot["state"]) == 1
+            sizes = {
+                snapshot[name][0].value
+                for name in ("rendezvous_generation", "world_size", "group_world_size")
+            }
+            assert len(sizes) == 1
+    finally:
+        stop.set()
+        mover.join()
+        sys.setswitchinterval(switch_interval)
+
+
+def test_two_agents_in_one_process_share_nothing() -> None:
+    one, other = new_metrics(), new_metrics(node="node-b")
+    one.restarts_total.inc(reason="oom")
+    assert b'restarts_total{node="node-b",reason="oom",run_id="run-1"} 0.0' in other.render()
+    assert not any(metric.name.startswith(PREFIX) for metric in REGISTRY.collect())
+
+
+def test_the_metrics_directory_of_the_training_script_is_left_alone(tmp_path: Path) -> None:
+    program = (
+        "from elastic_agent.health.metrics import Metrics\n"
+        "m = Metrics('r', 'n', '1', slots=1, min_nodes=1, max_nodes=1, started_at_s=0.0)\n"
+        "m.restarts_total.inc(reason='oom')\n"
+        "m.progress(1, 2.0)\n"
+        "assert m.render()\n"
+    )
+    environment = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+    assert list(tmp_path.iterdir()) == []
