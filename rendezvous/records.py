@@ -204,6 +204,8 @@ class World:
             step=fields.integer("step"),
             result=None if fields.value("result") is None else fields.choice("result", Result),
         )
+        if not world.members:
+            raise RecordInvalid(WORLD_KEY, "it has no members")
         ranks = 0
         for member in world.members:
             if member.first_rank != ranks:
@@ -211,10 +213,13 @@ class World:
                     WORLD_KEY, f"node {member.node!r} starts at rank {member.first_rank}, not {ranks}"
                 )
             ranks += member.slots
-        if len({member.node for member in world.members}) != len(world.members):
-            raise RecordInvalid(WORLD_KEY, "it lists a node twice")
+        for names in ({m.node for m in world.members}, {m.incarnation for m in world.members}):
+            if len(names) != len(world.members):
+                raise RecordInvalid(WORLD_KEY, "it lists a node twice")
         if (world.phase is Phase.ENDED) != (world.result is not None):
             raise RecordInvalid(WORLD_KEY, f"phase {world.phase.value!r} with result {world.result}")
+        if world.cause.kind is CauseKind.FAILURE and world.cause.failure is None:
+            raise RecordInvalid(WORLD_KEY, "its cause is a failure that it does not name")
         return world
 
 
@@ -302,8 +307,9 @@ class _Fields:
             raise RecordInvalid(key, f"not JSON ({error})") from error
         if not isinstance(values, dict):
             raise RecordInvalid(key, "not a JSON object")
-        if values.get("v") != SCHEMA:
-            raise RecordInvalid(key, f"schema version {values.get('v')!r}, this agent reads {SCHEMA}")
+        version = values.get("v")
+        if type(version) is not int or version != SCHEMA:
+            raise RecordInvalid(key, f"schema version {version!r}, this agent reads {SCHEMA}")
         self._values = values
 
     def value(self, name: str) -> Any:

@@ -1,0 +1,442 @@
+"""Records: what one node writes the others read back, and anything else is refused by key and field."""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_agent.rendezvous.errors import RecordInvalid
+from elastic_agent.rendezvous.records import (
+    MAX_RECORD_BYTES,
+    SCHEMA,
+    WORLD_KEY,
+    Cause,
+    CauseKind,
+    Endpoint,
+    Failure,
+    Member,
+    NodeRecord,
+    Phase,
+    Restarts,
+    Result,
+    World,
+    line_up,
+    node_key,
+)
+
+FAILURE = Failure(3, "ValueError in step", "rank 1 raised ValueError: lr < 0", '{"rank": 1}')
+NODE = NodeRecord(
+    node="a",
+    incarnation="a-1",
+    address="10.0.0.1",
+    port=4711,
+    slots=2,
+    hosts_store=True,
+    leaving=True,
+    settled=3,
+    succeeded=2,
+    failure=FAILURE,
+    step=17,
+    lasting=2,
+)
+WORLD = World(
+    job="job",
+    generation=3,
+    phase=Phase.STOPPING,
+    members=(Member("a", "a-1", 2, 0), Member("b", "b-1", 3, 2)),
+    master=Endpoint("10.0.0.1", 4711),
+    cause=Cause(CauseKind.FAILURE, "a", "rank 1 raised", FAILURE),
+    restarts=Restarts(2, 1, "ValueError in step", 1),
+    step=17,
+)
+ENDED = replace(WORLD, phase=Phase.ENDED, result=Result.CRASH_LOOP)
+
+Tree = dict[str, Any]
+Path = tuple[str | int, ...]
+
+
+def tree(record: NodeRecord | World) -> Tree:
+    loaded = json.loads(record.to_json())
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def at(root: Tree, path: Path) -> Any:
+    value: Any = root
+    for part in path:
+        value = value[part]
+    return value
+
+
+def read_node(text: str) -> NodeRecord:
+    return NodeRecord.from_json("nodes/a", text)
+
+
+Read = Callable[[str], NodeRecord | World]
+READERS: dict[str, tuple[NodeRecord | World, Read]] = {
+    "node": (NODE, read_node),
+    "world": (WORLD, World.from_json),
+}
+
+
+def refused(read: Read, text: str) -> RecordInvalid:
+    with pytest.raises(RecordInvalid) as caught:
+        read(text)
+    return caught.value
+
+
+# ---------------------------------------------------------------- round trips
+
+
+@pytest.mark.parametrize("record", [NODE, replace(NODE, failure=None), NodeRecord("a", "i", "", 0, 1)])
+def test_a_node_record_comes_back_as_it_was(record: NodeRecord) -> None:
+    assert NodeRecord.from_json("nodes/a", record.to_json()) == record
+
+
+@pytest.mark.parametrize(
+    "world", [WORLD, ENDED, replace(WORLD, phase=Phase.RUNNING, cause=Cause(CauseKind.START), step=0)]
+)
+def test_a_world_comes_back_as_it_was(world: World) -> None:
+    assert World.from_json(world.to_json()) == world
+
+
+@pytest.mark.parametrize("kind", CauseKind)
+def test_every_cause_comes_back(kind: CauseKind) -> None:
+    world = replace(WORLD, cause=Cause(kind, "a", "why", FAILURE))
+    assert World.from_json(world.to_json()).cause.kind is kind
+
+
+@pytest.mark.parametrize("result", Result)
+def test_every_result_comes_back(result: Result) -> None:
+    world = replace(ENDED, result=result)
+    assert World.from_json(world.to_json()).result is result
+
+
+names = st.text(string.ascii_letters + string.digits + "._-", min_size=1, max_size=128)
+numbers = st.integers(0, 2**63 - 1)
+failures = st.builds(
+    Failure, st.integers(1, 2**63 - 1), st.text(max_size=50), st.text(max_size=50), st.text(max_size=50)
+)
+nodes = st.builds(
+    NodeRecord,
+    node=names,
+    incarnation=names,
+    address=st.text(max_size=256),
+    port=st.integers(0, 65535),
+    slots=st.integers(1, 4096),
+    hosts_store=st.booleans(),
+    leaving=st.booleans(),
+    settled=numbers,
+    succeeded=numbers,
+    failure=st.none() | failures,
+    step=numbers,
+    lasting=numbers,
+)
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    phase = draw(st.sampled_from(Phase))
+    failure = draw(failures)
+    return World(
+        job=draw(names),
+        generation=draw(st.integers(1, 2**63 - 1)),
+        phase=phase,
+        members=line_up(
+            tuple(
+                draw(
+                    st.lists(
+                        nodes, min_size=1, max_size=4, unique_by=(lambda n: n.node, lambda n: n.incarnation)
+                    )
+                )
+            )
+        ),
+        master=Endpoint(draw(st.text(max_size=256)), draw(st.integers(0, 65535))),
+        cause=Cause(draw(st.sampled_from(CauseKind)), draw(names), draw(st.text(max_size=50)), failure),
+        restarts=draw(st.builds(Restarts, numbers, numbers, st.text(max_size=50), numbers)),
+        step=draw(numbers),
+        result=draw(st.sampled_from(Result)) if phase is Phase.ENDED else None,
+    )
+
+
+@settings(deadline=None)
+@given(nodes)
+def test_any_node_record_comes_back_as_it_was(record: NodeRecord) -> None:
+    assert NodeRecord.from_json(node_key(record.node), record.to_json()) == record
+
+
+@settings(deadline=None)
+@given(worlds())
+def test_any_world_comes_back_as_it_was(world: World) -> None:
+    assert World.from_json(world.to_json()) == world
+
+
+def test_a_world_of_two_thousand_nodes_fits() -> None:
+    crowd = tuple(
+        replace(NODE, node=f"train-node-{i:04}.example.org", incarnation=f"{i:032x}") for i in range(2000)
+    )
+    world = replace(WORLD, members=line_up(crowd))
+    assert World.from_json(world.to_json()) == world
+
+
+# ---------------------------------------------------------------- every field, missing and wrong
+
+BIG = 2**63 - 1
+NAME: list[Any] = [None, 1, True, [], {}, "", "a b", "a/b", "a\n", "\u00fc", "x" * 129]
+FLAG: list[Any] = [None, 0, 1, "true", [], {}]
+CHOICE: list[Any] = [None, 1, True, [], {}, "", "other"]
+OBJECT: list[Any] = [1, True, "x", [], [{}]]
+
+
+def text(at_most: int) -> list[Any]:
+    return [None, 1, True, [], {}, "x" * (at_most + 1)]
+
+
+def number(low: int = 0, high: int = BIG) -> list[Any]:
+    return [None, True, "1", 1.0, [], {}, low - 1, high + 1]
+
+
+FAILURE_FIELDS: dict[Path, list[Any]] = {
+    ("failure", "generation"): number(1),
+    ("failure", "fingerprint"): text(1024),
+    ("failure", "summary"): text(4096),
+    ("failure", "detail"): text(16384),
+}
+WRONG: dict[str, dict[Path, list[Any]]] = {
+    "node": {
+        ("node",): NAME,
+        ("incarnation",): NAME,
+        ("address",): text(256),
+        ("port",): number(0, 65535),
+        ("slots",): number(1, 4096),
+        ("hosts_store",): FLAG,
+        ("leaving",): FLAG,
+        ("settled",): number(),
+        ("succeeded",): number(),
+        ("failure",): OBJECT,
+        **FAILURE_FIELDS,
+        ("step",): number(),
+        ("lasting",): number(),
+    },
+    "world": {
+        ("job",): NAME,
+        ("generation",): number(1),
+        ("phase",): CHOICE,
+        ("members",): [None, 1, True, "x", {}, [1], [None], [[]]],
+        ("members", 1, "node"): NAME,
+        ("members", 1, "incarnation"): NAME,
+        ("members", 1, "slots"): number(1, 4096),
+        ("members", 1, "first_rank"): number(),
+        ("master",): [None, *OBJECT],
+        ("master", "address"): text(256),
+        ("master", "port"): number(0, 65535),
+        ("cause",): [None, *OBJECT],
+        ("cause", "kind"): CHOICE,
+        ("cause", "node"): text(128),
+        ("cause", "detail"): text(4096),
+        ("cause", "failure"): OBJECT,
+        **{("cause", *path): wrong for path, wrong in FAILURE_FIELDS.items()},
+        ("restarts",): [None, *OBJECT],
+        ("restarts", "failures"): number(),
+        ("restarts", "fruitless"): number(),
+        ("restarts", "fingerprint"): text(1024),
+        ("restarts", "alike"): number(),
+        ("step",): number(),
+        ("result",): [1, True, [], {}, "", "other"],
+    },
+}
+"""For every field of both records: what must not pass."""
+
+
+def name_of(value: Any) -> str:
+    text = ".".join(map(str, value)) if isinstance(value, tuple) else repr(value)
+    return text if len(text) < 30 else f"{text[:10]}..{len(text)}"
+
+
+def spelled(path: Path) -> str:
+    """How a complaint names the field: members are not counted."""
+    return ".".join(part for part in path if isinstance(part, str))
+
+
+def paths(value: Any, path: Path = ()) -> set[Path]:
+    """Every field of a record's JSON form, the first member's left out."""
+    if isinstance(value, dict):
+        inner = (paths(item, (*path, key)) for key, item in value.items() if key != "v")
+        return set().union({path} - {()}, *inner)
+    if isinstance(value, list):
+        return {path} | paths(value[1], (*path, 1)) - {(*path, 1)}
+    return {path}
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_the_table_of_wrong_values_covers_every_field(kind: str) -> None:
+    assert set(WRONG[kind]) == paths(tree(READERS[kind][0]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"), [(kind, path) for kind in WRONG for path in WRONG[kind]], ids=name_of
+)
+def test_a_missing_field_is_refused_by_name(kind: str, path: Path) -> None:
+    record, read = READERS[kind]
+    root = tree(record)
+    del at(root, path[:-1])[path[-1]]
+    error = refused(read, json.dumps(root))
+    assert error.problem == f"field {spelled(path)!r} is missing"
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "wrong"),
+    [(kind, path, wrong) for kind in WRONG for path in WRONG[kind] for wrong in WRONG[kind][path]],
+    ids=name_of,
+)
+def test_a_wrong_value_is_refused_by_the_fields_name(kind: str, path: Path, wrong: Any) -> None:
+    record, read = READERS[kind]
+    root = tree(record)
+    at(root, path[:-1])[path[-1]] = wrong
+    error = refused(read, json.dumps(root))
+    assert f"field {spelled(path)!r} is n" in error.problem  # "not ...", "neither ..."
+
+
+def test_the_largest_values_pass() -> None:
+    failure = Failure(BIG, "x" * 1024, "x" * 4096, "x" * 16384)
+    node = NodeRecord("n" * 128, "i" * 128, "x" * 256, 65535, 4096, True, True, BIG, BIG, failure, BIG, BIG)
+    assert NodeRecord.from_json(node_key(node.node), node.to_json()) == node
+    world = World(
+        "j" * 128,
+        BIG,
+        Phase.ENDED,
+        (Member("n" * 128, "i" * 128, 4096, 0),),
+        Endpoint("x" * 256, 65535),
+        Cause(CauseKind.FAILURE, "n" * 128, "x" * 4096, failure),
+        Restarts(BIG, BIG, "x" * 1024, BIG),
+        BIG,
+        Result.CRASH_LOOP,
+    )
+    assert World.from_json(world.to_json()) == world
+
+
+# ---------------------------------------------------------------- what no single field shows
+
+
+def test_a_record_under_another_nodes_key_is_refused() -> None:
+    with pytest.raises(RecordInvalid, match="it is the record of node 'a'"):
+        NodeRecord.from_json("nodes/b", NODE.to_json())
+
+
+def members(*places: Member) -> World:
+    return replace(WORLD, members=places)
+
+
+@pytest.mark.parametrize(
+    ("world", "problem"),
+    [
+        (members(), "it has no members"),
+        (members(Member("a", "a-1", 2, 1)), "node 'a' starts at rank 1, not 0"),
+        (members(Member("a", "a-1", 2, 0), Member("b", "b-1", 1, 1)), "node 'b' starts at rank 1, not 2"),
+        (members(Member("a", "a-1", 2, 0), Member("b", "b-1", 1, 3)), "node 'b' starts at rank 3, not 2"),
+        (members(Member("a", "a-1", 2, 0), Member("a", "a-2", 1, 2)), "it lists a node twice"),
+        (members(Member("a", "a-1", 2, 0), Member("b", "a-1", 1, 2)), "it lists a node twice"),
+        (replace(WORLD, result=Result.SUCCEEDED), "phase 'stopping' with result"),
+        (replace(ENDED, result=None), "phase 'ended' with result None"),
+        (replace(WORLD, cause=Cause(CauseKind.FAILURE, "a", "why")), "a failure that it does not name"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_world_that_contradicts_itself_is_refused(world: World, problem: str) -> None:
+    assert problem in refused(World.from_json, world.to_json()).problem
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("version", [None, 0, 2, "1", True, 1.0, [], "missing"])
+def test_another_schema_version_is_refused(kind: str, version: Any) -> None:
+    record, read = READERS[kind]
+    root = {**tree(record), "v": version}
+    if version == "missing":
+        del root["v"]
+    error = refused(read, json.dumps(root))
+    assert error.problem.startswith("schema version")
+    assert f"this agent reads {SCHEMA}" in error.problem
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize(
+    "garbage",
+    ["", "{", "null", "1", "[]", '"x"', "NaN", "\0", "[" * 100_000, '{"v":' * 20_000, "1" * 10_000, "\ud800"],
+    ids=name_of,
+)
+def test_garbage_is_refused(kind: str, garbage: str) -> None:
+    problem = refused(READERS[kind][1], garbage).problem
+    assert problem.startswith("not")
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_a_record_may_be_as_long_as_the_limit_and_no_longer(kind: str) -> None:
+    record, read = READERS[kind]
+    text = record.to_json()
+    assert read(text.ljust(MAX_RECORD_BYTES)) == record
+    assert "more than" in refused(read, text.ljust(MAX_RECORD_BYTES + 1)).problem
+
+
+def test_a_refusal_names_the_key_and_the_way_out() -> None:
+    error = refused(World.from_json, "{}")
+    assert error.key == WORLD_KEY
+    assert f"under {WORLD_KEY!r}" in str(error)
+    assert "--rdzv-id" in str(error)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+)
+
+
+def never_half_used(read: Read, text: str) -> None:
+    """A reader answers with a record that writes and reads back, or with RecordInvalid; with nothing else."""
+    try:
+        record = read(text)
+    except RecordInvalid:
+        return
+    assert read(record.to_json()) == record
+
+
+@pytest.mark.parametrize("kind", READERS)
+@settings(deadline=None)
+@given(text=st.text() | json_values.map(json.dumps))
+def test_no_text_raises_anything_else(kind: str, text: str) -> None:
+    never_half_used(READERS[kind][1], text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"), [(kind, path) for kind in WRONG for path in WRONG[kind]], ids=name_of
+)
+@settings(max_examples=20, deadline=None)
+@given(value=json_values)
+def test_no_value_of_any_field_raises_anything_else(kind: str, path: Path, value: Any) -> None:
+    record, read = READERS[kind]
+    root = tree(record)
+    at(root, path[:-1])[path[-1]] = value
+    never_half_used(read, json.dumps(root))
+
+
+# ---------------------------------------------------------------- ranks
+
+
+def test_ranks_are_dense_in_the_order_given() -> None:
+    crowd = tuple(
+        NodeRecord(name, f"{name}-1", "", 1, slots) for name, slots in [("b", 3), ("a", 1), ("c", 2)]
+    )
+    assert line_up(crowd) == (Member("b", "b-1", 3, 0), Member("a", "a-1", 1, 3), Member("c", "c-1", 2, 4))
+    assert replace(WORLD, members=line_up(crowd)).size == 6
+
+
+def test_a_member_is_found_by_its_incarnation_alone() -> None:
+    assert WORLD.member("b-1") == WORLD.members[1]
+    assert WORLD.member("b") is None
+    assert WORLD.member("b-2") is None
