@@ -17,8 +17,8 @@ from .records import Restarts, Result
 class RestartPolicy:
     """When to give up, and how long to wait before another try.
 
-    `max_failures` caps failures over the whole job; None means no cap while generations make progress, and then
-    `max_fruitless` failures in a row without progress end the job.
+    `max_failures` is how many failures the whole job survives; None means any number while generations make
+    progress, and `max_fruitless` in a row without: the next one ends the job.
     The wait doubles from `first_backoff_s` for each fruitless failure up to `max_backoff_s`, and is then
     multiplied by a random factor from 0.5 to 1, so that many jobs hit by one outage do not return in step.
     """

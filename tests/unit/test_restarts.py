@@ -1,0 +1,144 @@
+"""The restart budget: which failure is one too many, what it is called then, and how long the others wait."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from elastic_agent.rendezvous.records import Restarts, Result
+from elastic_agent.rendezvous.restarts import GiveUp, RestartPolicy, Retry, after_failure
+
+CAPPED = RestartPolicy(max_failures=2)
+DEFAULT = RestartPolicy()
+
+
+def fail_through(story: list[tuple[str, bool]], policy: RestartPolicy) -> tuple[int, Retry | GiveUp]:
+    """How many of these failures (fingerprint, progress before it) the job survives, and the last verdict."""
+    used, rng = Restarts(), random.Random(0)
+    for survived, (fingerprint, progressed) in enumerate(story):
+        verdict = after_failure(used, fingerprint, progressed, policy, rng)
+        if isinstance(verdict, GiveUp):
+            return survived, verdict
+        used = verdict.restarts
+    return len(story), verdict
+
+
+def given_up(story: list[tuple[str, bool]], policy: RestartPolicy) -> tuple[int, Result]:
+    survived, verdict = fail_through(story, policy)
+    assert isinstance(verdict, GiveUp)
+    return survived, verdict.result
+
+
+@pytest.mark.parametrize("max_failures", [0, 1, 2, 5])
+@pytest.mark.parametrize("progressed", [True, False])
+def test_an_explicit_cap_counts_every_failure(max_failures: int, progressed: bool) -> None:
+    story = [(f"f{i}", progressed) for i in range(10)]
+    policy = RestartPolicy(max_failures=max_failures)
+    assert given_up(story, policy) == (max_failures, Result.RESTARTS_EXHAUSTED)
+
+
+def test_an_explicit_cap_alone_decides_also_without_progress() -> None:
+    survived, verdict = fail_through([("same", False)] * 50, RestartPolicy(max_failures=100))
+    assert survived == 50
+    assert isinstance(verdict, Retry)
+
+
+def test_without_a_cap_a_job_that_makes_progress_goes_on_for_ever() -> None:
+    survived, verdict = fail_through([("same", True)] * 1000, DEFAULT)
+    assert (survived, verdict) == (1000, Retry(Restarts(1000, 0, "same", 0), 0.0))
+
+
+def test_without_a_cap_three_restarts_in_a_row_without_progress_are_all() -> None:
+    assert given_up([("same", False)] * 10, DEFAULT)[0] == 3
+
+
+def test_progress_starts_the_count_of_fruitless_failures_again() -> None:
+    story = [("same", False)] * 3 + [("same", True)] + [("same", False)] * 10
+    assert given_up(story, DEFAULT) == (7, Result.CRASH_LOOP)
+
+
+@pytest.mark.parametrize(
+    ("fingerprints", "policy", "result"),
+    [
+        ("aaaa", DEFAULT, Result.CRASH_LOOP),
+        ("abab", DEFAULT, Result.RESTARTS_EXHAUSTED),
+        ("baaa", DEFAULT, Result.RESTARTS_EXHAUSTED),
+        ("aaab", DEFAULT, Result.RESTARTS_EXHAUSTED),
+        ("aaa", CAPPED, Result.CRASH_LOOP),
+        ("aba", CAPPED, Result.RESTARTS_EXHAUSTED),
+        ("a", RestartPolicy(max_failures=0), Result.RESTARTS_EXHAUSTED),
+        ("a", RestartPolicy(max_fruitless=0), Result.RESTARTS_EXHAUSTED),
+    ],
+)
+def test_only_the_same_failure_again_and_again_is_a_crash_loop(
+    fingerprints: str, policy: RestartPolicy, result: Result
+) -> None:
+    story = [(fingerprint, False) for fingerprint in fingerprints]
+    assert given_up(story, policy) == (len(story) - 1, result)
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        (CAPPED, "crash loop: 3 failures, --max-restarts allows 2, the last 3 the same"),
+        (DEFAULT, "crash loop: 4 failures in a row without progress, the last 4 the same"),
+    ],
+)
+def test_giving_up_says_which_limit_was_reached(policy: RestartPolicy, text: str) -> None:
+    _, verdict = fail_through([("same", False)] * 10, policy)
+    assert isinstance(verdict, GiveUp)
+    assert verdict.reason == text
+
+
+@pytest.mark.parametrize(
+    ("used", "fingerprint", "progressed", "then"),
+    [
+        (Restarts(), "a", False, Restarts(1, 1, "a", 1)),
+        (Restarts(), "", False, Restarts(1, 1, "", 1)),
+        (Restarts(1, 1, "a", 1), "a", False, Restarts(2, 2, "a", 2)),
+        (Restarts(1, 1, "a", 1), "b", False, Restarts(2, 2, "b", 1)),
+        (Restarts(1, 1, "a", 1), "a", True, Restarts(2, 0, "a", 0)),
+        (Restarts(2, 0, "a", 0), "a", False, Restarts(3, 1, "a", 1)),
+    ],
+)
+def test_what_a_failure_adds_to_the_budget(
+    used: Restarts, fingerprint: str, progressed: bool, then: Restarts
+) -> None:
+    assert after_failure(used, fingerprint, progressed, DEFAULT, random.Random(0)).restarts == then
+
+
+def backoffs(policy: RestartPolicy, seed: int) -> list[float]:
+    """The waits after the first, second, ... failure in a row without progress."""
+    used, rng, waits = Restarts(), random.Random(seed), []
+    for _ in range(100):
+        verdict = after_failure(used, "same", False, policy, rng)
+        assert isinstance(verdict, Retry)
+        used = verdict.restarts
+        waits.append(verdict.backoff_s)
+    return waits
+
+
+PATIENT = RestartPolicy(max_fruitless=1000, first_backoff_s=0.5, max_backoff_s=30.0)
+
+
+def test_the_wait_doubles_up_to_its_cap() -> None:
+    full = [0.5, 1.0, 2.0, 4.0, 8.0, 16.0] + [30.0] * 94
+    for wait, longest in zip(backoffs(PATIENT, seed=1), full, strict=True):
+        assert longest / 2 <= wait <= longest
+
+
+def test_the_wait_is_drawn_from_the_upper_half() -> None:
+    """So that many jobs hit by one outage do not come back in step, and none comes back at once."""
+    waits = sorted(backoffs(PATIENT, seed)[0] for seed in range(200))
+    assert 0.25 <= waits[0] < 0.28
+    assert 0.47 < waits[-1] <= 0.5
+
+
+def test_the_same_generator_gives_the_same_wait() -> None:
+    assert backoffs(PATIENT, seed=5) == backoffs(PATIENT, seed=5) != backoffs(PATIENT, seed=6)
+
+
+def test_after_progress_there_is_no_wait() -> None:
+    verdict = after_failure(Restarts(3, 3, "a", 3), "a", True, DEFAULT, random.Random(0))
+    assert verdict == Retry(Restarts(4, 0, "a", 0), 0.0)
