@@ -1,1 +1,59 @@
-"""The library inside the training process: checkpoints and progress. Never imports the agent."""
+"""The library inside the training process: checkpoints and progress. Never imports the agent.
+
+    from elastic_agent.worker import Checkpointer, step
+
+    checkpoints = Checkpointer("runs/x", {"model": model, "optimizer": optimizer})
+    for number in range(checkpoints.load(), total_steps):
+        train_one()
+        step(number + 1)
+        if (number + 1) % 100 == 0:
+            checkpoints.save(number + 1)
+
+Works the same under elastic-agent, torchrun and plain python. The names below are loaded on first use, because
+the agent imports `elastic_agent.worker.reports` and must not pay for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpointer
+    from .errors import (
+        CheckpointError,
+        CheckpointMismatch,
+        NotPlainData,
+        NoUsableCheckpoint,
+        SaveFailed,
+        StepNotGrowing,
+    )
+    from .progress import step
+
+_HOME = {
+    "Checkpointer": "checkpoint",
+    "CheckpointError": "errors",
+    "CheckpointMismatch": "errors",
+    "NoUsableCheckpoint": "errors",
+    "NotPlainData": "errors",
+    "SaveFailed": "errors",
+    "StepNotGrowing": "errors",
+    "step": "progress",
+}
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointMismatch",
+    "Checkpointer",
+    "NoUsableCheckpoint",
+    "NotPlainData",
+    "SaveFailed",
+    "StepNotGrowing",
+    "step",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)

@@ -1,0 +1,245 @@
+"""Reports from worker to agent: the messages, and a sender that never disturbs training."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_agent.worker import progress
+from elastic_agent.worker.progress import Reporter
+from elastic_agent.worker.reports import (
+    MAX_BYTES,
+    LoadReport,
+    Report,
+    ReportError,
+    SaveReport,
+    StepReport,
+    decode,
+    encode,
+)
+
+REPORTS: list[Report] = [
+    StepReport(7, 1, 120),
+    SaveReport(7, 0, 120, "ok", 0.25, 4096),
+    SaveReport(7, 0, 120, "error", 3, 0),
+    LoadReport(0, 3, 0, "none", 0.0),
+    LoadReport(2**62, 3, 2**62, "corrupt", 1e9),
+]
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=repr)
+def test_a_report_survives_the_wire(report: Report) -> None:
+    datagram = encode(report)
+    assert decode(datagram) == report
+    assert len(datagram) <= MAX_BYTES
+
+
+def test_the_wire_format_is_the_published_one() -> None:
+    assert json.loads(encode(SaveReport(7, 0, 120, "ok", 0.25, 4096))) == {
+        "v": 1, "kind": "checkpoint_save", "generation": 7, "local_rank": 0,
+        "step": 120, "result": "ok", "duration_s": 0.25, "bytes": 4096,
+    }  # fmt: skip
+
+
+LOAD = {"v": 1, "kind": "checkpoint_load", "generation": 7, "local_rank": 0, "step": 1, "result": "ok"}
+STEP = {"v": 1, "kind": "step", "generation": 7, "local_rank": 0, "step": 1}
+
+
+@pytest.mark.parametrize(
+    "datagram",
+    [
+        b"", b"\xff\xfe", b"1", b"[]", b"[" * 4000, b"null", b" " * (MAX_BYTES + 1),
+        json.dumps({**STEP, "v": 2}).encode(),
+        json.dumps({**STEP, "v": True}).encode(),
+        json.dumps({**STEP, "kind": "stop"}).encode(),
+        json.dumps({**STEP, "kind": ["step"]}).encode(),
+        json.dumps({**STEP, "step": -1}).encode(),
+        json.dumps({**STEP, "step": 2**63}).encode(),
+        json.dumps({**STEP, "step": 1.0}).encode(),
+        json.dumps({**STEP, "step": True}).encode(),
+        json.dumps({**STEP, "step": "1"}).encode(),
+        json.dumps({**STEP, "generation": None}).encode(),
+        json.dumps({**STEP, "local_rank": -1}).encode(),
+        json.dumps({**STEP, "extra": 1}).encode(),
+        json.dumps({key: value for key, value in STEP.items() if key != "step"}).encode(),
+        json.dumps(LOAD).encode(),
+        json.dumps({**LOAD, "duration_s": -1}).encode(),
+        json.dumps({**LOAD, "duration_s": "1"}).encode(),
+        json.dumps({**LOAD, "duration_s": 10**400}).encode(),
+        json.dumps({**LOAD, "duration_s": float("nan")}).encode(),
+        json.dumps({**LOAD, "duration_s": float("inf")}).encode(),
+        json.dumps({**LOAD, "duration_s": 1, "result": "fine"}).encode(),
+        json.dumps({**LOAD, "duration_s": 1, "result": ["ok"]}).encode(),
+        json.dumps({**LOAD, "kind": "checkpoint_save", "duration_s": 1, "bytes": 1, "result": "none"}).encode(),
+    ],
+)  # fmt: skip
+def test_a_malformed_report_is_refused(datagram: bytes) -> None:
+    with pytest.raises(ReportError):
+        decode(datagram)
+
+
+# A small alphabet: for all of Unicode, hypothesis first builds tables for a second.
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text("aok\0é\ud800")
+JSON = st.recursive(SCALARS, st.lists, max_leaves=3)
+
+
+@settings(deadline=None)
+@given(st.binary() | st.dictionaries(st.sampled_from([*LOAD, "duration_s", "bytes"]), JSON).map(
+    lambda changes: json.dumps({**LOAD, "duration_s": 1, **changes}).encode()
+))  # fmt: skip
+def test_whatever_arrives_is_a_report_or_a_report_error(datagram: bytes) -> None:
+    try:
+        report = decode(datagram)
+    except ReportError:
+        return
+    assert decode(encode(report)) == report
+
+
+class Agent:
+    """The other end: a bound datagram socket and the environment that names it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self.socket.bind(str(directory / "reports"))
+        self.environ = {
+            "ELASTIC_AGENT_REPORTS": str(directory / "reports"),
+            "ELASTIC_AGENT_GENERATION": "7",
+            "ELASTIC_AGENT_LOCAL_RANK": "3",
+            "LOCAL_RANK": "0",  # one device visible per worker
+        }
+
+    def received(self) -> list[Report]:
+        reports = []
+        while True:
+            try:
+                reports.append(decode(self.socket.recv(MAX_BYTES + 1)))
+            except BlockingIOError:
+                return reports
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Agent:
+    return Agent(tmp_path)
+
+
+def test_the_first_step_is_reported_and_then_one_per_interval(agent: Agent) -> None:
+    now_s = 1000.0
+    reporter = Reporter(agent.environ, lambda: now_s)
+    for step in range(1, 31):
+        reporter.step(step)
+        now_s += 1 / 64  # seven steps are the first that take longer than the interval
+    assert agent.received() == [StepReport(7, 3, step) for step in (1, 8, 15, 22, 29)]
+
+
+def test_a_forked_child_does_not_report(agent: Agent) -> None:
+    reporter = Reporter(agent.environ)
+    child = os.fork()
+    if child == 0:
+        reporter.step(1)
+        os._exit(0)
+    assert os.waitpid(child, 0) == (child, 0)
+    assert agent.received() == []
+    reporter.step(2)
+    assert agent.received() == [StepReport(7, 3, 2)]
+
+
+def test_a_data_loader_child_does_not_report(agent: Agent, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing\n"
+        "from elastic_agent.worker import step\n"
+        "if __name__ == '__main__':\n"
+        "    for method in ('fork', 'spawn'):\n"
+        "        child = multiprocessing.get_context(method).Process(target=step, args=(1,))\n"
+        "        child.start(); child.join(); assert child.exitcode == 0\n"
+        "    step(2)\n"
+    )
+    subprocess.run([sys.executable, script], env={**os.environ, **agent.environ}, check=True)
+    assert agent.received() == [StepReport(7, 3, 2)]
+
+
+def test_reports_go_on_when_the_agent_comes_back(agent: Agent, tmp_path: Path) -> None:
+    now_s = 0.0
+    reporter = Reporter(agent.environ, lambda: now_s)
+    agent.socket.close()
+    reporter.step(1)  # nobody listens
+    (tmp_path / "reports").unlink()
+    now_s += 1
+    reporter.step(2)  # no such socket
+    returned = Agent(tmp_path)
+    now_s += 1
+    reporter.step(3)
+    assert returned.received() == [StepReport(7, 3, 3)]
+
+
+def test_a_full_queue_does_not_block(agent: Agent) -> None:
+    now_s = 0.0
+    reporter = Reporter(agent.environ, lambda: now_s)
+    for step in range(10_000):
+        reporter.step(step)
+        now_s += 1
+    assert 0 < len(agent.received()) < 10_000
+
+
+def test_a_wrong_step_ends_the_reports_and_not_the_training(
+    agent: Agent, caplog: pytest.LogCaptureFixture
+) -> None:
+    reporter = Reporter(agent.environ)
+    reporter.step("12")  # type: ignore[arg-type]
+    reporter.step(13)
+    assert agent.received() == []
+    assert "no more reports" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "change", [{"ELASTIC_AGENT_GENERATION": "x"}, {"ELASTIC_AGENT_LOCAL_RANK": ""}], ids=str
+)
+def test_a_wrong_environment_is_named_and_ignored(
+    agent: Agent, caplog: pytest.LogCaptureFixture, change: dict[str, str]
+) -> None:
+    Reporter({**agent.environ, **change}).step(1)
+    assert agent.received() == []
+    assert "no reports to the agent" in caplog.text
+
+
+def test_without_an_agent_nothing_happens(caplog: pytest.LogCaptureFixture) -> None:
+    Reporter({}).step(1)
+    assert caplog.text == ""
+
+
+def test_the_functions_report_as_the_environment_says(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_reporter", None)
+    for name, value in agent.environ.items():
+        monkeypatch.setenv(name, value)
+    progress.step(5)
+    progress.checkpoint_save(5, "ok", 0.5, 100)
+    progress.checkpoint_load(5, "corrupt", 0.5)
+    assert agent.received() == [
+        StepReport(7, 3, 5), SaveReport(7, 3, 5, "ok", 0.5, 100), LoadReport(7, 3, 5, "corrupt", 0.5)
+    ]  # fmt: skip
+
+
+def test_the_agent_can_import_the_messages_without_torch() -> None:
+    script = (
+        "import sys, elastic_agent.worker, elastic_agent.worker.reports, elastic_agent.worker.files\n"
+        "elastic_agent.worker.step(1)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_every_public_name_can_be_had() -> None:
+    script = (
+        "import elastic_agent.worker as worker\n"
+        "assert sorted(worker.__all__) == sorted(worker._HOME)\n"
+        "for name in worker.__all__: assert callable(getattr(worker, name)), name\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,48 @@
+"""What can go wrong with a checkpoint, split by what the caller should do.
+
+    CheckpointError            something about checkpoints is wrong; the text says what and what to do next
+      NoUsableCheckpoint       checkpoints exist, none verifies: a person decides, training must not start at step 0
+      CheckpointMismatch       the file is whole but is not a checkpoint of this script: fix the script or the directory
+      StepNotGrowing           `save` was asked for a step that is already committed: fix the training loop
+      NotPlainData             a state cannot be loaded again without running code: fix that object's `state_dict`
+      SaveFailed               the directory refused the checkpoint too often: look at the disk
+      BadCheckpoint            one checkpoint on disk does not verify; `load` goes on to the next older one
+
+All but `BadCheckpoint` leave `Checkpointer` on every rank together, with the same type and the same reason.
+"""
+
+from __future__ import annotations
+
+
+class CheckpointError(RuntimeError):
+    """Base of everything `Checkpointer` raises."""
+
+
+class NoUsableCheckpoint(CheckpointError):
+    """Checkpoints exist on some rank and none verifies; starting again from step 0 is a person's decision."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """The checkpoint is whole, but its names or shapes are not those of this script's state."""
+
+
+class StepNotGrowing(CheckpointError):
+    """The step to save is not newer than the newest committed one."""
+
+
+class NotPlainData(CheckpointError):
+    """The state holds objects that `torch.load(weights_only=True)` refuses, so it could never be loaded."""
+
+
+class SaveFailed(CheckpointError):
+    """The checkpoint could not be made durable; the older ones are untouched."""
+
+
+class BadCheckpoint(CheckpointError):
+    """The checkpoint of `step` at `path` is not what was committed, because of `reason`."""
+
+    def __init__(self, step: int, path: str, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.step = step
+        self.path = path
+        self.reason = reason
