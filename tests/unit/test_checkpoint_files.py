@@ -1,0 +1,500 @@
+"""The checkpoint directory: what is believed, what is refused, and what a power cut may leave behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from itertools import chain, combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_agent.worker import files as files_module
+from elastic_agent.worker.errors import BadCheckpoint
+from elastic_agent.worker.files import CheckpointFiles, Manifest
+
+
+def content(step: int) -> bytes:
+    return f"state after {step} steps ".encode() * 40
+
+
+def commit(files: CheckpointFiles, step: int, *, generation: int = 1) -> Manifest:
+    manifest = files.write(
+        step, generation=generation, world_size=2, serialize=lambda sink: sink.write(content(step))
+    )
+    files.publish(manifest)
+    return manifest
+
+
+def found(files: CheckpointFiles) -> tuple[int | None, list[BadCheckpoint]]:
+    checkpoint, bad = files.find()
+    if checkpoint is None:
+        return None, bad
+    with checkpoint.stream:
+        assert checkpoint.stream.read() == content(checkpoint.manifest.step)
+    return checkpoint.manifest.step, bad
+
+
+def verifies(files: CheckpointFiles, step: int) -> bool:
+    try:
+        files.open(step).stream.close()
+    except BadCheckpoint:
+        return False
+    return True
+
+
+def names(directory: Path) -> set[str]:
+    return {entry.name for entry in directory.iterdir()}
+
+
+def test_what_was_committed_is_found(tmp_path: Path) -> None:
+    files = CheckpointFiles(tmp_path / "runs" / "x", keep=2)
+    assert found(files) == (None, [])
+    written = commit(files, 10)
+    checkpoint, bad = CheckpointFiles(tmp_path / "runs" / "x", keep=2).find()
+    assert checkpoint is not None
+    checkpoint.stream.close()
+    assert (checkpoint.manifest, bad) == (written, [])
+    assert Manifest.from_json(written.to_json()) == written
+
+
+def test_data_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
+    files = CheckpointFiles(tmp_path, keep=2)
+    files.write(10, generation=1, world_size=1, serialize=lambda sink: sink.write(content(10)))
+    assert found(files) == (None, [])
+
+
+def truncate(manifest: Path, data: Path) -> None:
+    os.truncate(data, 100)
+
+
+def grow(manifest: Path, data: Path) -> None:
+    data.write_bytes(data.read_bytes() + b"x")
+
+
+def flip_a_bit(manifest: Path, data: Path) -> None:
+    raw = bytearray(data.read_bytes())
+    raw[len(raw) // 2] ^= 4
+    data.write_bytes(raw)
+
+
+def lose_the_data(manifest: Path, data: Path) -> None:
+    data.unlink()
+
+
+def link_the_data(manifest: Path, data: Path) -> None:
+    data.rename(data.with_name("elsewhere"))
+    data.symlink_to("elsewhere")
+
+
+def link_the_manifest(manifest: Path, data: Path) -> None:
+    manifest.rename(manifest.with_name("elsewhere"))
+    manifest.symlink_to("elsewhere")
+
+
+def empty_manifest(manifest: Path, data: Path) -> None:
+    manifest.write_bytes(b"")
+
+
+def garbage_manifest(manifest: Path, data: Path) -> None:
+    manifest.write_bytes(bytes(range(256)))
+
+
+def nested_manifest(manifest: Path, data: Path) -> None:
+    manifest.write_bytes(b"[" * 4000)
+
+
+def huge_manifest(manifest: Path, data: Path) -> None:
+    manifest.write_bytes(manifest.read_bytes() + b" " * 10_000_000)
+
+
+def manifest_of_a_later_schema(manifest: Path, data: Path) -> None:
+    body = json.loads(manifest.read_bytes())
+    body["schema"] = 2
+    del body["check"]
+    body["check"] = files_module._check(body)
+    manifest.write_text(json.dumps(body))
+
+
+def manifest_of_another_step(manifest: Path, data: Path) -> None:
+    manifest.write_bytes((manifest.parent / "step-000000000010.json").read_bytes())
+
+
+def manifest_is_a_pipe(manifest: Path, data: Path) -> None:
+    manifest.unlink()
+    os.mkfifo(manifest)
+
+
+DAMAGES: list[tuple[Callable[[Path, Path], None], str]] = [
+    (truncate, "100 bytes long, the manifest says"),
+    (grow, "bytes long, the manifest says"),
+    (flip_a_bit, "sha256 differs"),
+    (lose_the_data, "No such file"),
+    (link_the_data, "Too many levels of symbolic links"),
+    (link_the_manifest, "Too many levels of symbolic links"),
+    (empty_manifest, "not JSON"),
+    (garbage_manifest, "not JSON"),
+    (nested_manifest, "not JSON"),
+    (huge_manifest, "longer than"),
+    (manifest_of_a_later_schema, "schema 2, this version reads 1"),
+    (manifest_of_another_step, "under the name of step 20"),
+    (manifest_is_a_pipe, "not JSON"),
+]
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    tmp_path: Path, damage: Callable[[Path, Path], None], reason: str
+) -> None:
+    files = CheckpointFiles(tmp_path, keep=2)
+    commit(files, 10)
+    manifest = commit(files, 20)
+    damage(tmp_path / "step-000000000020.json", tmp_path / manifest.file)
+    step, bad = found(files)
+    assert step == 10
+    assert [error.step for error in bad] == [20]
+    assert reason in str(bad[0])
+    assert "step-000000000020" in str(bad[0])
+
+
+def test_no_bit_of_a_manifest_may_flip_unnoticed(tmp_path: Path) -> None:
+    manifest = commit(CheckpointFiles(tmp_path, keep=1), 10)
+    raw = manifest.to_json()
+    believed = set()
+    for position in range(len(raw) * 8):
+        flipped = bytearray(raw)
+        flipped[position // 8] ^= 1 << position % 8
+        try:
+            believed.add(Manifest.from_json(bytes(flipped)))
+        except ValueError:
+            continue
+    # A flip may turn white space into other white space, but never into another manifest.
+    assert believed <= {manifest}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("step", -1), ("step", True), ("step", 1.0), ("generation", "1"), ("world_size", 0), ("size", 0),
+     ("sha256", "f" * 63), ("sha256", None), ("file", "../../etc/passwd"), ("file", "step-000000000010.pt")],
+)  # fmt: skip
+def test_a_manifest_with_a_wrong_field_cannot_exist(tmp_path: Path, field: str, value: object) -> None:
+    body = json.loads(commit(CheckpointFiles(tmp_path, keep=1), 10).to_json())
+    del body["check"]
+    body[field] = value
+    body["check"] = files_module._check(body)
+    with pytest.raises(ValueError, match=field):
+        Manifest.from_json(json.dumps(body).encode())
+
+
+def test_the_newest_good_ones_are_kept_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("the user's own file")
+    files = CheckpointFiles(tmp_path, keep=2)
+    kept = [commit(files, step) for step in (10, 20, 30, 40)][-2:]
+    assert names(tmp_path) == {
+        "notes.txt", "step-000000000030.json", "step-000000000040.json", *(manifest.file for manifest in kept)
+    }  # fmt: skip
+
+
+def test_the_checkpoint_fallen_back_to_outlives_the_bad_one(tmp_path: Path) -> None:
+    files = CheckpointFiles(tmp_path, keep=2)
+    commit(files, 10)
+    flip_a_bit(tmp_path, tmp_path / commit(files, 20).file)
+
+    resumed = CheckpointFiles(tmp_path, keep=2)
+    assert found(resumed)[0] == 10
+    newest = commit(resumed, 30)
+    assert resumed.steps() == [30, 10]  # not 30 and the bad 20
+    truncate(tmp_path, tmp_path / newest.file)
+    assert found(CheckpointFiles(tmp_path, keep=2))[0] == 10
+
+
+def test_a_past_that_was_given_up_does_not_come_back(tmp_path: Path) -> None:
+    files = CheckpointFiles(tmp_path, keep=3)
+    commit(files, 10)
+    lost = tmp_path / commit(files, 20).file
+    lost.rename(tmp_path / "the disk is away")
+
+    resumed = CheckpointFiles(tmp_path, keep=3)
+    assert found(resumed)[0] == 10
+    commit(resumed, 15)
+    (tmp_path / "the disk is away").rename(lost)
+    assert found(CheckpointFiles(tmp_path, keep=3)) == (15, [])
+
+
+def test_the_same_step_may_be_committed_again(tmp_path: Path) -> None:
+    files = CheckpointFiles(tmp_path, keep=2)
+    commit(files, 10)
+    flip_a_bit(tmp_path, tmp_path / commit(files, 20).file)
+    resumed = CheckpointFiles(tmp_path, keep=2)
+    assert found(resumed)[0] == 10
+    commit(resumed, 20, generation=2)
+    assert found(CheckpointFiles(tmp_path, keep=2)) == (20, [])
+
+
+def test_what_dead_writers_left_is_removed_and_a_newer_writer_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "tmp-00000001-000000000020.pt").write_bytes(b"half")
+    (tmp_path / "tmp-00000002-000000000020.json").write_bytes(b"half")
+    (tmp_path / "tmp-00000003-000000000020.pt").write_bytes(b"still being written")
+    (tmp_path / f"step-000000000005-{'a' * 16}.pt").write_bytes(b"never published")
+    manifest = commit(CheckpointFiles(tmp_path, keep=2), 10, generation=2)
+    assert names(tmp_path) == {"tmp-00000003-000000000020.pt", "step-000000000010.json", manifest.file}
+
+
+def test_an_unreadable_directory_is_not_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("not a directory")
+    with pytest.raises(NotADirectoryError):
+        CheckpointFiles(tmp_path / "x", keep=1).find()
+
+
+def test_keeping_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep is 0"):
+        CheckpointFiles(tmp_path, keep=0)
+
+
+# --- A disk that refuses
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, text=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_a_full_disk_costs_the_new_checkpoint_and_no_old_one(small_disk: Path) -> None:
+    files = CheckpointFiles(small_disk, keep=2)
+    commit(files, 10)
+    before = names(small_disk)
+
+    def too_much(sink: Any) -> None:
+        try:
+            sink.write(b"x" * 2_000_000)
+        except OSError as error:
+            raise RuntimeError("what torch.save says of a full disk") from error
+
+    with pytest.raises(OSError, match="No space left") as refused:
+        files.write(20, generation=1, world_size=1, serialize=too_much)
+    assert refused.value.errno == errno.ENOSPC
+    assert names(small_disk) == before
+    assert found(files) == (10, [])
+    commit(files, 20)  # there is room again: nothing of the failed one is left
+
+
+def test_a_read_only_disk_refuses_and_still_loads(small_disk: Path) -> None:
+    files = CheckpointFiles(small_disk, keep=2)
+    commit(files, 10)
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(OSError, match="Read-only"):
+        commit(files, 20)
+    assert found(files) == (10, [])
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_a_file_whose_fsync_failed_is_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    files = CheckpointFiles(tmp_path, keep=2)
+    commit(files, 10)
+    calls = 0
+
+    def fsync(fd: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == failing + 1:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(files_module, "os", _Overlay(fsync=fsync))
+    with pytest.raises(OSError, match="Input/output"):
+        commit(files, 20)
+    monkeypatch.undo()
+    assert calls == failing + 1  # asked again, the kernel would call it a success
+    assert not [name for name in names(tmp_path) if name.startswith("tmp-")]
+    # The manifest is visible only if everything but its directory entry was known to be durable.
+    assert found(CheckpointFiles(tmp_path, keep=2)) == (20 if failing == 3 else 10, [])
+
+
+class _Overlay:
+    """The `os` module with some functions replaced."""
+
+    def __init__(self, **replaced: Callable[..., Any]) -> None:
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+
+# --- Power cuts
+
+
+class Disk:
+    """Records what is done to a directory and says what a power cut at this moment may leave of it.
+
+    The model is the harshest a file system may be: of a file, only what was fsynced is certain and the rest may be
+    there or not; of the directory, each change since its last fsync may have survived, independent of the others.
+    """
+
+    def __init__(self, after_each_call: Callable[[Disk], None], forget_fsync: int | None) -> None:
+        self._after_each_call = after_each_call
+        self._forget_fsync = forget_fsync
+        self._fsyncs = 0
+        self._fds: dict[int, int | None] = {}  # descriptor -> inode, None for the directory
+        self._written: list[bytearray] = []
+        self._durable: list[bytes] = []
+        self._entries: dict[str, int] = {}
+        self._durable_entries: dict[str, int] = {}
+        self._pending: list[tuple[str | None, str | None, int]] = []  # name gone, name new, inode
+
+    def overlay(self) -> _Overlay:
+        return _Overlay(
+            open=self._open, write=self._write, fsync=self._fsync, rename=self._rename, unlink=self._unlink
+        )
+
+    def images(self) -> Iterator[dict[str, bytes]]:
+        subsets = chain.from_iterable(
+            combinations(self._pending, count) for count in range(len(self._pending) + 1)
+        )
+        for survived in subsets:
+            entries = dict(self._durable_entries)
+            for gone, new, inode in survived:
+                if gone is not None:
+                    entries.pop(gone, None)
+                if new is not None:
+                    entries[new] = inode
+            yield {name: bytes(self._written[inode]) for name, inode in entries.items()}
+            yield {name: self._durable[inode] for name, inode in entries.items()}
+
+    def _change(self, gone: str | None, new: str | None, inode: int) -> None:
+        if gone is not None:
+            del self._entries[gone]
+        if new is not None:
+            self._entries[new] = inode
+        self._pending.append((gone, new, inode))
+        self._after_each_call(self)
+
+    def _open(self, path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        fd = os.open(path, flags, mode, dir_fd=dir_fd)
+        if dir_fd is None:
+            self._fds[fd] = None
+        elif flags & os.O_CREAT:
+            self._fds[fd] = len(self._written)
+            self._written.append(bytearray())
+            self._durable.append(b"")
+            self._change(None, path, len(self._written) - 1)
+        return fd
+
+    def _write(self, fd: int, data: memoryview) -> int:
+        count = os.write(fd, data)
+        inode = self._fds[fd]
+        assert inode is not None
+        self._written[inode] += data[:count]
+        self._after_each_call(self)
+        return count
+
+    def _fsync(self, fd: int) -> None:
+        self._fsyncs += 1
+        if self._fsyncs == self._forget_fsync:
+            return
+        inode = self._fds[fd]
+        if inode is None:
+            self._durable_entries = dict(self._entries)
+            self._pending.clear()
+        else:
+            self._durable[inode] = bytes(self._written[inode])
+        self._after_each_call(self)
+
+    def _rename(self, source: str, target: str, **dir_fds: int) -> None:
+        os.rename(source, target, **dir_fds)
+        self._change(source, target, self._entries[source])
+
+    def _unlink(self, name: str, *, dir_fd: int) -> None:
+        os.unlink(name, dir_fd=dir_fd)
+        self._change(name, None, self._entries[name])
+
+
+SAVES = (10, 20, 30, 40)
+FSYNCS_PER_SAVE = 4
+KEEP = 2
+
+
+def broken_promises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, forget_fsync: int | None = None
+) -> tuple[list[str], int]:
+    """Cut the power after every call of four saves; returns what was wrong and how many disks were looked at."""
+    promised: list[int] = []
+    begun: list[int] = []
+    broken: list[str] = []
+    seen: set[tuple[int, tuple[tuple[str, bytes], ...]]] = set()
+
+    def cut(disk: Disk) -> None:
+        monkeypatch.undo()
+        for image in disk.images():
+            key = (len(promised), tuple(sorted(image.items())))
+            if key not in seen:
+                seen.add(key)
+                look(image)
+        monkeypatch.setattr(files_module, "os", disk.overlay())
+
+    def look(image: dict[str, bytes]) -> None:
+        directory = tmp_path / f"after-cut-{len(seen)}"
+        directory.mkdir()
+        for name, raw in image.items():
+            (directory / name).write_bytes(raw)
+        files = CheckpointFiles(directory, keep=KEEP)
+        where = f"saved {promised}, begun {begun}, left {sorted(image)}"
+        step, bad = found(files)
+        if bad:
+            broken.append(f"a manifest became visible before its data: {where}")
+        if step not in (promised[-1] if promised else None, begun[-1]):
+            broken.append(f"found {step}: {where}")
+        if sum(verifies(files, step) for step in files.steps()) < min(KEEP, len(promised)):
+            broken.append(f"a good checkpoint is lost: {where}")
+
+    disk = Disk(cut, forget_fsync)
+    files = CheckpointFiles(tmp_path / "live", keep=KEEP)
+    (tmp_path / "live").mkdir()
+    monkeypatch.setattr(files_module, "os", disk.overlay())
+    for step in SAVES:
+        begun.append(step)
+        commit(files, step)
+        promised.append(step)
+        cut(disk)
+    monkeypatch.undo()
+    assert disk._fsyncs == len(SAVES) * FSYNCS_PER_SAVE
+    return broken, len(seen)
+
+
+def test_a_power_cut_at_any_moment_leaves_the_old_or_the_new_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, looked = broken_promises(tmp_path, monkeypatch)
+    assert broken == []
+    assert looked > 40  # or the cuts did not happen
+
+
+@pytest.mark.parametrize("forgotten", range(1, FSYNCS_PER_SAVE + 1))
+def test_each_fsync_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: int) -> None:
+    broken, _ = broken_promises(tmp_path, monkeypatch, forget_fsync=forgotten)
+    assert broken
+
+
+def test_a_new_directory_has_a_durable_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+
+    def fsync(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+
+    monkeypatch.setattr(files_module, "os", _Overlay(fsync=fsync))
+    commit(CheckpointFiles(tmp_path / "runs" / "x", keep=1), 10)
+    assert synced[:2] == [str(tmp_path), str(tmp_path / "runs")]
