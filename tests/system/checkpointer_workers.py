@@ -1,0 +1,307 @@
+"""The workers of test_checkpointer: one process imports torch, every rank of every world is forked from it.
+
+Reads one JSON request per line, runs that world to its end and answers with one JSON line: by rank, the wait
+status and what the scenario returned. A world whose ranks do not all end by the deadline is killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import random
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import torch
+import torch._dynamo  # what DDP imports at its first use: a second less for each forked rank
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic_agent.worker import Checkpointer, CheckpointError, collectives, files
+
+WORLD_DEADLINE_S = 40.0
+
+
+# --- Scenarios: each runs on every rank and returns plain data
+
+
+def save(rank: int, directory: str, step: int, texts: dict[str, str] | None = None) -> dict[str, Any]:
+    """Save one checkpoint that knows its step, and what each rank draws next."""
+    meta = {"text": (texts or {}).get(str(rank), f"after {step}")}
+    result = attempt(lambda: Checkpointer(directory, {"meta": meta}).save(step))
+    return {**result, "next": draw()}
+
+
+def load(rank: int, directory: str, chunk_bytes: int = 64) -> dict[str, Any]:
+    collectives.CHUNK_BYTES = chunk_bytes
+    meta = {"text": "as the script set it"}
+    result = attempt(Checkpointer(directory, {"meta": meta}).load)
+    return {**result, "meta": meta["text"], "next": draw()}
+
+
+def load_while_the_disk_rots(rank: int, directory: str, error: bool) -> dict[str, Any]:
+    """The owner's file verifies, and then cannot be read again or reads differently."""
+
+    class Rotten(io.BytesIO):
+        def readinto(self, buffer: Any, /) -> int:
+            if error:
+                raise OSError(5, "Input/output error")
+            count = super().readinto(buffer)
+            buffer[0] ^= 1
+            return count
+
+    def find(self: files.CheckpointFiles) -> Any:
+        found, bad = really_find(self)
+        if found is not None:
+            found = files.VerifiedCheckpoint(found.manifest, Rotten(found.stream.read()))
+        return found, bad
+
+    really_find = files.CheckpointFiles.find
+    files.CheckpointFiles.find = find
+    return load(rank, directory)
+
+
+def load_into_another_shape(rank: int, directory: str) -> dict[str, Any]:
+    """Only rank 1's script is another one."""
+    width = 3 if rank == 1 else 2
+    model = torch.nn.Linear(width, 1)
+    return attempt(Checkpointer(directory, {"model": model}).load)
+
+
+def save_model(rank: int, directory: str) -> dict[str, Any]:
+    return attempt(lambda: Checkpointer(directory, {"model": torch.nn.Linear(2, 1)}).save(1))
+
+
+def save_different_steps(rank: int, directory: str) -> dict[str, Any]:
+    return attempt(lambda: Checkpointer(directory, {"meta": {}}).save(10 + rank))
+
+
+def save_backwards(rank: int, directory: str) -> dict[str, Any]:
+    checkpoints = Checkpointer(directory, {"meta": {}})
+    checkpoints.save(10)
+    return attempt(lambda: checkpoints.save(10))
+
+
+def save_code(rank: int, directory: str) -> dict[str, Any]:
+    return attempt(lambda: Checkpointer(directory, {"meta": {"generator": random.Random(rank)}}).save(10))
+
+
+def save_with_a_broken_state_dict(rank: int, directory: str) -> dict[str, Any]:
+    class Part:
+        def state_dict(self) -> Any:
+            raise ZeroDivisionError("a bug in the script")
+
+    return attempt(lambda: Checkpointer(directory, {"part": Part()}).save(10))
+
+
+def save_on_a_failing_disk(rank: int, directory: str) -> dict[str, Any]:
+    """Rank 0's disk fails twice, works once, then fails until the limit is reached."""
+    failing = iter([True, True, False, True, True, True])
+
+    def fsync(fd: int) -> None:
+        if fail:
+            raise OSError(28, "No space left on device")
+
+    files.os = Overlay(fsync=fsync)
+    checkpoints = Checkpointer(directory, {"meta": {}}, max_failed_saves=3)
+    results = []
+    for step, fail in enumerate(failing, start=1):  # noqa: B007  # fsync reads it
+        results.append(attempt(lambda: checkpoints.save(step)))  # noqa: B023  # called at once
+    return {"results": results}
+
+
+def leave_save(rank: int, directory: str) -> dict[str, Any]:
+    """What of the checkpoint is visible when save() returns, though rank 0's disk is slow."""
+
+    def fsync(fd: int) -> None:
+        time.sleep(0.1)
+        os.fsync(fd)
+
+    files.os = Overlay(fsync=fsync)
+    Checkpointer(directory, {"meta": {}}).save(10)
+    return {"visible": sorted(os.listdir(directory))}
+
+
+def train(
+    rank: int, directory: str, journal: str, steps: int, every: int, victim: int = -1, event: int = 0
+) -> dict[str, Any]:
+    """Train to the end, or die: rank `victim` kills itself at its `event`-th event.
+
+    Events are the phases of a step and every call to the operating system that a save makes.
+    """
+    left = event
+
+    def happens() -> None:
+        nonlocal left
+        left -= 1
+        if rank == victim and left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def eventful(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            happens()
+            return function(*args, **kwargs)
+
+        return call
+
+    files.os = Overlay(
+        **{name: eventful(getattr(os, name)) for name in ("open", "write", "fsync", "rename", "unlink")}
+    )
+    seed(rank)
+    # The same initial weights everywhere come from DDP; the draws of the ranks differ.
+    model = DistributedDataParallel(
+        torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)
+        )
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[10, 20, 30])
+    sampler = Sampler(rank)
+    totals = {"loss": 0.0}
+    checkpoints = Checkpointer(
+        directory,
+        {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "sampler": sampler,
+            "totals": totals,
+        },
+    )
+    start = checkpoints.load()
+    with open(journal, "a", buffering=1) as lines:
+        lines.write(f"start {start}\n")
+        for step in range(start, steps):
+            happens()
+            inputs = sampler.batch() + 0.1 * torch.rand(4, 4) + random.gauss(0, 0.1) + numpy.random.rand()
+            loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            happens()
+            optimizer.step()
+            scheduler.step()
+            shared = loss.detach().clone()
+            dist.all_reduce(shared)
+            totals["loss"] += shared.item()
+            happens()
+            if (step + 1) % every == 0 and checkpoints.save(step + 1):
+                lines.write(f"saved {step + 1}\n")
+    bits = hashlib.sha256()
+    for part in (model.module.state_dict(), *optimizer.state_dict()["state"].values()):
+        for tensor in part.values():
+            bits.update(tensor.numpy().tobytes())
+    return {"bits": bits.hexdigest(), "totals": totals, "sampler": sampler.state_dict(), "next": draw()}
+
+
+class Sampler:
+    """Random batches whose position is state: a new permutation each epoch, a slice of it each step."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._data = torch.arange(128, dtype=torch.float32).reshape(32, 4) / 128
+        self._position = 0
+        self._epoch = 0
+
+    def batch(self) -> torch.Tensor:
+        order = torch.randperm(32, generator=torch.Generator().manual_seed(self._epoch))
+        begin = self._position + 4 * self._rank
+        self._position += 8
+        if self._position == 32:
+            self._position, self._epoch = 0, self._epoch + 1
+        return self._data[order[begin : begin + 4]]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self._position, "epoch": self._epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._position, self._epoch = state["position"], state["epoch"]
+
+
+class Overlay:
+    """The `os` module with some functions replaced."""
+
+    def __init__(self, **replaced: Callable[..., Any]) -> None:
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+
+def attempt(action: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        return {"returned": action()}
+    except CheckpointError as error:
+        return {"raised": type(error).__name__, "text": str(error)}
+
+
+def seed(rank: int) -> None:
+    random.seed(rank)
+    numpy.random.seed(rank)
+    torch.manual_seed(rank)
+
+
+def draw() -> list[float]:
+    return [random.random(), float(numpy.random.rand()), torch.rand(1).item()]
+
+
+# --- The world
+
+
+def run_rank(request: dict[str, Any], rank: int, answer_fd: int) -> None:
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), **request["env"]})
+    dist.init_process_group(
+        "gloo", init_method=f"file://{request['store']}", rank=rank, world_size=len(request["args"])
+    )
+    seed(rank + 1000)
+    answer = globals()[request["scenario"]](rank, **request["args"][rank])
+    os.write(answer_fd, json.dumps(answer).encode())
+
+
+def fork_rank(request: dict[str, Any], rank: int) -> tuple[int, int]:
+    read_fd, write_fd = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            run_rank(request, rank, write_fd)
+            status = 0
+        except Exception as error:
+            print(f"rank {rank}: {error!r}", file=sys.stderr, flush=True)
+        os._exit(status)
+    os.close(write_fd)
+    return pid, read_fd
+
+
+def wait(pid: int, deadline_s: float) -> int:
+    with open(os.pidfd_open(pid), "rb", buffering=0) as ended:
+        if not select.select([ended], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+            os.kill(pid, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def answers(requests: Iterator[str]) -> Iterator[str]:
+    for line in requests:
+        request = json.loads(line)
+        ranks = [fork_rank(request, rank) for rank in range(len(request["args"]))]
+        deadline_s = time.monotonic() + WORLD_DEADLINE_S
+        result = []
+        for pid, read_fd in ranks:
+            status = wait(pid, deadline_s)
+            with open(read_fd, "rb") as answer:
+                raw = answer.read()
+            result.append({"status": status, "answer": json.loads(raw) if raw else None})
+        yield json.dumps(result)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    assert len(os.listdir("/proc/self/task")) == 1, "forking a process with threads may hang"
+    for answer in answers(iter(sys.stdin.readline, "")):
+        print(answer, flush=True)

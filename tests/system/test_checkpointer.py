@@ -1,0 +1,241 @@
+"""Worlds of real processes over gloo: all ranks save and load together, and a kill costs not one bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+class Worlds:
+    """Runs worlds, one after the other."""
+
+    def __init__(self, directory: Path) -> None:
+        self._stores = (directory / f"store-{number}" for number in count())
+        self.errors = directory / "stderr"
+        self._process = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("checkpointer_workers.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors.open("w"),
+            text=True,
+            # numpy's OpenBLAS starts its threads at import, and a process with threads must not fork.
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        )
+
+    def run(self, scenario: str, args: list[dict[str, Any]], **env: str) -> list[dict[str, Any]]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        request = {
+            "scenario": scenario,
+            "args": args,
+            "store": str(next(self._stores)),
+            "env": {"WORLD_SIZE": str(len(args)), "ELASTIC_AGENT_GENERATION": "1", **env},
+        }
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        answer: list[dict[str, Any]] = json.loads(self._process.stdout.readline())
+        return answer
+
+    def answers(self, scenario: str, args: list[dict[str, Any]], **env: str) -> list[dict[str, Any]]:
+        """Run a world that must end well; what its ranks returned."""
+        ended = self.run(scenario, args, **env)
+        assert [rank["status"] for rank in ended] == [0] * len(args), self.errors.read_text()
+        return [rank["answer"] for rank in ended]
+
+    def close(self) -> None:
+        self._process.communicate(timeout=10)
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
+    worlds = Worlds(tmp_path_factory.mktemp("worlds"))
+    yield worlds
+    worlds.close()
+
+
+def in_directories(*directories: Path) -> list[dict[str, Any]]:
+    return [{"directory": str(directory)} for directory in directories]
+
+
+def saved(worlds: Worlds, directory: Path, step: int, *, ranks: int = 1, generation: int = 1) -> list[Any]:
+    args = [{"directory": str(directory), "step": step}] * ranks
+    answers = worlds.answers("save", args, ELASTIC_AGENT_GENERATION=str(generation))
+    assert [answer["returned"] for answer in answers] == [True] * ranks
+    return [answer["next"] for answer in answers]
+
+
+def spoil(directory: Path, step: int) -> None:
+    (data,) = directory.glob(f"step-{step:012d}-*.pt")
+    raw = bytearray(data.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    data.write_bytes(raw)
+
+
+def test_all_ranks_load_the_same_step_and_each_its_own_random_state(worlds: Worlds, tmp_path: Path) -> None:
+    drawn_after_saving = saved(worlds, tmp_path, 10, ranks=3)
+    assert len({tuple(draws) for draws in drawn_after_saving}) == 3
+    answers = worlds.answers("load", in_directories(tmp_path, tmp_path, tmp_path))
+    assert [answer["returned"] for answer in answers] == [10, 10, 10]
+    assert [answer["meta"] for answer in answers] == ["after 10"] * 3
+    assert [answer["next"] for answer in answers] == drawn_after_saving
+
+
+def test_a_new_directory_starts_at_zero_and_changes_nothing(worlds: Worlds, tmp_path: Path) -> None:
+    answers = worlds.answers("load", in_directories(tmp_path / "a", tmp_path / "b"))
+    assert [answer["returned"] for answer in answers] == [0, 0]
+    assert [answer["meta"] for answer in answers] == ["as the script set it"] * 2
+
+
+@pytest.mark.parametrize("owner", range(3))
+def test_one_node_with_the_files_is_enough(worlds: Worlds, tmp_path: Path, owner: int) -> None:
+    directories = [tmp_path / str(rank) for rank in range(3)]
+    drawn_after_saving = saved(worlds, directories[owner], 10, ranks=3)
+    answers = worlds.answers("load", in_directories(*directories))
+    assert [answer["returned"] for answer in answers] == [10, 10, 10]
+    assert [answer["meta"] for answer in answers] == ["after 10"] * 3
+    assert [answer["next"] for answer in answers] == drawn_after_saving
+
+
+def test_the_newest_good_checkpoint_of_all_nodes_wins(worlds: Worlds, tmp_path: Path) -> None:
+    directories = [tmp_path / str(rank) for rank in range(3)]
+    for directory, step in zip(directories, (10, 20, 30), strict=True):
+        saved(worlds, directory, step)
+    spoil(directories[2], 30)
+    answers = worlds.answers("load", in_directories(*directories))
+    assert [(answer["returned"], answer["meta"]) for answer in answers] == [(20, "after 20")] * 3
+    assert "step-000000000030" in worlds.errors.read_text()
+
+
+def test_of_the_same_step_the_newest_generation_wins(worlds: Worlds, tmp_path: Path) -> None:
+    for generation in (1, 2):
+        args = {"directory": str(tmp_path / str(generation)), "step": 10, "texts": {"0": f"of {generation}"}}
+        worlds.answers("save", [args], ELASTIC_AGENT_GENERATION=str(generation))
+    answers = worlds.answers("load", in_directories(tmp_path / "1", tmp_path / "2"))
+    assert [answer["meta"] for answer in answers] == ["of 2", "of 2"]
+
+
+def test_a_spoilt_checkpoint_gives_way_to_the_one_before_loudly(worlds: Worlds, tmp_path: Path) -> None:
+    saved(worlds, tmp_path, 10, ranks=2)
+    saved(worlds, tmp_path, 20, ranks=2)
+    spoil(tmp_path, 20)
+    answers = worlds.answers("load", in_directories(tmp_path, tmp_path))
+    assert [(answer["returned"], answer["meta"]) for answer in answers] == [(10, "after 10")] * 2
+    assert f"{tmp_path}/step-000000000020" in worlds.errors.read_text()
+    assert "sha256 differs" in worlds.errors.read_text()
+
+
+def test_spoilt_checkpoints_only_stop_every_rank(worlds: Worlds, tmp_path: Path) -> None:
+    directories = [tmp_path / str(rank) for rank in range(3)]
+    saved(worlds, directories[1], 10)
+    spoil(directories[1], 10)
+    answers = worlds.answers("load", in_directories(*directories))
+    assert [answer["raised"] for answer in answers] == ["NoUsableCheckpoint"] * 3
+    assert all("rank 1" in answer["text"] and "sha256 differs" in answer["text"] for answer in answers)
+
+
+@pytest.mark.parametrize("error", [True, False])
+def test_a_file_that_breaks_while_it_is_sent_stops_every_rank(
+    worlds: Worlds, tmp_path: Path, error: bool
+) -> None:
+    saved(worlds, tmp_path / "1", 10)
+    args = in_directories(tmp_path / "0", tmp_path / "1", tmp_path / "2")
+    answers = worlds.answers("load_while_the_disk_rots", [{**arg, "error": error} for arg in args])
+    assert [answer["raised"] for answer in answers] == ["CheckpointError"] * 3
+    assert "broke on its way from rank 1" in answers[0]["text"]
+    assert ("Input/output error" in answers[1]["text"]) == error
+
+
+def test_another_world_size_loads_the_state(worlds: Worlds, tmp_path: Path) -> None:
+    saved(worlds, tmp_path, 10, ranks=3)
+    answers = worlds.answers("load", in_directories(tmp_path, tmp_path))
+    assert [(answer["returned"], answer["meta"]) for answer in answers] == [(10, "after 10")] * 2
+    assert "random states not restored" in worlds.errors.read_text()
+
+
+def test_a_shape_that_fits_one_rank_only_stops_both(worlds: Worlds, tmp_path: Path) -> None:
+    worlds.answers("save_model", in_directories(tmp_path))
+    answers = worlds.answers("load_into_another_shape", in_directories(tmp_path, tmp_path))
+    assert [answer["raised"] for answer in answers] == ["CheckpointMismatch"] * 2
+    assert all("'model'" in answer["text"] and "size mismatch" in answer["text"] for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "raised", "text"),
+    [
+        ("save_different_steps", "CheckpointError", "{0: 10, 1: 11}"),
+        ("save_backwards", "StepNotGrowing", "step 10 is not beyond step 10"),
+        ("save_code", "NotPlainData", "random.Random"),
+        ("save_with_a_broken_state_dict", "CheckpointError", "a bug in the script"),
+    ],
+)
+def test_a_save_that_is_wrong_is_wrong_on_every_rank(
+    worlds: Worlds, tmp_path: Path, scenario: str, raised: str, text: str
+) -> None:
+    answers = worlds.answers(scenario, in_directories(tmp_path, tmp_path))
+    assert [answer["raised"] for answer in answers] == [raised] * 2
+    assert all(text in answer["text"] for answer in answers)
+
+
+def test_a_failing_disk_ends_training_at_the_limit_only_and_on_every_rank(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    for answer in worlds.answers("save_on_a_failing_disk", in_directories(tmp_path, tmp_path)):
+        *before, last = answer["results"]
+        assert [result["returned"] for result in before] == [False, False, True, False, False]
+        assert last["raised"] == "SaveFailed"
+        assert "No space left" in last["text"]
+    assert "training goes on: failed=2 limit=3" in worlds.errors.read_text()
+
+
+def test_no_rank_leaves_save_before_the_checkpoint_exists(worlds: Worlds, tmp_path: Path) -> None:
+    answers = worlds.answers("leave_save", in_directories(tmp_path, tmp_path, tmp_path))
+    assert all("step-000000000010.json" in answer["visible"] for answer in answers)
+
+
+STEPS, EVERY = 80, 3
+EVENTS_PER_STEP = {0: 30, 1: 3}  # at least; rank 0 writes the checkpoints, too
+
+
+@pytest.fixture(scope="module")
+def undisturbed(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    directory = tmp_path_factory.mktemp("undisturbed")
+    return worlds.answers("train", [train_args(directory, directory / "journal")] * 2)
+
+
+def train_args(directory: Path, journal: Path, **kill: int) -> dict[str, Any]:
+    return {"directory": str(directory), "journal": str(journal), "steps": STEPS, "every": EVERY, **kill}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_five_kills_change_not_one_bit(
+    worlds: Worlds, undisturbed: list[Any], tmp_path: Path, seed: int
+) -> None:
+    draw = random.Random(seed)
+    directory, journal = tmp_path / "checkpoints", tmp_path / "journal"
+    for _ in range(5):
+        victim = draw.randrange(2)
+        event = draw.randrange(1, 15 * EVENTS_PER_STEP[victim])
+        ended = worlds.run("train", [train_args(directory, journal, victim=victim, event=event)] * 2)
+        assert ended[victim]["status"] == -signal.SIGKILL, "a run without its fault proves nothing"
+        assert ended[1 - victim]["status"] == 1
+
+    final = worlds.answers("train", [train_args(directory, journal)] * 2)
+    assert final == undisturbed
+
+    committed = 0
+    for line in journal.read_text().splitlines():
+        what, step = line.split()
+        assert int(step) >= committed, f"{line}, though {committed} had been committed"
+        if what == "saved":
+            committed = int(step)
+    assert committed == STEPS // EVERY * EVERY
+    assert len([name for name in os.listdir(directory) if name.endswith(".json")]) == 2
