@@ -1,0 +1,438 @@
+"""Failures: what is told from exits, error files and logs, and that nothing a worker leaves can hurt the agent."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_agent.agent.failures import (
+    MAX_JSON,
+    ErrorReport,
+    FailureInvalid,
+    WorkerFailure,
+    describe_exit,
+    examine,
+    find_traceback,
+    fingerprint,
+    read_error_file,
+    summarize,
+)
+from elastic_agent.health.metrics import EXIT_REASONS
+
+FAILURE = WorkerFailure(
+    rank=3,
+    local_rank=1,
+    node="n2",
+    generation=7,
+    returncode=1,
+    reason="exception",
+    cause="exit code 1: RuntimeError: boom",
+    exception="RuntimeError: boom",
+    traceback='Traceback (most recent call last):\n  File "t.py", line 1, in <module>\nRuntimeError: boom',
+    log_tail=("epoch 1", "RuntimeError: boom"),
+    log_file="/logs/gen7/rank3/stderr.log",
+)
+
+
+@pytest.mark.parametrize(
+    ("returncode", "oom", "text", "reason"),
+    [
+        (0, False, "exit code 0", "ok"),
+        (1, False, "exit code 1", "unknown"),
+        (1, True, "exit code 1", "unknown"),
+        (127, False, "exit code 127 (the command was not found)", "unknown"),
+        (137, False, "exit code 137 (a shell's way to say: killed by SIGKILL)", "signal"),
+        (255, False, "exit code 255", "unknown"),
+        (
+            -9,
+            False,
+            "killed by SIGKILL (signal 9; often the kernel's out-of-memory killer or an operator)",
+            "signal",
+        ),
+        (
+            -9,
+            True,
+            "killed by SIGKILL (signal 9; the kernel's out-of-memory killer: the workers need more memory "
+            "than their cgroup may use)",
+            "oom",
+        ),
+        (-13, False, "killed by SIGPIPE (signal 13)", "signal"),
+        (-35, False, "killed by a signal without a name (signal 35)", "signal"),
+    ],
+)
+def test_an_exit_in_words(returncode: int, oom: bool, text: str, reason: str) -> None:
+    described = describe_exit(returncode, oom)
+    assert (described.text, described.reason) == (text, reason)
+    assert described.reason in EXIT_REASONS
+
+
+def write(content: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(content)
+
+
+def error_json(message: object) -> Callable[[Path], object]:
+    return write(json.dumps({"message": message}).encode())
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda path: None, None),
+        (
+            error_json(
+                {"message": "ValueError: x", "extraInfo": {"py_callstack": "Trace\n", "timestamp": "17"}}
+            ),
+            ErrorReport("ValueError: x", "Trace"),
+        ),
+        (error_json("it broke"), ErrorReport("it broke")),
+        (error_json({"message": "E: x"}), ErrorReport("E: x")),
+        (error_json({"message": "E: x", "extraInfo": [1]}), ErrorReport("E: x")),
+        (error_json({"message": "E: x", "extraInfo": {"py_callstack": 5}}), ErrorReport("E: x")),
+        (error_json("a\x1b[31mred\x00\ud800"), ErrorReport("ared\\ud800")),
+        (error_json("x" * 5000), ErrorReport("x" * 2045 + "...")),
+        (
+            error_json({"message": "E", "extraInfo": {"py_callstack": "0" * 20000 + "end"}}),
+            ErrorReport("E", "..." + "0" * (16 * 1024 - 6) + "end"),
+        ),
+    ],
+)
+def test_an_error_file_is_read(
+    tmp_path: Path, make: Callable[[Path], object], expected: ErrorReport | None
+) -> None:
+    make(tmp_path / "error.json")
+    assert read_error_file(tmp_path / "error.json") == expected
+
+
+def unix_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(os.path.relpath(path))
+
+
+@pytest.mark.parametrize(
+    ("make", "note"),
+    [
+        (write(b""), "empty"),
+        (write(b"{"), "not usable"),
+        (write(b"\xff\xfe\xfd"), "not usable"),
+        (write(b"[" * 100_000), "not usable"),
+        (write(b"1" * 10_000), "not usable"),
+        (write(b'"' + b"x" * 1024 * 1024 + b'"'), "larger than 1048576 bytes"),
+        (write(b"[]"), "no message"),
+        (write(b"{}"), "no message"),
+        (error_json(""), "no message"),
+        (error_json(5), "no message"),
+        (error_json({"message": ["x"]}), "no message"),
+        (lambda path: path.mkdir(), "not a regular file"),
+        (lambda path: os.mkfifo(path), "not a regular file"),
+        (unix_socket, "cannot be read"),
+        (lambda path: path.symlink_to("/etc/hostname"), "cannot be read"),
+    ],
+)
+def test_an_error_file_that_is_no_good_is_noted_and_harmless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], object], note: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "error.json")
+    report = read_error_file(tmp_path / "error.json")
+    assert report is not None
+    assert report.note is not None
+    assert note in report.note
+    assert (report.exception, report.traceback) == (None, None)
+
+
+TRACEBACK = (
+    "Traceback (most recent call last):",
+    '  File "train.py", line 3, in <module>',
+    "    main()",
+    "    ~~~~^^",
+    '  File "train.py", line 9, in main',
+    "ValueError: no",
+)
+
+
+@pytest.mark.parametrize(
+    ("lines", "exception", "traceback"),
+    [
+        ((), None, None),
+        (("all", "is", "well"), None, None),
+        (("before", *TRACEBACK, "after"), "ValueError: no", TRACEBACK),
+        (tuple(f"[rank3]: {line}" for line in TRACEBACK), "ValueError: no", TRACEBACK),
+        (TRACEBACK[3:], "ValueError: no", TRACEBACK[3:]),  # the beginning is out of the tail
+        (TRACEBACK[:4], None, None),  # it died while it wrote
+        (
+            ("Traceback (most recent call last):", '  File "a", line 1, in f', "KeyError: 1", "", *TRACEBACK),
+            "ValueError: no",
+            TRACEBACK,
+        ),
+        (
+            ('  File "bad.py", line 1', "    def", "       ^", "SyntaxError: invalid syntax"),
+            "SyntaxError: invalid syntax",
+            ('  File "bad.py", line 1', "    def", "       ^", "SyntaxError: invalid syntax"),
+        ),
+        (
+            ("Fatal Python error: Segmentation fault", '  File "a.py", line 3 in f', "Extension modules: x"),
+            None,
+            None,
+        ),
+    ],
+)
+def test_the_last_traceback_is_found_in_the_log(
+    lines: tuple[str, ...], exception: str | None, traceback: tuple[str, ...] | None
+) -> None:
+    found = find_traceback(lines)
+    if traceback is None:
+        assert found is None
+    else:
+        assert found == ErrorReport(exception, "\n".join(traceback))
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "def f():\n  raise KeyError('lost')\nf()",
+        "try:\n  1/0\nexcept Exception as e:\n  raise KeyError('lost') from e",
+        "class C: pass\nraise KeyError('lost')",
+    ],
+)
+def test_what_python_really_prints_is_understood(tmp_path: Path, script: str) -> None:
+    (tmp_path / "script.py").write_text(script)
+    run = subprocess.run(
+        [sys.executable, "-I", "-S", str(tmp_path / "script.py")], capture_output=True, text=True
+    )
+    found = find_traceback(run.stderr.splitlines())
+    assert found is not None
+    assert found.exception == "KeyError: 'lost'"
+    assert found.traceback is not None
+    assert found.traceback.startswith("Traceback (most recent call last):")
+
+
+def examined(
+    tmp_path: Path, returncode: int, log_tail: tuple[str, ...] = (), oom: bool = False
+) -> WorkerFailure:
+    return examine(
+        rank=3,
+        local_rank=1,
+        node="n2",
+        generation=7,
+        returncode=returncode,
+        error_file=tmp_path / "error.json",
+        log_tail=log_tail,
+        log_file=tmp_path / "stderr.log",
+        oom_killed=oom,
+    )
+
+
+def test_the_error_file_tells_more_than_the_log(tmp_path: Path) -> None:
+    error_json({"message": "E: file\nmore", "extraInfo": {"py_callstack": "T"}})(tmp_path / "error.json")
+    failure = examined(tmp_path, 1, TRACEBACK)
+    assert (failure.reason, failure.exception, failure.traceback) == ("exception", "E: file\nmore", "T")
+    assert failure.cause == "exit code 1: E: file"
+    assert failure.log_file == str(tmp_path / "stderr.log")
+
+
+def test_without_an_error_file_the_log_tells(tmp_path: Path) -> None:
+    failure = examined(tmp_path, 1, (*TRACEBACK, "\x1b[1mbye\x07"))
+    assert (failure.reason, failure.cause) == ("exception", "exit code 1: ValueError: no")
+    assert failure.log_tail == (*TRACEBACK, "bye")
+
+
+def test_an_unusable_error_file_is_named_beside_what_the_log_tells(tmp_path: Path) -> None:
+    (tmp_path / "error.json").write_text("{")
+    failure = examined(tmp_path, 1, TRACEBACK)
+    assert failure.cause.startswith(
+        f"exit code 1: ValueError: no; its error file {tmp_path}/error.json is not"
+    )
+
+
+@pytest.mark.parametrize(
+    ("returncode", "oom", "reason"),
+    [(-9, False, "signal"), (-9, True, "oom"), (0, False, "ok"), (3, False, "unknown")],
+)
+def test_an_exception_that_was_only_logged_is_not_blamed_for_a_kill(
+    tmp_path: Path, returncode: int, oom: bool, reason: str
+) -> None:
+    failure = examined(tmp_path, returncode, TRACEBACK if returncode <= 0 else ("no traceback",), oom)
+    assert (failure.reason, failure.exception, failure.traceback) == (reason, None, None)
+    assert failure.cause == describe_exit(returncode, oom).text
+
+
+def test_an_exception_that_ended_in_abort_is_an_exception(tmp_path: Path) -> None:
+    error_json("RuntimeError: NCCL communicator was aborted")(tmp_path / "error.json")
+    assert examined(tmp_path, -6).reason == "exception"
+
+
+def test_the_cause_is_one_line_of_bounded_length(tmp_path: Path) -> None:
+    error_json("x" * 5000 + "\nmore")(tmp_path / "error.json")
+    failure = examined(tmp_path, 1)
+    assert "\n" not in failure.cause
+    assert len(failure.cause) == 500
+
+
+def with_exception(text: str | None, **changes: Any) -> WorkerFailure:
+    return dataclasses.replace(FAILURE, exception=text, **changes)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (with_exception("E: x"), with_exception("E: x\nnote", rank=0, local_rank=0, node="z", generation=9)),
+        (with_exception("E: at step 17"), with_exception("E: at step 204")),
+        (with_exception("E: object at 0x7f3aBC"), with_exception("E: object at 0xdeadbeef")),
+        (
+            with_exception("E: run 3f2b8c1e-aaaa-bbbb-cccc-0123456789ab"),
+            with_exception("E: run ffffffff-1111-2222-dddd-eeeeeeeeeeee"),
+        ),
+        (with_exception("E: '/tmp/tmpab12_xyz/f'"), with_exception("E: '/tmp/tmpqqqqqqqq/f'")),
+        (with_exception("E: [10.0.0.3]:29500 refused"), with_exception("E: [10.0.7.12]:4711 refused")),
+        (with_exception(None, returncode=-9), with_exception(None, returncode=-9, log_tail=("other",))),
+    ],
+)
+def test_the_same_failure_has_the_same_fingerprint(one: WorkerFailure, other: WorkerFailure) -> None:
+    assert fingerprint(one) == fingerprint(other)
+
+
+def test_different_failures_have_different_fingerprints() -> None:
+    different = [
+        with_exception("ValueError: x"),
+        with_exception("KeyError: x"),
+        with_exception("ValueError: y"),
+        with_exception("ValueError: x", returncode=2),
+        with_exception(None),
+        with_exception(None, returncode=-1),
+        with_exception(None, returncode=-9),
+        with_exception("ValueError: a face in a cafe"),
+    ]
+    assert len({fingerprint(failure) for failure in different}) == len(different)
+    assert len(fingerprint(with_exception("x" * 5000))) <= 300
+
+
+def test_the_json_form_gives_back_what_fits() -> None:
+    assert WorkerFailure.from_json(FAILURE.to_json()) == FAILURE
+    bare = dataclasses.replace(FAILURE, exception=None, traceback=None, log_tail=(), log_file=None)
+    assert WorkerFailure.from_json(bare.to_json()) == bare
+
+
+@pytest.mark.parametrize("letter", ["x", '"', "\\", "é", "\U0001f4a5", "\n", "\t"])
+def test_the_json_form_stays_small_and_keeps_the_ends_of_traceback_and_log(letter: str) -> None:
+    huge = WorkerFailure(
+        rank=2**31 - 1,
+        local_rank=2**31 - 1,
+        node=letter * 300,
+        generation=2**63 - 1,
+        returncode=-64,
+        reason="exception",
+        cause=letter * 500,
+        exception=letter * 2048,
+        traceback=letter * 16000 + "the error",
+        log_tail=(letter * 2000,) * 39 + ("the last line",),
+        log_file=letter * 4096,
+    )
+    text = huge.to_json()
+    assert len(text.encode()) <= MAX_JSON
+    assert text.isascii()
+    small = WorkerFailure.from_json(text)
+    assert small.traceback is not None
+    assert small.traceback.endswith("the error")
+    assert small.log_tail[-1].endswith("the last line")
+
+
+@given(st.text(), st.lists(st.text(st.characters(exclude_characters="\n"))), st.integers(-64, 255))
+def test_whatever_a_worker_prints_the_failure_can_be_sent(
+    message: str, log_tail: list[str], returncode: int
+) -> None:
+    failure = examine(
+        rank=0,
+        local_rank=0,
+        node="n",
+        generation=1,
+        returncode=returncode,
+        error_file=None,
+        log_tail=[*log_tail, '  File "x", line 1, in f', message],
+        log_file=None,
+    )
+    small = WorkerFailure.from_json(failure.to_json())
+    assert small.returncode == returncode
+    summarize(failure, [small]).encode()
+    fingerprint(failure).encode()
+
+
+def changed(**changes: Any) -> str:
+    return json.dumps({**json.loads(FAILURE.to_json()), **changes})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "null",
+        "[" * 4000,
+        FAILURE.to_json() + " " * MAX_JSON,
+        changed(schema=2),
+        changed(schema=None),
+        changed(rank=-1),
+        changed(rank=True),
+        changed(rank=1.0),
+        changed(generation=2**63),
+        changed(returncode=256),
+        changed(returncode="1"),
+        changed(reason="because"),
+        changed(reason=[]),
+        changed(node=None),
+        changed(node="n" * 257),
+        changed(cause=["x"]),
+        changed(exception=1),
+        changed(log_tail=None),
+        changed(log_file={}),
+    ],
+)
+def test_what_is_not_our_json_is_refused(text: str) -> None:
+    with pytest.raises(FailureInvalid):
+        WorkerFailure.from_json(text)
+
+
+def test_terminal_sequences_from_the_store_do_not_reach_the_terminal() -> None:
+    assert WorkerFailure.from_json(changed(cause="\x1b[2J\x1b]0;own\x07ed")).cause == "]0;owned"
+
+
+def test_the_summary_names_all_that_a_person_needs_and_repeats_nothing() -> None:
+    other = dataclasses.replace(FAILURE, rank=0, node="n1", cause="killed by SIGABRT (signal 6)")
+    assert summarize(FAILURE, [other]).split("\n")[1:-1] == [
+        "Worker failure in generation 7: rank 3 (local rank 1 on node n2) failed first",
+        "  cause:    exit code 1: RuntimeError: boom",
+        "  log file: /logs/gen7/rank3/stderr.log",
+        "  traceback:",
+        "    Traceback (most recent call last):",
+        '      File "t.py", line 1, in <module>',
+        "    RuntimeError: boom",
+        "  last lines of its output:",
+        "    epoch 1",
+        "  failed after it, usually because of it:",
+        "    rank 0 (local rank 1 on node n1): killed by SIGABRT (signal 6)",
+    ]
+
+
+def test_the_summary_of_a_kill_without_files_is_short() -> None:
+    killed = dataclasses.replace(
+        FAILURE, cause="killed by SIGKILL", exception=None, traceback=None, log_tail=(), log_file=None
+    )
+    assert summarize(killed, []).split("\n")[1:-1] == [
+        "Worker failure in generation 7: rank 3 (local rank 1 on node n2) failed first",
+        "  cause:    killed by SIGKILL",
+        "  log file: none (set --log-dir to keep one per rank)",
+    ]
+
+
+def test_the_summary_shows_all_lines_of_an_exception_once() -> None:
+    lines = summarize(with_exception("E: one\ntwo", traceback=None, log_tail=()), []).split("\n")
+    assert lines[4:-1] == ["  exception:", "    E: one", "    two"]
