@@ -222,7 +222,7 @@ class Checkpointer:
         except Exception as error:
             raise NotPlainData(
                 f"step {manifest.step} not saved: torch.load(weights_only=True) refuses some part's state; let its "
-                f"state_dict() return tensors, numbers, strings, lists and dicts only: {_last_line(error)}"
+                f"state_dict() return tensors, numbers, strings, lists and dicts only: {_what_was_refused(error)}"
             ) from error
 
     def _look(self, started_s: float) -> tuple[VerifiedCheckpoint | None, list[str]]:
@@ -363,11 +363,7 @@ def _unwrapped(part: Stateful) -> Stateful:
     return part.module if isinstance(part, DistributedDataParallel | DataParallel) else part
 
 
-def _last_line(error: Exception) -> str:
-    # torch explains at length how to switch the protection off; what was refused is in the line below.
-    lines = [
-        line.strip()
-        for line in str(error).splitlines()
-        if "Unsupported" in line or "WeightsUnpickler" in line
-    ]
-    return lines[0] if lines else repr(error)[:_MAX_REASON_CHARS]
+def _what_was_refused(error: Exception) -> str:
+    # torch explains at length how to switch the protection off; what it refused is in one line of that.
+    lines = [line.strip() for line in str(error).splitlines() if "Unsupported" in line]
+    return (lines or [repr(error)])[0][:_MAX_REASON_CHARS]
