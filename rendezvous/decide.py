@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from .records import (
+    MAX_TEXT,
     Cause,
     CauseKind,
     Endpoint,
@@ -126,7 +127,7 @@ def _invite(world: World, view: View, policy: Policy, now: float) -> Decision:
     newcomers = _newcomers(world, view)
     if not newcomers:
         return Wait(f"generation {world.generation} is running on {len(world.members)} nodes")
-    names = ", ".join(node.node for node in newcomers)
+    names = _named(newcomers)
     room = policy.max_nodes - len(world.members)
     if room <= 0:
         return Wait(f"{names} standing by: the world has all {policy.max_nodes} nodes of --max-nodes")
@@ -144,15 +145,16 @@ def _close(view: View, policy: Policy, now: float) -> Decision:
     if world is not None:
         live = {node.incarnation: node for node in view.nodes}
         survivors = [live[member.incarnation] for member in world.members if member.incarnation in live]
-        busy = [node.node for node in survivors if node.settled < world.generation]
+        busy = [node for node in survivors if node.settled < world.generation]
         if busy:
-            return Wait(f"waiting for {', '.join(busy)} to stop generation {world.generation}")
+            return Wait(f"waiting for {_named(busy)} to stop generation {world.generation}")
         restarts = world.restarts
         if world.cause.kind is CauseKind.FAILURE:
             verdict = _verdict(world, world.cause, survivors, policy)
             restarts = verdict.restarts
             if isinstance(verdict, GiveUp):
-                cause = replace(world.cause, detail=f"{verdict.reason}; the last: {world.cause.detail}")
+                detail = f"{verdict.reason}; the last: {world.cause.detail}"[:MAX_TEXT]
+                cause = replace(world.cause, detail=detail)
                 return _end(replace(world, restarts=restarts), verdict.result, cause)
             pause_ends = view.world_since + verdict.backoff_s
             if now < pause_ends:
@@ -165,7 +167,7 @@ def _close(view: View, policy: Policy, now: float) -> Decision:
     newcomers = _newcomers(world, view)
     chosen = (survivors + newcomers)[: policy.max_nodes]
     if len(chosen) < policy.min_nodes:
-        here = ", ".join(node.node for node in chosen) or "none"
+        here = _named(chosen) or "none"
         missing = policy.min_nodes - len(chosen)
         lost = f"; last: {world.cause.detail}" if world is not None and world.cause.detail else ""
         return Wait(f"waiting for {missing} more of at least {policy.min_nodes} nodes (here: {here}{lost})")
@@ -213,6 +215,12 @@ def _host_left(host: NodeRecord) -> Cause:
         "the job cannot go on without its store"
     )
     return Cause(CauseKind.LEAVE, host.node, detail)
+
+
+def _named(nodes: Sequence[NodeRecord]) -> str:
+    """The first few by name: a reason is for people, and a world must stay small enough to be read."""
+    names = ", ".join(node.node for node in nodes[:8])
+    return f"{names} and {len(nodes) - 8} more" if len(nodes) > 8 else names
 
 
 def _newcomers(world: World | None, view: View) -> list[NodeRecord]:

@@ -21,6 +21,8 @@ SCHEMA = 1
 
 MAX_RECORD_BYTES = 256 * 1024
 """A world of 2,000 nodes fits."""
+MAX_TEXT = 4096
+"""Characters of a text for people; a longer one is refused, so its writer cuts it."""
 WORLD_KEY = "world"
 NODES_PREFIX = "nodes/"
 
@@ -251,7 +253,7 @@ def _failure(fields: _Fields) -> Failure:
     return Failure(
         fields.integer("generation", 1),
         fields.text("fingerprint", 1024),
-        fields.text("summary", 4096),
+        fields.text("summary", MAX_TEXT),
         fields.text("detail", 16384),
     )
 
@@ -273,7 +275,7 @@ def _cause(fields: _Fields) -> Cause:
     return Cause(
         fields.choice("kind", CauseKind),
         fields.text("node", 128),
-        fields.text("detail", 4096),
+        fields.text("detail", MAX_TEXT),
         fields.optional("failure", _failure),
     )
 

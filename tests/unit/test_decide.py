@@ -1,0 +1,586 @@
+"""The two decisions: one row for each line of them, then every small combination."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from elastic_agent.rendezvous.decide import (
+    Decision,
+    Leave,
+    Local,
+    Order,
+    Policy,
+    Publish,
+    Refusal,
+    Start,
+    Stay,
+    Stop,
+    View,
+    Wait,
+    decide,
+    follow,
+)
+from elastic_agent.rendezvous.records import (
+    Cause,
+    CauseKind,
+    Endpoint,
+    Failure,
+    Member,
+    NodeRecord,
+    Phase,
+    Restarts,
+    Result,
+    World,
+    line_up,
+)
+from elastic_agent.rendezvous.restarts import RestartPolicy
+
+POLICY = Policy("job", min_nodes=2, max_nodes=3, last_call_s=1.0)
+NOW = 100.0
+SETTLED = 4
+CRASH = Failure(4, "crash", "rank 0 raised ValueError")
+OLD_CRASH = replace(CRASH, generation=3)
+
+A = NodeRecord("a", "a-1", "host-a", 4001, slots=2)
+B = NodeRecord("b", "b-1", "host-b", 4002, slots=1)
+C = NodeRecord("c", "c-1", "host-c", 4003, slots=3)
+D = NodeRecord("d", "d-1", "host-d", 4004, slots=1)
+HOST = replace(B, hosts_store=True)
+
+SA, SB, SC = (replace(node, settled=SETTLED, port=node.port + 100) for node in (A, B, C))
+"""The same nodes after they stopped generation 4, with a fresh port."""
+
+
+def running(*nodes: NodeRecord, **changes: object) -> World:
+    """Generation 4 of these nodes."""
+    world = World(
+        job="job",
+        generation=4,
+        phase=Phase.RUNNING,
+        members=line_up(nodes),
+        master=Endpoint(nodes[0].address, nodes[0].port),
+        cause=Cause(CauseKind.START),
+        step=20,
+    )
+    return replace(world, **changes)  # type: ignore[arg-type]
+
+
+def stopping(*nodes: NodeRecord, kind: CauseKind = CauseKind.JOIN, **changes: object) -> World:
+    failure = CRASH if kind is CauseKind.FAILURE else None
+    cause = Cause(kind, "a", f"{kind.value} of a", failure)
+    return replace(running(*nodes, **changes), phase=Phase.STOPPING, cause=cause)
+
+
+def view(world: World | None, *nodes: NodeRecord, since: float = NOW, **arrived: float) -> View:
+    """These nodes, oldest first; they arrived long ago unless `arrived` says when."""
+    arrivals = {node.incarnation: arrived.get(node.node, 0.0) for node in nodes}
+    return View(nodes, world, since, arrivals)
+
+
+def short(decision: Decision) -> str:
+    """What a decision does, on one line."""
+    if isinstance(decision, Wait):
+        return "wait" if decision.until is None else f"wait until {decision.until:g}"
+    world = decision.world
+    names = " ".join(member.node for member in world.members)
+    why = f"{world.cause.kind.value} {world.cause.node}".strip()
+    return f"{world.phase.value} {world.generation} [{names}] {why}"
+
+
+def check(view: View, policy: Policy, short_decision: str, reason: str) -> None:
+    decision = decide(view, policy, NOW)
+    assert short(decision) == short_decision
+    assert reason in decision.reason
+
+
+# ---------------------------------------------------------------- decide: before the first world
+
+
+@pytest.mark.parametrize(
+    ("seen", "decision", "reason"),
+    [
+        (view(None), "wait", "waiting for 2 more of at least 2 nodes (here: none)"),
+        (view(None, A), "wait", "waiting for 1 more of at least 2 nodes (here: a)"),
+        (view(None, A, replace(B, leaving=True)), "wait", "waiting for 1 more"),
+        (view(None, A, B, b=99.5), "wait until 100.5", "last call: 2 nodes are here, up to 3 may come"),
+        (view(None, A, B, a=99.5), "wait until 100.5", "last call"),
+        (view(None, A, B, b=99.0), "running 1 [a b] start", "2 nodes are ready"),
+        (view(None, A, B, C, c=NOW), "running 1 [a b c] start", "3 nodes are ready"),
+        (view(None, C, A, B), "running 1 [c a b] start", "3 nodes are ready"),
+        (view(None, C, A, D, B), "running 1 [c a d] start", "3 nodes are ready"),
+    ],
+)
+def test_a_cold_start_waits_for_enough_nodes_and_a_last_call(seen: View, decision: str, reason: str) -> None:
+    check(seen, POLICY, decision, reason)
+
+
+def test_the_first_world_in_full() -> None:
+    decision = decide(view(None, C, replace(A, step=7), B), POLICY, NOW)
+    assert decision == Publish(
+        World(
+            job="job",
+            generation=1,
+            phase=Phase.RUNNING,
+            members=(Member("c", "c-1", 3, 0), Member("a", "a-1", 2, 3), Member("b", "b-1", 1, 5)),
+            master=Endpoint("host-c", 4003),
+            cause=Cause(CauseKind.START),
+            step=7,
+        ),
+        "3 nodes are ready",
+    )
+
+
+# ---------------------------------------------------------------- decide: a generation is running
+
+ABC = running(A, B, C)
+AB = running(A, B)
+
+
+@pytest.mark.parametrize(
+    ("seen", "decision", "reason"),
+    [
+        # nothing happens
+        (view(AB, A, B), "wait", "generation 4 is running on 2 nodes"),
+        (view(AB, A, replace(B, failure=OLD_CRASH)), "wait", "generation 4 is running on 2 nodes"),
+        (view(AB, A, replace(B, settled=3, succeeded=3)), "wait", "generation 4 is running on 2 nodes"),
+        # a member fails
+        (view(AB, A, replace(B, failure=CRASH)), "stopping 4 [a b] failure b", CRASH.summary),
+        (view(AB, replace(SB, failure=CRASH)), "stopping 4 [a b] failure b", CRASH.summary),
+        # a member is lost, or back as another incarnation
+        (view(AB, A), "stopping 4 [a b] lost b", "node b is gone"),
+        (view(AB, A, replace(B, incarnation="b-2")), "stopping 4 [a b] lost b", "node b is gone"),
+        (view(AB, replace(A, leaving=True)), "stopping 4 [a b] lost b", "node b is gone"),
+        # a member leaves
+        (view(AB, A, replace(B, leaving=True)), "stopping 4 [a b] leave b", "node b was asked to stop"),
+        (view(AB, A, replace(SB, leaving=True)), "stopping 4 [a b] leave b", "node b was asked to stop"),
+        (
+            view(AB, A, replace(HOST, leaving=True)),
+            "ended 4 [a b] leave b",
+            "hosts the c10d rendezvous store",
+        ),
+        # a member stopped by itself
+        (view(AB, A, SB), "stopping 4 [a b] withdrawn b", "could not confirm its lease"),
+        (view(AB, A, replace(SB, succeeded=3)), "stopping 4 [a b] withdrawn b", "could not confirm"),
+        # members succeed
+        (
+            view(AB, replace(SA, succeeded=4), replace(SB, succeeded=4)),
+            "ended 4 [a b] success",
+            "every worker ended with success",
+        ),
+        (view(AB, A, replace(SB, succeeded=4)), "wait", "some nodes have finished"),
+        (view(AB, A, replace(SB, succeeded=4), C), "wait", "some nodes have finished"),
+        (view(AB, replace(A, failure=CRASH), replace(SB, succeeded=4)), "stopping 4 [a b] failure a", ""),
+        (view(AB, replace(SB, succeeded=4)), "stopping 4 [a b] lost a", ""),
+        # a newcomer
+        (view(AB, A, B, C, c=NOW), "stopping 4 [a b] join c", "c joining"),
+        (view(AB, A, B, C, D), "stopping 4 [a b] join c", "c, d joining"),
+        (view(AB, A, B, replace(C, leaving=True)), "wait", "generation 4 is running on 2 nodes"),
+        (view(ABC, A, B, C, D), "wait", "d standing by: the world has all 3 nodes of --max-nodes"),
+        (view(running(A), A, B, b=99.5), "wait until 100.5", "last call before b joins"),
+        (view(running(A), A, B, b=99.0), "stopping 4 [a] join b", "b joining"),
+    ],
+)
+def test_what_ends_a_running_generation(seen: View, decision: str, reason: str) -> None:
+    check(seen, POLICY, decision, reason)
+
+
+def test_the_end_says_how() -> None:
+    done = decide(view(AB, replace(SA, succeeded=4), replace(SB, succeeded=4)), POLICY, NOW)
+    host_left = decide(view(AB, A, replace(HOST, leaving=True)), POLICY, NOW)
+    assert isinstance(done, Publish)
+    assert isinstance(host_left, Publish)
+    assert (done.world.result, host_left.world.result) == (Result.SUCCEEDED, Result.STORE_HOST_LEFT)
+
+
+def test_a_failure_stays_in_the_world_as_its_cause() -> None:
+    decision = decide(view(AB, A, replace(B, failure=CRASH)), POLICY, NOW)
+    assert isinstance(decision, Publish)
+    assert decision.world == replace(
+        AB, phase=Phase.STOPPING, cause=Cause(CauseKind.FAILURE, "b", CRASH.summary, CRASH)
+    )
+
+
+@pytest.mark.parametrize("result", Result)
+def test_after_the_end_there_is_nothing_to_decide(result: Result) -> None:
+    ended = replace(AB, phase=Phase.ENDED, result=result, cause=Cause(CauseKind.SUCCESS, detail="all done"))
+    assert decide(view(ended, SA, SB, C), POLICY, NOW) == Wait("the job has ended: all done")
+
+
+# ---------------------------------------------------------------- decide: between two generations
+
+
+@pytest.mark.parametrize(
+    ("seen", "decision", "reason"),
+    [
+        # nobody starts before everybody has stopped
+        (view(stopping(A, B), A, B), "wait", "waiting for a, b to stop generation 4"),
+        (view(stopping(A, B), SA, B), "wait", "waiting for b to stop generation 4"),
+        (view(stopping(A, B), SA, replace(B, settled=3), C), "wait", "waiting for b to stop"),
+        (view(stopping(A, B), SA, replace(B, leaving=True)), "wait", "waiting for b to stop"),
+        # survivors close at once, whatever the last call; a node that is gone holds nobody up
+        (view(stopping(A, B), SA, SB), "running 5 [a b] join a", "2 nodes are ready"),
+        (view(stopping(A, B, C), SA, SB, a=NOW), "running 5 [a b] join a", "2 nodes are ready"),
+        # survivors keep their order, whoever is older; newcomers come after them
+        (view(stopping(C, A, B), SA, SB, SC), "running 5 [c a b] join a", ""),
+        (view(stopping(C, A), D, SA, SC), "running 5 [c a d] join a", ""),
+        # a spare fills a place that is free, and only that
+        (view(stopping(A, B, C), D, SA, SC), "running 5 [a c d] join a", ""),
+        (view(stopping(A, B, C), D, SA, SB, SC), "running 5 [a b c] join a", ""),
+        (view(stopping(A, B), SA, replace(SB, leaving=True), D, d=99.0), "running 5 [a d] join a", ""),
+        # newcomers have their last call unless the world is full
+        (view(stopping(A, B), SA, SB, C, c=99.5), "running 5 [a b c] join a", ""),
+        (view(stopping(A, B), SA, D, d=99.5), "wait until 100.5", "last call: 2 nodes are here"),
+        # below the minimum it waits, and says for whom and since what
+        (
+            view(stopping(A, B, kind=CauseKind.LOST), SA),
+            "wait",
+            "waiting for 1 more of at least 2 nodes (here: a; last: lost of a)",
+        ),
+        (view(stopping(A, B), SA, replace(SB, leaving=True)), "wait", "waiting for 1 more"),
+        (view(stopping(A, B)), "wait", "waiting for 2 more of at least 2 nodes (here: none"),
+        # without its host there is no store
+        (
+            view(stopping(A, B), SA, replace(SB, hosts_store=True, leaving=True), C, D),
+            "ended 4 [a b] leave b",
+            "hosts the c10d rendezvous store",
+        ),
+    ],
+)
+def test_when_the_next_generation_starts(seen: View, decision: str, reason: str) -> None:
+    check(seen, POLICY, decision, reason)
+
+
+def test_the_next_world_in_full() -> None:
+    """Ranks are dense with unequal slots, the master has its fresh port, cause and budget are kept."""
+    restarts = Restarts(2, 1, "crash", 1)
+    world = stopping(C, A, restarts=restarts)
+    decision = decide(view(world, replace(SA, step=31), SC, replace(B, step=33)), POLICY, NOW)
+    assert isinstance(decision, Publish)
+    assert decision.world == World(
+        job="job",
+        generation=5,
+        phase=Phase.RUNNING,
+        members=(Member("c", "c-1", 3, 0), Member("a", "a-1", 2, 3), Member("b", "b-1", 1, 5)),
+        master=Endpoint("host-c", 4103),
+        cause=world.cause,
+        restarts=restarts,
+        step=33,
+    )
+
+
+def test_the_best_step_outlives_the_node_that_made_it() -> None:
+    decision = decide(view(stopping(A, B), SA, SB), POLICY, NOW)
+    assert isinstance(decision, Publish)
+    assert decision.world.step == 20
+
+
+# ---------------------------------------------------------------- decide: after a failure
+
+FAILED = stopping(A, B, kind=CauseKind.FAILURE)
+STEADY = replace(POLICY, restarts=RestartPolicy(first_backoff_s=8.0))
+
+
+def test_a_fruitless_failure_waits_before_the_next_try() -> None:
+    seen = view(FAILED, SA, SB, since=NOW)
+    waits = decide(seen, STEADY, NOW)
+    assert isinstance(waits, Wait)
+    assert waits.until is not None
+    assert NOW + 4 <= waits.until <= NOW + 8
+    assert f"backing off {waits.until - NOW:.1f} s" in waits.reason
+
+    assert decide(seen, STEADY, waits.until - 0.01) == waits
+    assert short(decide(seen, STEADY, waits.until)) == "running 5 [a b] failure a"
+
+
+def test_every_coordinator_comes_to_the_same_wait_and_every_generation_to_another() -> None:
+    def until(world: World) -> float | None:
+        nodes = (replace(SA, settled=world.generation), replace(SB, settled=world.generation))
+        decision = decide(view(world, *nodes), STEADY, NOW)
+        assert isinstance(decision, Wait)
+        return decision.until
+
+    assert until(FAILED) == until(FAILED)
+    assert until(FAILED) != until(replace(FAILED, generation=5))
+    assert until(FAILED) != until(replace(FAILED, job="other"))
+
+
+@pytest.mark.parametrize(
+    ("survivors", "used"),
+    [
+        ((SA, SB), Restarts(1, 1, "crash", 1)),
+        ((replace(SA, step=20), SB), Restarts(1, 1, "crash", 1)),
+        ((replace(SA, lasting=3), SB), Restarts(1, 1, "crash", 1)),
+        ((SA, replace(SB, step=21)), Restarts(1, 0, "crash", 0)),
+        ((SA, replace(SB, lasting=4)), Restarts(1, 0, "crash", 0)),
+    ],
+)
+def test_progress_is_a_new_step_or_a_lasting_generation(
+    survivors: tuple[NodeRecord, ...], used: Restarts
+) -> None:
+    decision = decide(view(FAILED, *survivors, since=0.0), STEADY, NOW)
+    assert isinstance(decision, Publish)
+    assert decision.world.restarts == used
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CauseKind if kind is not CauseKind.FAILURE])
+def test_only_failures_use_the_budget(kind: CauseKind) -> None:
+    policy = replace(POLICY, restarts=RestartPolicy(max_failures=0))
+    decision = decide(view(stopping(A, B, kind=kind), SA, SB), policy, NOW)
+    assert isinstance(decision, Publish)
+    assert decision.world.phase is Phase.RUNNING
+    assert decision.world.restarts == Restarts()
+
+
+@pytest.mark.parametrize(
+    ("used", "result", "reason"),
+    [
+        (Restarts(9, 3, "crash", 3), Result.CRASH_LOOP, "crash loop: 4 failures in a row without progress"),
+        (Restarts(9, 3, "other", 3), Result.RESTARTS_EXHAUSTED, "4 failures in a row without progress"),
+    ],
+)
+def test_when_the_budget_is_spent_the_job_ends(used: Restarts, result: Result, reason: str) -> None:
+    decision = decide(view(replace(FAILED, restarts=used), SA, SB, C), POLICY, NOW)
+    assert short(decision) == "ended 4 [a b] failure a"
+    assert isinstance(decision, Publish)
+    world = decision.world
+    assert (world.result, world.cause.failure, world.restarts.failures) == (result, CRASH, 10)
+    assert world.cause.detail.startswith(reason)
+    assert world.cause.detail.endswith("; the last: failure of a")
+
+
+def test_the_budget_is_counted_only_when_every_step_is_known() -> None:
+    spent = replace(FAILED, restarts=Restarts(9, 3, "crash", 3))
+    check(view(spent, SA, B), POLICY, "wait", "waiting for b to stop generation 4")
+
+
+# ---------------------------------------------------------------- decide: what is written can be read
+
+
+def crowd(size: int) -> tuple[NodeRecord, ...]:
+    return tuple(replace(D, node=f"node-{i:04}.example.org", incarnation=f"i{i}") for i in range(size))
+
+
+def test_a_thousand_newcomers_at_once_make_a_world_that_all_can_read() -> None:
+    policy = replace(POLICY, max_nodes=2000)
+    decision = decide(view(AB, A, B, *crowd(1000)), policy, NOW)
+    assert isinstance(decision, Publish)
+    assert World.from_json(decision.world.to_json()) == decision.world
+    assert "node-0000.example.org" in decision.reason
+    assert "and 992 more" in decision.reason
+
+
+def test_giving_up_after_the_longest_failure_makes_a_world_that_all_can_read() -> None:
+    failure = replace(CRASH, summary="x" * 4096, detail="x" * 16384, fingerprint="x" * 1024)
+    policy = replace(POLICY, restarts=RestartPolicy(max_failures=0))
+    stop = decide(view(AB, A, replace(B, failure=failure)), policy, NOW)
+    assert isinstance(stop, Publish)
+    end = decide(view(stop.world, SA, SB), policy, NOW)
+    assert isinstance(end, Publish)
+    assert end.world.result is Result.RESTARTS_EXHAUSTED
+    assert World.from_json(end.world.to_json()) == end.world
+
+
+@pytest.mark.parametrize(
+    ("seen", "min_nodes", "max_nodes"),
+    [
+        (view(None, *crowd(1000)), 1200, 2000),
+        (view(stopping(*crowd(1000)), *crowd(1000)), 2, 2000),
+        (view(running(A, B, C), A, B, C, *crowd(1000)), 2, 3),
+    ],
+)
+def test_no_reason_lists_a_thousand_names(seen: View, min_nodes: int, max_nodes: int) -> None:
+    decision = decide(seen, replace(POLICY, min_nodes=min_nodes, max_nodes=max_nodes), NOW)
+    assert isinstance(decision, Wait)
+    assert "node-0007.example.org and 992 more" in decision.reason
+    assert "node-0008" not in decision.reason
+
+
+# ---------------------------------------------------------------- decide: every small combination
+
+HABITS = ("failed", "leaving", "settled", "succeeded")
+
+
+def lives(node: NodeRecord) -> Iterator[tuple[bool, NodeRecord | None]]:
+    """All that can be said of one node: (is it a member of generation 4, its record, None when gone)."""
+    yield False, None
+    yield False, node
+    yield False, replace(node, leaving=True)
+    yield True, None
+    for habits in itertools.chain.from_iterable(itertools.combinations(HABITS, n) for n in range(5)):
+        yield (
+            True,
+            replace(
+                node,
+                failure=CRASH if "failed" in habits else None,
+                leaving="leaving" in habits,
+                settled=4 if "settled" in habits else 3,
+                succeeded=4 if "succeeded" in habits else 0,
+            ),
+        )
+
+
+def check_promises(seen: View, policy: Policy, decision: Decision) -> None:
+    assert decide(seen, policy, NOW) == decision, "two coordinators decide differently"
+    assert decision.reason
+    before, live = seen.world, {node.incarnation: node for node in seen.nodes}
+    if isinstance(decision, Wait):
+        assert before is None or before.phase is not Phase.RUNNING or not broken(before, live)
+        return
+    world = decision.world
+    assert World.from_json(world.to_json()) == world
+    if world.phase is not Phase.RUNNING:
+        assert before is not None
+        assert before.phase is Phase.RUNNING or world.phase is Phase.ENDED
+        kept = replace(world, phase=before.phase, cause=before.cause, result=None, restarts=before.restarts)
+        assert kept == before, "only the phase and its reason change inside a generation"
+        return
+    assert before is None or before.phase is Phase.STOPPING
+    assert world.generation == (before.generation + 1 if before is not None else 1)
+    assert policy.min_nodes <= len(world.members) <= policy.max_nodes
+    chosen = [live[member.incarnation] for member in world.members]
+    assert not any(node.leaving for node in chosen)
+    assert world.master == Endpoint(chosen[0].address, chosen[0].port)
+    ranks = [member.first_rank + local for member in world.members for local in range(member.slots)]
+    assert ranks == list(range(sum(node.slots for node in chosen)))
+    old = [member.incarnation for member in before.members] if before is not None else []
+    assert before is None or all(live[i].settled >= before.generation for i in old if i in live)
+    stayed = [i for i in old if i in live and not live[i].leaving]
+    came = [i for i in live if i not in old and not live[i].leaving]
+    assert [node.incarnation for node in chosen] == (stayed + came)[: policy.max_nodes]
+
+
+def broken(world: World, live: dict[str, NodeRecord]) -> bool:
+    """A member is gone or has failed: the others may hang in a collective."""
+    return any(m.incarnation not in live or live[m.incarnation].failure for m in world.members)
+
+
+@pytest.mark.parametrize("limits", [(1, 1), (1, 3), (2, 2), (2, 3), (3, 3)])
+@pytest.mark.parametrize("phase", ["none", "running", "stopping", "failed"])
+def test_every_small_combination_keeps_the_promises(phase: str, limits: tuple[int, int]) -> None:
+    policy = Policy("job", *limits, restarts=RestartPolicy(first_backoff_s=0.0))
+    published = 0
+    for combination in itertools.product(lives(A), lives(HOST), lives(C)):
+        places = zip((A, HOST, C), combination, strict=True)
+        inside = [node for node, (is_member, _) in places if is_member][::-1]
+        nodes = [record for _, record in combination if record is not None]
+        if (phase == "none") != (not inside) or len(inside) > policy.max_nodes:
+            continue
+        if phase == "none":
+            seen = view(None, *nodes)
+        elif phase == "running":
+            seen = view(running(*inside), *nodes)
+        else:
+            kind = CauseKind.FAILURE if phase == "failed" else CauseKind.LOST
+            seen = view(stopping(*inside, kind=kind), *nodes)
+        decision = decide(seen, policy, NOW)
+        check_promises(seen, policy, decision)
+        published += isinstance(decision, Publish)
+    assert published, "no combination came to a decision: the promises were not tested"
+
+
+# ---------------------------------------------------------------- follow
+
+IDLE = Local("a-1", started=3)
+BUSY = Local("a-1", generation=4, started=4)
+NEXT = replace(ABC, generation=5)
+WITHOUT_US = running(B, C)
+STOPPED = stopping(A, B, C, kind=CauseKind.LOST)
+DONE = replace(ABC, phase=Phase.ENDED, result=Result.SUCCEEDED, cause=Cause(CauseKind.SUCCESS, detail="done"))
+HOST_LEFT = replace(
+    DONE, result=Result.STORE_HOST_LEFT, cause=Cause(CauseKind.LEAVE, "b", "its host has left")
+)
+
+
+def stop(reason: str, planned: bool = False) -> Stop:
+    return Stop(4, planned, reason)
+
+
+UNCONFIRMED = "the rendezvous store does not confirm this node's lease"
+WORLD_LOST = "the rendezvous store has lost the world that runs here"
+
+
+@pytest.mark.parametrize(
+    ("world", "local", "order"),
+    [
+        # no workers here
+        (None, IDLE, Stay()),
+        (ABC, IDLE, Start(ABC, ABC.members[0])),
+        (STOPPED, IDLE, Stay()),
+        (WITHOUT_US, IDLE, Stay()),
+        (ABC, replace(IDLE, incarnation="a-2"), Stay()),
+        (ABC, replace(IDLE, started=4), Stay()),
+        (ABC, replace(IDLE, started=5), Stay()),
+        (ABC, replace(IDLE, lease_good=False), Stay()),
+        (None, replace(IDLE, leaving=True), Leave(Refusal.ASKED, "this node was asked to stop")),
+        (ABC, replace(IDLE, leaving=True), Leave(Refusal.ASKED, "this node was asked to stop")),
+        (DONE, IDLE, Leave(Result.SUCCEEDED, "done")),
+        (DONE, replace(IDLE, leaving=True, lease_good=False), Leave(Result.SUCCEEDED, "done")),
+        (DONE, replace(IDLE, incarnation="spare-1"), Leave(Result.SUCCEEDED, "done")),
+        # workers of generation 4 here
+        (ABC, BUSY, Stay()),
+        (ABC, replace(BUSY, lease_good=False), stop(UNCONFIRMED)),
+        (DONE, replace(BUSY, lease_good=False), stop(UNCONFIRMED)),
+        (None, replace(BUSY, lease_good=False), stop(UNCONFIRMED)),
+        (None, BUSY, stop(WORLD_LOST)),
+        (replace(ABC, generation=3), BUSY, stop(WORLD_LOST)),
+        (NEXT, BUSY, stop("generation 5 has replaced it")),
+        (replace(NEXT, phase=Phase.STOPPING), BUSY, stop("generation 5 has replaced it")),
+        (WITHOUT_US, BUSY, stop("generation 4 has replaced it")),
+        (stopping(A, B, kind=CauseKind.FAILURE), BUSY, stop("failure of a")),
+        (stopping(A, B, kind=CauseKind.LOST), BUSY, stop("lost of a")),
+        (stopping(A, B, kind=CauseKind.WITHDRAWN), BUSY, stop("withdrawn of a")),
+        (stopping(A, B, kind=CauseKind.JOIN), BUSY, stop("join of a", planned=True)),
+        (stopping(A, B, kind=CauseKind.LEAVE), BUSY, stop("leave of a", planned=True)),
+        (DONE, BUSY, stop("done")),
+        (HOST_LEFT, BUSY, stop("its host has left", planned=True)),
+        (ABC, replace(BUSY, leaving=True), Stay()),
+        (
+            ABC,
+            replace(BUSY, leaving=True, leave_alone=True),
+            stop("this node was asked to stop", planned=True),
+        ),
+    ],
+)
+def test_what_a_node_does_now(world: World | None, local: Local, order: Order) -> None:
+    assert follow(world, local) == order
+
+
+WORLDS: list[World | None] = [
+    None,
+    *(
+        replace(world, generation=generation)
+        for world in (ABC, WITHOUT_US, STOPPED, stopping(B, C), DONE, HOST_LEFT)
+        for generation in (3, 4, 5)
+    ),
+]
+FLAGS = (True, False)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"{w.phase.value} {w.generation}" if w else "none")
+def test_stopping_comes_first_whatever_else_is_true(world: World | None) -> None:
+    for generation, started, good, leaving, alone in itertools.product(
+        (0, 4), (0, 4, 5), FLAGS, FLAGS, FLAGS
+    ):
+        local = Local("a-1", generation, started, good, leaving, alone)
+        order = follow(world, local)
+        if generation:
+            assert isinstance(order, Stop | Stay), "workers end before anything else happens"
+            assert not isinstance(order, Stop) or order.generation == generation
+            ours = world is not None and world.generation == generation and world.member("a-1") is not None
+            fine = world is not None and ours and good and world.phase is Phase.RUNNING
+            assert isinstance(order, Stay) == (fine and not (leaving and alone))
+        elif isinstance(order, Start):
+            assert good
+            assert not leaving
+            assert order.world is world
+            assert world.phase is Phase.RUNNING
+            assert world.generation > started, "a node starts a generation at most once (I4)"
+            assert order.member.incarnation == "a-1"
+        else:
+            assert isinstance(order, Leave | Stay)
+            ended = world is not None and world.result is not None
+            assert isinstance(order, Leave) == (ended or leaving)
