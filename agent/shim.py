@@ -1,0 +1,46 @@
+"""The first thing a worker process runs: `python -I -S shim.py AGENT_PID -- COMMAND...` makes itself ready and execs.
+
+It ties the worker's life to the agent's (the kernel kills it when the thread that started it ends: start workers
+from the agent's main thread), and gives the command the signal mask and dispositions of a fresh shell, whatever the
+agent or this interpreter have set. That cannot be done between fork and exec in the agent, where Python code may
+deadlock beside gRPC's threads.
+
+Exit codes as a shell's: 127 the command was not found, 126 it cannot be run; 1 the agent ended before the tie held.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(agent_pid: int, command: list[str]) -> int:
+    """Returns only when the command could not be started."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        return _refuse(f"cannot be tied to the agent's life: {os.strerror(ctypes.get_errno())}", 1)
+    if os.getppid() != agent_pid:  # it died before the line above: the signal will never come
+        return _refuse(f"agent {agent_pid} is gone; not starting {command[0]!r}", 1)
+    # Python ignores SIGPIPE and SIGXFSZ, and what is ignored stays so through exec; handlers do not.
+    for number in signal.valid_signals():
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        code = 127 if isinstance(error, (FileNotFoundError, NotADirectoryError)) else 126
+        return _refuse(f"cannot run {command[0]!r}: {error.strerror}", code)
+
+
+def _refuse(problem: str, code: int) -> int:
+    print(f"elastic-agent: {problem}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[3:]))

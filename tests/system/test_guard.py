@@ -1,0 +1,265 @@
+"""Guard and shim with real processes: after the agent's death nothing of its workers lives, and nothing else dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent import guard as guard_module
+from elastic_agent.agent import shim as shim_module
+from elastic_agent.agent.guard import Guard
+
+PATIENCE_S = 20.0
+ORPHANS_S = 5.0  # promise I9
+SHIM = [sys.executable, "-I", "-S", shim_module.__file__]
+
+# Starts one process for each way to get away from a parent-death signal; each writes its pid into a file.
+WORKER = """
+child() { echo 'echo $$ > '"$1"'.new; mv '"$1"'.new '"$1"'; exec sleep 600'; }
+sh -c "$(child plain)" &
+setsid sh -c "$(child own_session)" &
+(setsid sh -c "$(child orphan_in_own_session)" &)
+(env -i PATH="$PATH" sh -c "$(child orphan_with_scrubbed_environment)" &)
+env -i PATH="$PATH" setsid sh -c "$(child scrubbed_in_own_session)" &
+wait
+"""
+CHILDREN = {
+    "plain",
+    "own_session",
+    "orphan_in_own_session",
+    "orphan_with_scrubbed_environment",
+    "scrubbed_in_own_session",
+}
+
+# Stands in for the agent: starts a guard and one worker, says their pids, and waits to be killed.
+AGENT = """
+import os, subprocess, sys, time
+from elastic_agent.agent.guard import Guard
+incarnation, *command = sys.argv[1:]
+guard = Guard()
+guard.start(incarnation)
+environment = {**os.environ, "ELASTIC_AGENT_INCARNATION": incarnation}
+worker = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL)
+guard.watch(worker.pid)
+print(guard.pid, worker.pid, flush=True)
+time.sleep(600)
+"""
+
+# The same without a guard: the worker is started through the shim.
+AGENT_WITHOUT_GUARD = """
+import os, subprocess, sys, time
+worker = subprocess.Popen([sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), "--", "sleep", "600"])
+print(worker.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def eventually(condition: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition was not met in time"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def started() -> Iterator[list[int]]:
+    """Pids to be killed at the end, should the code under test not have done it."""
+    pids: list[int] = []
+    yield pids
+    for pid in pids:
+        if alive(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def sleeper(started: list[int], incarnation: str | None = None) -> int:
+    """A session of its own with one sleeping process, marked if `incarnation` is given."""
+    environment = {"PATH": os.environ["PATH"]}
+    if incarnation is not None:
+        environment["ELASTIC_AGENT_INCARNATION"] = incarnation
+    process = subprocess.Popen(["sleep", "600"], env=environment, start_new_session=True)
+    started.append(process.pid)
+    return process.pid
+
+
+def children(directory: Path, started: list[int]) -> dict[str, int]:
+    eventually(lambda: {path.name for path in directory.iterdir()} == CHILDREN)
+    pids = {name: int((directory / name).read_text()) for name in CHILDREN}
+    started += pids.values()
+    return pids
+
+
+def test_when_the_agent_is_killed_nothing_of_its_workers_lives_and_strangers_do(
+    tmp_path: Path, started: list[int]
+) -> None:
+    incarnation = uuid.uuid4().hex
+    strangers = [sleeper(started), sleeper(started, "another")]
+    agent = subprocess.Popen(
+        [sys.executable, "-c", AGENT, incarnation, "sh", "-c", WORKER],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert agent.stdout is not None
+    guard_pid, worker_pid = map(int, agent.stdout.readline().split())
+    started += [worker_pid, guard_pid, agent.pid]
+    pids = children(tmp_path, started)
+    assert all(map(alive, pids.values()))
+
+    agent.kill()
+    eventually(lambda: not any(map(alive, [worker_pid, guard_pid, *pids.values()])), within_s=ORPHANS_S)
+    assert all(map(alive, strangers))
+    _, said = agent.communicate(timeout=PATIENCE_S)
+    assert all(str(pid) in said.split() for pid in pids.values()), said
+
+
+def test_closing_the_guard_kills_what_is_left_but_not_the_agent_and_its_other_children(
+    started: list[int],
+) -> None:
+    incarnation = uuid.uuid4().hex
+    guard = Guard()
+    guard.start(incarnation)
+    other, worker, ended = sleeper(started), sleeper(started, incarnation), sleeper(started)
+    guard.watch(worker)
+    guard.watch(ended)
+    guard.forget(ended)
+    guard.close()
+    assert not alive(worker)
+    assert not alive(guard.pid)
+    assert alive(other)
+    assert alive(ended), "a forgotten session's number may be somebody else's"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_guard_that_is_asked_to_stop_stays(started: list[int], number: signal.Signals) -> None:
+    incarnation = uuid.uuid4().hex
+    guard = Guard()
+    guard.start(incarnation)
+
+    def ignored() -> bool:
+        [line] = [
+            line
+            for line in Path(f"/proc/{guard.pid}/status").read_text().splitlines()
+            if line.startswith("SigIgn")
+        ]
+        return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+
+    eventually(ignored)
+    os.kill(guard.pid, number)
+    worker = sleeper(started, incarnation)
+    guard.close()
+    assert not alive(worker)
+
+
+def test_the_guard_leads_its_own_session_so_that_a_terminal_does_not_reach_it() -> None:
+    guard = Guard()
+    guard.start(uuid.uuid4().hex)
+    assert os.getsid(guard.pid) == guard.pid
+    guard.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_guard_that_does_not_listen_is_replaced_and_the_new_one_knows_all_sessions(
+    started: list[int], number: signal.Signals
+) -> None:
+    guard = Guard()
+    guard.start(uuid.uuid4().hex)
+    worker = sleeper(started)
+    guard.watch(worker)
+    first = guard.pid
+    os.kill(first, number)
+
+    def replaced() -> bool:
+        for _ in range(1000):  # a stopped one's pipe has to be full
+            guard.forget(0)
+        return guard.pid != first
+
+    eventually(replaced)
+    guard.close()
+    assert not alive(worker)
+    assert not alive(first)
+
+
+def test_the_guard_starts_without_the_modules_that_make_it_slow() -> None:
+    imports = subprocess.run(
+        [sys.executable, "-I", "-S", "-X", "importtime", guard_module.__file__, "nobody"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    ).stderr
+    loaded = {line.rpartition("|")[2].strip() for line in imports.splitlines()}
+    assert "signal" in loaded
+    assert not loaded & {"subprocess", "logging", "pathlib", "dataclasses", "typing", "re", "torch"}
+
+
+def test_a_worker_dies_with_its_agent_by_the_shim_alone(started: list[int]) -> None:
+    agent = subprocess.Popen(
+        [sys.executable, "-c", AGENT_WITHOUT_GUARD, shim_module.__file__], stdout=subprocess.PIPE, text=True
+    )
+    assert agent.stdout is not None
+    worker = int(agent.stdout.readline())
+    started += [worker, agent.pid]
+    eventually(lambda: Path(f"/proc/{worker}/comm").read_text() == "sleep\n")
+    agent.kill()
+    eventually(lambda: not alive(worker), within_s=ORPHANS_S)
+    agent.communicate(timeout=PATIENCE_S)
+
+
+def run_shim(agent_pid: int, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*SHIM, str(agent_pid), "--", *command], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+
+
+def test_the_command_gets_its_arguments_and_its_exit_code_counts() -> None:
+    ran = run_shim(os.getpid(), "sh", "-c", 'printf "%s|" "$@"; exit 7', "sh", "a b", "--", "")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (7, "a b|--||", "")
+
+
+def test_nothing_is_started_when_the_agent_is_already_gone(tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait(PATIENCE_S)
+    ran = run_shim(gone.pid, "touch", str(tmp_path / "started"))
+    assert ran.returncode == 1
+    assert f"agent {gone.pid} is gone" in ran.stderr
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_command_that_cannot_run_is_named_and_gets_a_shells_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("no program")
+    for command, code, reason in [
+        ("no-such-command-anywhere", 127, "No such file or directory"),
+        (str(tmp_path / "missing"), 127, "No such file or directory"),
+        (str(tmp_path / "data"), 126, "Permission denied"),
+    ]:
+        ran = run_shim(os.getpid(), command)
+        assert (ran.returncode, ran.stdout) == (code, "")
+        assert ran.stderr == f"elastic-agent: cannot run {command!r}: {reason}\n"
+
+
+def test_the_command_starts_with_nothing_ignored_and_nothing_blocked() -> None:
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2, signal.SIGTERM})
+    try:
+        ran = run_shim(os.getpid(), "grep", "-E", "^Sig(Ign|Blk)", "/proc/self/status")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGUSR1, before)
+    assert ran.stdout.split() == ["SigBlk:", "0" * 16, "SigIgn:", "0" * 16]
