@@ -133,6 +133,9 @@ class BindPolicy:
 # first wait; one that is drained takes seconds. Worst case: 10 s in total, 15 to 25 rounds, then PortTaken.
 FIXED_PORT = BindPolicy(initial_wait_s=0.05, max_wait_s=1.0, timeout_s=10.0, jitter=0.5)
 
+# To find out whether a port is free at all: the answer "taken" is as good as a socket.
+ONE_TRY = BindPolicy(initial_wait_s=0.0, max_wait_s=0.0, timeout_s=0.0, jitter=0.0)
+
 
 def bind_listener(
     address: str,

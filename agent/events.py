@@ -1,0 +1,98 @@
+"""What the main loop is told. Every thread of the agent puts these on one queue; only the main loop acts on them.
+
+All are frozen, so that a thread can hand one over and forget it. Instants are seconds on the monotonic clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ..rendezvous.errors import StoreError
+from ..rendezvous.participant import Answer, Request, Subscription
+from ..rendezvous.store import Change, LeaseId
+from ..worker.reports import Report
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    request: Request
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    request: Request
+    error: StoreError
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    subscription: Subscription
+    changes: tuple[Change, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LostTrack:
+    """The watch of this subscription has missed changes."""
+
+    subscription: Subscription
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseConfirmed:
+    lease: LeaseId
+    asked_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseGone:
+    lease: LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class StoreGone:
+    """The store never comes back."""
+
+    error: StoreError
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExited:
+    """The process of this worker has ended and can be reaped."""
+
+    generation: int
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStoreBroken:
+    """The workers' store of this generation could not be served."""
+
+    generation: int
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    number: int
+
+
+Event: TypeAlias = (
+    Answered
+    | Unanswered
+    | Changed
+    | LostTrack
+    | LeaseConfirmed
+    | LeaseGone
+    | StoreGone
+    | WorkerExited
+    | WorkerStoreBroken
+    | Reported
+    | Signalled
+)

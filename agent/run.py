@@ -1,0 +1,360 @@
+"""Puts one agent together, lets it run, and takes it apart: the only place that makes clocks, randomness and threads.
+
+The order matters. Everything that can be refused (devices, ports, the address) is refused before anything is
+started; the HTTP server answers before the store is found; and at the end the workers are gone before the lease
+is given up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import queue
+import random
+import shlex
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+
+from .. import __version__
+from ..health.http import HealthServer, Probe
+from ..health.metrics import Metrics
+from ..rendezvous.c10d import C10dStore
+from ..rendezvous.c10d_host import C10dHost
+from ..rendezvous.decide import Policy
+from ..rendezvous.errors import StoreError, StoreMismatch
+from ..rendezvous.memory import MemoryStore
+from ..rendezvous.participant import Participant
+from ..rendezvous.records import NODES_PREFIX, NodeRecord
+from ..rendezvous.restarts import RestartPolicy
+from ..rendezvous.store import Store
+from .config import Config, Endpoint
+from .devices import DeviceError, Inventory, pin, probe, resolve_workers
+from .events import Event, Signalled
+from .exits import ExitCode
+from .guard import Guard
+from .logs import WorkerLogs
+from .loop import Ending, Loop, Node
+from .network import LOOPBACK, AddressError, is_loopback, own_address, resolve, unique_node_id
+from .observer import Observer
+from .ports import ONE_TRY, PortError, bind_listener
+from .reports import ReportReceiver
+from .store_link import StoreLink
+
+log = logging.getLogger(__name__)
+
+HOST_LINGERS_S = 15.0
+"""How long the node that hosts the store keeps it up for the others to read how the job ended: above their lease's
+time to live, after which a silent one is known to be gone."""
+
+MAX_WAITING_EVENTS = 10_000
+"""Reports are dropped while so many events wait; everything else is bounded by what the loop itself has asked."""
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+class _CannotStart(Exception):
+    def __init__(self, code: ExitCode, reason: str) -> None:
+        super().__init__(reason)
+        self.ending = Ending(code, reason)
+
+
+def run(config: Config) -> int:
+    """One agent's whole life. Returns its exit code."""
+    name = config.node_id or unique_node_id()
+    _log_to_stderr(name)
+    try:
+        ending = _run(config, name)
+    except _CannotStart as refusal:
+        ending = refusal.ending
+    level = logging.INFO if ending.code is ExitCode.SUCCESS else logging.ERROR
+    log.log(level, "ended with exit code %d: %s", ending.code, ending.reason)
+    return ending.code
+
+
+def _run(config: Config, name: str) -> Ending:
+    inventory = probe(os.environ)
+    workers = _workers_that_fit(config, inventory)
+    endpoint = _endpoint(config)
+    address = _address(config, endpoint)
+    clock = time.monotonic
+    rng = random.SystemRandom()
+    incarnation = uuid.uuid4().hex[:12]
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    metrics = Metrics(
+        config.rendezvous.job_id,
+        name,
+        __version__,
+        slots=workers,
+        min_nodes=config.nodes.min,
+        max_nodes=config.nodes.max,
+        started_at_s=time.time(),
+        python_version=platform.python_version(),
+    )
+
+    def bind(where: str, port: int | None, purpose: str) -> socket.socket:
+        def count(purpose: str, ok: bool) -> None:
+            metrics.port_bind_attempts_total.inc(purpose=purpose)
+            if not ok:
+                metrics.port_bind_failures_total.inc(purpose=purpose)
+
+        ports = port if port is not None else config.port_range or 0
+        return bind_listener(where, ports, purpose, on_attempt=count)
+
+    with contextlib.ExitStack() as stack:
+        run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="elastic-agent-")))
+        try:
+            listener = bind(address, None, "master")
+            http = bind(config.http_address.host, config.http_address.port, "metrics")
+            store_listener = _store_listener(config, endpoint, address, bind)
+        except PortError as error:
+            raise _CannotStart(ExitCode.BAD_CONFIG, str(error)) from error
+
+        _catch_signals(events)
+        probes = _Probes()
+        server = HealthServer(http, metrics.render, probes.liveness, probes.readiness)
+        server.start()
+        stack.callback(server.close)
+        log.info("metrics, /healthz and /readyz at http://%s", _url(server.address))
+
+        hosted_at = Endpoint(*store_listener.getsockname()[:2]) if store_listener is not None else None
+        store = _open_store(config, endpoint, store_listener, events)
+        stack.callback(store.close)
+        if hosted_at is not None:
+            _invite(config, hosted_at)
+        identity = NodeRecord(
+            node=name,
+            incarnation=incarnation,
+            address=address,
+            port=listener.getsockname()[1],
+            slots=workers,
+            hosts_store=store_listener is not None,
+        )
+        policy = Policy(
+            job=config.rendezvous.job_id,
+            min_nodes=config.nodes.min,
+            max_nodes=config.nodes.max,
+            last_call_s=config.rendezvous.last_call_s,
+            join_timeout_s=config.rendezvous.join_timeout_s,
+            restarts=RestartPolicy(max_failures=config.max_restarts),
+        )
+        lease_ttl_s = config.rendezvous.lease_ttl_s
+        participant = Participant(identity, policy, lease_ttl_s=lease_ttl_s, rng=rng, now=clock())
+        link = StoreLink(store, lease_ttl_s, events.put, clock, rng)
+        guard = Guard()
+        guard.start(incarnation)
+        stack.callback(guard.close)
+        logs = WorkerLogs(config.log_dir, name, sys.stdout.buffer, sys.stderr.buffer)
+        logs.start()
+        stack.callback(logs.close)
+        reports = ReportReceiver(run_dir / "reports", events.put, lambda: events.qsize() < MAX_WAITING_EVENTS)
+        reports.start()
+        stack.callback(reports.close)
+        link.start()
+        loop = Loop(
+            config,
+            Node(name, incarnation, inventory, run_dir, reports.path),
+            participant,
+            link,
+            guard,
+            logs,
+            Observer(metrics, config.max_restarts, clock()),
+            events,
+            listener,
+            lambda: bind(address, None, "master"),
+            clock,
+        )
+        probes.loop = loop
+        ending = loop.run()
+        link.close()
+        _depart(store, participant, ending, stays_for_others=store_listener is not None)
+        return ending
+
+
+class _Probes:
+    """What the HTTP server says before there is a loop, and then what the loop says."""
+
+    loop: Loop | None = None
+
+    def liveness(self) -> Probe:
+        return self.loop.liveness() if self.loop is not None else Probe(True, "starting")
+
+    def readiness(self) -> Probe:
+        return (
+            self.loop.readiness()
+            if self.loop is not None
+            else Probe(False, "looking for the rendezvous store")
+        )
+
+
+def _log_to_stderr(name: str) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s.%(msecs)03d [{name}] %(message)s", "%H:%M:%S"))
+    root = logging.getLogger("elastic_agent")
+    root.handlers[:] = [handler]
+    root.setLevel(os.environ.get("LOGLEVEL", "INFO").upper())
+    root.propagate = False
+
+
+def _catch_signals(events: queue.SimpleQueue[Event]) -> None:
+    """A handler runs between any two bytecodes: it may only put an event, which SimpleQueue allows at any moment."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda number, _frame: events.put(Signalled(number)))
+
+
+def _workers_that_fit(config: Config, inventory: Inventory) -> int:
+    try:
+        workers = resolve_workers(config.nproc_per_node, inventory)
+        for local_rank in range(workers):
+            pin(config.device_pinning, local_rank, workers, inventory)
+    except DeviceError as error:
+        raise _CannotStart(ExitCode.BAD_CONFIG, str(error)) from error
+    return workers
+
+
+def _endpoint(config: Config) -> Endpoint | None:
+    """The c10d endpoint that the user gave, as an address."""
+    given = config.rendezvous.endpoint
+    if given is None:
+        return None
+    try:
+        address = resolve(given.host, given.port)
+    except AddressError as error:
+        raise _CannotStart(ExitCode.BAD_CONFIG, f"--rdzv-endpoint {given}: {error}") from error
+    if is_loopback(address) and given.host not in ("localhost", address):
+        # Debian's /etc/hosts gives a machine's own name a loopback address, where no other node can come.
+        address = own_address(None)
+    return Endpoint(address, given.port)
+
+
+def _address(config: Config, endpoint: Endpoint | None) -> str:
+    """Where the other nodes reach this one."""
+    if config.local_addr is not None:
+        try:
+            return resolve(config.local_addr, 0)
+        except AddressError as error:
+            raise _CannotStart(ExitCode.BAD_CONFIG, f"--local-addr: {error}") from error
+    if config.rendezvous.backend == "memory":
+        return LOOPBACK
+    return own_address((endpoint.host, endpoint.port) if endpoint is not None else None)
+
+
+def _url(address: tuple[str, int]) -> str:
+    return str(Endpoint(*address))
+
+
+def _store_listener(
+    config: Config,
+    endpoint: Endpoint | None,
+    address: str,
+    bind: Callable[[str, int | None, str], socket.socket],
+) -> socket.socket | None:
+    """The socket of the c10d store, if this agent is to host it.
+
+    Whoever can bind the endpoint hosts: that is exact, where comparing host names is a guess. A port that is
+    taken is another agent's store, or the connection to it will say what else it is.
+    """
+    if config.rendezvous.backend == "memory":
+        return None
+    if endpoint is None:
+        return bind(address, None, "store")
+    try:
+        return bind_listener(endpoint.host, endpoint.port, "store", policy=ONE_TRY)
+    except PortError:
+        return None
+
+
+def _open_store(
+    config: Config,
+    endpoint: Endpoint | None,
+    listener: socket.socket | None,
+    events: queue.SimpleQueue[Event],
+) -> Store:
+    """Connecting may take as long as the other nodes do, so a thread waits for it and this one for signals."""
+    job = config.rendezvous.job_id
+    if config.rendezvous.backend == "memory":
+        return MemoryStore()
+    opened: Future[Store] = Future()
+
+    def work() -> None:
+        try:
+            if listener is not None:
+                opened.set_result(C10dHost(listener, listener.getsockname()[0], job))
+            else:
+                assert endpoint is not None, "without an endpoint this agent hosts the store"
+                timeout_s = config.rendezvous.join_timeout_s
+                opened.set_result(C10dStore.connect(endpoint.host, endpoint.port, job, timeout_s))
+        except BaseException as error:
+            opened.set_exception(error)
+
+    if listener is None:
+        log.info(
+            "looking for the rendezvous store at %s, for up to %.0f s",
+            endpoint,
+            config.rendezvous.join_timeout_s,
+        )
+    threading.Thread(target=work, name="store-open", daemon=True).start()
+    while True:
+        try:
+            return opened.result(timeout=0.1)
+        except FutureTimeout:
+            if not events.empty():
+                raise _CannotStart(_stopped_by(events.get()), "stopped while looking for the store") from None
+        except StoreMismatch as error:
+            raise _CannotStart(ExitCode.STORE_MISMATCH, str(error)) from error
+        except StoreError as error:
+            raise _CannotStart(ExitCode.STORE_LOST, str(error)) from error
+
+
+def _stopped_by(event: Event) -> ExitCode:
+    interrupted = isinstance(event, Signalled) and event.number == signal.SIGINT
+    return ExitCode.STOPPED_BY_SIGINT if interrupted else ExitCode.STOPPED_BY_SIGTERM
+
+
+def _invite(config: Config, hosted_at: Endpoint) -> None:
+    """With the store on a port that nobody chose, somebody must tell the other nodes."""
+    if config.nodes.max == 1 or config.rendezvous.endpoint is not None:
+        return
+    command, rendezvous, nodes = config.command, config.rendezvous, config.nodes
+    how = {"script": [], "module": ["-m"], "binary": ["--no-python"]}[command.kind]
+    words = [
+        "elastic-agent",
+        f"--min-nodes={nodes.min}",
+        f"--max-nodes={nodes.max}",
+        f"--nproc-per-node={config.nproc_per_node}",
+        f"--rdzv-endpoint={hosted_at}",
+        f"--rdzv-id={rendezvous.job_id}",
+        *how,
+        command.target,
+        *command.args,
+    ]
+    log.info("on each other node run:\n    %s", shlex.join(words))
+
+
+def _depart(store: Store, participant: Participant, ending: Ending, *, stays_for_others: bool) -> None:
+    """Give up the lease, so that nobody waits for it to expire; keep a store that we host up until all have left."""
+    if ending.code is ExitCode.STORE_LOST and not stays_for_others:
+        return
+    try:
+        if participant.lease is not None:
+            store.revoke(participant.lease)
+        if not stays_for_others:
+            return
+        snapshot = store.read((NODES_PREFIX,))
+        watch = store.watch((NODES_PREFIX,), snapshot.revision)
+        deadline = time.monotonic() + HOST_LINGERS_S
+        while snapshot.entries and time.monotonic() < deadline:
+            watch.next(deadline - time.monotonic())
+            snapshot = store.read((NODES_PREFIX,))
+    except StoreError as error:
+        log.warning("left without saying goodbye: %s", error)

@@ -1,0 +1,196 @@
+"""The agent's three threads at the store: one asks, one keeps the lease alive, one watches.
+
+Each does one blocking thing and turns what comes back into an event; none of them decides anything. The main
+loop tells them what to do through `ask`, `keep` and `follow`, which never block. A thread that a dead store holds
+for ever is a daemon: it delays nobody, and the lease that it no longer confirms ends the workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import threading
+from collections.abc import Callable
+
+from ..rendezvous.errors import (
+    Compacted,
+    LeaseExpired,
+    StoreClosed,
+    StoreError,
+    StoreLost,
+    StoreUnavailable,
+)
+from ..rendezvous.participant import (
+    Answer,
+    FindOldest,
+    Grant,
+    Read,
+    Request,
+    RetryPolicy,
+    Subscription,
+)
+from ..rendezvous.store import LeaseId, Store, Watch
+from .events import Answered, Changed, Event, LeaseConfirmed, LeaseGone, LostTrack, StoreGone, Unanswered
+
+log = logging.getLogger(__name__)
+
+KEEP_ALIVES_PER_TTL = 5
+"""Several may be lost before the lease counts as bad at 0.6 of its time to live."""
+
+WATCH_TURN_S = 10.0
+"""A watch without changes comes up for air this often; the length matters to nobody."""
+
+RETRY = RetryPolicy()
+
+
+class StoreLink:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        store: Store,
+        lease_ttl_s: float,
+        post: Callable[[Event], None],
+        clock: Callable[[], float],
+        rng: random.Random,
+    ) -> None:
+        self._store = store
+        self._interval_s = lease_ttl_s / KEEP_ALIVES_PER_TTL
+        self._post = post
+        self._clock = clock
+        self._rng = rng
+        self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._wanted = threading.Condition()
+        self._lease: LeaseId | None = None
+        self._subscription: Subscription | None = None
+        self._watch: Watch | None = None
+        self._closed = threading.Event()
+
+    def start(self) -> None:
+        for name, work in (("requests", self._serve), ("lease", self._keep_alive), ("watch", self._observe)):
+            threading.Thread(target=work, name=f"store-{name}", daemon=True).start()
+
+    def ask(self, request: Request) -> None:
+        """Carry out one request; `Answered` or `Unanswered` follows."""
+        self._requests.put(request)
+
+    def keep(self, lease: LeaseId | None) -> None:
+        """From now on confirm this lease."""
+        if lease != self._lease:
+            with self._wanted:
+                self._lease = lease
+                self._wanted.notify_all()
+
+    def follow(self, subscription: Subscription | None) -> None:
+        """From now on watch this, and nothing else."""
+        if subscription is self._subscription:
+            return
+        with self._wanted:
+            self._subscription = subscription
+            if self._watch is not None:
+                self._watch.close()
+            self._wanted.notify_all()
+
+    def close(self) -> None:
+        """End the threads; the store stays open."""
+        self._closed.set()
+        with self._wanted:
+            self._lease = None
+            self._wanted.notify_all()
+        self.follow(None)
+
+    # ---------------------------------------------------------------- store-requests
+
+    def _serve(self) -> None:
+        while True:
+            request = self._requests.get()
+            try:
+                self._post(Answered(request, self._carry_out(request)))
+            except (StoreLost, StoreClosed) as error:
+                self._gone(error)
+            except StoreError as error:
+                self._post(Unanswered(request, error))
+
+    def _carry_out(self, request: Request) -> Answer:
+        if isinstance(request, Grant):
+            return self._store.grant(request.ttl_s)
+        if isinstance(request, Read):
+            return self._store.read(request.prefixes)
+        if isinstance(request, FindOldest):
+            return self._store.oldest(request.prefix)
+        return self._store.transact((request.compare,), (request.put,))
+
+    def _gone(self, error: StoreError) -> None:
+        if not self._closed.is_set():
+            self._post(StoreGone(error))
+
+    # ---------------------------------------------------------------- store-lease
+
+    def _keep_alive(self) -> None:
+        while not self._closed.is_set():
+            with self._wanted:
+                self._wanted.wait_for(lambda: self._lease is not None or self._closed.is_set())
+                lease = self._lease
+            if lease is None:
+                return
+            asked_at = self._clock()
+            try:
+                self._store.keep_alive(lease)
+            except LeaseExpired:
+                self._post(LeaseGone(lease))
+                self._await_another(lease)
+                continue
+            except (StoreLost, StoreClosed) as error:
+                self._gone(error)
+                return
+            except StoreError as error:
+                log.warning("lease not confirmed: %s", error)
+                self._closed.wait(RETRY.wait_s(0, self._rng))
+                continue
+            self._post(LeaseConfirmed(lease, asked_at))
+            self._closed.wait(max(0.0, asked_at + self._interval_s - self._clock()))
+
+    def _await_another(self, lease: LeaseId) -> None:
+        with self._wanted:
+            self._wanted.wait_for(lambda: self._lease != lease or self._closed.is_set())
+
+    # ---------------------------------------------------------------- store-watch
+
+    def _observe(self) -> None:
+        while not self._closed.is_set():
+            with self._wanted:
+                self._wanted.wait_for(lambda: self._subscription is not None or self._closed.is_set())
+                subscription = self._subscription
+            if subscription is None:
+                return
+            try:
+                self._observe_one(subscription)
+            except (StoreLost, StoreClosed) as error:
+                if self._subscription is subscription:
+                    self._gone(error)
+                    return
+
+    def _observe_one(self, subscription: Subscription) -> None:
+        """Until another subscription is wanted. Raises StoreLost and StoreClosed."""
+        seen, attempt = subscription.after_revision, 0
+        while self._subscription is subscription:
+            try:
+                with self._wanted:
+                    if self._subscription is not subscription:
+                        return
+                    self._watch = watch = self._store.watch(subscription.prefixes, seen)
+                while self._subscription is subscription:
+                    changes = watch.next(WATCH_TURN_S)
+                    attempt = 0
+                    if changes:
+                        seen = changes[-1].revision
+                        self._post(Changed(subscription, changes))
+            except Compacted:
+                self._post(LostTrack(subscription))
+                with self._wanted:
+                    self._wanted.wait_for(lambda: self._subscription is not subscription)
+            except StoreUnavailable as error:
+                log.warning("watch interrupted: %s", error)
+                self._closed.wait(RETRY.wait_s(attempt, self._rng))
+                attempt += 1
