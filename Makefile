@@ -1,0 +1,47 @@
+# Everything a newcomer needs: `make demo` and `make test` install what they use. `make help` lists the rest.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types check format sim benchmark clean
+
+help:  ## show this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
+
+$(READY): pyproject.toml constraints-dev.txt
+	@.ci/system-packages python
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY)  ## train digits on three nodes while one worker and one node are killed and a node comes back
+	$(BIN)/python examples/demo.py
+
+test: $(READY)  ## all tests, under 15 minutes on 2 cores
+	@.ci/system-packages prometheus
+	$(BIN)/python -m pytest
+
+lint: $(READY)  ## ruff: rules and format
+	$(BIN)/ruff check --output-format concise .
+	$(BIN)/ruff format --check .
+
+types: $(READY)  ## mypy --strict over the package
+	$(BIN)/mypy
+
+check: lint types test  ## what CI runs
+
+format: $(READY)  ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
+
+SEEDS ?= 100000
+sim: $(READY)  ## the long simulation: SEEDS=100000 seeds
+	SIMULATOR_SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/sim -k no_seed --timeout 0
+
+benchmark: $(READY)  ## recovery times next to torchrun's, in one run
+	$(BIN)/python benchmarks/recovery.py
+
+clean:  ## remove what the targets above made
+	rm -rf $(VENV) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
