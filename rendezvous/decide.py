@@ -149,6 +149,7 @@ def _close(view: View, policy: Policy, now: float) -> Decision:
         if busy:
             return Wait(f"waiting for {_named(busy)} to stop generation {world.generation}")
         restarts = world.restarts
+        world = _blame_the_lost(world, live)
         if world.cause.kind is CauseKind.FAILURE:
             verdict = _verdict(world, world.cause, survivors, policy)
             restarts = verdict.restarts
@@ -186,6 +187,16 @@ def _close(view: View, policy: Policy, now: float) -> Decision:
             step=_best_step(world, view.nodes),
         ),
         f"{len(chosen)} nodes are ready",
+    )
+
+
+def _blame_the_lost(world: World, live: Mapping[str, NodeRecord]) -> World:
+    """A worker that failed beside a lost node failed because of it: its collective broke. Lost nodes cost no budget."""
+    lost = next((member for member in world.members if member.incarnation not in live), None)
+    if lost is None or world.cause.kind is not CauseKind.FAILURE:
+        return world
+    return replace(
+        world, cause=Cause(CauseKind.LOST, lost.node, f"node {lost.node} is gone: its lease ended")
     )
 
 

@@ -231,21 +231,30 @@ class Participant:
         order = follow(self.world, local)
         if isinstance(order, Start | Stop | Leave):
             return order
-        if self._idle_since is not None and now >= self._idle_since + self.policy.join_timeout_s:
+        give_up_at = self._give_up_at(now)
+        if give_up_at is not None and now >= give_up_at:
             waited = f"no world within {self.policy.join_timeout_s:.0f} s of --join-timeout"
             return Leave(Refusal.JOIN_TIMEOUT, f"{waited}: {self.waiting_for}")
         return order
 
     def wake_at(self, now: float) -> float | None:
         """The next instant at which `request` or `order` may answer differently without any event."""
-        instants = [self._wake_at, self._retry_at]
-        if self._generation:
+        instants = [self._wake_at, self._retry_at, self._give_up_at(now)]
+        if self._session.lease is not None:
             instants.append(self._session.confirmed_at + LEASE_MARGIN * self._lease_ttl_s)
         if self._leaving_since is not None:
             instants.append(self._leaving_since + LEAVE_TOGETHER_S)
-        if self._idle_since is not None:
-            instants.append(self._idle_since + self.policy.join_timeout_s)
         return min((at for at in instants if at is not None and at > now), default=None)
+
+    def _give_up_at(self, now: float) -> float | None:
+        """The end of the join timeout: it runs while nothing trains here and no world is known for sure to run."""
+        world = self.world
+        running = world is not None and world.phase is Phase.RUNNING and self.lease_good(now)
+        if self._generation or running:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = now
+        return self._idle_since + self.policy.join_timeout_s if self._idle_since is not None else None
 
     # ---------------------------------------------------------------- what it asks of the store
 
@@ -287,11 +296,9 @@ class Participant:
         view = View(self.known_nodes, self.world, self._world_since, self._session.arrivals)
         decision = self._decide(view, self.policy, now)
         self._wake_at = decision.until if isinstance(decision, Wait) else None
-        if decision.reason != self.waiting_for:
-            log.info("coordinator: %s", decision.reason)
-        self.waiting_for = decision.reason
         if isinstance(decision, Publish):
             return WriteWorld(Compare(WORLD_KEY, self._world_revision), decision.world)
+        self.waiting_for = decision.reason
         return None
 
     def _record(self, port: int) -> NodeRecord:
@@ -449,13 +456,7 @@ class Participant:
             text = f"the store holds job {world.job!r}, not {self.policy.job!r}: check --rdzv-endpoint and --rdzv-id"
             self._refuse(Refusal.STORE_MISMATCH, text)
             return
-        before = self.world
         self.world, self._world_revision, self._world_since = world, revision, now
-        was_running = before is None or before.phase is Phase.RUNNING
-        if world.phase is Phase.RUNNING:
-            self._idle_since = None
-        elif was_running and not self._generation:
-            self._idle_since = now
 
     def _see_node(self, key: str, entry: Entry | None, now: float) -> None:
         session = self._session
@@ -487,7 +488,6 @@ class Participant:
         assert not self._generation, "one generation of workers at a time (I1)"
         self._started_world = world
         self._session.started = self._generation = world.generation
-        self._idle_since = None
 
     def workers_advanced(self, step: int) -> None:
         """A worker has finished or saved this step."""
@@ -515,8 +515,6 @@ class Participant:
         assert generation == self._generation, "workers that were not started cannot end"
         self._generation = 0
         self._settle(self._started_world)
-        if self.world is None or self.world.phase is not Phase.RUNNING:
-            self._idle_since = now
         self._rejoin_if_idle()
 
     def leave(self, now: float) -> None:

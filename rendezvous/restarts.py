@@ -25,8 +25,8 @@ class RestartPolicy:
 
     max_failures: int | None = None
     max_fruitless: int = 3
-    first_backoff_s: float = 0.5
-    max_backoff_s: float = 30.0
+    first_backoff_s: float = 0.1
+    max_backoff_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
