@@ -1,0 +1,961 @@
+"""One node's part in the rendezvous, over a real ledger, with a clock moved by hand and no thread.
+
+A `Bench` holds the store and the instant, a `Peer` drives one participant as an agent would; each test breaks
+one thing (a reply, a lease, a leader, a record) and looks at what the nodes do and write.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from elastic_agent.rendezvous.decide import Leave, Order, Policy, Refusal, Start, Stay, Stop
+from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavailable
+from elastic_agent.rendezvous.ledger import Ledger
+from elastic_agent.rendezvous.participant import (
+    DUPLICATE_TTLS,
+    LEASE_MARGIN,
+    LEAVE_TOGETHER_S,
+    Answer,
+    FindOldest,
+    Grant,
+    Participant,
+    Read,
+    Request,
+    RetryPolicy,
+    Subscription,
+    WriteRecord,
+    WriteWorld,
+)
+from elastic_agent.rendezvous.records import (
+    NODES_PREFIX,
+    WORLD_KEY,
+    CauseKind,
+    Failure,
+    NodeRecord,
+    Phase,
+    Result,
+    World,
+    node_key,
+)
+from elastic_agent.rendezvous.store import Change, Delete, Entry, Put
+
+TTL_S = 5.0
+POLICY = Policy("job", min_nodes=2, max_nodes=3, last_call_s=0.0, join_timeout_s=60.0)
+ALONE = replace(POLICY, min_nodes=1)
+TICK_S = 0.25
+
+
+class Peer:
+    """One node: its participant, its way to the store, and workers that obey at once."""
+
+    def __init__(self, bench: Bench, name: str, policy: Policy, life: int, slots: int) -> None:
+        self.bench = bench
+        self.name = name
+        self.ports = 1000 * life
+        self.connected = True
+        self.replies_to_lose: list[type[Request]] = []
+        self.asked: list[Request] = []
+        self.orders: list[Order] = []
+        self.obedient = True
+        identity = NodeRecord(name, f"{name}-{life}", f"host-{name}", self.ports, slots)
+        self.part = Participant(
+            identity,
+            policy,
+            lease_ttl_s=TTL_S,
+            rng=random.Random(1),
+            now=bench.now,
+            retry=RetryPolicy(0.0, 1.0),
+        )
+        self.watched: Subscription | None = None
+        self.seen_to = 0
+
+    def keep_alive(self) -> None:
+        lease = self.part.lease
+        if lease is None or not self.connected:
+            return
+        try:
+            self.bench.ledger.keep_alive(lease, self.bench.now)
+        except LeaseExpired:
+            self.part.lease_gone(lease)
+        else:
+            self.part.lease_confirmed(lease, self.bench.now)
+
+    def turn(self) -> bool:
+        """One question, one look at the watch, one order; False when there was nothing to do."""
+        now = self.bench.now
+        busy = False
+        request = self.part.request(now)
+        if request is not None:
+            busy = self.connected
+            self.asked.append(request)
+            self.serve(request)
+        if self.part.wants_port:
+            self.ports += 1
+            self.part.offer_port(self.ports)
+            busy = True
+        return self.watch() | self.obey() | busy
+
+    def serve(self, request: Request) -> None:
+        now = self.bench.now
+        try:
+            if not self.connected:
+                raise StoreUnavailable("no answer from store:2379")
+            answer = self.bench.serve(request)
+            if type(request) in self.replies_to_lose:
+                self.replies_to_lose.remove(type(request))
+                raise StoreUnavailable("the reply was lost")
+        except (StoreUnavailable, LeaseExpired) as error:
+            self.part.failed(request, error, now)
+        else:
+            self.part.answered(request, answer, now)
+
+    def watch(self) -> bool:
+        if self.part.subscription is not self.watched:
+            self.watched = self.part.subscription
+            self.seen_to = self.watched.after_revision if self.watched else 0
+        if self.watched is None or not self.connected:
+            return False
+        try:
+            changes = self.bench.ledger.changes(self.watched.prefixes, self.seen_to)
+        except Compacted:
+            self.part.lost_track()
+            return True
+        self.seen_to = self.bench.ledger.revision
+        self.part.changed(changes, self.bench.now)
+        return bool(changes)
+
+    def obey(self) -> bool:
+        order = self.part.order(self.bench.now)
+        if isinstance(order, Stay) or (self.orders and order == self.orders[-1] and not self.obedient):
+            return False
+        if isinstance(order, Leave):
+            self.orders += [order] if order not in self.orders else []
+            return False
+        self.orders.append(order)
+        if self.obedient and isinstance(order, Start):
+            self.part.workers_started(order.world)
+        elif self.obedient and isinstance(order, Stop):
+            self.part.workers_gone(order.generation, self.bench.now)
+        return True
+
+    # ------------------------------------------------------------ what a test looks at
+
+    @property
+    def generation(self) -> int:
+        """The generation whose workers run here."""
+        return self.part._generation
+
+    @property
+    def record(self) -> NodeRecord | None:
+        return self.bench.records().get(self.name)
+
+    @property
+    def order(self) -> Order:
+        return self.part.order(self.bench.now)
+
+    def left(self) -> Leave:
+        order = self.order
+        assert isinstance(order, Leave), order
+        return order
+
+    def stops(self) -> list[Stop]:
+        return [order for order in self.orders if isinstance(order, Stop)]
+
+    def count(self, kind: type[Request]) -> int:
+        return sum(isinstance(request, kind) for request in self.asked)
+
+
+class Bench:
+    """The store, the instant, and every node that is still alive."""
+
+    def __init__(self, history: int = 4096) -> None:
+        self.now = 1000.0
+        self.ledger = Ledger(history)
+        self.peers: list[Peer] = []
+
+    def join(self, name: str, policy: Policy = POLICY, life: int = 1, slots: int = 2) -> Peer:
+        peer = Peer(self, name, policy, life, slots)
+        self.peers.append(peer)
+        return peer
+
+    def joined(self, *names: str, policy: Policy = POLICY) -> list[Peer]:
+        """These nodes, one after the other, and the world they form together."""
+        peers = []
+        for name in names:
+            peers.append(self.join(name, policy))
+            self.settle()
+        self.settle()
+        assert {peer.generation for peer in peers} != {0}, "no world was formed"
+        return peers
+
+    def kill(self, peer: Peer) -> None:
+        """The agent is gone; its record stays until the lease ends."""
+        self.peers.remove(peer)
+
+    def settle(self) -> None:
+        """Let everybody work until nothing is left to do at this instant."""
+        for _ in range(1000):
+            turns = [peer.turn() for peer in self.peers]
+            if not any(turns):
+                return
+        raise AssertionError("the nodes never come to rest")
+
+    def after(self, seconds: float) -> None:
+        """Time passes for all, and those with a connection keep their leases alive."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, self.now + TICK_S)
+            for peer in self.peers:
+                peer.keep_alive()
+            self.ledger.expire(self.now)
+            self.settle()
+
+    def serve(self, request: Request) -> Answer:
+        if isinstance(request, Grant):
+            return self.ledger.grant(request.ttl_s, self.now)
+        if isinstance(request, Read):
+            return self.ledger.read(request.prefixes, self.now)
+        if isinstance(request, FindOldest):
+            return self.ledger.oldest(request.prefix, self.now)
+        return self.ledger.transact((request.compare,), (request.put,), self.now)
+
+    # ------------------------------------------------------------ what a test looks at, and writes behind all backs
+
+    def entry(self, key: str) -> Entry | None:
+        return next((entry for entry in self.ledger.read((key,), self.now).entries if entry.key == key), None)
+
+    def records(self) -> dict[str, NodeRecord]:
+        entries = self.ledger.read((NODES_PREFIX,), self.now).entries
+        records = [NodeRecord.from_json(entry.key, entry.value) for entry in entries]
+        return {record.node: record for record in records}
+
+    def world(self) -> World | None:
+        entry = self.entry(WORLD_KEY)
+        return World.from_json(entry.value) if entry is not None else None
+
+    def members(self) -> list[str]:
+        world = self.world()
+        assert world is not None
+        return [member.node for member in world.members]
+
+    def put(self, key: str, value: str) -> None:
+        self.ledger.transact((), (Put(key, value),), self.now)
+
+    def delete(self, key: str) -> None:
+        self.ledger.transact((), (Delete(key),), self.now)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+# ---------------------------------------------------------------- joining
+
+
+def test_nodes_meet_and_start_one_world(bench: Bench) -> None:
+    a, b = bench.joined("a", "b")
+    world = bench.world()
+    assert world is not None
+    assert (world.generation, world.phase, bench.members()) == (1, Phase.RUNNING, ["a", "b"])
+    assert a.orders == [Start(world, world.members[0])]
+    assert b.orders == [Start(world, world.members[1])]
+    assert (world.master.address, world.master.port) == ("host-a", 1000)
+
+
+def test_the_oldest_record_coordinates_and_the_others_watch_only_it(bench: Bench) -> None:
+    a, b = bench.joined("a", "b")
+    assert (a.part.coordinates, b.part.coordinates) == (True, False)
+    assert a.part.subscription is not None
+    assert b.part.subscription is not None
+    assert a.part.subscription.prefixes == (WORLD_KEY, NODES_PREFIX)
+    assert b.part.subscription.prefixes == (WORLD_KEY, "nodes/a")
+    assert [node.node for node in a.part.known_nodes] == ["a", "b"]
+    assert b.count(WriteWorld) == 0
+
+
+def test_a_join_is_one_write_to_the_nodes_own_record(bench: Bench) -> None:
+    for peer in bench.joined("a", "b"):
+        entry = bench.entry(node_key(peer.name))
+        assert entry is not None
+        assert entry.create_revision == entry.mod_revision
+        assert peer.count(WriteRecord) == peer.count(Grant) == 1
+
+
+def test_one_question_at_a_time_and_late_answers_do_nothing(bench: Bench) -> None:
+    part = bench.join("a").part
+    first = part.request(bench.now)
+    assert isinstance(first, Grant)
+    assert part.request(bench.now + 3600) is None
+    part.failed(first, StoreUnavailable("timeout"), bench.now)
+    second = part.request(bench.now)
+    assert isinstance(second, Grant)
+    part.answered(first, 77, bench.now)
+    part.failed(first, LeaseExpired("late"), bench.now)
+    assert part.lease is None
+    assert part.request(bench.now) is None, "the second question is still open"
+    part.answered(second, 78, bench.now)
+    assert part.lease == 78
+
+
+def test_a_third_node_is_taken_in_by_a_planned_stop(bench: Bench) -> None:
+    a, b = bench.joined("a", "b")
+    (c,) = bench.joined("c")
+    assert bench.members() == ["a", "b", "c"]
+    assert [peer.generation for peer in (a, b, c)] == [2, 2, 2]
+    assert a.stops() == b.stops() == [Stop(1, True, "c joining")]
+    assert c.stops() == []
+
+
+def test_a_spare_stands_by_without_a_join_timeout_and_takes_a_free_place(bench: Bench) -> None:
+    policy = replace(POLICY, max_nodes=2)
+    _, b = bench.joined("a", "b", policy=policy)
+    spare = bench.join("spare", policy)
+    bench.after(policy.join_timeout_s * 2)
+    assert spare.orders == []
+    bench.kill(b)
+    bench.after(TTL_S + 1)
+    assert bench.members() == ["a", "spare"]
+    assert spare.generation == 2
+
+
+# ---------------------------------------------------------------- lost replies and refused writes
+
+
+@pytest.mark.parametrize(
+    ("victim", "kind"),
+    [(name, kind) for name in ("a", "b") for kind in (Grant, WriteRecord, FindOldest, Read)]
+    + [("a", WriteWorld)],
+)
+def test_a_lost_reply_costs_time_and_nothing_else(bench: Bench, victim: str, kind: type[Request]) -> None:
+    peers = [bench.join("a"), bench.join("b")]
+    unlucky = peers[0] if victim == "a" else peers[1]
+    unlucky.replies_to_lose = [kind]
+    bench.settle()
+    assert unlucky.replies_to_lose == []
+    assert [peer.generation for peer in peers] == [1, 1]
+    assert sorted(bench.members()) == ["a", "b"]
+    assert {record.incarnation for record in bench.records().values()} == {"a-1", "b-1"}
+
+
+def test_a_write_with_a_lost_reply_is_read_back_not_repeated(bench: Bench) -> None:
+    a = bench.join("a", ALONE)
+    a.replies_to_lose = [WriteRecord]
+    bench.settle()
+    entry = bench.entry("nodes/a")
+    assert entry is not None
+    assert entry.create_revision == entry.mod_revision
+    assert a.count(WriteRecord) == 1
+    assert Read(("nodes/a",)) in a.asked
+    assert a.generation == 1
+
+
+def test_a_write_that_never_arrived_is_repeated(bench: Bench) -> None:
+    a = bench.join("a", ALONE)
+    while not isinstance(request := a.part.request(bench.now), WriteRecord):
+        assert request is not None
+        a.serve(request)
+    a.part.failed(request, StoreUnavailable("cut"), bench.now)
+    bench.settle()
+    assert a.count(WriteRecord) == 1
+    assert a.generation == 1
+
+
+def test_a_record_replaced_behind_our_back_means_that_the_lease_is_gone(bench: Bench) -> None:
+    a, b = bench.joined("a", "b")
+    bench.put("nodes/b", NodeRecord("b", "b-9", "elsewhere", 1, 1).to_json())
+    b.part.workers_lasting(1)
+    bench.settle()
+    assert b.stops()[0] == Stop(1, False, "the rendezvous store does not confirm this node's lease")
+    assert b.part.incarnation == "b-1.1"
+    assert b.generation == 0
+    assert a.stops()[0].reason == "node b is gone: its lease ended"
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["by its own write", "by its watch"])
+def test_a_record_deleted_behind_our_back_means_the_same(bench: Bench, asked: bool) -> None:
+    a, b = bench.joined("a", "b")
+    victim = b if asked else a
+    bench.delete(node_key(victim.name))
+    if asked:
+        b.part.workers_lasting(1)
+    bench.settle()
+    assert victim.part.incarnation == f"{victim.name}-1.1"
+    assert {peer.generation for peer in (a, b)} == {2}
+    assert victim.record is not None
+    assert victim.record.incarnation == f"{victim.name}-1.1"
+
+
+def test_of_two_coordinators_only_one_publishes(bench: Bench) -> None:
+    a = bench.join("a", ALONE)
+    while not isinstance(request := a.part.request(bench.now), WriteWorld):
+        assert request is not None
+        a.serve(request)
+    member = replace(request.world.members[0], node="x", incarnation="x-1")
+    winner = replace(request.world, members=(member,))
+    bench.put(WORLD_KEY, winner.to_json())
+    a.serve(request)
+    assert a.part.world == winner
+    assert bench.world() == winner
+
+
+def test_unanswered_requests_are_repeated_after_a_growing_random_wait() -> None:
+    retry, rng = RetryPolicy(first_wait_s=0.1, max_wait_s=1.0), random.Random(0)
+    for attempt, longest in enumerate([0.1, 0.2, 0.4, 0.8, 1.0, 1.0]):
+        waits = [retry.wait_s(attempt, rng) for _ in range(200)]
+        assert 0.9 * longest < max(waits) <= longest
+        assert 0 <= min(waits) < 0.1 * longest
+    assert retry.wait_s(10**9, rng) <= 1.0
+
+
+def test_after_a_failed_request_nothing_is_asked_until_the_wait_is_over() -> None:
+    bench = Bench()
+    identity = NodeRecord("a", "a-1", "host-a", 1, 1)
+    part = Participant(
+        identity, POLICY, lease_ttl_s=TTL_S, rng=random.Random(1), now=0.0, retry=RetryPolicy(0.1, 60.0)
+    )
+    now, waits = 0.0, []
+    for _ in range(10):
+        request = part.request(now)
+        assert request is not None
+        part.failed(request, StoreUnavailable("down"), now)
+        wake_at = part.wake_at(now)
+        assert wake_at is not None
+        assert part.request((now + wake_at) / 2) is None
+        waits.append(wake_at - now)
+        now = wake_at
+    assert sum(waits[5:]) > sum(waits[:5])
+    request = part.request(now)
+    assert request is not None
+    part.answered(request, bench.ledger.grant(TTL_S, now), now)
+    request = part.request(now)
+    assert request is not None
+    part.failed(request, StoreUnavailable("down"), now)
+    wake_at = part.wake_at(now)
+    assert wake_at is not None
+    assert wake_at <= now + 0.1, "an answer starts the waits again"
+
+
+# ---------------------------------------------------------------- leases
+
+
+def test_workers_stop_before_the_lease_can_be_given_away(bench: Bench) -> None:
+    a, _ = bench.joined("a", "b")
+    a.obedient = False
+    a.part.lease_confirmed(a.part.lease or 0, bench.now)
+    good_until = bench.now + LEASE_MARGIN * TTL_S
+    assert a.part.wake_at(bench.now) == good_until
+    assert a.part.order(good_until - 0.01) == Stay()
+    assert a.part.order(good_until) == Stop(
+        1, False, "the rendezvous store does not confirm this node's lease"
+    )
+
+
+def test_a_confirmation_counts_from_when_it_was_asked_for(bench: Bench) -> None:
+    a, _ = bench.joined("a", "b")
+    lease, part = a.part.lease or 0, a.part
+    part.lease_confirmed(lease, bench.now + 2)
+    part.lease_confirmed(lease, bench.now + 1)
+    part.lease_confirmed(lease + 1, bench.now + 9)
+    assert part.lease_good(bench.now + 2 + LEASE_MARGIN * TTL_S - 0.01)
+    assert not part.lease_good(bench.now + 2 + LEASE_MARGIN * TTL_S)
+
+
+def test_a_grant_counts_from_when_it_was_asked_for(bench: Bench) -> None:
+    part = bench.join("a").part
+    request = part.request(bench.now)
+    assert request is not None
+    part.answered(request, 1, bench.now + 2)
+    assert part.lease_good(bench.now + LEASE_MARGIN * TTL_S - 0.01)
+    assert not part.lease_good(bench.now + LEASE_MARGIN * TTL_S)
+
+
+def test_a_node_that_was_cut_off_comes_back_as_a_new_incarnation_with_a_fresh_port(bench: Bench) -> None:
+    a, b, c = bench.joined("a", "b", "c")
+    before = a.part.identity.port
+    a.connected = False
+    bench.after(TTL_S + 1)
+    assert a.generation == 0
+    assert bench.members() == ["b", "c"]
+    a.connected = True
+    bench.after(1)
+    assert a.record is not None
+    assert (a.record.incarnation, a.record.settled, a.record.failure) == ("a-1.1", 0, None)
+    assert a.record.port > before
+    assert bench.members() == ["b", "c", "a"]
+    assert {peer.generation for peer in (a, b, c)} == {a.generation}
+
+
+def test_a_short_cut_that_stopped_the_workers_is_reported_as_withdrawn(bench: Bench) -> None:
+    a, b = bench.joined("a", "b")
+    b.connected = False
+    bench.after(LEASE_MARGIN * TTL_S)
+    assert b.generation == 0
+    b.connected = True
+    bench.after(TICK_S)
+    assert a.stops() == [Stop(1, False, "node b stopped its workers because it could not confirm its lease")]
+    assert b.part.incarnation == "b-1"
+    assert (a.generation, b.generation) == (2, 2)
+
+
+def test_no_new_lease_is_asked_for_while_workers_are_alive(bench: Bench) -> None:
+    a, b = bench.joined("a", "b")
+    b.obedient = False
+    bench.ledger.revoke(b.part.lease or 0)
+    b.part.lease_gone(b.part.lease)
+    grants = b.count(Grant)
+    bench.settle()
+    assert (b.count(Grant), b.part.incarnation, b.generation) == (grants, "b-1", 1)
+    b.part.workers_gone(1, bench.now)
+    b.obedient = True
+    bench.settle()
+    assert (b.count(Grant), b.part.incarnation) == (grants + 1, "b-1.1")
+    assert (a.generation, b.generation) == (2, 2)
+
+
+def test_a_lost_lease_of_a_node_without_workers_only_means_to_join_again(bench: Bench) -> None:
+    a = bench.join("a")
+    bench.settle()
+    bench.ledger.revoke(a.part.lease or 0)
+    a.part.lease_gone(99)
+    assert a.part.incarnation == "a-1", "that was not our lease"
+    a.part.lease_gone(a.part.lease)
+    bench.settle()
+    assert a.record is not None
+    assert (a.record.incarnation, a.orders) == ("a-1.1", [])
+    bench.ledger.revoke(a.part.lease or 0)
+    a.part.lease_gone(a.part.lease)
+    assert a.part.incarnation == "a-1.2"
+
+
+def test_a_write_under_an_expired_lease_is_the_end_of_that_lease(bench: Bench) -> None:
+    a, b = bench.joined("a", "b")
+    bench.ledger.revoke(b.part.lease or 0)
+    b.part.workers_lasting(1)
+    request = b.part.request(bench.now)
+    assert isinstance(request, WriteRecord)
+    b.part.failed(request, LeaseExpired("gone"), bench.now)
+    assert b.part.lease is None
+    assert isinstance(b.order, Stop)
+    bench.settle()
+    assert (a.generation, b.generation, b.part.incarnation) == (2, 2, "b-1.1")
+
+
+# ---------------------------------------------------------------- the coordinator
+
+
+def test_when_the_leader_vanishes_the_next_oldest_takes_over(bench: Bench) -> None:
+    a, b, c = bench.joined("a", "b", "c")
+    bench.kill(a)
+    bench.after(TTL_S + 1)
+    assert (b.part.coordinates, c.part.coordinates) == (True, False)
+    assert [node.node for node in b.part.known_nodes] == ["b", "c"]
+    assert bench.members() == ["b", "c"]
+    assert b.stops()[-1] == c.stops()[-1]
+    assert b.stops()[-1].reason == "node a is gone: its lease ended"
+    world = bench.world()
+    assert world is not None
+    assert (world.master.address, world.cause.kind) == ("host-b", CauseKind.LOST)
+
+
+def test_a_younger_record_under_the_old_leaders_key_does_not_lead(bench: Bench) -> None:
+    """The leader's agent came back so fast that the others only see its key change hands."""
+    a, b, c = bench.joined("a", "b", "c")
+    bench.kill(a)
+    bench.ledger.revoke(a.part.lease or 0)
+    again = bench.join("a", life=2)
+    while again.record is None:
+        again.turn()
+    bench.settle()
+    assert [peer.part.coordinates for peer in (b, c, again)] == [True, False, False]
+    assert bench.members() == ["b", "c", "a"]
+    assert {peer.generation for peer in (b, c, again)} == {b.generation}
+
+
+def test_a_leader_that_changed_between_question_and_answer_is_looked_for_again(bench: Bench) -> None:
+    bench.join("a")
+    bench.settle()
+    b = bench.join("b")
+    while not isinstance(request := b.part.request(bench.now), Read):
+        assert request is not None
+        b.serve(request)
+    assert request.prefixes == (WORLD_KEY, "nodes/a")
+    bench.delete("nodes/a")
+    b.serve(request)
+    assert b.part.subscription is None
+    assert isinstance(b.part.request(bench.now), FindOldest)
+
+
+def test_a_watch_that_missed_changes_reads_everything_again() -> None:
+    bench = Bench(history=4)
+    a, b, c = bench.joined("a", "b", "c")
+    bench.ledger.revoke(c.part.lease or 0)
+    bench.kill(c)
+    for i in range(10):
+        bench.put("other", str(i))
+    bench.settle()
+    assert [node.node for node in a.part.known_nodes] == ["a", "b"]
+    assert bench.members() == ["a", "b"]
+    assert a.generation == b.generation > 2
+
+
+# ---------------------------------------------------------------- who may not take part
+
+
+def test_a_second_agent_of_the_same_name_is_refused_when_the_first_lives(bench: Bench) -> None:
+    first, _ = bench.joined("a", "b")
+    second = bench.join("a", life=2)
+    bench.after(DUPLICATE_TTLS * TTL_S - TICK_S)
+    assert second.orders == []
+    bench.after(1)
+    refusal = second.left()
+    assert refusal.why is Refusal.DUPLICATE_NODE
+    assert "already called 'a'" in refusal.reason
+    assert "--node-id" in refusal.reason
+    assert first.generation == 1
+    assert first.stops() == []
+
+
+def test_an_agent_waits_for_its_own_earlier_life_to_be_forgotten(bench: Bench) -> None:
+    a, b = bench.joined("a", "b")
+    bench.kill(b)
+    again = bench.join("b", life=2)
+    bench.settle()
+    assert again.part.waiting_for == "an earlier agent named b to be forgotten by the store"
+    bench.after(TTL_S + 1)
+    assert again.record is not None
+    assert again.record.incarnation == "b-2"
+    assert (a.generation, again.generation) == (2, 2)
+
+
+def mismatch(peer: Peer) -> str:
+    refusal = peer.left()
+    assert refusal.why is Refusal.STORE_MISMATCH
+    return refusal.reason
+
+
+def test_another_jobs_world_is_refused(bench: Bench) -> None:
+    bench.joined("a", "b")
+    stranger = bench.join("c", replace(POLICY, job="other"))
+    bench.settle()
+    reason = mismatch(stranger)
+    assert "holds job 'job', not 'other'" in reason
+    assert "--rdzv-id" in reason
+
+
+@pytest.mark.parametrize("garbage", ["", "garbage", "{}", '{"v": 2}', "[1]"])
+def test_a_world_that_cannot_be_read_is_refused_and_stops_the_workers_first(
+    bench: Bench, garbage: str
+) -> None:
+    a, b = bench.joined("a", "b")
+    b.obedient = False
+    bench.put(WORLD_KEY, garbage)
+    bench.settle()
+    stop = b.order
+    assert isinstance(stop, Stop)
+    assert (stop.generation, stop.planned) == (1, False)
+    assert "'world'" in stop.reason
+    b.part.workers_gone(1, bench.now)
+    assert mismatch(b) == stop.reason
+    assert mismatch(a) == stop.reason
+    assert a.part.request(bench.now) is None, "nothing is written by a node that was refused"
+
+
+def test_only_the_first_refusal_counts(bench: Bench) -> None:
+    a = bench.join("a")
+    bench.settle()
+    bench.put(WORLD_KEY, "first")
+    bench.put("nodes/a", "second")
+    bench.settle()
+    assert "'world'" in mismatch(a)
+
+
+@pytest.mark.parametrize("garbage", ["", "garbage", '{"v": 2}', NodeRecord("x", "x-1", "", 1, 1).to_json()])
+def test_a_node_record_that_cannot_be_read_is_passed_over(bench: Bench, garbage: str) -> None:
+    a, b = bench.joined("a", "b")
+    bench.put("nodes/c", garbage)
+    bench.settle()
+    assert [node.node for node in a.part.known_nodes] == ["a", "b"]
+    assert (a.stops(), b.stops()) == ([], [])
+
+
+def test_a_record_that_became_unreadable_counts_as_gone(bench: Bench) -> None:
+    a, _, _ = bench.joined("a", "b", "c")
+    bench.put("nodes/c", "garbage")
+    bench.settle()
+    assert a.stops()[-1].reason == "node c is gone: its lease ended"
+    assert bench.members() == ["a", "b"]
+
+
+def test_garbage_under_our_own_name_is_refused(bench: Bench) -> None:
+    bench.put("nodes/a", "garbage")
+    a = bench.join("a")
+    bench.settle()
+    assert "'nodes/a'" in mismatch(a)
+
+
+# ---------------------------------------------------------------- failures, success, steps
+
+
+def test_a_failure_restarts_everybody_in_the_next_generation(bench: Bench) -> None:
+    a, b = bench.joined("a", "b")
+    failure = Failure(1, "crash", "rank 2 raised ValueError")
+    b.part.workers_advanced(5)
+    b.part.workers_failed(failure)
+    b.part.workers_failed(replace(failure, summary="a later one of the same generation"))
+    bench.settle()
+    assert a.stops() == b.stops() == [Stop(1, False, "rank 2 raised ValueError")]
+    world = bench.world()
+    assert world is not None
+    assert (world.generation, world.cause.failure, world.step) == (2, failure, 5)
+    assert (world.restarts.failures, world.restarts.fruitless) == (1, 0)
+    assert (a.generation, b.generation) == (2, 2)
+
+
+def test_a_later_generations_failure_replaces_the_first(bench: Bench) -> None:
+    _, b = bench.joined("a", "b")
+    for generation in (1, 2):
+        b.part.workers_advanced(generation)
+        b.part.workers_failed(Failure(generation, "crash", f"crash of {generation}"))
+        bench.settle()
+    assert [stop.reason for stop in b.stops()] == ["crash of 1", "crash of 2"]
+    assert b.generation == 3
+
+
+def test_steps_alone_are_not_written(bench: Bench) -> None:
+    _, b = bench.joined("a", "b")
+    writes = b.count(WriteRecord)
+    b.part.workers_advanced(5)
+    b.part.workers_advanced(4)
+    bench.settle()
+    assert b.count(WriteRecord) == writes
+    b.part.workers_lasting(1)
+    bench.settle()
+    assert b.count(WriteRecord) == writes + 1
+    assert b.record is not None
+    assert (b.record.step, b.record.lasting) == (5, 1)
+
+
+def test_when_all_workers_succeed_everybody_leaves_with_success(bench: Bench) -> None:
+    a, b = bench.joined("a", "b")
+    spare = bench.join("spare", replace(POLICY, max_nodes=2))
+    for peer in (a, b):
+        peer.part.workers_succeeded(1)
+        peer.part.workers_gone(1, bench.now)
+        bench.settle()
+    for peer in (a, b, spare):
+        assert peer.left() == Leave(Result.SUCCEEDED, "every worker ended with success")
+        assert peer.stops() == []
+
+
+# ---------------------------------------------------------------- settling a generation
+
+
+def test_a_node_starts_a_generation_once(bench: Bench) -> None:
+    a, b = bench.joined("a", "b")
+    a.obedient = b.obedient = False
+    world = a.part.world
+    assert world is not None
+    a.part.workers_gone(1, bench.now)
+    assert a.order == Stay(), "its workers have ended; the others decide what comes next"
+    with pytest.raises(AssertionError, match="I4"):
+        a.part.workers_started(world)
+
+
+def test_two_generations_at_once_are_refused(bench: Bench) -> None:
+    a, _ = bench.joined("a", "b")
+    world = a.part.world
+    assert world is not None
+    with pytest.raises(AssertionError, match="I1"):
+        a.part.workers_started(replace(world, generation=2))
+    with pytest.raises(AssertionError, match="not started"):
+        a.part.workers_gone(2, bench.now)
+
+
+def test_a_member_that_never_started_a_stopped_generation_settles_it(bench: Bench) -> None:
+    a, b = bench.join("a"), bench.join("b")
+    b.obedient = False
+    bench.settle()
+    assert isinstance(b.order, Start)
+    a.part.workers_failed(Failure(1, "crash", "rank 0 raised"))
+    a.part.workers_advanced(1)
+    bench.settle()
+    assert b.generation == 0
+    assert b.stops() == []
+    assert b.record is not None
+    assert b.record.settled == 1
+    b.obedient = True
+    bench.settle()
+    assert (a.generation, b.generation) == (2, 2)
+
+
+def test_only_the_master_needs_a_fresh_port_and_settles_with_it(bench: Bench) -> None:
+    a, b = bench.joined("a", "b")
+    a.obedient = b.obedient = False
+    a.part.workers_failed(Failure(1, "crash", "rank 0 raised"))
+    bench.settle()
+    a.part.workers_gone(1, bench.now)
+    b.part.workers_gone(1, bench.now)
+    assert (a.part.wants_port, b.part.wants_port) == (True, False)
+    assert a.part.request(bench.now) is None, "it has not settled before it has a port"
+    a.part.offer_port(4711)
+    a.obedient = b.obedient = True
+    bench.after(1)
+    world = bench.world()
+    assert world is not None
+    assert (world.generation, world.master.port) == (2, 4711)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda bench: bench.delete(WORLD_KEY), "the rendezvous store has lost the world that runs here"),
+        (
+            lambda bench: bench.put(WORLD_KEY, replace(bench.world(), generation=7).to_json()),
+            "generation 7 has replaced it",
+        ),
+    ],
+    ids=["deleted", "replaced"],
+)
+def test_workers_of_a_world_that_is_no_more_are_stopped(
+    bench: Bench, change: Callable[[Bench], None], reason: str
+) -> None:
+    _, b = bench.joined("a", "b")
+    b.obedient = False
+    change(bench)
+    b.watch()
+    assert b.order == Stop(1, False, reason)
+
+
+def test_an_older_world_never_replaces_a_newer_one(bench: Bench) -> None:
+    a, _ = bench.joined("a", "b")
+    old = bench.entry(WORLD_KEY)
+    bench.joined("c")
+    assert old is not None
+    before = a.part.world
+    a.part.changed((Change(old.mod_revision, WORLD_KEY, old),), bench.now)
+    assert a.part.world == before
+    assert a.order == Stay()
+
+
+# ---------------------------------------------------------------- leaving
+
+
+def test_a_leaving_node_stops_together_with_the_others(bench: Bench) -> None:
+    a, b, c = bench.joined("a", "b", "c")
+    asked_at = bench.now
+    b.part.leave(bench.now)
+    bench.settle()
+    assert bench.now == asked_at
+    assert {peer.stops()[-1] for peer in (a, b, c)} == {Stop(2, True, "node b was asked to stop")}
+    assert b.left() == Leave(Refusal.ASKED, "this node was asked to stop")
+    bench.kill(b)
+    bench.ledger.revoke(b.part.lease or 0)
+    bench.settle()
+    assert bench.members() == ["a", "c"]
+    assert (a.generation, c.generation) == (3, 3)
+
+
+def test_a_leaving_node_that_nobody_answers_stops_alone(bench: Bench) -> None:
+    a, b, c = bench.joined("a", "b", "c")
+    bench.kill(a)
+    b.part.leave(bench.now)
+    b.part.leave(bench.now + 1)  # asked again: the wait does not start anew
+    alone_at = bench.now + LEAVE_TOGETHER_S
+    bench.settle()
+    bench.after(LEAVE_TOGETHER_S - 0.5)
+    assert b.generation == 2
+    assert b.order == Stay()
+    wake_at = b.part.wake_at(bench.now)
+    assert wake_at is not None
+    assert wake_at <= alone_at
+    bench.after(0.5)
+    assert b.stops()[-1] == Stop(2, True, "this node was asked to stop")
+    assert b.left().why is Refusal.ASKED
+    assert c.generation == 2
+
+
+def test_a_node_without_workers_leaves_at_once(bench: Bench) -> None:
+    a = bench.join("a")
+    bench.settle()
+    a.part.leave(bench.now)
+    assert a.left() == Leave(Refusal.ASKED, "this node was asked to stop")
+
+
+# ---------------------------------------------------------------- join timeout
+
+
+def timed_out(bench: Bench, peer: Peer) -> str:
+    bench.after(POLICY.join_timeout_s - TICK_S)
+    assert peer.orders == []
+    assert peer.part.wake_at(bench.now) is not None
+    bench.after(TICK_S)
+    refusal = peer.left()
+    assert refusal.why is Refusal.JOIN_TIMEOUT
+    assert refusal.reason.startswith("no world within 60 s of --join-timeout: ")
+    return refusal.reason
+
+
+def test_the_join_timeout_says_how_many_nodes_are_missing(bench: Bench) -> None:
+    reason = timed_out(bench, bench.join("a"))
+    assert reason.endswith("waiting for 1 more of at least 2 nodes (here: a)")
+
+
+def test_the_join_timeout_says_who_coordinates(bench: Bench) -> None:
+    policy = replace(POLICY, min_nodes=3)
+    bench.join("a", policy)
+    b = bench.join("b", policy)
+    assert timed_out(bench, b).endswith("a coordinates; no new world from it yet")
+
+
+def test_the_join_timeout_says_that_the_store_does_not_answer(bench: Bench) -> None:
+    a = bench.join("a")
+    a.connected = False
+    assert timed_out(bench, a).endswith("the rendezvous store: no answer from store:2379")
+
+
+def test_survivors_below_the_minimum_time_out_and_say_what_happened(bench: Bench) -> None:
+    """Each wait has the whole timeout, however long the first one was."""
+    a = bench.join("a")
+    bench.after(POLICY.join_timeout_s - 1)
+    (b,) = bench.joined("b")
+    bench.kill(b)
+    bench.after(POLICY.join_timeout_s)
+    assert a.order == Stay()
+    bench.after(TTL_S + 1)
+    refusal = a.left()
+    assert refusal.why is Refusal.JOIN_TIMEOUT
+    assert "waiting for 1 more of at least 2 nodes (here: a; last: node b is gone" in refusal.reason
+
+
+@pytest.mark.parametrize(
+    ("victim", "reason"),
+    [
+        ("b", "the rendezvous store: no answer from store:2379"),
+        ("spare", "a coordinates; no new world from it yet"),
+    ],
+)
+def test_a_node_cut_off_for_good_times_out_too(bench: Bench, victim: str, reason: str) -> None:
+    """The last that it saw is a running world; it is not waiting for that one to end."""
+    policy = replace(POLICY, max_nodes=2)
+    peers = [*bench.joined("a", "b", policy=policy), bench.join("spare", policy)]
+    bench.settle()
+    lonely = next(peer for peer in peers if peer.name == victim)
+    lonely.connected = False
+    bench.after(POLICY.join_timeout_s)
+    assert lonely.order == Stay()
+    bench.after(TTL_S)
+    refusal = lonely.left()
+    assert refusal.why is Refusal.JOIN_TIMEOUT
+    assert refusal.reason.endswith(reason)
+
+
+def test_no_join_timeout_runs_while_workers_do(bench: Bench) -> None:
+    a, b = bench.joined("a", "b")
+    bench.after(POLICY.join_timeout_s * 3)
+    assert (a.generation, b.generation) == (1, 1)
+    assert (a.order, b.order) == (Stay(), Stay())
