@@ -293,8 +293,8 @@ class Loop:
         if group is None or world is None or group.generation != generation:
             return
         returncode = group.reap(local_rank)
-        self._observer.exited(local_rank, returncode, stopped=group.stopping)
         if returncode == 0 or (group.stopping and returncode in (-signal.SIGTERM, -signal.SIGKILL)):
+            self._observer.exited(local_rank, describe_exit(returncode).reason)
             return
         rank = group.ranks[local_rank]
         self._logs.drain(generation, rank, DRAIN_LOGS_S)
@@ -309,8 +309,9 @@ class Loop:
             log_file=self._logs.log_file(generation, rank),
         )
         self._failures.append(failure)
+        self._observer.exited(local_rank, failure.reason)
         if not group.stopping:
-            log.error("rank %d failed: %s", rank, describe_exit(returncode).text)
+            log.error("rank %d failed: %s", rank, failure.cause)
             self._report_failure(
                 Failure(generation, fingerprint(failure), failure.cause, detail=failure.to_json())
             )

@@ -15,7 +15,7 @@ from ..health.metrics import FAILURE_REASONS, Metrics
 from ..rendezvous.participant import Participant
 from ..rendezvous.records import CauseKind, Member, Phase, World
 from ..worker.reports import LoadReport, Report, SaveReport, StepReport
-from .failures import FailureInvalid, WorkerFailure, describe_exit
+from .failures import FailureInvalid, WorkerFailure
 from .workers import WorkerGroup
 
 log = logging.getLogger(__name__)
@@ -138,11 +138,8 @@ class Observer:
     def leaving(self) -> None:
         self._leaving = True
 
-    def exited(self, local_rank: int, returncode: int, *, stopped: bool) -> None:
-        reason = describe_exit(returncode).reason
+    def exited(self, local_rank: int, reason: str) -> None:
         self._metrics.worker_exits_total.inc(local_rank=str(local_rank), reason=reason)
-        if not stopped:
-            log.info("worker %d ended: %s", local_rank, describe_exit(returncode).text)
 
     def reported(self, report: Report, now: float) -> None:
         metrics, wall = self._metrics, time.time()
