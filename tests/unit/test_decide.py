@@ -357,6 +357,20 @@ def test_the_budget_is_counted_only_when_every_step_is_known() -> None:
     check(view(spent, SA, B), POLICY, "wait", "waiting for b to stop generation 4")
 
 
+@pytest.mark.parametrize("used", [Restarts(), Restarts(9, 3, "crash", 3)], ids=["unused", "spent"])
+def test_a_failure_beside_a_lost_node_is_blamed_on_the_loss(used: Restarts) -> None:
+    world = stopping(A, B, C, kind=CauseKind.FAILURE, restarts=used)
+    decision = decide(view(world, SA, SC), STEADY, NOW)
+    assert short(decision) == "running 5 [a c] lost b"
+    assert isinstance(decision, Publish)
+    assert decision.world.restarts == used
+    assert decision.world.cause == Cause(CauseKind.LOST, "b", "node b is gone: its lease ended")
+
+
+def test_a_loss_does_not_change_the_cause_of_a_planned_stop() -> None:
+    assert short(decide(view(stopping(A, B, C), SA, SC), POLICY, NOW)) == "running 5 [a c] join a"
+
+
 # ---------------------------------------------------------------- decide: what is written can be read
 
 
