@@ -1,0 +1,328 @@
+"""The c10d store as the other nodes see it: calls sent to the node that hosts it (`c10d_host`).
+
+A call is answered within the request timeout, or raises within it:
+
+    no answer             StoreUnavailable; a write may or may not happen still, until the next call is answered
+    connection ended      StoreUnavailable when another one can be made: ask again
+                          StoreLost when the host refuses it: its process ended, and the store was only there
+
+After a call without an answer the store opens a second link in the background and goes over to it when it stands,
+so that a network that heals is used again at once, and a host that hangs is used again when it wakes. The host drops
+what comes late over the older link. A `Link` may hang; nothing here waits for one without a deadline.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+import uuid
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import TypeVar
+
+from .c10d_link import Asked, Link, LinkBroken, NobodyListens, knock, open_link
+from .c10d_wire import (
+    PARKED_S,
+    Await,
+    Call,
+    Done,
+    Found,
+    Grant,
+    Granted,
+    KeepAlive,
+    Noticed,
+    Oldest,
+    Read,
+    Refused,
+    Revoke,
+    Transact,
+)
+from .errors import (
+    Compacted,
+    LeaseExpired,
+    StoreClosed,
+    StoreError,
+    StoreLost,
+    StoreMismatch,
+    StoreUnavailable,
+)
+from .store import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot, Store, Watch
+
+REQUEST_TIMEOUT_S = 5.0
+
+CONNECT_PAUSE_S = 0.25
+"""Between two tries to join, drawn from zero to this: all nodes of a job start together, its host among them."""
+
+OPENING_GIVEN_UP_S = 30.0
+"""A connection that hangs this long while it is made is left alone, and another one tried."""
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """A link being made in a thread of its own, which may hang."""
+
+    given_up_at: float
+    accepted: threading.Event
+    link: Future[Link]
+
+
+class C10dStore(Store):
+    """See the module's docstring. Made by `connect`."""
+
+    def __init__(self, address: str, port: int, job: str, request_timeout_s: float) -> None:
+        self._address = address
+        self._port = port
+        self._job = job
+        self._request_timeout_s = request_timeout_s
+        self._client = uuid.uuid4().hex
+        self._lock = threading.Lock()
+        self._host: str | None = None
+        self._link: Link | None = None
+        self._links_tried = 0
+        self._opening: _Opening | None = None
+        self._closed = False
+
+    @classmethod
+    def connect(
+        cls,
+        address: str,
+        port: int,
+        job: str,
+        timeout_s: float,
+        request_timeout_s: float = REQUEST_TIMEOUT_S,
+        rng: random.Random | None = None,
+    ) -> C10dStore:
+        """Join the store that another node hosts, or will host soon.
+
+        Raises StoreUnavailable when `timeout_s` seconds of trying were not enough, StoreMismatch at once.
+        """
+        store = cls(address, port, job, request_timeout_s)
+        rng = rng or random.Random()
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                store._go_over_to_new_link(deadline)
+                return store
+            except StoreUnavailable as error:
+                pause_s = rng.uniform(0.0, CONNECT_PAUSE_S)
+                if time.monotonic() + pause_s < deadline:
+                    time.sleep(pause_s)
+                    continue
+                store.close()
+                raise StoreUnavailable(
+                    f"no c10d store on {address}:{port} after {timeout_s:g} s: {error}. Check that the agent which "
+                    "hosts it runs, that --rdzv-endpoint names its address, and that no firewall closes the port"
+                ) from error
+            except StoreError:
+                store.close()
+                raise
+
+    def grant(self, ttl_s: float) -> LeaseId:
+        return self._call(Grant(ttl_s), Granted).lease
+
+    def keep_alive(self, lease: LeaseId) -> None:
+        self._call(KeepAlive(lease), Done)
+
+    def revoke(self, lease: LeaseId) -> None:
+        self._call(Revoke(lease), Done)
+
+    def transact(self, compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...]) -> Outcome:
+        return self._call(Transact(compares, writes), Outcome)
+
+    def read(self, prefixes: tuple[str, ...]) -> Snapshot:
+        return self._call(Read(prefixes), Snapshot)
+
+    def oldest(self, prefix: str) -> Entry | None:
+        return self._call(Oldest(prefix), Found).entry
+
+    def watch(self, prefixes: tuple[str, ...], after_revision: int) -> Watch:
+        return _C10dWatch(self, prefixes, after_revision)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            link = self._link
+        if link is not None:
+            link.close(wait_s=1.0)
+
+    def _call(self, call: Call, expected: type[R]) -> R:
+        deadline = time.monotonic() + self._request_timeout_s
+        link, asked = self._ask(call, deadline)
+        try:
+            answer = asked.answers.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            raise self._no_answer(link, asked, self._request_timeout_s) from None
+        return self._understood(answer, expected, deadline)
+
+    def _ask(self, call: Call, deadline: float) -> tuple[Link, Asked]:
+        with self._lock:
+            link = self._link
+        if self._closed:
+            raise self._closed_error()
+        if link is None or link.broken:
+            link = self._go_over_to_new_link(deadline)
+        return link, link.ask(call)
+
+    def _no_answer(self, link: Link, asked: Asked, waited_s: float) -> StoreUnavailable:
+        link.forget(asked)
+        with self._lock:
+            self._start_opening()
+        return StoreUnavailable(
+            f"the host of the c10d store, {self._where}, gave no answer for {waited_s:g} s: it hangs, or the "
+            "network to it is cut; what was asked may have been done: read before asking again"
+        )
+
+    def _understood(self, answer: object, expected: type[R], deadline: float) -> R:
+        match answer:
+            case expected():
+                return answer
+            case Refused(kind, text):
+                raise {"LeaseExpired": LeaseExpired, "Compacted": Compacted}.get(kind, StoreError)(text)
+            case LinkBroken():
+                self._go_over_to_new_link(deadline)
+                raise StoreUnavailable(
+                    f"the connection to the c10d store on {self._where} was cut ({answer}) and made again; "
+                    "what was asked may have been done: read before asking again"
+                )
+            case StoreClosed():
+                raise StoreClosed(str(answer))
+        raise StoreMismatch(
+            f"the c10d store on {self._where} answered with {type(answer).__name__} where {expected.__name__} "
+            "was expected: run the same version of elastic-agent on every node"
+        )
+
+    def _go_over_to_new_link(self, deadline: float) -> Link:
+        """A link that is not broken, made by now or in time. Raises StoreLost, or StoreUnavailable."""
+        with self._lock:
+            if self._link is not None and not self._link.broken:
+                return self._link
+            opening = self._start_opening()
+        try:
+            return opening.link.result(max(0.0, deadline - time.monotonic()))
+        except FutureTimeout as error:
+            if not opening.accepted.is_set():
+                raise StoreUnavailable(
+                    f"{self._where} takes no connection: the network to it is cut"
+                ) from error
+            raise StoreUnavailable(
+                f"{self._where} takes connections, but does not answer as a TCPStore: the host of the c10d store "
+                "hangs, or another program listens there"
+            ) from error
+        except NobodyListens as error:
+            if self._host is None:
+                raise StoreUnavailable(str(error)) from error
+            raise StoreLost(
+                f"the c10d store on {self._where} is gone: the agent of the node that hosted it ended, and this "
+                "job cannot go on without it; start it again with --rdzv-endpoint on a node that stays, or with "
+                "an etcd store, which outlives every node"
+            ) from error
+        except StoreError as error:  # a new one for each thread that waited for the same link
+            raise type(error)(str(error)) from error
+
+    def _start_opening(self) -> _Opening:
+        """Under the lock. At most one at a time is waited for."""
+        if self._closed:
+            raise self._closed_error()
+        now = time.monotonic()
+        if self._opening is None or self._opening.link.done() or self._opening.given_up_at <= now:
+            self._links_tried += 1
+            self._opening = _Opening(now + OPENING_GIVEN_UP_S, threading.Event(), Future())
+            threading.Thread(
+                target=self._open,
+                args=(self._links_tried, self._opening),
+                name="c10d-opening",
+                daemon=True,
+            ).start()
+        return self._opening
+
+    def _open(self, number: int, opening: _Opening) -> None:
+        try:
+            # Our own connection first: torch waits half a second and more before it tries a refused one again.
+            knock(self._address, self._port, self._request_timeout_s)
+            opening.accepted.set()
+            link = open_link(self._address, self._port, self._job, self._client, number)
+        except Exception as error:
+            opening.link.set_exception(error)
+            return
+        with self._lock:
+            problem: StoreError | None = None
+            if self._closed:
+                problem = self._closed_error()
+            elif self._host not in (None, link.host):
+                problem = StoreLost(
+                    f"another agent began to host a c10d store on {self._where}, and what this job kept in the "
+                    "first one is gone: start this agent again to join the new one"
+                )
+            elif self._link is not None and self._link.number > number:
+                problem = StoreUnavailable("overtaken by a newer connection")
+            unused: Link | None = link
+            if problem is None:
+                unused, self._link, self._host = self._link, link, link.host
+        if unused is not None:
+            unused.close()
+        if problem is None:
+            opening.link.set_result(link)
+        else:
+            opening.link.set_exception(problem)
+
+    def _closed_error(self) -> StoreClosed:
+        return StoreClosed(f"the c10d store on {self._where} was closed on this side")
+
+    @property
+    def _where(self) -> str:
+        return f"{self._address}:{self._port}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    link: Link
+    asked: Asked
+    deadline: float
+
+
+class _C10dWatch(Watch):
+    """One `Await` after another; the one under way outlives a `next` that times out."""
+
+    def __init__(self, store: C10dStore, prefixes: tuple[str, ...], after_revision: int) -> None:
+        self._store = store
+        self._prefixes = prefixes
+        self._after = after_revision
+        self._waiting: _Waiting | None = None
+        self._closed = False
+
+    def next(self, timeout_s: float) -> tuple[Change, ...]:
+        store, until = self._store, time.monotonic() + timeout_s
+        patience_s = store._request_timeout_s
+        while True:
+            waiting = self._waiting
+            if waiting is None:
+                now = time.monotonic()
+                link, asked = store._ask(Await(self._prefixes, self._after), now + patience_s)
+                waiting = self._waiting = _Waiting(link, asked, now + PARKED_S + patience_s)
+            if self._closed:  # looked at after `_waiting` is set: `close` does the reverse
+                raise StoreClosed("the watch was closed")
+            now = time.monotonic()
+            try:
+                answer = waiting.asked.answers.get(timeout=max(0.0, min(until, waiting.deadline) - now))
+            except queue.Empty:
+                if time.monotonic() < waiting.deadline:
+                    return ()
+                self._waiting = None
+                raise store._no_answer(waiting.link, waiting.asked, PARKED_S + patience_s) from None
+            self._waiting = None
+            noticed = store._understood(answer, Noticed, time.monotonic() + patience_s)
+            self._after = noticed.revision
+            if noticed.changes:
+                return noticed.changes
+
+    def close(self) -> None:
+        self._closed = True
+        waiting = self._waiting
+        if waiting is not None:
+            waiting.link.forget(waiting.asked)
+            waiting.asked.answers.put(StoreClosed("the watch was closed"))

@@ -1,0 +1,296 @@
+"""The node that hosts the c10d store: a `MemoryStore` that also answers other nodes, over a TCPStore it serves.
+
+Its own node calls it directly, without a round trip. The TCPStore carries messages only and holds no state of ours:
+clients push calls to one queue, each client pops the answers from a queue of its own. Two threads do that work:
+
+    c10d-requests    pops calls, one at a time, and answers them
+    c10d-changes     waits for changes (and so for leases to expire, also when nobody asks) and answers the `Await`
+                     calls that were parked because nothing had changed yet
+
+An `Await` is answered once, at the latest after `PARKED_S`, and then forgotten, so that a client that died costs one
+parked call and one unread answer, and those only for a while. Calls of one client are done in the order in which it
+made them; once a client has used a newer link, a call that comes late over an older one is dropped, because its caller
+gave up on it long ago and may have read back that it did not happen.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .c10d_link import CONNECT_TIMEOUT, IDLE_TIMEOUT
+from .c10d_wire import (
+    META_KEY,
+    PARKED_S,
+    REPLY_LIMIT_BYTES,
+    REQUEST_QUEUE,
+    Await,
+    Call,
+    Done,
+    Found,
+    Grant,
+    Granted,
+    KeepAlive,
+    Noticed,
+    Oldest,
+    Read,
+    Refused,
+    Reply,
+    Request,
+    Result,
+    Revoke,
+    Transact,
+    WireInvalid,
+    decode_request,
+    encode_meta,
+    encode_reply,
+    reply_queue,
+)
+from .errors import Compacted, LeaseExpired, StoreClosed, StoreUnavailable
+from .memory import MemoryStore
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+QUIET_S = 120.0
+"""A client that was silent for this long is forgotten, and the answers it never fetched are thrown away."""
+
+SWEEP_S = 5.0
+"""How often the two limits above are looked at."""
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Parked:
+    request: Request
+    prefixes: tuple[str, ...]
+    after_revision: int
+    until: float
+
+
+@dataclass(slots=True)
+class _Client:
+    link: int
+    seen_at: float
+
+
+class C10dHost(MemoryStore):
+    """The store itself, in the process that hosts it. Ends for everybody with `close` or with the process."""
+
+    def __init__(
+        self, listener: socket.socket, address: str, job: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Take over `listener`, bound and listening, reachable by the others as `address`.
+
+        Raises StoreUnavailable when torch cannot serve on it.
+        """
+        from torch.distributed import DistError, TCPStore
+
+        super().__init__(clock)
+        self.requests = 0
+        self.dropped = 0
+        """Messages that were not done: garbage, another schema, or late over a link that is no longer used."""
+        self._parked: dict[tuple[str, int, int], _Parked] = {}
+        self._parking = threading.Lock()
+        self._clients: dict[str, _Client] = {}
+        self._remembering = threading.Lock()
+        self._closing = threading.Event()
+        self._feed = self.watch(("",), 0)
+
+        bound, port = listener.getsockname()[:2]
+        self._own_address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound), port
+        try:
+            self._server = TCPStore(
+                *self._own_address,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=CONNECT_TIMEOUT,
+                master_listen_fd=listener.detach(),
+                use_libuv=True,
+            )
+            self._server.set(META_KEY, encode_meta(job, host=uuid.uuid4().hex).decode())
+            self._inbox = self._open_inbox()
+        except DistError as error:
+            raise StoreUnavailable(
+                f"cannot host the c10d store on {address}:{port} (bound to {bound}): {error}; "
+                "check that this node can connect to that address itself, or choose another --rdzv-endpoint"
+            ) from error
+        self._threads = (
+            threading.Thread(target=self._serve, name="c10d-requests", daemon=True),
+            threading.Thread(target=self._notify, name="c10d-changes", daemon=True),
+        )
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        super().close()
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._server.queue_push(REQUEST_QUEUE, b"")
+        for thread in self._threads:
+            thread.join()
+        del self._inbox, self._server
+
+    # The thread c10d-requests.
+
+    def _serve(self) -> None:
+        from torch.distributed import DistError
+
+        while True:
+            try:
+                raw = self._inbox.queue_pop(REQUEST_QUEUE)
+            except DistError:  # a day without a call, or somebody else popped what woke us
+                self._inbox = self._open_inbox()
+                continue
+            if self._closing.is_set():
+                return
+            self.requests += 1
+            try:
+                self._handle(raw)
+            except StoreClosed:
+                return
+            except Exception:  # one odd request must not end the job
+                self.dropped += 1
+                _log.exception("a request to the c10d store failed")
+
+    def _open_inbox(self) -> TCPStore:
+        from torch.distributed import TCPStore
+
+        inbox = TCPStore(*self._own_address, is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
+        inbox.set_timeout(IDLE_TIMEOUT)
+        return inbox
+
+    def _handle(self, raw: bytes) -> None:
+        try:
+            request = decode_request(raw)
+        except WireInvalid as error:
+            self.dropped += 1
+            _log.warning("dropped a message to the c10d store: %s", error)
+            if error.sender is not None:
+                self._answer(error.sender, Refused("StoreError", f"the host refused the call: {error}"))
+            return
+        if not self._is_newest_link(request):
+            self.dropped += 1
+            return
+        if isinstance(request.call, Await):
+            self._await(request, request.call)
+        elif request.call is not None:
+            self._answer(request, self._do(request.call))
+
+    def _do(self, call: Call) -> Result:
+        try:
+            match call:
+                case Grant(ttl_s):
+                    return Granted(self.grant(ttl_s))
+                case KeepAlive(lease):
+                    self.keep_alive(lease)
+                    return Done()
+                case Revoke(lease):
+                    self.revoke(lease)
+                    return Done()
+                case Transact(compares, writes):
+                    return self.transact(compares, writes)
+                case Read(prefixes):
+                    return self.read(prefixes)
+                case Oldest(prefix):
+                    return Found(self.oldest(prefix))
+                case Await(prefixes, after_revision):
+                    changes = self.watch(prefixes, after_revision).next(0.0)
+                    return Noticed(changes[-1].revision if changes else after_revision, changes)
+        except (LeaseExpired, Compacted) as error:
+            return Refused(type(error).__name__, str(error))
+
+    def _await(self, request: Request, call: Await) -> None:
+        # Under the lock, so that c10d-changes handles each change either before (then `_do` sees it) or after
+        # (then it sees the parked call).
+        with self._parking:
+            result = self._do(call)
+            if isinstance(result, Noticed) and not result.changes:
+                key = (request.client, request.link, request.id)
+                until = self._clock() + PARKED_S
+                self._parked[key] = _Parked(request, call.prefixes, call.after_revision, until)
+                return
+        self._answer(request, result)
+
+    # The thread c10d-changes.
+
+    def _notify(self) -> None:
+        while True:
+            try:
+                changes = self._feed.next(SWEEP_S)
+            except StoreClosed:
+                return
+            except Compacted as error:
+                with self._parking:
+                    for key, parked in list(self._parked.items()):
+                        self._unpark(key, parked, Refused("Compacted", str(error)))
+                    self._feed = self.watch(("",), self.read(()).revision)
+                continue
+            now = self._clock()
+            with self._parking:
+                for key, parked in list(self._parked.items()):
+                    after = parked.after_revision
+                    wanted = tuple(
+                        change
+                        for change in changes
+                        if change.revision > after and change.key.startswith(parked.prefixes)
+                    )
+                    if changes:
+                        parked.after_revision = max(after, changes[-1].revision)
+                    if wanted or parked.until <= now:
+                        self._unpark(key, parked, Noticed(parked.after_revision, wanted))
+            self._forget_quiet_clients(now)
+
+    def _unpark(self, key: tuple[str, int, int], parked: _Parked, result: Result) -> None:
+        del self._parked[key]
+        self._answer(parked.request, result)
+
+    # Both threads.
+
+    def _answer(self, request: Request, result: Result) -> None:
+        encoded = encode_reply(Reply(request.id, result))
+        if len(encoded) > REPLY_LIMIT_BYTES:
+            text = f"the answer has {len(encoded)} bytes, the store carries at most {REPLY_LIMIT_BYTES}"
+            kind = "Compacted" if isinstance(result, Noticed) else "StoreError"
+            encoded = encode_reply(Reply(request.id, Refused(kind, text)))
+        if self._is_newest_link(request):
+            self._server.queue_push(reply_queue(request.client, request.link), encoded)
+
+    def _is_newest_link(self, request: Request) -> bool:
+        """False when this client has gone on to a newer link. The first call over a newer one ends the older."""
+        with self._remembering:
+            known = self._clients.get(request.client)
+            if known is not None and known.link > request.link:
+                return False
+            if known is not None and known.link < request.link:
+                self._drain(request.client, known.link)
+            self._clients.pop(request.client, None)  # so that the dictionary is in the order of `seen_at`
+            self._clients[request.client] = _Client(request.link, self._clock())
+            return True
+
+    def _forget_quiet_clients(self, now: float) -> None:
+        with self._remembering:
+            for name, client in list(self._clients.items()):
+                if client.seen_at + QUIET_S > now:
+                    break
+                self._drain(name, client.link)
+                del self._clients[name]
+
+    def _drain(self, client: str, link: int) -> None:
+        from torch.distributed import QueueEmptyError
+
+        queue = reply_queue(client, link)
+        try:
+            while self._server.queue_len(queue):
+                self._server.queue_pop(queue, False)
+        except QueueEmptyError:
+            pass  # its client lives after all, and was quicker

@@ -1,0 +1,211 @@
+"""One conversation between a client and the host of the c10d store.
+
+A TCPStore client is one connection with one lock, and a call on a host that hangs never returns, whatever timeout
+it was given. So a link owns two connections and two threads that may hang as long as they like:
+
+    c10d-sender      takes calls from an outbox and pushes them to the host
+    c10d-receiver    pops the replies and gives each to whoever waits for its id
+
+Everybody else only ever waits on a queue of their own, with their own deadline. A link never recovers: at the first
+error it is broken, and whoever waits is told `LinkBroken`. Opening another one is up to the store.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import socket
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeAlias
+
+from .c10d_wire import (
+    META_KEY,
+    REQUEST_LIMIT_BYTES,
+    REQUEST_QUEUE,
+    Call,
+    Request,
+    Result,
+    WireInvalid,
+    decode_meta,
+    decode_reply,
+    encode_request,
+    reply_queue,
+)
+from .errors import StoreClosed, StoreError, StoreMismatch, StoreUnavailable
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+OUTBOX = 256
+"""Calls that may wait for a host that does not read."""
+
+IDLE_TIMEOUT = timedelta(days=1)
+"""For pops whose time we judge ourselves: torch logs every timeout, and counts it in 32 bits of milliseconds."""
+
+CONNECT_TIMEOUT = timedelta(seconds=15)
+"""torch asks for the name of every address that it connects to; a dead name server makes that take 10 s."""
+
+_log = logging.getLogger(__name__)
+
+
+class LinkBroken(StoreError):
+    """The connection ended; whether the host did, another connection will tell."""
+
+
+class NobodyListens(StoreError):
+    """The host's address refuses connections."""
+
+
+Answer: TypeAlias = Result | LinkBroken | StoreClosed
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A call under way: the first answer counts, also when it is that we stopped waiting."""
+
+    id: int
+    answers: queue.SimpleQueue[Answer]
+
+
+class Link:
+    def __init__(self, sending: TCPStore, receiving: TCPStore, host: str, client: str, number: int) -> None:
+        self.host = host
+        """The host's name for its present life."""
+        self.broken = False
+        self._client = client
+        self.number = number
+        self._replies = reply_queue(client, number)
+        self._ids = itertools.count(1)
+        self._asked: dict[int, queue.SimpleQueue[Answer]] = {}
+        self._asking = threading.Lock()
+        self._outbox: queue.Queue[tuple[str, bytes] | None] = queue.Queue(OUTBOX)
+        self._threads = (
+            threading.Thread(target=self._send, args=(sending,), name="c10d-sender", daemon=True),
+            threading.Thread(target=self._receive, args=(receiving,), name="c10d-receiver", daemon=True),
+        )
+        for thread in self._threads:
+            thread.start()
+
+    def ask(self, call: Call) -> Asked:
+        """Send the call; its answer comes later. Raises StoreError when it cannot even be sent."""
+        asked = Asked(next(self._ids), queue.SimpleQueue())
+        message = encode_request(Request(self._client, self.number, asked.id, call))
+        if len(message) > REQUEST_LIMIT_BYTES:
+            raise StoreError(
+                f"a call of {len(message)} bytes is too long for the c10d store, at most {REQUEST_LIMIT_BYTES}; "
+                "store a reference in the record instead of the data"
+            )
+        with self._asking:
+            if self.broken:
+                asked.answers.put(LinkBroken("the connection to the host of the c10d store had ended"))
+                return asked
+            try:
+                self._outbox.put_nowait((REQUEST_QUEUE, message))
+            except queue.Full as error:
+                raise StoreUnavailable(
+                    f"{OUTBOX} calls wait for a host that does not take any: it hangs or cannot be reached"
+                ) from error
+            self._asked[asked.id] = asked.answers
+        return asked
+
+    def forget(self, asked: Asked) -> None:
+        """Nobody waits for this answer any more; if it still comes, it is dropped."""
+        with self._asking:
+            self._asked.pop(asked.id, None)
+
+    def close(self, wait_s: float = 0.0) -> None:
+        """End the conversation; whoever waits is told LinkBroken. The threads end when the host lets them."""
+        self._end("closed on this side", (self._replies, b""))
+        for thread in self._threads:
+            thread.join(wait_s)
+
+    def _end(self, reason: str, *farewell: tuple[str, bytes]) -> None:
+        with self._asking:
+            if self.broken:
+                return
+            self.broken = True
+            waiting, self._asked = self._asked, {}
+        for answers in waiting.values():
+            answers.put(LinkBroken(reason))
+        try:
+            for last in (*farewell, None):
+                self._outbox.put_nowait(last)
+        except queue.Full:
+            pass  # the sender hangs in a push; only the end of the connection ends it
+
+    def _send(self, sending: TCPStore) -> None:
+        from torch.distributed import DistError
+
+        try:
+            while (item := self._outbox.get()) is not None:
+                sending.queue_push(*item)
+        except DistError as error:
+            self._end(str(error))
+
+    def _receive(self, receiving: TCPStore) -> None:
+        from torch.distributed import DistError
+
+        while True:
+            try:
+                raw = receiving.queue_pop(self._replies)
+            except DistError as error:
+                self._end(str(error))
+                return
+            if self.broken:
+                return
+            try:
+                reply = decode_reply(raw)
+            except WireInvalid as error:
+                _log.warning("dropped a reply of the c10d store: %s", error)
+                continue
+            with self._asking:
+                answers = self._asked.pop(reply.id, None)
+            if answers is not None:
+                answers.put(reply.result)
+
+
+def knock(address: str, port: int, timeout_s: float) -> None:
+    """Whether anybody listens there. Raises NobodyListens and StoreUnavailable."""
+    try:
+        socket.create_connection((address, port), timeout_s).close()
+    except ConnectionRefusedError as error:
+        raise NobodyListens(f"nobody listens on {address}:{port}") from error
+    except OSError as error:
+        raise StoreUnavailable(f"cannot connect to {address}:{port}: {error}") from error
+
+
+def open_link(address: str, port: int, job: str, client: str, number: int) -> Link:
+    """Connect, and make sure that this is the store of our job. May hang: call it in a thread that may.
+
+    Raises StoreUnavailable and StoreMismatch.
+    """
+    from torch.distributed import DistError, DistStoreError, TCPStore
+
+    try:
+        sending, receiving = (
+            TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
+            for _ in range(2)
+        )
+        try:
+            # The host writes it first of all: it is missing for milliseconds, or for good.
+            sending.wait([META_KEY], timedelta(seconds=2))
+            meta = sending.get(META_KEY)
+        except DistStoreError as error:
+            raise StoreMismatch(
+                f"{address}:{port} is a TCPStore, but not one that elastic-agent hosts (it has no {META_KEY!r}): "
+                "point --rdzv-endpoint at another port"
+            ) from error
+    except DistError as error:
+        raise StoreUnavailable(f"{address}:{port} does not answer as a TCPStore: {error}") from error
+    try:
+        host = decode_meta(meta, job)
+    except WireInvalid as error:
+        raise StoreMismatch(
+            f"the c10d store on {address}:{port} is not ours to join: {error}; "
+            "use that --rdzv-id and that version of elastic-agent, or another --rdzv-endpoint"
+        ) from error
+    receiving.set_timeout(IDLE_TIMEOUT)
+    return Link(sending, receiving, host, client, number)

@@ -1,0 +1,527 @@
+"""What the c10d store does when its host, its network or its neighbours misbehave."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from torch.distributed import QueueEmptyError, TCPStore
+
+from elastic_agent.rendezvous import c10d_host as c10d_host_module
+from elastic_agent.rendezvous.c10d import C10dStore
+from elastic_agent.rendezvous.c10d_host import QUIET_S, C10dHost
+from elastic_agent.rendezvous.c10d_wire import (
+    META_KEY,
+    PARKED_S,
+    REQUEST_LIMIT_BYTES,
+    REQUEST_QUEUE,
+    SCHEMA,
+    Await,
+    Done,
+    Found,
+    Oldest,
+    Read,
+    Refused,
+    Reply,
+    Request,
+    Transact,
+    decode_reply,
+    encode_reply,
+    encode_request,
+    reply_queue,
+)
+from elastic_agent.rendezvous.errors import (
+    Compacted,
+    StoreError,
+    StoreLost,
+    StoreMismatch,
+    StoreUnavailable,
+)
+from elastic_agent.rendezvous.store import Change, Put, Snapshot
+
+ADDRESS = "127.0.0.1"
+PATIENCE_S = 20.0
+STRANGER = "0123456789abcdef" * 2
+
+
+def put(store: C10dStore | C10dHost, key: str) -> None:
+    store.transact((), (Put(key, ""),))
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
+        time.sleep(0.01)
+
+
+def in_thread(work: Callable[[], object]) -> Callable[[], object]:
+    """Start it; the answer waits for what it returned or raised, but not for ever."""
+    came: list[object] = []
+
+    def run() -> None:
+        try:
+            came.append(work())
+        except StoreError as error:
+            came.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def outcome() -> object:
+        thread.join(PATIENCE_S)
+        assert came, f"still blocked after {PATIENCE_S} s"
+        return came[0]
+
+    return outcome
+
+
+def raw_client(port: int) -> TCPStore:
+    return TCPStore(
+        ADDRESS, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE_S)
+    )
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., C10dStore]]:
+    opened: list[C10dStore] = []
+
+    def connect(port: int, request_timeout_s: float = PATIENCE_S) -> C10dStore:
+        opened.append(C10dStore.connect(ADDRESS, port, "job", PATIENCE_S, request_timeout_s))
+        return opened[-1]
+
+    yield connect
+    for store in opened:
+        store.close()
+
+
+# The host ends, hangs, or is cut off
+
+
+def test_the_death_of_the_host_is_told_to_requests_and_to_blocked_watches(
+    connect: Callable[..., C10dStore], host_process: Callable[..., object]
+) -> None:
+    host = host_process()
+    store = connect(host.port)
+    watch = store.watch(("k",), 0)
+    assert watch.next(0.1) == ()
+    blocked = in_thread(lambda: watch.next(3600.0))
+    host.process.kill()
+    for outcome in (
+        blocked(),
+        in_thread(lambda: store.read(("",)))(),
+        in_thread(lambda: watch.next(3600.0))(),
+    ):
+        assert isinstance(outcome, StoreLost)
+        assert f"{ADDRESS}:{host.port}" in str(outcome)
+        assert "node that hosted it ended" in str(outcome)
+
+
+def test_a_hung_host_is_reported_in_time_and_used_again_when_it_wakes(
+    connect: Callable[..., C10dStore], host_process: Callable[..., object]
+) -> None:
+    host = host_process()
+    store = connect(host.port, request_timeout_s=0.5)
+    watch = store.watch(("k",), 0)
+    assert watch.next(0.1) == ()
+    host.process.send_signal(signal.SIGSTOP)
+    for _ in range(3):
+        outcome = in_thread(lambda: store.read(("",)))()
+        assert isinstance(outcome, StoreUnavailable)
+        assert f"{ADDRESS}:{host.port}" in str(outcome)
+    host.process.send_signal(signal.SIGCONT)
+    seen: list[Change] = []
+
+    def works_again() -> bool:
+        try:
+            put(store, "k")
+            seen.extend(watch.next(PATIENCE_S))
+        except StoreUnavailable:
+            return False
+        return bool(seen)
+
+    eventually(works_again, "an answer of a host that woke up")
+    assert [change.key for change in seen] == ["k"] * len(seen)
+
+
+class Proxy:
+    """A network between clients and a host that can be cut, and that can lead to another host."""
+
+    def __init__(self, port: int) -> None:
+        self.target = port
+        self._listener = socket.create_server((ADDRESS, 0))
+        self.port = self._listener.getsockname()[1]
+        self._pairs: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection((ADDRESS, self.target))
+            self._pairs += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                sink.sendall(data)
+        except OSError:
+            pass
+        for end in (source, sink):
+            try:
+                end.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+
+    def cut(self) -> None:
+        for end in self._pairs:
+            try:
+                end.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+
+
+def test_a_cut_connection_is_made_again_and_its_watch_loses_nothing(
+    connect: Callable[..., C10dStore], c10d_host: tuple[C10dHost, int]
+) -> None:
+    host, port = c10d_host
+    proxy = Proxy(port)
+    store = connect(proxy.port)
+    watch = store.watch(("k",), 0)
+    seen: list[Change] = []
+    for n in range(5):
+        blocked = in_thread(lambda: watch.next(3600.0))
+        put(host, f"k{n}")
+        if n % 2:
+            proxy.cut()
+        outcome = blocked()
+        if isinstance(outcome, StoreUnavailable):
+            outcome = watch.next(PATIENCE_S)
+        assert isinstance(outcome, tuple)
+        seen.extend(outcome)
+    assert [change.key for change in seen] == [f"k{n}" for n in range(5)]
+    assert len(store.read(("k",)).entries) == 5
+    proxy.close()
+
+
+def test_another_host_at_the_same_address_is_not_taken_for_the_first(
+    connect: Callable[..., C10dStore], c10d_host: tuple[C10dHost, int], shared_host_process: object
+) -> None:
+    _, port = c10d_host
+    proxy = Proxy(port)
+    store = connect(proxy.port)
+    store.read(("",))
+    proxy.target = shared_host_process.port
+    proxy.cut()
+
+    def lost() -> bool:
+        try:
+            store.read(("",))
+        except StoreLost as error:
+            return "another agent" in str(error)
+        except StoreUnavailable:
+            pass
+        return False
+
+    eventually(lost, "StoreLost")
+    proxy.close()
+
+
+def test_closing_leaves_no_thread(c10d_host: tuple[C10dHost, int]) -> None:
+    host, port = c10d_host
+    store = C10dStore.connect(ADDRESS, port, "job", PATIENCE_S)
+    assert store.watch(("k",), 0).next(0.1) == ()
+    names = {"c10d-sender", "c10d-receiver", "c10d-opening", "c10d-requests", "c10d-changes"}
+
+    def left() -> set[str]:
+        return {thread.name for thread in threading.enumerate()} & names
+
+    assert left() >= {"c10d-sender", "c10d-receiver", "c10d-requests", "c10d-changes"}
+    store.close()
+    host.close()
+    host.close()
+    eventually(lambda: not left(), "all threads ended")
+
+
+# Joining
+
+
+def test_a_host_that_starts_late_is_waited_for() -> None:
+    listener = socket.socket()
+    listener.bind((ADDRESS, 0))  # not listening: connections are refused
+    port = listener.getsockname()[1]
+    joined = in_thread(lambda: C10dStore.connect(ADDRESS, port, "job", PATIENCE_S))
+    time.sleep(0.2)
+    listener.listen()
+    host = C10dHost(listener, ADDRESS, "job")
+    store = joined()
+    assert isinstance(store, C10dStore)
+    put(host, "k")
+    assert [entry.key for entry in store.read(("",)).entries] == ["k"]
+    store.close()
+    host.close()
+
+
+def test_nobody_listening_is_said_with_address_and_time() -> None:
+    with socket.socket() as bound:
+        bound.bind((ADDRESS, 0))
+        port = bound.getsockname()[1]
+        with pytest.raises(
+            StoreUnavailable, match=rf"{ADDRESS}:{port} after 0\.3 s: nobody listens"
+        ) as caught:
+            C10dStore.connect(ADDRESS, port, "job", 0.3)
+    assert "firewall" in str(caught.value)
+
+
+def test_a_name_that_does_not_resolve_is_said() -> None:
+    with pytest.raises(StoreUnavailable, match=r"cannot connect to no-such-host\.invalid:29400"):
+        C10dStore.connect("no-such-host.invalid", 29400, "job", 0.3)
+
+
+class _Silent404(BaseHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("other", ["silent listener", "web server"])
+def test_something_else_that_listens_is_said_in_time(other: str) -> None:
+    server = ThreadingHTTPServer((ADDRESS, 0), _Silent404)
+    port = server.server_address[1]
+    if other == "web server":
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    joined = in_thread(lambda: C10dStore.connect(ADDRESS, port, "job", 1.0))
+    outcome = joined()
+    assert isinstance(outcome, StoreUnavailable)
+    assert f"{ADDRESS}:{port}" in str(outcome)
+    assert "does not answer as a TCPStore" in str(outcome)
+    if other == "web server":
+        server.shutdown()
+    server.socket.close()
+
+
+def foreign_store() -> tuple[TCPStore, int]:
+    listener = socket.create_server((ADDRESS, 0))
+    port = listener.getsockname()[1]
+    fd = listener.detach()
+    return TCPStore(ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=fd), port
+
+
+def test_a_tcpstore_of_another_program_is_refused() -> None:
+    _foreign, port = foreign_store()
+    with pytest.raises(
+        StoreMismatch, match=rf"{ADDRESS}:{port} is a TCPStore, but not one that elastic-agent hosts"
+    ):
+        C10dStore.connect(ADDRESS, port, "job", PATIENCE_S)
+
+
+OURS = {"schema": SCHEMA, "program": "elastic-agent", "job": "job", "host": "h"}
+
+
+@pytest.mark.parametrize(
+    ("meta", "found"),
+    [
+        (json.dumps(OURS | {"job": "other"}), "job 'other', expected 'job'"),
+        (json.dumps(OURS | {"schema": SCHEMA + 1}), f"schema {SCHEMA + 1}"),
+        (json.dumps(OURS | {"schema": "1"}), "expected an integer"),
+        (json.dumps(OURS | {"program": "torchrun"}), "program 'torchrun'"),
+        (json.dumps({key: OURS[key] for key in ("schema", "program", "job")}), "expected text"),
+        ("[]", "not a JSON object"),
+        ("\x80\x05garbage", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("x" * (REQUEST_LIMIT_BYTES + 1), "did not write"),
+    ],
+)
+def test_a_store_whose_meta_is_not_ours_is_refused(meta: str, found: str) -> None:
+    foreign, port = foreign_store()
+    foreign.set(META_KEY, meta)
+    with pytest.raises(StoreMismatch) as caught:
+        C10dStore.connect(ADDRESS, port, "job", PATIENCE_S)
+    assert f"{ADDRESS}:{port}" in str(caught.value)
+    assert found in str(caught.value)
+
+
+# Neighbours on the port
+
+
+def test_garbage_bytes_and_http_to_the_port_harm_nobody(
+    connect: Callable[..., C10dStore], c10d_host: tuple[C10dHost, int]
+) -> None:
+    _, port = c10d_host
+    store = connect(port)
+    held = []
+    for junk in (b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 10_000, b"\xff" * 10_000, b"\x80\x05.", b""):
+        stranger = socket.create_connection((ADDRESS, port))
+        stranger.sendall(junk)
+        held.append(stranger)
+    put(store, "k")
+    assert [entry.key for entry in connect(port).read(("",)).entries] == ["k"]
+    for stranger in held:
+        stranger.close()
+    put(store, "k")
+
+
+def encoded(call: object, **envelope: object) -> bytes:
+    message = {"schema": SCHEMA, "client": STRANGER, "link": 1, "id": 1, "call": call}
+    return json.dumps(message | envelope).encode()
+
+
+JUNK = [
+    b"",
+    b"\x80\x05]\x94.",
+    b"[" * 100_000,
+    b"[1, 2]",
+    b'{"schema": 1}',
+    encoded(["read", []], client="../../etc/passwd"),
+    encoded(["read", []], link=-1),
+    encoded(["read", []], id=1e300),
+    encoded(["read", []], id=True),
+    encoded(["read", ["x" * REQUEST_LIMIT_BYTES]]),
+    encoded(["read", []], schema=SCHEMA + 1),
+    encoded(["shutdown"]),
+    encoded(["outcome", True, 1, []]),
+    encoded(["read", "nodes/"]),
+    encoded(["read", [], []]),
+    encoded(["grant", -1]),
+    encoded(["grant", float("nan")]),
+    encoded(["grant", 10**400]),
+    encoded(["transact", [], [["put", "k", "v", "lease"]]]),
+    encoded(["transact", [], [["put", "k", {"v": 1}, None]]]),
+    encoded([["read"]]),
+    encoded(None),
+]
+
+
+def test_garbage_in_the_request_queue_is_counted_and_dropped(
+    connect: Callable[..., C10dStore], c10d_host: tuple[C10dHost, int]
+) -> None:
+    host, port = c10d_host
+    stranger, store = raw_client(port), connect(port)
+    for count, junk in enumerate(JUNK, start=1):
+        stranger.queue_push(REQUEST_QUEUE, junk)
+        eventually(lambda count=count: host.dropped == count, f"dropped {junk[:60]!r}")  # type: ignore[misc]
+        assert store.read(("",)).entries == ()
+
+
+@pytest.mark.parametrize("junk", [encoded(["shutdown"]), encoded(["read", []], schema=SCHEMA + 1)])
+def test_a_call_the_host_does_not_know_is_refused_with_the_reason(
+    c10d_host: tuple[C10dHost, int], junk: bytes
+) -> None:
+    client = raw_client(c10d_host[1])
+    client.queue_push(REQUEST_QUEUE, junk)
+    reply = decode_reply(client.queue_pop(reply_queue(STRANGER, 1)))
+    assert reply.id == 1
+    assert isinstance(reply.result, Refused)
+    assert "shutdown" in reply.result.text or "schema 2" in reply.result.text
+
+
+def test_replies_to_nobody_and_garbage_in_a_reply_queue_are_passed_over(
+    connect: Callable[..., C10dStore], c10d_host: tuple[C10dHost, int]
+) -> None:
+    _, port = c10d_host
+    store = connect(port)
+    mine = reply_queue(store._client, 1)
+    for junk in (b"\x80\x05.", b"", encode_reply(Reply(99, Done())), encode_reply(Reply(0, Found(None)))):
+        raw_client(port).queue_push(mine, junk)
+    assert isinstance(store.read(("",)), Snapshot)
+
+
+def test_an_answer_of_the_wrong_kind_is_refused(connect: Callable[..., C10dStore]) -> None:
+    host, port = foreign_store()
+    host.set(META_KEY, json.dumps(OURS))
+    store = connect(port)
+    asked = in_thread(lambda: store.read(("",)))
+    host.queue_pop(REQUEST_QUEUE)
+    host.queue_push(reply_queue(store._client, 1), encode_reply(Reply(1, Done())))
+    assert isinstance(asked(), StoreMismatch)
+
+
+def test_a_late_call_over_an_older_link_is_not_done(c10d_host: tuple[C10dHost, int]) -> None:
+    host, port = c10d_host
+    client = raw_client(port)
+    client.queue_push(REQUEST_QUEUE, encode_request(Request(STRANGER, 2, 1, Read(("",)))))
+    assert isinstance(decode_reply(client.queue_pop(reply_queue(STRANGER, 2))).result, Snapshot)
+    late = Transact((), (Put("late", ""),))
+    client.queue_push(REQUEST_QUEUE, encode_request(Request(STRANGER, 1, 7, late)))
+    eventually(lambda: host.dropped == 1, "the late call was dropped")
+    assert host.read(("",)).entries == ()
+
+
+# Bounds
+
+
+def test_what_a_dead_client_left_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(c10d_host_module, "SWEEP_S", 0.01)
+    listener = socket.create_server((ADDRESS, 0))
+    port = listener.getsockname()[1]
+    host = C10dHost(listener, ADDRESS, "job", clock=lambda: now[0])
+    client, replies = raw_client(port), reply_queue(STRANGER, 1)
+    client.queue_push(REQUEST_QUEUE, encode_request(Request(STRANGER, 1, 1, Await(("k",), 0))))
+    client.queue_push(REQUEST_QUEUE, encode_request(Request(STRANGER, 1, 2, Oldest("k"))))
+    eventually(lambda: client.queue_len(replies) == 1, "the second call was answered, the first parked")
+    now[0] += PARKED_S
+    eventually(lambda: client.queue_len(replies) == 2, "the parked call was answered")
+    now[0] += QUIET_S
+    eventually(lambda: client.queue_len(replies) == 0, "the answers were thrown away")
+    with pytest.raises(QueueEmptyError):
+        client.queue_pop(replies, False)
+    assert not host._clients
+    assert not host._parked
+    host.close()
+
+
+def test_what_is_too_long_is_refused_and_nothing_else_harmed(
+    connect: Callable[..., C10dStore], c10d_host: tuple[C10dHost, int]
+) -> None:
+    _, port = c10d_host
+    store = connect(port)
+    with pytest.raises(StoreError, match="too long for the c10d store"):
+        store.transact((), (Put("k", "x" * REQUEST_LIMIT_BYTES),))
+    for n in range(40):
+        store.transact((), (Put(f"k{n}", "x" * 200_000),))
+    with pytest.raises(StoreError, match="the answer has"):
+        store.read(("k",))
+    with pytest.raises(Compacted, match="the answer has"):
+        store.watch(("k",), 0).next(PATIENCE_S)
+    assert len(store.read(("k7",)).entries) == 1
+
+
+def test_calls_to_a_host_that_does_not_read_are_bounded(
+    connect: Callable[..., C10dStore], host_process: Callable[..., object]
+) -> None:
+    host = host_process()
+    store = connect(host.port, request_timeout_s=0.001)
+    host.process.send_signal(signal.SIGSTOP)
+    outcomes = set()
+    for _ in range(400):
+        try:
+            store.transact((), (Put("k", "x" * 100_000),))
+        except StoreUnavailable as error:
+            outcomes.add("calls wait" in str(error))
+    assert outcomes == {True, False}
+
+
+def test_importing_the_store_does_not_import_torch() -> None:
+    program = (
+        "import sys; import elastic_agent.rendezvous.c10d, elastic_agent.rendezvous.c10d_host; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,0 +1,423 @@
+"""What every store keeps, whatever carries it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from elastic_agent.rendezvous.c10d import C10dStore
+from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreClosed
+from elastic_agent.rendezvous.ledger import HISTORY, Ledger
+from elastic_agent.rendezvous.memory import MemoryStore
+from elastic_agent.rendezvous.store import Change, Compare, Delete, Entry, Outcome, Put, Store, Watch
+
+PATIENCE_S = 20.0
+
+
+@dataclass
+class Kind:
+    """One way to reach a store: `connect` gives another handle on the same one."""
+
+    connect: Callable[[], Store]
+    ledger_is_here: bool
+    prefix: str = field(default_factory=lambda: f"{uuid.uuid4().hex[:8]}/")
+    """Of this test alone: some stores are shared by all tests."""
+
+
+KINDS = ("memory", "c10d-host", "c10d-client", "c10d-two-processes")
+
+
+@pytest.fixture(scope="session")
+def clients() -> Iterator[Callable[[int, int], Store]]:
+    """The first, second, ... client of the store on a port: made once, for every test."""
+    made: dict[tuple[int, int], Store] = {}
+
+    def client(port: int, number: int) -> Store:
+        if (port, number) not in made:
+            made[port, number] = new_client(port)
+        return made[port, number]
+
+    yield client
+    for store in made.values():
+        store.close()
+
+
+def new_client(port: int) -> Store:
+    return C10dStore.connect("127.0.0.1", port, "job", PATIENCE_S, request_timeout_s=PATIENCE_S)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest, clients: Callable[[int, int], Store]) -> Kind:
+    memory, numbers = MemoryStore(), itertools.count()
+    match request.param:
+        case "memory":
+            return Kind(lambda: memory, True)
+        case "c10d-host":
+            host, _ = request.getfixturevalue("shared_host")
+            return Kind(lambda: host, True)
+        case "c10d-client":
+            _, port = request.getfixturevalue("shared_host")
+            return Kind(lambda: clients(port, next(numbers)), True)
+    port = request.getfixturevalue("shared_host_process").port
+    return Kind(lambda: clients(port, next(numbers)), False)
+
+
+@pytest.fixture(params=KINDS)
+def closable(request: pytest.FixtureRequest) -> Store:
+    """A store that this test may close."""
+    match request.param:
+        case "memory":
+            return MemoryStore()
+        case "c10d-host":
+            return request.getfixturevalue("c10d_host")[0]  # type: ignore[no-any-return]
+        case "c10d-client":
+            return new_client(request.getfixturevalue("shared_host")[1])
+    return new_client(request.getfixturevalue("shared_host_process").port)
+
+
+@pytest.fixture
+def store(kind: Kind) -> Store:
+    return kind.connect()
+
+
+@pytest.fixture
+def at(kind: Kind) -> Callable[[str], str]:
+    """Puts a key under this test's prefix."""
+    return lambda key: kind.prefix + key
+
+
+def put(store: Store, key: str, value: str = "", lease: int | None = None) -> int:
+    return store.transact((), (Put(key, value, lease),)).revision
+
+
+def next_changes(watch: Watch) -> tuple[Change, ...]:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        changes = watch.next(deadline - time.monotonic())
+        if changes:
+            return changes
+    raise AssertionError(f"no change within {PATIENCE_S} s")
+
+
+def in_thread(work: Callable[..., object], *args: object) -> threading.Thread:
+    thread = threading.Thread(target=work, args=args)
+    thread.start()
+    return thread
+
+
+# Transactions
+
+
+def test_a_key_is_created_only_if_absent(store: Store, at: Callable[[str], str]) -> None:
+    first = store.transact((Compare(at("k"), 0),), (Put(at("k"), "mine"),))
+    second = store.transact((Compare(at("k"), 0),), (Put(at("k"), "yours"),))
+    mine = Entry(at("k"), "mine", first.revision, first.revision)
+    assert first == Outcome(True, first.revision, (mine,))
+    assert second == Outcome(False, first.revision, (mine,))
+
+
+def test_a_write_keeps_the_create_revision_and_moves_the_mod_revision(
+    store: Store, at: Callable[[str], str]
+) -> None:
+    created = put(store, at("k"), "1")
+    updated = put(store, at("k"), "2")
+    assert updated > created
+    assert store.read((at("k"),)).entries == (Entry(at("k"), "2", created, updated),)
+    store.transact((), (Delete(at("k")),))
+    again = put(store, at("k"), "3")
+    assert store.read((at("k"),)).entries == (Entry(at("k"), "3", again, again),)
+
+
+def test_all_writes_of_a_transaction_have_one_revision_or_none_is_done(
+    store: Store, at: Callable[[str], str]
+) -> None:
+    before = put(store, at("gone"))
+    done = store.transact(
+        (Compare(at("gone"), before),), (Put(at("a"), "1"), Put(at("b"), "2"), Delete(at("gone")))
+    )
+    assert [(e.key, e.mod_revision) for e in store.read((at(""),)).entries] == [
+        (at("a"), done.revision),
+        (at("b"), done.revision),
+    ]
+    refused = store.transact(
+        (Compare(at("a"), done.revision), Compare(at("b"), 1)), (Put(at("a"), "x"), Delete(at("b")))
+    )
+    assert not refused.succeeded
+    assert [e.value for e in store.read((at(""),)).entries] == ["1", "2"]
+    assert [e.key if e else None for e in refused.entries] == [at("a"), at("b")]
+
+
+def test_deleting_an_absent_key_changes_nothing(store: Store, at: Callable[[str], str]) -> None:
+    before = put(store, at("k"))
+    assert store.transact((), (Delete(at("absent")),)).succeeded
+    assert [e.mod_revision for e in store.read((at(""),)).entries] == [before]
+    assert store.watch((at(""),), before).next(0.1) == ()
+
+
+def test_of_racing_writers_exactly_one_wins_each_revision(kind: Kind) -> None:
+    key, writers, rounds = kind.prefix + "counter", 8, 12
+    put(kind.connect(), key, "0")
+    won: list[tuple[int, int]] = []
+
+    def race(writer: int, mine: Store) -> None:
+        for _ in range(rounds):
+            while True:
+                entry = mine.read((key,)).entries[0]
+                swapped = mine.transact(
+                    (Compare(key, entry.mod_revision),), (Put(key, str(int(entry.value) + 1)),)
+                )
+                if swapped.succeeded:
+                    won.append((writer, swapped.revision))
+                    break
+
+    stores = [kind.connect() for _ in range(writers)]
+    threads = [in_thread(race, writer, mine) for writer, mine in enumerate(stores)]
+    for thread in threads:
+        thread.join(PATIENCE_S * 2)
+    assert stores[0].read((key,)).entries[0].value == str(writers * rounds)
+    assert len({revision for _, revision in won}) == len(won) == writers * rounds
+
+
+def test_values_travel_unchanged(store: Store, at: Callable[[str], str]) -> None:
+    value = '{"näme": "\u2603\U0001f600", "null": "\x00", "quote": "\\""}' + "x" * 100_000
+    put(store, at("schlüssel"), value)
+    assert store.read((at(""),)).entries[0].value == value
+
+
+# Prefixes
+
+
+def test_a_read_finds_every_key_under_any_of_its_prefixes_in_order(
+    store: Store, at: Callable[[str], str]
+) -> None:
+    for key in ("b/2", "a/1", "b/1", "bb", "c"):
+        put(store, at(key))
+    found = store.read((at("b/"), at("a")))
+    assert [entry.key for entry in found.entries] == [at("a/1"), at("b/1"), at("b/2")]
+    assert store.read(()).entries == ()
+    assert found.revision >= max(entry.mod_revision for entry in found.entries)
+
+
+def test_the_oldest_key_is_the_one_created_first_however_often_it_was_updated(
+    store: Store, at: Callable[[str], str]
+) -> None:
+    assert store.oldest(at("")) is None
+    for key in ("z", "a", "z", "z"):
+        put(store, at(key))
+    oldest = store.oldest(at(""))
+    assert oldest is not None
+    assert oldest.key == at("z")
+    store.transact((), (Delete(at("z")),))
+    put(store, at("z"))
+    oldest = store.oldest(at(""))
+    assert oldest is not None
+    assert oldest.key == at("a")
+
+
+# Leases
+
+
+def test_an_expired_lease_deletes_its_keys_with_one_event_each_while_nobody_asks(
+    store: Store, at: Callable[[str], str]
+) -> None:
+    lease = store.grant(0.2)
+    put(store, at("kept"))
+    store.transact((), (Put(at("a"), "", lease), Put(at("b"), "", lease)))
+    watch = store.watch((at(""),), store.read(()).revision)
+    changes = next_changes(watch)
+    assert [(change.key, change.entry) for change in changes] == [(at("a"), None), (at("b"), None)]
+    assert [entry.key for entry in store.read((at(""),)).entries] == [at("kept")]
+    with pytest.raises(LeaseExpired):
+        store.keep_alive(lease)
+
+
+def test_a_lease_that_is_kept_alive_outlives_its_time_to_live(store: Store, at: Callable[[str], str]) -> None:
+    ttl_s = 1.0
+    lease = store.grant(ttl_s)
+    put(store, at("k"), "", lease)
+    until = time.monotonic() + 1.2 * ttl_s
+    while time.monotonic() < until:
+        store.keep_alive(lease)
+        store.watch((at("none"),), 0).next(0.05)
+    assert len(store.read((at(""),)).entries) == 1
+
+
+def test_a_revoked_lease_deletes_its_keys_at_once_and_may_be_revoked_twice(
+    store: Store, at: Callable[[str], str]
+) -> None:
+    lease = store.grant(3600.0)
+    revision = put(store, at("k"), "", lease)
+    store.revoke(lease)
+    assert store.read((at(""),)).entries == ()
+    assert [change.entry for change in next_changes(store.watch((at(""),), revision))] == [None]
+    store.revoke(lease)
+    with pytest.raises(LeaseExpired):
+        store.keep_alive(lease)
+
+
+def test_nothing_of_a_transaction_is_done_under_a_lease_that_is_gone(
+    store: Store, at: Callable[[str], str]
+) -> None:
+    lease = store.grant(3600.0)
+    store.revoke(lease)
+    with pytest.raises(LeaseExpired):
+        store.transact((), (Put(at("free"), ""), Put(at("leased"), "", lease)))
+    assert store.read((at(""),)).entries == ()
+
+
+def test_a_key_put_again_without_the_lease_outlives_it(store: Store, at: Callable[[str], str]) -> None:
+    lease = store.grant(3600.0)
+    put(store, at("k"), "", lease)
+    put(store, at("k"), "free")
+    store.revoke(lease)
+    assert [entry.value for entry in store.read((at(""),)).entries] == ["free"]
+
+
+# Watches
+
+
+def test_a_watch_delivers_what_happened_since_its_revision_then_what_happens(
+    store: Store, at: Callable[[str], str]
+) -> None:
+    before = put(store, at("a"), "old")
+    for value in ("1", "2"):
+        put(store, at("a"), value)
+    watch = store.watch((at(""),), before)
+    assert [change.entry.value if change.entry else None for change in next_changes(watch)] == ["1", "2"]
+    store.transact((), (Delete(at("a")),))
+    assert [(change.key, change.entry) for change in next_changes(watch)] == [(at("a"), None)]
+    assert watch.next(0.1) == ()
+
+
+def test_a_watch_delivers_only_its_prefixes(store: Store, at: Callable[[str], str]) -> None:
+    watch = store.watch((at("a/"), at("b/")), store.read(()).revision)
+    assert watch.next(0.1) == ()
+    for key in ("c/1", "a/1", "other", "b/1", "c/2"):
+        put(store, at(key))
+    seen = [change.key for change in next_changes(watch)]
+    if seen == [at("a/1")]:
+        seen += [change.key for change in next_changes(watch)]
+    assert seen == [at("a/1"), at("b/1")]
+    assert watch.next(0.1) == ()
+
+
+def test_a_watch_among_concurrent_writers_loses_and_doubles_nothing(kind: Kind) -> None:
+    writers, writes = 4, 50
+    watcher = kind.connect()
+    watches = [watcher.watch((kind.prefix,), watcher.read(()).revision) for _ in range(3)]
+    seen: list[list[Change]] = [[] for _ in watches]
+
+    def follow(watch: Watch, into: list[Change]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while len(into) < writers * writes and time.monotonic() < deadline:
+            into.extend(watch.next(0.02))  # short, so that many a `next` ends while a change is on its way
+
+    def write(name: int, mine: Store) -> None:
+        for n in range(writes):
+            put(mine, f"{kind.prefix}{name}/{n}")
+
+    threads = [in_thread(follow, watch, into) for watch, into in zip(watches, seen, strict=True)]
+    threads += [in_thread(write, name, kind.connect()) for name in range(writers)]
+    for thread in threads:
+        thread.join(PATIENCE_S * 2)
+    wanted = {f"{kind.prefix}{name}/{n}" for name in range(writers) for n in range(writes)}
+    for changes in seen:
+        assert {change.key for change in changes} == wanted
+        revisions = [change.revision for change in changes]
+        assert revisions == sorted(set(revisions))
+
+
+def test_a_watch_blocks_rather_than_polls(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kind.ledger_is_here:
+        pytest.skip("the ledger is in another process")
+    store = kind.connect()
+    asked = []
+    changes = Ledger.changes
+    watch = store.watch((kind.prefix,), store.read(()).revision)
+    assert watch.next(0.1) == ()
+
+    def counted(ledger: Ledger, prefixes: tuple[str, ...], after: int) -> tuple[Change, ...]:
+        asked.append(prefixes)
+        return changes(ledger, prefixes, after)
+
+    monkeypatch.setattr(Ledger, "changes", counted)
+    assert watch.next(0.5) == ()
+    assert len(asked) <= 4
+    put(store, kind.prefix + "k")
+    assert [change.key for change in next_changes(watch)] == [kind.prefix + "k"]
+
+
+def test_a_change_ends_the_wait_of_a_watch_long_before_its_timeout(
+    store: Store, at: Callable[[str], str]
+) -> None:
+    watch = store.watch((at(""),), store.read(()).revision)
+    got: list[tuple[Change, ...]] = []
+    thread = in_thread(lambda: got.append(watch.next(3600.0)))
+    put(store, at("k"))
+    thread.join(PATIENCE_S)
+    assert [change.key for changes in got for change in changes] == [at("k")]
+
+
+def test_a_watch_from_a_forgotten_revision_is_told_to_read_again(
+    store: Store, at: Callable[[str], str]
+) -> None:
+    start = put(store, at("first"))
+    for _ in range(0, HISTORY + 1, 500):
+        store.transact((), tuple(Put(at(f"{n}"), "") for n in range(500)))
+    with pytest.raises(Compacted):
+        store.watch((at(""),), start - 1).next(PATIENCE_S)
+    now = store.read((at("first"),)).revision
+    assert store.watch((at(""),), now).next(0.1) == ()
+
+
+def test_a_watch_is_not_compacted_by_changes_it_did_not_ask_for(
+    store: Store, at: Callable[[str], str]
+) -> None:
+    watch = store.watch((at("mine"),), store.read(()).revision)
+    for _ in range(0, 2 * HISTORY, 500):
+        store.transact((), tuple(Put(at(f"other/{n}"), "") for n in range(500)))
+        assert watch.next(0.02) == ()
+    put(store, at("mine"))
+    assert [change.key for change in next_changes(watch)] == [at("mine")]
+
+
+@pytest.mark.parametrize("what", ["watch", "store"])
+def test_closing_from_another_thread_ends_a_blocked_watch(closable: Store, what: str) -> None:
+    watch = closable.watch(("mine",), closable.read(()).revision)
+    began, ended = threading.Event(), []
+
+    def follow() -> None:
+        try:
+            assert watch.next(0.05) == ()
+            began.set()
+            watch.next(3600.0)
+        except StoreClosed:
+            ended.append(True)
+
+    thread = in_thread(follow)
+    assert began.wait(PATIENCE_S)
+    for _ in range(2):
+        (watch if what == "watch" else closable).close()
+    thread.join(PATIENCE_S)
+    assert ended == [True]
+    with pytest.raises(StoreClosed):
+        watch.next(0.0)
+    closable.close()
+
+
+def test_a_closed_store_says_so(closable: Store) -> None:
+    closable.close()
+    closable.close()
+    for call in (
+        lambda: closable.read(("",)),
+        lambda: closable.grant(1.0),
+        lambda: closable.watch(("",), 0).next(0.0),
+    ):
+        with pytest.raises(StoreClosed):
+            call()

@@ -1,0 +1,115 @@
+"""What travels between a c10d client and its host survives the trip; nothing else gets in."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_agent.rendezvous.c10d_wire import (
+    Await,
+    Call,
+    Done,
+    Found,
+    Grant,
+    Granted,
+    KeepAlive,
+    Noticed,
+    Oldest,
+    Read,
+    Refused,
+    Reply,
+    Request,
+    Result,
+    Revoke,
+    Transact,
+    WireInvalid,
+    decode_reply,
+    decode_request,
+    encode_reply,
+    encode_request,
+)
+from elastic_agent.rendezvous.store import Change, Compare, Delete, Entry, Outcome, Put, Snapshot
+
+CLIENT = "0123456789abcdef" * 2
+ENTRY = Entry("k", "näme \ud800", 1, 2)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Grant(0.5),
+        KeepAlive(3),
+        Revoke(0),
+        Transact((), ()),
+        Transact((Compare("a", 0), Compare("b", 2)), (Put("a", "1"), Put("b", "2", 7), Delete("c"))),
+        Read(()),
+        Read(("a", "")),
+        Oldest("nodes/"),
+        Await(("a", "b"), 9),
+    ],
+)
+def test_a_call_arrives_as_it_was_sent(call: Call) -> None:
+    request = Request(CLIENT, 2, 5, call)
+    assert decode_request(encode_request(request)) == request
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        Granted(4),
+        Done(),
+        Outcome(True, 3, (None, ENTRY)),
+        Snapshot(7, ()),
+        Snapshot(7, (ENTRY, ENTRY)),
+        Found(None),
+        Found(ENTRY),
+        Noticed(8, (Change(7, "k", ENTRY), Change(8, "k", None))),
+        Refused("Compacted", "gone"),
+    ],
+)
+def test_a_result_arrives_as_it_was_sent(result: Result) -> None:
+    assert decode_reply(encode_reply(Reply(6, result))) == Reply(6, result)
+
+
+@pytest.mark.parametrize(
+    "result", [["snapshot", 7, [["change", 1, "k", None]]], ["read", []], ["found"], [], {}, 0, "done"]
+)
+def test_a_result_that_is_not_one_is_refused(result: object) -> None:
+    with pytest.raises(WireInvalid):
+        decode_reply(json.dumps({"schema": 1, "id": 1, "result": result}).encode())
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["read", "put", "transact"]),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["schema", "id", "link", "call"]), inner)
+    ),
+    max_leaves=10,
+)
+
+
+@given(JSON)
+def test_whatever_json_arrives_is_a_request_or_refused(message: object) -> None:
+    whole = {"schema": 1, "client": CLIENT, "link": 1, "id": 1, "call": message}
+    for raw in (message, whole, whole | (message if isinstance(message, dict) else {})):
+        try:
+            decode_request(json.dumps(raw).encode())
+        except WireInvalid:
+            pass
+
+
+@given(st.binary(max_size=50))
+def test_whatever_bytes_arrive_are_refused(raw: bytes) -> None:
+    with pytest.raises(WireInvalid):
+        decode_request(raw)
+    with pytest.raises(WireInvalid):
+        decode_reply(raw)

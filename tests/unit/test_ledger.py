@@ -1,0 +1,256 @@
+"""The rules of the store, with time as an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_agent.rendezvous.errors import Compacted, LeaseExpired
+from elastic_agent.rendezvous.ledger import Ledger
+from elastic_agent.rendezvous.store import Change, Compare, Delete, Entry, Put
+
+
+def put(ledger: Ledger, key: str, value: str = "", lease: int | None = None, now: float = 0.0) -> int:
+    return ledger.transact((), (Put(key, value, lease),), now).revision
+
+
+@pytest.mark.parametrize(
+    ("compares", "holds"),
+    [
+        ((), True),
+        ((Compare("a", 1),), True),
+        ((Compare("a", 0),), False),
+        ((Compare("a", 2),), False),
+        ((Compare("absent", 0),), True),
+        ((Compare("absent", 1),), False),
+        ((Compare("a", 1), Compare("b", 2)), True),
+        ((Compare("a", 1), Compare("b", 1)), False),
+    ],
+)
+def test_writes_are_done_if_every_compare_holds(compares: tuple[Compare, ...], holds: bool) -> None:
+    ledger = Ledger()
+    put(ledger, "a"), put(ledger, "b")
+    outcome = ledger.transact(compares, (Put("c", ""),), 0.0)
+    assert outcome.succeeded is holds
+    assert outcome.revision == ledger.revision == (3 if holds else 2)
+    assert len(ledger.read(("c",), 0.0).entries) == holds
+
+
+def test_the_outcome_shows_the_compared_keys_as_they_stand_after_it() -> None:
+    ledger = Ledger()
+    put(ledger, "a", "old")
+    outcome = ledger.transact((Compare("a", 1), Compare("b", 0)), (Put("a", "new"), Put("b", "")), 0.0)
+    assert outcome.entries == (Entry("a", "new", 1, 2), Entry("b", "", 2, 2))
+    outcome = ledger.transact((Compare("a", 1), Compare("x", 0)), (Delete("a"),), 0.0)
+    assert outcome.entries == (Entry("a", "new", 1, 2), None)
+
+
+def test_a_transaction_that_writes_nothing_takes_no_revision() -> None:
+    ledger = Ledger()
+    put(ledger, "a")
+    assert ledger.transact((), (), 0.0).revision == 1
+    assert ledger.transact((), (Delete("absent"),), 0.0).revision == 1
+
+
+# What happens to a lease of 10 s, granted at 0, with the key "k" under it.
+
+
+def keep_alive(at: float) -> Callable[[Ledger, int], None]:
+    return lambda ledger, lease: ledger.keep_alive(lease, at)
+
+
+def revoke(ledger: Ledger, lease: int) -> None:
+    ledger.revoke(lease)
+
+
+def put_free(ledger: Ledger, lease: int) -> None:
+    put(ledger, "k", now=1.0)
+
+
+@pytest.mark.parametrize(
+    ("events", "now", "lives"),
+    [
+        ((), 9.999, True),
+        ((), 10.0, False),
+        ((keep_alive(9.0),), 18.999, True),
+        ((keep_alive(9.0),), 19.0, False),
+        ((keep_alive(9.0), keep_alive(1.0)), 11.0, False),
+        ((revoke,), 0.0, False),
+        ((revoke, revoke), 0.0, False),
+        ((put_free,), 100.0, True),
+        ((put_free, revoke), 1.0, True),
+    ],
+)
+def test_a_key_lives_as_long_as_its_lease(
+    events: tuple[Callable[[Ledger, int], None], ...], now: float, lives: bool
+) -> None:
+    ledger = Ledger()
+    lease = ledger.grant(10.0, now=0.0)
+    put(ledger, "k", lease=lease)
+    for event in events:
+        event(ledger, lease)
+    assert (len(ledger.read(("k",), now).entries) == 1) is lives
+
+
+def test_a_lease_that_is_due_is_gone_even_if_nobody_looked() -> None:
+    ledger = Ledger()
+    lease = ledger.grant(10.0, now=0.0)
+    put(ledger, "k", lease=lease)
+    with pytest.raises(LeaseExpired, match=f"lease {lease} "):
+        ledger.keep_alive(lease, now=10.0)
+    assert ledger.changes(("",), 1) == (Change(2, "k", None),)
+    with pytest.raises(LeaseExpired, match="'other' was not written"):
+        ledger.transact((), (Put("free", ""), Put("other", "", lease)), 10.0)
+    assert ledger.read(("",), 10.0).entries == ()
+
+
+def test_a_refused_transaction_does_not_mind_a_lease_that_is_gone() -> None:
+    assert not Ledger().transact((Compare("a", 7),), (Put("b", "", 99),), 0.0).succeeded
+
+
+def test_leases_are_never_numbered_twice() -> None:
+    ledger = Ledger()
+    first = ledger.grant(10.0, 0.0)
+    ledger.revoke(first)
+    assert ledger.grant(10.0, 0.0) != first
+
+
+def test_the_next_expiry_is_the_earliest() -> None:
+    ledger = Ledger()
+    assert ledger.next_expiry() is None
+    lease = ledger.grant(10.0, 0.0)
+    ledger.grant(5.0, 1.0)
+    assert ledger.next_expiry() == 6.0
+    ledger.expire(6.0)
+    assert ledger.next_expiry() == 10.0
+    ledger.keep_alive(lease, 7.0)
+    assert ledger.next_expiry() == 17.0
+
+
+@pytest.mark.parametrize(("after", "compacted"), [(0, True), (2, True), (3, False), (5, False)])
+def test_a_watch_behind_the_history_is_told(after: int, compacted: bool) -> None:
+    ledger = Ledger(history=3)
+    for n in range(5):
+        put(ledger, f"k{n}")
+    if compacted:
+        with pytest.raises(Compacted, match="kept from 4 on"):
+            ledger.changes(("",), after)
+    else:
+        assert [change.revision for change in ledger.changes(("",), after)] == list(range(after + 1, 6))
+
+
+def test_a_revision_that_is_only_half_remembered_is_forgotten() -> None:
+    ledger = Ledger(history=3)
+    ledger.transact((), (Put("a", ""), Put("b", "")), 0.0)
+    put(ledger, "c"), put(ledger, "d")
+    with pytest.raises(Compacted):
+        ledger.changes(("",), 0)
+    assert [change.key for change in ledger.changes(("",), 1)] == ["c", "d"]
+
+
+# The ledger against a model that keeps everything and looks at all of it each time.
+
+KEYS = st.sampled_from(["a", "a/1", "a/2", "b"])
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("grant"), st.integers(1, 5)),
+        st.tuples(st.just("keep"), st.integers(0, 3)),
+        st.tuples(st.just("revoke"), st.integers(0, 3)),
+        st.tuples(st.just("pass"), st.integers(1, 4)),
+        st.tuples(
+            st.just("write"),
+            st.lists(st.tuples(KEYS, st.integers(0, 1)), max_size=2),
+            st.lists(
+                st.tuples(KEYS, st.sampled_from(["free", "leased", "delete"])),
+                max_size=3,
+                unique_by=lambda w: w[0],
+            ),
+            st.integers(0, 3),
+        ),
+    ),
+    max_size=30,
+)
+
+
+@given(STEPS)
+def test_the_ledger_keeps_its_rules(steps: list[tuple]) -> None:  # type: ignore[type-arg]
+    ledger, now = Ledger(), 0.0
+    leases: list[int] = []
+    due: dict[int, float] = {}
+    ttl: dict[int, float] = {}
+    model: dict[str, tuple[int, int, int | None]] = {}  # key: created, modified, lease
+    revision = 0
+
+    def drop(lease: int) -> None:
+        nonlocal revision
+        del due[lease]
+        orphans = [key for key, (_, _, owner) in model.items() if owner == lease]
+        revision += bool(orphans)
+        for key in orphans:
+            del model[key]
+
+    for step in steps:
+        for lease in sorted(lease for lease, at in due.items() if at <= now):
+            drop(lease)
+        match step:
+            case "grant", ttl_s:
+                leases.append(ledger.grant(ttl_s, now))
+                ttl[leases[-1]], due[leases[-1]] = ttl_s, now + ttl_s
+            case "pass", seconds:
+                now += seconds
+            case ("keep" | "revoke") as what, which if which < len(leases):
+                lease = leases[which]
+                if what == "revoke":
+                    ledger.expire(now)
+                    ledger.revoke(lease)
+                    if lease in due:
+                        drop(lease)
+                elif lease in due:
+                    ledger.keep_alive(lease, now)
+                    due[lease] = now + ttl[lease]
+                else:
+                    with pytest.raises(LeaseExpired):
+                        ledger.keep_alive(lease, now)
+            case "write", asked, wanted, which:
+                lease = leases[which] if which < len(leases) else 999
+                compares = tuple(
+                    Compare(key, model[key][1] + wrong if key in model else wrong) for key, wrong in asked
+                )
+                writes = tuple(
+                    Delete(key) if how == "delete" else Put(key, "", lease if how == "leased" else None)
+                    for key, how in wanted
+                )
+                holds = not any(wrong for _, wrong in asked)
+                if holds and lease not in due and any(how == "leased" for _, how in wanted):
+                    with pytest.raises(LeaseExpired):
+                        ledger.transact(compares, writes, now)
+                    continue
+                assert ledger.transact(compares, writes, now).succeeded is holds
+                if holds and any(how != "delete" or key in model for key, how in wanted):
+                    revision += 1
+                    for key, how in wanted:
+                        if how == "delete":
+                            model.pop(key, None)
+                        else:
+                            created = model[key][0] if key in model else revision
+                            model[key] = (created, revision, lease if how == "leased" else None)
+        seen = {
+            entry.key: (entry.create_revision, entry.mod_revision)
+            for entry in ledger.read(("",), now).entries
+        }
+        for lease in sorted(lease for lease, at in due.items() if at <= now):
+            drop(lease)
+        assert seen == {key: (created, modified) for key, (created, modified, _) in model.items()}
+        assert ledger.revision == revision
+        replayed: dict[str, Entry] = {}
+        for change in ledger.changes(("",), 0):
+            replayed.pop(change.key, None)
+            if change.entry is not None:
+                replayed[change.key] = change.entry
+        assert replayed.keys() == seen.keys()
+        oldest = ledger.oldest("a", now)
+        under = [(created, key) for key, (created, _) in seen.items() if key.startswith("a")]
+        assert (oldest.key if oldest else None) == (min(under)[1] if under else None)
