@@ -1,0 +1,373 @@
+"""Real agents with real workers on this machine, and what tests need to see of them.
+
+A `Job` is one training job: it starts agents, reads the *history* that the workers write (see `recorder.py`), and
+finds every process that came from it by a marker in its environment, which agents, workers and their children
+inherit. While a job lives, a thread looks at all of its processes over and over: two generations of workers alive on
+one node (I1) fail the test, whatever it is about. So do, at the end, a generation that is not one world with dense
+ranks (I2, I3) or that a node has started twice (I4), and a process that outlives its agent by five seconds (I9).
+
+Nothing here sleeps and hopes: `Job.wait_for` asks until a condition holds or a deadline passes, and then says what
+the agents had to say. A zombie counts as gone: states are read from /proc/PID/stat.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from prometheus_client.parser import text_string_to_metric_families
+
+PATIENCE_S = 45.0
+"""No wait of a healthy run comes near this, also on two busy cores."""
+
+ORPHANS_S = 5.0
+"""Promise I9."""
+
+MARKER = "SYSTEM_TEST_JOB"
+RECORDER = Path(__file__).with_name("recorder.py")
+
+T = TypeVar("T")
+Record = dict[str, Any]
+
+
+# --- Processes
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A living process of a job. Pid and start time together name it for ever."""
+
+    pid: int
+    started: str
+    environment: Mapping[str, str]
+
+    @property
+    def node(self) -> str:
+        return self.environment["ELASTIC_AGENT_NODE"]
+
+    @property
+    def generation(self) -> int | None:
+        """None for an agent and its guard, which are no workers."""
+        number = self.environment.get("ELASTIC_AGENT_GENERATION")
+        return int(number) if number is not None else None
+
+    def __str__(self) -> str:
+        try:
+            command = Path(f"/proc/{self.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            command = "?"
+        return f"pid {self.pid}, generation {self.generation}: {command}"
+
+
+def look_at(pid: int) -> Process | None:
+    """None when it is gone, and while its environment cannot be read: it is starting or ending."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    if fields[0] in ("Z", "X") or not environment:
+        return None
+    pairs = (item.partition(b"=") for item in environment.split(b"\0") if item)
+    return Process(pid, fields[19], {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs})
+
+
+def processes_of(job: str) -> list[Process]:
+    marker = f"{MARKER}={job}".encode()
+    found = []
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{entry.name}/environ", "rb") as file:
+                if marker not in file.read():
+                    continue
+        except OSError:
+            continue
+        process = look_at(int(entry.name))
+        if process is not None:
+            found.append(process)
+    return found
+
+
+def listening_ports(pid: int | None = None) -> set[int]:
+    """Of one process or of all, by /proc: a trial connection would be one of the disturbances under test."""
+    inodes = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir() if pid is not None else ():
+        try:
+            inodes.add(os.readlink(fd).removeprefix("socket:[").removesuffix("]"))
+        except OSError:
+            continue
+    ports = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and (pid is None or fields[9] in inodes):
+                ports.add(int(fields[1].rpartition(":")[2], 16))
+    return ports
+
+
+def port_for_a_store() -> int:
+    """One that all agents are told beforehand, so below the range from which the kernel gives ports to others."""
+    taken = listening_ports()
+    return random.SystemRandom().choice([port for port in range(20000, 32000) if port not in taken])
+
+
+class OneGenerationPerNode(threading.Thread):
+    """Looks for two generations of one node alive at the same instant (I1), until closed."""
+
+    def __init__(self, job: str) -> None:
+        super().__init__(name="one-generation-per-node", daemon=True)
+        self.seen: set[tuple[str, int]] = set()
+        self.violations: list[str] = []
+        self._job = job
+        self._closed = threading.Event()
+
+    def run(self) -> None:
+        while not self._closed.wait(0.02):
+            self.look()
+
+    def look(self) -> None:
+        workers = [process for process in processes_of(self._job) if process.generation is not None]
+        self.seen |= {(worker.node, worker.generation or 0) for worker in workers}
+        for old in workers:
+            newer = [new for new in workers if new.node == old.node and new.generation > old.generation]  # type: ignore[operator]
+            # The list was not made in one instant: only who is there now, after the newer was seen, overlaps it.
+            if newer and look_at(old.pid) == old:
+                self.violations.append(f"on node {old.node} two at once: {old}; {newer[0]}")
+
+    def close(self) -> None:
+        self._closed.set()
+        self.join()
+
+
+# --- Agents
+
+
+class Agent:
+    """One agent process and all that it says."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self.name = name
+        self.log = log
+        with open(log, "wb") as output:
+            self.process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def says(self, pattern: str) -> re.Match[str] | None:
+        return re.search(pattern, self.text, re.MULTILINE)
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def exit_code(self, within_s: float = PATIENCE_S) -> int:
+        try:
+            return self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"agent {self.name} has not ended within {within_s} s") from None
+
+    @property
+    def url(self) -> str:
+        found = self.says(r"at (http://\S+)")
+        assert found is not None, f"agent {self.name} has not said where its metrics are"
+        return found[1]
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Status and body."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=10) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum over all samples of that name with these labels."""
+        _, text = self.get("/metrics")
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        return sum(
+            sample.value
+            for sample in samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What the workers of one generation wrote when they started, by rank."""
+
+    number: int
+    starts: Mapping[int, Record]
+
+    def pid(self, rank: int) -> int:
+        return int(self.starts[rank]["pid"])
+
+    @property
+    def nodes(self) -> list[str]:
+        """In the order of ranks, each once."""
+        return list(dict.fromkeys(self.starts[rank]["node"] for rank in sorted(self.starts)))
+
+    def rank_on(self, node: str) -> int:
+        return next(rank for rank, start in sorted(self.starts.items()) if start["node"] == node)
+
+
+class Job:
+    """See the module's docstring."""
+
+    def __init__(self, folder: Path) -> None:
+        self.id = uuid.uuid4().hex
+        self.folder = folder
+        self.agents: list[Agent] = []
+        self.store_port: int | None = None
+        self.watcher = OneGenerationPerNode(self.id)
+        self.watcher.start()
+        self._history = folder / "history.jsonl"
+        self._history.touch()
+        self._read = 0
+        self._records: list[Record] = []
+
+    # --- starting
+
+    def start(
+        self,
+        name: str,
+        *options: str,
+        script: Sequence[str | Path] = (RECORDER,),
+        environment: Mapping[str, str] | None = None,
+    ) -> Agent:
+        """An agent with just these options. `script` is what its workers run, with arguments."""
+        log = self.folder / f"{name}-{len(self.agents)}.log"
+        command = [sys.executable, "-m", "elastic_agent", f"--node-id={name}", *options, *map(str, script)]
+        surroundings = {**os.environ, MARKER: self.id, "SYSTEM_TEST_HISTORY": str(self._history)}
+        agent = Agent(name, command, {**surroundings, **(environment or {})}, log)
+        self.agents.append(agent)
+        return agent
+
+    def join(self, name: str, *options: str, **more: Any) -> Agent:
+        """An agent of a job on several nodes. The first one hosts the store, and listens before the next starts."""
+        first = self.store_port is None
+        if self.store_port is None:
+            self.store_port = port_for_a_store()
+        rendezvous = (f"--rdzv-endpoint=127.0.0.1:{self.store_port}", "--local-addr=127.0.0.1")
+        agent = self.start(name, *rendezvous, *options, **more)
+        if first:
+            self.wait_for(lambda: self.store_port in listening_ports(), f"agent {name} to listen")
+        return agent
+
+    # --- seeing
+
+    def wait_for(self, condition: Callable[[], T], what: str, within_s: float = PATIENCE_S) -> T:
+        """The condition's value as soon as it is true. `what` completes "waited for"."""
+        deadline = time.monotonic() + within_s
+        while not (value := condition()):
+            assert time.monotonic() < deadline, f"waited {within_s:.0f} s for {what}"
+            time.sleep(0.02)
+        return value
+
+    def wait_for_text(self, agent: Agent, pattern: str, within_s: float = PATIENCE_S) -> re.Match[str]:
+        found = self.wait_for(lambda: agent.says(pattern), f"agent {agent.name} to say {pattern!r}", within_s)
+        assert found is not None
+        return found
+
+    def history(self, **wanted: Any) -> list[Record]:
+        """All records so far with these values, in the order in which they were written."""
+        with open(self._history, "rb") as file:
+            file.seek(self._read)
+            *lines, rest = file.read().split(b"\n")
+            self._read = file.tell() - len(rest)
+        self._records += [json.loads(line) for line in lines]
+        return [record for record in self._records if wanted.items() <= record.items()]
+
+    def generations(self) -> list[Generation]:
+        starts: dict[int, dict[int, Record]] = {}
+        for start in self.history(what="start"):
+            starts.setdefault(start["generation"], {})[start["rank"]] = start
+        return [Generation(number, starts[number]) for number in sorted(starts)]
+
+    def wait_for_training(self, world: int, *, after: int = 0) -> Generation:
+        """The newest generation beyond `after`, as soon as it has this world size and every rank has done a step."""
+
+        def training() -> Generation | None:
+            newest = self.generations()[-1:]
+            for generation in newest:
+                steps = self.history(what="step", generation=generation.number)
+                ranks = {step["rank"] for step in steps if step["world"] == world}
+                if generation.number > after and ranks == set(range(world)):
+                    return generation
+            return None
+
+        found = self.wait_for(training, f"{world} workers to train in a generation after {after}")
+        assert found is not None
+        return found
+
+    def processes(self) -> list[Process]:
+        """All that came from this job and lives."""
+        return processes_of(self.id)
+
+    def workers(self, node: str | None = None) -> list[Process]:
+        """Living workers and their descendants, on one node or on all."""
+        found = [process for process in self.processes() if process.generation is not None]
+        return [worker for worker in found if node is None or worker.node == node]
+
+    # --- ending
+
+    def close(self) -> None:
+        """Ends all, and raises AssertionError for every promise that was broken meanwhile."""
+        self.watcher.close()
+        for agent in self.agents:
+            agent.kill()
+        deadline = time.monotonic() + ORPHANS_S
+        while (orphans := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        described = [str(orphan) for orphan in orphans]
+        for orphan in orphans:
+            os.kill(orphan.pid, signal.SIGKILL)
+        for agent in self.agents:
+            print(f"---------------- agent {agent.name} (exit code {agent.process.returncode})\n{agent.text}")
+        problems = [f"orphan {orphan}" for orphan in described] + self.watcher.violations
+        problems += broken_promises(self.history(what="start"))
+        assert not problems, "\n".join(problems)
+
+
+def broken_promises(starts: Iterable[Record]) -> list[str]:
+    """I2 to I4, as the workers saw it."""
+    problems = []
+    worlds: dict[int, tuple[int, str, str]] = {}
+    taken: set[tuple[int, int]] = set()
+    for start in starts:
+        generation, rank, environment = start["generation"], start["rank"], start["env"]
+        world = (start["world"], environment["MASTER_ADDR"], environment["MASTER_PORT"])
+        if worlds.setdefault(generation, world) != world:
+            problems.append(f"generation {generation} is two worlds: {worlds[generation]} and {world}")
+        if not 0 <= rank < start["world"]:
+            problems.append(f"generation {generation}: rank {rank} of {start['world']}")
+        if (generation, rank) in taken:
+            problems.append(f"generation {generation}: rank {rank} started twice")
+        taken.add((generation, rank))
+    return problems

@@ -1,0 +1,92 @@
+"""A worker without torch: writes what it sees to the job's history, steps, and fails where the test says.
+
+Each record is one JSON line, appended whole. Not a test, and starts in some 50 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+
+def main() -> None:
+    options = parse()
+    generation, rank, world = (int(os.environ[k]) for k in ("ELASTIC_AGENT_GENERATION", "RANK", "WORLD_SIZE"))
+    history = os.open(os.environ["SYSTEM_TEST_HISTORY"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def record(what: str, **more: object) -> None:
+        common = {
+            "what": what,
+            "at": time.monotonic(),
+            "generation": generation,
+            "rank": rank,
+            "world": world,
+        }
+        node, pid = os.environ["ELASTIC_AGENT_NODE"], os.getpid()
+        os.write(history, json.dumps({**common, "node": node, "pid": pid, **more}).encode() + b"\n")
+
+    def on_sigterm(_number: int, _frame: object) -> None:
+        record("sigterm")
+        if not options.ignore_sigterm:
+            sys.exit(0 if options.exit_0_on_sigterm else 143)
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    record("start", env=dict(os.environ), argv=sys.argv[1:])
+    for command in options.child:
+        subprocess.Popen(["sh", "-c", command])
+    step = 0
+    while options.steps == 0 or step < options.steps:
+        for fault in options.fault:
+            if fault.hits(generation, rank, step):
+                fault.happen()
+        time.sleep(options.step_s)
+        step += 1
+        record("step", step=step)
+        if options.report:
+            from elastic_agent.worker.progress import step as report
+
+            report(step + 1000 * generation)
+        if options.say:
+            print(f"{options.say} {step}", flush=True)
+    record("end")
+
+
+class Fault:
+    """`GENERATION:RANK:STEP:HOW`, each number or `*`; HOW is raise, segv or the exit code."""
+
+    def __init__(self, text: str) -> None:
+        *self.where, self.how = text.split(":")
+
+    def hits(self, *here: int) -> bool:
+        return all(wanted in ("*", str(number)) for wanted, number in zip(self.where, here))
+
+    def happen(self) -> None:
+        if self.how == "raise":
+            raise RuntimeError("planned by the test")
+        if self.how == "segv":
+            import ctypes
+
+            ctypes.string_at(0)
+        os._exit(int(self.how))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=0, help="0: until somebody ends it")
+    parser.add_argument("--step-s", type=float, default=0.02)
+    parser.add_argument("--fault", type=Fault, action="append", default=[])
+    parser.add_argument("--child", action="append", default=[], help="a shell command to leave running")
+    parser.add_argument("--ignore-sigterm", action="store_true")
+    parser.add_argument("--exit-0-on-sigterm", action="store_true")
+    parser.add_argument("--report", action="store_true", help="tell the agent of each step")
+    parser.add_argument("--say", default="", help="print this and the step after each step")
+    return parser.parse_known_args()[0]
+
+
+if __name__ == "__main__":
+    main()
