@@ -29,7 +29,6 @@ PATIENCE_S = 90.0
 FIRST_STEP = re.compile(r"generation (\d+): first step is (\d+)")
 GENERATION = re.compile(r"generation (\d+) \((\w+)\): (\d+) nodes")
 STORE = re.compile(r"--rdzv-endpoint=(\S+)")
-STEP = re.compile(r"digits: step (\d+)")
 ACCURACY = re.compile(r"test accuracy.*: ([\d.]+)%")
 
 
@@ -42,6 +41,7 @@ class Node:
 
     def __init__(self, name: str, options: Sequence[str], script: Sequence[str], demo: Demo) -> None:
         self.name = name
+        self.marks = {f"ELASTIC_AGENT_NODE={name}".encode(), f"TORCHELASTIC_RUN_ID={demo.job}".encode()}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "elastic_agent", f"--node-id={name}", *options, *script],
             stdout=subprocess.PIPE,
@@ -63,7 +63,7 @@ class Node:
         """The pid of this node's worker, found by the environment that the agent gave it."""
         for environ in Path("/proc").glob("[0-9]*/environ"):
             try:
-                if f"ELASTIC_AGENT_NODE={self.name}".encode() in environ.read_bytes().split(b"\0"):
+                if self.marks <= set(environ.read_bytes().split(b"\0")):
                     return int(environ.parent.name)
             except OSError:
                 continue
@@ -75,6 +75,7 @@ class Demo:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.job = folder.name
         self.lines: queue.Queue[tuple[str, str]] = queue.Queue()
         self.began = time.monotonic()
         self.nodes: dict[str, Node] = {}
@@ -89,7 +90,7 @@ class Demo:
         print(f"{time.monotonic() - self.began:6.1f} s  {what}", flush=True)
 
     def start(self, name: str, *options: str) -> None:
-        options = ("--min-nodes=1", "--max-nodes=3", *options)
+        options = ("--min-nodes=1", "--max-nodes=3", f"--rdzv-id={self.job}", *options)
         self.nodes[name] = Node(name, options, self.script, self)
 
     def wait_for(self, pattern: re.Pattern[str], *, node: str | None = None) -> re.Match[str]:
@@ -124,10 +125,10 @@ class Demo:
 
     def play(self) -> None:
         self.say("three nodes start: a, b and c (a hosts the rendezvous store)")
-        self.start("a", "--rdzv-backend=c10d", "--rdzv-id=demo")
+        self.start("a", "--rdzv-backend=c10d")
         endpoint = self.wait_for(STORE, node="a")[1]
         for name in ("b", "c"):
-            self.start(name, f"--rdzv-endpoint={endpoint}", "--rdzv-id=demo")
+            self.start(name, f"--rdzv-endpoint={endpoint}")
         step = self.wait_for(FIRST_STEP, node="a")
         self.say(f"    training at step {step[2]}")
         self.train_on(3.0)
@@ -150,7 +151,7 @@ class Demo:
 
         self.say("THE NODE COMES BACK: node c is started again")
         since = time.monotonic()
-        self.start("c", f"--rdzv-endpoint={endpoint}", "--rdzv-id=demo")
+        self.start("c", f"--rdzv-endpoint={endpoint}")
         self.recover(since)
 
         accuracy = self.wait_for(ACCURACY)
