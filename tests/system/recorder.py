@@ -63,7 +63,7 @@ class Fault:
         *self.where, self.how = text.split(":")
 
     def hits(self, *here: int) -> bool:
-        return all(wanted in ("*", str(number)) for wanted, number in zip(self.where, here))
+        return all(wanted in ("*", str(number)) for wanted, number in zip(self.where, here, strict=True))
 
     def happen(self) -> None:
         if self.how == "raise":

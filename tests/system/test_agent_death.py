@@ -1,0 +1,55 @@
+"""An agent is killed: nothing of it stays behind, and the next one under its name takes its place."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from .harness import ORPHANS_S, RECORDER, Job
+
+GRANDCHILDREN = (
+    "exec sleep 600",
+    "setsid sleep 600 &",
+    "(setsid sh -c 'sleep 600 & wait' &)",
+)
+"""A data loader; a daemon in a session of its own; one more generation, whose parents are gone."""
+
+
+def test_after_sigkill_of_the_agent_no_worker_child_or_daemon_lives(job: Job) -> None:
+    children = [f"--child={command}" for command in GRANDCHILDREN]
+    agent = job.start("a", "--nproc-per-node=2", script=(RECORDER, *children))
+    job.wait_for_training(world=2)
+    job.wait_for(lambda: len(job.workers()) >= 2 + 2 * 4, "all grandchildren to run")
+    agent.kill()
+    job.wait_for(lambda: not job.processes(), "everything of the killed agent to end", ORPHANS_S)
+
+
+def test_what_a_worker_leaves_behind_is_gone_before_the_next_generation(job: Job) -> None:
+    """The watcher of the harness fails this test if a daemon of generation 1 meets generation 2."""
+    job.start("a", script=(RECORDER, "--child=setsid sleep 600 &"))
+    old = job.wait_for_training(world=1)
+    job.wait_for(lambda: len(job.workers()) == 2, "worker and daemon")
+    os.kill(old.pid(0), signal.SIGKILL)
+    job.wait_for_training(world=1, after=1)
+    job.wait_for(lambda: len(job.workers()) == 2, "worker and daemon of the second generation")
+    assert {worker.generation for worker in job.workers()} == {2}
+
+
+def test_a_finished_job_takes_its_workers_daemons_with_it(job: Job) -> None:
+    agent = job.start("a", script=(RECORDER, "--child=setsid sleep 600 &", "--steps=5"))
+    assert agent.exit_code() == 0
+    assert not job.processes(), "the agent has ended, and with it everything"
+
+
+def test_an_agent_started_again_under_its_name_joins_when_the_dead_ones_lease_is_over(job: Job) -> None:
+    options = ("--nnodes=1:2", "--lease-ttl=2")
+    job.join("a", *options)
+    victim = job.join("b", *options)
+    old = job.wait_for_training(world=2)
+    first_life = old.starts[old.rank_on("b")]["env"]["ELASTIC_AGENT_INCARNATION"]
+    victim.kill()
+    job.join("b", *options)
+    new = job.wait_for_training(world=2, after=old.number)
+    second_life = new.starts[new.rank_on("b")]["env"]["ELASTIC_AGENT_INCARNATION"]
+    assert new.nodes == ["a", "b"], "the survivor keeps its rank"
+    assert first_life != second_life

@@ -1,0 +1,92 @@
+"""Nodes are lost, come, wait and stand by: which worlds follow, and what the agents say meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from .harness import Agent, Job
+
+FAST_LEASE = "--lease-ttl=2"
+
+
+def readyz(agent: Agent) -> tuple[int, str]:
+    return agent.get("/readyz")
+
+
+def test_a_lost_node_shrinks_the_world_and_a_new_one_fills_the_hole(job: Job) -> None:
+    """From 3 nodes over 2 to 3 again: survivors keep their order, and with it rank 0."""
+    options = ("--nnodes=1:3", FAST_LEASE)
+    agents = {name: job.join(name, *options) for name in ("a", "b", "c")}
+    three = job.wait_for_training(world=3)
+    lost = three.nodes[1]
+    kept = [node for node in three.nodes if node != lost]
+
+    agents[lost].kill()
+    two = job.wait_for_training(world=2, after=three.number)
+    assert two.nodes == kept
+    assert agents["a"].says(rf"node {lost} is gone: its lease ended")
+    assert agents["a"].says(rf"generation {two.number} \(lost\): 2 nodes.* 0 failures so far")
+
+    job.join("d", *options)
+    again = job.wait_for_training(world=3, after=two.number)
+    assert again.nodes == [*kept, "d"], "who was there stays in front"
+    assert agents["a"].says(rf"generation {again.number} \(join\): 3 nodes.* 0 failures so far")
+
+
+def test_below_min_nodes_the_rest_waits_says_for_whom_and_goes_on_when_a_node_comes(job: Job) -> None:
+    options = ("--nnodes=2", FAST_LEASE)
+    first, second = (job.join(name, *options) for name in ("a", "b"))
+    old = job.wait_for_training(world=2)
+    second.kill()
+    job.wait_for_text(first, r"waiting for 1 more of at least 2 nodes \(here: a; last: node b is gone")
+    job.wait_for(lambda: not job.workers(), "the lonely node's worker to stop")
+    status, text = readyz(first)
+    assert status == 503
+    assert "waiting for 1 more" in text
+
+    job.join("c", *options)
+    new = job.wait_for_training(world=2, after=old.number)
+    assert new.nodes == ["a", "c"]
+    assert readyz(first)[0] == 200
+
+
+def test_below_min_nodes_for_the_join_timeout_ends_with_its_own_code(job: Job) -> None:
+    options = ("--nnodes=2", FAST_LEASE, "--join-timeout=10s")
+    first, second = (job.join(name, *options) for name in ("a", "b"))
+    job.wait_for_training(world=2)
+    second.kill()
+    assert first.exit_code() == 75
+    assert first.says(r"no world within 10 s of --join-timeout: waiting for 1 more of at least 2 nodes")
+
+
+def test_a_node_beyond_max_nodes_stands_by_and_takes_the_first_free_place(job: Job) -> None:
+    options = ("--nnodes=1:2", FAST_LEASE)
+    agents = {name: job.join(name, *options) for name in ("a", "b")}
+    old = job.wait_for_training(world=2)
+    assert readyz(agents["a"]) == (200, f"running generation {old.number}\n")
+
+    spare = job.join("c", *options)
+    job.wait_for(
+        lambda: "standing by" in readyz(spare)[1] if spare.says("at http") else False, "c to stand by"
+    )
+    assert readyz(spare) == (200, f"standing by: generation {old.number} is running\n")
+    assert job.wait_for(lambda: agents["a"].metric("elastic_agent_nodes", state="standby") == 1, "the count")
+    assert not job.workers("c")
+    assert [generation.number for generation in job.generations()][-1] == old.number, "nobody was disturbed"
+
+    agents["b"].kill()
+    new = job.wait_for_training(world=2, after=old.number)
+    assert new.nodes == ["a", "c"]
+
+
+def test_a_joining_node_and_a_dying_worker_at_once_end_in_one_world(job: Job) -> None:
+    options = ("--nnodes=1:3", FAST_LEASE)
+    for name in ("a", "b"):
+        job.join(name, *options)
+    two = job.wait_for_training(world=2)
+    newcomer = job.join("c", *options)
+    job.wait_for_text(newcomer, "waiting")
+    os.kill(two.pid(1), signal.SIGKILL)
+    three = job.wait_for_training(world=3, after=two.number)
+    assert three.nodes == [*two.nodes, "c"]
