@@ -1,7 +1,8 @@
 """The `elastic-agent` command: parse, answer `--help`, `--version` and `--check-config`, or call `run`.
 
-Nothing is decided here: `options` has the table, `sources` merges and checks, `run` does the work and returns the
-exit code. A configuration with problems ends with 78 and the list of all of them, before anything is started.
+Nothing is decided here: `options` has the table, `layers` reads, `settings` merges and checks, `run` does the work
+and returns the exit code. A configuration with problems ends with 78 and the list of all of them, before anything
+is started.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from .. import __version__
 from .config import Config, ConfigError
 from .exits import ExitCode
+from .layers import read_argv
 from .options import CHECK_CONFIG, GROUPS, HELP, VERSION, Option, Source
-from .sources import read_argv, resolve
+from .settings import resolve
 
 _USAGE = """\
 usage: elastic-agent [options] SCRIPT [arguments of the script]

@@ -4,179 +4,45 @@ The command line, the environment, the TOML file, `--help`, `--check-config` and
 `docs/configuration.md` all follow `OPTIONS`. An option `min-nodes` is written `--min-nodes` or `--min_nodes`,
 `ELASTIC_AGENT_MIN_NODES`, and `min-nodes = 1` or `min_nodes = 1`.
 
-Words: a *kind* turns a text into a value and says what it expects. All sources hand over text, so one kind
-checks them all. A *shorthand* has no setting of its own, it stands for others (`--nnodes 1:4`). An option
-with a *torchrun* name is also read under that name, and from torchrun's own variable (`PET_NNODES`).
+Words: a *kind* turns a text into a value (`kinds`). A *shorthand* has no setting of its own, it stands for others
+(`--nnodes 1:4`). An option with a *torchrun* name is also read under that name, and from torchrun's own variable
+(`PET_NNODES`).
 """
 
 from __future__ import annotations
 
-import ipaddress
-import re
-import shlex
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Flag
 from itertools import chain
 from pathlib import Path
-from typing import Generic, TypeVar, cast, get_args
+from typing import Generic, TypeVar
 
 from .config import Backend, DevicePinning, Endpoint, NodeCounts, WorkerCount
-from .ports import PortConfigError, PortRange
+from .kinds import (
+    C10D_PORT,
+    IDENTIFIER,
+    MOST_NODES,
+    MOST_WORKERS,
+    TEXT,
+    YES_OR_NO,
+    Kind,
+    duration,
+    endpoint,
+    read_arguments,
+    read_backend,
+    read_conf,
+    read_device_pinning,
+    read_host,
+    read_job_id,
+    read_node_counts,
+    read_port_range,
+    read_restarts,
+    read_worker_count,
+    whole_number,
+)
+from .ports import PortRange
 
 T_co = TypeVar("T_co", covariant=True)
-
-MOST_NODES = 100_000
-MOST_WORKERS = 4096
-WEEK_S = 7 * 86_400.0
-C10D_PORT = 29400  # torchrun's default for c10d, so that a host name alone means the same to both
-
-
-# --- Kinds: text to value ---
-
-
-@dataclass(frozen=True, slots=True)
-class Kind(Generic[T_co]):
-    """`parse` raises `ValueError` for a text it refuses; the error's own text is advice, or empty."""
-
-    expects: str
-    parse: Callable[[str], T_co]
-
-
-def whole_number(least: int, most: int, unit: str) -> Kind[int]:
-    def parse(text: str) -> int:
-        # Nine digits are more than any limit here, and keep `int` cheap whatever the text.
-        if re.fullmatch(r"[0-9]{1,9}", text) is None or not least <= int(text) <= most:
-            raise ValueError
-        return int(text)
-
-    return Kind(f"a whole number of {unit} from {least} to {most}", parse)
-
-
-_UNIT_S = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-def duration(least_s: float) -> Kind[float]:
-    def parse(text: str) -> float:
-        match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{0,9})?|\.[0-9]{1,9}) ?(ms|s|m|h)?", text)
-        if match is None:
-            raise ValueError
-        value_s = float(match[1]) * _UNIT_S[match[2] or ""]
-        if not least_s <= value_s <= WEEK_S:
-            raise ValueError
-        return value_s
-
-    return Kind(f"a duration from {least_s:g} s to 168 h, in seconds or like 500ms, 30s, 5m", parse)
-
-
-def _text(text: str) -> str:
-    # A NUL byte cannot be passed to the system in any path, name or argument.
-    if not text or "\0" in text:
-        raise ValueError
-    return text
-
-
-def _identifier(text: str) -> str:
-    if re.fullmatch(r"[A-Za-z0-9._-]{1,64}", text) is None:
-        raise ValueError
-    return text
-
-
-def _job_id(text: str) -> str | None:
-    # "none" is torchrun's default, found in scripts that never chose an id: jobs would meet by accident.
-    return None if text == "none" else _identifier(text)
-
-
-def _yes_or_no(text: str) -> bool:
-    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    if text.lower() not in words:
-        raise ValueError
-    return words[text.lower()]
-
-
-def _node_counts(text: str) -> NodeCounts:
-    least, colon, most = text.partition(":")
-    parse = whole_number(1, MOST_NODES, "nodes").parse
-    return NodeCounts(parse(least), parse(most if colon else least))
-
-
-def _worker_count(text: str) -> WorkerCount:
-    if text in ("auto", "gpu", "cpu"):
-        return cast(WorkerCount, text)
-    return whole_number(1, MOST_WORKERS, "workers").parse(text)
-
-
-def _device_pinning(text: str) -> DevicePinning:
-    if text not in get_args(DevicePinning):
-        raise ValueError
-    return cast(DevicePinning, text)
-
-
-def _backend(text: str) -> Backend:
-    if text in get_args(Backend):
-        return cast(Backend, text)
-    if text.startswith("etcd"):
-        raise ValueError("this version meets through c10d, or in memory on one node; use c10d")
-    if text == "static":
-        raise ValueError("static rendezvous cannot change the world; use c10d with --rdzv-endpoint")
-    raise ValueError
-
-
-def _host(text: str) -> str:
-    return text if re.fullmatch(r"[A-Za-z0-9._-]{1,253}", text) else _ipv6(text)
-
-
-def _ipv6(text: str) -> str:
-    try:
-        ipaddress.IPv6Address(text)
-    except ValueError:
-        raise ValueError("check the spelling of the host name or address") from None
-    return text
-
-
-def endpoint(default_port: int) -> Kind[Endpoint]:
-    def parse(text: str) -> Endpoint:
-        match = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::([0-9]{1,5}))?", text)
-        if match is None:
-            raise ValueError("write an IPv6 address in brackets: [::1]:29400")
-        port = default_port if match[3] is None else int(match[3])
-        if port > 65535:
-            raise ValueError
-        return Endpoint(_ipv6(match[1]) if match[1] else _host(match[2]), port)
-
-    return Kind(f"host or host:port, port 0 to 65535 (default {default_port})", parse)
-
-
-def _port_range(text: str) -> PortRange:
-    try:
-        return PortRange.parse(text)
-    except PortConfigError as error:
-        raise ValueError(str(error)) from error
-
-
-def _arguments(text: str) -> tuple[str, ...]:
-    if "\0" in text:
-        raise ValueError
-    return tuple(shlex.split(text))
-
-
-def _restarts(text: str) -> int | None:
-    return None if text == "auto" else whole_number(0, 1_000_000, "restarts").parse(text)
-
-
-def _conf(text: str) -> tuple[tuple[str, str], ...]:
-    pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
-    if not all(key and equals for key, equals, _ in pairs):
-        raise ValueError
-    return tuple((key.strip().replace("-", "_"), value.strip()) for key, _, value in pairs)
-
-
-TEXT = Kind("a text that is not empty and holds no NUL byte", _text)
-IDENTIFIER = Kind("1 to 64 characters of A-Z a-z 0-9 . _ -", _identifier)
-YES_OR_NO = Kind("true or false", _yes_or_no)
-
-
-# --- The table ---
 
 
 class Source(Flag):
@@ -235,7 +101,7 @@ NO_PYTHON: Option[str | None] = Option(
 )
 ARGS: Option[tuple[str, ...]] = Option(
     "args",
-    Kind("words as a shell would split them", _arguments),
+    Kind("words as a shell would split them", read_arguments),
     "arguments of the script, module or program; in the file a list of texts",
     metavar="WORDS",
     default="",
@@ -257,7 +123,7 @@ MAX_NODES: Option[int | None] = Option(
 )
 NNODES: Option[NodeCounts] = Option(
     "nnodes",
-    Kind(f"N or MIN:MAX, nodes from 1 to {MOST_NODES}", _node_counts),
+    Kind(f"N or MIN:MAX, nodes from 1 to {MOST_NODES}", read_node_counts),
     "short for --min-nodes MIN --max-nodes MAX; one number is both",
     metavar="MIN:MAX",
     torchrun="nnodes",
@@ -265,7 +131,7 @@ NNODES: Option[NodeCounts] = Option(
 )
 NPROC_PER_NODE: Option[WorkerCount] = Option(
     "nproc-per-node",
-    Kind(f"a number of workers from 1 to {MOST_WORKERS}, or auto, gpu, cpu", _worker_count),
+    Kind(f"a number of workers from 1 to {MOST_WORKERS}, or auto, gpu, cpu", read_worker_count),
     "workers on this node: a number, gpu (one per GPU), cpu (one per CPU core), auto (gpu if there is"
     " one, else cpu)",
     metavar="N",
@@ -274,7 +140,7 @@ NPROC_PER_NODE: Option[WorkerCount] = Option(
 )
 DEVICE_PINNING: Option[DevicePinning] = Option(
     "device-pinning",
-    Kind("index, mask or none", _device_pinning),
+    Kind("index, mask or none", read_device_pinning),
     "index: all devices visible, LOCAL_RANK selects; mask: each worker sees only its own device, with"
     " LOCAL_RANK 0; none: devices are left alone",
     metavar="HOW",
@@ -299,7 +165,7 @@ NODE_ID: Option[str | None] = Option(
 
 BACKEND: Option[Backend | None] = Option(
     "rdzv-backend",
-    Kind("c10d or memory", _backend),
+    Kind("c10d or memory", read_backend),
     "c10d: a TCPStore hosted by one of the agents; memory: no other node can ever join (default: memory"
     " with one node and no endpoint, else c10d)",
     metavar="STORE",
@@ -315,7 +181,7 @@ ENDPOINT: Option[Endpoint | None] = Option(
 )
 JOB_ID: Option[str | None] = Option(
     "rdzv-id",
-    Kind(f"{IDENTIFIER.expects}, or none", _job_id),
+    Kind(f"{IDENTIFIER.expects}, or none", read_job_id),
     "the job's name, the same on all nodes (default, also none: 'default' with an endpoint, which"
     " belongs to one job; a new, unique one if this agent starts the store)",
     metavar="ID",
@@ -323,7 +189,7 @@ JOB_ID: Option[str | None] = Option(
 )
 RDZV_CONF: Option[tuple[tuple[str, str], ...]] = Option(
     "rdzv-conf",
-    Kind("KEY=VALUE,KEY=VALUE", _conf),
+    Kind("KEY=VALUE,KEY=VALUE", read_conf),
     "torchrun's spelling of --join-timeout (join_timeout), --last-call (last_call_timeout) and"
     " --lease-ttl (lease_ttl); may be repeated, torchrun's other keys are ignored with a warning",
     metavar="K=V,...",
@@ -362,7 +228,7 @@ LEASE_TTL: Option[float] = Option(
 
 MAX_RESTARTS: Option[int | None] = Option(
     "max-restarts",
-    Kind("a whole number of restarts from 0 to 1000000, or auto", _restarts),
+    Kind("a whole number of restarts from 0 to 1000000, or auto", read_restarts),
     "restarts after worker failures, counted over all nodes; planned changes are free (auto: no limit"
     " while generations make progress, 3 in a row without)",
     metavar="N",
@@ -387,14 +253,14 @@ FAILURE_GRACE: Option[float] = Option(
 
 LOCAL_ADDR: Option[str | None] = Option(
     "local-addr",
-    Kind("a host name or an IP address, without port", _host),
+    Kind("a host name or an IP address, without port", read_host),
     "address at which other nodes reach this one (default: found out)",
     metavar="HOST",
     torchrun="local-addr",
 )
 PORT_RANGE: Option[PortRange | None] = Option(
     "port-range",
-    Kind("FIRST-LAST with ports from 1 to 65535, or one port", _port_range),
+    Kind("FIRST-LAST with ports from 1 to 65535, or one port", read_port_range),
     "ports this agent may listen on for its workers and, without an endpoint, for the store (default:"
     " any free port)",
     metavar="FIRST-LAST",
@@ -408,7 +274,7 @@ HTTP_ADDRESS: Option[Endpoint] = Option(
 )
 LOG_DIR: Option[Path | None] = Option(
     "log-dir",
-    Kind(TEXT.expects, lambda text: Path(_text(text))),
+    Kind(TEXT.expects, lambda text: Path(TEXT.parse(text))),
     "also write each worker's output into files below DIR (default: console only)",
     metavar="DIR",
     torchrun="log-dir",

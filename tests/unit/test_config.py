@@ -24,6 +24,7 @@ from elastic_agent.agent.config import (
     StopConfig,
 )
 from elastic_agent.agent.exits import ExitCode
+from elastic_agent.agent.layers import MOST_FILE_BYTES, read_argv
 from elastic_agent.agent.options import (
     GROUPS,
     IGNORED_RDZV_CONF_KEYS,
@@ -34,7 +35,7 @@ from elastic_agent.agent.options import (
     Source,
 )
 from elastic_agent.agent.ports import PortRange
-from elastic_agent.agent.sources import MOST_FILE_BYTES, Resolved, read_argv, resolve
+from elastic_agent.agent.settings import Resolved, resolve
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 
