@@ -1,8 +1,8 @@
 """The store's rules as a plain object without threads, sockets or a clock of its own.
 
-One `Ledger` stands behind the memory store (with a lock around it), behind the c10d store (in the process that
-hosts it) and behind the simulator (with a simulated network before it), so that all three keep the same rules.
-Instants are seconds of one monotonic clock, the caller's; leases are judged by nothing else.
+One `Ledger` stands behind the memory store (with a lock around it), behind the c10d store (in the process
+that hosts it) and behind the simulator (with a simulated network before it), so that all three keep the same
+rules. Instants are seconds of one monotonic clock, the caller's; leases are judged by nothing else.
 """
 
 from __future__ import annotations
@@ -82,9 +82,10 @@ class Ledger:
 
     def changes(self, prefixes: tuple[str, ...], after_revision: int) -> tuple[Change, ...]:
         """What a watch after `after_revision` has to deliver now. Raises Compacted."""
-        forgotten = self._history[0].revision - 1 if len(self._history) == self._history.maxlen else 0
+        # The oldest revision kept may have lost some of its changes, so a full history starts just after it.
+        forgotten = self._history[0].revision if len(self._history) == self._history.maxlen else 0
         if after_revision < forgotten:
-            raise Compacted(f"changes after revision {after_revision} are gone; oldest kept: {forgotten + 1}")
+            raise Compacted(f"changes after revision {after_revision} are gone; kept from {forgotten + 1} on")
         newest_first = []
         for change in reversed(self._history):
             if change.revision <= after_revision:

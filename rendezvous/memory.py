@@ -12,7 +12,7 @@ from .store import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapsh
 
 
 class MemoryStore(Store):
-    """A `Ledger` behind a condition variable. Leases expire while somebody waits or asks: nobody else could see."""
+    """A `Ledger` behind a condition variable. Leases expire when somebody asks or waits: who else could see?"""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -1,11 +1,11 @@
 """The store that nodes meet in: a small revisioned key-value interface, modelled on etcd v3.
 
-Every change of any key gets the next *revision*, one counter for the whole store. A *lease* is a promise by the
-store to delete the keys put under it once nobody has confirmed it for its time to live; only the store's own
-clock judges that. A *watch* delivers every change after a revision, in order, each once.
+Every change of any key gets the next *revision*, one counter for the whole store. A *lease* is a promise by
+the store to delete the keys put under it once nobody has confirmed it for its time to live; only the store's
+own clock judges that. A *watch* delivers every change after a revision, in order, each once.
 
-A store is used by several threads at once; each call blocks until it has an answer or raises `StoreUnavailable`
-within the store's own request timeout. Watches block in a thread of their own.
+A store is used by several threads at once; each call blocks until it has an answer or raises
+`StoreUnavailable` within the store's own request timeout. Watches block in a thread of their own.
 """
 
 from __future__ import annotations
