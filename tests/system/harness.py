@@ -211,11 +211,11 @@ class Agent:
         """The sum over all samples of that name with these labels."""
         _, text = self.get("/metrics")
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-        return sum(
-            sample.value
-            for sample in samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
+        found = [
+            sample for sample in samples if sample.name == name and labels.items() <= sample.labels.items()
+        ]
+        assert found, f"agent {self.name} exports no {name} with {labels}"
+        return sum(sample.value for sample in found)
 
 
 @dataclass(frozen=True, slots=True)
