@@ -41,7 +41,8 @@ from elastic_agent.rendezvous.records import (
     World,
     node_key,
 )
-from elastic_agent.rendezvous.store import Change, Delete, Entry, Put
+from elastic_agent.rendezvous.restarts import RestartPolicy
+from elastic_agent.rendezvous.store import Change, Delete, Entry, Outcome, Put
 
 TTL_S = 5.0
 POLICY = Policy("job", min_nodes=2, max_nodes=3, last_call_s=0.0, join_timeout_s=60.0)
@@ -97,7 +98,9 @@ class Peer:
             self.ports += 1
             self.part.offer_port(self.ports)
             busy = True
-        return self.watch() | self.obey() | busy
+        busy |= self.watch() | self.obey()
+        self.part.wake_at(now)
+        return busy
 
     def serve(self, request: Request) -> None:
         now = self.bench.now
@@ -384,6 +387,7 @@ def test_a_record_deleted_behind_our_back_means_the_same(bench: Bench, asked: bo
     if asked:
         b.part.workers_lasting(1)
     bench.settle()
+    assert victim.stops()[0] == Stop(1, False, "the rendezvous store does not confirm this node's lease")
     assert victim.part.incarnation == f"{victim.name}-1.1"
     assert {peer.generation for peer in (a, b)} == {2}
     assert victim.record is not None
@@ -467,6 +471,7 @@ def test_a_confirmation_counts_from_when_it_was_asked_for(bench: Bench) -> None:
 
 def test_a_grant_counts_from_when_it_was_asked_for(bench: Bench) -> None:
     part = bench.join("a").part
+    bench.now += 10
     request = part.request(bench.now)
     assert request is not None
     part.answered(request, 1, bench.now + 2)
@@ -474,20 +479,25 @@ def test_a_grant_counts_from_when_it_was_asked_for(bench: Bench) -> None:
     assert not part.lease_good(bench.now + LEASE_MARGIN * TTL_S)
 
 
-def test_a_node_that_was_cut_off_comes_back_as_a_new_incarnation_with_a_fresh_port(bench: Bench) -> None:
-    a, b, c = bench.joined("a", "b", "c")
-    before = a.part.identity.port
-    a.connected = False
+@pytest.mark.parametrize("victim", ["a", "b"])
+def test_a_node_that_was_cut_off_comes_back_as_a_new_incarnation_with_a_fresh_port(
+    bench: Bench, victim: str
+) -> None:
+    peers = bench.joined("a", "b", "c")
+    lost = next(peer for peer in peers if peer.name == victim)
+    others = [peer.name for peer in peers if peer.name != victim]
+    old_port = lost.ports
+    lost.connected = False
     bench.after(TTL_S + 1)
-    assert a.generation == 0
-    assert bench.members() == ["b", "c"]
-    a.connected = True
+    assert lost.generation == 0
+    assert bench.members() == others
+    lost.connected = True
     bench.after(1)
-    assert a.record is not None
-    assert (a.record.incarnation, a.record.settled, a.record.failure) == ("a-1.1", 0, None)
-    assert a.record.port > before
-    assert bench.members() == ["b", "c", "a"]
-    assert {peer.generation for peer in (a, b, c)} == {a.generation}
+    assert lost.record is not None
+    assert (lost.record.incarnation, lost.record.settled) == (f"{victim}-1.1", 0)
+    assert lost.record.port > old_port
+    assert bench.members() == [*others, victim]
+    assert {peer.generation for peer in peers} == {lost.generation}
 
 
 def test_a_short_cut_that_stopped_the_workers_is_reported_as_withdrawn(bench: Bench) -> None:
@@ -543,6 +553,39 @@ def test_a_write_under_an_expired_lease_is_the_end_of_that_lease(bench: Bench) -
     assert isinstance(b.order, Stop)
     bench.settle()
     assert (a.generation, b.generation, b.part.incarnation) == (2, 2, "b-1.1")
+
+
+def test_joining_again_waits_for_no_answer_to_an_old_question(bench: Bench) -> None:
+    part = bench.join("a").part
+    grant = part.request(bench.now)
+    assert grant is not None
+    part.answered(grant, 1, bench.now)
+    open_question = part.request(bench.now)
+    assert isinstance(open_question, WriteRecord)
+    part.lease_gone(1)
+    part.offer_port(2)
+    assert isinstance(part.request(bench.now), Grant)
+    part.answered(open_question, Outcome(True, 9, (None,)), bench.now)
+    assert part.request(bench.now) is None, "the grant is still open"
+
+
+def test_nodes_of_a_store_that_came_back_empty_meet_again(bench: Bench) -> None:
+    """Its revisions begin anew, too: what was known of the old world must not outrank the new one."""
+    for i in range(100):
+        bench.put("other", str(i))
+    peers = bench.joined("a", "b", "c")
+    bench.ledger = Ledger()
+    for _ in range(10):  # so that no lease of the new store has the number of an old one
+        bench.ledger.grant(0.0, bench.now)
+    late = peers[2]
+    late.connected = False
+    bench.after(1)
+    assert sorted(bench.members()) == ["a", "b"]
+    late.connected = True
+    bench.after(1)
+    assert sorted(bench.members()) == ["a", "b", "c"]
+    assert [peer.part.world for peer in peers] == [bench.world()] * 3
+    assert [peer.generation for peer in peers] == [2, 2, 2]
 
 
 # ---------------------------------------------------------------- the coordinator
@@ -603,6 +646,63 @@ def test_a_watch_that_missed_changes_reads_everything_again() -> None:
     assert a.generation == b.generation > 2
 
 
+def test_a_leader_that_writes_again_stays_the_leader(bench: Bench) -> None:
+    a, b = bench.joined("a", "b")
+    asked = len(b.asked)
+    a.part.workers_lasting(1)
+    bench.settle()
+    assert a.record is not None
+    assert a.record.lasting == 1
+    assert len(b.asked) == asked, "nothing has to be found or read again"
+
+
+def test_a_younger_record_is_not_the_leaders_even_if_its_end_was_missed(bench: Bench) -> None:
+    _, b = bench.joined("a", "b")
+    entry = bench.entry("nodes/a")
+    assert entry is not None
+    younger = replace(entry, create_revision=98, mod_revision=98)
+    b.part.changed((Change(98, "nodes/a", younger),), bench.now)
+    assert isinstance(b.part.request(bench.now), FindOldest)
+
+
+def test_the_last_call_ends_on_time_whatever_the_newcomers_write(bench: Bench) -> None:
+    policy = replace(POLICY, last_call_s=2.0)
+    a, b = bench.join("a", policy), bench.join("b", policy)
+    bench.settle()
+    assert a.part.waiting_for.startswith("last call")
+    assert a.part.wake_at(bench.now) == bench.now + 2
+    bench.after(1)
+    b.part.workers_lasting(9)
+    bench.after(0.75)
+    assert b.record is not None
+    assert b.record.lasting == 9
+    assert (a.generation, b.generation) == (0, 0)
+    bench.after(0.25)
+    assert (a.generation, b.generation) == (1, 1)
+
+
+def test_the_back_off_counts_from_the_stop(bench: Bench) -> None:
+    policy = replace(POLICY, restarts=RestartPolicy(first_backoff_s=8.0))
+    a, b = bench.joined("a", "b", policy=policy)
+    bench.after(100)
+    b.part.workers_failed(Failure(1, "crash", "rank 2 raised"))
+    bench.after(4 - TICK_S)
+    assert a.part.waiting_for.startswith("backing off")
+    assert (a.generation, b.generation) == (0, 0)
+    bench.after(4 + TICK_S)
+    assert (a.generation, b.generation) == (2, 2)
+
+
+def test_a_world_that_was_deleted_is_replaced(bench: Bench) -> None:
+    a, b = bench.joined("a", "b")
+    bench.delete(WORLD_KEY)
+    bench.settle()
+    assert (
+        a.stops()[0].reason == b.stops()[0].reason == "the rendezvous store has lost the world that runs here"
+    )
+    assert a.generation == b.generation > 1
+
+
 # ---------------------------------------------------------------- who may not take part
 
 
@@ -630,6 +730,22 @@ def test_an_agent_waits_for_its_own_earlier_life_to_be_forgotten(bench: Bench) -
     assert again.record is not None
     assert again.record.incarnation == "b-2"
     assert (a.generation, again.generation) == (2, 2)
+
+
+def test_each_join_has_the_whole_wait_for_an_earlier_life(bench: Bench) -> None:
+    _, b = bench.joined("a", "b")
+    bench.kill(b)
+    again = bench.join("b", life=2)
+    bench.after(DUPLICATE_TTLS * TTL_S * 2)
+    assert again.generation == 2
+    bench.put("nodes/b", NodeRecord("b", "b-9", "elsewhere", 1, 1).to_json())
+    again.part.workers_lasting(2)
+    bench.after(DUPLICATE_TTLS * TTL_S - 1)
+    assert again.order == Stay()
+    bench.delete("nodes/b")
+    bench.after(1)
+    assert again.record is not None
+    assert again.record.incarnation == "b-2.1"
 
 
 def mismatch(peer: Peer) -> str:
@@ -668,10 +784,10 @@ def test_a_world_that_cannot_be_read_is_refused_and_stops_the_workers_first(
 def test_only_the_first_refusal_counts(bench: Bench) -> None:
     a = bench.join("a")
     bench.settle()
-    bench.put(WORLD_KEY, "first")
-    bench.put("nodes/a", "second")
+    bench.put(WORLD_KEY, "[]")
+    bench.put(WORLD_KEY, "{}")
     bench.settle()
-    assert "'world'" in mismatch(a)
+    assert "not a JSON object" in mismatch(a)
 
 
 @pytest.mark.parametrize("garbage", ["", "garbage", '{"v": 2}', NodeRecord("x", "x-1", "", 1, 1).to_json()])
@@ -952,6 +1068,20 @@ def test_a_node_cut_off_for_good_times_out_too(bench: Bench, victim: str, reason
     refusal = lonely.left()
     assert refusal.why is Refusal.JOIN_TIMEOUT
     assert refusal.reason.endswith(reason)
+
+
+def test_workers_that_stop_slowly_use_up_no_join_timeout(bench: Bench) -> None:
+    a, b = bench.joined("a", "b")
+    a.obedient = False
+    bench.kill(b)
+    bench.after(TTL_S + POLICY.join_timeout_s)
+    assert a.stops()
+    a.part.workers_gone(1, bench.now)
+    bench.settle()
+    bench.after(POLICY.join_timeout_s - 1)
+    assert a.order == Stay()
+    bench.after(1)
+    assert a.left().why is Refusal.JOIN_TIMEOUT
 
 
 def test_no_join_timeout_runs_while_workers_do(bench: Bench) -> None:
