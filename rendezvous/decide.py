@@ -109,9 +109,10 @@ def _watch_over(world: World, view: View, policy: Policy, now: float) -> Decisio
         return _end(
             world, Result.SUCCEEDED, Cause(CauseKind.SUCCESS, detail="every worker ended with success")
         )
+    host = _leaving_host(view)
+    if host is not None:
+        return _end(world, Result.STORE_HOST_LEFT, _host_left(host))
     for node in present:
-        if node.leaving and node.hosts_store:
-            return _end(world, Result.STORE_HOST_LEFT, _host_left(node))
         if node.leaving:
             return _stop(world, Cause(CauseKind.LEAVE, node.node, f"node {node.node} was asked to stop"))
         if node.settled >= world.generation and node.succeeded != world.generation:
@@ -160,9 +161,9 @@ def _close(view: View, policy: Policy, now: float) -> Decision:
             pause_ends = view.world_since + verdict.backoff_s
             if now < pause_ends:
                 return Wait(f"backing off {verdict.backoff_s:.1f} s: no progress", pause_ends)
-        for node in survivors:
-            if node.leaving and node.hosts_store:
-                return _end(world, Result.STORE_HOST_LEFT, _host_left(node))
+        host = _leaving_host(view)
+        if host is not None:
+            return _end(world, Result.STORE_HOST_LEFT, _host_left(host))
         survivors = [node for node in survivors if not node.leaving]
 
     newcomers = _newcomers(world, view)
@@ -218,6 +219,11 @@ def _stop(world: World, cause: Cause) -> Publish:
 
 def _end(world: World, result: Result, cause: Cause) -> Publish:
     return Publish(replace(world, phase=Phase.ENDED, cause=cause, result=result), cause.detail)
+
+
+def _leaving_host(view: View) -> NodeRecord | None:
+    """The node that hosts the store, if it was asked to stop; it need not be a member."""
+    return next((node for node in view.nodes if node.leaving and node.hosts_store), None)
 
 
 def _host_left(host: NodeRecord) -> Cause:

@@ -348,7 +348,7 @@ class Participant:
         elif isinstance(request, WriteWorld) and isinstance(answer, Outcome):
             self._see_world(answer.entries[0], answer.revision, now)
         elif isinstance(request, FindOldest):
-            session.leader = answer if isinstance(answer, Entry) else None
+            self._see_leader(answer if isinstance(answer, Entry) else None)
         elif isinstance(request, Read) and isinstance(answer, Snapshot):
             self._snapshot(request, answer, now)
 
@@ -389,6 +389,15 @@ class Participant:
     def lost_track(self) -> None:
         """The watch missed changes: read everything again."""
         self._session.subscription = None
+
+    def _see_leader(self, entry: Entry | None) -> None:
+        """Whoever put something unreadable here first would coordinate for ever, and never answer."""
+        if entry is not None:
+            try:
+                NodeRecord.from_json(entry.key, entry.value)
+            except RecordInvalid as error:
+                self._refuse(Refusal.STORE_MISMATCH, str(error))
+        self._session.leader = entry
 
     def _own_entry(self, entry: Entry | None, now: float) -> None:
         """What stands under our key, after a refused or an unanswered write."""

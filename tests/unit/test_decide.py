@@ -162,6 +162,11 @@ AB = running(A, B)
             "ended 4 [a b] leave b",
             "hosts the c10d rendezvous store",
         ),
+        (
+            view(AB, A, B, replace(C, hosts_store=True, leaving=True)),
+            "ended 4 [a b] leave c",
+            "hosts the c10d rendezvous store",
+        ),
         # a member stopped by itself
         (view(AB, A, SB), "stopping 4 [a b] withdrawn b", "could not confirm its lease"),
         (view(AB, A, replace(SB, succeeded=3)), "stopping 4 [a b] withdrawn b", "could not confirm"),

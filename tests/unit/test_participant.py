@@ -807,6 +807,13 @@ def test_a_record_that_became_unreadable_counts_as_gone(bench: Bench) -> None:
     assert bench.members() == ["a", "b"]
 
 
+def test_garbage_where_the_oldest_node_should_be_is_refused(bench: Bench) -> None:
+    bench.put("nodes/junk", "garbage")
+    a = bench.join("a")
+    bench.settle()
+    assert "'nodes/junk'" in mismatch(a)
+
+
 def test_garbage_under_our_own_name_is_refused(bench: Bench) -> None:
     bench.put("nodes/a", "garbage")
     a = bench.join("a")
