@@ -61,6 +61,9 @@ HEARTBEAT_S = 1.0
 
 STUCK_AFTER_S = 30.0
 
+AS_ASKED = (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL)
+"""How a worker ends that was told to: by the signal, by a handler or a shell that says so, or when its grace is over."""
+
 _EXITS = {
     Result.SUCCEEDED: ExitCode.SUCCESS,
     Result.RESTARTS_EXHAUSTED: ExitCode.WORKERS_FAILED,
@@ -293,7 +296,7 @@ class Loop:
         if group is None or world is None or group.generation != generation:
             return
         returncode = group.reap(local_rank)
-        if returncode == 0 or (group.stopping and returncode in (-signal.SIGTERM, -signal.SIGKILL)):
+        if returncode == 0 or (group.stopping and returncode in AS_ASKED):
             self._observer.exited(local_rank, describe_exit(returncode).reason)
             return
         rank = group.ranks[local_rank]

@@ -93,8 +93,9 @@ def test_a_failure_after_another_rank_has_ended_restarts_both(job: Job) -> None:
 
 
 def test_a_crash_loop_ends_soon_with_its_own_exit_code(job: Job) -> None:
-    agent = job.start("a", "--nproc-per-node=2", script=(RECORDER, "--fault=*:0:0:raise"))
+    agent = job.start("a", "--nproc-per-node=2", script=(RECORDER, "--fault=*:0:5:raise"))
     assert agent.exit_code() == 3
+    assert not agent.says("failed after it"), "a worker that ended because we asked it to has not failed"
     assert agent.says("crash loop: 4 failures in a row without progress")
     assert [generation.number for generation in job.generations()] == [1, 2, 3, 4]
 
