@@ -1,0 +1,168 @@
+"""What a worker sees: torchrun's whole contract, on one node and on two, and the ways to start a worker."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from .harness import RECORDER, Job
+
+ONE_NODE = {
+    0: {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "ROLE_RANK": "0", "NODE_RANK": "0"},
+    1: {"RANK": "1", "LOCAL_RANK": "1", "GROUP_RANK": "0", "ROLE_RANK": "1", "NODE_RANK": "0"},
+}
+ONE_NODE_SIZES = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1", "ROLE_WORLD_SIZE": "2"}
+TWO_NODES = {
+    0: {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "ROLE_RANK": "0", "NODE_RANK": "0"},
+    1: {"RANK": "1", "LOCAL_RANK": "0", "GROUP_RANK": "1", "ROLE_RANK": "1", "NODE_RANK": "1"},
+}
+TWO_NODES_SIZES = {
+    "LOCAL_WORLD_SIZE": "1",
+    "WORLD_SIZE": "2",
+    "GROUP_WORLD_SIZE": "2",
+    "ROLE_WORLD_SIZE": "2",
+}
+
+SAME_EVERYWHERE = {
+    "ROLE_NAME": "default",
+    "MASTER_ADDR": "127.0.0.1",
+    "TORCHELASTIC_RUN_ID": "a-job",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_MAX_RESTARTS": "7",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    "ELASTIC_AGENT_GENERATION": "1",
+}
+
+LOOK = """
+import json, os, signal, sys
+fds = [fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+seen = {
+    "fds": sorted(map(int, fds)),
+    "leader": os.getsid(0) == os.getpid(),
+    "stdin": sys.stdin.read(),
+    "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+    "ignored": int(status["SigIgn"], 16),
+    "cwd": os.getcwd(),
+}
+json.dump(seen, open(sys.argv[1], "w"))
+"""
+PYTHON_IGNORES = 1 << (signal.SIGPIPE - 1) | 1 << (signal.SIGXFSZ - 1)
+
+
+def environments(job: Job) -> dict[int, Mapping[str, str]]:
+    generation = job.wait_for_training(world=2)
+    return {rank: start["env"] for rank, start in generation.starts.items()}
+
+
+def check(
+    seen: Mapping[int, Mapping[str, str]], ranks: Mapping[int, Mapping[str, str]], sizes: Mapping[str, str]
+) -> None:
+    for rank, own in ranks.items():
+        wanted = {**SAME_EVERYWHERE, **sizes, **own}
+        assert {name: seen[rank].get(name) for name in wanted} == wanted
+        assert Path(seen[rank]["TORCHELASTIC_ERROR_FILE"]).is_absolute()
+    assert seen[0]["MASTER_PORT"] == seen[1]["MASTER_PORT"]
+    assert seen[0]["TORCHELASTIC_ERROR_FILE"] != seen[1]["TORCHELASTIC_ERROR_FILE"]
+
+
+def test_two_workers_on_one_node(job: Job) -> None:
+    job.start("a", "--nproc-per-node=2", "--rdzv-id=a-job", "--max-restarts=7")
+    seen = environments(job)
+    check(seen, ONE_NODE, ONE_NODE_SIZES)
+    assert {environment["OMP_NUM_THREADS"] for environment in seen.values()} == {"1"}
+
+
+def test_one_worker_on_each_of_two_nodes(job: Job) -> None:
+    for name in ("a", "b"):
+        job.join(name, "--nnodes=2", "--rdzv-id=a-job", "--max-restarts=7")
+    seen = environments(job)
+    check(seen, TWO_NODES, TWO_NODES_SIZES)
+    assert [seen[rank]["ELASTIC_AGENT_NODE"] for rank in (0, 1)] == ["a", "b"]
+    assert all("OMP_NUM_THREADS" not in environment for environment in seen.values()), (
+        "one worker has the node"
+    )
+
+
+def test_what_the_user_has_set_is_kept(job: Job) -> None:
+    mine = {
+        "OMP_NUM_THREADS": "3",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "CUDA_VISIBLE_DEVICES": "",
+        "MINE": "ä\n",
+    }
+    job.start("a", "--nproc-per-node=2", environment=mine)
+    for environment in environments(job).values():
+        assert {name: environment[name] for name in mine} == mine
+
+
+def test_arguments_arrive_as_given_and_local_rank_is_filled_in(job: Job) -> None:
+    words = ["--lr", "0.1", "--rank=${local_rank}", "--max-restarts", "two words", "$HOME", ""]
+    job.start("a", "--nproc-per-node=2", script=(RECORDER, *words))
+    generation = job.wait_for_training(world=2)
+    for rank, start in generation.starts.items():
+        assert start["argv"] == ["--lr", "0.1", f"--rank={rank}", "--max-restarts", "two words", "$HOME", ""]
+
+
+@pytest.mark.parametrize(
+    ("options", "command"),
+    [
+        (["-m"], ["a_module.of_the_user", "--steps=3"]),
+        (["--no-python"], [sys.executable, str(RECORDER), "--steps=3"]),
+    ],
+    ids=["module", "program"],
+)
+def test_modules_and_programs_run_as_well(job: Job, options: list[str], command: list[str]) -> None:
+    package = job.folder / "a_module"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "of_the_user.py").write_text(RECORDER.read_text())
+    agent = job.start("a", *options, script=command, environment={"PYTHONPATH": str(job.folder)})
+    assert agent.exit_code() == 0
+    assert job.history(what="end", rank=0)
+
+
+def test_a_worker_starts_like_from_a_shell(job: Job) -> None:
+    """Own session, no inherited descriptor of the agent, default signals, empty stdin, the agent's directory."""
+    out = job.folder / "seen.json"
+    script = job.folder / "look.py"
+    script.write_text(LOOK)
+    agent = job.start("a", script=(script, out))
+    assert agent.exit_code() == 0
+    seen = json.loads(out.read_text())
+    assert seen == {
+        "fds": [0, 1, 2],
+        "leader": True,
+        "stdin": "",
+        "blocked": 0,
+        "ignored": PYTHON_IGNORES,
+        "cwd": str(Path.cwd()),
+    }
+
+
+def test_one_worker_per_gpu_is_refused_where_there_is_none(job: Job) -> None:
+    agent = job.start("a", "--nproc-per-node=gpu", environment={"CUDA_VISIBLE_DEVICES": ""})
+    assert agent.exit_code() == 78
+    assert agent.says("this node has no CUDA device")
+    assert not job.history()
+
+
+def test_masked_devices_leave_a_node_without_any_as_it_is(job: Job) -> None:
+    options = ("--nproc-per-node=2", "--device-pinning=mask")
+    job.start("a", *options, environment={"CUDA_VISIBLE_DEVICES": ""})
+    for rank, environment in environments(job).items():
+        assert (environment["LOCAL_RANK"], environment["CUDA_VISIBLE_DEVICES"]) == (str(rank), "")
+
+
+def test_bad_configuration_lists_every_problem_and_starts_nothing(job: Job) -> None:
+    agent = job.start("a", "--nnodes=0", "--lease-ttl=never", "--max-restarts=-1", "--what=ever")
+    assert agent.exit_code() == 78
+    for wrong in ("--nnodes", "--lease-ttl", "--max-restarts", "--what"):
+        assert agent.says(wrong)
+    assert not job.history()

@@ -1,0 +1,104 @@
+"""What an agent shows is true (I14): metrics, probes and log of a live job against what its workers saw."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+
+import pytest
+
+from .harness import RECORDER, Job
+
+SAVE_ONCE = """
+import sys, time, torch
+from elastic_agent.worker import Checkpointer, step
+model = torch.nn.Linear(3, 1)
+checkpoints = Checkpointer(sys.argv[1], {"model": model})
+done = checkpoints.load()
+step(done + 1)
+checkpoints.save(done + 1)
+time.sleep(600)
+"""
+
+
+def test_promtool_finds_nothing_to_complain_about(job: Job) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed: it comes with Prometheus")
+    agent = job.start("a", "--nproc-per-node=2", script=(RECORDER, "--report"))
+    old = job.wait_for_training(world=2)
+    os.kill(old.pid(0), signal.SIGKILL)
+    job.wait_for_training(world=2, after=1)
+    _, page = agent.get("/metrics")
+    result = subprocess.run([promtool, "check", "metrics"], input=page, text=True, capture_output=True)
+    assert (result.returncode, result.stdout + result.stderr) == (0, "")
+
+
+def test_metrics_log_and_workers_name_the_same_generation_after_each_kill(job: Job) -> None:
+    agents = [job.join(name, "--nnodes=2") for name in ("a", "b")]
+    for kills in range(3):
+        generation = job.wait_for_training(world=2, after=kills)
+        for rank, agent in enumerate(agents):
+            environment = generation.starts[rank]["env"]
+            assert environment["ELASTIC_AGENT_NODE"] == agent.name
+            exported = agent.metric("elastic_agent_rendezvous_generation")
+            assert exported == int(environment["ELASTIC_AGENT_GENERATION"]) == kills + 1
+            master = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+            assert agent.says(rf"generation {kills + 1} .* master {master}, {kills} failures")
+            assert agent.metric("elastic_agent_restarts_total") == kills
+            assert agent.metric("elastic_agent_restarts_total", reason="signal") == kills
+            assert agent.metric("elastic_agent_world_size") == 2
+            assert agent.metric("elastic_agent_group_world_size") == 2
+        os.kill(generation.pid(kills % 2), signal.SIGKILL)
+
+
+def test_exits_are_counted_by_rank_and_reason(job: Job) -> None:
+    script = (RECORDER, "--fault=1:0:3:raise", "--fault=2:1:3:segv")
+    agent = job.start("a", "--nproc-per-node=2", script=script)
+    job.wait_for_training(world=2, after=2)
+    assert agent.metric("elastic_agent_worker_exits_total", local_rank="0", reason="exception") == 1
+    asked_to_stop, by_segv = 1, 1
+    exits = agent.metric("elastic_agent_worker_exits_total", local_rank="1", reason="signal")
+    assert exits == asked_to_stop + by_segv
+    assert agent.metric("elastic_agent_restarts_total", reason="exception") == 1
+    assert agent.metric("elastic_agent_restarts_total", reason="signal") == 1
+
+
+def test_states_and_counts_follow_the_job(job: Job) -> None:
+    first = job.join("a", "--nnodes=2", script=(RECORDER, "--report"))
+    job.wait_for_text(first, "waiting for 1 more")
+    assert first.metric("elastic_agent_state", state="joining") == 1
+    assert first.metric("elastic_agent_nodes", state="standby") == 1
+    assert first.metric("elastic_agent_world_size") == 0
+    assert first.get("/healthz")[0] == 200
+    assert first.get("/readyz")[0] == 503
+
+    job.join("b", "--nnodes=2", script=(RECORDER, "--report"))
+    job.wait_for_training(world=2)
+    job.wait_for(lambda: first.metric("elastic_agent_state", state="running") == 1, "the first step")
+    assert first.metric("elastic_agent_nodes", state="active") == 2
+    assert first.metric("elastic_agent_workers", state="running") == 1
+    assert first.metric("elastic_agent_step") > 1000
+    assert first.metric("elastic_agent_restart_budget_remaining", kind="failure") == float("inf")
+    assert first.get("/readyz")[0] == 200
+
+
+def test_a_real_checkpoint_shows_in_the_metrics(job: Job) -> None:
+    script = job.folder / "save_once.py"
+    script.write_text(SAVE_ONCE)
+    checkpoints = job.folder / "checkpoints"
+    agent = job.start("a", script=(script, checkpoints))
+    job.wait_for_text(agent, "metrics, ")
+    saves = ("elastic_agent_checkpoint_saves_total", {"tier": "local", "result": "ok"})
+    job.wait_for(lambda: agent.metric(saves[0], **saves[1]) == 1, "the save to be counted")
+    assert agent.metric("elastic_agent_checkpoint_last_step", tier="local") == 1
+    size = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
+    assert 0 < agent.metric("elastic_agent_checkpoint_size_bytes", tier="local") <= size
+
+    worker = next(process for process in job.workers("a"))
+    os.kill(worker.pid, signal.SIGKILL)
+    job.wait_for(lambda: agent.metric(saves[0], **saves[1]) == 2, "the second generation to save")
+    loads = agent.metric("elastic_agent_checkpoint_loads_total", tier="local", result="ok")
+    assert (loads, agent.metric("elastic_agent_checkpoint_last_step", tier="local")) == (1, 2)
