@@ -1,0 +1,73 @@
+"""Where the workers' output goes: the merged console, one file per rank, and a log directory that fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .harness import RECORDER, Job
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a small tmpfs")
+    mount = tmp_path / "small"
+    mount.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", mount], capture_output=True, text=True
+    )
+    if made.returncode != 0:
+        pytest.skip(f"no tmpfs can be mounted here: {made.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", "-l", mount], check=True)
+
+
+def test_each_rank_has_its_file_and_the_console_says_who_speaks(job: Job) -> None:
+    logs = job.folder / "logs"
+    script = (RECORDER, "--say=at", "--fault=1:1:10:1", "--steps=20")
+    agent = job.start("n", "--nproc-per-node=2", f"--log-dir={logs}", script=script)
+    assert agent.exit_code() == 0
+    for rank in (0, 1):
+        assert agent.says(rf"^\[n/{rank}\] at 20$")
+    files = {path for path in logs.rglob("*") if path.is_file() and "at 1\n" in path.read_text()}
+    assert len(files) == 4, "of two generations two ranks each"
+    assert sum("at 20\n" in path.read_text() for path in files) == 2
+
+
+@pytest.mark.parametrize("line", ["short", "long" * 1000])
+def test_a_full_log_disk_stops_no_training(job: Job, small_disk: Path, line: str) -> None:
+    script = (RECORDER, "--step-s=0.001", f"--say={line}")
+    agent = job.start("n", f"--log-dir={small_disk}", script=script)
+    job.wait_for(lambda: os.statvfs(small_disk).f_bfree == 0, "the disk to be full")
+    generation = job.wait_for_training(world=1)
+    done = len(job.history(what="step"))
+    job.wait_for(lambda: len(job.history(what="step")) > done + 500, "training to go on")
+    os.kill(generation.pid(0), signal.SIGKILL)
+    job.wait_for_training(world=1, after=generation.number)
+    assert agent.says("No space left on device"), "it is said"
+    shown = int(agent.text.rpartition(f"[n/0] {line} ")[2].split()[0])
+    assert shown > 0, "and the console still shows what the worker prints"
+
+
+def test_a_log_directory_that_cannot_be_made_stops_no_training(job: Job) -> None:
+    in_the_way = job.folder / "file"
+    in_the_way.touch()
+    agent = job.start("n", f"--log-dir={in_the_way}/logs", script=(RECORDER, "--say=at", "--steps=5"))
+    assert agent.exit_code() == 0
+    assert agent.says("Not a directory")
+    assert agent.says(r"^\[n/0\] at 5$")
+
+
+def test_the_last_words_of_a_killed_worker_are_shown(job: Job) -> None:
+    agent = job.start("n", "--max-restarts=0", script=(RECORDER, "--say=last words", "--fault=*:*:7:9"))
+    assert agent.exit_code() == 1
+    assert agent.says(r"exit code 9")
+    summary = agent.text.partition("Worker failure in generation 1")[2]
+    assert "last words 7" in summary
