@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..rendezvous.errors import StoreError
-from ..rendezvous.participant import Answer, Request, Subscription
+from ..rendezvous.requests import Answer, Request, Subscription
 from ..rendezvous.store import Change, LeaseId
 from ..worker.reports import Report
 

@@ -21,15 +21,7 @@ from ..rendezvous.errors import (
     StoreLost,
     StoreUnavailable,
 )
-from ..rendezvous.participant import (
-    Answer,
-    FindOldest,
-    Grant,
-    Read,
-    Request,
-    RetryPolicy,
-    Subscription,
-)
+from ..rendezvous.requests import Answer, FindOldest, Grant, Read, Request, RetryPolicy, Subscription
 from ..rendezvous.store import LeaseId, Store, Watch
 from .events import Answered, Changed, Event, LeaseConfirmed, LeaseGone, LostTrack, StoreGone, Unanswered
 

@@ -19,7 +19,6 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
 from .decide import (
     Decision,
@@ -38,7 +37,18 @@ from .decide import (
 )
 from .errors import LeaseExpired, RecordInvalid, StoreError
 from .records import NODES_PREFIX, WORLD_KEY, Failure, NodeRecord, Phase, World, node_key
-from .store import Change, Compare, Entry, LeaseId, Outcome, Put, Snapshot
+from .requests import (
+    Answer,
+    FindOldest,
+    Grant,
+    Read,
+    Request,
+    RetryPolicy,
+    Subscription,
+    WriteRecord,
+    WriteWorld,
+)
+from .store import Change, Compare, Entry, LeaseId, Outcome, Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -52,65 +62,6 @@ LEAVE_TOGETHER_S = 3.0
 DUPLICATE_TTLS = 3.0
 """A record under our name that outlives so many times to live belongs to a live agent, not to a dead one; longer
 than the store needs, since late keep-alives of the dead may still arrive and clocks differ in rate."""
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    ttl_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    prefixes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FindOldest:
-    prefix: str
-
-
-@dataclass(frozen=True, slots=True)
-class WriteRecord:
-    compare: Compare
-    record: NodeRecord
-    lease: LeaseId
-
-    @property
-    def put(self) -> Put:
-        return Put(self.compare.key, self.record.to_json(), self.lease)
-
-
-@dataclass(frozen=True, slots=True)
-class WriteWorld:
-    compare: Compare
-    world: World
-
-    @property
-    def put(self) -> Put:
-        return Put(WORLD_KEY, self.world.to_json())
-
-
-Request: TypeAlias = Grant | Read | FindOldest | WriteRecord | WriteWorld
-Answer: TypeAlias = LeaseId | Snapshot | Entry | Outcome | None
-
-
-@dataclass(frozen=True, slots=True)
-class Subscription:
-    """The watch that this node needs now."""
-
-    prefixes: tuple[str, ...]
-    after_revision: int
-
-
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
-    """After an unanswered request: full jitter up to a doubling wait; unlimited, the lease decides when to stop."""
-
-    first_wait_s: float = 0.05
-    max_wait_s: float = 1.0
-
-    def wait_s(self, attempt: int, rng: random.Random) -> float:
-        return rng.uniform(0.0, min(self.max_wait_s, self.first_wait_s * 2.0 ** min(attempt, 20)))
 
 
 @dataclass(slots=True)

@@ -24,18 +24,18 @@ from dataclasses import dataclass, field, replace
 from elastic_agent.rendezvous.decide import Decision, Leave, Policy, Publish, Start, Stop, View, decide
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavailable
 from elastic_agent.rendezvous.ledger import Ledger
-from elastic_agent.rendezvous.participant import (
+from elastic_agent.rendezvous.participant import Participant
+from elastic_agent.rendezvous.records import WORLD_KEY, Failure, NodeRecord, Phase, World
+from elastic_agent.rendezvous.requests import (
     Answer,
     FindOldest,
     Grant,
-    Participant,
     Read,
     Request,
     Subscription,
     WriteRecord,
     WriteWorld,
 )
-from elastic_agent.rendezvous.records import WORLD_KEY, Failure, NodeRecord, Phase, World
 from elastic_agent.rendezvous.restarts import RestartPolicy
 from elastic_agent.rendezvous.store import Compare, Put
 

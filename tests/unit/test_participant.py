@@ -15,21 +15,7 @@ import pytest
 from elastic_agent.rendezvous.decide import Leave, Order, Policy, Refusal, Start, Stay, Stop
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavailable
 from elastic_agent.rendezvous.ledger import Ledger
-from elastic_agent.rendezvous.participant import (
-    DUPLICATE_TTLS,
-    LEASE_MARGIN,
-    LEAVE_TOGETHER_S,
-    Answer,
-    FindOldest,
-    Grant,
-    Participant,
-    Read,
-    Request,
-    RetryPolicy,
-    Subscription,
-    WriteRecord,
-    WriteWorld,
-)
+from elastic_agent.rendezvous.participant import DUPLICATE_TTLS, LEASE_MARGIN, LEAVE_TOGETHER_S, Participant
 from elastic_agent.rendezvous.records import (
     NODES_PREFIX,
     WORLD_KEY,
@@ -40,6 +26,17 @@ from elastic_agent.rendezvous.records import (
     Result,
     World,
     node_key,
+)
+from elastic_agent.rendezvous.requests import (
+    Answer,
+    FindOldest,
+    Grant,
+    Read,
+    Request,
+    RetryPolicy,
+    Subscription,
+    WriteRecord,
+    WriteWorld,
 )
 from elastic_agent.rendezvous.restarts import RestartPolicy
 from elastic_agent.rendezvous.store import Change, Delete, Entry, Outcome, Put

@@ -1,0 +1,73 @@
+"""What one node asks of its store, as data: a `Participant` makes a request, its driver carries it out.
+
+Frozen and small, so that a request can cross a thread or a simulated network, and be told from a later one like
+it by identity.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from .records import WORLD_KEY, NodeRecord, World
+from .store import Compare, Entry, LeaseId, Outcome, Put, Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    prefixes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FindOldest:
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRecord:
+    compare: Compare
+    record: NodeRecord
+    lease: LeaseId
+
+    @property
+    def put(self) -> Put:
+        return Put(self.compare.key, self.record.to_json(), self.lease)
+
+
+@dataclass(frozen=True, slots=True)
+class WriteWorld:
+    compare: Compare
+    world: World
+
+    @property
+    def put(self) -> Put:
+        return Put(WORLD_KEY, self.world.to_json())
+
+
+Request: TypeAlias = Grant | Read | FindOldest | WriteRecord | WriteWorld
+Answer: TypeAlias = LeaseId | Snapshot | Entry | Outcome | None
+
+
+@dataclass(frozen=True, slots=True)
+class Subscription:
+    """The watch that this node needs now."""
+
+    prefixes: tuple[str, ...]
+    after_revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """After an unanswered request: full jitter up to a doubling wait; unlimited, the lease decides when to stop."""
+
+    first_wait_s: float = 0.05
+    max_wait_s: float = 1.0
+
+    def wait_s(self, attempt: int, rng: random.Random) -> float:
+        return rng.uniform(0.0, min(self.max_wait_s, self.first_wait_s * 2.0 ** min(attempt, 20)))
