@@ -62,7 +62,7 @@ HEARTBEAT_S = 1.0
 STUCK_AFTER_S = 30.0
 
 AS_ASKED = (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL)
-"""How a worker ends that was told to: by the signal, by a handler or a shell that says so, or when its grace is over."""
+"""How a worker ends that was told to: by the signal, by a handler or shell that says so, or when its grace is over."""
 
 _EXITS = {
     Result.SUCCEEDED: ExitCode.SUCCESS,

@@ -21,7 +21,7 @@ from ..rendezvous.errors import (
     StoreLost,
     StoreUnavailable,
 )
-from ..rendezvous.requests import Answer, FindOldest, Grant, Read, Request, RetryPolicy, Subscription
+from ..rendezvous.requests import RETRY, Answer, FindOldest, Grant, Read, Request, Subscription
 from ..rendezvous.store import LeaseId, Store, Watch
 from .events import Answered, Changed, Event, LeaseConfirmed, LeaseGone, LostTrack, StoreGone, Unanswered
 
@@ -32,8 +32,6 @@ KEEP_ALIVES_PER_TTL = 5
 
 WATCH_TURN_S = 10.0
 """A watch without changes comes up for air this often; the length matters to nobody."""
-
-RETRY = RetryPolicy()
 
 
 class StoreLink:

@@ -207,7 +207,7 @@ class C10dStore(Store):
         except FutureTimeout as error:
             if not opening.accepted.is_set():
                 raise StoreUnavailable(
-                    f"{self._where} takes no connection: the network to it is cut"
+                    f"{self._where} takes no connection: the network to it, or the name service, does not answer"
                 ) from error
             raise StoreUnavailable(
                 f"{self._where} takes connections, but does not answer as a TCPStore: the host of the c10d store "

@@ -54,6 +54,7 @@ from .c10d_wire import (
 )
 from .errors import Compacted, LeaseExpired, StoreClosed, StoreUnavailable
 from .memory import MemoryStore
+from .store import Change
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -62,8 +63,7 @@ QUIET_S = 120.0
 """A client that was silent for this long is forgotten, and the answers it never fetched are thrown away."""
 
 SWEEP_S = 5.0
-"""How often the two limits above are looked at."""
-
+"""How often it is looked whether these times have passed."""
 
 _log = logging.getLogger(__name__)
 
@@ -132,9 +132,10 @@ class C10dHost(MemoryStore):
 
     def close(self) -> None:
         super().close()
-        if self._closing.is_set():
-            return
-        self._closing.set()
+        with self._remembering:
+            if self._closing.is_set():
+                return
+            self._closing.set()
         self._server.queue_push(REQUEST_QUEUE, b"")
         for thread in self._threads:
             thread.join()
@@ -174,11 +175,16 @@ class C10dHost(MemoryStore):
             request = decode_request(raw)
         except WireInvalid as error:
             self.dropped += 1
-            _log.warning("dropped a message to the c10d store: %s", error)
+            # Once: whoever can reach the port can push as many as they like.
+            _log.log(
+                logging.WARNING if self.dropped == 1 else logging.DEBUG,
+                "c10d store dropped a message: %s",
+                error,
+            )
             if error.sender is not None:
                 self._answer(error.sender, Refused("StoreError", f"the host refused the call: {error}"))
             return
-        if not self._is_newest_link(request):
+        if not self._admit(request):
             self.dropped += 1
             return
         if isinstance(request.call, Await):
@@ -224,31 +230,36 @@ class C10dHost(MemoryStore):
     # The thread c10d-changes.
 
     def _notify(self) -> None:
-        while True:
-            try:
-                changes = self._feed.next(SWEEP_S)
-            except StoreClosed:
-                return
-            except Compacted as error:
-                with self._parking:
-                    for key, parked in list(self._parked.items()):
-                        self._unpark(key, parked, Refused("Compacted", str(error)))
-                    self._feed = self.watch(("",), self.read(()).revision)
-                continue
-            now = self._clock()
-            with self._parking:
-                for key, parked in list(self._parked.items()):
-                    after = parked.after_revision
-                    wanted = tuple(
-                        change
-                        for change in changes
-                        if change.revision > after and change.key.startswith(parked.prefixes)
-                    )
-                    if changes:
-                        parked.after_revision = max(after, changes[-1].revision)
-                    if wanted or parked.until <= now:
-                        self._unpark(key, parked, Noticed(parked.after_revision, wanted))
-            self._forget_quiet_clients(now)
+        try:
+            while True:
+                try:
+                    self._tell(self._feed.next(SWEEP_S))
+                except Compacted as error:
+                    self._tell_all_to_read_again(error)
+                self._forget_quiet_clients()
+        except StoreClosed:
+            return
+
+    def _tell(self, changes: tuple[Change, ...]) -> None:
+        now = self._clock()
+        with self._parking:
+            for key, parked in list(self._parked.items()):
+                after = parked.after_revision
+                wanted = tuple(
+                    change
+                    for change in changes
+                    if change.revision > after and change.key.startswith(parked.prefixes)
+                )
+                if changes:
+                    parked.after_revision = max(after, changes[-1].revision)
+                if wanted or parked.until <= now:
+                    self._unpark(key, parked, Noticed(parked.after_revision, wanted))
+
+    def _tell_all_to_read_again(self, error: Compacted) -> None:
+        with self._parking:
+            for key, parked in list(self._parked.items()):
+                self._unpark(key, parked, Refused("Compacted", str(error)))
+            self._feed = self.watch(("",), self.read(()).revision)
 
     def _unpark(self, key: tuple[str, int, int], parked: _Parked, result: Result) -> None:
         del self._parked[key]
@@ -262,11 +273,11 @@ class C10dHost(MemoryStore):
             text = f"the answer has {len(encoded)} bytes, the store carries at most {REPLY_LIMIT_BYTES}"
             kind = "Compacted" if isinstance(result, Noticed) else "StoreError"
             encoded = encode_reply(Reply(request.id, Refused(kind, text)))
-        if self._is_newest_link(request):
+        if self._admit(request):
             self._server.queue_push(reply_queue(request.client, request.link), encoded)
 
-    def _is_newest_link(self, request: Request) -> bool:
-        """False when this client has gone on to a newer link. The first call over a newer one ends the older."""
+    def _admit(self, request: Request) -> bool:
+        """Note that this client lives. False when it has gone on to a newer link; its first call there ends this."""
         with self._remembering:
             known = self._clients.get(request.client)
             if known is not None and known.link > request.link:
@@ -277,7 +288,8 @@ class C10dHost(MemoryStore):
             self._clients[request.client] = _Client(request.link, self._clock())
             return True
 
-    def _forget_quiet_clients(self, now: float) -> None:
+    def _forget_quiet_clients(self) -> None:
+        now = self._clock()
         with self._remembering:
             for name, client in list(self._clients.items()):
                 if client.seen_at + QUIET_S > now:

@@ -24,7 +24,8 @@ SCHEMA = 1
 PROGRAM = "elastic-agent"
 META_KEY = "elastic-agent/meta"
 REQUEST_QUEUE = "elastic-agent/requests"
-REQUEST_LIMIT_BYTES = 256 * 1024
+REQUEST_LIMIT_BYTES = 1024 * 1024
+"""A record (at most 256 Ki characters, says `records`) that has been escaped once more fits well."""
 REPLY_LIMIT_BYTES = 7 * 1024 * 1024
 """TCPStore itself cuts the connection above 8 MiB."""
 

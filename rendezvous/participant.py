@@ -38,6 +38,7 @@ from .decide import (
 from .errors import LeaseExpired, RecordInvalid, StoreError
 from .records import NODES_PREFIX, WORLD_KEY, Failure, NodeRecord, Phase, World, node_key
 from .requests import (
+    RETRY,
     Answer,
     FindOldest,
     Grant,
@@ -98,7 +99,7 @@ class Participant:
         lease_ttl_s: float,
         rng: random.Random,
         now: float,
-        retry: RetryPolicy = RetryPolicy(),
+        retry: RetryPolicy = RETRY,
         decision: Callable[[View, Policy, float], Decision] = decide,
     ) -> None:
         """`identity` holds what does not change (node, address, slots, hosts_store), the first port, and the

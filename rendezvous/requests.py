@@ -71,3 +71,6 @@ class RetryPolicy:
 
     def wait_s(self, attempt: int, rng: random.Random) -> float:
         return rng.uniform(0.0, min(self.max_wait_s, self.first_wait_s * 2.0 ** min(attempt, 20)))
+
+
+RETRY = RetryPolicy()

@@ -46,6 +46,7 @@ from elastic_agent.rendezvous.errors import (
     StoreMismatch,
     StoreUnavailable,
 )
+from elastic_agent.rendezvous.ledger import HISTORY
 from elastic_agent.rendezvous.store import Change, Put, Snapshot
 
 ADDRESS = "127.0.0.1"
@@ -502,6 +503,24 @@ def test_what_is_too_long_is_refused_and_nothing_else_harmed(
     with pytest.raises(Compacted, match="the answer has"):
         store.watch(("k",), 0).next(PATIENCE_S)
     assert len(store.read(("k7",)).entries) == 1
+
+
+def test_when_more_changed_at_once_than_is_remembered_every_watch_is_told_to_read_again(
+    connect: Callable[..., C10dStore], c10d_host: tuple[C10dHost, int]
+) -> None:
+    host, port = c10d_host
+    store = connect(port)
+    watch = store.watch(("mine",), 0)
+    assert watch.next(0.1) == ()
+    eventually(lambda: bool(host._parked), "the watch waits")
+    with host._parking:  # holds up the thread that tells of changes
+        for _ in range(2):
+            host.transact((), tuple(Put(f"k{n}", "") for n in range(HISTORY)))
+    with pytest.raises(Compacted):
+        watch.next(PATIENCE_S)
+    again = store.watch(("mine",), store.read(("mine",)).revision)
+    put(host, "mine")
+    assert [change.key for change in again.next(PATIENCE_S)] == ["mine"]
 
 
 def test_calls_to_a_host_that_does_not_read_are_bounded(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,18 +41,15 @@ SAME_EVERYWHERE = {
 LOOK = """
 import json, os, signal, sys
 fds = [fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
-status = dict(line.split(":", 1) for line in open("/proc/self/status"))
 seen = {
     "fds": sorted(map(int, fds)),
     "leader": os.getsid(0) == os.getpid(),
     "stdin": sys.stdin.read(),
     "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
-    "ignored": int(status["SigIgn"], 16),
     "cwd": os.getcwd(),
 }
 json.dump(seen, open(sys.argv[1], "w"))
 """
-PYTHON_IGNORES = 1 << (signal.SIGPIPE - 1) | 1 << (signal.SIGXFSZ - 1)
 
 
 def environments(job: Job) -> dict[int, Mapping[str, str]]:
@@ -129,7 +125,7 @@ def test_modules_and_programs_run_as_well(job: Job, options: list[str], command:
 
 
 def test_a_worker_starts_like_from_a_shell(job: Job) -> None:
-    """Own session, no inherited descriptor of the agent, default signals, empty stdin, the agent's directory."""
+    """Own session, no inherited descriptor of the agent, no blocked signal, empty stdin, the agent's directory."""
     out = job.folder / "seen.json"
     script = job.folder / "look.py"
     script.write_text(LOOK)
@@ -141,9 +137,15 @@ def test_a_worker_starts_like_from_a_shell(job: Job) -> None:
         "leader": True,
         "stdin": "",
         "blocked": 0,
-        "ignored": PYTHON_IGNORES,
         "cwd": str(Path.cwd()),
     }
+
+
+def test_a_program_ignores_no_signal_because_its_agent_does(job: Job) -> None:
+    """Python ignores SIGPIPE: a shell pipeline started so would never end."""
+    agent = job.start("a", "--no-python", script=("grep", "SigIgn", "/proc/self/status"))
+    assert agent.exit_code() == 0
+    assert agent.says(r"\[a/0\] SigIgn:\s+0{16}$")
 
 
 def test_one_worker_per_gpu_is_refused_where_there_is_none(job: Job) -> None:
