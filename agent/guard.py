@@ -3,7 +3,8 @@
 A worker dies with the agent by its parent-death signal, but its children do not: data loaders, launchers, daemons.
 The guard holds the read end of a pipe whose write end only the agent has. End-of-file means that the agent is gone,
 however it went; then the guard kills every process that belongs to the agent's workers until two looks in a row find
-none, and exits. It runs as `python -I -S guard.py INCARNATION` and reads `session SID` and `forget SID` lines.
+none, removes the agent's run directory, and exits. It runs as `python -I -S guard.py INCARNATION RUN_DIR` and reads
+`session SID` and `forget SID` lines.
 
 A process *belongs* to an incarnation when its environment carries the incarnation's marker, when its session is a
 worker's (workers lead their own), or when it descends from such a process. Each rule finds what the others miss: the
@@ -53,6 +54,7 @@ class Guard:
 
     def __init__(self) -> None:
         self._incarnation = ""
+        self._run_dir = ""
         self._sessions: set[int] = set()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -60,8 +62,10 @@ class Guard:
     def pid(self) -> int:
         return self._running.pid
 
-    def start(self, incarnation: str) -> None:
+    def start(self, incarnation: str, run_dir: str | os.PathLike[str] = "") -> None:
+        """`run_dir` is the agent's own folder of temporary files: nobody else can remove it after a SIGKILL."""
         self._incarnation = incarnation
+        self._run_dir = os.fspath(run_dir)
         self._launch()
 
     def watch(self, sid: int) -> None:
@@ -98,7 +102,7 @@ class Guard:
         # later child of the agent can keep the guard from seeing the end.
         read, self._pipe = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", os.path.abspath(__file__), self._incarnation],
+            [sys.executable, "-I", "-S", os.path.abspath(__file__), self._incarnation, self._run_dir],
             stdin=read,
             stdout=subprocess.DEVNULL,
             cwd="/",
@@ -207,7 +211,7 @@ def _sweep(incarnation: str, sessions: Collection[int], spared: Collection[int])
         )
 
 
-def _main(incarnation: str) -> None:
+def _main(incarnation: str, run_dir: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     spared = {1, os.getpid(), os.getppid()}
@@ -222,7 +226,11 @@ def _main(incarnation: str) -> None:
             elif word == b"forget":
                 sessions.discard(int(sid))
     _sweep(incarnation, sessions, spared)
+    if run_dir:
+        import shutil
+
+        shutil.rmtree(run_dir, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    _main(*sys.argv[1:])

@@ -104,7 +104,7 @@ class Observer:
         metrics.restart_budget_remaining.set(remaining, kind="failure")
         first, last = member.first_rank, member.first_rank + member.slots - 1
         log.info(
-            "generation %d (%s): %d nodes, %d workers, ranks %d-%d here, master %s:%d, %d failures so far",
+            "generation %d (%s): %d nodes, %d workers, ranks %d-%d here, master %s:%d, %d failures so far%s",
             world.generation,
             world.cause.kind.value,
             len(world.members),
@@ -114,6 +114,7 @@ class Observer:
             world.master.address,
             world.master.port,
             restarts.failures,
+            f"; because {world.cause.detail}" if world.cause.detail else "",
         )
 
     def _reason(self, world: World) -> str:

@@ -112,7 +112,7 @@ def _run(config: Config, name: str) -> Ending:
         return bind_listener(where, ports, purpose, on_attempt=count)
 
     with contextlib.ExitStack() as stack:
-        run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="elastic-agent-")))
+        run_dir = Path(stack.enter_context(_run_directory()))
         try:
             listener = bind(address, None, "master")
             http = bind(config.http_address.host, config.http_address.port, "metrics")
@@ -152,7 +152,7 @@ def _run(config: Config, name: str) -> Ending:
         participant = Participant(identity, policy, lease_ttl_s=lease_ttl_s, rng=rng, now=clock())
         link = StoreLink(store, lease_ttl_s, events.put, clock, rng)
         guard = Guard()
-        guard.start(incarnation)
+        guard.start(incarnation, run_dir)
         stack.callback(guard.close)
         logs = WorkerLogs(config.log_dir, name, sys.stdout.buffer, sys.stderr.buffer)
         logs.start()
@@ -179,6 +179,11 @@ def _run(config: Config, name: str) -> Ending:
         link.close()
         _depart(store, participant, ending, stays_for_others=store_listener is not None)
         return ending
+
+
+def _run_directory() -> tempfile.TemporaryDirectory[str]:
+    """Sockets and error files of this agent. The guard removes it, too, if the agent cannot."""
+    return tempfile.TemporaryDirectory(prefix="elastic-agent-", ignore_cleanup_errors=True)
 
 
 class _Probes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 from .harness import ORPHANS_S, RECORDER, Job
 
@@ -18,10 +19,13 @@ GRANDCHILDREN = (
 def test_after_sigkill_of_the_agent_no_worker_child_or_daemon_lives(job: Job) -> None:
     children = [f"--child={command}" for command in GRANDCHILDREN]
     agent = job.start("a", "--nproc-per-node=2", script=(RECORDER, *children))
-    job.wait_for_training(world=2)
+    training = job.wait_for_training(world=2)
     job.wait_for(lambda: len(job.workers()) >= 2 + 2 * 4, "all grandchildren to run")
+    run_dir = Path(training.starts[0]["env"]["ELASTIC_AGENT_REPORTS"]).parent
+    assert run_dir.exists()
     agent.kill()
     job.wait_for(lambda: not job.processes(), "everything of the killed agent to end", ORPHANS_S)
+    job.wait_for(lambda: not run_dir.exists(), "its temporary files to be removed", ORPHANS_S)
 
 
 def test_what_a_worker_leaves_behind_is_gone_before_the_next_generation(job: Job) -> None:
