@@ -152,20 +152,19 @@ class C10dStore(Store):
 
     def _call(self, call: Call, expected: type[R]) -> R:
         deadline = time.monotonic() + self._request_timeout_s
-        link, asked = self._ask(call, deadline)
+        link, asked = self._ask(call)
         try:
             answer = asked.answers.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             raise self._no_answer(link, asked, self._request_timeout_s) from None
         return self._understood(answer, expected, deadline)
 
-    def _ask(self, call: Call, deadline: float) -> tuple[Link, Asked]:
+    def _ask(self, call: Call) -> tuple[Link, Asked]:
         with self._lock:
             link = self._link
         if self._closed:
             raise self._closed_error()
-        if link is None or link.broken:
-            link = self._go_over_to_new_link(deadline)
+        assert link is not None, "connect() comes first"
         return link, link.ask(call)
 
     def _no_answer(self, link: Link, asked: Asked, waited_s: float) -> StoreUnavailable:
@@ -186,7 +185,7 @@ class C10dStore(Store):
             case LinkBroken():
                 self._go_over_to_new_link(deadline)
                 raise StoreUnavailable(
-                    f"the connection to the c10d store on {self._where} was cut ({answer}) and made again; "
+                    f"the connection to the c10d store on {self._where} was cut ({answer}), and made again; "
                     "what was asked may have been done: read before asking again"
                 )
             case StoreClosed():
@@ -302,7 +301,7 @@ class _C10dWatch(Watch):
             waiting = self._waiting
             if waiting is None:
                 now = time.monotonic()
-                link, asked = store._ask(Await(self._prefixes, self._after), now + patience_s)
+                link, asked = store._ask(Await(self._prefixes, self._after))
                 waiting = self._waiting = _Waiting(link, asked, now + PARKED_S + patience_s)
             if self._closed:  # looked at after `_waiting` is set: `close` does the reverse
                 raise StoreClosed("the watch was closed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
 import socket
 import subprocess
@@ -246,20 +247,65 @@ def test_another_host_at_the_same_address_is_not_taken_for_the_first(
     proxy.close()
 
 
-def test_closing_leaves_no_thread(c10d_host: tuple[C10dHost, int]) -> None:
-    host, port = c10d_host
+def test_closing_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    host, port = started_host()
     store = C10dStore.connect(ADDRESS, port, "job", PATIENCE_S)
     assert store.watch(("k",), 0).next(0.1) == ()
-    names = {"c10d-sender", "c10d-receiver", "c10d-opening", "c10d-requests", "c10d-changes"}
+    ours = set(threading.enumerate()) - before
+    assert {thread.name for thread in ours} == {
+        "c10d-sender",
+        "c10d-receiver",
+        "c10d-requests",
+        "c10d-changes",
+    }
 
     def left() -> set[str]:
-        return {thread.name for thread in threading.enumerate()} & names
+        return {thread.name for thread in ours if thread.is_alive()}
 
-    assert left() >= {"c10d-sender", "c10d-receiver", "c10d-requests", "c10d-changes"}
     store.close()
+    eventually(lambda: left() == {"c10d-requests", "c10d-changes"}, "the client's threads ended")
     host.close()
     host.close()
-    eventually(lambda: not left(), "all threads ended")
+    assert not left()
+
+
+def test_a_client_misses_and_doubles_nothing_of_what_the_hosting_node_itself_writes(
+    connect: Callable[..., C10dStore], c10d_host: tuple[C10dHost, int]
+) -> None:
+    host, port = c10d_host
+    writes, rng = 300, random.Random(1)
+    watch = connect(port).watch(("k",), 0)
+
+    def write() -> None:
+        for n in range(writes):
+            put(host, f"k{n}")
+            time.sleep(
+                rng.choice((0.0, 0.0001, 0.002))
+            )  # so that it meets the watch at every point of its turn
+
+    written = in_thread(write)
+    seen: list[Change] = []
+    while len(seen) < writes:
+        changes = watch.next(PATIENCE_S)
+        assert changes, f"{len(seen)} of {writes}"
+        seen.extend(changes)
+    assert [change.key for change in seen] == [f"k{n}" for n in range(writes)]
+    written()
+
+
+def test_a_watch_is_not_told_of_what_it_knew_when_it_began_to_wait(
+    connect: Callable[..., C10dStore], c10d_host: tuple[C10dHost, int]
+) -> None:
+    host, port = c10d_host
+    put(host, "k1")
+    changes = host.watch(("",), 0).next(0.0)
+    watch = connect(port).watch(("k",), changes[-1].revision)
+    assert watch.next(0.1) == ()
+    eventually(lambda: bool(host._parked), "the watch waits")
+    host._tell(changes)  # as when its thread was held up while the client had already asked and heard
+    put(host, "k2")
+    assert [change.key for change in watch.next(PATIENCE_S)] == ["k2"]
 
 
 # Joining
@@ -316,6 +362,12 @@ def test_something_else_that_listens_is_said_in_time(other: str) -> None:
     if other == "web server":
         server.shutdown()
     server.socket.close()
+
+
+def started_host() -> tuple[C10dHost, int]:
+    listener = socket.create_server((ADDRESS, 0))
+    port = listener.getsockname()[1]
+    return C10dHost(listener, ADDRESS, "job"), port
 
 
 def foreign_store() -> tuple[TCPStore, int]:

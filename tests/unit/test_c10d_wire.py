@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elastic_agent.rendezvous.c10d_wire import (
@@ -107,6 +107,9 @@ def test_whatever_json_arrives_is_a_request_or_refused(message: object) -> None:
             pass
 
 
+@example(b"[" * 100_000)
+@example(b"1" * 100_000)
+@example(b"\xff")
 @given(st.binary(max_size=50))
 def test_whatever_bytes_arrive_are_refused(raw: bytes) -> None:
     with pytest.raises(WireInvalid):
