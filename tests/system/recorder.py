@@ -43,6 +43,7 @@ def main() -> None:
     while options.steps == 0 or step < options.steps:
         for fault in options.fault:
             if fault.hits(generation, rank, step):
+                await_all_ranks(generation, world)
                 fault.happen()
         time.sleep(options.step_s)
         step += 1
@@ -54,6 +55,17 @@ def main() -> None:
         if options.say:
             print(f"{options.say} {step}", flush=True)
     record("end")
+
+
+def await_all_ranks(generation: int, world: int) -> None:
+    """A fault hits a world of which every rank has started, and so can hear what comes of it."""
+    while True:
+        with open(os.environ["SYSTEM_TEST_HISTORY"]) as file:
+            records = [json.loads(line) for line in file]
+        started = [r for r in records if r["what"] == "start" and r["generation"] == generation]
+        if len(started) == world:
+            return
+        time.sleep(0.005)
 
 
 class Fault:
