@@ -39,7 +39,7 @@ from .events import (
     WorkerStoreBroken,
 )
 from .exits import ExitCode
-from .failures import WorkerFailure, describe_exit, examine, fingerprint, summarize
+from .failures import WorkerFailure, examine, fingerprint, summarize
 from .guard import Guard
 from .logs import WorkerLogs
 from .observer import Observer
@@ -296,8 +296,10 @@ class Loop:
         if group is None or world is None or group.generation != generation:
             return
         returncode = group.reap(local_rank)
-        if returncode == 0 or (group.stopping and returncode in AS_ASKED):
-            self._observer.exited(local_rank, describe_exit(returncode).reason)
+        if group.stopping and returncode in AS_ASKED:
+            return
+        if returncode == 0:
+            self._observer.exited(local_rank, "ok")
             return
         rank = group.ranks[local_rank]
         self._logs.drain(generation, rank, DRAIN_LOGS_S)

@@ -58,6 +58,7 @@ class Observer:
             running=group.running if group is not None and not group.stopping else 0,
             stopped=group.running if group is not None and group.stopping else 0,
         )
+        self._metrics.backoff_seconds.set(participant.backoff_s)
         world = participant.world
         active = len(world.members) if world is not None and world.phase is Phase.RUNNING else 0
         standby = max(0, len(participant.known_nodes) - active) if participant.coordinates else 0
@@ -82,7 +83,7 @@ class Observer:
             return "joining"
         if world.phase is Phase.ENDED:
             return "succeeded" if world.cause.kind is CauseKind.SUCCESS else "failed"
-        return "backoff" if "backing off" in participant.waiting_for else "joining"
+        return "backoff" if participant.backoff_s else "joining"
 
     def _enter(self, state: str) -> None:
         if state != self._state:

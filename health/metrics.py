@@ -230,7 +230,7 @@ class Metrics:
         self.worker_exits_total = self._add(
             Counter,
             "worker_exits_total",
-            "Exits of this node's workers, by reason.",
+            "Exits of this node's workers that the agent did not ask for, by reason.",
             local_rank=local_ranks,
             reason=EXIT_REASONS,
         )

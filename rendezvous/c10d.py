@@ -13,6 +13,7 @@ what comes late over the older link. A `Link` may hang; nothing here waits for o
 
 from __future__ import annotations
 
+import logging
 import queue
 import random
 import threading
@@ -61,6 +62,8 @@ OPENING_GIVEN_UP_S = 30.0
 
 R = TypeVar("R")
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
@@ -104,11 +107,15 @@ class C10dStore(Store):
         store = cls(address, port, job, request_timeout_s)
         rng = rng or random.Random()
         deadline = time.monotonic() + timeout_s
+        said = ""
         while True:
             try:
                 store._go_over_to_new_link(deadline)
                 return store
             except StoreUnavailable as error:
+                if str(error) != said:
+                    said = str(error)
+                    _log.info("no rendezvous store yet: %s", said)
                 pause_s = rng.uniform(0.0, CONNECT_PAUSE_S)
                 if time.monotonic() + pause_s < deadline:
                     time.sleep(pause_s)
@@ -217,8 +224,7 @@ class C10dStore(Store):
                 raise StoreUnavailable(str(error)) from error
             raise StoreLost(
                 f"the c10d store on {self._where} is gone: the agent of the node that hosted it ended, and this "
-                "job cannot go on without it; start it again with --rdzv-endpoint on a node that stays, or with "
-                "an etcd store, which outlives every node"
+                "job cannot go on without it; start it again with --rdzv-endpoint on a node that stays"
             ) from error
         except StoreError as error:  # a new one for each thread that waited for the same link
             raise type(error)(str(error)) from error

@@ -77,6 +77,8 @@ class Wait:
 
     reason: str
     until: float | None = None
+    backoff_s: float = 0.0
+    """The whole pause before the next try after a failure without progress, while it lasts."""
 
 
 Decision: TypeAlias = Publish | Wait
@@ -160,7 +162,8 @@ def _close(view: View, policy: Policy, now: float) -> Decision:
                 return _end(replace(world, restarts=restarts), verdict.result, cause)
             pause_ends = view.world_since + verdict.backoff_s
             if now < pause_ends:
-                return Wait(f"backing off {verdict.backoff_s:.1f} s: no progress", pause_ends)
+                reason = f"backing off {verdict.backoff_s:.1f} s: no progress"
+                return Wait(reason, pause_ends, verdict.backoff_s)
         host = _leaving_host(view)
         if host is not None:
             return _end(world, Result.STORE_HOST_LEFT, _host_left(host))

@@ -31,7 +31,6 @@ from .decide import (
     Start,
     Stop,
     View,
-    Wait,
     decide,
     follow,
 )
@@ -108,6 +107,8 @@ class Participant:
         self.policy = policy
         self.world: World | None = None
         self.waiting_for = "the rendezvous store"
+        self.backoff_s = 0.0
+        """The coordinator's pause before the next generation; 0 on other nodes, and when there is none."""
         self._lease_ttl_s = lease_ttl_s
         self._rng = rng
         self._retry = retry
@@ -247,9 +248,10 @@ class Participant:
     def _coordinate(self, now: float) -> Request | None:
         view = View(self.known_nodes, self.world, self._world_since, self._session.arrivals)
         decision = self._decide(view, self.policy, now)
-        self._wake_at = decision.until if isinstance(decision, Wait) else None
         if isinstance(decision, Publish):
+            self._wake_at, self.backoff_s = None, 0.0
             return WriteWorld(Compare(WORLD_KEY, self._world_revision), decision.world)
+        self._wake_at, self.backoff_s = decision.until, decision.backoff_s
         self.waiting_for = decision.reason
         return None
 

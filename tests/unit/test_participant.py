@@ -685,6 +685,7 @@ def test_the_back_off_counts_from_the_stop(bench: Bench) -> None:
     b.part.workers_failed(Failure(1, "crash", "rank 2 raised"))
     bench.after(4 - TICK_S)
     assert a.part.waiting_for.startswith("backing off")
+    assert 4.0 <= a.part.backoff_s <= 8.0
     assert (a.generation, b.generation) == (0, 0)
     bench.after(4 + TICK_S)
     assert (a.generation, b.generation) == (2, 2)
