@@ -8,11 +8,10 @@ What a generation's workers do is heard here, told to the participant, and shown
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,6 +90,8 @@ class Node:
     inventory: Inventory
     run_dir: Path
     reports: Path
+    environment: Mapping[str, str]
+    """What the workers inherit: the agent's own, as it was before the agent changed anything for itself."""
 
 
 class Loop:
@@ -262,7 +263,7 @@ class Loop:
             world, member, local_rank, directory / f"error-{local_rank}.json", self._node.reports
         )
         environment = worker_environment(
-            os.environ,
+            self._node.environment,
             place,
             agent_incarnation=self._node.incarnation,
             max_restarts=self._config.max_restarts,

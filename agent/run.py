@@ -83,7 +83,10 @@ def run(config: Config) -> int:
 
 
 def _run(config: Config, name: str) -> Ending:
-    inventory = probe(os.environ)
+    environment = dict(os.environ)
+    # A store that ends makes torch write pages of C++ frames; what happened is said by us in one line.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    inventory = probe(environment)
     workers = _workers_that_fit(config, inventory)
     endpoint = _endpoint(config)
     address = _address(config, endpoint)
@@ -163,7 +166,7 @@ def _run(config: Config, name: str) -> Ending:
         link.start()
         loop = Loop(
             config,
-            Node(name, incarnation, inventory, run_dir, reports.path),
+            Node(name, incarnation, inventory, run_dir, reports.path, environment),
             participant,
             link,
             guard,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import logging
 import random
 import sys
 from collections import Counter, deque
@@ -642,7 +641,6 @@ class Verdict:
 
 
 def try_seed(seed: int, bug: str | None = None) -> Verdict:
-    logging.disable(logging.CRITICAL)
     try:
         return Verdict(seed, None, Simulation(seed, bug).run())
     except AssertionError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 from collections import Counter
@@ -43,7 +44,8 @@ MUST_HAPPEN = (
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[multiprocessing.pool.Pool]:
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+    quiet = logging.disable, (logging.CRITICAL,)
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count(), *quiet) as pool:
         yield pool
 
 

@@ -33,6 +33,9 @@ from prometheus_client.parser import text_string_to_metric_families
 PATIENCE_S = 45.0
 """No wait of a healthy run comes near this, also on two busy cores."""
 
+C_LIBRARY_SIGNALS = 0b11 << 31
+"""Signals 32 and 33 belong to the C library, which lets nobody change how they were inherited."""
+
 ORPHANS_S = 5.0
 """Promise I9."""
 
