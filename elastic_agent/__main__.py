@@ -14,7 +14,7 @@ def start() -> None:
     change the exit code, and everything that has to be closed was closed by `main`."""
     code = main()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # whoever read our output is gone: that is no reason for another code
+        with contextlib.suppress(OSError):  # nobody reads our output any more: no reason for another code
             stream.flush()
     os._exit(code)
 
