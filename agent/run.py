@@ -25,6 +25,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
+from typing import TypeAlias
 
 from .. import __version__
 from ..health.http import HealthServer, Probe
@@ -60,6 +61,9 @@ time to live, after which a silent one is known to be gone."""
 MAX_WAITING_EVENTS = 10_000
 """Reports are dropped while so many events wait; everything else is bounded by what the loop itself has asked."""
 
+Binder: TypeAlias = Callable[[str, int | None, str], socket.socket]
+"""Called with address, port (None: one that the configuration allows) and purpose."""
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -94,25 +98,8 @@ def _run(config: Config, name: str) -> Ending:
     rng = random.SystemRandom()
     incarnation = uuid.uuid4().hex[:12]
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    metrics = Metrics(
-        config.rendezvous.job_id,
-        name,
-        __version__,
-        slots=workers,
-        min_nodes=config.nodes.min,
-        max_nodes=config.nodes.max,
-        started_at_s=time.time(),
-        python_version=platform.python_version(),
-    )
-
-    def bind(where: str, port: int | None, purpose: str) -> socket.socket:
-        def count(purpose: str, ok: bool) -> None:
-            metrics.port_bind_attempts_total.inc(purpose=purpose)
-            if not ok:
-                metrics.port_bind_failures_total.inc(purpose=purpose)
-
-        ports = port if port is not None else config.port_range or 0
-        return bind_listener(where, ports, purpose, on_attempt=count)
+    metrics = _metrics(config, name, workers)
+    bind = _binder(config, metrics)
 
     with contextlib.ExitStack() as stack:
         run_dir = Path(stack.enter_context(_run_directory()))
@@ -143,16 +130,8 @@ def _run(config: Config, name: str) -> Ending:
             slots=workers,
             hosts_store=store_listener is not None,
         )
-        policy = Policy(
-            job=config.rendezvous.job_id,
-            min_nodes=config.nodes.min,
-            max_nodes=config.nodes.max,
-            last_call_s=config.rendezvous.last_call_s,
-            join_timeout_s=config.rendezvous.join_timeout_s,
-            restarts=RestartPolicy(max_failures=config.max_restarts),
-        )
         lease_ttl_s = config.rendezvous.lease_ttl_s
-        participant = Participant(identity, policy, lease_ttl_s=lease_ttl_s, rng=rng, now=clock())
+        participant = Participant(identity, _policy(config), lease_ttl_s=lease_ttl_s, rng=rng, now=clock())
         link = StoreLink(store, lease_ttl_s, events.put, clock, rng)
         guard = Guard()
         guard.start(incarnation, run_dir)
@@ -182,6 +161,45 @@ def _run(config: Config, name: str) -> Ending:
         link.close()
         _depart(store, participant, ending, stays_for_others=store_listener is not None)
         return ending
+
+
+def _metrics(config: Config, name: str, workers: int) -> Metrics:
+    return Metrics(
+        config.rendezvous.job_id,
+        name,
+        __version__,
+        slots=workers,
+        min_nodes=config.nodes.min,
+        max_nodes=config.nodes.max,
+        started_at_s=time.time(),
+        python_version=platform.python_version(),
+    )
+
+
+def _binder(config: Config, metrics: Metrics) -> Binder:
+    """Binds a port for a purpose, `None` for one that the configuration allows, and counts how that went."""
+
+    def count(purpose: str, ok: bool) -> None:
+        metrics.port_bind_attempts_total.inc(purpose=purpose)
+        if not ok:
+            metrics.port_bind_failures_total.inc(purpose=purpose)
+
+    def bind(address: str, port: int | None, purpose: str) -> socket.socket:
+        ports = port if port is not None else config.port_range or 0
+        return bind_listener(address, ports, purpose, on_attempt=count)
+
+    return bind
+
+
+def _policy(config: Config) -> Policy:
+    return Policy(
+        job=config.rendezvous.job_id,
+        min_nodes=config.nodes.min,
+        max_nodes=config.nodes.max,
+        last_call_s=config.rendezvous.last_call_s,
+        join_timeout_s=config.rendezvous.join_timeout_s,
+        restarts=RestartPolicy(max_failures=config.max_restarts),
+    )
 
 
 def _run_directory() -> tempfile.TemporaryDirectory[str]:
@@ -265,7 +283,7 @@ def _store_listener(
     config: Config,
     endpoint: Endpoint | None,
     address: str,
-    bind: Callable[[str, int | None, str], socket.socket],
+    bind: Binder,
 ) -> socket.socket | None:
     """The socket of the c10d store, if this agent is to host it.
 
