@@ -55,5 +55,5 @@ def test_an_agent_started_again_under_its_name_joins_when_the_dead_ones_lease_is
     job.join("b", *options)
     new = job.wait_for_training(world=2, after=old.number)
     second_life = new.starts[new.rank_on("b")]["env"]["ELASTIC_AGENT_INCARNATION"]
-    assert new.nodes == ["a", "b"], "the survivor keeps its rank"
+    assert new.nodes == ["a", "b"], "the survivor stands in front"
     assert first_life != second_life
