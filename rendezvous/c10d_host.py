@@ -32,6 +32,7 @@ from .c10d_wire import (
     REQUEST_QUEUE,
     Await,
     Call,
+    Caller,
     Done,
     Found,
     Grant,
@@ -42,7 +43,6 @@ from .c10d_wire import (
     Read,
     Refused,
     Reply,
-    Request,
     Result,
     Revoke,
     Transact,
@@ -70,7 +70,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Parked:
-    request: Request
     prefixes: tuple[str, ...]
     after_revision: int
     until: float
@@ -98,7 +97,7 @@ class C10dHost(MemoryStore):
         self.requests = 0
         self.dropped = 0
         """Messages that were not done: garbage, another schema, or late over a link that is no longer used."""
-        self._parked: dict[tuple[str, int, int], _Parked] = {}
+        self._parked: dict[Caller, _Parked] = {}
         self._parking = threading.Lock()
         self._clients: dict[str, _Client] = {}
         self._remembering = threading.Lock()
@@ -181,16 +180,15 @@ class C10dHost(MemoryStore):
                 "c10d store dropped a message: %s",
                 error,
             )
-            if error.sender is not None:
-                self._answer(error.sender, Refused("StoreError", f"the host refused the call: {error}"))
+            if error.caller is not None:
+                self._answer(error.caller, Refused("StoreError", f"the host refused the call: {error}"))
             return
-        if not self._admit(request):
+        if not self._admit(request.caller):
             self.dropped += 1
-            return
-        if isinstance(request.call, Await):
-            self._await(request, request.call)
-        elif request.call is not None:
-            self._answer(request, self._do(request.call))
+        elif isinstance(request.call, Await):
+            self._await(request.caller, request.call)
+        else:
+            self._answer(request.caller, self._do(request.call))
 
     def _do(self, call: Call) -> Result:
         try:
@@ -215,17 +213,16 @@ class C10dHost(MemoryStore):
         except (LeaseExpired, Compacted) as error:
             return Refused(type(error).__name__, str(error))
 
-    def _await(self, request: Request, call: Await) -> None:
+    def _await(self, caller: Caller, call: Await) -> None:
         # Under the lock, so that c10d-changes handles each change either before (then `_do` sees it) or after
         # (then it sees the parked call).
         with self._parking:
             result = self._do(call)
             if isinstance(result, Noticed) and not result.changes:
-                key = (request.client, request.link, request.id)
                 until = self._clock() + PARKED_S
-                self._parked[key] = _Parked(request, call.prefixes, call.after_revision, until)
+                self._parked[caller] = _Parked(call.prefixes, call.after_revision, until)
                 return
-        self._answer(request, result)
+        self._answer(caller, result)
 
     # The thread c10d-changes.
 
@@ -243,7 +240,7 @@ class C10dHost(MemoryStore):
     def _tell(self, changes: tuple[Change, ...]) -> None:
         now = self._clock()
         with self._parking:
-            for key, parked in list(self._parked.items()):
+            for caller, parked in list(self._parked.items()):
                 after = parked.after_revision
                 wanted = tuple(
                     change
@@ -253,39 +250,39 @@ class C10dHost(MemoryStore):
                 if changes:
                     parked.after_revision = max(after, changes[-1].revision)
                 if wanted or parked.until <= now:
-                    self._unpark(key, parked, Noticed(parked.after_revision, wanted))
+                    self._unpark(caller, Noticed(parked.after_revision, wanted))
 
     def _tell_all_to_read_again(self, error: Compacted) -> None:
         with self._parking:
-            for key, parked in list(self._parked.items()):
-                self._unpark(key, parked, Refused("Compacted", str(error)))
+            for caller in list(self._parked):
+                self._unpark(caller, Refused("Compacted", str(error)))
             self._feed = self.watch(("",), self.read(()).revision)
 
-    def _unpark(self, key: tuple[str, int, int], parked: _Parked, result: Result) -> None:
-        del self._parked[key]
-        self._answer(parked.request, result)
+    def _unpark(self, caller: Caller, result: Result) -> None:
+        del self._parked[caller]
+        self._answer(caller, result)
 
     # Both threads.
 
-    def _answer(self, request: Request, result: Result) -> None:
-        encoded = encode_reply(Reply(request.id, result))
+    def _answer(self, caller: Caller, result: Result) -> None:
+        encoded = encode_reply(Reply(caller.id, result))
         if len(encoded) > REPLY_LIMIT_BYTES:
             text = f"the answer has {len(encoded)} bytes, the store carries at most {REPLY_LIMIT_BYTES}"
             kind = "Compacted" if isinstance(result, Noticed) else "StoreError"
-            encoded = encode_reply(Reply(request.id, Refused(kind, text)))
-        if self._admit(request):
-            self._server.queue_push(reply_queue(request.client, request.link), encoded)
+            encoded = encode_reply(Reply(caller.id, Refused(kind, text)))
+        if self._admit(caller):
+            self._server.queue_push(reply_queue(caller.client, caller.link), encoded)
 
-    def _admit(self, request: Request) -> bool:
+    def _admit(self, caller: Caller) -> bool:
         """Note that this client lives. False when it has gone on to a newer link; its first call there ends this."""
         with self._remembering:
-            known = self._clients.get(request.client)
-            if known is not None and known.link > request.link:
+            known = self._clients.get(caller.client)
+            if known is not None and known.link > caller.link:
                 return False
-            if known is not None and known.link < request.link:
-                self._drain(request.client, known.link)
-            self._clients.pop(request.client, None)  # so that the dictionary is in the order of `seen_at`
-            self._clients[request.client] = _Client(request.link, self._clock())
+            if known is not None and known.link < caller.link:
+                self._drain(caller.client, known.link)
+            self._clients.pop(caller.client, None)  # so that the dictionary is in the order of `seen_at`
+            self._clients[caller.client] = _Client(caller.link, self._clock())
             return True
 
     def _forget_quiet_clients(self) -> None:

@@ -26,6 +26,7 @@ from .c10d_wire import (
     REQUEST_LIMIT_BYTES,
     REQUEST_QUEUE,
     Call,
+    Caller,
     Request,
     Result,
     WireInvalid,
@@ -92,7 +93,7 @@ class Link:
     def ask(self, call: Call) -> Asked:
         """Send the call; its answer comes later. Raises StoreError when it cannot even be sent."""
         asked = Asked(next(self._ids), queue.SimpleQueue())
-        message = encode_request(Request(self._client, self.number, asked.id, call))
+        message = encode_request(Request(Caller(self._client, self.number, asked.id), call))
         if len(message) > REQUEST_LIMIT_BYTES:
             raise StoreError(
                 f"a call of {len(message)} bytes is too long for the c10d store, at most {REQUEST_LIMIT_BYTES}; "

@@ -4,8 +4,8 @@ A *call* is what a client asks, a *result* what comes back. Both are frozen reco
 record's name first: `["read", ["nodes/"]]` is answered by `["snapshot", 7, []]`. `_RECORDS` below is the whole
 vocabulary with the check of every field; encoding and decoding use the same table, so they cannot drift apart.
 
-A call travels in a `Request`, which names the client, its *link* (this client's first connection, its second, ...)
-and the call's id on that link; the `Reply` repeats the id, so that a late answer is never taken for the answer to
+A call travels in a `Request`, whose `Caller` names the client, its *link* (this client's first connection, its second,
+...) and the call's id on that link; the `Reply` repeats the id, so that a late answer is never taken for the answer to
 something else. Whoever can reach the port can push anything: what does not decode raises `WireInvalid` and goes no
 further.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeAlias
 
 from .store import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot
@@ -38,11 +38,11 @@ _LONGEST_TTL_S = 86400.0
 
 
 class WireInvalid(Exception):
-    """A message that is not one of ours. `sender` is known when only the call inside was unusable."""
+    """A message that is not one of ours. `caller` is known when only the call inside was unusable."""
 
-    def __init__(self, problem: str, sender: Request | None = None) -> None:
+    def __init__(self, problem: str, caller: Caller | None = None) -> None:
         super().__init__(problem)
-        self.sender = sender
+        self.caller = caller
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +120,18 @@ Result: TypeAlias = Granted | Done | Outcome | Snapshot | Found | Noticed | Refu
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class Caller:
+    """Who waits for the answer, and to which of its calls."""
+
     client: str
     link: int
     id: int
-    call: Call | None
-    """None only in the sender of a `WireInvalid`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    caller: Caller
+    call: Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +145,7 @@ def reply_queue(client: str, link: int) -> str:
 
 
 def encode_request(request: Request) -> bytes:
-    envelope = {"schema": SCHEMA, "client": request.client, "link": request.link, "id": request.id}
-    return _dump({**envelope, "call": _pack(request.call)})
+    return _dump({"schema": SCHEMA, **asdict(request.caller), "call": _pack(request.call)})
 
 
 def decode_request(raw: bytes) -> Request:
@@ -150,12 +155,12 @@ def decode_request(raw: bytes) -> Request:
     client = _text(message.get("client"))
     if not _CLIENT_NAME.fullmatch(client):
         raise WireInvalid(f"not a client's name: {client[:40]!r}")
-    link, id = _integer(message.get("link")), _integer(message.get("id"))
+    caller = Caller(client, _integer(message.get("link")), _integer(message.get("id")))
     try:
         _check_schema(message)
-        return Request(client, link, id, _CALL(message.get("call")))
+        return Request(caller, _CALL(message.get("call")))
     except WireInvalid as error:
-        raise WireInvalid(str(error), Request(client, link, id, None)) from error
+        raise WireInvalid(str(error), caller) from error
 
 
 def encode_reply(reply: Reply) -> bytes:

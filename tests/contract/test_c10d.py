@@ -28,6 +28,7 @@ from elastic_agent.rendezvous.c10d_wire import (
     REQUEST_QUEUE,
     SCHEMA,
     Await,
+    Caller,
     Done,
     Found,
     Oldest,
@@ -523,10 +524,10 @@ def test_an_answer_of_the_wrong_kind_is_refused(connect: Callable[..., C10dStore
 def test_a_late_call_over_an_older_link_is_not_done(c10d_host: tuple[C10dHost, int]) -> None:
     host, port = c10d_host
     client = raw_client(port)
-    client.queue_push(REQUEST_QUEUE, encode_request(Request(STRANGER, 2, 1, Read(("",)))))
+    client.queue_push(REQUEST_QUEUE, encode_request(Request(Caller(STRANGER, 2, 1), Read(("",)))))
     assert isinstance(decode_reply(client.queue_pop(reply_queue(STRANGER, 2))).result, Snapshot)
     late = Transact((), (Put("late", ""),))
-    client.queue_push(REQUEST_QUEUE, encode_request(Request(STRANGER, 1, 7, late)))
+    client.queue_push(REQUEST_QUEUE, encode_request(Request(Caller(STRANGER, 1, 7), late)))
     eventually(lambda: host.dropped == 1, "the late call was dropped")
     assert host.read(("",)).entries == ()
 
@@ -541,8 +542,8 @@ def test_what_a_dead_client_left_is_thrown_away(monkeypatch: pytest.MonkeyPatch)
     port = listener.getsockname()[1]
     host = C10dHost(listener, ADDRESS, "job", clock=lambda: now[0])
     client, replies = raw_client(port), reply_queue(STRANGER, 1)
-    client.queue_push(REQUEST_QUEUE, encode_request(Request(STRANGER, 1, 1, Await(("k",), 0))))
-    client.queue_push(REQUEST_QUEUE, encode_request(Request(STRANGER, 1, 2, Oldest("k"))))
+    client.queue_push(REQUEST_QUEUE, encode_request(Request(Caller(STRANGER, 1, 1), Await(("k",), 0))))
+    client.queue_push(REQUEST_QUEUE, encode_request(Request(Caller(STRANGER, 1, 2), Oldest("k"))))
     eventually(lambda: client.queue_len(replies) == 1, "the second call was answered, the first parked")
     now[0] += PARKED_S
     eventually(lambda: client.queue_len(replies) == 2, "the parked call was answered")

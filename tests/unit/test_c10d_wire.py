@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from elastic_agent.rendezvous.c10d_wire import (
     Await,
     Call,
+    Caller,
     Done,
     Found,
     Grant,
@@ -52,7 +53,7 @@ ENTRY = Entry("k", "näme \ud800", 1, 2)
     ],
 )
 def test_a_call_arrives_as_it_was_sent(call: Call) -> None:
-    request = Request(CLIENT, 2, 5, call)
+    request = Request(Caller(CLIENT, 2, 5), call)
     assert decode_request(encode_request(request)) == request
 
 
