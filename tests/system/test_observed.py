@@ -40,9 +40,8 @@ def test_metrics_log_and_workers_name_the_same_generation_after_each_kill(job: J
     agents = [job.join(name, "--nnodes=2") for name in ("a", "b")]
     for kills in range(3):
         generation = job.wait_for_training(world=2, after=kills)
-        for rank, agent in enumerate(agents):
-            environment = generation.starts[rank]["env"]
-            assert environment["ELASTIC_AGENT_NODE"] == agent.name
+        for agent in agents:
+            environment = generation.starts[generation.rank_on(agent.name)]["env"]
             exported = agent.metric("elastic_agent_rendezvous_generation")
             assert exported == int(environment["ELASTIC_AGENT_GENERATION"]) == kills + 1
             master = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
