@@ -11,10 +11,10 @@ import os
 import sys
 import textwrap
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from .. import __version__
-from .config import Config, ConfigError
+from .config import ConfigError
 from .exits import ExitCode
 from .layers import read_argv
 from .options import CHECK_CONFIG, GROUPS, HELP, VERSION, Option, Source
@@ -38,11 +38,6 @@ Examples:
 Every option can also be given as ELASTIC_AGENT_MIN_NODES=1 in the environment or min-nodes = 1 in the file;
 the command line wins over the environment, and the environment over the file. torchrun's spellings work.
 """
-
-
-def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
-    """The configuration these words and variables mean. Raises `ConfigError` with all problems."""
-    return resolve(read_argv(argv), environ, _fresh_id).config
 
 
 def main(argv: Sequence[str] | None = None) -> int:

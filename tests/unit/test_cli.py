@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent import __version__
-from elastic_agent.agent.cli import help_text, main, parse
+from elastic_agent.agent.cli import help_text, main
 from elastic_agent.agent.config import Command, Config, NodeCounts
 from elastic_agent.agent.exits import ExitCode
 from elastic_agent.agent.options import OPTIONS, Source
@@ -154,11 +154,18 @@ def test_the_command_line_needs_no_torch() -> None:
     ],
 )  # fmt: skip
 def test_torchruns_spellings(
-    words: str, nodes: NodeCounts, workers: int | str, backend: str, script: str
+    words: str, nodes: NodeCounts, workers: int | str, backend: str, script: str, started: list[Config]
 ) -> None:
-    config = parse([*words.split(), script, "--lr", "0.1"], {})
+    main([*words.split(), script, "--lr", "0.1"])
+    (config,) = started
     assert (config.nodes, config.nproc_per_node, config.rendezvous.backend) == (nodes, workers, backend)
     assert config.command == Command("script", script, ("--lr", "0.1"))
+
+
+def test_a_job_that_starts_its_own_store_has_a_new_id_every_time(script: str, started: list[Config]) -> None:
+    main([script])
+    main([script])
+    assert started[0].rendezvous.job_id != started[1].rendezvous.job_id
 
 
 def test_exit_codes_are_plain_numbers_with_a_meaning() -> None:

