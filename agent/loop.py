@@ -275,7 +275,7 @@ class Loop:
         if not group.stopping:
             log.info("stopping generation %d: %s", group.generation, reason)
             self._observer.stopping(self._clock())
-        group.stop(0.0 if len(self._signals) > 1 else grace_s, gently=gently)
+        group.stop(grace_s, gently=gently)
 
     def _finish_group(self, group: WorkerGroup, now: float) -> None:
         """Nothing of the generation is left here."""
