@@ -103,13 +103,7 @@ def _run(config: Config, name: str) -> Ending:
 
     with contextlib.ExitStack() as stack:
         run_dir = Path(stack.enter_context(_run_directory()))
-        try:
-            listener = bind(address, None, "master")
-            http = bind(config.http_address.host, config.http_address.port, "metrics")
-            store_listener = _store_listener(config, endpoint, address, bind)
-        except PortError as error:
-            raise _CannotStart(ExitCode.BAD_CONFIG, str(error)) from error
-
+        listener, http, store_listener = _listeners(config, endpoint, address, bind)
         _catch_signals(events)
         probes = _Probes()
         server = HealthServer(http, metrics.render, probes.liveness, probes.readiness)
@@ -277,6 +271,20 @@ def _address(config: Config, endpoint: Endpoint | None) -> str:
 
 def _url(address: tuple[str, int]) -> str:
     return str(Endpoint(*address))
+
+
+def _listeners(
+    config: Config, endpoint: Endpoint | None, address: str, bind: Binder
+) -> tuple[socket.socket, socket.socket, socket.socket | None]:
+    """For the workers' store, for metrics and probes, and for the c10d store if this agent is to host it."""
+    try:
+        return (
+            bind(address, None, "master"),
+            bind(config.http_address.host, config.http_address.port, "metrics"),
+            _store_listener(config, endpoint, address, bind),
+        )
+    except PortError as error:
+        raise _CannotStart(ExitCode.BAD_CONFIG, str(error)) from error
 
 
 def _store_listener(
