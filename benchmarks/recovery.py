@@ -340,7 +340,8 @@ def main() -> None:
     print(result)
     if args.markdown is not None:
         where = ", ".join(f"{name} {value}" for name, value in machine.items())
-        text = f"{where}; {args.repeat} runs of each.\n\n{result}"
+        limit = f", limit {args.limit_s:g} s" if args.limit_s else ""
+        text = f"{where}; {args.repeat} runs of each{limit}.\n\n{result}"
         args.markdown.write_text(insert(args.markdown.read_text(), text))
 
 
