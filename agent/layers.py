@@ -14,10 +14,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Generic, TypeVar, cast
 
-from .config import (
-    NodeCounts,
-    Problem,
-)
+from .config import NodeCounts, Problem
 from .options import (
     ARGS,
     DEVICE_PINNING,
@@ -251,7 +248,7 @@ def _toml_text(option: Option[object], value: object) -> str | None:
     return None
 
 
-# --- Merge, derive, check ---
+# --- Words ---
 
 
 def _variable(prefix: str, name: str) -> str:

@@ -66,7 +66,7 @@ COMMAND_KINDS: dict[str, CommandKind] = {
     MODULE.name: "module",
     NO_PYTHON.name: "binary",
 }
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+THIS_MACHINE = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class Settings:
@@ -170,7 +170,7 @@ def _derive(settings: Settings, fresh_id: Callable[[], str]) -> list[str]:
     if settings[MAX_NODES].value is None:
         settings.put(MAX_NODES, settings[MIN_NODES].value, "default: min-nodes")
     endpoint = settings[ENDPOINT].value
-    if endpoint is not None and endpoint.port == 0 and endpoint.host in LOOPBACK:
+    if endpoint is not None and endpoint.port == 0 and endpoint.host in THIS_MACHINE:
         settings.put(ENDPOINT, None, f"{settings[ENDPOINT].origin}: port 0, this agent hosts the store")
     if settings[BACKEND].value is None:
         if settings[ENDPOINT].value is None and settings[MAX_NODES].value == 1:

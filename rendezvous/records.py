@@ -120,7 +120,7 @@ class Phase(enum.Enum):
     STOPPING = "stopping"
     """The members stop their workers and say so; the next generation closes when all have, or are gone."""
     ENDED = "ended"
-    """The job is over; `outcome` says how."""
+    """The job is over; `result` says how."""
 
 
 class CauseKind(enum.Enum):
