@@ -29,3 +29,11 @@ class ExitCode(IntEnum):
     BAD_CONFIG = 78, "a setting cannot work here: bad value, node id or port already taken, too few devices"
     STOPPED_BY_SIGINT = 130, "stopped by SIGINT (Ctrl-C), after the workers were stopped"
     STOPPED_BY_SIGTERM = 143, "stopped by SIGTERM, after the workers were stopped"
+
+
+class CannotStart(Exception):
+    """This agent cannot begin its work. Nothing is running yet: end with `code`, and say why."""
+
+    def __init__(self, code: ExitCode, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code

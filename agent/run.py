@@ -13,28 +13,19 @@ import os
 import platform
 import queue
 import random
-import shlex
 import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 import uuid
-from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
-from typing import TypeAlias
 
 from .. import __version__
 from ..health.http import HealthServer, Probe
 from ..health.metrics import Metrics
-from ..rendezvous.c10d import C10dStore
-from ..rendezvous.c10d_host import C10dHost
 from ..rendezvous.decide import Policy
-from ..rendezvous.errors import StoreError, StoreMismatch
-from ..rendezvous.memory import MemoryStore
+from ..rendezvous.errors import StoreError
 from ..rendezvous.participant import Participant
 from ..rendezvous.records import NODES_PREFIX, NodeRecord
 from ..rendezvous.restarts import RestartPolicy
@@ -42,15 +33,16 @@ from ..rendezvous.store import Store
 from .config import Config, Endpoint
 from .devices import DeviceError, Inventory, pin, probe, resolve_workers
 from .events import Event, Signalled
-from .exits import ExitCode
+from .exits import CannotStart, ExitCode
 from .guard import Guard
 from .logs import WorkerLogs
 from .loop import Ending, Loop, Node
-from .network import LOOPBACK, AddressError, is_loopback, own_address, resolve, unique_node_id
+from .network import unique_node_id
 from .observer import Observer
-from .ports import ONE_TRY, PortError, bind_listener
+from .ports import PortError, bind_listener
 from .reports import ReportReceiver
 from .store_link import StoreLink
+from .store_opening import Binder, c10d_endpoint, c10d_listener, invite, node_address, open_store
 
 log = logging.getLogger(__name__)
 
@@ -61,16 +53,7 @@ time to live, after which a silent one is known to be gone."""
 MAX_WAITING_EVENTS = 10_000
 """Reports are dropped while so many events wait; everything else is bounded by what the loop itself has asked."""
 
-Binder: TypeAlias = Callable[[str, int | None, str], socket.socket]
-"""Called with address, port (None: one that the configuration allows) and purpose."""
-
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-
-
-class _CannotStart(Exception):
-    def __init__(self, code: ExitCode, reason: str) -> None:
-        super().__init__(reason)
-        self.ending = Ending(code, reason)
 
 
 def run(config: Config) -> int:
@@ -79,8 +62,8 @@ def run(config: Config) -> int:
     _log_to_stderr(name)
     try:
         ending = _run(config, name)
-    except _CannotStart as refusal:
-        ending = refusal.ending
+    except CannotStart as refusal:
+        ending = Ending(refusal.code, str(refusal))
     level = logging.INFO if ending.code is ExitCode.SUCCESS else logging.ERROR
     log.log(level, "ended with exit code %d: %s", ending.code, ending.reason)
     return ending.code
@@ -92,8 +75,8 @@ def _run(config: Config, name: str) -> Ending:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     inventory = probe(environment)
     workers = _workers_that_fit(config, inventory)
-    endpoint = _endpoint(config)
-    address = _address(config, endpoint)
+    endpoint = c10d_endpoint(config)
+    address = node_address(config, endpoint)
     clock = time.monotonic
     rng = random.SystemRandom()
     incarnation = uuid.uuid4().hex[:12]
@@ -112,10 +95,10 @@ def _run(config: Config, name: str) -> Ending:
         log.info("metrics, /healthz and /readyz at http://%s", _url(server.address))
 
         hosted_at = Endpoint(*store_listener.getsockname()[:2]) if store_listener is not None else None
-        store = _open_store(config, endpoint, store_listener, events)
+        store = open_store(config, endpoint, store_listener, events)
         stack.callback(store.close)
         if hosted_at is not None:
-            _invite(config, hosted_at)
+            invite(config, hosted_at)
         identity = NodeRecord(
             node=name,
             incarnation=incarnation,
@@ -238,35 +221,8 @@ def _workers_that_fit(config: Config, inventory: Inventory) -> int:
         for local_rank in range(workers):
             pin(config.device_pinning, local_rank, workers, inventory)
     except DeviceError as error:
-        raise _CannotStart(ExitCode.BAD_CONFIG, str(error)) from error
+        raise CannotStart(ExitCode.BAD_CONFIG, str(error)) from error
     return workers
-
-
-def _endpoint(config: Config) -> Endpoint | None:
-    """The c10d endpoint that the user gave, as an address."""
-    given = config.rendezvous.endpoint
-    if given is None:
-        return None
-    try:
-        address = resolve(given.host, given.port)
-    except AddressError as error:
-        raise _CannotStart(ExitCode.BAD_CONFIG, f"--rdzv-endpoint {given}: {error}") from error
-    if is_loopback(address) and given.host not in ("localhost", address):
-        # Debian's /etc/hosts gives a machine's own name a loopback address, where no other node can come.
-        address = own_address(None)
-    return Endpoint(address, given.port)
-
-
-def _address(config: Config, endpoint: Endpoint | None) -> str:
-    """Where the other nodes reach this one."""
-    if config.local_addr is not None:
-        try:
-            return resolve(config.local_addr, 0)
-        except AddressError as error:
-            raise _CannotStart(ExitCode.BAD_CONFIG, f"--local-addr: {error}") from error
-    if config.rendezvous.backend == "memory":
-        return LOOPBACK
-    return own_address((endpoint.host, endpoint.port) if endpoint is not None else None)
 
 
 def _url(address: tuple[str, int]) -> str:
@@ -281,98 +237,10 @@ def _listeners(
         return (
             bind(address, None, "master"),
             bind(config.http_address.host, config.http_address.port, "metrics"),
-            _store_listener(config, endpoint, address, bind),
+            c10d_listener(config, endpoint, address, bind),
         )
     except PortError as error:
-        raise _CannotStart(ExitCode.BAD_CONFIG, str(error)) from error
-
-
-def _store_listener(
-    config: Config,
-    endpoint: Endpoint | None,
-    address: str,
-    bind: Binder,
-) -> socket.socket | None:
-    """The socket of the c10d store, if this agent is to host it.
-
-    Whoever can bind the endpoint hosts: that is exact, where comparing host names is a guess. A port that is
-    taken is another agent's store, or the connection to it will say what else it is.
-    """
-    if config.rendezvous.backend == "memory":
-        return None
-    if endpoint is None:
-        return bind(address, None, "store")
-    try:
-        return bind_listener(endpoint.host, endpoint.port, "store", policy=ONE_TRY)
-    except PortError:
-        return None
-
-
-def _open_store(
-    config: Config,
-    endpoint: Endpoint | None,
-    listener: socket.socket | None,
-    events: queue.SimpleQueue[Event],
-) -> Store:
-    """Connecting may take as long as the other nodes do, so a thread waits for it and this one for signals."""
-    job = config.rendezvous.job_id
-    if config.rendezvous.backend == "memory":
-        return MemoryStore()
-    opened: Future[Store] = Future()
-
-    def work() -> None:
-        try:
-            if listener is not None:
-                opened.set_result(C10dHost(listener, listener.getsockname()[0], job))
-            else:
-                assert endpoint is not None, "without an endpoint this agent hosts the store"
-                timeout_s = config.rendezvous.join_timeout_s
-                opened.set_result(C10dStore.connect(endpoint.host, endpoint.port, job, timeout_s))
-        except BaseException as error:
-            opened.set_exception(error)
-
-    if listener is None:
-        log.info(
-            "looking for the rendezvous store at %s, for up to %.0f s",
-            endpoint,
-            config.rendezvous.join_timeout_s,
-        )
-    threading.Thread(target=work, name="store-open", daemon=True).start()
-    while True:
-        try:
-            return opened.result(timeout=0.1)
-        except FutureTimeout:
-            if not events.empty():
-                raise _CannotStart(_stopped_by(events.get()), "stopped while looking for the store") from None
-        except StoreMismatch as error:
-            raise _CannotStart(ExitCode.STORE_MISMATCH, str(error)) from error
-        except StoreError as error:
-            raise _CannotStart(ExitCode.STORE_LOST, str(error)) from error
-
-
-def _stopped_by(event: Event) -> ExitCode:
-    interrupted = isinstance(event, Signalled) and event.number == signal.SIGINT
-    return ExitCode.STOPPED_BY_SIGINT if interrupted else ExitCode.STOPPED_BY_SIGTERM
-
-
-def _invite(config: Config, hosted_at: Endpoint) -> None:
-    """With the store on a port that nobody chose, somebody must tell the other nodes."""
-    if config.nodes.max == 1 or config.rendezvous.endpoint is not None:
-        return
-    command, rendezvous, nodes = config.command, config.rendezvous, config.nodes
-    how = {"script": [], "module": ["-m"], "binary": ["--no-python"]}[command.kind]
-    words = [
-        "elastic-agent",
-        f"--min-nodes={nodes.min}",
-        f"--max-nodes={nodes.max}",
-        f"--nproc-per-node={config.nproc_per_node}",
-        f"--rdzv-endpoint={hosted_at}",
-        f"--rdzv-id={rendezvous.job_id}",
-        *how,
-        command.target,
-        *command.args,
-    ]
-    log.info("on each other node run:\n    %s", shlex.join(words))
+        raise CannotStart(ExitCode.BAD_CONFIG, str(error)) from error
 
 
 def _depart(store: Store, participant: Participant, ending: Ending, *, stays_for_others: bool) -> None:
