@@ -26,6 +26,7 @@ class WorkerPlace:
     local_rank: int
     error_file: Path
     reports: Path
+    commits: Path
 
     @property
     def rank(self) -> int:
@@ -66,5 +67,6 @@ def worker_environment(
         ELASTIC_AGENT_LOCAL_RANK=str(place.local_rank),
         ELASTIC_AGENT_INCARNATION=agent_incarnation,
         ELASTIC_AGENT_REPORTS=str(place.reports),
+        ELASTIC_AGENT_COMMITS=str(place.commits),
     )
     return env

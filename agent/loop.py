@@ -20,6 +20,7 @@ from ..rendezvous.decide import Leave, Refusal, Start, Stop
 from ..rendezvous.participant import Participant
 from ..rendezvous.records import Failure, Member, Phase, Result, World
 from ..worker.reports import LoadReport, SaveReport, StepReport
+from .commit_gate import CommitGate, Standing
 from .config import Config
 from .devices import Inventory, pin
 from .environment import WorkerPlace, worker_environment
@@ -106,6 +107,7 @@ class Loop:
         guard: Guard,
         logs: WorkerLogs,
         observer: Observer,
+        commits: CommitGate,
         events: queue.SimpleQueue[Event],
         listener: socket.socket,
         new_listener: Callable[[], socket.socket],
@@ -119,6 +121,7 @@ class Loop:
         self._guard = guard
         self._logs = logs
         self._observer = observer
+        self._commits = commits
         self._events = events
         self._listener = listener
         self._new_listener = new_listener
@@ -178,6 +181,7 @@ class Loop:
             elif not self._obey(now):
                 break
         self._link.keep(participant.lease)
+        self._commits.standing = Standing(participant.incarnation, participant.proven_until)
         self._link.follow(participant.subscription)
         self._observer.look(participant, self._group, now)
         wake_at = [participant.wake_at(now)]
@@ -260,7 +264,12 @@ class Loop:
         directory = self._node.run_dir / f"gen{world.generation}"
         directory.mkdir(exist_ok=True)
         place = WorkerPlace(
-            world, member, local_rank, directory / f"error-{local_rank}.json", self._node.reports
+            world,
+            member,
+            local_rank,
+            error_file=directory / f"error-{local_rank}.json",
+            reports=self._node.reports,
+            commits=self._commits.path,
         )
         environment = worker_environment(
             self._node.environment,

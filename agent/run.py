@@ -30,6 +30,7 @@ from ..rendezvous.participant import Participant
 from ..rendezvous.records import NODES_PREFIX, NodeRecord
 from ..rendezvous.restarts import RestartPolicy
 from ..rendezvous.store import Store
+from .commit_gate import CommitGate
 from .config import Config, Endpoint
 from .devices import DeviceError, Inventory, pin, probe, resolve_workers
 from .events import Event, Signalled
@@ -119,6 +120,9 @@ def _run(config: Config, name: str) -> Ending:
         reports = ReportReceiver(run_dir / "reports", events.put, lambda: events.qsize() < MAX_WAITING_EVENTS)
         reports.start()
         stack.callback(reports.close)
+        commits = CommitGate(run_dir / "commits", store, clock)
+        commits.start()
+        stack.callback(commits.close)
         link.start()
         loop = Loop(
             config,
@@ -128,6 +132,7 @@ def _run(config: Config, name: str) -> Ending:
             guard,
             logs,
             Observer(metrics, config.max_restarts, clock()),
+            commits,
             events,
             listener,
             lambda: bind(address, None, "master"),

@@ -16,6 +16,7 @@ All instants are seconds on this node's monotonic clock.
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -162,9 +163,16 @@ class Participant:
         """Oldest first; complete only on the coordinator."""
         return tuple(record for _, record in sorted(self._session.nodes.values(), key=lambda seen: seen[0]))
 
-    def lease_good(self, now: float) -> bool:
+    @property
+    def proven_until(self) -> float:
+        """Until then nobody can have been given this node's place; minus infinity without a lease."""
         session = self._session
-        return session.lease is not None and now < session.confirmed_at + LEASE_MARGIN * self._lease_ttl_s
+        if session.lease is None:
+            return -math.inf
+        return session.confirmed_at + LEASE_MARGIN * self._lease_ttl_s
+
+    def lease_good(self, now: float) -> bool:
+        return now < self.proven_until
 
     def order(self, now: float) -> Order:
         """What this node must do now. Repeated until the driver reports that it is done."""
@@ -192,9 +200,7 @@ class Participant:
 
     def wake_at(self, now: float) -> float | None:
         """The next instant at which `request` or `order` may answer differently without any event."""
-        instants = [self._wake_at, self._retry_at, self._give_up_at(now)]
-        if self._session.lease is not None:
-            instants.append(self._session.confirmed_at + LEASE_MARGIN * self._lease_ttl_s)
+        instants = [self._wake_at, self._retry_at, self._give_up_at(now), self.proven_until]
         if self._leaving_since is not None:
             instants.append(self._leaving_since + LEAVE_TOGETHER_S)
         return min((at for at in instants if at is not None and at > now), default=None)

@@ -10,7 +10,7 @@
             checkpoints.save(number + 1)
 
 Works the same under elastic-agent, torchrun and plain python. The names below are loaded on first use, because
-the agent imports `elastic_agent.worker.reports` and must not pay for torch.
+the agent imports `reports` and `commits` from here and must not pay for torch.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .errors import (
         CheckpointError,
         CheckpointMismatch,
+        Fenced,
         NotPlainData,
         NoUsableCheckpoint,
         SaveFailed,
@@ -34,6 +35,7 @@ _HOME = {
     "Checkpointer": "checkpoint",
     "CheckpointError": "errors",
     "CheckpointMismatch": "errors",
+    "Fenced": "errors",
     "NoUsableCheckpoint": "errors",
     "NotPlainData": "errors",
     "SaveFailed": "errors",
@@ -45,6 +47,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointMismatch",
     "Checkpointer",
+    "Fenced",
     "NoUsableCheckpoint",
     "NotPlainData",
     "SaveFailed",

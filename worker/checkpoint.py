@@ -1,8 +1,9 @@
 """Checkpoints that all ranks take and load together, written by rank 0.
 
-`Checkpointer` keeps three promises. All ranks of a world continue from the same step, also when only one node has
-the files. A step that `save` reported as saved survives a power cut (how: see `files`). A run that was killed and
-restarted with the same world size ends with the very bits of a run that was not.
+`Checkpointer` keeps four promises. All ranks of a world continue from the same step, also when only one node has
+the files. A step that `save` reported as saved survives a power cut (how: see `files`). A process that stood still
+while others took its place changes none of their checkpoints (how: see `permit`). A run that was killed and restarted
+with the same world size ends with the very bits of a run that was not.
 
 It is for state that is the same on every rank, as in data-parallel training: rank 0's model, optimizer, scheduler
 and sampler position are what is saved. Only the random state is kept per rank. Nothing loaded is ever code: files
@@ -37,6 +38,7 @@ from .errors import (
     StepNotGrowing,
 )
 from .files import CheckpointFiles, Manifest, VerifiedCheckpoint, digest
+from .permit import Permit
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +68,8 @@ class Checkpointer:
         which are updated in place. Everything in them must be tensors and plain Python data. Parts are loaded in
         the order given here.
     keep: how many good checkpoints to retain, at least 1; with 1 a bit flip on disk loses everything.
-    max_failed_saves: a full or read-only disk does not end training: `save` warns and returns False, until this
-        many saves in a row have failed. 1 means raise at the first.
+    max_failed_saves: a full or read-only disk, or a rendezvous store that is out, does not end training: `save`
+        warns and returns False, until this many saves in a row have failed. 1 means raise at the first.
 
     The directory may be shared by all nodes or local to each; only rank 0 writes to it. After `load`, tensors
     reach the parts' `load_state_dict` on the CPU: modules and optimizers copy them to where theirs are, and
@@ -131,11 +133,13 @@ class Checkpointer:
         """Save the state after `step` finished steps; True when it is durable. Every rank must call it.
 
         No rank returns before rank 0 is done, and all return or raise the same. False means that the disk refused,
-        that a warning said so, and that training may go on with the older checkpoints intact.
+        or that nobody could confirm this generation, that a warning said so, and that training may go on with the
+        older checkpoints intact.
 
-        Raises SaveFailed after `max_failed_saves` refusals in a row; StepNotGrowing when `step` is not beyond the
-        newest saved one (the step that was just loaded may be saved again); NotPlainData when some part's state
-        could not be loaded again; CheckpointError when ranks ask for different steps.
+        Raises Fenced when this generation is over, which its agent is about to tell in its own way; SaveFailed after
+        `max_failed_saves` refusals in a row; StepNotGrowing when `step` is not beyond the newest saved one (the step
+        that was just loaded may be saved again); NotPlainData when some part's state could not be loaded again;
+        CheckpointError when ranks ask for different steps.
         """
         group = current_group()
         started_s = time.monotonic()
@@ -201,16 +205,9 @@ class Checkpointer:
             serialize=lambda sink: torch.save(payload, sink),
         )
         self._prove_loadable(manifest)
-        self._publish(manifest)
+        permit = Permit(os.environ.get("ELASTIC_AGENT_COMMITS", ""), manifest.generation)
+        self._files.publish(manifest, permit.check)
         return manifest.size
-
-    def _publish(self, manifest: Manifest) -> None:
-        """The one place where a checkpoint begins to exist.
-
-        Its data is durable and not yet visible: whoever must agree that this generation may still commit (a rank 0
-        that was frozen for a minute belongs to the past) has to agree here, before the manifest appears.
-        """
-        self._files.publish(manifest)
 
     def _prove_loadable(self, manifest: Manifest) -> None:
         # Mapping the file reads its structure and none of its gigabytes, with the very rules that load() obeys.

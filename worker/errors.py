@@ -5,7 +5,8 @@
       CheckpointMismatch       the file is whole but is not a checkpoint of this script: fix the script or the directory
       StepNotGrowing           `save` was asked for a step that is already committed: fix the training loop
       NotPlainData             a state cannot be loaded again without running code: fix that object's `state_dict`
-      SaveFailed               the directory refused the checkpoint too often: look at the disk
+      SaveFailed               the checkpoint was refused too often: look at the disk, or at the rendezvous store
+      Fenced                   another generation has begun: let this process end, its agent is about to stop it
       BadCheckpoint            one checkpoint on disk does not verify; `load` goes on to the next older one
 
 All but `BadCheckpoint` leave `Checkpointer` on every rank together, with the same type and the same reason.
@@ -35,7 +36,11 @@ class NotPlainData(CheckpointError):
 
 
 class SaveFailed(CheckpointError):
-    """The checkpoint could not be made durable; the older ones are untouched."""
+    """The checkpoint could not be made durable, or nobody could say whether it may be; the older ones are untouched."""
+
+
+class Fenced(CheckpointError):
+    """This process's generation is over, so it must not commit: others have gone on from an older checkpoint."""
 
 
 class BadCheckpoint(CheckpointError):

@@ -14,6 +14,10 @@ Invariant: whenever the power goes, every visible manifest names data that was d
     2 rename the data to its final name                     5 rename the manifest to its final name
     3 fsync the directory                                   6 fsync the directory; only now delete older ones
 
+In 5 and 6 the caller is asked for leave right before each rename and each deletion, since a writer that stood still
+may by then be a writer of the past. What such a writer had written before stays: another's manifest may name the very
+same data, and the next writer that publishes deletes what no manifest names.
+
 After a failed write or fsync the file is abandoned: the kernel may have dropped the dirty pages and call the next
 fsync a success. Files are opened below one directory descriptor and never through a symbolic link.
 
@@ -33,7 +37,7 @@ from dataclasses import asdict, dataclass, fields
 from io import BufferedReader, BytesIO
 from typing import BinaryIO, cast
 
-from .errors import BadCheckpoint
+from .errors import BadCheckpoint, CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -163,33 +167,46 @@ class CheckpointFiles:
             os.fsync(dir_fd)
         return Manifest(step, generation, world_size, name, size, sha256)
 
-    def publish(self, manifest: Manifest) -> None:
-        """Make the manifest visible and durable: from here on the checkpoint exists. Then drop older ones."""
+    def publish(self, manifest: Manifest, may_change: Callable[[], None]) -> None:
+        """Make the manifest visible and durable: from here on the checkpoint exists. Then drop older ones.
+
+        `may_change` returns if this process may change what others see at this instant, and raises CheckpointError
+        if not: then there is no such checkpoint, or an old one too many.
+        """
         raw = manifest.to_json()
         with self._opened() as dir_fd:
             temporary = f"tmp-{manifest.generation:08d}-{manifest.step:012d}.json"
             _write_durably(dir_fd, temporary, lambda sink: sink.write(raw))
-            os.rename(temporary, _manifest_name(manifest.step), src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+            try:
+                may_change()
+                os.rename(temporary, _manifest_name(manifest.step), src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+            except BaseException:
+                # Its name has our generation in it: it is nobody else's.
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=dir_fd)
+                raise
             os.fsync(dir_fd)
             self._good.add(manifest.step)
             try:
-                self._prune(dir_fd, manifest.step)
-            except OSError as error:
+                self._prune(dir_fd, manifest.step, may_change)
+            except (OSError, CheckpointError) as error:
                 # The new checkpoint is safe; a file too many is no reason to call its save a failure.
                 logger.warning("old checkpoints not deleted: directory=%s reason=%s", self.directory, error)
 
-    def _prune(self, dir_fd: int, newest: int) -> None:
+    def _prune(self, dir_fd: int, newest: int, may_change: Callable[[], None]) -> None:
         # A manifest beyond the newest commit belongs to a past that the run fell back from: were it left, a disk
         # that reads again would bring that past back and undo the commits made since.
         self._good = set(sorted(step for step in self._good if step <= newest)[-self._keep :])
         enough = len(self._good) == self._keep
         for step in _manifest_steps(dir_fd):
             if step > newest or (enough and step not in self._good):
+                may_change()
                 os.unlink(_manifest_name(step), dir_fd=dir_fd)
         remaining = set(_manifest_steps(dir_fd))
         for name in os.listdir(dir_fd):
             match = _DATA_NAME.fullmatch(name)
             if match and not (int(match[1]) in remaining and _may_need(dir_fd, int(match[1]), name)):
+                may_change()
                 os.unlink(name, dir_fd=dir_fd)
 
     @contextlib.contextmanager

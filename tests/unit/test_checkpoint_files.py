@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from elastic_agent.worker import files as files_module
-from elastic_agent.worker.errors import BadCheckpoint
+from elastic_agent.worker.errors import BadCheckpoint, Fenced
 from elastic_agent.worker.files import CheckpointFiles, Manifest
 
 
@@ -26,8 +26,12 @@ def commit(files: CheckpointFiles, step: int, *, generation: int = 1) -> Manifes
     manifest = files.write(
         step, generation=generation, world_size=2, serialize=lambda sink: sink.write(content(step))
     )
-    files.publish(manifest)
+    files.publish(manifest, permitted)
     return manifest
+
+
+def permitted() -> None:
+    pass
 
 
 def found(files: CheckpointFiles) -> tuple[int | None, list[BadCheckpoint]]:
@@ -253,6 +257,64 @@ def test_an_unreadable_directory_is_not_an_empty_one(tmp_path: Path) -> None:
 def test_keeping_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep is 0"):
         CheckpointFiles(tmp_path, keep=0)
+
+
+# --- A writer of the past
+
+
+def refused() -> None:
+    raise Fenced("generation 1 is over")
+
+
+def test_a_writer_of_the_past_makes_nothing_visible_and_the_present_clears_up(tmp_path: Path) -> None:
+    past, present = CheckpointFiles(tmp_path, keep=2), CheckpointFiles(tmp_path, keep=2)
+    commit(past, 10)
+    before = names(tmp_path)
+    unpublished = past.write(20, generation=1, world_size=2, serialize=lambda sink: sink.write(b"the past"))
+    with pytest.raises(Fenced):
+        past.publish(unpublished, refused)
+    assert names(tmp_path) == before | {unpublished.file}
+    assert found(CheckpointFiles(tmp_path, keep=2)) == (10, [])
+    commit(present, 20, generation=2)
+    assert unpublished.file not in names(tmp_path)
+
+
+def test_a_writer_of_the_past_leaves_data_that_the_present_may_have_written_too(tmp_path: Path) -> None:
+    """The same step with the same bits has the same name, and the present may be about to name it."""
+    past, present = CheckpointFiles(tmp_path, keep=2), CheckpointFiles(tmp_path, keep=2)
+    old, new = (
+        files.write(10, generation=generation, world_size=2, serialize=lambda sink: sink.write(content(10)))
+        for generation, files in enumerate((past, present), start=1)
+    )
+    assert old.file == new.file
+    with pytest.raises(Fenced):
+        past.publish(old, refused)
+    present.publish(new, permitted)
+    assert found(CheckpointFiles(tmp_path, keep=2)) == (10, [])
+
+
+def test_a_writer_that_stood_still_after_its_commit_deletes_nothing_of_those_who_went_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To a writer that fell back to step 10, what lies beyond step 30 looks like a past that was given up."""
+    past, present = CheckpointFiles(tmp_path, keep=2), CheckpointFiles(tmp_path, keep=2)
+    commit(past, 10)
+    manifest = past.write(30, generation=1, world_size=2, serialize=lambda sink: sink.write(content(30)))
+    over = False
+
+    def fsync(fd: int) -> None:
+        nonlocal over
+        os.fsync(fd)
+        if not over and "step-000000000030.json" in names(tmp_path):
+            over = True
+            assert found(present)[0] == 30
+            commit(present, 40, generation=2)
+
+    monkeypatch.setattr(files_module, "os", _Overlay(fsync=fsync))
+    past.publish(manifest, lambda: refused() if over else None)
+    assert over
+    assert "old checkpoints not deleted" in caplog.text
+    assert found(CheckpointFiles(tmp_path, keep=2)) == (40, [])
 
 
 # --- A disk that refuses

@@ -11,17 +11,22 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_agent.agent.options import WORKER_VARIABLES
 from elastic_agent.worker import (
     Checkpointer,
     CheckpointError,
     CheckpointMismatch,
+    Fenced,
     NotPlainData,
     NoUsableCheckpoint,
+    SaveFailed,
     StepNotGrowing,
     progress,
     rng,
 )
+from elastic_agent.worker import permit as permit_module
 from elastic_agent.worker.checkpoint import Offer, Owner, choose_owner
+from elastic_agent.worker.commits import Answer, Granted, Question, Refused, Undecided
 from elastic_agent.worker.files import Manifest
 from elastic_agent.worker.reports import MAX_BYTES, LoadReport, Report, SaveReport, decode
 
@@ -30,7 +35,7 @@ numpy = pytest.importorskip("numpy")
 
 @pytest.fixture(autouse=True)
 def plain_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ELASTIC_AGENT_GENERATION", "ELASTIC_AGENT_REPORTS"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", *WORKER_VARIABLES):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -147,6 +152,66 @@ def test_ranks_without_a_process_group_are_refused(tmp_path: Path, monkeypatch: 
 def test_impossible_limits_are_refused(tmp_path: Path, limits: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(limits))):
         Checkpointer(tmp_path, {}, **limits)
+
+
+class Gate:
+    """The agent's answers, one for each question, without a socket between."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+        self.answers: list[Answer] = []
+        self.asked: list[Question] = []
+        self.visible: list[set[str]] = []
+        self._directory = directory
+        monkeypatch.setenv("ELASTIC_AGENT_COMMITS", "a socket")
+        monkeypatch.setenv("ELASTIC_AGENT_GENERATION", "7")
+        monkeypatch.setattr(permit_module.Permit, "_answer", lambda permit: self._answer(permit))
+
+    def _answer(self, permit: permit_module.Permit) -> Answer:
+        self.asked.append(Question(permit._generation))
+        self.visible.append({path.name for path in self._directory.glob("step-*")})
+        return self.answers.pop(0)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Gate:
+    return Gate(monkeypatch, tmp_path)
+
+
+def test_the_agent_is_asked_when_all_is_durable_and_nothing_visible(tmp_path: Path, gate: Gate) -> None:
+    gate.answers = [Granted(60.0)] * 2
+    checkpoints = Checkpointer(tmp_path, {})
+    assert checkpoints.save(10)
+    assert checkpoints.save(20)
+    assert gate.asked == [Question(7)] * 2, "once for each checkpoint"
+    data, manifest = sorted(path.name for path in tmp_path.glob("step-000000000010*"))
+    assert gate.visible[0] == {data}
+    assert manifest in gate.visible[1]
+
+
+def test_a_process_of_the_past_commits_nothing(tmp_path: Path, gate: Gate) -> None:
+    gate.answers = [Granted(60.0), Refused("generation 8 has replaced it")]
+    checkpoints = Checkpointer(tmp_path, {})
+    checkpoints.save(10)
+    with pytest.raises(Fenced, match="generation 7 is over"):
+        checkpoints.save(20)
+    assert Checkpointer(tmp_path, {}).load() == 10
+    assert not list(tmp_path.glob("tmp-*"))
+
+
+def test_an_unconfirmed_generation_is_like_a_full_disk(
+    tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    away = Undecided("the store is away")
+    gate.answers = [Granted(60.0), away, away, Granted(60.0), away, away, away]
+    checkpoints = Checkpointer(tmp_path, {}, max_failed_saves=3)
+    assert [checkpoints.save(step) for step in (10, 20, 30, 40)] == [True, False, False, True]
+    assert "training goes on: failed=2 limit=3" in caplog.text
+    assert "the store is away" in caplog.text
+    assert [checkpoints.save(step) for step in (50, 60)] == [False, False]
+    with pytest.raises(SaveFailed, match="the store is away"):
+        checkpoints.save(70)
+    assert Checkpointer(tmp_path, {}).load() == 40
+    assert not list(tmp_path.glob("tmp-*"))
 
 
 def manifest(step: int, generation: int = 1) -> Manifest:

@@ -1,0 +1,205 @@
+"""The agent's side of a commit: who may, and a server that nobody can hold up."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent.commit_gate import MAX_CLIENTS, CommitGate, Standing, judge
+from elastic_agent.rendezvous.errors import StoreUnavailable
+from elastic_agent.rendezvous.memory import MemoryStore
+from elastic_agent.rendezvous.records import (
+    WORLD_KEY,
+    Cause,
+    CauseKind,
+    Endpoint,
+    Member,
+    Phase,
+    Result,
+    World,
+)
+from elastic_agent.rendezvous.store import Delete, Put, Snapshot
+from elastic_agent.worker.commits import Answer, Granted, Question, Refused, Undecided
+from elastic_agent.worker.errors import Fenced, SaveFailed
+from elastic_agent.worker.permit import Permit
+
+PATIENCE_S = 20.0
+
+WORLD = World(
+    job="job",
+    generation=7,
+    phase=Phase.RUNNING,
+    members=(Member("a", "life-a", 1, 0), Member("b", "life-b", 1, 1)),
+    master=Endpoint("10.0.0.1", 29000),
+    cause=Cause(CauseKind.START),
+)
+HERE = Standing("life-a", 103.0)
+
+
+@pytest.mark.parametrize(
+    ("world", "standing", "answer"),
+    [
+        (WORLD, HERE, Granted(3.0)),
+        (WORLD, Standing("life-b", 100.5), Granted(0.5)),
+        (replace(WORLD, phase=Phase.STOPPING, cause=Cause(CauseKind.LEAVE, "b")), HERE, Granted(3.0)),
+        # The host of the store leaves: the job ends, and its workers save within their grace.
+        (replace(WORLD, phase=Phase.ENDED, result=Result.STORE_HOST_LEFT), HERE, Granted(3.0)),
+        (WORLD, Standing("life-a", 100.0), Undecided("the rendezvous store does not confirm this node's lease")),
+        (WORLD, Standing("life-a", -math.inf), Undecided("the rendezvous store does not confirm this node's lease")),
+        (None, HERE, Refused("the rendezvous store holds no world")),
+        (replace(WORLD, generation=8), HERE, Refused("generation 8 has replaced it")),
+        (replace(WORLD, generation=8, phase=Phase.STOPPING), HERE, Refused("generation 8 has replaced it")),
+        (replace(WORLD, generation=6), HERE, Refused("the rendezvous store has fallen back to generation 6")),
+        (WORLD, Standing("life-a.1", 103.0), Refused("this node, which joined anew, is no member of it")),
+        # However the lease stands, what is over is over.
+        (replace(WORLD, generation=8), Standing("life-a", 0.0), Refused("generation 8 has replaced it")),
+    ],
+)  # fmt: skip
+def test_who_may_commit(world: World | None, standing: Standing, answer: Answer) -> None:
+    assert judge(Question(7), world, standing, 100.0) == answer
+
+
+class Scene:
+    """A gate over a store in memory."""
+
+    def __init__(self, path: Path, store: MemoryStore) -> None:
+        self.store = store
+        self.now = 100.0
+        self.gate = CommitGate(path, store, lambda: self.now)
+        self.gate.standing = HERE
+        self.publish(WORLD)
+        self.gate.start()
+
+    def publish(self, world: World) -> None:
+        self.store.transact((), (Put(WORLD_KEY, world.to_json()),))
+
+    def check(self) -> None:
+        Permit(str(self.gate.path), 7, answer_s=PATIENCE_S).check()
+
+    def connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect(str(self.gate.path))
+        return connection
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def scene(tmp_path: Path, store: MemoryStore) -> Iterator[Scene]:
+    scene = Scene(tmp_path / "commits", store)
+    yield scene
+    with contextlib.suppress(OSError):  # closed by the test
+        scene.gate.close()
+
+
+def test_the_present_generation_may_commit(scene: Scene) -> None:
+    scene.check()
+
+
+def test_the_store_is_asked_each_time(scene: Scene) -> None:
+    scene.check()
+    scene.publish(replace(WORLD, generation=8))
+    with pytest.raises(Fenced, match="generation 8 has replaced it"):
+        scene.check()
+
+
+def test_a_world_that_is_gone_is_over(scene: Scene) -> None:
+    scene.store.transact((), (Delete(WORLD_KEY),))
+    with pytest.raises(Fenced, match="holds no world"):
+        scene.check()
+
+
+def test_another_key_that_begins_alike_is_not_the_world(scene: Scene) -> None:
+    scene.store.transact((), (Delete(WORLD_KEY), Put("world2", WORLD.to_json())))
+    with pytest.raises(Fenced, match="holds no world"):
+        scene.check()
+
+
+@pytest.mark.parametrize("value", ["", "{}", "[" * 10_000])
+def test_a_world_that_cannot_be_read_leaves_it_undecided(scene: Scene, value: str) -> None:
+    scene.store.transact((), (Put(WORLD_KEY, value),))
+    with pytest.raises(SaveFailed, match="is not usable"):
+        scene.check()
+
+
+def test_a_store_that_is_closed_leaves_it_undecided(scene: Scene) -> None:
+    scene.store.close()
+    with pytest.raises(SaveFailed, match="was closed"):
+        scene.check()
+
+
+class Unavailable(MemoryStore):
+    def read(self, prefixes: tuple[str, ...]) -> Snapshot:
+        raise StoreUnavailable("no answer " * 1000)
+
+
+@pytest.mark.parametrize("store", [Unavailable()])
+def test_a_store_that_does_not_answer_leaves_it_undecided(scene: Scene) -> None:
+    with pytest.raises(SaveFailed, match="no answer no answer"):
+        scene.check()
+
+
+class Frozen(MemoryStore):
+    """Between the read and its answer, the process stands still for longer than its lease."""
+
+    def read(self, prefixes: tuple[str, ...]) -> Snapshot:
+        snapshot = super().read(prefixes)
+        self.meanwhile()
+        return snapshot
+
+    meanwhile: Callable[[], None] = staticmethod(lambda: None)
+
+
+@pytest.mark.parametrize("store", [Frozen()])
+def test_what_was_read_before_a_freeze_is_worth_nothing_after_it(scene: Scene, store: Frozen) -> None:
+    """Not even when another lease has been confirmed by the time that the answer is here."""
+
+    def freeze() -> None:
+        scene.now += 60.0
+        scene.gate.standing = replace(HERE, proven_until=scene.now + 3.0)
+
+    store.meanwhile = freeze  # type: ignore[method-assign]
+    assert isinstance(scene.gate.answer(Question(7)), Undecided)
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"", b"\n", b"hello\n", b"x" * 100_000], ids=["silence", "empty", "text", "flood"]
+)
+def test_broken_clients_delay_nobody(scene: Scene, garbage: bytes) -> None:
+    clients = [scene.connect() for _ in range(MAX_CLIENTS - 1)]
+    for client in clients:
+        try:
+            client.sendall(garbage)
+        except OSError:
+            pass  # hung up on
+    scene.check()
+    for client in clients:
+        client.close()
+
+
+def test_places_are_given_back(scene: Scene) -> None:
+    """Also by clients that hang up without a question, ask nonsense, or do not wait for the answer."""
+    for what in (b"", b"hello\n", b'{"v": 1, "generation": 7}\n'):
+        for _ in range(MAX_CLIENTS):
+            with scene.connect() as client:
+                client.sendall(what)
+    scene.check()
+
+
+def test_a_closed_gate_ends_its_thread_and_leaves_it_undecided(scene: Scene) -> None:
+    (thread,) = [one for one in threading.enumerate() if one.name == "commit-gate" and one.is_alive()]
+    scene.gate.close()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    with pytest.raises(SaveFailed, match="refused"):
+        scene.check()

@@ -1,0 +1,102 @@
+"""Leave to change what a checkpoint directory shows, from the agent, which asks the rendezvous store.
+
+A rank 0 that stood still (SIGSTOP, a frozen machine, a disk that hung) may wake when others train in its place, and
+must not undo what they have committed. So it asks before its manifest becomes visible, and what it is granted holds
+only for a while, by a clock that goes on while the process stands still. Of the agent's three answers
+
+    granted      lets the change be made now, and until the grant runs out
+    refused      raises Fenced: another generation has begun, this process has no future
+    undecided    raises SaveFailed, as a full disk does: nothing was committed, training may go on
+
+and an agent that gives none (it ended, it stands still itself) counts as undecided. Without an agent, under torchrun
+and plain python, everything is permitted.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Callable
+
+from .commits import (
+    Answer,
+    Granted,
+    MessageError,
+    Question,
+    Refused,
+    decode_answer,
+    encode_question,
+    receive_line,
+    send_line,
+)
+from .errors import Fenced, SaveFailed
+
+ANSWER_S = 5.0
+"""How long the agent may take, and with it the store that it asks."""
+
+MAX_QUESTIONS = 3
+"""For one change. A grant holds for seconds and is used at once: who outlives three is not fit to commit."""
+
+
+class Permit:
+    """For one checkpoint of one generation. `address` is the agent's socket, empty where there is no agent."""
+
+    def __init__(
+        self,
+        address: str,
+        generation: int,
+        *,
+        answer_s: float = ANSWER_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._address = address
+        self._generation = generation
+        self._answer_s = answer_s
+        self._clock = clock
+        self._valid_until = -math.inf if address else math.inf
+
+    def check(self) -> None:
+        """Returns only while this generation is the present one. Call it right before each change, and no earlier.
+
+        Raises Fenced, or SaveFailed when that could not be found out in `MAX_QUESTIONS` times `ANSWER_S` at most.
+
+        What remains: a process that is stopped between this clock reading and the system call that makes the
+        change, some microseconds, makes it when it wakes, however late; and a clock that a sleeping machine stops
+        lets a grant look younger than it is. No file system compares a generation as it renames. The harm is
+        bounded: a manifest from the past never has a step that its world did not finish, `load` goes by step and
+        then by generation, and the next commit of the present removes it.
+        """
+        questions = 0
+        while self._clock() >= self._valid_until:
+            if questions == MAX_QUESTIONS:
+                raise SaveFailed(f"{questions} grants of the agent ran out before they could be used")
+            questions += 1
+            self._ask()
+
+    def _ask(self) -> None:
+        # Read before the question leaves: the agent says how long after it nobody can take this node's place.
+        asked_at = self._clock()
+        try:
+            answer = self._answer()
+        except (OSError, MessageError) as error:
+            raise self._unknown(f"the agent does not answer: {error}") from error
+        if isinstance(answer, Granted):
+            self._valid_until = asked_at + answer.valid_s
+        elif isinstance(answer, Refused):
+            raise Fenced(
+                f"generation {self._generation} is over: this process belongs to the past and must not commit "
+                f"({answer.reason})"
+            )
+        else:
+            raise self._unknown(answer.reason)
+
+    def _answer(self) -> Answer:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(self._answer_s)
+            connection.connect(self._address)
+            send_line(connection, encode_question(Question(self._generation)), self._answer_s)
+            return decode_answer(receive_line(connection, self._answer_s))
+
+    def _unknown(self, why: str) -> SaveFailed:
+        return SaveFailed(f"nobody confirms that generation {self._generation} may still commit: {why}")
