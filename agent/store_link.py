@@ -109,7 +109,7 @@ class StoreLink:
             return self._store.read(request.prefixes)
         if isinstance(request, FindOldest):
             return self._store.oldest(request.prefix)
-        return self._store.transact((request.compare,), (request.put,))
+        return self._store.transact(request.compares, request.writes)
 
     def _gone(self, error: StoreError) -> None:
         if not self._closed.is_set():

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -48,6 +48,8 @@ class Policy:
     last_call_s: float = 1.0
     """How long newcomers must have been quiet before a world that is not full closes over them."""
     join_timeout_s: float = 600.0
+    store_outage_grace_s: float = 0.0
+    """How long a whole world goes on beyond the proof of its leases while nobody reaches the store."""
     restarts: RestartPolicy = field(default_factory=RestartPolicy)
 
 
@@ -61,6 +63,8 @@ class View:
     """Instant at which this node first saw the world in its present phase."""
     arrivals: Mapping[str, float] = field(default_factory=dict)
     """Instant at which this node first saw each incarnation."""
+    evicted: Collection[str] = ()
+    """Incarnations that are not live because their agents have ended, although their leases go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +109,7 @@ def _watch_over(world: World, view: View, policy: Policy, now: float) -> Decisio
             return _stop(world, cause)
     for member in world.members:
         if member.incarnation not in live:
-            detail = f"node {member.node} is gone: its lease ended"
-            return _stop(world, Cause(CauseKind.LOST, member.node, detail))
+            return _stop(world, _lost(member, view))
     if all(node.succeeded == world.generation for node in present):
         return _end(
             world, Result.SUCCEEDED, Cause(CauseKind.SUCCESS, detail="every worker ended with success")
@@ -152,7 +155,7 @@ def _close(view: View, policy: Policy, now: float) -> Decision:
         if busy:
             return Wait(f"waiting for {_named(busy)} to stop generation {world.generation}")
         restarts = world.restarts
-        world = _blame_the_lost(world, live)
+        world = _blame_the_lost(world, live, view)
         if world.cause.kind is CauseKind.FAILURE:
             verdict = _verdict(world, world.cause, survivors, policy)
             restarts = verdict.restarts
@@ -194,14 +197,17 @@ def _close(view: View, policy: Policy, now: float) -> Decision:
     )
 
 
-def _blame_the_lost(world: World, live: Mapping[str, NodeRecord]) -> World:
+def _blame_the_lost(world: World, live: Mapping[str, NodeRecord], view: View) -> World:
     """A worker that failed beside a lost node failed because of it: its collective broke. Lost nodes cost no budget."""
     lost = next((member for member in world.members if member.incarnation not in live), None)
     if lost is None or world.cause.kind is not CauseKind.FAILURE:
         return world
-    return replace(
-        world, cause=Cause(CauseKind.LOST, lost.node, f"node {lost.node} is gone: its lease ended")
-    )
+    return replace(world, cause=_lost(lost, view))
+
+
+def _lost(member: Member, view: View) -> Cause:
+    why = "its agent has ended" if member.incarnation in view.evicted else "its lease ended"
+    return Cause(CauseKind.LOST, member.node, f"node {member.node} is gone: {why}")
 
 
 def _verdict(world: World, cause: Cause, survivors: Sequence[NodeRecord], policy: Policy) -> Retry | GiveUp:

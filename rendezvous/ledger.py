@@ -50,10 +50,12 @@ class Ledger:
         if orphans:
             self._write(tuple(Delete(key) for key in orphans))
 
-    def expire(self, now: float) -> None:
-        """Drop every lease that is due, with its keys."""
-        for lease in sorted(lease for lease, due in self._expires_at.items() if due <= now):
+    def expire(self, now: float) -> list[LeaseId]:
+        """Drop every lease that is due, with its keys; returns them."""
+        due = sorted(lease for lease, due in self._expires_at.items() if due <= now)
+        for lease in due:
             self.revoke(lease)
+        return due
 
     def next_expiry(self) -> float | None:
         """The instant at which `expire` next has something to do; None when there is no lease."""

@@ -36,10 +36,13 @@ from .decide import (
     follow,
 )
 from .errors import LeaseExpired, RecordInvalid, StoreError
-from .records import NODES_PREFIX, WORLD_KEY, Failure, NodeRecord, Phase, World, node_key
+from .peers import Finding, Peer, Peers, Suspects, slow_to_go_on, slow_to_stop
+from .proof import Proof
+from .records import NODES_PREFIX, WORLD_KEY, Failure, Introduction, NodeRecord, Phase, World, node_key
 from .requests import (
     RETRY,
     Answer,
+    Evict,
     FindOldest,
     Grant,
     Read,
@@ -52,10 +55,6 @@ from .requests import (
 from .store import Change, Compare, Entry, LeaseId, Outcome, Snapshot
 
 log = logging.getLogger(__name__)
-
-LEASE_MARGIN = 0.6
-"""A lease counts as good for this part of its time to live after its last confirmation. The rest is for stopping
-the workers: they are gone before the store can give the node's place away (I10)."""
 
 LEAVE_TOGETHER_S = 3.0
 """How long a leaving node waits for the coordinator to stop everybody, before it stops its workers alone."""
@@ -70,16 +69,19 @@ class _Session:
     """What belongs to one incarnation, and is forgotten with it."""
 
     incarnation: str
+    proof: Proof
     lease: LeaseId | None = None
-    confirmed_at: float = 0.0
     written: NodeRecord | None = None
     own_revision: int | None = 0
     """mod_revision of our record; None after a write whose outcome is unknown."""
     leader: Entry | None = None
     """The coordinator's record as found; another record under its key later is another, younger agent's."""
     subscription: Subscription | None = None
-    nodes: dict[str, tuple[int, NodeRecord]] = field(default_factory=dict)
-    """create_revision and record by key: all of them on the coordinator, else only some."""
+    nodes: dict[str, tuple[Entry, NodeRecord]] = field(default_factory=dict)
+    """By key: all of them on the coordinator, else only some."""
+    nodes_as_of: int = 0
+    """The watch has delivered every change under `nodes/` up to this revision."""
+    peers: Peers = field(default_factory=Peers)
     arrivals: dict[str, float] = field(default_factory=dict)
     started: int = 0
     settled: int = 0
@@ -117,7 +119,7 @@ class Participant:
         self._port: int | None = identity.port
         self._step = 0
         self._joins = 0
-        self._session = _Session(identity.incarnation)
+        self._session = self._new_session(identity.incarnation)
         self._world_revision = 0
         self._world_since = now
         self._generation = 0
@@ -161,18 +163,28 @@ class Participant:
     @property
     def known_nodes(self) -> tuple[NodeRecord, ...]:
         """Oldest first; complete only on the coordinator."""
-        return tuple(record for _, record in sorted(self._session.nodes.values(), key=lambda seen: seen[0]))
+        seen = sorted(self._session.nodes.values(), key=lambda seen: seen[0].create_revision)
+        return tuple(record for _, record in seen)
 
     @property
     def proven_until(self) -> float:
-        """Until then nobody can have been given this node's place; minus infinity without a lease."""
-        session = self._session
-        if session.lease is None:
-            return -math.inf
-        return session.confirmed_at + LEASE_MARGIN * self._lease_ttl_s
+        """Until then the lease cannot have ended; minus infinity without one."""
+        return self._session.proof.proven_until if self._session.lease is not None else -math.inf
 
     def lease_good(self, now: float) -> bool:
-        return now < self.proven_until
+        """Nobody can have been given this node's place (I10)."""
+        return self._session.lease is not None and self._session.proof.holds(now)
+
+    def introduction(self, now: float, generation: int) -> Introduction:
+        """What this node answers a peer; `generation` is the one whose workers run here undisturbed, or 0."""
+        session = self._session
+        return Introduction(
+            self.identity.node,
+            session.incarnation,
+            generation,
+            confirmed_s=now - session.proof.confirmed_at if session.lease is not None else None,
+            whole_s=session.proof.whole_s(now) if generation else None,
+        )
 
     def order(self, now: float) -> Order:
         """What this node must do now. Repeated until the driver reports that it is done."""
@@ -200,7 +212,9 @@ class Participant:
 
     def wake_at(self, now: float) -> float | None:
         """The next instant at which `request` or `order` may answer differently without any event."""
-        instants = [self._wake_at, self._retry_at, self._give_up_at(now), self.proven_until]
+        instants = [self._wake_at, self._retry_at, self._give_up_at(now)]
+        if self._session.lease is not None:
+            instants += [*self._session.proof.instants(now), self._session.peers.wake_at()]
         if self._leaving_since is not None:
             instants.append(self._leaving_since + LEAVE_TOGETHER_S)
         return min((at for at in instants if at is not None and at > now), default=None)
@@ -214,6 +228,28 @@ class Participant:
         elif self._idle_since is None:
             self._idle_since = now
         return self._idle_since + self.policy.join_timeout_s if self._idle_since is not None else None
+
+    # ---------------------------------------------------------------- what it asks of its peers
+
+    def probes(self, now: float) -> tuple[Peer, ...]:
+        """Whom to ask for an introduction now; `probed` wants to hear what came of each."""
+        return self._session.peers.suspect(self._suspects(now), now)
+
+    def probed(self, peer: Peer, finding: Finding, asked_at: float, now: float) -> None:
+        self._session.peers.found(peer, finding, now)
+        self._session.proof.found(peer, finding, asked_at)
+
+    def _suspects(self, now: float) -> Suspects:
+        world, session = self.world, self._session
+        cut_off = session.proof.suspects(now)
+        if cut_off or world is None:
+            return cut_off
+        if self.coordinates:
+            return slow_to_stop(world, self.known_nodes, session.incarnation)
+        leader = session.nodes.get(session.leader.key) if session.leader is not None else None
+        if leader is None or session.written is None:
+            return {}
+        return slow_to_go_on(world, leader[1], session.written)
 
     # ---------------------------------------------------------------- what it asks of the store
 
@@ -244,19 +280,43 @@ class Participant:
         if session.leader is None:
             return FindOldest(NODES_PREFIX)
         if session.subscription is None:
-            return Read((WORLD_KEY, NODES_PREFIX if self.coordinates else session.leader.key))
-        if not self.coordinates:
-            leader = session.leader.key.removeprefix(NODES_PREFIX)
-            self.waiting_for = f"{leader} coordinates; no new world from it yet"
-            return None
-        return self._coordinate(now)
+            return self._read_for_subscription()
+        if self.coordinates:
+            return self._coordinate(now)
+        for gone in self._records_of_gone():
+            if gone.key == session.leader.key:
+                return Evict(gone)
+        self.waiting_for = (
+            f"{session.leader.key.removeprefix(NODES_PREFIX)} coordinates; no new world from it yet"
+        )
+        return None
+
+    def _read_for_subscription(self) -> Read:
+        leader = self._session.leader
+        assert leader is not None
+        nodes = (NODES_PREFIX,) if self.coordinates else (leader.key, node_key(self.identity.node))
+        return Read((WORLD_KEY, *nodes))
+
+    def _records_of_gone(self) -> tuple[Compare, ...]:
+        session = self._session
+        return tuple(
+            Compare(key, entry.mod_revision)
+            for key, (entry, record) in session.nodes.items()
+            if record.incarnation in session.peers.gone
+        )
 
     def _coordinate(self, now: float) -> Request | None:
-        view = View(self.known_nodes, self.world, self._world_since, self._session.arrivals)
+        gone = self._session.peers.gone
+        live = tuple(node for node in self.known_nodes if node.incarnation not in gone)
+        view = View(live, self.world, self._world_since, self._session.arrivals, gone)
         decision = self._decide(view, self.policy, now)
+        if isinstance(decision, Publish) and self._session.nodes_as_of < self._world_revision:
+            # Changes of `world` and of `nodes/` may overtake each other. A member that we do not know yet is not lost.
+            return self._read_for_subscription()
         if isinstance(decision, Publish):
             self._wake_at, self.backoff_s = None, 0.0
-            return WriteWorld(Compare(WORLD_KEY, self._world_revision), decision.world)
+            compare = Compare(WORLD_KEY, self._world_revision)
+            return WriteWorld(compare, decision.world, self._records_of_gone())
         self._wake_at, self.backoff_s = decision.until, decision.backoff_s
         self.waiting_for = decision.reason
         return None
@@ -298,7 +358,7 @@ class Participant:
         self._attempt = 0
         session = self._session
         if isinstance(request, Grant) and isinstance(answer, int):
-            session.lease, session.confirmed_at = answer, self._asked_at
+            session.lease, session.proof.confirmed_at = answer, self._asked_at
         elif isinstance(request, WriteRecord) and isinstance(answer, Outcome):
             if answer.succeeded:
                 session.written = request.record
@@ -307,6 +367,10 @@ class Participant:
                 self._own_entry(answer.entries[0], now)
         elif isinstance(request, WriteWorld) and isinstance(answer, Outcome):
             self._see_world(answer.entries[0], answer.revision, now)
+            for gone, entry in zip(request.evicted, answer.entries[1:], strict=True):
+                self._see_node(gone.key, entry, now)
+        elif isinstance(request, Evict) and isinstance(answer, Outcome):
+            self._see_node(request.compare.key, answer.entries[0], now)
         elif isinstance(request, FindOldest):
             self._see_leader(answer if isinstance(answer, Entry) else None)
         elif isinstance(request, Read) and isinstance(answer, Snapshot):
@@ -329,7 +393,8 @@ class Participant:
     def lease_confirmed(self, lease: LeaseId, asked_at: float) -> None:
         """A keep-alive that was sent at `asked_at` has been answered."""
         if lease == self._session.lease:
-            self._session.confirmed_at = max(self._session.confirmed_at, asked_at)
+            proof = self._session.proof
+            proof.confirmed_at = max(proof.confirmed_at, asked_at)
 
     def lease_gone(self, lease: LeaseId | None) -> None:
         """The others may count this node as gone: workers first, then a new incarnation."""
@@ -344,6 +409,9 @@ class Participant:
             if change.key == WORLD_KEY:
                 self._see_world(change.entry, change.revision, now)
             elif change.key.startswith(NODES_PREFIX):
+                self._session.nodes_as_of = change.revision
+                if change.key == node_key(self.identity.node):
+                    self._see_own(change, now)
                 self._see_node(change.key, change.entry, now)
 
     def lost_track(self) -> None:
@@ -358,6 +426,12 @@ class Participant:
             except RecordInvalid as error:
                 self._refuse(Refusal.STORE_MISMATCH, str(error))
         self._session.leader = entry
+
+    def _see_own(self, change: Change, now: float) -> None:
+        """Our own writes come back; anything else that happens to our record is somebody else's doing."""
+        session = self._session
+        if session.written is not None and change.revision > (session.own_revision or 0):
+            self._own_entry(change.entry, now)
 
     def _own_entry(self, entry: Entry | None, now: float) -> None:
         """What stands under our key, after a refused or an unanswered write."""
@@ -399,12 +473,17 @@ class Participant:
         if session.leader is None or not _same_key_life(session.leader, entries.get(session.leader.key)):
             session.leader = None
             return
+        own_key = node_key(self.identity.node)
+        if own_key not in entries and session.written is not None:
+            self.lease_gone(session.lease)
+            return
         for key in set(session.nodes) - set(entries):
             self._see_node(key, None, now)
         for key, entry in entries.items():
             if key.startswith(NODES_PREFIX):
                 self._see_node(key, entry, now)
         self._see_world(entries.get(WORLD_KEY), snapshot.revision, now)
+        session.nodes_as_of = snapshot.revision
         session.subscription = Subscription(request.prefixes, snapshot.revision)
 
     def _see_world(self, entry: Entry | None, revision: int, now: float) -> None:
@@ -434,8 +513,6 @@ class Participant:
             session.leader = session.subscription = None
         if entry is None:
             session.nodes.pop(key, None)
-            if key == node_key(self.identity.node) and session.written is not None:
-                self.lease_gone(session.lease)
             return
         try:
             record = NodeRecord.from_json(key, entry.value)
@@ -443,7 +520,12 @@ class Participant:
             log.warning("ignoring a node: %s", error)
             session.nodes.pop(key, None)
             return
-        session.nodes[key] = (entry.create_revision, record)
+        before = session.nodes.get(key)
+        if before is not None and entry.mod_revision <= before[0].mod_revision:
+            return
+        # Whoever writes is not gone; if its agent ended right after, it will be asked again.
+        session.peers.gone.discard(record.incarnation)
+        session.nodes[key] = (entry, record)
         session.arrivals.setdefault(record.incarnation, now)
 
     def _refuse(self, why: Refusal, reason: str) -> None:
@@ -456,6 +538,7 @@ class Participant:
         assert world.generation > self._session.started, "a node starts a generation at most once (I4)"
         assert not self._generation, "one generation of workers at a time (I1)"
         self._started_world = world
+        self._session.proof.runs(world, self._session.incarnation)
         self._session.started = self._generation = world.generation
 
     def workers_advanced(self, step: int) -> None:
@@ -483,6 +566,7 @@ class Participant:
         """No process of `generation` is left here."""
         assert generation == self._generation, "workers that were not started cannot end"
         self._generation = 0
+        self._session.proof.runs(None, self._session.incarnation)
         self._settle(self._started_world)
         self._rejoin_if_idle()
 
@@ -491,12 +575,15 @@ class Participant:
         if self._leaving_since is None:
             self._leaving_since = now
 
+    def _new_session(self, incarnation: str) -> _Session:
+        return _Session(incarnation, Proof(self._lease_ttl_s, self.policy.store_outage_grace_s))
+
     def _rejoin_if_idle(self) -> None:
         """After a lost lease and with no worker left: everything known is void, join anew."""
         if self._session.lease is not None or self._generation:
             return
         self._joins += 1
-        self._session = _Session(f"{self.identity.incarnation}.{self._joins}")
+        self._session = self._new_session(f"{self.identity.incarnation}.{self._joins}")
         # A world that we never saw may have named our port as its master: nobody may meet there again.
         self._port = None
         self._pending = None

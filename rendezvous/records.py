@@ -1,8 +1,9 @@
-"""What nodes write into the store: one `NodeRecord` per node, one `World` per job.
+"""What nodes tell each other: in the store one `NodeRecord` per node and one `World` per job, and an `Introduction`
+from node to node.
 
-Both are small frozen values with one JSON form and one validating reader each (`from_json`), because anybody who
-can reach the store can write there: unknown schema, wrong types, sizes and ranges raise `RecordInvalid`, which
-names the key. Durations are seconds; no field holds an instant, since clocks of two nodes are never compared.
+All are small frozen values with one JSON form and one validating reader each (`from_json`), because anybody who
+can reach the store or a port can write there: unknown schema, wrong types, sizes and ranges raise `RecordInvalid`,
+which names the key. Durations are seconds; no field holds an instant, since clocks of two nodes are never compared.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from typing import Any, TypeVar
 
 from .errors import RecordInvalid
 
-SCHEMA = 1
-"""Version of both records. A reader refuses any other: half an understanding is worse than none."""
+SCHEMA = 2
+"""Version of all records. A reader refuses any other: half an understanding is worse than none."""
 
-MAX_RECORD_BYTES = 256 * 1024
+MAX_RECORD_BYTES = 512 * 1024
 """A world of 2,000 nodes fits."""
 MAX_TEXT = 4096
 """Characters of a text for people; a longer one is refused, so its writer cuts it."""
 WORLD_KEY = "world"
+INTRODUCTION = "the answer of a peer"
+"""Stands for the key in what is said of an introduction that cannot be read."""
 NODES_PREFIX = "nodes/"
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -49,6 +52,12 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class Endpoint:
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
 class NodeRecord:
     """What one node says about itself, under its lease."""
 
@@ -60,6 +69,8 @@ class NodeRecord:
     """A port bound and listening at `address`, never used by any generation before."""
     slots: int
     """Workers that this node runs."""
+    http: Endpoint | None = None
+    """Where this node's agent introduces itself to its peers; None when they cannot reach it."""
     hosts_store: bool = False
     """The rendezvous store ends with this node."""
     leaving: bool = False
@@ -85,6 +96,7 @@ class NodeRecord:
             address=fields.text("address", 256),
             port=fields.integer("port", 0, 65535),
             slots=fields.integer("slots", 1, 4096),
+            http=fields.optional("http", _endpoint),
             hosts_store=fields.boolean("hosts_store"),
             leaving=fields.boolean("leaving"),
             settled=fields.integer("settled"),
@@ -106,12 +118,7 @@ class Member:
     incarnation: str
     slots: int
     first_rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    address: str
-    port: int
+    http: Endpoint | None = None
 
 
 class Phase(enum.Enum):
@@ -225,17 +232,45 @@ class World:
         return world
 
 
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """What an agent says of itself to a peer that asks it over HTTP. Ages are counted when it is said."""
+
+    node: str
+    incarnation: str
+    generation: int
+    """The generation whose workers run on this node; 0 when there are none, or when they are being stopped."""
+    confirmed_s: float | None = None
+    """Age of the newest confirmation of this node's lease by the store; None without a lease."""
+    whole_s: float | None = None
+    """Age of the newest sign that every member of this generation still runs it; None when there is none."""
+
+    def to_json(self) -> str:
+        return _dump(self)
+
+    @staticmethod
+    def from_json(text: str) -> Introduction:
+        fields = _Fields(INTRODUCTION, text)
+        return Introduction(
+            fields.name("node"),
+            fields.name("incarnation"),
+            fields.integer("generation"),
+            fields.age("confirmed_s"),
+            fields.age("whole_s"),
+        )
+
+
 def line_up(nodes: tuple[NodeRecord, ...]) -> tuple[Member, ...]:
     """Members with dense ranks: rank = first_rank + local_rank, in the order given (I3)."""
     members: list[Member] = []
     first_rank = 0
     for node in nodes:
-        members.append(Member(node.node, node.incarnation, node.slots, first_rank))
+        members.append(Member(node.node, node.incarnation, node.slots, first_rank, node.http))
         first_rank += node.slots
     return tuple(members)
 
 
-def _dump(record: NodeRecord | World) -> str:
+def _dump(record: NodeRecord | World | Introduction) -> str:
     return json.dumps({"v": SCHEMA, **_plain(record)}, separators=(",", ":"))
 
 
@@ -264,6 +299,7 @@ def _member(fields: _Fields) -> Member:
         fields.name("incarnation"),
         fields.integer("slots", 1, 4096),
         fields.integer("first_rank"),
+        fields.optional("http", _endpoint),
     )
 
 
@@ -336,6 +372,14 @@ class _Fields:
         if type(value) is not int or not low <= value <= high:
             raise self._bad(name, f"not a whole number from {low} to {high}")
         return value
+
+    def age(self, name: str) -> float | None:
+        value = self.value(name)
+        if value is None:
+            return None
+        if type(value) not in (int, float) or not 0 <= value < 2**63:
+            raise self._bad(name, "not an age in seconds")
+        return float(value)
 
     def boolean(self, name: str) -> bool:
         value = self.value(name)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from .records import WORLD_KEY, NodeRecord, World
-from .store import Compare, Entry, LeaseId, Outcome, Put, Snapshot
+from .store import Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +36,47 @@ class WriteRecord:
     lease: LeaseId
 
     @property
-    def put(self) -> Put:
-        return Put(self.compare.key, self.record.to_json(), self.lease)
+    def compares(self) -> tuple[Compare, ...]:
+        return (self.compare,)
+
+    @property
+    def writes(self) -> tuple[Put | Delete, ...]:
+        return (Put(self.compare.key, self.record.to_json(), self.lease),)
 
 
 @dataclass(frozen=True, slots=True)
 class WriteWorld:
     compare: Compare
     world: World
+    evicted: tuple[Compare, ...] = ()
+    """Records to delete with it: their nodes are gone, and these lives of them are not in `world`."""
 
     @property
-    def put(self) -> Put:
-        return Put(WORLD_KEY, self.world.to_json())
+    def compares(self) -> tuple[Compare, ...]:
+        return (self.compare, *self.evicted)
+
+    @property
+    def writes(self) -> tuple[Put | Delete, ...]:
+        return (Put(WORLD_KEY, self.world.to_json()), *(Delete(gone.key) for gone in self.evicted))
 
 
-Request: TypeAlias = Grant | Read | FindOldest | WriteRecord | WriteWorld
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Delete the record of a coordinator that is gone, so that the next oldest node takes its place."""
+
+    compare: Compare
+
+    @property
+    def compares(self) -> tuple[Compare, ...]:
+        return (self.compare,)
+
+    @property
+    def writes(self) -> tuple[Put | Delete, ...]:
+        return (Delete(self.compare.key),)
+
+
+Transaction: TypeAlias = WriteRecord | WriteWorld | Evict
+Request: TypeAlias = Grant | Read | FindOldest | Transaction
 Answer: TypeAlias = LeaseId | Snapshot | Entry | Outcome | None
 
 

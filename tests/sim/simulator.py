@@ -24,9 +24,11 @@ from elastic_agent.rendezvous.decide import Decision, Leave, Policy, Publish, St
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavailable
 from elastic_agent.rendezvous.ledger import Ledger
 from elastic_agent.rendezvous.participant import Participant
-from elastic_agent.rendezvous.records import WORLD_KEY, Failure, NodeRecord, Phase, World
+from elastic_agent.rendezvous.peers import Absence, Finding, Peer
+from elastic_agent.rendezvous.records import WORLD_KEY, Endpoint, Failure, NodeRecord, Phase, World
 from elastic_agent.rendezvous.requests import (
     Answer,
+    Evict,
     FindOldest,
     Grant,
     Read,
@@ -36,12 +38,15 @@ from elastic_agent.rendezvous.requests import (
     WriteWorld,
 )
 from elastic_agent.rendezvous.restarts import RestartPolicy
-from elastic_agent.rendezvous.store import Compare, Put
+from elastic_agent.rendezvous.store import Compare, LeaseId, Put
 
 CALM_AT = 60.0
 END_AT = 120.0
 LEASE_TTL_S = 5.0
 REQUEST_TIMEOUT_S = 1.0
+PROBE_TIMEOUT_S = 1.0
+STOPS_IN_S = 1.0
+"""The longest that workers take to end after they were told to."""
 CHECKPOINT_KEY = "checkpoint"
 BUGS = (
     "restart inside the generation",
@@ -51,6 +56,7 @@ BUGS = (
     "incarnation reused after a crash",
     "world written without compare",
     "next world does not wait for settled members",
+    "going on without proof of the lease",
 )
 """Planted on purpose, one at a time: each must be caught, or the checkers prove nothing."""
 
@@ -79,6 +85,8 @@ class Link:
     cut: bool = False
     lose_requests: float = 0.0
     lose_replies: float = 0.0
+    rejects: bool = False
+    """Something between this node and its peers refuses connections, although its agent lives."""
     clog_s: float = 0.0
     """Requests hang in the network for so long, and then still arrive: long after their sender gave up."""
 
@@ -94,9 +102,10 @@ class SimNode:
         self.link = Link()
         self.running = False
         self.paused: list[Callable[[], None]] | None = None
+        self.resumed_at = -1e9
         self.workers: Workers | None = None
         self.watched: Subscription | None = None
-        self.watched_to = 0
+        self.watched_to: dict[str, int] = {}
         self.stopping = False
         self.boot()
 
@@ -110,7 +119,12 @@ class SimNode:
         self.epoch = sim.rng.uniform(0, 1e6) - self.rate * sim.now
         life = 1 if sim.bug == "incarnation reused after a crash" else self.lives
         identity = NodeRecord(
-            self.name, f"{self.name}-{life}", f"host-{self.name}", self.fresh_port(), slots=2
+            self.name,
+            f"{self.name}-{life}",
+            f"host-{self.name}",
+            self.fresh_port(),
+            slots=2,
+            http=Endpoint(self.name, 80),
         )
         self.agent = Participant(
             identity,
@@ -146,8 +160,13 @@ class SimNode:
 
         return run
 
+    def plant(self) -> None:
+        if self.sim.bug == "going on without proof of the lease":
+            self.agent._session.proof.confirmed_at = 1e12
+
     def turn(self) -> None:
         """What the real main loop does after every event."""
+        self.plant()
         while True:
             now = self.clock()
             request = self.agent.request(now)
@@ -156,10 +175,13 @@ class SimNode:
             if self.agent.wants_port:
                 self.agent.offer_port(self.fresh_port())
                 continue
+            for peer in self.agent.probes(now):
+                self.probe(peer)
             if self.agent.subscription is not self.watched:
                 self.watched = self.agent.subscription
-                self.watched_to = self.watched.after_revision if self.watched else 0
-                self.sim.after(self.sim.delay(), self.guarded(self.pull))
+                if self.watched is not None:
+                    self.watched_to = dict.fromkeys(self.watched.prefixes, self.watched.after_revision)
+                    self.pull_soon()
             if not self.obey(now):
                 break
         wake_at = self.agent.wake_at(now)
@@ -181,7 +203,9 @@ class SimNode:
                 self.sim.after(self.sim.rng.uniform(0.01, 1.0), lambda: self.die(workers))
                 self.gone(generation)
                 return True
-            self.sim.after(self.sim.rng.uniform(0.01, 1.0), self.guarded(lambda: self.reap(generation)))
+            self.sim.after(
+                self.sim.rng.uniform(0.01, STOPS_IN_S), self.guarded(lambda: self.reap(generation))
+            )
         assert not isinstance(order, Leave), f"the simulated job never ends, but: {order}"
         return False
 
@@ -200,6 +224,8 @@ class SimNode:
 
     def keep_alive(self) -> None:
         lease, asked_at = self.agent.lease, self.clock()
+        if self.agent.lease_good(asked_at) and not self.agent._session.proof.lease_proven(asked_at):
+            self.sim.seen["outage survived"] += 1
         if lease is not None:
 
             def confirmed(_: None) -> None:
@@ -214,21 +240,60 @@ class SimNode:
             self.sim.call(self, lambda: self.sim.ledger.keep_alive(lease, self.sim.now), confirmed, refused)
         self.sim.after(LEASE_TTL_S / 5 / self.rate, self.guarded(self.keep_alive))
 
-    def pull(self) -> None:
-        """The watch delivers, in order and each change once; a cut link only delays it."""
-        if self.watched is None:
+    def probe(self, peer: Peer) -> None:
+        """Ask another node's agent directly, whatever the state of the store."""
+        sim, asked_at = self.sim, self.clock()
+        sim.seen["probe"] += 1
+
+        def find() -> Finding:
+            target = next(node for node in sim.nodes if node.name == peer.http.address)
+            if self.link.cut or target.link.cut or target.paused is not None:
+                return Absence.SILENT
+            if not target.running or target.link.rejects:
+                sim.seen["probe refused"] += 1
+                return Absence.REFUSED
+            return target.introduce()
+
+        def hear(finding: Finding) -> None:
+            self.agent.probed(peer, finding, asked_at, self.clock())
+            self.turn()
+
+        def arrive() -> None:
+            finding = find()
+            delay_s = PROBE_TIMEOUT_S if finding is Absence.SILENT else sim.delay()
+            sim.after(delay_s, self.guarded(lambda: hear(finding)))
+
+        sim.after(sim.delay(), arrive)
+
+    def introduce(self) -> Finding:
+        runs = self.workers is not None and not self.stopping
+        return self.agent.introduction(
+            self.clock(), self.workers.world.generation if self.workers is not None and runs else 0
+        )
+
+    def pull_soon(self) -> None:
+        """Each prefix comes with a delay of its own: their changes may overtake each other."""
+        for prefix in self.watched_to:
+            if self.watched_to[prefix] < self.sim.ledger.revision:
+                late = self.sim.rng.random() < 0.1
+                delay_s = self.sim.rng.uniform(0.0, 1.0) if late else self.sim.delay()
+                self.sim.after(delay_s, self.guarded(lambda prefix=prefix: self.pull(prefix)))
+
+    def pull(self, prefix: str) -> None:
+        """The watch delivers what is under a prefix in order and each change once; a cut link only delays it."""
+        if self.watched is None or prefix not in self.watched_to:
             return
         if self.link.cut or self.sim.store_down:
-            self.sim.after(0.3, self.guarded(self.pull))
+            self.sim.after(0.3, self.guarded(lambda: self.pull(prefix)))
             return
         try:
-            changes = self.sim.ledger.changes(self.watched.prefixes, self.watched_to)
+            changes = self.sim.ledger.changes((prefix,), self.watched_to[prefix])
         except Compacted:
             self.sim.seen["compacted"] += 1
             self.agent.lost_track()
             self.turn()
             return
-        self.watched_to = self.sim.ledger.revision
+        self.watched_to[prefix] = self.sim.ledger.revision
         if changes:
             self.agent.changed(changes, self.clock())
             self.turn()
@@ -242,6 +307,7 @@ class SimNode:
 
     def resume(self) -> None:
         waiting, self.paused = self.paused or [], None
+        self.resumed_at = self.sim.now
         for action in waiting:
             self.guarded(action)()
 
@@ -304,7 +370,9 @@ class SimNode:
                     return
             self.stopping = True
             self.agent.workers_failed(Failure(generation, "crash", "crashed"))
-            self.sim.after(self.sim.rng.uniform(0.01, 1.0), self.guarded(lambda: self.reap(generation)))
+            self.sim.after(
+                self.sim.rng.uniform(0.01, STOPS_IN_S), self.guarded(lambda: self.reap(generation))
+            )
             self.turn()
 
         self.sim.after(self.sim.rng.uniform(0.0, 0.1), self.guarded(notice))
@@ -346,6 +414,7 @@ class Simulation:
         self.rng = random.Random(seed)
         self.now = 0.0
         self.store_down = False
+        self.outage_until = -1e9
         self.seen: Counter[str] = Counter()
         self.story: deque[str] = deque(maxlen=400)
         self.committed_step = 0
@@ -359,6 +428,7 @@ class Simulation:
             min_nodes=self.rng.choice((1, 2, 3)),
             max_nodes=self.rng.choice((3, size)),
             last_call_s=self.rng.choice((0.0, 1.0)),
+            store_outage_grace_s=self.rng.choice((0.0, 8.0)),
             restarts=RestartPolicy(max_fruitless=10**6, max_backoff_s=1.0),
         )
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
@@ -438,10 +508,10 @@ class Simulation:
             return ledger.read(request.prefixes, self.now)
         if isinstance(request, FindOldest):
             return ledger.oldest(request.prefix, self.now)
-        compares: tuple[Compare, ...] = (request.compare,)
+        compares = request.compares
         if isinstance(request, WriteWorld) and self.bug == "world written without compare":
             compares = ()
-        outcome = ledger.transact(compares, (request.put,), self.now)
+        outcome = ledger.transact(compares, request.writes, self.now)
         if isinstance(request, WriteWorld):
             if outcome.succeeded:
                 self.check_world(request.world, outcome.revision)
@@ -450,6 +520,9 @@ class Simulation:
                     outcome = replace(outcome, entries=written)
             else:
                 self.seen["world race lost"] += 1
+        if isinstance(request, Evict) or (isinstance(request, WriteWorld) and request.evicted):
+            what = "coordinator" if isinstance(request, Evict) else "member"
+            self.seen[f"{what} evicted" if outcome.succeeded else "eviction refused"] += 1
         if isinstance(request, WriteRecord) and not outcome.succeeded:
             self.seen["record refused"] += 1
         return outcome
@@ -476,15 +549,16 @@ class Simulation:
     def store_changed(self) -> None:
         """Wake the watches, and come back when the next lease is due."""
         for node in self.nodes:
-            if node.running and node.watched is not None and node.watched_to < self.ledger.revision:
-                self.after(self.delay(), node.guarded(node.pull))
+            if node.running and node.watched is not None:
+                node.pull_soon()
         due = self.ledger.next_expiry()
         if due is not None and due > self.now:
             self.after(due - self.now + 1e-6, self.expire)
 
     def expire(self) -> None:
         before = self.ledger.revision
-        self.ledger.expire(self.now)
+        for lease in self.ledger.expire(self.now):
+            self.check_stopped(lease)
         if self.ledger.revision != before:
             self.seen["lease expired"] += 1
             self.store_changed()
@@ -557,6 +631,20 @@ class Simulation:
         if ranks != list(range(order.world.size)):
             self.broken("I3", f"ranks {ranks} of generation {generation}")
 
+    def check_stopped(self, lease: LeaseId) -> None:
+        """I10, for whoever was able to stop: not paused, and not going on with the others through an outage."""
+        for node in self.nodes:
+            awake = node.paused is None and self.now > node.resumed_at + 2 * STOPS_IN_S
+            outage = self.policy.store_outage_grace_s and self.now < self.outage_until + 2 * LEASE_TTL_S
+            if (
+                node.running
+                and node.agent.lease == lease
+                and node.workers is not None
+                and awake
+                and not outage
+            ):
+                self.broken("I10", f"{node.name} still has workers, and its lease is gone")
+
     def check_converged(self) -> None:
         if not self.worlds:
             self.broken("I11", "no world was ever formed")
@@ -580,13 +668,14 @@ class Simulation:
             return
         victims = self.rng.sample(self.nodes, k=min(len(self.nodes), self.rng.choice((1, 1, 2, 3))))
         fault = self.rng.choice(
-            ("kill", "pause", "cut", "requests", "replies", "clog", "outage", "crash", "crash")
+            ("kill", "pause", "cut", "requests", "replies", "clog", "reject", "outage", "crash", "crash")
         )
         lasts_s = self.rng.choice((0.2, 2.0, 6.0, 12.0)) * self.rng.uniform(0.5, 1.0)
         self.seen[f"fault {fault}"] += 1
         self.note(f"{fault} {' '.join(node.name for node in victims)} for {lasts_s:.1f} s")
         if fault == "outage":
             self.store_down = True
+            self.outage_until = self.now + lasts_s
             self.after(lasts_s, lambda: setattr(self, "store_down", False))
         for node in victims if fault != "outage" else ():
             if fault == "kill" and node.running:
@@ -601,11 +690,13 @@ class Simulation:
                 node.link.lose_requests = self.rng.uniform(0.2, 1.0)
             elif fault == "replies":
                 node.link.lose_replies = self.rng.uniform(0.2, 1.0)
+            elif fault == "reject":
+                node.link.rejects = True
             elif fault == "clog":
                 node.link.clog_s = self.rng.uniform(1.0, 4.0)
             elif fault == "crash" and node.workers is not None:
                 node.crash(node.workers)
-            if fault in ("cut", "requests", "replies", "clog"):
+            if fault in ("cut", "requests", "replies", "clog", "reject"):
                 self.after(lasts_s, lambda node=node: setattr(node, "link", Link()))
         self.after(self.rng.choice((0.05, 1.0, 4.0)) * self.rng.uniform(0.5, 1.5), self.torment)
 

@@ -21,6 +21,7 @@ from elastic_agent.rendezvous.records import (
     CauseKind,
     Endpoint,
     Failure,
+    Introduction,
     Member,
     NodeRecord,
     Phase,
@@ -38,6 +39,7 @@ NODE = NodeRecord(
     address="10.0.0.1",
     port=4711,
     slots=2,
+    http=Endpoint("10.0.0.1", 9100),
     hosts_store=True,
     leaving=True,
     settled=3,
@@ -50,19 +52,21 @@ WORLD = World(
     job="job",
     generation=3,
     phase=Phase.STOPPING,
-    members=(Member("a", "a-1", 2, 0), Member("b", "b-1", 3, 2)),
+    members=(Member("a", "a-1", 2, 0), Member("b", "b-1", 3, 2, Endpoint("10.0.0.2", 9100))),
     master=Endpoint("10.0.0.1", 4711),
     cause=Cause(CauseKind.FAILURE, "a", "rank 1 raised", FAILURE),
     restarts=Restarts(2, 1, "ValueError in step", 1),
     step=17,
 )
+INTRODUCTION = Introduction("a", "a-1", 3, confirmed_s=0.25, whole_s=1.5)
 ENDED = replace(WORLD, phase=Phase.ENDED, result=Result.CRASH_LOOP)
 
+Record = NodeRecord | World | Introduction
 Tree = dict[str, Any]
 Path = tuple[str | int, ...]
 
 
-def tree(record: NodeRecord | World) -> Tree:
+def tree(record: Record) -> Tree:
     loaded = json.loads(record.to_json())
     assert isinstance(loaded, dict)
     return loaded
@@ -79,10 +83,11 @@ def read_node(text: str) -> NodeRecord:
     return NodeRecord.from_json("nodes/a", text)
 
 
-Read = Callable[[str], NodeRecord | World]
-READERS: dict[str, tuple[NodeRecord | World, Read]] = {
+Read = Callable[[str], Record]
+READERS: dict[str, tuple[Record, Read]] = {
     "node": (NODE, read_node),
     "world": (WORLD, World.from_json),
+    "introduction": (INTRODUCTION, Introduction.from_json),
 }
 
 
@@ -121,6 +126,9 @@ def test_every_result_comes_back(result: Result) -> None:
 
 names = st.text(string.ascii_letters + string.digits + "._-", min_size=1, max_size=128)
 numbers = st.integers(0, 2**63 - 1)
+endpoints = st.builds(Endpoint, st.text(max_size=256), st.integers(0, 65535))
+ages = st.none() | st.floats(0, 1e12)
+introductions = st.builds(Introduction, names, names, numbers, ages, ages)
 failures = st.builds(
     Failure, st.integers(1, 2**63 - 1), st.text(max_size=50), st.text(max_size=50), st.text(max_size=50)
 )
@@ -131,6 +139,7 @@ nodes = st.builds(
     address=st.text(max_size=256),
     port=st.integers(0, 65535),
     slots=st.integers(1, 4096),
+    http=st.none() | endpoints,
     hosts_store=st.booleans(),
     leaving=st.booleans(),
     settled=numbers,
@@ -158,7 +167,7 @@ def worlds(draw: st.DrawFn) -> World:
                 )
             )
         ),
-        master=Endpoint(draw(st.text(max_size=256)), draw(st.integers(0, 65535))),
+        master=draw(endpoints),
         cause=Cause(draw(st.sampled_from(CauseKind)), draw(names), draw(st.text(max_size=50)), failure),
         restarts=draw(st.builds(Restarts, numbers, numbers, st.text(max_size=50), numbers)),
         step=draw(numbers),
@@ -176,6 +185,12 @@ def test_any_node_record_comes_back_as_it_was(record: NodeRecord) -> None:
 @given(worlds())
 def test_any_world_comes_back_as_it_was(world: World) -> None:
     assert World.from_json(world.to_json()) == world
+
+
+@settings(deadline=None)
+@given(introductions)
+def test_any_introduction_comes_back_as_it_was(introduction: Introduction) -> None:
+    assert Introduction.from_json(introduction.to_json()) == introduction
 
 
 def test_a_world_of_two_thousand_nodes_fits() -> None:
@@ -203,6 +218,7 @@ def number(low: int = 0, high: int = BIG) -> list[Any]:
     return [None, True, "1", 1.0, [], {}, low - 1, high + 1]
 
 
+AGE: list[Any] = [True, "1", [], {}, -1, -0.1, 2**63, 10**400, float("inf"), float("nan")]
 FAILURE_FIELDS: dict[Path, list[Any]] = {
     ("failure", "generation"): number(1),
     ("failure", "fingerprint"): text(1024),
@@ -216,6 +232,9 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("address",): text(256),
         ("port",): number(0, 65535),
         ("slots",): number(1, 4096),
+        ("http",): OBJECT,
+        ("http", "address"): text(256),
+        ("http", "port"): number(0, 65535),
         ("hosts_store",): FLAG,
         ("leaving",): FLAG,
         ("settled",): number(),
@@ -234,6 +253,9 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("members", 1, "incarnation"): NAME,
         ("members", 1, "slots"): number(1, 4096),
         ("members", 1, "first_rank"): number(),
+        ("members", 1, "http"): OBJECT,
+        ("members", 1, "http", "address"): text(256),
+        ("members", 1, "http", "port"): number(0, 65535),
         ("master",): [None, *OBJECT],
         ("master", "address"): text(256),
         ("master", "port"): number(0, 65535),
@@ -251,8 +273,15 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("step",): number(),
         ("result",): [1, True, [], {}, "", "other"],
     },
+    "introduction": {
+        ("node",): NAME,
+        ("incarnation",): NAME,
+        ("generation",): number(),
+        ("confirmed_s",): AGE,
+        ("whole_s",): AGE,
+    },
 }
-"""For every field of both records: what must not pass."""
+"""For every field of all records: what must not pass."""
 
 
 def name_of(value: Any) -> str:
@@ -306,14 +335,17 @@ def test_a_wrong_value_is_refused_by_the_fields_name(kind: str, path: Path, wron
 
 def test_the_largest_values_pass() -> None:
     failure = Failure(BIG, "x" * 1024, "x" * 4096, "x" * 16384)
-    node = NodeRecord("n" * 128, "i" * 128, "x" * 256, 65535, 4096, True, True, BIG, BIG, failure, BIG, BIG)
+    endpoint = Endpoint("x" * 256, 65535)
+    node = NodeRecord(
+        "n" * 128, "i" * 128, "x" * 256, 65535, 4096, endpoint, True, True, BIG, BIG, failure, BIG, BIG
+    )
     assert NodeRecord.from_json(node_key(node.node), node.to_json()) == node
     world = World(
         "j" * 128,
         BIG,
         Phase.ENDED,
-        (Member("n" * 128, "i" * 128, 4096, 0),),
-        Endpoint("x" * 256, 65535),
+        (Member("n" * 128, "i" * 128, 4096, 0, endpoint),),
+        endpoint,
         Cause(CauseKind.FAILURE, "n" * 128, "x" * 4096, failure),
         Restarts(BIG, BIG, "x" * 1024, BIG),
         BIG,
@@ -354,7 +386,7 @@ def test_a_world_that_contradicts_itself_is_refused(world: World, problem: str) 
 
 
 @pytest.mark.parametrize("kind", READERS)
-@pytest.mark.parametrize("version", [None, 0, 2, "1", True, 1.0, [], "missing"])
+@pytest.mark.parametrize("version", [None, 0, 1, 3, "2", True, 2.0, [], "missing"])
 def test_another_schema_version_is_refused(kind: str, version: Any) -> None:
     record, read = READERS[kind]
     root = {**tree(record), "v": version}

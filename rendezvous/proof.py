@@ -1,0 +1,107 @@
+"""Why a node may go on training: the *proof* that nobody can have been given its place (I10).
+
+As a rule that is its lease. It counts as good for LEASE_MARGIN of its time to live after the newest confirmation, on
+this node's own clock; the rest is for stopping the workers, who are gone before the store can drop the lease.
+
+If the operator allows it (`store_outage_grace_s`), a second proof stands in while *nobody* reaches the store: the world
+is *whole*, all of its members run its generation and none has heard from the store lately. Then no coordinator can
+have changed it. Its first member asks all others, and they ask only it: N nodes cost 2 N questions. One member that
+stops, is silent for WHOLE_FRESH_S or has the store ends it for all. A node that is cut off alone learns from its
+peers that they have the store, or learns nothing: either way it stops by its lease.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from .peers import Absence, Finding, Peer, Suspects, as_peer
+from .records import Introduction, World
+
+LEASE_MARGIN = 0.6
+QUIET_MARGIN = 0.3
+"""Whoever has not heard from the store for this part of the lease's time to live has lost it, or is about to. Lower
+than LEASE_MARGIN by more than one interval between keep-alives: when the first node's lease runs out of its margin, the
+others have been without the store for nearly as long."""
+WHOLE_FRESH_S = 2.0
+
+
+class Proof:
+    """See the module's docstring. Of one incarnation; instants are seconds on this node's monotonic clock."""
+
+    def __init__(self, lease_ttl_s: float, store_outage_grace_s: float) -> None:
+        self.confirmed_at = -math.inf
+        """When the newest confirmed keep-alive was sent."""
+        self._lease_ttl_s = lease_ttl_s
+        self._grace_s = store_outage_grace_s
+        self._whole: _Whole | None = None
+
+    def runs(self, world: World | None, incarnation: str) -> None:
+        """The world whose workers run here from now on; None when there are none."""
+        self._whole = _Whole(world, incarnation) if world is not None and self._grace_s else None
+
+    def lease_proven(self, now: float) -> bool:
+        return now < self.proven_until
+
+    def holds(self, now: float) -> bool:
+        """May the workers go on?"""
+        if self._whole is None or now < self.proven_until:
+            return now < self.proven_until
+        return now < min(self.proven_until + self._grace_s, self._whole.known_at(now) + WHOLE_FRESH_S)
+
+    def instants(self, now: float) -> Iterator[float]:
+        """When `holds` and `suspects` next may answer differently by themselves."""
+        yield self.proven_until
+        if self._whole is not None:
+            yield self._quiet_at
+            yield self.proven_until + self._grace_s
+            yield self._whole.known_at(now) + WHOLE_FRESH_S
+
+    def suspects(self, now: float) -> Suspects:
+        """Who can say whether the world is whole, as soon as that may matter."""
+        return self._whole.suspects if self._whole is not None and now >= self._quiet_at else {}
+
+    def found(self, peer: Peer, finding: Finding, asked_at: float) -> None:
+        """What came of asking a peer at `asked_at`."""
+        if self._whole is not None:
+            self._whole.found(peer, finding, asked_at, QUIET_MARGIN * self._lease_ttl_s)
+
+    def whole_s(self, now: float) -> float | None:
+        """Age of the newest sign that the world is whole; None when there is none."""
+        age_s = now - self._whole.known_at(now) if self._whole is not None else math.inf
+        return age_s if age_s < math.inf else None
+
+    @property
+    def proven_until(self) -> float:
+        """Until then the lease cannot have ended."""
+        return self.confirmed_at + LEASE_MARGIN * self._lease_ttl_s
+
+    @property
+    def _quiet_at(self) -> float:
+        return self.confirmed_at + QUIET_MARGIN * self._lease_ttl_s
+
+
+class _Whole:
+    """Since when one world's members are known to be all there, as seen from one of them."""
+
+    def __init__(self, world: World, incarnation: str) -> None:
+        first, *others = world.members
+        self._generation = world.generation
+        self._is_first = first.incarnation == incarnation
+        asked = others if self._is_first else [first]
+        self._seen_at = {member.incarnation: -math.inf for member in asked}
+        self.suspects: Suspects = {peer: 0.0 for member in asked if (peer := as_peer(member)) is not None}
+
+    def found(self, peer: Peer, finding: Finding, asked_at: float, quiet_s: float) -> None:
+        if peer.incarnation not in self._seen_at or finding is Absence.SILENT:
+            return
+        age_s: float | None = None
+        if isinstance(finding, Introduction) and finding.incarnation == peer.incarnation:
+            has_store = finding.confirmed_s is not None and finding.confirmed_s < quiet_s
+            if finding.generation == self._generation and not has_store:
+                age_s = 0.0 if self._is_first else finding.whole_s
+        self._seen_at[peer.incarnation] = asked_at - age_s if age_s is not None else -math.inf
+
+    def known_at(self, now: float) -> float:
+        """The newest instant at which all members were there; minus infinity when there was none."""
+        return min(self._seen_at.values(), default=now)

@@ -1,0 +1,204 @@
+"""Nodes that are found to be gone by asking their agents (see `bench`): who is asked, when, and who is evicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from elastic_agent.rendezvous.decide import Leave, Start, Stop
+from elastic_agent.rendezvous.peers import ASK_AFTER_S, ASK_AGAIN_S, ASK_IN_TURN_S, Absence, Finding
+from elastic_agent.rendezvous.records import (
+    WORLD_KEY,
+    Endpoint,
+    Failure,
+    Introduction,
+    NodeRecord,
+    Phase,
+    line_up,
+)
+from elastic_agent.rendezvous.requests import Read, WriteWorld
+
+from .bench import POLICY, Bench, Peer
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def http(name: str) -> Endpoint:
+    return Endpoint(f"host-{name}", 80)
+
+
+def ask(peer: Peer, *findings: Finding) -> list[str]:
+    """Let `peer` ask whom it wants to, and give it these answers in turn; returns who was asked."""
+    asked = [*peer.probes, *peer.part.probes(peer.bench.now)]
+    peer.probes.clear()
+    for target, finding in zip(asked, findings, strict=False):
+        peer.part.probed(target, finding, peer.bench.now, peer.bench.now)
+    return [target.incarnation for target in asked]
+
+
+def test_nobody_is_asked_while_all_is_well(bench: Bench) -> None:
+    peers = bench.joined("a", "b", "c")
+    bench.after(10.0)
+    assert [ask(peer) for peer in peers] == [[], [], []]
+
+
+def fail(peer: Peer) -> None:
+    """A worker of this node ends because a connection broke."""
+    generation = peer.generation
+    peer.part.workers_failed(Failure(generation, "reset", "connection reset by peer"))
+    peer.part.workers_gone(generation, peer.bench.now)
+
+
+def broken_world(bench: Bench, dead: str) -> list[Peer]:
+    """Node `dead` has vanished, and on one of the others a worker failed because of it."""
+    peers = bench.joined("a", "b", "c")
+    victim = next(peer for peer in peers if peer.name == dead)
+    bench.kill(victim)
+    living = [peer for peer in peers if peer is not victim]
+    fail(living[-1])
+    return living
+
+
+def test_a_member_whose_agent_has_ended_is_evicted_with_the_next_world(bench: Bench) -> None:
+    a, b = broken_world(bench, dead="c")
+    bench.settle()
+    assert ask(a) == [], "it is given a moment"
+    bench.now += ASK_AFTER_S
+    assert ask(a, Absence.REFUSED) == ["c-1"]
+    bench.settle()
+    assert bench.members() == ["a", "b"]
+    assert "c" not in bench.records(), "its record went with the new world"
+    world = bench.world()
+    assert world is not None
+    assert world.cause.detail == "node c is gone: its agent has ended"
+    assert a.generation == b.generation == world.generation == 3
+
+
+@pytest.mark.parametrize("finding", [Absence.SILENT, Introduction("c", "c-1", 1)])
+def test_a_member_that_is_silent_or_answers_keeps_its_place_and_is_asked_again(
+    bench: Bench, finding: Finding
+) -> None:
+    a, _ = broken_world(bench, dead="c")
+    bench.settle()
+    bench.now += ASK_AFTER_S
+    assert ask(a, finding) == ["c-1"]
+    bench.settle()
+    assert bench.phase() is Phase.STOPPING
+    assert ask(a) == []
+    bench.now += ASK_AGAIN_S
+    assert ask(a) == ["c-1"]
+
+
+def test_another_life_behind_the_port_means_that_this_one_has_ended(bench: Bench) -> None:
+    a, _ = broken_world(bench, dead="c")
+    bench.settle()
+    bench.now += ASK_AFTER_S
+    ask(a, Introduction("c", "c-2", 0))
+    bench.settle()
+    assert bench.members() == ["a", "b"]
+
+
+def test_a_dead_coordinator_is_evicted_by_the_first_member_that_waits_for_it(bench: Bench) -> None:
+    b, c = broken_world(bench, dead="a")
+    fail(b)
+    bench.settle()
+    assert bench.phase() is Phase.RUNNING, "nobody is left to stop it"
+    bench.now += ASK_AFTER_S + ASK_IN_TURN_S
+    assert (ask(b, Absence.REFUSED), ask(c)) == (["a-1"], []), "one after the other"
+    bench.settle()
+    assert bench.members() == ["b", "c"]
+    assert "a" not in bench.records()
+    assert b.part.coordinates
+
+
+def test_a_coordinator_that_has_not_failed_is_left_in_peace_by_those_who_train(bench: Bench) -> None:
+    _, b, _ = bench.joined("a", "b", "c")
+    bench.now += 60.0
+    assert ask(b) == []
+
+
+def test_a_record_that_changed_meanwhile_is_not_evicted(bench: Bench) -> None:
+    """The coordinator's view is old: the node that refused has come back as another life."""
+    a, _ = broken_world(bench, dead="c")
+    bench.settle()
+    bench.now += ASK_AFTER_S
+    ask(a, Absence.REFUSED)
+    request = a.part.request(bench.now)
+    assert isinstance(request, WriteWorld)
+    assert [gone.key for gone in request.evicted] == ["nodes/c"]
+    bench.put("nodes/c", NodeRecord("c", "c-2", "host-c", 7, 2, http("c")).to_json())
+    a.serve(request)
+    assert bench.phase() is Phase.STOPPING, "all of the transaction or nothing"
+    bench.settle()
+    assert bench.members() == ["a", "b", "c"]
+    assert bench.records()["c"].incarnation == "c-2"
+
+
+def test_an_evicted_node_that_lives_stops_first_and_comes_back_as_another(bench: Bench) -> None:
+    a, b, c = bench.joined("a", "b", "c")
+    c.connected = False
+    fail(b)
+    bench.settle()
+    bench.now += ASK_AFTER_S
+    assert ask(a, Absence.REFUSED) == ["c-1"]
+    bench.settle()
+    assert bench.members() == ["a", "b"]
+    c.connected = True
+    bench.settle()
+    assert [type(order) for order in c.orders[:2]] == [Start, Stop]
+    assert c.part.incarnation == "c-1.1"
+    assert bench.members() == ["a", "b", "c"]
+
+
+def test_a_finding_that_comes_after_the_node_has_settled_is_ignored(bench: Bench) -> None:
+    a, b, c = bench.joined("a", "b", "c")
+    c.obedient = False
+    fail(b)
+    bench.settle()
+    bench.now += ASK_AFTER_S
+    (asked,) = a.part.probes(bench.now)
+    c.obedient = True
+    bench.settle()
+    assert bench.members() == ["a", "b", "c"]
+    a.part.probes(bench.now)
+    a.part.probed(asked, Absence.REFUSED, bench.now, bench.now)
+    bench.settle()
+    assert "c" in bench.records()
+    assert a.generation == b.generation == c.generation == 3
+
+
+@pytest.mark.parametrize(
+    "touch", [lambda bench: bench.delete("nodes/b"), lambda bench: bench.put("nodes/b", "x")]
+)
+def test_a_node_notices_that_somebody_touched_its_record(
+    bench: Bench, touch: Callable[[Bench], None]
+) -> None:
+    """Also one that stands by and writes nothing: it would wait for ever."""
+    b = bench.joined("a", "b", policy=replace(POLICY, min_nodes=1, max_nodes=1))[1]
+    assert b.generation == 0
+    touch(bench)
+    bench.settle()
+    assert b.part.incarnation == "b-1.1" or isinstance(b.order, Leave)
+
+
+def test_a_member_that_the_coordinator_does_not_know_yet_is_not_lost(bench: Bench) -> None:
+    """Changes of `world` may come before older changes of `nodes/`: another coordinator knew more."""
+    a = bench.joined("a", "b")[0]
+    late = NodeRecord("c", "c-1", "host-c", 7, 2)
+    a.watch, seen = (lambda: False), a.seen_to  # type: ignore[method-assign]
+    bench.put("nodes/c", late.to_json())
+    world = bench.world()
+    assert world is not None
+    members = line_up((bench.records()["a"], bench.records()["b"], late))
+    bench.put(WORLD_KEY, replace(world, generation=2, members=members).to_json())
+    changes = bench.ledger.changes((WORLD_KEY,), seen)
+    a.part.changed(changes, bench.now)
+    request = a.part.request(bench.now)
+    assert isinstance(request, Read), request
+    a.serve(request)
+    assert [node.node for node in a.part.known_nodes] == ["a", "b", "c"]

@@ -1,0 +1,144 @@
+"""Why a node may go on: its lease for a part of its time to live, then a whole world without a store, if allowed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from elastic_agent.rendezvous.peers import Absence, Finding, Peer
+from elastic_agent.rendezvous.proof import LEASE_MARGIN, QUIET_MARGIN, WHOLE_FRESH_S, Proof
+from elastic_agent.rendezvous.records import (
+    Cause,
+    CauseKind,
+    Endpoint,
+    Introduction,
+    Member,
+    Phase,
+    World,
+)
+
+TTL_S, GRACE_S = 10.0, 30.0
+LATE = LEASE_MARGIN * TTL_S + 0.5
+"""The lease alone is no proof any more."""
+
+
+def peer(name: str) -> Peer:
+    return Peer(f"{name}-1", Endpoint(name, 80))
+
+
+def world(*names: str, generation: int = 3) -> World:
+    members = tuple(Member(name, f"{name}-1", 1, rank, Endpoint(name, 80)) for rank, name in enumerate(names))
+    return World("job", generation, Phase.RUNNING, members, Endpoint("a", 1), Cause(CauseKind.START))
+
+
+def proof(name: str, *names: str, grace_s: float = GRACE_S) -> Proof:
+    """Of node `name`, confirmed at 0, running the world of `names`."""
+    made = Proof(TTL_S, grace_s)
+    made.confirmed_at = 0.0
+    made.runs(world(*names), f"{name}-1")
+    return made
+
+
+def runs(
+    name: str, generation: int = 3, confirmed_s: float | None = LATE, whole_s: float | None = None
+) -> Finding:
+    return Introduction(name, f"{name}-1", generation, confirmed_s, whole_s)
+
+
+def test_a_lease_holds_for_its_margin_and_no_longer() -> None:
+    node = proof("a", "a", "b", grace_s=0.0)
+    end = LEASE_MARGIN * TTL_S
+    assert node.holds(end - 0.001)
+    assert not node.holds(end)
+    assert not Proof(TTL_S, GRACE_S).holds(0.0), "nothing was ever confirmed"
+    assert list(node.instants(0.0)) == [end]
+    assert not node.suspects(1e9), "nobody is asked unless the operator allows it"
+
+
+@pytest.mark.parametrize(("name", "asked"), [("a", {"b-1", "c-1"}), ("b", {"a-1"}), ("c", {"a-1"})])
+def test_the_first_member_asks_all_and_the_others_ask_it(name: str, asked: set[str]) -> None:
+    node = proof(name, "a", "b", "c")
+    assert not node.suspects(QUIET_MARGIN * TTL_S - 0.001)
+    assert {peer.incarnation for peer in node.suspects(QUIET_MARGIN * TTL_S)} == asked
+
+
+def test_the_first_member_goes_on_while_all_others_run_its_generation_without_the_store() -> None:
+    node = proof("a", "a", "b", "c")
+    node.found(peer("b"), runs("b"), LATE)
+    assert not node.holds(LATE), "nothing is known of c"
+    node.found(peer("c"), runs("c", confirmed_s=None), LATE - 0.5)
+    assert node.holds(LATE)
+    assert node.whole_s(LATE) == 0.5
+    assert not node.holds(LATE - 0.5 + WHOLE_FRESH_S), "old news"
+
+
+@pytest.mark.parametrize(
+    "finding",
+    [
+        runs("c", generation=0),
+        runs("c", generation=2),
+        runs("c", confirmed_s=0.1),
+        Introduction("c", "c-2", 3, LATE),
+        Absence.REFUSED,
+    ],
+    ids=["stopped", "another generation", "has the store", "another life", "refused"],
+)
+def test_one_member_that_does_not_go_on_ends_it_at_once(finding: Finding) -> None:
+    node = proof("a", "a", "b", "c")
+    for name in ("b", "c"):
+        node.found(peer(name), runs(name), LATE)
+    assert node.holds(LATE)
+    node.found(peer("c"), finding, LATE)
+    assert not node.holds(LATE)
+    assert node.whole_s(LATE) is None
+
+
+def test_silence_ends_it_when_the_last_answer_is_old() -> None:
+    node = proof("a", "a", "b")
+    node.found(peer("b"), runs("b"), LATE)
+    node.found(peer("b"), Absence.SILENT, LATE + 1.0)
+    assert node.holds(LATE + WHOLE_FRESH_S - 0.001)
+    assert not node.holds(LATE + WHOLE_FRESH_S)
+
+
+def test_another_member_relies_on_what_the_first_has_seen() -> None:
+    node = proof("b", "a", "b", "c")
+    node.found(peer("a"), runs("a", whole_s=None), LATE)
+    assert not node.holds(LATE)
+    node.found(peer("a"), runs("a", whole_s=1.5), LATE)
+    assert node.holds(LATE)
+    assert not node.holds(LATE - 1.5 + WHOLE_FRESH_S)
+    node.found(peer("c"), runs("c", generation=0), LATE)
+    assert node.holds(LATE), "what c says is for the first member to judge"
+
+
+def test_the_grace_ends() -> None:
+    node = proof("a", "a")
+    end = LEASE_MARGIN * TTL_S + GRACE_S
+    assert node.holds(end - 0.001), "a world of one node is always whole"
+    assert not node.holds(end)
+    assert end in list(node.instants(0.0))
+
+
+def test_without_workers_there_is_nothing_to_go_on_with() -> None:
+    node = proof("a", "a")
+    node.runs(None, "a-1")
+    assert not node.holds(LATE)
+    assert node.whole_s(LATE) is None
+
+
+def test_a_member_that_cannot_be_asked_proves_nothing() -> None:
+    node = Proof(TTL_S, GRACE_S)
+    node.confirmed_at = 0.0
+    members = (Member("a", "a-1", 1, 0), Member("b", "b-1", 1, 1, http=None))
+    node.runs(World("job", 3, Phase.RUNNING, members, Endpoint("a", 1), Cause(CauseKind.START)), "a-1")
+    assert not node.suspects(LATE)
+    assert not node.holds(LATE)
+
+
+def test_the_margins_leave_room_for_one_keep_alive() -> None:
+    """The first node to run out of its margin must find that the others count as cut off."""
+    interval = 1 / 5
+    assert LEASE_MARGIN - interval > QUIET_MARGIN
+    assert math.isfinite(WHOLE_FRESH_S)
