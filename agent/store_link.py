@@ -163,19 +163,17 @@ class StoreLink:
 
     def _observe_one(self, subscription: Subscription) -> None:
         """Until another subscription is wanted. Raises StoreLost and StoreClosed."""
-        seen, attempt = subscription.after_revision, 0
+        with self._wanted:
+            if self._subscription is not subscription:
+                return
+            self._watch = watch = self._store.watch(subscription.prefixes, subscription.after_revision)
+        attempt = 0
         while self._subscription is subscription:
             try:
-                with self._wanted:
-                    if self._subscription is not subscription:
-                        return
-                    self._watch = watch = self._store.watch(subscription.prefixes, seen)
-                while self._subscription is subscription:
-                    changes = watch.next(WATCH_TURN_S)
-                    attempt = 0
-                    if changes:
-                        seen = changes[-1].revision
-                        self._post(Changed(subscription, changes))
+                changes = watch.next(WATCH_TURN_S)
+                attempt = 0
+                if changes:
+                    self._post(Changed(subscription, changes))
             except Compacted:
                 self._post(LostTrack(subscription))
                 with self._wanted:

@@ -3,6 +3,7 @@
 RendezvousError
 ├── StoreError
 │   ├── StoreUnavailable   ask again later; the outcome of a write is unknown until it is read back
+│   │   └── StoreRefused   it does not let us in: at the start give up, later somebody may repair it
 │   ├── StoreLost          this store never comes back: stop the workers and leave
 │   ├── StoreClosed        we closed it ourselves
 │   ├── StoreMismatch      another job's or a newer version's store: fix the endpoint or the job id
@@ -24,6 +25,10 @@ class StoreError(RendezvousError):
 
 class StoreUnavailable(StoreError):
     """No answer in time. A write may or may not have happened: read it back, never assume."""
+
+
+class StoreRefused(StoreUnavailable):
+    """The password, the certificates, the permissions or the address are wrong; nothing was done."""
 
 
 class StoreLost(StoreError):

@@ -2,7 +2,7 @@
 
 Every change of any key gets the next *revision*, one counter for the whole store. A *lease* is a promise by
 the store to delete the keys put under it once nobody has confirmed it for its time to live; only the store's
-own clock judges that. A *watch* delivers every change after a revision, in order, each once.
+own clock judges that. A *watch* delivers every change after a revision, each once, and those of one prefix in order.
 
 A store is used by several threads at once; each call blocks until it has an answer or raises
 `StoreUnavailable` within the store's own request timeout. Watches block in a thread of their own.
@@ -74,13 +74,15 @@ class Snapshot:
 
 
 class Watch(ABC):
-    """The changes of the keys under some prefixes, in revision order."""
+    """The changes of the keys under some prefixes: in revision order for each prefix, while one prefix may run
+    ahead of another."""
 
     @abstractmethod
     def next(self, timeout_s: float) -> tuple[Change, ...]:
         """Block until something changed; empty after `timeout_s` without a change.
 
-        Raises Compacted (read again), StoreUnavailable (try again), StoreLost and StoreClosed (give up).
+        Raises StoreUnavailable (call it again: nothing will be missed or repeated), Compacted (read everything,
+        then make another watch), StoreLost and StoreClosed (give up).
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Hosts of a c10d store: in this process, and in one of their own that a test may kill."""
+"""Hosts of a c10d store, in this process and in one of their own that a test may kill; an etcd server."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from elastic_agent.rendezvous.c10d_host import C10dHost
+from tests.etcd_servers import EtcdCluster, etcd_cluster
 
 ADDRESS = "127.0.0.1"
 
@@ -90,3 +91,10 @@ def c10d_host() -> Iterator[tuple[C10dHost, int]]:
     host, port = started_host()
     yield host, port
     host.close()
+
+
+@pytest.fixture(scope="session")
+def shared_etcd() -> Iterator[EtcdCluster]:
+    """For all tests that do it no harm. The contract writes large transactions."""
+    with etcd_cluster(args=("--max-txn-ops", "1000")) as cluster:
+        yield cluster

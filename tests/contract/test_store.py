@@ -13,9 +13,11 @@ import pytest
 
 from elastic_agent.rendezvous.c10d import C10dStore
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreClosed
+from elastic_agent.rendezvous.etcd import REQUESTS_PER_TTL, EtcdAccess, EtcdStore
 from elastic_agent.rendezvous.ledger import HISTORY, Ledger
 from elastic_agent.rendezvous.memory import MemoryStore
 from elastic_agent.rendezvous.store import Change, Compare, Delete, Entry, Outcome, Put, Store, Watch
+from tests.etcd_servers import EtcdCluster
 
 PATIENCE_S = 20.0
 
@@ -26,11 +28,13 @@ class Kind:
 
     connect: Callable[[], Store]
     ledger_is_here: bool
+    compact: Callable[[], None] | None = None
+    """Forget the changes up to now; None for a store that forgets by itself, after HISTORY changes."""
     prefix: str = field(default_factory=lambda: f"{uuid.uuid4().hex[:8]}/")
     """Of this test alone: some stores are shared by all tests."""
 
 
-KINDS = ("memory", "c10d-host", "c10d-client", "c10d-two-processes")
+KINDS = ("memory", "c10d-host", "c10d-client", "c10d-two-processes", "etcd")
 
 
 @pytest.fixture(scope="session")
@@ -52,6 +56,29 @@ def new_client(port: int) -> Store:
     return C10dStore.connect("127.0.0.1", port, "job", PATIENCE_S, request_timeout_s=PATIENCE_S)
 
 
+@pytest.fixture(scope="session")
+def etcd_clients() -> Iterator[Callable[[EtcdCluster, int], Store]]:
+    made: dict[int, Store] = {}
+
+    def client(cluster: EtcdCluster, number: int) -> Store:
+        if number not in made:
+            made[number] = new_etcd_client(cluster)
+        return made[number]
+
+    yield client
+    for store in made.values():
+        store.close()
+
+
+def new_etcd_client(cluster: EtcdCluster) -> Store:
+    return EtcdStore.connect(
+        EtcdAccess(cluster.endpoints),
+        "job",
+        lease_ttl_s=PATIENCE_S * REQUESTS_PER_TTL,
+        timeout_s=PATIENCE_S,
+    )
+
+
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, clients: Callable[[int, int], Store]) -> Kind:
     memory, numbers = MemoryStore(), itertools.count()
@@ -64,6 +91,9 @@ def kind(request: pytest.FixtureRequest, clients: Callable[[int, int], Store]) -
         case "c10d-client":
             _, port = request.getfixturevalue("shared_host")
             return Kind(lambda: clients(port, next(numbers)), True)
+        case "etcd":
+            cluster, etcd_clients = map(request.getfixturevalue, ("shared_etcd", "etcd_clients"))
+            return Kind(lambda: etcd_clients(cluster, next(numbers)), False, cluster.compact)
     port = request.getfixturevalue("shared_host_process").port
     return Kind(lambda: clients(port, next(numbers)), False)
 
@@ -78,6 +108,8 @@ def closable(request: pytest.FixtureRequest) -> Store:
             return request.getfixturevalue("c10d_host")[0]  # type: ignore[no-any-return]
         case "c10d-client":
             return new_client(request.getfixturevalue("shared_host")[1])
+        case "etcd":
+            return new_etcd_client(request.getfixturevalue("shared_etcd"))
     return new_client(request.getfixturevalue("shared_host_process").port)
 
 
@@ -244,7 +276,7 @@ def test_a_lease_that_is_kept_alive_outlives_its_time_to_live(store: Store, at: 
     until = time.monotonic() + 1.2 * ttl_s
     while time.monotonic() < until:
         store.keep_alive(lease)
-        store.watch((at("none"),), 0).next(0.05)
+        time.sleep(0.05)
     assert len(store.read((at(""),)).entries) == 1
 
 
@@ -365,11 +397,13 @@ def test_a_change_ends_the_wait_of_a_watch_long_before_its_timeout(
 
 
 def test_a_watch_from_a_forgotten_revision_is_told_to_read_again(
-    store: Store, at: Callable[[str], str]
+    kind: Kind, store: Store, at: Callable[[str], str]
 ) -> None:
     start = put(store, at("first"))
     for _ in range(0, HISTORY + 1, 500):
         store.transact((), tuple(Put(at(f"{n}"), "") for n in range(500)))
+    if kind.compact is not None:
+        kind.compact()
     with pytest.raises(Compacted):
         store.watch((at(""),), start - 1).next(PATIENCE_S)
     now = store.read((at("first"),)).revision

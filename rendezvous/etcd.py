@@ -1,0 +1,196 @@
+"""The store on an etcd cluster (v3 API): no node of the job is special, and none hosts anything.
+
+Everything is one request to etcd: a transaction compares, writes, and reads back what it compared; a read of several
+prefixes is one transaction, too, so that all of it is of one revision, and linearizable. Keys are stored under
+`<prefix>/<job>/` and given out without it.
+
+Requests are answered within a fifth of the lease's time to live or raise StoreUnavailable, so that several
+keep-alives fit in while a lease counts as good. `etcd_channel` says how a member in trouble is left for another.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+from typing import Any
+
+from .errors import LeaseExpired, StoreError, StoreRefused, StoreUnavailable
+from .etcd_access import EtcdAccess, EtcdLogin, EtcdTls
+from .etcd_channel import LEASE_GRANT, LEASE_KEEP_ALIVE, LEASE_REVOKE, TXN, Connection
+from .etcd_tls import context
+from .etcd_watch import EtcdWatch
+from .store import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot, Store, Watch
+
+__all__ = ["EtcdAccess", "EtcdLogin", "EtcdStore", "EtcdTls"]
+
+REQUESTS_PER_TTL = 5
+
+CONNECT_PAUSE_S = 0.25
+"""Between two tries to join, drawn from zero to this: all nodes of a job start together."""
+
+log = logging.getLogger(__name__)
+
+
+class EtcdStore(Store):
+    """See the module's docstring. Made by `connect`."""
+
+    def __init__(self, connection: Connection, root: str) -> None:
+        self._connection = connection
+        self._messages = connection.rpc.messages
+        self._root = root
+
+    @classmethod
+    def connect(
+        cls,
+        access: EtcdAccess,
+        job: str,
+        *,
+        lease_ttl_s: float,
+        timeout_s: float,
+        rng: random.Random | None = None,
+    ) -> EtcdStore:
+        """Find a member that lets us read and write the job's keys.
+
+        Raises StoreRefused as soon as every address was tried and somebody has to change something, and
+        StoreUnavailable when `timeout_s` seconds of trying were not enough.
+        """
+        if access.tls is not None:
+            context(access.tls)
+        rng = rng or random.Random()
+        deadline = time.monotonic() + timeout_s
+        connection = Connection(access, lease_ttl_s / REQUESTS_PER_TTL, rng)
+        store = cls(connection, access.root(job))
+        said, refusals = "", 0
+        while True:
+            try:
+                store._introduce()
+                return store
+            except StoreUnavailable as error:
+                refusals += isinstance(error, StoreRefused)
+                if refusals >= max(1, len(connection.addresses.ring)):
+                    store.close()
+                    raise
+                if str(error) != said:
+                    said = str(error)
+                    log.info("no rendezvous store yet: %s", said)
+                pause_s = rng.uniform(0.0, CONNECT_PAUSE_S)
+                if time.monotonic() + pause_s < deadline:
+                    time.sleep(pause_s)
+                    continue
+                store.close()
+                raise StoreUnavailable(
+                    f"no etcd on {access} after {timeout_s:g} s: {error}. Check that it runs and has a leader, that "
+                    "--rdzv-endpoint names its client addresses, and that no firewall closes the ports"
+                ) from error
+            except StoreError:
+                store.close()
+                raise
+
+    def _introduce(self) -> None:
+        """A transaction that may do everything we ever do, under a comparison that never holds."""
+        messages, key = self._messages, self._key("")
+        never = messages.Compare(
+            key=key, target=messages.Compare.MOD, result=messages.Compare.LESS, mod_revision=0
+        )
+        put = messages.RequestOp(request_put=messages.PutRequest(key=key))
+        look = self._range(key, count_only=True)
+        request = messages.TxnRequest(compare=[never], success=[put], failure=[look])
+        self._connection.call(TXN, request, repeatable=True)
+
+    def grant(self, ttl_s: float) -> LeaseId:
+        """etcd counts in whole seconds and has a least time to live: the lease lives `ttl_s` or longer."""
+        request = self._messages.LeaseGrantRequest(TTL=math.ceil(ttl_s))
+        return int(self._connection.call(LEASE_GRANT, request).ID)
+
+    def keep_alive(self, lease: LeaseId) -> None:
+        request = self._messages.LeaseKeepAliveRequest(ID=lease)
+        if self._connection.call(LEASE_KEEP_ALIVE, request, repeatable=True).TTL <= 0:
+            raise LeaseExpired(f"lease {lease:x} is unknown to etcd: it expired, or somebody revoked it")
+
+    def revoke(self, lease: LeaseId) -> None:
+        try:
+            self._connection.call(LEASE_REVOKE, self._messages.LeaseRevokeRequest(ID=lease))
+        except LeaseExpired:
+            pass
+
+    def transact(self, compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...]) -> Outcome:
+        messages = self._messages
+        looks = [self._range(self._key(compare.key)) for compare in compares]
+        request = messages.TxnRequest(
+            compare=[
+                messages.Compare(
+                    key=self._key(compare.key),
+                    target=messages.Compare.MOD,
+                    result=messages.Compare.EQUAL,
+                    mod_revision=compare.mod_revision,
+                )
+                for compare in compares
+            ],
+            success=[*(self._write(write) for write in writes), *looks],
+            failure=looks,
+        )
+        answer = self._connection.call(TXN, request)
+        found = answer.responses[len(answer.responses) - len(compares) :]
+        entries = (self._entries(response) for response in found)
+        return Outcome(
+            answer.succeeded, answer.header.revision, tuple(entry[0] if entry else None for entry in entries)
+        )
+
+    def read(self, prefixes: tuple[str, ...]) -> Snapshot:
+        # Without anything to read etcd would answer from what a member happens to know.
+        looks = [self._range(*self._under(prefix)) for prefix in prefixes] or [
+            self._range(self._key(""), count_only=True)
+        ]
+        answer = self._connection.call(TXN, self._messages.TxnRequest(success=looks), repeatable=True)
+        entries = {entry.key: entry for response in answer.responses for entry in self._entries(response)}
+        return Snapshot(answer.header.revision, tuple(entries[key] for key in sorted(entries)))
+
+    def oldest(self, prefix: str) -> Entry | None:
+        order = self._messages.RangeRequest
+        look = self._range(*self._under(prefix), sort_target=order.CREATE, sort_order=order.ASCEND, limit=1)
+        answer = self._connection.call(TXN, self._messages.TxnRequest(success=[look]), repeatable=True)
+        entries = self._entries(answer.responses[0])
+        return entries[0] if entries else None
+
+    def watch(self, prefixes: tuple[str, ...], after_revision: int) -> Watch:
+        ranges = tuple(self._under(prefix) for prefix in prefixes)
+        return EtcdWatch(self._connection, ranges, after_revision, self._change)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _key(self, key: str) -> bytes:
+        return (self._root + key).encode()
+
+    def _under(self, prefix: str) -> tuple[bytes, bytes]:
+        """The first key with this prefix, and the first one behind the last: UTF-8 never ends in 255."""
+        first = self._key(prefix)
+        return first, first[:-1] + bytes([first[-1] + 1])
+
+    def _range(self, key: bytes, end: bytes = b"", **how: Any) -> Any:
+        messages = self._messages
+        return messages.RequestOp(request_range=messages.RangeRequest(key=key, range_end=end, **how))
+
+    def _write(self, write: Put | Delete) -> Any:
+        messages, key = self._messages, self._key(write.key)
+        if isinstance(write, Delete):
+            return messages.RequestOp(request_delete_range=messages.DeleteRangeRequest(key=key))
+        put = messages.PutRequest(key=key, value=write.value.encode(), lease=write.lease or 0)
+        return messages.RequestOp(request_put=put)
+
+    def _entries(self, response: Any) -> list[Entry]:
+        return [self._entry(pair) for pair in response.response_range.kvs]
+
+    def _entry(self, pair: Any) -> Entry:
+        value = pair.value.decode(errors="replace")  # whoever reads it names the key when it makes no sense
+        return Entry(self._relative(pair), value, pair.create_revision, pair.mod_revision)
+
+    def _change(self, event: Any) -> Change:
+        pair = event.kv
+        entry = self._entry(pair) if event.type == event.PUT else None
+        return Change(pair.mod_revision, self._relative(pair), entry)
+
+    def _relative(self, pair: Any) -> str:
+        return str(pair.key.decode(errors="replace").removeprefix(self._root))

@@ -1,0 +1,348 @@
+"""Calls to an etcd cluster: one member at a time, over to the next one at the first trouble.
+
+All threads share one *line*: a gRPC channel to one address. When a call on it runs into its deadline, or the member is
+not there or has no leader, the line is replaced: the first thread that saw the trouble makes the next one and closes
+the old one, which ends what the others still had under way on it. We do this ourselves because gRPC notices a member
+that hangs only after seconds, and verifies all members of a list by one name.
+
+A call has one deadline for everything it does. What cannot do harm twice (reads, keep-alives) is tried at each
+member once within it; a write whose answer got lost is not, because it may have been done.
+
+With a login, each call carries a token. A call that is refused for its token was not done: it is repeated
+once with a new token, which the first thread gets for all.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import LeaseExpired, StoreClosed, StoreError, StoreRefused, StoreUnavailable
+from .etcd_access import EtcdAccess
+from .etcd_addresses import Address, Addresses, following
+from .etcd_rpc import load
+from .etcd_tls import credentials, handshake_problem
+
+LINE_LIFE_S = 0.25
+"""Once every address had its turn in vain, a line is not replaced before this age: gRPC tries it again by itself."""
+
+REFUSED_PAUSE_S = 1.0
+"""A password that was refused is not sent again before this has passed: checking one costs etcd a tenth of a second."""
+
+MESSAGE_LIMIT_BYTES = 64 * 2**20
+"""Beyond etcd's own limit for a value by far, so that whatever is under a key reaches the one who can name it."""
+
+CHANNEL_OPTIONS = {
+    "grpc.use_local_subchannel_pool": 1,  # else a new channel to the same address gets the old connection
+    "grpc.enable_http_proxy": 0,
+    "grpc.initial_reconnect_backoff_ms": 100,
+    "grpc.min_reconnect_backoff_ms": 1000,
+    "grpc.max_reconnect_backoff_ms": 1000,
+    # For a watch while nothing is called: etcd hangs up on those who ping more often than every 5 s.
+    "grpc.keepalive_time_ms": 5500,
+    "grpc.keepalive_timeout_ms": 2000,
+    "grpc.http2.ping_timeout_ms": 1500,
+    "grpc.http2.max_pings_without_data": 0,
+    "grpc.max_receive_message_length": MESSAGE_LIMIT_BYTES,
+}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    path: str
+    answer: str
+
+
+TXN = Method("/etcdserverpb.KV/Txn", "TxnResponse")
+LEASE_GRANT = Method("/etcdserverpb.Lease/LeaseGrant", "LeaseGrantResponse")
+LEASE_REVOKE = Method("/etcdserverpb.Lease/LeaseRevoke", "LeaseRevokeResponse")
+LEASE_KEEP_ALIVE = Method("/etcdserverpb.Lease/LeaseKeepAlive", "LeaseKeepAliveResponse")
+"""A stream of requests in etcd's words; a stream of one is the same on the wire as a plain call."""
+AUTHENTICATE = Method("/etcdserverpb.Auth/Authenticate", "AuthenticateResponse")
+WATCH = Method("/etcdserverpb.Watch/Watch", "WatchResponse")
+
+
+class Verdict(enum.Enum):
+    """What an error means for the one who called."""
+
+    MOVE = "another member may do better"
+    STAY = "etcd itself is in difficulties"
+    TOKEN = "get a new token"
+    REFUSED = "we may not, or not like this"
+    LEASE_GONE = "the lease is unknown"
+    INVALID = "never, whoever asks"
+
+
+def judge(code: str, detail: str) -> Verdict:
+    """From the name of gRPC's status code and the text that came with it."""
+    if "requested lease not found" in detail:
+        return Verdict.LEASE_GONE
+    old_token = ("invalid auth token", "revision of auth store is old", "user name is empty")
+    if code == "UNAUTHENTICATED" or any(text in detail for text in old_token):
+        return Verdict.TOKEN
+    if code in ("PERMISSION_DENIED", "UNIMPLEMENTED") or "authentication failed" in detail:
+        return Verdict.REFUSED
+    if code == "RESOURCE_EXHAUSTED":
+        return Verdict.STAY
+    if code in ("INVALID_ARGUMENT", "FAILED_PRECONDITION", "OUT_OF_RANGE", "NOT_FOUND", "ALREADY_EXISTS"):
+        return Verdict.INVALID
+    return Verdict.MOVE
+
+
+class _TokenRefused(StoreRefused):
+    """Its text is for those who have no other token to try."""
+
+
+class Line:
+    """A channel to one address. A new one for each trouble: it is never repaired."""
+
+    def __init__(self, address: Address, channel: Any, messages: Any) -> None:
+        self.address = address
+        self.made_at = time.monotonic()
+        self._channel = channel
+        self._messages = messages
+
+    def call(self, method: Method, request: Any, timeout_s: float, metadata: tuple[Any, ...]) -> Any:
+        return self._channel.unary_unary(method.path, *self._coders(method))(
+            request, timeout=timeout_s, metadata=metadata
+        )
+
+    def stream(self, method: Method, requests: Iterable[Any], metadata: tuple[Any, ...]) -> Any:
+        return self._channel.stream_stream(method.path, *self._coders(method))(
+            iter(requests), metadata=metadata
+        )
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _coders(self, method: Method) -> tuple[Any, Any]:
+        return (lambda request: request.SerializeToString()), getattr(
+            self._messages, method.answer
+        ).FromString
+
+
+class Connection:
+    """See the module's docstring."""
+
+    def __init__(self, access: EtcdAccess, request_timeout_s: float, rng: random.Random) -> None:
+        self.request_timeout_s = request_timeout_s
+        self.addresses = Addresses(access.endpoints)
+        self._access = access
+        self._rng = rng
+        self.rpc = load()
+        self._session = _Session()
+        self._lock = threading.Lock()
+        self._line: Line | None = None
+        self._in_vain = 0
+        """Lines replaced since the last answer."""
+        self._answered = False
+        self._closed = False
+
+    def call(self, method: Method, request: Any, *, repeatable: bool = False) -> Any:
+        """Raises StoreUnavailable, StoreRefused, StoreClosed, LeaseExpired, and StoreError for a call that is wrong."""
+        deadline = time.monotonic() + self.request_timeout_s
+        tokens = 0
+        while True:
+            line = self.line(deadline)
+            try:
+                return self._call_once(line, method, request, deadline)
+            except _TokenRefused:
+                tokens += 1
+                if self._access.login is None or tokens > 1:
+                    raise
+            except StoreUnavailable:
+                gone_over = line is not self._line
+                if not (repeatable and gone_over and time.monotonic() < deadline):
+                    raise
+
+    def _call_once(self, line: Line, method: Method, request: Any, deadline: float) -> Any:
+        token = self._token(line, deadline)
+        try:
+            answer = line.call(method, request, _left(deadline), _metadata(token))
+        except (self.rpc.grpc.RpcError, ValueError) as error:
+            raise self.problem(line, error, token) from error
+        self._answered, self._in_vain = True, 0
+        return answer
+
+    def stream(self, method: Method, requests: Iterable[Any]) -> tuple[Line, Any, str | None]:
+        """A call with answers without end; who reads them tells `problem` how it ended, with line and token."""
+        deadline = time.monotonic() + self.request_timeout_s
+        line = self.line(deadline)
+        token = self._token(line, deadline)
+        try:
+            return line, line.stream(method, requests, _metadata(token)), token
+        except ValueError as error:
+            raise self.problem(line, error, token) from error
+
+    def _token(self, line: Line, deadline: float) -> str | None:
+        if self._access.login is None:
+            return None
+        return self._session.token(lambda: self._authenticate(line, deadline), deadline)
+
+    def _authenticate(self, line: Line, deadline: float) -> str:
+        login = self._access.login
+        assert login is not None
+        try:
+            request = self.rpc.messages.AuthenticateRequest(name=login.user, password=login.password())
+        except OSError as error:
+            raise StoreRefused(f"cannot read the password of etcd's user {login.user!r}: {error}") from error
+        try:
+            return str(line.call(AUTHENTICATE, request, _left(deadline), _metadata(None)).token)
+        except (self.rpc.grpc.RpcError, ValueError) as error:
+            if "authentication is not enabled" in str(error):
+                return ""
+            raise self.problem(line, error, None) from error
+
+    def line(self, deadline: float) -> Line:
+        """The one in use. Raises StoreUnavailable while no address is known, StoreClosed after `close`."""
+        line = self._first_line()
+        if line is None:
+            self.addresses.refresh(_left(deadline))
+            line = self._first_line()
+        if line is None:
+            raise StoreUnavailable(
+                f"no address of etcd is known: {self.addresses.problem or 'the name server does not answer'}"
+            )
+        return line
+
+    def _first_line(self) -> Line | None:
+        with self._lock:
+            if self._closed:
+                raise self._closed_error()
+            ring = self.addresses.ring
+            if self._line is None and ring:
+                # Anywhere, so that the nodes of a job are spread over the members.
+                self._line = self._made(self._rng.choice(ring))
+            return self._line
+
+    def _made(self, address: Address) -> Line:
+        options = dict[str, int | str](CHANNEL_OPTIONS)
+        if self._access.tls is None:
+            channel = self.rpc.grpc.insecure_channel(address.target, list(options.items()))
+        else:
+            options["grpc.ssl_target_name_override"] = address.host
+            secret = credentials(self.rpc, self._access.tls)
+            channel = self.rpc.grpc.secure_channel(address.target, secret, list(options.items()))
+        return Line(address, channel, self.rpc.messages)
+
+    def problem(self, line: Line, error: Exception, token: str | None) -> StoreError:
+        """What to raise; and do what has to be done about it."""
+        if self._closed:
+            return self._closed_error()
+        if isinstance(error, ValueError):
+            if line is self._line:
+                raise error
+            return StoreUnavailable(
+                f"another call found that etcd on {line.address} does not answer; moved on"
+            )
+        code, detail = error.code().name, error.details() or ""  # type: ignore[attr-defined]
+        said = f"etcd on {line.address}: {detail or code} ({code})"
+        verdict = judge(code, detail)
+        if verdict is Verdict.LEASE_GONE:
+            return LeaseExpired(said)
+        if verdict is Verdict.INVALID:
+            return StoreError(f"{said}; nothing was done")
+        if verdict is Verdict.TOKEN:
+            self._session.forget(token)
+            return _TokenRefused(
+                f"{said}: it wants a user and a password, or a certificate with a user's name"
+            )
+        if verdict is Verdict.REFUSED:
+            return StoreRefused(f"{said}; {self._repair(detail)}")
+        if verdict is Verdict.MOVE:
+            return self.trouble(line, said, may_be_tls=code == "UNAVAILABLE")
+        return StoreUnavailable(f"{said}; what was asked may have been done: read before asking again")
+
+    def watch_refused(self, line: Line, reason: str, token: str | None) -> StoreRefused:
+        """etcd calls it a missing permission, too, when it no longer knows the token."""
+        self._session.forget(token)
+        return StoreRefused(f"etcd on {line.address} refuses a watch: {reason}; {self._repair(reason)}")
+
+    def _repair(self, detail: str) -> str:
+        if "permission denied" in detail:
+            return "grant this user a role that may read and write everything that starts with our prefix"
+        if "authentication failed" in detail:
+            return "check the user and the password"
+        return "is this etcd 3.4 or newer?"
+
+    def trouble(self, line: Line, said: str, *, may_be_tls: bool = False) -> StoreUnavailable:
+        """Leave this line, if nobody did yet. Returns what to raise."""
+        with self._lock:
+            ring = self.addresses.ring
+            young = time.monotonic() < line.made_at + LINE_LIFE_S
+            if self._closed or self._line is not line or (young and self._in_vain >= len(ring)):
+                replaced = False
+            else:
+                replaced, self._in_vain = True, self._in_vain + 1
+                self._line = self._made(following(line.address, ring))
+        if replaced:
+            line.close()
+            self.addresses.refresh()
+        if may_be_tls and not self._answered:
+            problem = handshake_problem(line.address, self._access.tls, self.request_timeout_s)
+            if problem is not None:
+                return StoreRefused(f"etcd on {line.address} cannot be talked to: {problem}")
+        return StoreUnavailable(f"{said}; what was asked may have been done: read before asking again")
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            line, self._line = self._line, None
+        if line is not None:
+            line.close()
+
+    def _closed_error(self) -> StoreClosed:
+        return StoreClosed(f"the etcd store on {self._access} was closed on this side")
+
+
+class _Session:
+    """One token for all threads."""
+
+    def __init__(self) -> None:
+        self._asking = threading.Lock()
+        self._token: str | None = None
+        self._refused = ""
+        self._ask_again_at = 0.0
+
+    def token(self, authenticate: Callable[[], str], deadline: float) -> str:
+        """The one in use, or else what `authenticate` returns: empty where etcd has no users."""
+        if not self._asking.acquire(timeout=_left(deadline)):
+            raise StoreUnavailable("etcd takes too long to check our password")
+        try:
+            if self._token is None:
+                if time.monotonic() < self._ask_again_at:
+                    raise StoreRefused(self._refused)
+                try:
+                    self._token = authenticate()
+                except StoreRefused as error:
+                    self._refused, self._ask_again_at = str(error), time.monotonic() + REFUSED_PAUSE_S
+                    raise
+            return self._token
+        finally:
+            self._asking.release()
+
+    def forget(self, token: str | None) -> None:
+        """It was refused: the next call gets a new one, unless another thread has it already."""
+        if self._token == token:
+            self._token = None
+
+
+def _left(deadline: float) -> float:
+    left_s = deadline - time.monotonic()
+    if left_s <= 0.0:
+        raise StoreUnavailable("no time was left for the call; nothing was asked")
+    return left_s
+
+
+def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:
+    # With `hasleader`, etcd says at once that it has no leader, and ends watches that would stay silent.
+    leader = (("hasleader", "true"),)
+    return (*leader, ("token", token)) if token else leader
