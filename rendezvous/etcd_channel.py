@@ -158,6 +158,8 @@ class Connection:
                 tokens += 1
                 if self._access.login is None or tokens > 1:
                     raise
+            except StoreRefused:
+                raise
             except StoreUnavailable:
                 gone_over = line is not self._line
                 if not (repeatable and gone_over and time.monotonic() < deadline):
@@ -286,7 +288,7 @@ class Connection:
         if replaced:
             line.close()
             self.addresses.refresh()
-        if may_be_tls and not self._answered:
+        if replaced and may_be_tls and not self._answered:
             problem = handshake_problem(line.address, self._access.tls, self.request_timeout_s)
             if problem is not None:
                 return StoreRefused(f"etcd on {line.address} cannot be talked to: {problem}")

@@ -62,6 +62,9 @@ def handshake_problem(address: Address, tls: EtcdTls | None, timeout_s: float) -
         trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
         try:
             _shake_hands(trusting, address, timeout_s)
+        except ssl.SSLError as error:
+            if "ALERT" not in (error.reason or ""):
+                return None
         except OSError:
             return None
         return "it speaks TLS and we do not: give the certificate of its authority (--etcd-ca)"
@@ -70,9 +73,11 @@ def handshake_problem(address: Address, tls: EtcdTls | None, timeout_s: float) -
     except ssl.SSLCertVerificationError as error:
         return f"its certificate is not the one to expect: {error.verify_message}"
     except ssl.SSLEOFError:
-        return "it ended the TLS handshake: it speaks plain text, or wants another certificate of ours"
+        return "it ended the TLS handshake: does it speak plain text?"
     except ssl.SSLError as error:
-        return f"TLS with it fails: {error}"
+        return (
+            f"TLS with it fails: {error}; does it want another certificate of ours (--etcd-cert, --etcd-key)?"
+        )
     except OSError:
         return None
     return None
