@@ -1,6 +1,6 @@
 """The `elastic-agent` command: parse, answer `--help`, `--version` and `--check-config`, or call `run`.
 
-Nothing is decided here: `options` has the table, `layers` reads, `settings` merges and checks, `run` does the work
+Nothing is decided here: `options` has the table, `layers` reads, `resolve` merges and checks, `run` does the work
 and returns the exit code. A configuration with problems ends with 78 and the list of all of them, before anything
 is started.
 """
@@ -18,7 +18,7 @@ from .config import ConfigError
 from .exits import ExitCode
 from .layers import read_argv
 from .options import CHECK_CONFIG, GROUPS, HELP, VERSION, Option, Source
-from .settings import resolve
+from .resolve import resolve
 
 _USAGE = """\
 usage: elastic-agent [options] SCRIPT [arguments of the script]

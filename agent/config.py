@@ -1,7 +1,7 @@
 """What the agent was told to do: one frozen `Config`, complete and checked before anything starts.
 
 This file is only the data. `options` says what may be written, `kinds` how each text becomes a value, `layers` reads
-the file, the environment and the command line, and `settings` decides who wins and checks the whole. Whoever holds a
+the file, the environment and the command line, and `resolve` decides who wins and checks the whole. Whoever holds a
 `Config` that came from there may rely on it: every number is in range, and their relations hold. Durations are
 seconds; `None` has the meaning written beside the field.
 """

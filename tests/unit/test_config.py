@@ -34,7 +34,7 @@ from elastic_agent.agent.options import (
     Source,
 )
 from elastic_agent.agent.ports import PortRange
-from elastic_agent.agent.settings import Resolved, resolve
+from elastic_agent.agent.resolve import Resolved, resolve
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 

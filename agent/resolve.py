@@ -1,0 +1,183 @@
+"""Makes one checked `Config` of all layers: who wins, what follows from what, and whether it fits together.
+
+Precedence: defaults < file < environment < command line, option by option. Only the command goes as a whole: a
+layer that says what to run also says with which arguments, so that no weaker layer's arguments reach another
+layer's script.
+
+Invariant: every problem of all layers is reported, also of a value that a stronger layer replaces; either there
+is a complete `Config`, or a `ConfigError` with all problems. Nothing is started, written or opened but the
+configuration file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .config import (
+    Command,
+    CommandKind,
+    Config,
+    ConfigError,
+    NodeCounts,
+    Problem,
+    RendezvousConfig,
+    StopConfig,
+)
+from .layers import Layer, Setting, read_environ, read_file
+from .options import (
+    ARGS,
+    BACKEND,
+    CONFIG_FILE,
+    DEVICE_PINNING,
+    ENDPOINT,
+    FAILURE_GRACE,
+    HTTP_ADDRESS,
+    JOB_ID,
+    JOIN_TIMEOUT,
+    LAST_CALL,
+    LEASE_TTL,
+    LOCAL_ADDR,
+    LOG_DIR,
+    MAX_NODES,
+    MAX_RESTARTS,
+    MIN_NODES,
+    MODULE,
+    NO_PYTHON,
+    NODE_ID,
+    NPROC_PER_NODE,
+    PORT_RANGE,
+    SCRIPT,
+    STANDALONE,
+    STOP_GRACE,
+    TARGETS,
+    Option,
+)
+from .relations import check_relations
+from .settings import Settings
+
+COMMAND_KINDS: dict[str, CommandKind] = {
+    SCRIPT.name: "script",
+    MODULE.name: "module",
+    NO_PYTHON.name: "binary",
+}
+THIS_MACHINE = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A checked configuration, where each part of it came from, and what was given without effect."""
+
+    config: Config
+    settings: Settings
+    warnings: tuple[str, ...]
+
+
+def resolve(command_line: Layer, environ: Mapping[str, str], fresh_id: Callable[[], str]) -> Resolved:
+    """Merge all layers into one `Config`. `fresh_id` names a job whose store this agent starts itself.
+
+    Raises `ConfigError` with all problems of all layers: print it and end with `ExitCode.BAD_CONFIG`.
+    """
+    environment = read_environ(environ)
+    path = {**environment.given, **command_line.given}.get(CONFIG_FILE.name)
+    layers = [read_file(str(path.value))] if path else []
+    layers += [environment, command_line]
+    problems = [problem for layer in layers for problem in layer.problems]
+    warnings = [warning for layer in layers for warning in layer.warnings]
+    broken = {name for layer in layers for name in layer.broken}
+
+    settings = Settings(_merge(layers, problems))
+    warnings += _derive(settings, fresh_id)
+    problems += [problem for involved, problem in check_relations(settings) if not broken & involved]
+    command = _command(settings)
+    if command is None and not broken & {target.name for target in TARGETS}:
+        advice = (
+            "write it after the options, or set script, module or no-python in the file or the environment"
+        )
+        problems.append(Problem("command line", None, "a script to run", advice))
+    if problems or command is None:
+        raise ConfigError(problems)
+    return Resolved(_config(settings, command), settings, tuple(warnings))
+
+
+def _merge(layers: Sequence[Layer], problems: list[Problem]) -> dict[str, Setting[object]]:
+    merged: dict[str, Setting[object]] = {}
+    for layer in layers:
+        targets = [layer.given[target.name] for target in TARGETS if target.name in layer.given]
+        if targets:
+            for option in (*TARGETS, ARGS):
+                merged.pop(option.name, None)
+        for extra in targets[1:]:
+            advice = f"keep either it or {targets[0].origin}"
+            problems.append(Problem(extra.origin, extra.text, "one thing to run", advice))
+        merged |= layer.given
+    return merged
+
+
+def _derive(settings: Settings, fresh_id: Callable[[], str]) -> list[str]:
+    """Fill in what follows from other settings; returns warnings about what was overruled."""
+    warnings = []
+    if settings[STANDALONE].value:
+        origin = settings[STANDALONE].origin
+        alone: list[tuple[Option[object], object]] = [
+            (MIN_NODES, 1),
+            (MAX_NODES, 1),
+            (BACKEND, "memory"),
+            (ENDPOINT, None),
+        ]
+        for option, value in alone:
+            if option in settings and settings[option].value != value:
+                warnings.append(f"{settings[option].origin} is ignored: {origin} overrules it")
+            settings.put(option, value, origin)
+    if settings[MAX_NODES].value is None:
+        settings.put(MAX_NODES, settings[MIN_NODES].value, "default: min-nodes")
+    endpoint = settings[ENDPOINT].value
+    if endpoint is not None and endpoint.port == 0 and endpoint.host in THIS_MACHINE:
+        settings.put(ENDPOINT, None, f"{settings[ENDPOINT].origin}: port 0, this agent hosts the store")
+    if settings[BACKEND].value is None:
+        if settings[ENDPOINT].value is None and settings[MAX_NODES].value == 1:
+            settings.put(BACKEND, "memory", "default: one node, no endpoint")
+        else:
+            settings.put(BACKEND, "c10d", "default: more than one node, or an endpoint")
+    if settings[JOB_ID].value is None:
+        if settings[ENDPOINT].value is None:
+            settings.put(JOB_ID, fresh_id(), "default: new for every start")
+        else:
+            settings.put(JOB_ID, "default", "default: the store belongs to one job")
+    return warnings
+
+
+def _command(settings: Settings) -> Command | None:
+    for target in TARGETS:
+        text = settings[target].value
+        if text is not None:
+            return Command(COMMAND_KINDS[target.name], text, settings[ARGS].value)
+    return None
+
+
+def _config(settings: Settings, command: Command) -> Config:
+    backend, job_id, max_nodes = settings[BACKEND].value, settings[JOB_ID].value, settings[MAX_NODES].value
+    assert backend is not None  # `_derive` filled these in
+    assert job_id is not None
+    assert max_nodes is not None
+    return Config(
+        command=command,
+        nodes=NodeCounts(settings[MIN_NODES].value, max_nodes),
+        nproc_per_node=settings[NPROC_PER_NODE].value,
+        device_pinning=settings[DEVICE_PINNING].value,
+        rendezvous=RendezvousConfig(
+            backend=backend,
+            endpoint=settings[ENDPOINT].value,
+            job_id=job_id,
+            join_timeout_s=settings[JOIN_TIMEOUT].value,
+            last_call_s=settings[LAST_CALL].value,
+            lease_ttl_s=settings[LEASE_TTL].value,
+        ),
+        node_id=settings[NODE_ID].value,
+        local_addr=settings[LOCAL_ADDR].value,
+        port_range=settings[PORT_RANGE].value,
+        max_restarts=settings[MAX_RESTARTS].value,
+        stop=StopConfig(settings[STOP_GRACE].value, settings[FAILURE_GRACE].value),
+        log_dir=settings[LOG_DIR].value,
+        http_address=settings[HTTP_ADDRESS].value,
+    )
