@@ -15,10 +15,13 @@ from typing import Literal
 
 from .ports import PortRange
 
-Backend = Literal["c10d", "memory"]
+Backend = Literal["c10d", "etcd", "memory"]
 CommandKind = Literal["script", "module", "binary"]
 DevicePinning = Literal["index", "mask", "none"]
 WorkerCount = int | Literal["auto", "gpu", "cpu"]
+
+MASK = "***"
+"""What is shown in place of a secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +43,43 @@ class NodeCounts:
     max: int = 1
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class Secret:
+    """A text that no log, message or dump may show. Who uses it takes `text`, as late as possible."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return MASK
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdConfig:
+    """How to speak to etcd. The keys of a job are `<prefix>/<job>/...`."""
+
+    prefix: str = "/elastic-agent"
+    ca: Path | None = None  # None: plain text
+    cert: Path | None = None  # with `key`, for a server that asks who we are
+    key: Path | None = None
+    user: str | None = None  # None: no authentication by password; else one of the following two is given
+    password: Secret | None = None
+    password_file: Path | None = None  # to be read anew at every authentication
+
+
 @dataclass(frozen=True, slots=True)
 class RendezvousConfig:
     """Where the nodes of one job meet, and how long they wait for each other."""
 
     backend: Backend = "memory"
-    endpoint: Endpoint | None = None  # None with c10d: this agent hosts the store, on a free port
+    endpoints: tuple[
+        Endpoint, ...
+    ] = ()  # etcd: one or more; c10d: one, or none and this agent hosts the store
+    etcd: EtcdConfig | None = None  # with etcd only
     job_id: str = "default"
     join_timeout_s: float = 600.0
     last_call_s: float = 1.0
     lease_ttl_s: float = 5.0
+    store_outage_grace_s: float = 0.0  # etcd only; 0: workers stop when the lease can no longer be proved
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +114,9 @@ class Config:
     max_restarts: int | None = None  # None: no limit while generations progress, 3 in a row without
     stop: StopConfig = StopConfig()
     log_dir: Path | None = None  # None: workers' output goes to the console only
-    http_address: Endpoint = Endpoint("127.0.0.1", 0)
+    http_address: Endpoint | None = (
+        None  # None: where other nodes reach this one (memory: loopback), any free port
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,10 @@ class ExitCode(IntEnum):
     STORE_LOST = 69, "the rendezvous store went away and did not come back in time; workers were stopped"
     JOIN_TIMEOUT = 75, "fewer than --min-nodes nodes met within --join-timeout; starting again later may work"
     STORE_MISMATCH = 76, "the store holds another job's data, or data of a newer version"
-    BAD_CONFIG = 78, "a setting cannot work here: bad value, node id or port already taken, too few devices"
+    BAD_CONFIG = (
+        78,
+        "a setting cannot work here: bad value, node id or port taken, too few devices, etcd refuses us",
+    )
     STOPPED_BY_SIGINT = 130, "stopped by SIGINT (Ctrl-C), after the workers were stopped"
     STOPPED_BY_SIGTERM = 143, "stopped by SIGTERM, after the workers were stopped"
 

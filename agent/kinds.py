@@ -10,10 +10,11 @@ import ipaddress
 import re
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Generic, TypeVar, cast, get_args
 
-from .config import Backend, DevicePinning, Endpoint, NodeCounts, WorkerCount
+from .config import MASK, Backend, DevicePinning, Endpoint, NodeCounts, Secret, WorkerCount
 from .ports import PortConfigError, PortRange
 
 T_co = TypeVar("T_co", covariant=True)
@@ -22,14 +23,19 @@ MOST_NODES = 100_000
 MOST_WORKERS = 4096
 WEEK_S = 7 * 86_400.0
 C10D_PORT = 29400  # torchrun's default for c10d, so that a host name alone means the same to both
+ETCD_PORT = 2379
 
 
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[T_co]):
-    """`parse` raises `ValueError` for a text it refuses; the error's own text is advice, or empty."""
+    """`parse` raises `ValueError` for a text it refuses; the error's own text is advice, or empty.
+
+    `shown` is how a text may appear in messages, whether it was refused or not: without the secrets in it.
+    """
 
     expects: str
     parse: Callable[[str], T_co]
+    shown: Callable[[str], str] = str
 
 
 def whole_number(least: int, most: int, unit: str) -> Kind[int]:
@@ -104,8 +110,10 @@ def read_device_pinning(text: str) -> DevicePinning:
 def read_backend(text: str) -> Backend:
     if text in get_args(Backend):
         return cast(Backend, text)
-    if text.startswith("etcd"):
-        raise ValueError("this version meets through c10d, or in memory on one node; use c10d")
+    if text == "etcd-v3":  # our name among torchrun's backends, where "etcd" is the old interface
+        return "etcd"
+    if text == "etcd-v2":
+        raise ValueError("etcd 3.6 has removed that interface; use etcd, which speaks version 3")
     if text == "static":
         raise ValueError("static rendezvous cannot change the world; use c10d with --rdzv-endpoint")
     raise ValueError
@@ -125,15 +133,87 @@ def _ipv6(text: str) -> str:
 
 def endpoint(default_port: int) -> Kind[Endpoint]:
     def parse(text: str) -> Endpoint:
-        match = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::([0-9]{1,5}))?", text)
-        if match is None:
-            raise ValueError("write an IPv6 address in brackets: [::1]:29400")
-        port = default_port if match[3] is None else int(match[3])
-        if port > 65535:
-            raise ValueError
-        return Endpoint(_ipv6(match[1]) if match[1] else read_host(match[2]), port)
+        host, port = _host_and_port(text)
+        return Endpoint(host, default_port if port is None else port)
 
     return Kind(f"host or host:port, port 0 to 65535 (default {default_port})", parse)
+
+
+def _host_and_port(text: str) -> tuple[str, int | None]:
+    match = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::([0-9]{1,5}))?", text)
+    if match is None:
+        raise ValueError("write an IPv6 address in brackets: [::1]:29400")
+    port = None if match[3] is None else int(match[3])
+    if port is not None and port > 65535:
+        raise ValueError
+    return _ipv6(match[1]) if match[1] else read_host(match[2]), port
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """What --rdzv-endpoint says: hosts with a port where one was written; the URL form names the backend, too."""
+
+    hosts: tuple[tuple[str, int | None], ...]
+    backend: Backend | None = None
+    prefix: str | None = None
+
+    def with_ports(self, default: int) -> StoreAddress:
+        return replace(
+            self, hosts=tuple((host, default if port is None else port) for host, port in self.hosts)
+        )
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """Once every host has its port."""
+        return tuple(Endpoint(host, port) for host, port in self.hosts if port is not None)
+
+    def __str__(self) -> str:
+        scheme = f"{self.backend}://" if self.backend else ""
+        return f"{scheme}{','.join(map(str, self.endpoints))}{self.prefix or ''}"
+
+
+def _read_store_address(text: str) -> StoreAddress:
+    before, url, after = text.partition("://")
+    if "@" in text:
+        raise ValueError(
+            "a user and a password do not belong here: use --etcd-user NAME and --etcd-password-file FILE, or the"
+            " variable ELASTIC_AGENT_ETCD_PASSWORD"
+        )
+    if url and before != "etcd":
+        raise ValueError(
+            "write HOST:PORT,... or etcd://HOST:PORT,...; TLS is used when --etcd-ca FILE is given"
+        )
+    hosts, slash, path = (after if url else text).partition("/")
+    if "?" in text or "#" in text:
+        raise ValueError(
+            "nothing follows the prefix: what a query would say has options of its own (--etcd-ca, ...)"
+        )
+    if slash and not url:
+        raise ValueError("write etcd://HOST:PORT,.../PREFIX to choose the prefix of the keys, else no slash")
+    if path and re.fullmatch(r"[A-Za-z0-9._-]{1,64}(/[A-Za-z0-9._-]{1,64}){0,7}/?", path) is None:
+        raise ValueError(f"write the prefix as up to 8 names between slashes, each of {IDENTIFIER.expects}")
+    places = tuple(_host_and_port(host) for host in hosts.split(","))
+    prefix = f"/{path.rstrip('/')}" if path else None
+    return StoreAddress(places, "etcd" if url else None, prefix)
+
+
+def _without_credentials(text: str) -> str:
+    """Where URLs may hold passwords, before an @ and in a query, nobody knows what is one: then all is left out."""
+    return MASK if re.search(r"[@?#]", text) else text
+
+
+def _read_secret(text: str) -> Secret:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("it is not UTF-8") from None  # the error's own words would quote a part of it
+    return Secret(read_text(text))
+
+
+def _read_user(text: str) -> str:
+    if re.fullmatch(r"[!-~]{1,128}", text) is None:
+        raise ValueError
+    return text
 
 
 def read_port_range(text: str) -> PortRange:
@@ -162,4 +242,13 @@ def read_conf(text: str) -> tuple[tuple[str, str], ...]:
 
 TEXT = Kind("a text that is not empty and holds no NUL byte", read_text)
 IDENTIFIER = Kind("1 to 64 characters of A-Z a-z 0-9 . _ -", _identifier)
+PATH = Kind(TEXT.expects, lambda text: Path(read_text(text)))
+STORE_ADDRESS = Kind(
+    "HOST or HOST:PORT, with etcd several with commas between, or etcd://HOST:PORT,.../PREFIX;"
+    " ports from 0 to 65535",
+    _read_store_address,
+    _without_credentials,
+)
+SECRET = Kind("a text that is not empty", _read_secret, lambda _: MASK)
+USER = Kind("1 to 128 printable ASCII characters without blanks", _read_user)
 YES_OR_NO = Kind("true or false", _yes_or_no)

@@ -52,7 +52,10 @@ _SHORTHANDS_FIRST = sorted(OPTIONS, key=lambda option: not option.shorthand)
 
 @dataclass(frozen=True, slots=True)
 class Setting(Generic[T]):
-    """A value in force. `origin` is "--min-nodes", "ELASTIC_AGENT_MIN_NODES", "FILE: min-nodes" or "default"."""
+    """A value in force. `origin` is "--min-nodes", "ELASTIC_AGENT_MIN_NODES", "FILE: min-nodes" or "default".
+
+    `text` is what was written, as it may be shown.
+    """
 
     value: T
     origin: str
@@ -77,7 +80,8 @@ class Layer:
             value = option.kind.parse(text)
         except ValueError as error:
             self.broken.add(option.name)
-            self.problems.append(Problem(origin, text, option.kind.expects, str(error) or _advice(option)))
+            advice = str(error) or _advice(option)
+            self.problems.append(Problem(origin, option.kind.shown(text), option.kind.expects, advice))
             return
         if option is NNODES:
             counts = cast(NodeCounts, value)
@@ -90,7 +94,7 @@ class Layer:
             if value:
                 self.put(DEVICE_PINNING, "mask", origin)
         else:
-            self.given[option.name] = Setting(value, origin, text)
+            self.given[option.name] = Setting(value, origin, option.kind.shown(text))
 
     def _put_rdzv_conf(self, key: str, text: str, origin: str) -> None:
         if key in RDZV_CONF_KEYS:
@@ -227,7 +231,8 @@ def read_file(path: str) -> Layer:
         text = _toml_text(option, value)
         if text is None:
             expected = "a list of texts" if option is ARGS else "a text, a number, true or false"
-            layer.problems.append(Problem(f"{path}: {key}", str(value), expected, _advice(option)))
+            shown = option.kind.shown(str(value))
+            layer.problems.append(Problem(f"{path}: {key}", shown, expected, _advice(option)))
             layer.broken.add(option.name)
         else:
             layer.put(option, text, f"{path}: {key}")

@@ -17,15 +17,21 @@ from itertools import chain
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from .config import Backend, DevicePinning, Endpoint, NodeCounts, WorkerCount
+from .config import Backend, DevicePinning, Endpoint, NodeCounts, Secret, WorkerCount
 from .kinds import (
     C10D_PORT,
+    ETCD_PORT,
     IDENTIFIER,
     MOST_NODES,
     MOST_WORKERS,
+    PATH,
+    SECRET,
+    STORE_ADDRESS,
     TEXT,
+    USER,
     YES_OR_NO,
     Kind,
+    StoreAddress,
     duration,
     endpoint,
     read_arguments,
@@ -165,33 +171,37 @@ NODE_ID: Option[str | None] = Option(
 
 BACKEND: Option[Backend | None] = Option(
     "rdzv-backend",
-    Kind("c10d or memory", read_backend),
-    "c10d: a TCPStore hosted by one of the agents; memory: no other node can ever join (default: memory"
-    " with one node and no endpoint, else c10d)",
+    Kind("c10d, etcd or memory", read_backend),
+    "c10d: a TCPStore hosted by one of the agents; etcd (also etcd-v3): an etcd 3 cluster, no node is special;"
+    " memory: no other node can ever join (default: what the endpoint's URL says; memory with one node and no"
+    " endpoint; else c10d)",
     metavar="STORE",
     torchrun="rdzv-backend",
 )
-ENDPOINT: Option[Endpoint | None] = Option(
+ENDPOINT: Option[StoreAddress | None] = Option(
     "rdzv-endpoint",
-    endpoint(C10D_PORT),
-    f"the c10d store, the same on all nodes, port {C10D_PORT} if none is given (default, also"
-    " localhost:0: this agent hosts the store on a free port and prints the command for the other nodes)",
-    metavar="HOST[:PORT]",
+    STORE_ADDRESS,
+    f"the store, the same on all nodes. c10d: one host, port {C10D_PORT} if none is given (default, also"
+    " localhost:0: this agent hosts the store on a free port and prints the command for the other nodes)."
+    f" etcd: any members of the cluster, port {ETCD_PORT} if none is given; the URL form stands for"
+    " --rdzv-backend etcd, its PREFIX begins the job's keys, PREFIX/JOB/... (default: /elastic-agent)",
+    metavar="HOST[:PORT],...",
     torchrun="rdzv-endpoint",
 )
 JOB_ID: Option[str | None] = Option(
     "rdzv-id",
     Kind(f"{IDENTIFIER.expects}, or none", read_job_id),
-    "the job's name, the same on all nodes (default, also none: 'default' with an endpoint, which"
-    " belongs to one job; a new, unique one if this agent starts the store)",
+    "the job's name, the same on all nodes; required with etcd, which serves many jobs (default, also none:"
+    " 'default' with a c10d endpoint, which belongs to one job; a new, unique one if this agent starts the store)",
     metavar="ID",
     torchrun="rdzv-id",
 )
 RDZV_CONF: Option[tuple[tuple[str, str], ...]] = Option(
     "rdzv-conf",
     Kind("KEY=VALUE,KEY=VALUE", read_conf),
-    "torchrun's spelling of --join-timeout (join_timeout), --last-call (last_call_timeout) and"
-    " --lease-ttl (lease_ttl); may be repeated, torchrun's other keys are ignored with a warning",
+    "torchrun's spelling of --join-timeout (join_timeout), --last-call (last_call_timeout), --lease-ttl"
+    " (lease_ttl), --etcd-ca (cacert, ca_cert), --etcd-cert (cert, ssl_cert) and --etcd-key (key, ssl_cert_key);"
+    " may be repeated, torchrun's other keys are ignored with a warning",
     metavar="K=V,...",
     torchrun="rdzv-conf",
     shorthand=True,
@@ -224,6 +234,59 @@ LEASE_TTL: Option[float] = Option(
     "a node that has not been heard of for so long is lost",
     metavar="DURATION",
     default="5s",
+)
+
+ETCD_CA: Option[Path | None] = Option(
+    "etcd-ca",
+    PATH,
+    "speak TLS, with a server whose certificate one of the authorities in this PEM file has signed",
+    metavar="FILE",
+)
+ETCD_CERT: Option[Path | None] = Option(
+    "etcd-cert",
+    PATH,
+    "mutual TLS: this node's certificate (PEM)",
+    metavar="FILE",
+)
+ETCD_KEY: Option[Path | None] = Option(
+    "etcd-key",
+    PATH,
+    "mutual TLS: this node's key (PEM), which neither group nor others may read",
+    metavar="FILE",
+)
+ETCD_USER: Option[str | None] = Option(
+    "etcd-user",
+    USER,
+    "etcd's name for this job, with a password; its role needs read and write on PREFIX/JOB/ alone",
+    metavar="NAME",
+)
+ETCD_PASSWORD_FILE: Option[Path | None] = Option(
+    "etcd-password-file",
+    PATH,
+    "holds the password, which neither group nor others may read; read anew at every authentication, one"
+    " newline at its end does not count. Or set the variable ELASTIC_AGENT_ETCD_PASSWORD",
+    metavar="FILE",
+)
+ETCD_PASSWORD: Option[Secret | None] = Option(
+    "etcd-password",
+    SECRET,
+    "the password itself, in the variable ELASTIC_AGENT_ETCD_PASSWORD; the workers do not inherit it",
+    sources=Source.ENV,
+)
+ETCD_INSECURE: Option[bool] = Option(
+    "etcd-insecure",
+    YES_OR_NO,
+    "allow plain text, passwords included, to a store that is not on this machine's loopback",
+    default="false",
+    flag=True,
+)
+STORE_OUTAGE_GRACE: Option[float] = Option(
+    "store-outage-grace",
+    duration(0.0),
+    "how long a job may go on without the store after its leases can no longer be proved, while all its nodes"
+    " still reach each other by HTTP; 0 is off",
+    metavar="DURATION",
+    default="0s",
 )
 
 MAX_RESTARTS: Option[int | None] = Option(
@@ -265,16 +328,16 @@ PORT_RANGE: Option[PortRange | None] = Option(
     " any free port)",
     metavar="FIRST-LAST",
 )
-HTTP_ADDRESS: Option[Endpoint] = Option(
+HTTP_ADDRESS: Option[Endpoint | None] = Option(
     "http-address",
     endpoint(0),
-    "metrics and health probes; port 0 is any free port, the log says which",
+    "metrics and health probes; port 0 is any free port, the log says which (default: any free port at"
+    " 127.0.0.1, or at this node's own address when other nodes can join: they probe it after failures)",
     metavar="HOST[:PORT]",
-    default="127.0.0.1:0",
 )
 LOG_DIR: Option[Path | None] = Option(
     "log-dir",
-    Kind(TEXT.expects, lambda text: Path(TEXT.parse(text))),
+    PATH,
     "also write each worker's output into files below DIR (default: console only)",
     metavar="DIR",
     torchrun="log-dir",
@@ -326,21 +389,39 @@ GROUPS: dict[str, tuple[Option[object], ...]] = {
         NODE_ID,
     ),
     "Rendezvous": (BACKEND, ENDPOINT, JOB_ID, STANDALONE, JOIN_TIMEOUT, LAST_CALL, LEASE_TTL, RDZV_CONF),
+    "Rendezvous through etcd": (
+        ETCD_CA,
+        ETCD_CERT,
+        ETCD_KEY,
+        ETCD_USER,
+        ETCD_PASSWORD_FILE,
+        ETCD_PASSWORD,
+        ETCD_INSECURE,
+        STORE_OUTAGE_GRACE,
+    ),
     "Restarts and stopping": (MAX_RESTARTS, STOP_GRACE, FAILURE_GRACE),
     "Network and logs": (LOCAL_ADDR, PORT_RANGE, HTTP_ADDRESS, LOG_DIR),
     "Configuration": (CONFIG_FILE, CHECK_CONFIG, VERSION, HELP),
 }
 OPTIONS = tuple(chain.from_iterable(GROUPS.values()))
 
+ETCD_OPTIONS = GROUPS["Rendezvous through etcd"]
+
 TARGETS = (SCRIPT, MODULE, NO_PYTHON)  # each says what to run; one source may give only one of them
 
 
 # --- What torchrun has and this agent does not need ---
 
-RDZV_CONF_KEYS: dict[str, Option[float]] = {
+RDZV_CONF_KEYS: dict[str, Option[object]] = {
     "join_timeout": JOIN_TIMEOUT,
     "last_call_timeout": LAST_CALL,
     "lease_ttl": LEASE_TTL,
+    "cacert": ETCD_CA,
+    "ca_cert": ETCD_CA,
+    "cert": ETCD_CERT,
+    "ssl_cert": ETCD_CERT,
+    "key": ETCD_KEY,
+    "ssl_cert_key": ETCD_KEY,
 }
 IGNORED_RDZV_CONF_KEYS = frozenset(
     {
@@ -352,6 +433,8 @@ IGNORED_RDZV_CONF_KEYS = frozenset(
         "read_timeout",
         "is_host",
         "store_type",
+        "protocol",
+        "etcd_prefix",
     }
 )
 
@@ -370,6 +453,9 @@ IGNORED_TORCHRUN_OPTIONS = {
     "master-port": "the workers' master is chosen anew in every generation; nodes meet at --rdzv-endpoint",
 }
 IGNORED_TORCHRUN_SHORTS = {"-r": "redirects", "-t": "tee"}
+
+# Variables that no process which the agent starts may inherit.
+SECRET_VARIABLES = frozenset({"ELASTIC_AGENT_ETCD_PASSWORD"})
 
 # Variables that an agent gives its workers. An agent started inside a worker inherits them.
 WORKER_VARIABLES = frozenset(

@@ -1,15 +1,32 @@
-"""What must hold between settings that are each right, and between them and this machine's files."""
+"""What must hold between settings that are each right, and between them and this machine's files.
+
+Every rule names the options it involves: where one of them could not be read, the rule is not judged, so that one
+mistake is one problem.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import stat
+from collections import Counter
+from pathlib import Path
 from typing import cast
 
-from .config import Problem
+from .config import Endpoint, Problem
 from .layers import Setting
 from .options import (
     BACKEND,
     ENDPOINT,
+    ETCD_CA,
+    ETCD_CERT,
+    ETCD_INSECURE,
+    ETCD_KEY,
+    ETCD_OPTIONS,
+    ETCD_PASSWORD,
+    ETCD_PASSWORD_FILE,
+    ETCD_USER,
+    JOB_ID,
     JOIN_TIMEOUT,
     LAST_CALL,
     LEASE_TTL,
@@ -22,20 +39,49 @@ from .settings import Settings
 
 
 def check_relations(settings: Settings) -> list[tuple[set[str], Problem]]:
-    """What is wrong between settings that are each right, and with the script; with the options each involves."""
-    found: list[tuple[set[str], Problem]] = []
+    """What is wrong, each with the names of the options that it involves."""
+    rules = _Rules(settings)
+    _check_nodes_and_times(rules)
+    _check_meeting_place(rules)
+    if settings[BACKEND].value == "etcd":
+        _check_etcd_endpoints(rules)
+        _check_etcd_credentials(rules)
+    script = settings[SCRIPT].value
+    if script is not None:
+        rules.expect(
+            _look_at(Path(script)) is not None,
+            SCRIPT,
+            "a Python file that exists and can be read",
+            f"check the path, seen from {os.getcwd()}, and its permissions",
+        )
+    return rules.broken
+
+
+class _Rules:
+    """The settings, and the rules that they were found to break."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.broken: list[tuple[set[str], Problem]] = []
 
     def expect(
-        holds: bool, option: Option[object], expected: str, advice: str, *others: Option[object]
+        self, holds: bool, option: Option[object], expected: str, advice: str, *others: Option[object]
     ) -> None:
+        """`option` is where the advice would be followed; `others` are involved, too."""
         if not holds:
-            setting = settings[option]
+            setting = self.settings[option]
             origin = f"{option.name} (default)" if setting.origin.startswith("default") else setting.origin
             involved = {option.name, *(other.name for other in others)}
-            found.append((involved, Problem(origin, setting.text, expected, advice)))
+            self.broken.append((involved, Problem(origin, setting.text or None, expected, advice)))
 
+    def expect_of_etcd(self, holds: bool, option: Option[object], expected: str, advice: str) -> None:
+        self.expect(holds, option, expected, advice, BACKEND, ENDPOINT, *ETCD_OPTIONS)
+
+
+def _check_nodes_and_times(rules: _Rules) -> None:
+    settings = rules.settings
     least, most = settings[MIN_NODES], cast("Setting[int]", settings[MAX_NODES])
-    expect(
+    rules.expect(
         least.value <= most.value,
         MIN_NODES,
         f"at most max-nodes, which is {most.value} ({most.origin})",
@@ -43,48 +89,199 @@ def check_relations(settings: Settings) -> list[tuple[set[str], Problem]]:
         MAX_NODES,
     )
     join, last_call, lease = settings[JOIN_TIMEOUT], settings[LAST_CALL], settings[LEASE_TTL]
-    expect(
+    rules.expect(
         join.value > lease.value,
         JOIN_TIMEOUT,
         f"more than lease-ttl, which is {lease.value:g} s ({lease.origin})",
         "raise --join-timeout or lower --lease-ttl",
         LEASE_TTL,
     )
-    expect(
+    rules.expect(
         join.value > last_call.value,
         LAST_CALL,
         f"less than join-timeout, which is {join.value:g} s ({join.origin})",
         "lower --last-call or raise --join-timeout",
         JOIN_TIMEOUT,
     )
-    backend, endpoint = settings[BACKEND], settings[ENDPOINT]
-    expect(
-        backend.value != "memory" or most.value == 1,
-        BACKEND,
-        f"c10d, because max-nodes is {most.value} ({most.origin}) and no other node can join a memory store",
-        "use --rdzv-backend c10d or --max-nodes 1",
-        MAX_NODES,
-        MIN_NODES,
-    )
-    expect(
-        backend.value != "memory" or endpoint.value is None,
-        BACKEND,
-        f"c10d, because an endpoint is given ({endpoint.origin}) and a memory store has none",
-        "leave out --rdzv-endpoint or --rdzv-backend",
-        ENDPOINT,
-    )
-    expect(
-        endpoint.value is None or endpoint.value.port != 0,
-        ENDPOINT,
-        "a port from 1 to 65535, or localhost:0",
-        "choose one port for all nodes, or leave the endpoint out and this agent hosts the store",
-    )
-    script = settings[SCRIPT]
-    if script.value is not None:
-        expect(
-            os.path.isfile(script.value) and os.access(script.value, os.R_OK),
-            SCRIPT,
-            "a Python file that exists and can be read",
-            f"check the path, seen from {os.getcwd()}, and its permissions",
+
+
+def _check_meeting_place(rules: _Rules) -> None:
+    """What each kind of store can be asked for."""
+    settings = rules.settings
+    backend, address, most = settings[BACKEND], settings[ENDPOINT].value, settings[MAX_NODES]
+    endpoints = address.endpoints if address is not None else ()
+    if backend.value == "memory":
+        rules.expect(
+            most.value == 1,
+            BACKEND,
+            f"c10d or etcd, because max-nodes is {most.value} ({most.origin}) and no other node can join a"
+            " memory store",
+            "use --rdzv-backend c10d or etcd, or --max-nodes 1",
+            MAX_NODES,
+            MIN_NODES,
         )
-    return found
+        rules.expect(
+            address is None,
+            BACKEND,
+            f"c10d or etcd, because an endpoint is given ({settings[ENDPOINT].origin}) and a memory store has none",
+            "leave out --rdzv-endpoint or --rdzv-backend",
+            ENDPOINT,
+        )
+    if backend.value == "c10d":
+        rules.expect(
+            all(endpoint.port for endpoint in endpoints),
+            ENDPOINT,
+            "a port from 1 to 65535, or localhost:0",
+            "choose one port for all nodes, or leave the endpoint out and this agent hosts the store",
+            BACKEND,
+        )
+        rules.expect(
+            address is None or address.backend is None,
+            ENDPOINT,
+            f"an endpoint of c10d ({backend.origin})",
+            "use --rdzv-backend etcd, which the URL stands for, or write HOST:PORT",
+            BACKEND,
+        )
+        rules.expect(
+            len(endpoints) <= 1 or (address is not None and address.backend is not None),
+            ENDPOINT,
+            f"one endpoint, because c10d ({backend.origin}) has no more",
+            "use --rdzv-backend etcd if these are the members of an etcd cluster, else name one host",
+            BACKEND,
+        )
+    if backend.value != "etcd":
+        for option in ETCD_OPTIONS:
+            rules.expect(
+                settings[option].value == option.default_value,
+                option,
+                f"--rdzv-backend etcd with it, not {backend.value} ({backend.origin})",
+                "use --rdzv-backend etcd, or leave this out",
+                BACKEND,
+                ENDPOINT,
+            )
+
+
+def _check_etcd_endpoints(rules: _Rules) -> None:
+    settings = rules.settings
+    address = settings[ENDPOINT].value
+    endpoints = address.endpoints if address is not None else ()
+    rules.expect_of_etcd(
+        bool(endpoints),
+        ENDPOINT,
+        "the members of the etcd cluster",
+        "add --rdzv-endpoint HOST1:2379,HOST2:2379,HOST3:2379",
+    )
+    rules.expect_of_etcd(
+        all(endpoint.port for endpoint in endpoints),
+        ENDPOINT,
+        "ports from 1 to 65535",
+        "name the port that etcd's clients use, 2379 unless you chose another",
+    )
+    twice = [str(endpoint) for endpoint, times in Counter(endpoints).items() if times > 1]
+    rules.expect_of_etcd(
+        not twice,
+        ENDPOINT,
+        "each member once",
+        f"write {', '.join(twice)} only once: nothing is gained by more",
+    )
+    rules.expect(
+        settings[JOB_ID].value is not None,
+        JOB_ID,
+        "a name for this job, because one etcd serves many",
+        "add --rdzv-id NAME, the same on all nodes and used by no other job",
+        BACKEND,
+        ENDPOINT,
+    )
+    distant = [str(endpoint) for endpoint in endpoints if not _is_loopback(endpoint)]
+    tls = any(settings[option].value is not None for option in (ETCD_CA, ETCD_CERT, ETCD_KEY))
+    rules.expect_of_etcd(
+        tls or settings[ETCD_INSECURE].value or not distant,
+        ENDPOINT,
+        f"TLS, because {', '.join(distant)} is not this machine's loopback",
+        "add --etcd-ca FILE, or --etcd-insecure to send everything as plain text",
+    )
+    rules.expect_of_etcd(
+        not (tls and settings[ETCD_INSECURE].value),
+        ETCD_INSECURE,
+        "no TLS with it, which --etcd-ca, --etcd-cert and --etcd-key ask for",
+        "leave out --etcd-insecure, and TLS is used",
+    )
+
+
+def _check_etcd_credentials(rules: _Rules) -> None:
+    settings = rules.settings
+    ca, cert, key = (settings[option].value for option in (ETCD_CA, ETCD_CERT, ETCD_KEY))
+    rules.expect_of_etcd(
+        key is None or cert is not None, ETCD_KEY, "a certificate with it", "add --etcd-cert FILE"
+    )
+    rules.expect_of_etcd(cert is None or key is not None, ETCD_CERT, "its key with it", "add --etcd-key FILE")
+    rules.expect_of_etcd(
+        cert is None or ca is not None,
+        ETCD_CERT,
+        "an authority with it, by which the server is known",
+        "add --etcd-ca FILE",
+    )
+    user, password, file = (settings[option] for option in (ETCD_USER, ETCD_PASSWORD, ETCD_PASSWORD_FILE))
+    rules.expect_of_etcd(
+        user.value is None or password.value is not None or file.value is not None,
+        ETCD_USER,
+        "a password with it",
+        "add --etcd-password-file FILE, or set ELASTIC_AGENT_ETCD_PASSWORD",
+    )
+    for option in (ETCD_PASSWORD, ETCD_PASSWORD_FILE):
+        rules.expect_of_etcd(
+            user.value is not None or settings[option].value is None,
+            option,
+            "a user with it",
+            "add --etcd-user NAME, or leave the password out",
+        )
+    rules.expect_of_etcd(
+        password.value is None or file.value is None,
+        ETCD_PASSWORD_FILE,
+        "one place for the password",
+        f"keep either it or {password.origin}",
+    )
+    for option in (ETCD_CA, ETCD_CERT):
+        _check_file(rules, option, private=False)
+    for option in (ETCD_KEY, ETCD_PASSWORD_FILE):
+        _check_file(rules, option, private=True)
+
+
+def _check_file(rules: _Rules, option: Option[Path | None], *, private: bool) -> None:
+    path = rules.settings[option].value
+    if path is None:
+        return
+    found = _look_at(path)
+    rules.expect(
+        found is not None and found.st_size > 0,
+        option,
+        "a file that exists, can be read and is not empty",
+        f"check the path, seen from {os.getcwd()}, and its permissions",
+        BACKEND,
+        ENDPOINT,
+    )
+    rules.expect(
+        found is None or not private or not found.st_mode & (stat.S_IRGRP | stat.S_IROTH),
+        option,
+        "a file that neither group nor others can read",
+        f"run: chmod 600 {path}",
+        BACKEND,
+        ENDPOINT,
+    )
+
+
+def _look_at(path: Path) -> os.stat_result | None:
+    """None for what is no file, or cannot be read."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found if stat.S_ISREG(found.st_mode) and os.access(path, os.R_OK) else None
+
+
+def _is_loopback(endpoint: Endpoint) -> bool:
+    """As far as the text says: a name is not looked up, for it may mean another machine tomorrow."""
+    try:
+        return ipaddress.ip_address(endpoint.host).is_loopback
+    except ValueError:
+        return endpoint.host == "localhost"

@@ -19,11 +19,13 @@ from .config import (
     CommandKind,
     Config,
     ConfigError,
+    EtcdConfig,
     NodeCounts,
     Problem,
     RendezvousConfig,
     StopConfig,
 )
+from .kinds import C10D_PORT, ETCD_PORT, StoreAddress
 from .layers import Layer, Setting, read_environ, read_file
 from .options import (
     ARGS,
@@ -31,6 +33,13 @@ from .options import (
     CONFIG_FILE,
     DEVICE_PINNING,
     ENDPOINT,
+    ETCD_CA,
+    ETCD_CERT,
+    ETCD_KEY,
+    ETCD_OPTIONS,
+    ETCD_PASSWORD,
+    ETCD_PASSWORD_FILE,
+    ETCD_USER,
     FAILURE_GRACE,
     HTTP_ADDRESS,
     JOB_ID,
@@ -50,6 +59,7 @@ from .options import (
     SCRIPT,
     STANDALONE,
     STOP_GRACE,
+    STORE_OUTAGE_GRACE,
     TARGETS,
     Option,
 )
@@ -61,7 +71,8 @@ COMMAND_KINDS: dict[str, CommandKind] = {
     MODULE.name: "module",
     NO_PYTHON.name: "binary",
 }
-THIS_MACHINE = frozenset({"localhost", "127.0.0.1", "::1"})
+_HOSTED_HERE = frozenset(((host, 0),) for host in ("localhost", "127.0.0.1", "::1"))
+"""Endpoints that mean, to torchrun as well: this agent hosts the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +135,7 @@ def _derive(settings: Settings, fresh_id: Callable[[], str]) -> list[str]:
             (MAX_NODES, 1),
             (BACKEND, "memory"),
             (ENDPOINT, None),
+            *((option, option.default_value) for option in ETCD_OPTIONS),
         ]
         for option, value in alone:
             if option in settings and settings[option].value != value:
@@ -131,20 +143,30 @@ def _derive(settings: Settings, fresh_id: Callable[[], str]) -> list[str]:
             settings.put(option, value, origin)
     if settings[MAX_NODES].value is None:
         settings.put(MAX_NODES, settings[MIN_NODES].value, "default: min-nodes")
-    endpoint = settings[ENDPOINT].value
-    if endpoint is not None and endpoint.port == 0 and endpoint.host in THIS_MACHINE:
-        settings.put(ENDPOINT, None, f"{settings[ENDPOINT].origin}: port 0, this agent hosts the store")
+    _derive_meeting_place(settings, fresh_id)
+    return warnings
+
+
+def _derive_meeting_place(settings: Settings, fresh_id: Callable[[], str]) -> None:
+    address, origin = settings[ENDPOINT].value, settings[ENDPOINT].origin
+    if settings[BACKEND].value is None and address is not None and address.backend is not None:
+        settings.put(BACKEND, address.backend, origin)
+    etcd = settings[BACKEND].value == "etcd"
+    if address is not None and not etcd and address.hosts in _HOSTED_HERE:
+        address = None
+        settings.put(ENDPOINT, None, f"{origin}: port 0, this agent hosts the store")
+    if address is not None:
+        settings.put(ENDPOINT, address.with_ports(ETCD_PORT if etcd else C10D_PORT), origin)
     if settings[BACKEND].value is None:
-        if settings[ENDPOINT].value is None and settings[MAX_NODES].value == 1:
+        if address is None and settings[MAX_NODES].value == 1:
             settings.put(BACKEND, "memory", "default: one node, no endpoint")
         else:
             settings.put(BACKEND, "c10d", "default: more than one node, or an endpoint")
-    if settings[JOB_ID].value is None:
-        if settings[ENDPOINT].value is None:
+    if settings[JOB_ID].value is None and not etcd:  # with etcd the user has to choose one: `relations`
+        if address is None:
             settings.put(JOB_ID, fresh_id(), "default: new for every start")
         else:
             settings.put(JOB_ID, "default", "default: the store belongs to one job")
-    return warnings
 
 
 def _command(settings: Settings) -> Command | None:
@@ -157,8 +179,9 @@ def _command(settings: Settings) -> Command | None:
 
 def _config(settings: Settings, command: Command) -> Config:
     backend, job_id, max_nodes = settings[BACKEND].value, settings[JOB_ID].value, settings[MAX_NODES].value
+    address = settings[ENDPOINT].value
     assert backend is not None  # `_derive` filled these in
-    assert job_id is not None
+    assert job_id is not None  # or `relations` has refused it
     assert max_nodes is not None
     return Config(
         command=command,
@@ -167,11 +190,13 @@ def _config(settings: Settings, command: Command) -> Config:
         device_pinning=settings[DEVICE_PINNING].value,
         rendezvous=RendezvousConfig(
             backend=backend,
-            endpoint=settings[ENDPOINT].value,
+            endpoints=address.endpoints if address is not None else (),
+            etcd=_etcd(settings, address) if backend == "etcd" else None,
             job_id=job_id,
             join_timeout_s=settings[JOIN_TIMEOUT].value,
             last_call_s=settings[LAST_CALL].value,
             lease_ttl_s=settings[LEASE_TTL].value,
+            store_outage_grace_s=settings[STORE_OUTAGE_GRACE].value,
         ),
         node_id=settings[NODE_ID].value,
         local_addr=settings[LOCAL_ADDR].value,
@@ -180,4 +205,16 @@ def _config(settings: Settings, command: Command) -> Config:
         stop=StopConfig(settings[STOP_GRACE].value, settings[FAILURE_GRACE].value),
         log_dir=settings[LOG_DIR].value,
         http_address=settings[HTTP_ADDRESS].value,
+    )
+
+
+def _etcd(settings: Settings, address: StoreAddress | None) -> EtcdConfig:
+    return EtcdConfig(
+        prefix=address.prefix if address is not None and address.prefix is not None else EtcdConfig().prefix,
+        ca=settings[ETCD_CA].value,
+        cert=settings[ETCD_CERT].value,
+        key=settings[ETCD_KEY].value,
+        user=settings[ETCD_USER].value,
+        password=settings[ETCD_PASSWORD].value,
+        password_file=settings[ETCD_PASSWORD_FILE].value,
     )

@@ -38,8 +38,9 @@ from .exits import CannotStart, ExitCode
 from .guard import Guard
 from .logs import WorkerLogs
 from .loop import Ending, Loop, Node
-from .network import unique_node_id
+from .network import LOOPBACK, unique_node_id
 from .observer import Observer
+from .options import SECRET_VARIABLES
 from .ports import PortError, bind_listener
 from .reports import ReportReceiver
 from .store_link import StoreLink
@@ -71,6 +72,8 @@ def run(config: Config) -> int:
 
 
 def _run(config: Config, name: str) -> Ending:
+    for secret in SECRET_VARIABLES:
+        os.environ.pop(secret, None)  # neither the guard nor any worker inherits it (I15)
     environment = dict(os.environ)
     # A store that ends makes torch write pages of C++ frames; what happened is said by us in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -238,10 +241,11 @@ def _listeners(
     config: Config, endpoint: Endpoint | None, address: str, bind: Binder
 ) -> tuple[socket.socket, socket.socket, socket.socket | None]:
     """For the workers' store, for metrics and probes, and for the c10d store if this agent is to host it."""
+    http = config.http_address or Endpoint(LOOPBACK if config.rendezvous.backend == "memory" else address, 0)
     try:
         return (
             bind(address, None, "master"),
-            bind(config.http_address.host, config.http_address.port, "metrics"),
+            bind(http.host, http.port, "metrics"),
             c10d_listener(config, endpoint, address, bind),
         )
     except PortError as error:

@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import TypeVar, cast
 
+from .config import Secret
 from .layers import Setting
-from .options import OPTIONS, Option, Source
+from .options import ETCD_PASSWORD, OPTIONS, Option, Source
 
 T = TypeVar("T")
 
@@ -32,14 +33,15 @@ class Settings:
         """Every setting as a TOML line with its origin; the lines are a file that means the same."""
         rows = []
         for option in OPTIONS:
-            if option.shorthand or Source.FILE not in option.sources:
+            if option.shorthand or (Source.FILE not in option.sources and option is not ETCD_PASSWORD):
                 continue
             setting = self[option]
-            written = (
-                f"# {option.name}: not set"
-                if setting.value is None
-                else f"{option.name} = {_toml(setting.value)}"
-            )
+            if setting.value is None:
+                written = f"# {option.name}: not set"
+            elif isinstance(setting.value, Secret):
+                written = f"# {option.name}: {setting.value}"
+            else:
+                written = f"{option.name} = {_toml(setting.value)}"
             rows.append((written, setting.origin))
         width = max(len(written) for written, _ in rows if len(written) <= 40)
         return [f"{written:<{width}}  # {_quoted(origin)[1:-1]}" for written, origin in rows]

@@ -17,10 +17,10 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TypeAlias
 
-from ..rendezvous.errors import StoreError, StoreMismatch
+from ..rendezvous.errors import StoreError, StoreMismatch, StoreRefused
 from ..rendezvous.memory import MemoryStore
 from ..rendezvous.store import Store
-from .config import Config, Endpoint
+from .config import Config, Endpoint, EtcdConfig, RendezvousConfig
 from .events import Event, Signalled
 from .exits import CannotStart, ExitCode
 from .network import LOOPBACK, AddressError, is_loopback, own_address, resolve
@@ -34,21 +34,18 @@ Binder: TypeAlias = Callable[[str, int | None, str], socket.socket]
 
 def c10d_endpoint(config: Config) -> Endpoint | None:
     """The c10d endpoint that the user gave, as an address."""
-    given = config.rendezvous.endpoint
-    if given is None:
+    rendezvous = config.rendezvous
+    if rendezvous.backend != "c10d" or not rendezvous.endpoints:
         return None
+    (given,) = rendezvous.endpoints
     try:
-        address = resolve(given.host, given.port)
+        return _as_address(given)
     except AddressError as error:
         raise CannotStart(ExitCode.BAD_CONFIG, f"--rdzv-endpoint {given}: {error}") from error
-    if is_loopback(address) and given.host not in ("localhost", address):
-        # Debian's /etc/hosts gives a machine's own name a loopback address, where no other node can come.
-        address = own_address(None)
-    return Endpoint(address, given.port)
 
 
 def node_address(config: Config, endpoint: Endpoint | None) -> str:
-    """Where the other nodes reach this one."""
+    """Where the other nodes reach this one; `endpoint` is the c10d store's."""
     if config.local_addr is not None:
         try:
             return resolve(config.local_addr, 0)
@@ -56,7 +53,34 @@ def node_address(config: Config, endpoint: Endpoint | None) -> str:
             raise CannotStart(ExitCode.BAD_CONFIG, f"--local-addr: {error}") from error
     if config.rendezvous.backend == "memory":
         return LOOPBACK
-    return own_address((endpoint.host, endpoint.port) if endpoint is not None else None)
+    towards = _etcd_endpoint(config) if config.rendezvous.backend == "etcd" else endpoint
+    return own_address((towards.host, towards.port) if towards is not None else None)
+
+
+def _etcd_endpoint(config: Config) -> Endpoint | None:
+    """A member of the etcd cluster towards which this node's address is looked up; None: the default route's.
+
+    A member on loopback says nothing about the others, so it counts only when all are.
+    """
+    found, errors = [], []
+    for given in config.rendezvous.endpoints:
+        try:
+            found.append(_as_address(given))
+        except AddressError as error:
+            errors.append(str(error))
+    if not found:
+        raise CannotStart(ExitCode.BAD_CONFIG, f"--rdzv-endpoint: {'; '.join(errors)}")
+    elsewhere = next((member for member in found if not is_loopback(member.host)), None)
+    return found[0] if elsewhere is None and not errors else elsewhere
+
+
+def _as_address(given: Endpoint) -> Endpoint:
+    """The endpoint as other nodes reach it. Raises AddressError."""
+    address = resolve(given.host, given.port)
+    if is_loopback(address) and given.host not in ("localhost", address):
+        # Debian's /etc/hosts gives a machine's own name a loopback address, where no other node can come.
+        address = own_address(None)
+    return Endpoint(address, given.port)
 
 
 def c10d_listener(
@@ -70,7 +94,7 @@ def c10d_listener(
     Whoever can bind the endpoint hosts: that is exact, where comparing host names is a guess. A port that is
     taken is another agent's store, or the connection to it will say what else it is.
     """
-    if config.rendezvous.backend == "memory":
+    if config.rendezvous.backend != "c10d":
         return None
     if endpoint is None:
         return bind(address, None, "store")
@@ -87,31 +111,25 @@ def open_store(
     events: queue.SimpleQueue[Event],
 ) -> Store:
     """Connecting may take as long as the other nodes do, so a thread waits for it and this one for signals."""
-    job = config.rendezvous.job_id
-    if config.rendezvous.backend == "memory":
+    rendezvous = config.rendezvous
+    if rendezvous.backend == "memory":
         return MemoryStore()
     opened: Future[Store] = Future()
 
     def work() -> None:
         try:
-            if listener is not None:
-                from ..rendezvous.c10d_host import C10dHost
-
-                opened.set_result(C10dHost(listener, listener.getsockname()[0], job))
+            if rendezvous.backend == "etcd":
+                opened.set_result(_connect_to_etcd(rendezvous))
             else:
-                from ..rendezvous.c10d import C10dStore
-
-                assert endpoint is not None, "without an endpoint this agent hosts the store"
-                timeout_s = config.rendezvous.join_timeout_s
-                opened.set_result(C10dStore.connect(endpoint.host, endpoint.port, job, timeout_s))
+                opened.set_result(_host_or_join_c10d(rendezvous, endpoint, listener))
         except BaseException as error:
             opened.set_exception(error)
 
     if listener is None:
         log.info(
             "looking for the rendezvous store at %s, for up to %.0f s",
-            endpoint,
-            config.rendezvous.join_timeout_s,
+            endpoint or ", ".join(map(str, rendezvous.endpoints)),
+            rendezvous.join_timeout_s,
         )
     threading.Thread(target=work, name="store-open", daemon=True).start()
     while True:
@@ -122,8 +140,57 @@ def open_store(
                 raise CannotStart(_stopped_by(events.get()), "stopped while looking for the store") from None
         except StoreMismatch as error:
             raise CannotStart(ExitCode.STORE_MISMATCH, str(error)) from error
+        except StoreRefused as error:
+            raise CannotStart(ExitCode.BAD_CONFIG, str(error)) from error
         except StoreError as error:
             raise CannotStart(ExitCode.STORE_LOST, str(error)) from error
+
+
+def _host_or_join_c10d(
+    rendezvous: RendezvousConfig, endpoint: Endpoint | None, listener: socket.socket | None
+) -> Store:
+    if listener is not None:
+        from ..rendezvous.c10d_host import C10dHost
+
+        return C10dHost(listener, listener.getsockname()[0], rendezvous.job_id)
+    from ..rendezvous.c10d import C10dStore
+
+    assert endpoint is not None, "without an endpoint this agent hosts the store"
+    return C10dStore.connect(endpoint.host, endpoint.port, rendezvous.job_id, rendezvous.join_timeout_s)
+
+
+def _connect_to_etcd(rendezvous: RendezvousConfig) -> Store:
+    from ..rendezvous.etcd import EtcdAccess, EtcdLogin, EtcdStore, EtcdTls
+
+    etcd = rendezvous.etcd
+    assert etcd is not None, "the backend is etcd"
+    access = EtcdAccess(
+        tuple((endpoint.host, endpoint.port) for endpoint in rendezvous.endpoints),
+        etcd.prefix,
+        EtcdTls(etcd.ca, etcd.cert, etcd.key) if etcd.ca is not None else None,
+        EtcdLogin(etcd.user, lambda: etcd_password(etcd)) if etcd.user is not None else None,
+    )
+    return EtcdStore.connect(
+        access,
+        rendezvous.job_id,
+        lease_ttl_s=rendezvous.lease_ttl_s,
+        timeout_s=rendezvous.join_timeout_s,
+    )
+
+
+def etcd_password(etcd: EtcdConfig) -> str:
+    """As it is now: the file may have been replaced. Raises OSError, and StoreRefused for what is no text."""
+    if etcd.password_file is None:
+        assert etcd.password is not None, "a user has a password"
+        return etcd.password.text
+    content = etcd.password_file.read_bytes()
+    try:
+        return content.decode().removesuffix("\n")
+    except UnicodeDecodeError:
+        # Not "from": that error carries the content along.
+        raise StoreRefused(
+            f"--etcd-password-file {etcd.password_file} holds no UTF-8 text: correct it"
+        ) from None
 
 
 def _stopped_by(event: Event) -> ExitCode:
@@ -133,7 +200,7 @@ def _stopped_by(event: Event) -> ExitCode:
 
 def invite(config: Config, hosted_at: Endpoint) -> None:
     """With the store on a port that nobody chose, somebody must tell the other nodes."""
-    if config.nodes.max == 1 or config.rendezvous.endpoint is not None:
+    if config.nodes.max == 1 or config.rendezvous.endpoints:
         return
     command, rendezvous, nodes = config.command, config.rendezvous, config.nodes
     how = {"script": [], "module": ["-m"], "binary": ["--no-python"]}[command.kind]

@@ -25,6 +25,7 @@ from elastic_agent.agent.config import (
 from elastic_agent.agent.exits import ExitCode
 from elastic_agent.agent.layers import MOST_FILE_BYTES, read_argv
 from elastic_agent.agent.options import (
+    ETCD_OPTIONS,
     GROUPS,
     IGNORED_RDZV_CONF_KEYS,
     IGNORED_TORCHRUN_OPTIONS,
@@ -48,7 +49,7 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
     "virtual-local-rank": ("true", "device_pinning", "mask"),
     "node-id": ("rack-1.node_2", "node_id", "rack-1.node_2"),
     "rdzv-backend": ("c10d", "rendezvous.backend", "c10d"),
-    "rdzv-endpoint": ("node1:2000", "rendezvous.endpoint", Endpoint("node1", 2000)),
+    "rdzv-endpoint": ("node1:2000", "rendezvous.endpoints", (Endpoint("node1", 2000),)),
     "rdzv-id": ("job-7", "rendezvous.job_id", "job-7"),
     "standalone": ("true", "rendezvous.backend", "memory"),
     "join-timeout": ("5m", "rendezvous.join_timeout_s", 300.0),
@@ -73,7 +74,7 @@ REFUSED: dict[str, Sequence[str]] = {
     "device-pinning": ["masked", "Index"],
     "virtual-local-rank": ["maybe"],
     "node-id": ["", "a/b", "a b", "x" * 65, "ä", "a\n"],
-    "rdzv-backend": ["etcd", "etcd-v2", "static", "redis"],
+    "rdzv-backend": ["etcd-v2", "etcd-v4", "static", "redis"],
     "rdzv-endpoint": ["", "host:port", "host:70000", "::1:29400", "[host]:1", "a/b:1", "node1:0"],
     "rdzv-id": ["", "a/b", "x" * 65],
     "standalone": ["perhaps"],
@@ -139,7 +140,8 @@ def problems_of(argv: Sequence[str], environ: Mapping[str, str] | None = None) -
 
 
 def test_the_tables_of_this_test_know_every_option() -> None:
-    settable = {option.name for option in OPTIONS if Source.FILE in option.sources}
+    elsewhere = {option.name for option in ETCD_OPTIONS}  # test_config_etcd
+    settable = {option.name for option in OPTIONS if Source.FILE in option.sources} - elsewhere
     assert set(REFUSED) == settable
     assert set(LANDINGS) == settable - {"script", "module", "no-python", "args"}
 
@@ -150,14 +152,14 @@ def test_defaults(script: str) -> None:
         nodes=NodeCounts(1, 1),
         nproc_per_node=1,
         device_pinning="index",
-        rendezvous=RendezvousConfig("memory", None, "fresh", 600.0, 1.0, 5.0),
+        rendezvous=RendezvousConfig("memory", (), None, "fresh", 600.0, 1.0, 5.0, 0.0),
         node_id=None,
         local_addr=None,
         port_range=None,
         max_restarts=None,
         stop=StopConfig(30.0, 1.0),
         log_dir=None,
-        http_address=Endpoint("127.0.0.1", 0),
+        http_address=None,
     )
 
 
@@ -190,7 +192,7 @@ def test_one_pass_reports_the_problems_of_all_sources(tmp_path: Path) -> None:
     file.write_text('min-nodes = 0\nlog_dirr = "x"\n[rendezvous]\nbackend = "c10d"\n')
     argv = [
         *("--config", str(file), "--nproc-per-nod", "2", "--lease-ttl", "0.1"),
-        *("--node-id", "a/b", "--last-call", "--rdzv-backend", "etcd", "train.py"),
+        *("--node-id", "a/b", "--last-call", "--rdzv-backend", "etcd-v2", "train.py"),
     ]
     environ = {"ELASTIC_AGENT_PORT_RANGE": "x", "ELASTIC_AGENT_MAXNODES": "4", "PET_MAX_RESTARTS": "-1"}
     found = "\n".join(problems_of(argv, environ))
@@ -205,7 +207,7 @@ def test_one_pass_reports_the_problems_of_all_sources(tmp_path: Path) -> None:
         "--lease-ttl '0.1': expected a duration from 1 s",
         "--node-id 'a/b': expected 1 to 64 characters",
         "--last-call: expected a duration from 0 s",
-        "--rdzv-backend 'etcd': expected c10d or memory; this version meets through c10d",
+        "--rdzv-backend 'etcd-v2': expected c10d, etcd or memory; etcd 3.6 has removed that interface",
     ):
         assert expected in found
     assert found.count("\n") == 10
@@ -237,24 +239,24 @@ def test_within_one_source_an_option_wins_over_the_shorthand_for_it(script: str,
 
 
 @pytest.mark.parametrize(
-    ("argv", "backend", "endpoint", "job_id"),
+    ("argv", "backend", "endpoints", "job_id"),
     [
-        ("", "memory", None, "fresh"),
-        ("--rdzv-backend c10d", "c10d", None, "fresh"),
-        ("--max-nodes 4", "c10d", None, "fresh"),
-        ("--max-nodes 4 --rdzv-endpoint localhost:0", "c10d", None, "fresh"),
-        ("--rdzv-endpoint node1", "c10d", Endpoint("node1", 29400), "default"),
-        ("--rdzv-endpoint [::1]:5 --rdzv-id none", "c10d", Endpoint("::1", 5), "default"),
-        ("--rdzv-endpoint node1:5 --rdzv-id j", "c10d", Endpoint("node1", 5), "j"),
-        ("--nnodes 4 --rdzv-backend c10d --rdzv-endpoint node1 --standalone", "memory", None, "fresh"),
-        ("--max-nodes 4 --rdzv-id none", "c10d", None, "fresh"),
+        ("", "memory", (), "fresh"),
+        ("--rdzv-backend c10d", "c10d", (), "fresh"),
+        ("--max-nodes 4", "c10d", (), "fresh"),
+        ("--max-nodes 4 --rdzv-endpoint localhost:0", "c10d", (), "fresh"),
+        ("--rdzv-endpoint node1", "c10d", (Endpoint("node1", 29400),), "default"),
+        ("--rdzv-endpoint [::1]:5 --rdzv-id none", "c10d", (Endpoint("::1", 5),), "default"),
+        ("--rdzv-endpoint node1:5 --rdzv-id j", "c10d", (Endpoint("node1", 5),), "j"),
+        ("--nnodes 4 --rdzv-backend c10d --rdzv-endpoint node1 --standalone", "memory", (), "fresh"),
+        ("--max-nodes 4 --rdzv-id none", "c10d", (), "fresh"),
     ],
 )
 def test_where_the_nodes_meet(
-    argv: str, backend: str, endpoint: Endpoint | None, job_id: str, script: str
+    argv: str, backend: str, endpoints: tuple[Endpoint, ...], job_id: str, script: str
 ) -> None:
     rendezvous = run_resolve([*argv.split(), script]).config.rendezvous
-    assert (rendezvous.backend, rendezvous.endpoint, rendezvous.job_id) == (backend, endpoint, job_id)
+    assert (rendezvous.backend, rendezvous.endpoints, rendezvous.job_id) == (backend, endpoints, job_id)
 
 
 @pytest.mark.parametrize(
@@ -273,11 +275,11 @@ def test_where_the_nodes_meet(
         ("--last-call 600", "--last-call '600': expected less than join-timeout, which is 600 s (default)"),
         (
             "--rdzv-backend memory --max-nodes 2",
-            "--rdzv-backend 'memory': expected c10d, because max-nodes is 2",
+            "--rdzv-backend 'memory': expected c10d or etcd, because max-nodes is 2",
         ),
         (
             "--rdzv-backend memory --rdzv-endpoint a:1",
-            "--rdzv-backend 'memory': expected c10d, because an endpoint",
+            "--rdzv-backend 'memory': expected c10d or etcd, because an endpoint",
         ),
         (
             "--rdzv-endpoint node1:0",

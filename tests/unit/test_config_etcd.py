@@ -1,0 +1,387 @@
+"""The configuration of an etcd store: where it is, how to speak to it, and that no secret is ever shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_agent.agent.config import Config, ConfigError, Endpoint, EtcdConfig, RendezvousConfig, Secret
+from elastic_agent.agent.layers import read_argv
+from elastic_agent.agent.options import ETCD_OPTIONS, SECRET_VARIABLES, Source
+from elastic_agent.agent.resolve import Resolved, resolve
+
+PASSWORD = "ELASTIC_AGENT_ETCD_PASSWORD"
+CANARY = "canary-7Xq"
+JOB = ["--rdzv-id", "j"]
+LOCAL = ["--rdzv-endpoint", "etcd://localhost", *JOB]
+RUN = ["-m", "mod"]
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that the test runs in: `ca`, `cert`, `key` and `pw` as they should be."""
+    for name in ("ca", "cert", "key", "pw"):
+        (tmp_path / name).write_text(f"{name}\n")
+        (tmp_path / name).chmod(0o600)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run_resolve(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Resolved:
+    return resolve(read_argv([*argv, *RUN]), environ or {}, lambda: "fresh")
+
+
+def rendezvous_of(argv: str, environ: Mapping[str, str] | None = None) -> RendezvousConfig:
+    return run_resolve(shlex.split(argv), environ).config.rendezvous
+
+
+def problems_of(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        run_resolve(argv, environ)
+    return [str(problem) for problem in caught.value.problems]
+
+
+# --- Where the store is
+
+
+@pytest.mark.parametrize(
+    ("argv", "endpoints", "prefix"),
+    [
+        ("--rdzv-backend etcd --rdzv-endpoint localhost", [("localhost", 2379)], "/elastic-agent"),
+        ("--rdzv-backend etcd-v3 --rdzv-endpoint 127.0.0.2:7", [("127.0.0.2", 7)], "/elastic-agent"),
+        (
+            "--rdzv-backend etcd --etcd-insecure --rdzv-endpoint h1,h2:2380,[fe80::3]:5,[::1]",
+            [("h1", 2379), ("h2", 2380), ("fe80::3", 5), ("::1", 2379)],
+            "/elastic-agent",
+        ),
+        ("--rdzv-endpoint etcd://localhost", [("localhost", 2379)], "/elastic-agent"),
+        ("--rdzv-endpoint etcd://localhost/", [("localhost", 2379)], "/elastic-agent"),
+        ("--rdzv-endpoint etcd://localhost/team-a/jobs/", [("localhost", 2379)], "/team-a/jobs"),
+        (
+            "--rdzv-backend etcd --rdzv-endpoint etcd://[::1]:5,localhost/p",
+            [("::1", 5), ("localhost", 2379)],
+            "/p",
+        ),
+        (
+            "--rdzv-endpoint localhost:1,localhost:2 --rdzv-backend=etcd",
+            [("localhost", 1), ("localhost", 2)],
+            "/elastic-agent",
+        ),
+    ],
+)
+def test_where_the_store_is(argv: str, endpoints: list[tuple[str, int]], prefix: str) -> None:
+    rendezvous = rendezvous_of(f"{argv} --rdzv-id j")
+    assert rendezvous.backend == "etcd"
+    assert rendezvous.endpoints == tuple(Endpoint(host, port) for host, port in endpoints)
+    assert rendezvous.etcd == EtcdConfig(prefix)
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("etcd://h1,,h2", "write an IPv6 address in brackets"),
+        ("etcd://", "write an IPv6 address in brackets"),
+        ("h1:2379,", "write an IPv6 address in brackets"),
+        ("etcd://::1", "write an IPv6 address in brackets"),
+        ("etcd://h1:99999", "correct it"),
+        ("h1/p", "write etcd://HOST:PORT,.../PREFIX to choose the prefix"),
+        ("https://h1:2379", "TLS is used when --etcd-ca FILE is given"),
+        ("etcd3://h1:2379", "write HOST:PORT,... or etcd://HOST:PORT"),
+        ("etcd://h1//p", "write the prefix as up to 8 names between slashes"),
+        ("etcd://h1/a/../b c", "write the prefix as up to 8 names between slashes"),
+        ("etcd://h1/" + "a/" * 9, "write the prefix as up to 8 names between slashes"),
+        ("etcd://h1?x=1", "nothing follows the prefix"),
+        ("etcd://h1/p#x", "nothing follows the prefix"),
+        ("etcd://root:pw@h1", "do not belong here: use --etcd-user NAME and --etcd-password-file FILE"),
+        ("root@h1", "do not belong here: use --etcd-user NAME and --etcd-password-file FILE"),
+    ],
+)
+def test_endpoints_that_cannot_be_read(text: str, advice: str) -> None:
+    (problem,) = problems_of(["--rdzv-endpoint", text, *JOB])
+    assert advice in problem
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (
+            "--rdzv-endpoint h1,h2 --rdzv-id j",
+            "--rdzv-endpoint 'h1:29400,h2:29400': expected one endpoint, because c10d (default: more than one"
+            " node, or an endpoint) has no more; use --rdzv-backend etcd if these are the members",
+        ),
+        (
+            "--rdzv-backend c10d --rdzv-endpoint etcd://localhost,h2",
+            "--rdzv-endpoint 'etcd://localhost:29400,h2:29400': expected an endpoint of c10d (--rdzv-backend)",
+        ),
+        (
+            "--rdzv-backend memory --rdzv-endpoint etcd://localhost",
+            "--rdzv-backend 'memory': expected c10d or etcd, because an endpoint is given",
+        ),
+        (
+            "--rdzv-backend etcd --rdzv-id j",
+            "rdzv-endpoint (default): expected the members of the etcd cluster",
+        ),
+        ("--rdzv-endpoint etcd://localhost", "rdzv-id (default): expected a name for this job"),
+        ("--rdzv-endpoint etcd://localhost --rdzv-id none", "--rdzv-id 'none': expected a name for this job"),
+        (
+            "--rdzv-endpoint etcd://localhost:0 --rdzv-id j",
+            "--rdzv-endpoint 'etcd://localhost:0': expected ports from 1 to 65535",
+        ),
+        (
+            "--rdzv-backend etcd --rdzv-endpoint localhost:0 --rdzv-id j",
+            "--rdzv-endpoint 'localhost:0': expected ports from 1 to 65535",
+        ),
+        (
+            "--rdzv-endpoint etcd://localhost,127.0.0.1,localhost:2379 --rdzv-id j",
+            "--rdzv-endpoint 'etcd://localhost:2379,127.0.0.1:2379,localhost:2379': expected each member once;"
+            " write localhost:2379 only once",
+        ),
+        (
+            "--rdzv-endpoint etcd://h1,localhost --rdzv-id j",
+            "--rdzv-endpoint 'etcd://h1:2379,localhost:2379': expected TLS, because h1:2379 is not this machine's",
+        ),
+    ],
+)
+def test_stores_that_cannot_be_met_in(argv: str, problem: str) -> None:
+    (found,) = problems_of(argv.split())
+    assert found.startswith(problem)
+
+
+# --- How to speak to it
+
+
+def written(source: str, folder: Path, values: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """The command line and the environment that give these values through one source."""
+    if source == "cli":
+        return [f"--{name}={text}" for name, text in values.items()], {}
+    if source == "environment":
+        return [], {f"ELASTIC_AGENT_{name.upper().replace('-', '_')}": text for name, text in values.items()}
+    path = folder / "agent.toml"
+    path.write_text("".join(f"{name} = {json.dumps(text)}\n" for name, text in values.items()))
+    return ["--config", str(path)], {}
+
+
+TLS = {"etcd-ca": "ca", "etcd-cert": "cert", "etcd-key": "key"}
+LOGIN = {"etcd-user": "trainer", "etcd-password-file": "pw"}
+
+
+@pytest.mark.parametrize("source", ["cli", "environment", "file"])
+def test_every_option_lands_from_every_source(source: str, files: Path) -> None:
+    place = {"rdzv-endpoint": "etcd://h1", "rdzv-id": "j", "store-outage-grace": "10m"}
+    argv, environ = written(source, files, {**place, **TLS, **LOGIN})
+    rendezvous = run_resolve(argv, environ).config.rendezvous
+    assert rendezvous.store_outage_grace_s == 600.0
+    assert rendezvous.etcd == EtcdConfig(
+        ca=Path("ca"), cert=Path("cert"), key=Path("key"), user="trainer", password_file=Path("pw")
+    )
+    argv, environ = written(source, files, {**place, "etcd-insecure": "true", "etcd-user": "trainer"})
+    rendezvous = run_resolve(argv, {**environ, PASSWORD: CANARY}).config.rendezvous
+    assert rendezvous.etcd == EtcdConfig(user="trainer", password=Secret(CANARY))
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "problem"),
+    [
+        ("--etcd-cert cert --etcd-ca ca", {}, "--etcd-cert 'cert': expected its key with it"),
+        ("--etcd-key key --etcd-ca ca", {}, "--etcd-key 'key': expected a certificate with it"),
+        ("--etcd-cert cert --etcd-key key", {}, "--etcd-cert 'cert': expected an authority with it"),
+        ("--etcd-insecure --etcd-ca ca", {}, "--etcd-insecure 'true': expected no TLS with it"),
+        ("--etcd-user root", {}, "--etcd-user 'root': expected a password with it"),
+        ("--etcd-password-file pw", {}, "--etcd-password-file 'pw': expected a user with it"),
+        ("", {PASSWORD: CANARY}, f"{PASSWORD} '***': expected a user with it"),
+        (
+            "--etcd-user root --etcd-password-file pw",
+            {PASSWORD: CANARY},
+            f"--etcd-password-file 'pw': expected one place for the password; keep either it or {PASSWORD}",
+        ),
+        ("", {PASSWORD: ""}, f"{PASSWORD} '***': expected a text that is not empty"),
+        ("", {PASSWORD: os.fsdecode(b"\xff")}, f"{PASSWORD} '***': expected a text that is not empty; it is not"),
+        ("--etcd-user 'a b' --etcd-password-file pw", {}, "--etcd-user 'a b': expected 1 to 128 printable ASCII"),
+        ("--etcd-ca ''", {}, "--etcd-ca '': expected a text"),
+        ("--etcd-ca gone", {}, "--etcd-ca 'gone': expected a file that exists, can be read and is not empty"),
+        ("--etcd-ca .", {}, "--etcd-ca '.': expected a file that exists"),
+        ("--etcd-ca empty", {}, "--etcd-ca 'empty': expected a file that exists"),
+        ("--etcd-ca ca --etcd-cert gone --etcd-key key", {}, "--etcd-cert 'gone': expected a file that exists"),
+        ("--etcd-ca ca --etcd-cert cert --etcd-key gone", {}, "--etcd-key 'gone': expected a file that exists"),
+        ("--etcd-user u --etcd-password-file gone", {}, "--etcd-password-file 'gone': expected a file that exists"),
+        ("--store-outage-grace -1", {}, "--store-outage-grace '-1': expected a duration"),
+        ("--etcd-insecure=perhaps", {}, "--etcd-insecure 'perhaps': expected true or false"),
+    ],
+)  # fmt: skip
+def test_credentials_that_do_not_fit_together(
+    argv: str, environ: dict[str, str], problem: str, files: Path
+) -> None:
+    (files / "empty").touch()
+    (found,) = problems_of([*LOCAL, *shlex.split(argv)], environ)
+    assert found.startswith(problem)
+
+
+def test_a_file_that_cannot_be_read_is_refused(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != Path("ca"))  # root may read everything
+    (problem,) = problems_of([*LOCAL, "--etcd-ca", "ca"])
+    assert problem.startswith("--etcd-ca 'ca': expected a file that exists, can be read")
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644])
+@pytest.mark.parametrize(("name", "option"), [("key", "--etcd-key"), ("pw", "--etcd-password-file")])
+def test_secrets_that_others_can_read_are_refused(name: str, option: str, mode: int, files: Path) -> None:
+    for readable_by_all in ("ca", "cert"):
+        (files / readable_by_all).chmod(0o644)
+    argv = [word for key, text in {**TLS, **LOGIN}.items() for word in (f"--{key}", text)]
+    assert run_resolve([*LOCAL, *argv])
+    (files / name).chmod(mode)
+    (problem,) = problems_of([*LOCAL, *argv])
+    assert problem == (
+        f"{option} '{name}': expected a file that neither group nor others can read; run: chmod 600 {name}"
+    )
+
+
+@pytest.mark.parametrize("host", ["h1", "10.0.0.1", "[fe80::1]", "0.0.0.0", "localhost.evil.example"])
+def test_plain_text_to_elsewhere_needs_a_word(host: str, files: Path) -> None:
+    argv = f"--rdzv-endpoint etcd://{host} --rdzv-id j"
+    assert "expected TLS" in problems_of(argv.split())[0]
+    assert rendezvous_of(f"{argv} --etcd-insecure").etcd == EtcdConfig()
+    assert rendezvous_of(f"{argv} --etcd-ca ca").etcd == EtcdConfig(ca=Path("ca"))
+
+
+GIVEN = {**TLS, **LOGIN, "etcd-insecure": "true", "store-outage-grace": "5s"}
+
+
+def test_the_options_of_etcd_need_etcd(files: Path) -> None:
+    assert {option.name for option in ETCD_OPTIONS} == {*GIVEN, "etcd-password"}
+    for backend in (["--rdzv-backend", "c10d"], [], ["--rdzv-endpoint", "node1"]):
+        for name, text in GIVEN.items():
+            (found,) = problems_of([*backend, f"--{name}={text}"])
+            assert found.startswith(f"--{name} '{text}': expected --rdzv-backend etcd with it, not ")
+        (found,) = problems_of(backend, {PASSWORD: CANARY})
+        assert found.startswith(f"{PASSWORD} '***': expected --rdzv-backend etcd with it, not ")
+
+
+def test_standalone_overrules_etcd_and_says_so(files: Path) -> None:
+    resolved = run_resolve([*LOCAL, "--etcd-ca=ca", "--standalone"], {PASSWORD: CANARY})
+    assert resolved.config.rendezvous == RendezvousConfig(job_id="j")
+    assert resolved.warnings == tuple(
+        f"{origin} is ignored: --standalone overrules it"
+        for origin in ("--rdzv-endpoint", "--etcd-ca", PASSWORD)
+    )
+
+
+@pytest.mark.parametrize(
+    "conf", ["cacert=ca,cert=cert,key=key", "ca_cert=ca,ssl_cert=cert,ssl_cert_key=key", "ca-cert=ca,cert=cert,key=key"]
+)  # fmt: skip
+def test_torchruns_spellings_of_certificates_are_read(conf: str, files: Path) -> None:
+    resolved = run_resolve(["--rdzv-endpoint", "etcd://h1", *JOB, "--rdzv-conf", f"{conf},protocol=https"])
+    assert resolved.config.rendezvous.etcd == EtcdConfig(ca=Path("ca"), cert=Path("cert"), key=Path("key"))
+    assert resolved.warnings == ("--rdzv-conf protocol has no effect here and is ignored",)
+
+
+def test_all_problems_at_once(files: Path) -> None:
+    argv = "--rdzv-backend etcd --rdzv-endpoint h1:0,h2,h2 --etcd-key gone --etcd-insecure --etcd-user u"
+    found = "\n".join(problems_of(argv.split()))
+    for expected in (
+        "expected ports from 1 to 65535",
+        "expected each member once",
+        "rdzv-id (default): expected a name for this job",
+        "--etcd-insecure 'true': expected no TLS with it",
+        "--etcd-key 'gone': expected a certificate with it",
+        "--etcd-user 'u': expected a password with it",
+        "--etcd-key 'gone': expected a file that exists",
+    ):
+        assert expected in found
+    assert found.count("\n") == 6
+
+
+def test_rules_with_an_unreadable_value_are_not_judged(files: Path) -> None:
+    assert len(problems_of([*LOCAL, "--etcd-user", "a b", "--etcd-password-file", "pw"])) == 1
+    assert len(problems_of(["--rdzv-backend", "redis", "--rdzv-endpoint", "h1,h2", "--etcd-ca", "gone"])) == 1
+    assert len(problems_of(["--rdzv-backend", "etcd", "--rdzv-endpoint", "a/b", "--rdzv-id", "j"])) == 1
+
+
+# --- Secrets
+
+
+def test_the_password_variable_is_no_option_and_no_key(files: Path) -> None:
+    file = files / "agent.toml"
+    file.write_text(f"etcd-password = '{CANARY}'\n")
+    for argv in (["--etcd-password", CANARY], [f"--etcd-password={CANARY}"], ["--config", str(file)]):
+        (problem,) = problems_of([*LOCAL, *argv])
+        assert problem.endswith("did you mean etcd-password-file?") or "--etcd-password-file" in problem
+        assert CANARY not in problem
+
+
+def test_every_secret_comes_from_a_variable_that_no_child_inherits() -> None:
+    secret = [option for option in ETCD_OPTIONS if option.sources == Source.ENV]
+    names = {f"ELASTIC_AGENT_{option.name.upper().replace('-', '_')}" for option in secret}
+    assert names == SECRET_VARIABLES == {PASSWORD}
+
+
+def test_a_password_is_shown_nowhere(files: Path) -> None:
+    resolved = run_resolve([*LOCAL, "--etcd-user", "root"], {PASSWORD: CANARY})
+    lines = resolved.settings.lines()
+    assert any(line.split() == ["#", "etcd-password:", "***", "#", PASSWORD] for line in lines)
+    etcd = resolved.config.rendezvous.etcd
+    assert etcd is not None
+    assert etcd.password is not None
+    assert etcd.password.text == CANARY
+    for shown in (*lines, repr(resolved.config), str(etcd), f"{etcd.password}", repr(resolved)):
+        assert CANARY not in shown
+
+
+@settings(deadline=None)
+@given(
+    secret=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])),
+    form=st.sampled_from(["etcd://u:{}@h1", "u:{}@h1:2379", "etcd://{}@h1,h2", "etcd://h1,u:{}@h2/p", "etcd://h?p={}"]),
+)  # fmt: skip
+def test_a_password_in_the_endpoint_is_refused_and_not_shown(secret: str, form: str) -> None:
+    text = form.format(CANARY + secret + CANARY)
+    for argv, environ in ((["--rdzv-endpoint", text], {}), ([], {"PET_RDZV_ENDPOINT": text})):
+        (problem,) = problems_of([*argv, *JOB], environ)
+        assert CANARY not in problem
+
+
+def test_a_password_in_a_file_that_is_wrong_otherwise_is_not_shown(files: Path) -> None:
+    file = files / "agent.toml"
+    file.write_text(f'rdzv-endpoint = ["etcd://u:{CANARY}@h1"]\n')
+    (problem,) = problems_of(["--config", str(file), *JOB])
+    assert "expected a text" in problem
+    assert CANARY not in problem
+
+
+# --- The printed settings
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--rdzv-endpoint etcd://h1,[::1]:7/p/q --etcd-insecure --rdzv-id j --store-outage-grace 90",
+        "--rdzv-backend etcd-v3 --rdzv-endpoint h1,h2 --etcd-ca ca --etcd-cert cert --etcd-key key --rdzv-id j",
+        "--rdzv-endpoint etcd://localhost --etcd-user u --etcd-password-file pw --rdzv-id j",
+        "--rdzv-endpoint etcd://localhost --rdzv-id j --standalone",
+    ],
+)
+def test_the_printed_settings_are_a_file_that_means_the_same(argv: str, files: Path) -> None:
+    first = run_resolve(argv.split())
+    file = files / "printed.toml"
+    file.write_text("\n".join(first.settings.lines()))
+    again = resolve(read_argv(["--config", str(file)]), {}, lambda: "another")
+    assert again.config == first.config
+    assert again.warnings == ()
+
+
+def test_the_url_is_named_as_the_origin_of_the_backend(files: Path) -> None:
+    lines = run_resolve(LOCAL).settings.lines()
+    assert any(line.split() == ["rdzv-backend", "=", '"etcd"', "#", "--rdzv-endpoint"] for line in lines), (
+        lines
+    )
+
+
+def test_without_an_http_address_it_is_chosen_when_the_agent_starts() -> None:
+    config: Config = run_resolve([]).config
+    assert config.http_address is None
