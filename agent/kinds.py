@@ -140,6 +140,8 @@ def endpoint(default_port: int) -> Kind[Endpoint]:
 
 
 def _host_and_port(text: str) -> tuple[str, int | None]:
+    if not text:
+        raise ValueError("a host is missing")
     match = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::([0-9]{1,5}))?", text)
     if match is None:
         raise ValueError("write an IPv6 address in brackets: [::1]:29400")

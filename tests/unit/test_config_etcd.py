@@ -86,9 +86,9 @@ def test_where_the_store_is(argv: str, endpoints: list[tuple[str, int]], prefix:
 @pytest.mark.parametrize(
     ("text", "advice"),
     [
-        ("etcd://h1,,h2", "write an IPv6 address in brackets"),
-        ("etcd://", "write an IPv6 address in brackets"),
-        ("h1:2379,", "write an IPv6 address in brackets"),
+        ("etcd://h1,,h2", "a host is missing"),
+        ("etcd://", "a host is missing"),
+        ("h1:2379,", "a host is missing"),
         ("etcd://::1", "write an IPv6 address in brackets"),
         ("etcd://h1:99999", "correct it"),
         ("h1/p", "write etcd://HOST:PORT,.../PREFIX to choose the prefix"),
