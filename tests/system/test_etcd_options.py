@@ -2,72 +2,80 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from .harness import PATIENCE_S, Agent, Job
+from tests.etcd_servers import EtcdCluster, etcd_cluster, make_certificates
+
+from .harness import Agent, Job
 
 CANARY = "canary-of-the-password"
 PASSWORD = {"ELASTIC_AGENT_ETCD_PASSWORD": CANARY}
+ROOT = "root:root"
 
 
 @pytest.fixture(scope="module")
 def etcd() -> Iterator[str]:
-    """A member on loopback: HOST:PORT."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-        client, peer = (f"127.0.0.1:{listener.getsockname()[1]}" for listener in sockets)
-        for listener in sockets:
-            listener.close()
-        words = ["etcd", "--data-dir", folder, "--listen-client-urls", f"http://{client}"]
-        words += ["--advertise-client-urls", f"http://{client}", "--listen-peer-urls", f"http://{peer}"]
-        with open(Path(folder) / "log", "wb") as log:
-            process = subprocess.Popen(words, stdout=log, stderr=log)
-        try:
-            deadline = time.monotonic() + PATIENCE_S
-            while not listens(client):
-                assert time.monotonic() < deadline, (Path(folder) / "log").read_text()
-                time.sleep(0.02)
-            yield client
-        finally:
-            process.kill()
-            process.wait()
+    """A member that speaks plain text and knows no users: its URL."""
+    with etcd_cluster() as cluster:
+        yield cluster.url(0).replace("http:", "etcd:")
 
 
-def listens(address: str) -> bool:
-    host, _, port = address.partition(":")
-    try:
-        socket.create_connection((host, int(port)), 1.0).close()
-    except OSError:
-        return False
-    return True
+@pytest.fixture
+def guarded(job: Job) -> Iterator[EtcdCluster]:
+    """Mutual TLS and passwords. The user `trainer` may do what a job needs, and nothing else."""
+    certificates = make_certificates(job.folder)
+    for name in ("server", "client"):
+        certificates.issue(name, name)
+        certificates.file(f"{name}.key").chmod(0o600)
+    with etcd_cluster(tls=certificates, args=("--bcrypt-cost", "4")) as cluster:
+        cluster.ctl("user", "add", ROOT)
+        cluster.ctl("user", "grant-role", "root", "root")
+        cluster.ctl("user", "add", f"trainer:{CANARY}")
+        cluster.ctl("role", "add", "job")
+        cluster.ctl(
+            "role", "grant-permission", "job", "--prefix=true", "readwrite", f"/elastic-agent/{job.id}/"
+        )
+        cluster.ctl("user", "grant-role", "trainer", "job")
+        cluster.ctl("auth", "enable")
+        yield cluster
 
 
 def join(job: Job, name: str, endpoint: str, *options: str, **more: object) -> Agent:
     return job.start(name, f"--rdzv-endpoint={endpoint}", f"--rdzv-id={job.id}", *options, **more)
 
 
+def credentials(job: Job, cluster: EtcdCluster) -> tuple[str, ...]:
+    files = {"ca": "ca.pem", "cert": "client.pem", "key": "client.key"}
+    endpoint = cluster.url(0).removeprefix("https://")
+    return (
+        endpoint,
+        "--rdzv-backend=etcd",
+        *(f"--etcd-{name}={job.folder / file}" for name, file in files.items()),
+    )
+
+
 def test_no_node_is_special(job: Job, etcd: str) -> None:
-    endpoint = f"etcd://{etcd}/tests"
-    agents = [join(job, name, endpoint, "--nnodes=1:2", "--lease-ttl=2") for name in ("a", "b")]
+    agents = [join(job, name, f"{etcd}/tests", "--nnodes=1:2", "--lease-ttl=2") for name in ("a", "b")]
     old = job.wait_for_training(world=2)
     first = next(agent for agent in agents if agent.name == old.nodes[0])
     first.kill()
     job.wait_for_training(world=1, after=old.number)
 
 
-def test_a_password_shows_up_nowhere(job: Job, etcd: str) -> None:
-    options = ("--etcd-user=trainer", "--nproc-per-node=2", f"--log-dir={job.folder}")
-    checked = join(job, "checked", f"etcd://{etcd}", *options, "--check-config", environment=PASSWORD)
+def test_a_password_shows_up_nowhere(job: Job, guarded: EtcdCluster) -> None:
+    options = (
+        *credentials(job, guarded),
+        "--etcd-user=trainer",
+        "--nproc-per-node=2",
+        f"--log-dir={job.folder}",
+    )
+    checked = join(job, "checked", *options, "--check-config", environment=PASSWORD)
     assert checked.exit_code() == 0
     assert checked.says(r"^# etcd-password: \*\*\* +# ELASTIC_AGENT_ETCD_PASSWORD$")
-    agent = join(job, "a", f"etcd://{etcd}", *options, environment=PASSWORD)
+    agent = join(job, "a", *options, environment=PASSWORD)
     job.wait_for_training(world=2)
     processes = job.processes()
     assert len(processes) >= 4, "the agent, its guard, two workers"
@@ -83,10 +91,24 @@ def test_a_password_shows_up_nowhere(job: Job, etcd: str) -> None:
         assert CANARY.encode() not in file.read_bytes(), file
 
 
+def test_a_wrong_password_is_a_matter_of_configuration(job: Job, guarded: EtcdCluster) -> None:
+    file = job.folder / "password"
+    file.write_text("wrong-password\n")
+    file.chmod(0o600)
+    options = (*credentials(job, guarded), "--etcd-user=trainer", f"--etcd-password-file={file}")
+    refused = join(job, "a", *options)
+    assert refused.exit_code() == 78
+    assert refused.says("check the user and the password")
+    assert not refused.says("wrong-password")
+    file.write_text(f"{CANARY}\n")
+    join(job, "b", *options)
+    job.wait_for_training(world=1)
+
+
 def test_wrong_certificates_are_a_matter_of_configuration(job: Job, etcd: str) -> None:
     wrong = job.folder / "ca.pem"
     wrong.write_text("no certificate\n")
-    agent = join(job, "a", f"etcd://{etcd}", f"--etcd-ca={wrong}")
+    agent = join(job, "a", etcd, f"--etcd-ca={wrong}")
     assert agent.exit_code() == 78
     assert agent.says(str(wrong))
 
