@@ -66,11 +66,11 @@ class WorkerExited:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerStoreBroken:
-    """The workers' store of this generation could not be served."""
+class HolderSpoke:
+    """The process that serves the workers' stores has said this. Nothing: it has ended."""
 
-    generation: int
-    problem: str
+    pid: int
+    message: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ Event: TypeAlias = (
     | LeaseGone
     | StoreGone
     | WorkerExited
-    | WorkerStoreBroken
+    | HolderSpoke
     | Reported
     | Signalled
 )

@@ -28,6 +28,7 @@ from .events import (
     Answered,
     Changed,
     Event,
+    HolderSpoke,
     LeaseConfirmed,
     LeaseGone,
     LostTrack,
@@ -36,7 +37,6 @@ from .events import (
     StoreGone,
     Unanswered,
     WorkerExited,
-    WorkerStoreBroken,
 )
 from .exits import ExitCode
 from .failures import WorkerFailure, examine, fingerprint, summarize
@@ -105,6 +105,7 @@ class Loop:
         participant: Participant,
         link: StoreLink,
         guard: Guard,
+        worker_store: WorkerStore,
         logs: WorkerLogs,
         observer: Observer,
         commits: CommitGate,
@@ -119,6 +120,7 @@ class Loop:
         self._participant = participant
         self._link = link
         self._guard = guard
+        self._worker_store = worker_store
         self._logs = logs
         self._observer = observer
         self._commits = commits
@@ -128,7 +130,6 @@ class Loop:
         self._clock = clock
         self._world: World | None = None
         self._group: WorkerGroup | None = None
-        self._worker_store: WorkerStore | None = None
         self._started_at = 0.0
         self._failures: list[WorkerFailure] = []
         self._signals: list[signal.Signals] = []
@@ -246,16 +247,13 @@ class Loop:
         self._participant.workers_started(world)
         self._world, self._started_at, self._failures = world, now, []
         self._observer.starting(world, member, now)
-        if world.members[0] == member:
-            self._worker_store = WorkerStore(
-                self._listener, lambda problem: self._events.put(WorkerStoreBroken(generation, problem))
-            )
-            self._worker_store.start()
         self._group = WorkerGroup(
             generation, self._node.incarnation, self._guard, self._logs, self._events.put, self._clock
         )
         specs = [self._spec(world, member, local_rank) for local_rank in range(member.slots)]
         try:
+            if world.members[0] == member:
+                self._worker_store.serve(self._listener)
             self._group.start(self._config.command, specs)
         except OSError as error:
             self._fail(f"a worker could not be started: {error}")
@@ -288,9 +286,7 @@ class Loop:
 
     def _finish_group(self, group: WorkerGroup, now: float) -> None:
         """Nothing of the generation is left here."""
-        if self._worker_store is not None:
-            self._worker_store.close()
-            self._worker_store = None
+        self._worker_store.close()
         if group.succeeded:
             log.info(
                 "generation %d: all %d workers here ended with success", group.generation, len(group.ranks)
@@ -377,9 +373,10 @@ class Loop:
             self._store_gone(event)
         elif isinstance(event, WorkerExited):
             self._worker_exited(event.generation, event.local_rank)
-        elif isinstance(event, WorkerStoreBroken):
-            if self._group is not None and self._group.generation == event.generation:
-                self._fail(event.problem)
+        elif isinstance(event, HolderSpoke):
+            problem = self._worker_store.heard(event)
+            if problem and self._group is not None and not self._group.stopping:
+                self._fail(problem)
         elif isinstance(event, Reported):
             self._reported(event, now)
         else:

@@ -45,6 +45,7 @@ from .ports import PortError, bind_listener
 from .reports import ReportReceiver
 from .store_link import StoreLink
 from .store_opening import Binder, c10d_endpoint, c10d_listener, invite, node_address, open_store
+from .worker_store import WorkerStore
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +118,8 @@ def _run(config: Config, name: str) -> Ending:
         guard = Guard()
         guard.start(incarnation, run_dir)
         stack.callback(guard.close)
+        worker_store = WorkerStore(environment, events.put)
+        stack.callback(worker_store.end)
         logs = WorkerLogs(config.log_dir, name, sys.stdout.buffer, sys.stderr.buffer)
         logs.start()
         stack.callback(logs.close)
@@ -133,6 +136,7 @@ def _run(config: Config, name: str) -> Ending:
             participant,
             link,
             guard,
+            worker_store,
             logs,
             Observer(metrics, config.max_restarts, clock()),
             commits,

@@ -56,6 +56,11 @@ def command_line(command: Command, local_rank: int) -> list[str]:
     return [command.target, *args]
 
 
+def tied(command: Sequence[str]) -> list[str]:
+    """The same command, through the shim: it dies with this process, and with the thread that starts it."""
+    return [sys.executable, "-I", "-S", str(SHIM), str(os.getpid()), "--", *command]
+
+
 class WorkerGroup:
     """See the module's docstring. All methods are for the main thread."""
 
@@ -91,15 +96,7 @@ class WorkerGroup:
 
     def _start_one(self, command: Command, spec: WorkerSpec) -> None:
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-I",
-                "-S",
-                str(SHIM),
-                str(os.getpid()),
-                "--",
-                *command_line(command, spec.local_rank),
-            ],
+            tied(command_line(command, spec.local_rank)),
             env=dict(spec.environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

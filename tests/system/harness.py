@@ -63,7 +63,7 @@ class Process:
 
     @property
     def generation(self) -> int | None:
-        """None for an agent and its guard, which are no workers."""
+        """None for an agent, its guard and the process with the workers' store, which are no workers."""
         number = self.environment.get("ELASTIC_AGENT_GENERATION")
         return int(number) if number is not None else None
 

@@ -1,0 +1,214 @@
+"""The workers' stores as their clients see them, served by a real holder; the test stands where the agent does."""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from elastic_agent.agent.events import Event, HolderSpoke
+from elastic_agent.agent.ports import bind_listener
+from elastic_agent.agent.worker_store import HOLDER, WorkerStore
+
+ADDRESS = "127.0.0.1"
+PATIENCE_S = 60.0
+"""Importing torch takes two seconds, and many more on a busy machine."""
+
+
+class Node:
+    """What is left of an agent when only its workers' store matters."""
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.store = WorkerStore(environment, self.events.put)
+        self.problems: list[str] = []
+
+    def serve(self) -> socket.socket:
+        """A generation begins."""
+        listener = bind_listener(ADDRESS, 0, "master")
+        self.port = listener.getsockname()[1]
+        self.store.serve(listener)
+        return listener
+
+    def hear_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline
+            try:
+                event = self.events.get(timeout=0.02)
+            except queue.Empty:
+                continue
+            assert isinstance(event, HolderSpoke)
+            if problem := self.store.heard(event):
+                self.problems.append(problem)
+
+    def client(self) -> TCPStore:
+        """Connected, by which time the holder is ready. The agent hears events meanwhile."""
+        patience = timedelta(seconds=PATIENCE_S)
+        with ThreadPoolExecutor() as pool:
+            future = pool.submit(
+                TCPStore, ADDRESS, self.port, is_master=False, wait_for_workers=False, timeout=patience
+            )
+            self.hear_until(future.done)
+            return future.result()
+
+    def kill_holder(self) -> None:
+        """Dead, and nothing of it heard yet."""
+        assert self.store.pid is not None
+        os.kill(self.store.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, self.store.pid, os.WEXITED | os.WNOWAIT)
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    node = Node()
+    yield node
+    node.store.end()
+
+
+def refused(port: int) -> bool:
+    with socket.socket() as visitor:
+        return visitor.connect_ex((ADDRESS, port)) == errno.ECONNREFUSED
+
+
+def torch_that(does: str, folder: Path) -> dict[str, str]:
+    """An environment in which `import torch` does just this."""
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text(does)
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+def test_a_worker_that_comes_before_torch_is_imported_waits_and_is_served(node: Node) -> None:
+    listener = node.serve()
+    early = socket.create_connection((ADDRESS, node.port), timeout=1)
+    client = node.client()
+    client.set("key", "value")
+    assert client.get("key") == b"value"
+    assert listener.fileno() == -1, "the agent has closed its copy"
+    early.close()
+
+
+def test_each_generation_has_an_empty_store_of_one_holder_and_the_last_ones_port_refuses(node: Node) -> None:
+    node.serve()
+    client, first, pid = node.client(), node.port, node.store.pid
+    client.set("key", "of the first generation")
+    node.store.close()
+    node.hear_until(lambda: refused(first))
+    node.serve()
+    assert not node.client().check(["key"])
+    assert node.store.pid == pid
+    assert not node.problems
+
+
+def test_a_killed_holder_ends_its_generation_and_the_next_one_gets_another(node: Node) -> None:
+    node.serve()
+    node.client()
+    pid = node.store.pid
+    node.kill_holder()
+    node.hear_until(lambda: bool(node.problems))
+    assert len(node.problems) == 1
+    assert node.problems[0].startswith(
+        f"the workers' store is gone: the process {pid} that served it ended: killed by SIGKILL"
+    )
+    assert refused(node.port), "workers are not left to wait"
+    node.store.close()
+    node.serve()
+    node.client().set("key", "value")
+    assert node.store.pid != pid
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_holder_that_is_killed_while_nobody_needs_it_is_replaced_in_silence(
+    node: Node, heard: bool
+) -> None:
+    node.serve()
+    node.client()
+    node.store.close()
+    node.kill_holder()
+    if heard:
+        node.hear_until(lambda: node.store.pid is None)
+    node.serve()
+    node.client().set("key", "value")
+    assert not node.problems
+
+
+def test_a_generation_that_ends_during_the_import_leaves_its_port_at_once_and_the_holder_to_the_next(
+    node: Node,
+) -> None:
+    node.serve()
+    first, pid = node.port, node.store.pid
+    node.store.close()
+    assert refused(first)
+    node.serve()
+    node.client().set("key", "value")
+    assert node.store.pid == pid
+    assert refused(first)
+
+
+def test_a_torch_that_cannot_be_imported_is_the_problem_that_is_told(tmp_path: Path) -> None:
+    node = Node(torch_that("raise ImportError('libc10.so is missing')", tmp_path))
+    node.serve()
+    node.hear_until(lambda: bool(node.problems))
+    assert node.problems == ["the workers' store is gone: ImportError: libc10.so is missing"]
+    assert refused(node.port)
+    node.store.end()
+
+
+def test_the_holder_does_not_see_the_agents_modules_by_their_bare_names(tmp_path: Path) -> None:
+    """A library that tries `import ports` means another."""
+    looking = "from importlib.util import find_spec; raise ImportError(find_spec('ports'))"
+    node = Node(torch_that(looking, tmp_path))
+    node.serve()
+    node.hear_until(lambda: bool(node.problems))
+    assert node.problems == ["the workers' store is gone: ImportError: None"]
+    node.store.end()
+
+
+def test_without_a_holder_nobody_listens(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    with pytest.raises(OSError):
+        node.serve()
+    assert refused(node.port)
+
+
+def test_the_end_of_the_agents_store_ends_the_holder_also_during_its_import(tmp_path: Path) -> None:
+    node = Node(torch_that("import time; time.sleep(600)", tmp_path))
+    node.serve()
+    pid = node.store.pid
+    node.store.end()
+    assert refused(node.port)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid or 0, 0)
+
+
+def test_a_service_managers_signals_to_all_do_not_take_the_store_from_workers_in_their_grace(
+    node: Node,
+) -> None:
+    node.serve()
+    client = node.client()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(node.store.pid or 0, number)
+    client.set("key", "value")
+    assert client.get("key") == b"value"
+
+
+def test_a_holder_that_nobody_speaks_to_any_more_ends_by_itself() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    holder = subprocess.Popen([sys.executable, HOLDER], stdin=theirs.fileno())
+    theirs.close()
+    ours.settimeout(PATIENCE_S)
+    assert ours.recv(100) == b"ready"
+    ours.close()
+    assert holder.wait(PATIENCE_S) == 0
