@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..rendezvous.errors import StoreError
+from ..rendezvous.peers import Finding, Peer
 from ..rendezvous.requests import Answer, Request, Subscription
 from ..rendezvous.store import Change, LeaseId
 from ..worker.reports import Report
@@ -58,6 +59,15 @@ class StoreGone:
 
 
 @dataclass(frozen=True, slots=True)
+class Probed:
+    """What came of asking a peer at `asked_at` who it is."""
+
+    peer: Peer
+    finding: Finding
+    asked_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerExited:
     """The process of this worker has ended and can be reaped."""
 
@@ -91,6 +101,7 @@ Event: TypeAlias = (
     | LeaseConfirmed
     | LeaseGone
     | StoreGone
+    | Probed
     | WorkerExited
     | HolderSpoke
     | Reported

@@ -32,6 +32,7 @@ from .events import (
     LeaseConfirmed,
     LeaseGone,
     LostTrack,
+    Probed,
     Reported,
     Signalled,
     StoreGone,
@@ -43,6 +44,7 @@ from .failures import WorkerFailure, examine, fingerprint, summarize
 from .guard import Guard
 from .logs import WorkerLogs
 from .observer import Observer
+from .peer_link import PeerLink
 from .ports import PortError
 from .store_link import StoreLink
 from .worker_store import WorkerStore
@@ -104,6 +106,7 @@ class Loop:
         node: Node,
         participant: Participant,
         link: StoreLink,
+        peers: PeerLink,
         guard: Guard,
         worker_store: WorkerStore,
         logs: WorkerLogs,
@@ -119,6 +122,7 @@ class Loop:
         self._node = node
         self._participant = participant
         self._link = link
+        self._peers = peers
         self._guard = guard
         self._worker_store = worker_store
         self._logs = logs
@@ -167,6 +171,12 @@ class Loop:
             return Probe(True, f"standing by: generation {world.generation} is running")
         return Probe(False, f"waiting: {self._participant.waiting_for}")
 
+    def introduction(self) -> str:
+        """For any thread: what this node answers a peer that asks who it is."""
+        group = self._group
+        generation = group.generation if group is not None and not group.stopping else 0
+        return self._participant.introduction(self._clock(), generation).to_json()
+
     # ---------------------------------------------------------------- one turn
 
     def _turn(self) -> float | None:
@@ -177,6 +187,8 @@ class Loop:
             request = participant.request(now)
             if request is not None:
                 self._link.ask(request)
+            for peer in participant.probes(now):
+                self._peers.ask(peer)
             if participant.wants_port:
                 self._renew_listener()
             elif not self._obey(now):
@@ -371,6 +383,8 @@ class Loop:
             participant.lease_gone(event.lease)
         elif isinstance(event, StoreGone):
             self._store_gone(event)
+        elif isinstance(event, Probed):
+            participant.probed(event.peer, event.finding, event.asked_at, now)
         elif isinstance(event, WorkerExited):
             self._worker_exited(event.generation, event.local_rank)
         elif isinstance(event, HolderSpoke):

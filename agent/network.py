@@ -7,6 +7,8 @@ import re
 import socket
 import uuid
 
+from ..rendezvous.records import Endpoint
+
 LOOPBACK = "127.0.0.1"
 
 _ELSEWHERE = ("192.0.2.1", 9)
@@ -45,6 +47,14 @@ def own_address(towards: tuple[str, int] | None) -> str:
         except OSError:
             return LOOPBACK
         return str(probe.getsockname()[0])
+
+
+def reachable_at(listening: tuple[str, int], address: str) -> Endpoint | None:
+    """Where other nodes, who know this one by `address`, reach what listens here; None when they cannot."""
+    host, port = listening
+    if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
+        return Endpoint(address, port)
+    return None if is_loopback(host) and not is_loopback(address) else Endpoint(host, port)
 
 
 def unique_node_id() -> str:

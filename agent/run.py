@@ -27,7 +27,7 @@ from ..health.metrics import Metrics
 from ..rendezvous.decide import Policy
 from ..rendezvous.errors import StoreError
 from ..rendezvous.participant import Participant
-from ..rendezvous.records import NODES_PREFIX, NodeRecord
+from ..rendezvous.records import NODES_PREFIX, Introduction, NodeRecord
 from ..rendezvous.restarts import RestartPolicy
 from ..rendezvous.store import Store
 from .commit_gate import CommitGate
@@ -38,9 +38,10 @@ from .exits import CannotStart, ExitCode
 from .guard import Guard
 from .logs import WorkerLogs
 from .loop import Ending, Loop, Node
-from .network import LOOPBACK, unique_node_id
+from .network import LOOPBACK, reachable_at, unique_node_id
 from .observer import Observer
 from .options import SECRET_VARIABLES
+from .peer_link import PeerLink
 from .ports import PortError, bind_listener
 from .reports import ReportReceiver
 from .store_link import StoreLink
@@ -93,11 +94,11 @@ def _run(config: Config, name: str) -> Ending:
         run_dir = Path(stack.enter_context(_run_directory()))
         listener, http, store_listener = _listeners(config, endpoint, address, bind)
         _catch_signals(events)
-        probes = _Probes()
-        server = HealthServer(http, metrics.render, probes.liveness, probes.readiness)
+        probes = _Probes(Introduction(name, incarnation, generation=0))
+        server = HealthServer(http, metrics.render, probes.liveness, probes.readiness, probes.introduction)
         server.start()
         stack.callback(server.close)
-        log.info("metrics, /healthz and /readyz at http://%s", _url(server.address))
+        log.info("metrics, /healthz, /readyz and /node at http://%s", _url(server.address))
 
         hosted_at = Endpoint(*store_listener.getsockname()[:2]) if store_listener is not None else None
         store = open_store(config, endpoint, store_listener, events)
@@ -110,6 +111,7 @@ def _run(config: Config, name: str) -> Ending:
             address=address,
             port=listener.getsockname()[1],
             slots=workers,
+            http=reachable_at(server.address, address),
             hosts_store=store_listener is not None,
         )
         lease_ttl_s = config.rendezvous.lease_ttl_s
@@ -135,6 +137,7 @@ def _run(config: Config, name: str) -> Ending:
             Node(name, incarnation, inventory, run_dir, reports.path, environment),
             participant,
             link,
+            PeerLink(events.put, clock),
             guard,
             worker_store,
             logs,
@@ -187,6 +190,7 @@ def _policy(config: Config) -> Policy:
         max_nodes=config.nodes.max,
         last_call_s=config.rendezvous.last_call_s,
         join_timeout_s=config.rendezvous.join_timeout_s,
+        store_outage_grace_s=config.rendezvous.store_outage_grace_s,
         restarts=RestartPolicy(max_failures=config.max_restarts),
     )
 
@@ -199,7 +203,9 @@ def _run_directory() -> tempfile.TemporaryDirectory[str]:
 class _Probes:
     """What the HTTP server says before there is a loop, and then what the loop says."""
 
-    loop: Loop | None = None
+    def __init__(self, before: Introduction) -> None:
+        self.loop: Loop | None = None
+        self._before = before
 
     def liveness(self) -> Probe:
         return self.loop.liveness() if self.loop is not None else Probe(True, "starting")
@@ -210,6 +216,9 @@ class _Probes:
             if self.loop is not None
             else Probe(False, "looking for the rendezvous store")
         )
+
+    def introduction(self) -> str:
+        return self.loop.introduction() if self.loop is not None else self._before.to_json()
 
 
 def _log_to_stderr(name: str) -> None:

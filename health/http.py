@@ -1,4 +1,4 @@
-"""Answers scrapes and probes: GET or HEAD of /metrics, /healthz and /readyz, one answer per connection.
+"""Answers scrapes, probes and peers: GET or HEAD of /metrics, /healthz, /readyz and /node, one answer per connection.
 
 One thread serves every client with non-blocking sockets, so all that a scrape ever waits for is other answers
 being rendered, never other clients. A connection goes one way through three phases:
@@ -35,6 +35,10 @@ logger = logging.getLogger(__name__)
 _REQUEST_LINE = re.compile(rb"([A-Z]+) (/[!-~]*) HTTP/1\.[0-9]")
 _END_OF_HEAD = b"\r\n\r\n"
 _TEXT = "text/plain; charset=utf-8"
+_JSON = "application/json"
+
+NODE_PATH = "/node"
+"""Where an agent tells its peers who it is."""
 
 _Page = tuple[HTTPStatus, str, bytes]  # status, content type, body
 
@@ -88,6 +92,7 @@ class HealthServer:
         render_metrics: Callable[[], bytes],
         liveness: Callable[[], Probe],
         readiness: Callable[[], Probe],
+        introduction: Callable[[], str],
         limits: Limits = Limits(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -101,6 +106,7 @@ class HealthServer:
             b"/metrics": lambda: (HTTPStatus.OK, CONTENT_TYPE, render_metrics()),
             b"/healthz": lambda: _probe_page(liveness()),
             b"/readyz": lambda: _probe_page(readiness()),
+            NODE_PATH.encode(): lambda: (HTTPStatus.OK, _JSON, introduction().encode()),
         }
         self._connections: dict[_Connection, None] = {}  # the oldest first
         self._accept_paused_until: float | None = None

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.health.http import HealthServer, Limits, Probe
+from elastic_agent.health.http import NODE_PATH, HealthServer, Limits, Probe
 from elastic_agent.health.metrics import CONTENT_TYPE
 
 PATIENCE_S = 30.0  # a deadline for waiting, far beyond what any of these tests needs
@@ -34,6 +34,7 @@ class Agent:
     page: Callable[[], bytes] = lambda: b"up 1\n"
     live: Probe = field(default_factory=lambda: Probe(True, "main loop turned 0.1 s ago"))
     ready: Probe = field(default_factory=lambda: Probe(False, "joining"))
+    introduction: str = '{"node": "a"}'
     now_s: float = 1000.0
 
 
@@ -50,6 +51,7 @@ def server(agent: Agent) -> Iterator[HealthServer]:
         lambda: agent.page(),
         lambda: agent.live,
         lambda: agent.ready,
+        lambda: agent.introduction,
         clock=lambda: agent.now_s,
     )
     server.start()
@@ -124,7 +126,13 @@ def test_a_probe_says_200_or_503_and_why(server: HealthServer, agent: Agent) -> 
     assert get(server, "/readyz")[::2] == (200, b"running\n")
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz", "/nothing"])
+def test_peers_are_told_who_this_is(server: HealthServer, agent: Agent) -> None:
+    assert get(server, NODE_PATH)[::2] == (200, b'{"node": "a"}')
+    agent.introduction = '{"node": "b"}'
+    assert get(server, NODE_PATH)[::2] == (200, b'{"node": "b"}')
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz", NODE_PATH, "/nothing"])
 def test_head_has_the_head_of_get_and_no_body(server: HealthServer, path: str) -> None:
     got_status, got_headers, body = get(server, path)
     assert body
@@ -310,7 +318,7 @@ def test_a_client_that_never_closes_after_its_answer_is_closed(server: HealthSer
 def test_with_the_real_clock_a_silent_client_is_closed_without_any_other_traffic() -> None:
     probe = Probe(True, "ok")
     server = HealthServer(
-        listening_socket(), lambda: b"", lambda: probe, lambda: probe, limits=Limits(lifetime_s=0.05)
+        listening_socket(), lambda: b"", lambda: probe, lambda: probe, str, limits=Limits(lifetime_s=0.05)
     )
     server.start()
     try:
@@ -434,7 +442,9 @@ def test_memory_does_not_grow_with_garbage(server: HealthServer) -> None:
 
 def test_close_ends_the_thread_and_frees_the_port_and_every_descriptor(agent: Agent) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
-    server = HealthServer(listening_socket(), lambda: b"", lambda: agent.live, lambda: agent.ready)
+    server = HealthServer(
+        listening_socket(), lambda: b"", lambda: agent.live, lambda: agent.ready, lambda: agent.introduction
+    )
     server.start()
     assert any(thread.name == "health-http" for thread in threading.enumerate())
     with connect(server) as open_client:
@@ -450,7 +460,9 @@ def test_close_ends_the_thread_and_frees_the_port_and_every_descriptor(agent: Ag
 
 def test_a_server_that_was_never_started_closes_too(agent: Agent) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
-    server = HealthServer(listening_socket(), lambda: b"", lambda: agent.live, lambda: agent.ready)
+    server = HealthServer(
+        listening_socket(), lambda: b"", lambda: agent.live, lambda: agent.ready, lambda: agent.introduction
+    )
     server.close()
     server.close()
     assert len(os.listdir("/proc/self/fd")) == descriptors
@@ -466,7 +478,7 @@ def test_a_hanging_callback_does_not_keep_the_agent_from_stopping() -> None:
 
     probe = Probe(True, "ok")
     server = HealthServer(
-        listening_socket(), hang, lambda: probe, lambda: probe, limits=Limits(lifetime_s=0.05)
+        listening_socket(), hang, lambda: probe, lambda: probe, str, limits=Limits(lifetime_s=0.05)
     )
     server.start()
     with connect(server) as client:
@@ -509,6 +521,7 @@ def test_a_client_that_leaves_the_queue_does_not_keep_the_next_waiting(agent: Ag
         lambda: b"up 1\n",
         lambda: agent.live,
         lambda: agent.ready,
+        lambda: agent.introduction,
         clock=lambda: clock_that_ends_no_pause,
     )
     server.start()
@@ -520,7 +533,9 @@ def test_a_client_that_leaves_the_queue_does_not_keep_the_next_waiting(agent: Ag
 
 def test_its_thread_cannot_be_caught_in_accept(agent: Agent) -> None:
     bind = listening_socket()
-    server = HealthServer(bind, lambda: b"", lambda: agent.live, lambda: agent.ready)
+    server = HealthServer(
+        bind, lambda: b"", lambda: agent.live, lambda: agent.ready, lambda: agent.introduction
+    )
     assert not bind.getblocking()
     server.close()
 
@@ -556,7 +571,9 @@ def test_a_client_whose_socket_is_not_ready_after_all_is_answered_when_it_is(age
     bind = FalseAlarms()
     bind.bind(("127.0.0.1", 0))
     bind.listen()
-    server = HealthServer(bind, lambda: b"up 1\n", lambda: agent.live, lambda: agent.ready)
+    server = HealthServer(
+        bind, lambda: b"up 1\n", lambda: agent.live, lambda: agent.ready, lambda: agent.introduction
+    )
     server.start()
     try:
         assert_answers(server)
@@ -575,7 +592,15 @@ def test_without_descriptors_it_rests_and_then_serves_who_waited(
 
     bind = failing_socket(OSError(errno.EMFILE, "Too many open files"))
     limits = Limits(accept_pause_s=0.02)
-    server = HealthServer(bind, lambda: b"up 1\n", lambda: agent.live, lambda: agent.ready, limits, clock)
+    server = HealthServer(
+        bind,
+        lambda: b"up 1\n",
+        lambda: agent.live,
+        lambda: agent.ready,
+        lambda: agent.introduction,
+        limits,
+        clock,
+    )
     server.start()
     try:
         with connect(server) as client:
