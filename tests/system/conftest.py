@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.etcd_servers import EtcdCluster, etcd_cluster
+
 from .harness import Job
+
+
+@pytest.fixture(scope="session")
+def etcd() -> Iterator[EtcdCluster]:
+    """One member, for all tests that do it no harm."""
+    with etcd_cluster() as cluster:
+        yield cluster
 
 
 @pytest.fixture

@@ -30,6 +30,8 @@ from typing import Any, TypeVar
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.etcd_servers import EtcdCluster
+
 PATIENCE_S = 45.0
 """No wait of a healthy run comes near this, also on two busy cores."""
 
@@ -248,6 +250,7 @@ class Job:
         self.folder = folder
         self.agents: list[Agent] = []
         self.store_port: int | None = None
+        self._etcd: tuple[str, ...] = ()
         self.watcher = OneGenerationPerNode(self.id)
         self.watcher.start()
         self._history = folder / "history.jsonl"
@@ -272,8 +275,18 @@ class Job:
         self.agents.append(agent)
         return agent
 
+    def use_etcd(self, cluster: EtcdCluster) -> None:
+        """Let the agents of this job meet there instead of at the first one."""
+        endpoints = ",".join(f"{host}:{port}" for host, port in cluster.endpoints)
+        self._etcd = ("--rdzv-backend=etcd", f"--rdzv-endpoint={endpoints}", f"--rdzv-id={self.id}")
+
     def join(self, name: str, *options: str, **more: Any) -> Agent:
-        """An agent of a job on several nodes. The first one hosts the store, and listens before the next starts."""
+        """An agent of a job on several nodes.
+
+        Without etcd the first one hosts the store, and listens before the next starts.
+        """
+        if self._etcd:
+            return self.start(name, *self._etcd, *options, **more)
         first = self.store_port is None
         if self.store_port is None:
             self.store_port = port_for_a_store()
