@@ -190,6 +190,7 @@ def _policy(config: Config) -> Policy:
         max_nodes=config.nodes.max,
         last_call_s=config.rendezvous.last_call_s,
         join_timeout_s=config.rendezvous.join_timeout_s,
+        store_outlives_job=config.rendezvous.backend == "etcd",
         store_outage_grace_s=config.rendezvous.store_outage_grace_s,
         restarts=RestartPolicy(max_failures=config.max_restarts),
     )
@@ -254,11 +255,13 @@ def _listeners(
     config: Config, endpoint: Endpoint | None, address: str, bind: Binder
 ) -> tuple[socket.socket, socket.socket, socket.socket | None]:
     """For the workers' store, for metrics and probes, and for the c10d store if this agent is to host it."""
-    http = config.http_address or Endpoint(LOOPBACK if config.rendezvous.backend == "memory" else address, 0)
+    http = config.http_address
+    if http is None and config.rendezvous.backend == "memory":
+        http = Endpoint(LOOPBACK, 0)
     try:
         return (
             bind(address, None, "master"),
-            bind(http.host, http.port, "metrics"),
+            bind(http.host, http.port, "metrics") if http is not None else bind(address, None, "metrics"),
             c10d_listener(config, endpoint, address, bind),
         )
     except PortError as error:

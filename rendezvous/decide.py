@@ -9,6 +9,7 @@ A generation's life is one key, `world`, changed only by compare-and-set:
     (none) ── enough nodes, last call over ──> RUNNING g=1
     RUNNING g ── failure, loss, join, leave ──> STOPPING g ── all members settled or gone ──> RUNNING g+1
     RUNNING g ── every member succeeded, budget spent, store host leaves ──> ENDED
+    ENDED g ── all nodes came after the end, and the store outlives a job ──> RUNNING g+1
 
 While STOPPING, every member stops its workers and writes `settled = g` with a fresh port; so the next world never
 contains a node that may still run the old generation (I1), and never a port that was used before.
@@ -50,6 +51,8 @@ class Policy:
     join_timeout_s: float = 600.0
     store_outage_grace_s: float = 0.0
     """How long a whole world goes on beyond the proof of its leases while nobody reaches the store."""
+    store_outlives_job: bool = False
+    """Who comes after the end finds it in the store, and begins the job anew."""
     restarts: RestartPolicy = field(default_factory=RestartPolicy)
 
 
@@ -65,6 +68,8 @@ class View:
     """Instant at which this node first saw each incarnation."""
     evicted: Collection[str] = ()
     """Incarnations that are not live because their agents have ended, although their leases go on."""
+    came_after_end: bool = False
+    """All nodes are of a new run of the job: `world` had ended before the oldest of them came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,8 @@ def decide(view: View, policy: Policy, now: float) -> Decision:
     if world is None or world.phase is Phase.STOPPING:
         return _close(view, policy, now)
     if world.phase is Phase.ENDED:
+        if view.came_after_end:
+            return _close(replace(view, world=None), policy, now, generation=world.generation + 1)
         return Wait(f"the job has ended: {world.cause.detail}")
     return _watch_over(world, view, policy, now)
 
@@ -143,8 +150,8 @@ def _invite(world: World, view: View, policy: Policy, now: float) -> Decision:
     return _stop(world, Cause(CauseKind.JOIN, newcomers[0].node, f"{names} joining"))
 
 
-def _close(view: View, policy: Policy, now: float) -> Decision:
-    """No generation is running: can the next one start?"""
+def _close(view: View, policy: Policy, now: float, generation: int = 1) -> Decision:
+    """No generation is running: can the next one start? `generation` is its number if there is no world to follow."""
     world = view.world
     survivors: list[NodeRecord] = []
     restarts = Restarts()
@@ -185,7 +192,7 @@ def _close(view: View, policy: Policy, now: float) -> Decision:
     return Publish(
         World(
             job=policy.job,
-            generation=world.generation + 1 if world is not None else 1,
+            generation=world.generation + 1 if world is not None else generation,
             phase=Phase.RUNNING,
             members=line_up(tuple(chosen)),
             master=Endpoint(chosen[0].address, chosen[0].port),
@@ -278,6 +285,8 @@ class Local:
     leaving: bool = False
     leave_alone: bool = False
     """A leaving node has waited long enough for the others to stop with it."""
+    came_after_end: bool = False
+    """The world had ended before this agent came: it is of a new run of the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +333,7 @@ def follow(world: World | None, local: Local) -> Order:
     """What this node must do now. Stopping comes before everything else."""
     if local.generation:
         return _follow_with_workers(world, local)
-    if world is not None and world.result is not None:
+    if world is not None and world.result is not None and not local.came_after_end:
         return Leave(world.result, world.cause.detail)
     if local.leaving:
         return Leave(Refusal.ASKED, "this node was asked to stop")

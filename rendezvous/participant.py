@@ -74,6 +74,7 @@ class _Session:
     written: NodeRecord | None = None
     own_revision: int | None = 0
     """mod_revision of our record; None after a write whose outcome is unknown."""
+    created_revision: int = 0
     leader: Entry | None = None
     """The coordinator's record as found; another record under its key later is another, younger agent's."""
     subscription: Subscription | None = None
@@ -167,6 +168,13 @@ class Participant:
         return tuple(record for _, record in seen)
 
     @property
+    def _came_after_end(self) -> bool:
+        """The job in the store had ended before this agent came. Whoever joins again was there before."""
+        ended = self.world is not None and self.world.phase is Phase.ENDED
+        came_after = self._session.created_revision > self._world_revision and not self._joins
+        return self.policy.store_outlives_job and ended and came_after
+
+    @property
     def proven_until(self) -> float:
         """Until then the lease cannot have ended; minus infinity without one."""
         return self._session.proof.proven_until if self._session.lease is not None else -math.inf
@@ -194,6 +202,7 @@ class Participant:
             generation=self._generation,
             started=self._session.started,
             lease_good=self.lease_good(now),
+            came_after_end=self._came_after_end,
             leaving=self._leaving_since is not None,
             leave_alone=leaving_for >= LEAVE_TOGETHER_S,
         )
@@ -308,7 +317,7 @@ class Participant:
     def _coordinate(self, now: float) -> Request | None:
         gone = self._session.peers.gone
         live = tuple(node for node in self.known_nodes if node.incarnation not in gone)
-        view = View(live, self.world, self._world_since, self._session.arrivals, gone)
+        view = View(live, self.world, self._world_since, self._session.arrivals, gone, self._came_after_end)
         decision = self._decide(view, self.policy, now)
         if isinstance(decision, Publish) and self._session.nodes_as_of < self._world_revision:
             # Changes of `world` and of `nodes/` may overtake each other. A member that we do not know yet is not lost.
@@ -361,8 +370,7 @@ class Participant:
             session.lease, session.proof.confirmed_at = answer, self._asked_at
         elif isinstance(request, WriteRecord) and isinstance(answer, Outcome):
             if answer.succeeded:
-                session.written = request.record
-                session.own_revision = answer.revision
+                self._wrote(request.record, answer.entries[0])
             else:
                 self._own_entry(answer.entries[0], now)
         elif isinstance(request, WriteWorld) and isinstance(answer, Outcome):
@@ -427,6 +435,12 @@ class Participant:
                 self._refuse(Refusal.STORE_MISMATCH, str(error))
         self._session.leader = entry
 
+    def _wrote(self, record: NodeRecord, entry: Entry | None) -> None:
+        assert entry is not None, "what was just written is there"
+        session = self._session
+        session.written = record
+        session.own_revision, session.created_revision = entry.mod_revision, entry.create_revision
+
     def _see_own(self, change: Change, now: float) -> None:
         """Our own writes come back; anything else that happens to our record is somebody else's doing."""
         session = self._session
@@ -447,7 +461,7 @@ class Participant:
             self._refuse(Refusal.STORE_MISMATCH, str(error))
             return
         if record.incarnation == session.incarnation:
-            session.written, session.own_revision = record, entry.mod_revision
+            self._wrote(record, entry)
             return
         if session.written is not None:
             self.lease_gone(session.lease)

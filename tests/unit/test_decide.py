@@ -215,6 +215,18 @@ def test_after_the_end_there_is_nothing_to_decide(result: Result) -> None:
     assert decide(view(ended, SA, SB, C), POLICY, NOW) == Wait("the job has ended: all done")
 
 
+def test_a_new_run_begins_where_the_numbers_of_the_last_one_end() -> None:
+    ended = replace(AB, phase=Phase.ENDED, result=Result.CRASH_LOOP, restarts=Restarts(9, 9, "crash", 9))
+    again = (replace(C, incarnation="c-9"), replace(D, incarnation="d-9"))
+    decision = decide(replace(view(ended, *again), came_after_end=True), POLICY, NOW)
+    assert isinstance(decision, Publish)
+    assert short(decision) == "running 5 [c d] start"
+    assert decision.world.restarts == Restarts()
+    alone = decide(replace(view(ended, again[0]), came_after_end=True), POLICY, NOW)
+    assert short(alone) == "wait"
+    assert "waiting for 1 more" in alone.reason
+
+
 # ---------------------------------------------------------------- decide: between two generations
 
 
@@ -581,10 +593,10 @@ FLAGS = (True, False)
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"{w.phase.value} {w.generation}" if w else "none")
 def test_stopping_comes_first_whatever_else_is_true(world: World | None) -> None:
-    for generation, started, good, leaving, alone in itertools.product(
-        (0, 4), (0, 4, 5), FLAGS, FLAGS, FLAGS
+    for generation, started, good, leaving, alone, late in itertools.product(
+        (0, 4), (0, 4, 5), FLAGS, FLAGS, FLAGS, FLAGS
     ):
-        local = Local("a-1", generation, started, good, leaving, alone)
+        local = Local("a-1", generation, started, good, leaving, alone, late)
         order = follow(world, local)
         if generation:
             assert isinstance(order, Stop | Stay), "workers end before anything else happens"
@@ -602,4 +614,4 @@ def test_stopping_comes_first_whatever_else_is_true(world: World | None) -> None
         else:
             assert isinstance(order, Leave | Stay)
             ended = world is not None and world.result is not None
-            assert isinstance(order, Leave) == (ended or leaving)
+            assert isinstance(order, Leave) == ((ended and not late) or leaving)

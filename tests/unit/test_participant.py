@@ -883,3 +883,54 @@ def test_no_join_timeout_runs_while_workers_do(bench: Bench) -> None:
     bench.after(POLICY.join_timeout_s * 3)
     assert (a.generation, b.generation) == (1, 1)
     assert (a.order, b.order) == (Stay(), Stay())
+
+
+# ---------------------------------------------------------------- a job of the same name again
+
+LASTING = replace(POLICY, max_nodes=2, store_outlives_job=True)
+
+
+def finish(*peers: Peer) -> None:
+    for peer in peers:
+        generation = peer.generation
+        peer.part.workers_succeeded(generation)
+        peer.part.workers_gone(generation, peer.bench.now)
+    peers[0].bench.settle()
+
+
+def test_who_comes_after_the_end_begins_anew_once_all_others_have_left(bench: Bench) -> None:
+    a, b = bench.joined("a", "b", policy=LASTING)
+    first = a.generation
+    finish(a, b)
+    assert a.left().why is b.left().why is Result.SUCCEEDED
+    again = [bench.join(name, LASTING, life=2) for name in ("c", "d")]
+    bench.settle()
+    assert [peer.generation for peer in again] == [0, 0], "those of the old run are still here"
+    assert not [peer for peer in again if isinstance(peer.order, Leave)]
+    for peer in (a, b):
+        bench.ledger.revoke(peer.part.lease or 0)
+        bench.kill(peer)
+    bench.settle()
+    assert [peer.generation for peer in again] == [first + 1] * 2
+
+
+def test_who_was_there_at_the_end_and_joins_again_ends_as_the_others_did(bench: Bench) -> None:
+    """Its lease had ended: it may have been cut off while the others finished."""
+    a, b = bench.joined("a", "b", policy=replace(LASTING, min_nodes=1))
+    b.connected = False
+    bench.after(TTL_S + 1)
+    finish(a)
+    bench.ledger.revoke(a.part.lease or 0)
+    bench.kill(a)
+    b.connected = True
+    bench.after(1)
+    assert b.part.incarnation == "b-1.1"
+    assert b.left().why is Result.SUCCEEDED
+
+
+def test_where_the_store_ends_with_the_job_who_comes_late_ends_at_once(bench: Bench) -> None:
+    a, b = bench.joined("a", "b")
+    finish(a, b)
+    late = bench.join("c")
+    bench.settle()
+    assert late.left().why is Result.SUCCEEDED
