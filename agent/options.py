@@ -324,14 +324,14 @@ LOCAL_ADDR: Option[str | None] = Option(
 PORT_RANGE: Option[PortRange | None] = Option(
     "port-range",
     Kind("FIRST-LAST with ports from 1 to 65535, or one port", read_port_range),
-    "ports this agent may listen on for its workers and, without an endpoint, for the store (default:"
-    " any free port)",
+    "ports this agent may listen on for its workers, for other nodes' probes (unless --http-address names"
+    " a port) and, without an endpoint, for the store (default: any free port)",
     metavar="FIRST-LAST",
 )
 HTTP_ADDRESS: Option[Endpoint | None] = Option(
     "http-address",
     endpoint(0),
-    "metrics and health probes; port 0 is any free port, the log says which (default: any free port at"
+    "metrics and health probes; port 0 is any free port, the log says which (default: a free port at"
     " 127.0.0.1, or at this node's own address when other nodes can join: they probe it after failures)",
     metavar="HOST[:PORT]",
 )

@@ -26,6 +26,7 @@ from .options import (
     ETCD_PASSWORD,
     ETCD_PASSWORD_FILE,
     ETCD_USER,
+    HTTP_ADDRESS,
     JOB_ID,
     JOIN_TIMEOUT,
     LAST_CALL,
@@ -33,6 +34,7 @@ from .options import (
     MAX_NODES,
     MIN_NODES,
     SCRIPT,
+    STORE_OUTAGE_GRACE,
     Option,
 )
 from .settings import Settings
@@ -205,6 +207,19 @@ def _check_etcd_endpoints(rules: _Rules) -> None:
         ETCD_INSECURE,
         "no TLS with it, which --etcd-ca, --etcd-cert and --etcd-key ask for",
         "leave out --etcd-insecure, and TLS is used",
+    )
+    http = settings[HTTP_ADDRESS]
+    rules.expect(
+        http.value is None
+        or not _is_loopback(http.value)
+        or not settings[STORE_OUTAGE_GRACE].value
+        or not distant,
+        HTTP_ADDRESS,
+        "an address that the other nodes reach, because store-outage-grace asks them there",
+        "leave out --http-address or --store-outage-grace",
+        BACKEND,
+        ENDPOINT,
+        STORE_OUTAGE_GRACE,
     )
 
 
