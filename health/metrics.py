@@ -23,10 +23,10 @@ import threading
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, product
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import Metric
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 PREFIX = "elastic_agent_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -307,9 +307,6 @@ class Metrics:
             "Checkpoints that failed their checksums and were not loaded.",
         )
 
-        self.registry = CollectorRegistry()
-        self.registry.register(self)
-
         self.build_info.set(1, **build)
         self.up_since_timestamp_seconds.set(started_at_s)
         self.min_nodes.set(min_nodes)
@@ -377,10 +374,15 @@ class Metrics:
 
     def render(self) -> bytes:
         """The whole page in the text exposition format, as CONTENT_TYPE says. Any thread may call it."""
-        return generate_latest(self.registry)
+        # Here, because with all that it imports it would be a third of the agent's start. A scrape is in no hurry.
+        from prometheus_client import generate_latest
+
+        return generate_latest(self)
 
     def collect(self) -> list[Metric]:
-        """A snapshot of every family, as a CollectorRegistry asks for it."""
+        """A snapshot of every family, as prometheus_client asks for it."""
+        from prometheus_client.core import Metric
+
         page: list[Metric] = []
         with self._lock:
             for family in self.families:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_agent.health.metrics import DURATION_BUCKETS_S, PREFIX, STATES, Metrics
@@ -36,7 +36,9 @@ def new_metrics(run_id: str = "run-1", node: str = "node-a") -> Metrics:
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
     constant = {"run_id": "run-1", "node": "node-a"}
-    return metrics.registry.get_sample_value(PREFIX + name, {**constant, **labels})
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    return registry.get_sample_value(PREFIX + name, {**constant, **labels})
 
 
 def test_the_documented_table_is_the_code() -> None:
