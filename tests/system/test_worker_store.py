@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
 from elastic_agent.agent.worker_store import HOLDER
+from tests.etcd_servers import EtcdCluster
 
 from .harness import ORPHANS_S, RECORDER, Job
 
@@ -30,6 +32,13 @@ def maps_torch(pid: int) -> bool:
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
+def memory_mb(pid: int) -> float:
+    """Its own, and its part of what it shares with others."""
+    found = re.search(r"^Pss: +(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) / 1024
+
+
 def test_only_the_holder_loads_torch_and_a_killed_one_costs_a_generation(job: Job) -> None:
     script = (PLAIN_DDP, job.folder / "checkpoint.pt", 1_000_000, 0.01)
     agent = job.start("a", "--nproc-per-node=2", script=script)
@@ -43,6 +52,19 @@ def test_only_the_holder_loads_torch_and_a_killed_one_costs_a_generation(job: Jo
     assert agent.says(rf"because .*the workers' store is gone: the process {holder} .* killed by SIGKILL")
     (successor,) = holders(job)
     assert successor != holder
+    assert not maps_torch(agent.pid)
+
+
+def test_with_etcd_the_agent_keeps_within_50_mb_when_it_has_done_all_that_it_does(
+    job: Job, etcd: EtcdCluster
+) -> None:
+    job.use_etcd(etcd)
+    agent = job.join("a", "--nproc-per-node=2")
+    old = job.wait_for_training(world=2)
+    os.kill(old.pid(0), signal.SIGKILL)
+    job.wait_for_training(world=2, after=old.number)
+    agent.get("/metrics")
+    assert memory_mb(agent.pid) <= 50
     assert not maps_torch(agent.pid)
 
 
