@@ -6,7 +6,7 @@ the old one, which ends what the others still had under way on it. We do this ou
 that hangs only after seconds, and verifies all members of a list by one name.
 
 A call has one deadline for everything it does. What cannot do harm twice (reads, keep-alives) is tried at each
-member once within it; a write whose answer got lost is not, because it may have been done.
+member once within the first half of it; a write whose answer got lost is not, because it may have been done.
 
 With a login, each call carries a token. A call that is refused for its token was not done: it is repeated
 once with a new token, which the first thread gets for all.
@@ -138,7 +138,7 @@ class Connection:
         self._access = access
         self._rng = rng
         self.rpc = load()
-        self._session = _Session()
+        self._session = Session()
         self._lock = threading.Lock()
         self._line: Line | None = None
         self._in_vain = 0
@@ -162,7 +162,9 @@ class Connection:
                 raise
             except StoreUnavailable:
                 gone_over = line is not self._line
-                if not (repeatable and gone_over and time.monotonic() < deadline):
+                # With less time than this, a deadline would say nothing about the next member.
+                in_time = time.monotonic() + self.request_timeout_s / 2 < deadline
+                if not (repeatable and gone_over and in_time):
                     raise
 
     def _call_once(self, line: Line, method: Method, request: Any, deadline: float) -> Any:
@@ -305,7 +307,7 @@ class Connection:
         return StoreClosed(f"the etcd store on {self._access} was closed on this side")
 
 
-class _Session:
+class Session:
     """One token for all threads."""
 
     def __init__(self) -> None:

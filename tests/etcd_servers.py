@@ -163,7 +163,7 @@ class EtcdCluster:
         assert process is not None
         process.send_signal(what)
 
-    def ctl(self, *words: str, through: int = 0, user: str | None = None) -> str:
+    def ctl(self, *words: str, through: int = 0, user: str | None = None, stdin: str = "") -> str:
         """What etcdctl prints, as JSON where it can. Raises CalledProcessError."""
         command = [
             "etcdctl",
@@ -184,7 +184,9 @@ class EtcdCluster:
             ]
         if user is not None:
             command += ["--user", user]
-        return subprocess.run([*command, *words], check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            [*command, *words], check=True, capture_output=True, text=True, input=stdin
+        ).stdout
 
     def healthy(self, number: int) -> bool:
         """Whether it answers and knows a leader."""
