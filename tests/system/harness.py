@@ -109,6 +109,22 @@ def processes_of(job: str) -> list[Process]:
     return found
 
 
+def family(pid: int) -> list[int]:
+    """The process and all that live and descend from it, parents first."""
+    children: dict[int, list[int]] = {}
+    for entry in os.scandir("/proc"):
+        try:
+            fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if entry.name.isdigit() and fields[0] not in ("Z", "X"):
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found = [pid]
+    for parent in found:
+        found += children.get(parent, [])
+    return found
+
+
 def listening_ports(pid: int | None = None) -> set[int]:
     """Of one process or of all, by /proc: a trial connection would be one of the disturbances under test."""
     inodes = set()

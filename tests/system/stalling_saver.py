@@ -1,0 +1,83 @@
+"""A data-parallel script that saves after every step, and whose first rank 0 stalls in a save once the test says so.
+
+`stalling_saver.py FOLDER WHERE`: WHERE is `before-asking` the agent whether it may still commit, or `with-a-grant` of
+it in hand. Files in FOLDER are the test's signals: `stall`, `go` on, and `finish`. SIGTERM does not hurry the stalled
+rank: it is to have every chance to commit. Writes to the job's history what became of each attempt to publish.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from elastic_agent.worker import Checkpointer, CheckpointError
+from elastic_agent.worker.files import CheckpointFiles, Manifest
+from elastic_agent.worker.permit import Permit
+
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+GENERATION = int(os.environ["ELASTIC_AGENT_GENERATION"])
+STALLS = GENERATION == 1 and RANK == 0
+
+
+def record(what: str, **more: object) -> None:
+    common = {"what": what, "generation": GENERATION, "rank": RANK, "world": WORLD}
+    node, pid = os.environ["ELASTIC_AGENT_NODE"], os.getpid()
+    with open(os.environ["SYSTEM_TEST_HISTORY"], "ab", buffering=0) as history:
+        history.write(json.dumps({**common, "node": node, "pid": pid, **more}).encode() + b"\n")
+
+
+def watch_publishing(folder: Path, where: str) -> None:
+    """Put hooks round the real thing: what happens in between is the library's own."""
+    really_publish, really_ask = CheckpointFiles.publish, Permit._ask
+
+    def publish(self: CheckpointFiles, manifest: Manifest, may_change: Callable[[], None]) -> None:
+        try:
+            really_publish(self, manifest, may_change)
+        except CheckpointError as error:
+            record("not published", step=manifest.step, why=type(error).__name__)
+            raise
+        record("published", step=manifest.step)
+
+    def ask(self: Permit) -> None:
+        if where == "with-a-grant":
+            really_ask(self)
+        if STALLS and (folder / "stall").exists() and not (folder / "go").exists():
+            record("stalled")
+            while not (folder / "go").exists():
+                time.sleep(0.005)
+        if where == "before-asking":
+            really_ask(self)
+
+    CheckpointFiles.publish = publish  # type: ignore[method-assign]
+    Permit._ask = ask  # type: ignore[method-assign]
+
+
+def main(folder: Path, where: str) -> None:
+    if STALLS:
+        signal.signal(signal.SIGTERM, lambda *_: record("sigterm"))
+    record("start", env=dict(os.environ))
+    watch_publishing(folder, where)
+    dist.init_process_group("gloo")
+    checkpoints = Checkpointer(folder / "checkpoints", {"model": torch.nn.Linear(2, 1)})
+    step = checkpoints.load()
+    finish = torch.zeros(1)
+    while not finish:
+        step += 1
+        finish[0] = (folder / "finish").exists()
+        dist.all_reduce(finish)
+        checkpoints.save(step)
+        record("step", step=step)
+        time.sleep(0.02)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
