@@ -125,14 +125,12 @@ def receive_line(connection: socket.socket, timeout_s: float) -> bytes:
         try:
             chunk = connection.recv(MAX_BYTES)
         except TimeoutError as error:
-            raise TimeoutError(f"silent for {timeout_s:g} s") from error
+            raise TimeoutError(f"no whole message within {timeout_s:g} s") from error
         if not chunk:
             raise MessageError(f"it ended the connection after {len(line)} bytes of a message")
         line += chunk
         if len(line) > MAX_BYTES:
             raise MessageError(f"message of more than {MAX_BYTES} bytes")
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"no whole message within {timeout_s:g} s")
     return line
 
 

@@ -55,19 +55,17 @@ def test_a_rank_0_that_was_frozen_in_a_save_cannot_commit_when_it_wakes(
     for pid in processes:
         os.kill(pid, signal.SIGSTOP)
     try:
-        before = [published["step"] for published in job.history(what="published")]
+        begun = job.history(what="published")[-1]["step"] + 1
         one = job.wait_for_training(world=1, after=two.number)
         assert one.nodes != [node]
         job.wait_for(
-            lambda: [
-                p for p in job.history(what="published", generation=one.number) if p["step"] > before[-1] + 1
-            ],
+            lambda: [p for p in job.history(what="published", generation=one.number) if p["step"] > begun],
             "commits beyond the one that was begun",
         )
         (job.folder / "go").touch()
         os.kill(worker if wakes_first == "the worker" else agents[node].pid, signal.SIGCONT)
         if wakes_first == "the worker":
-            job.wait_for(lambda: job.history(what="not published"), "the save to end")
+            job.wait_for(lambda: job.history(generation=two.number, step=begun)[-1:], "the save to end")
     finally:
         for pid in processes:
             os.kill(pid, signal.SIGCONT)
@@ -75,7 +73,7 @@ def test_a_rank_0_that_was_frozen_in_a_save_cannot_commit_when_it_wakes(
     again = job.wait_for_training(world=2, after=one.number)
     assert again.nodes == [*one.nodes, node], "whoever comes anew stands behind"
     attempts = job.history(what="not published", generation=two.number)
-    assert [(attempt["step"], attempt["why"]) for attempt in attempts] == [(before[-1] + 1, outcome)]
+    assert [(attempt["step"], attempt["why"]) for attempt in attempts] == [(begun, outcome)]
 
     (job.folder / "finish").touch()
     assert {name: agent.exit_code() for name, agent in agents.items()} == {"a": 0, "b": 0}

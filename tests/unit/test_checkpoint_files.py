@@ -23,11 +23,14 @@ def content(step: int) -> bytes:
 
 
 def commit(files: CheckpointFiles, step: int, *, generation: int = 1) -> Manifest:
-    manifest = files.write(
-        step, generation=generation, world_size=2, serialize=lambda sink: sink.write(content(step))
-    )
+    manifest = write(files, step, generation=generation)
     files.publish(manifest, permitted)
     return manifest
+
+
+def write(files: CheckpointFiles, step: int, *, generation: int) -> Manifest:
+    raw = content(step)
+    return files.write(step, generation=generation, world_size=2, serialize=lambda sink: sink.write(raw))
 
 
 def permitted() -> None:
@@ -282,10 +285,7 @@ def test_a_writer_of_the_past_makes_nothing_visible_and_the_present_clears_up(tm
 def test_a_writer_of_the_past_leaves_data_that_the_present_may_have_written_too(tmp_path: Path) -> None:
     """The same step with the same bits has the same name, and the present may be about to name it."""
     past, present = CheckpointFiles(tmp_path, keep=2), CheckpointFiles(tmp_path, keep=2)
-    old, new = (
-        files.write(10, generation=generation, world_size=2, serialize=lambda sink: sink.write(content(10)))
-        for generation, files in enumerate((past, present), start=1)
-    )
+    old, new = write(past, 10, generation=1), write(present, 10, generation=2)
     assert old.file == new.file
     with pytest.raises(Fenced):
         past.publish(old, refused)
@@ -293,27 +293,30 @@ def test_a_writer_of_the_past_leaves_data_that_the_present_may_have_written_too(
     assert found(CheckpointFiles(tmp_path, keep=2)) == (10, [])
 
 
+@pytest.mark.parametrize("already_published", [True, False])
 def test_a_writer_that_stood_still_after_its_commit_deletes_nothing_of_those_who_went_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, already_published: bool
 ) -> None:
     """To a writer that fell back to step 10, what lies beyond step 30 looks like a past that was given up."""
     past, present = CheckpointFiles(tmp_path, keep=2), CheckpointFiles(tmp_path, keep=2)
     commit(past, 10)
-    manifest = past.write(30, generation=1, world_size=2, serialize=lambda sink: sink.write(content(30)))
-    over = False
+    old = write(past, 30, generation=1)
+    new: list[Manifest] = []
 
     def fsync(fd: int) -> None:
-        nonlocal over
         os.fsync(fd)
-        if not over and "step-000000000030.json" in names(tmp_path):
-            over = True
+        if not new and "step-000000000030.json" in names(tmp_path):
+            monkeypatch.undo()
             assert found(present)[0] == 30
-            commit(present, 40, generation=2)
+            new.append(write(present, 40, generation=2))
+            if already_published:
+                present.publish(new[0], permitted)
 
     monkeypatch.setattr(files_module, "os", _Overlay(fsync=fsync))
-    past.publish(manifest, lambda: refused() if over else None)
-    assert over
+    past.publish(old, lambda: refused() if new else None)
     assert "old checkpoints not deleted" in caplog.text
+    if not already_published:
+        present.publish(new[0], permitted)
     assert found(CheckpointFiles(tmp_path, keep=2)) == (40, [])
 
 
