@@ -62,10 +62,10 @@ class Permit:
         Raises Fenced, or SaveFailed when that could not be found out in `MAX_QUESTIONS` times `ANSWER_S` at most.
 
         What remains: a process that is stopped between this clock reading and the system call that makes the
-        change, some microseconds, makes it when it wakes, however late; and a clock that a sleeping machine stops
-        lets a grant look younger than it is. No file system compares a generation as it renames. The harm is
-        bounded: a manifest from the past never has a step that its world did not finish, `load` goes by step and
-        then by generation, and the next commit of the present removes it.
+        change, some microseconds, makes it when it wakes, however late; and where a whole machine sleeps its clock
+        sleeps too, and lets a grant look younger than it is. No file system compares a generation as it renames.
+        The harm is bounded: `load` verifies what it finds and takes the highest step, of one step the newest
+        generation's, so the next commits of the present outrun what the past has left.
         """
         questions = 0
         while self._clock() >= self._valid_until:
