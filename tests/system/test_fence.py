@@ -34,6 +34,7 @@ def on_etcd(job: Job, etcd: EtcdCluster) -> None:
     job.use_etcd(etcd)
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("store", "stalled", "wakes_first", "outcome"),
     [
@@ -48,7 +49,7 @@ def test_a_rank_0_that_was_frozen_in_a_save_cannot_commit_when_it_wakes(
 ) -> None:
     request.getfixturevalue(store)
     # With no restart to spare: what the past does when it wakes must not count as a failure of the present.
-    options = ("--nnodes=1:2", "--lease-ttl=2", "--max-restarts=0", "--failure-grace=20s")
+    options = ("--nnodes=1:2", "--last-call=60s", "--lease-ttl=4", "--max-restarts=0", "--failure-grace=20s")
     agents = {name: job.join(name, *options, script=(SCRIPT, job.folder, stalled)) for name in ("a", "b")}
     two = job.wait_for_training(world=2)
     node, worker = two.nodes[0], two.pid(0)
