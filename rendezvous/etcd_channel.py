@@ -8,6 +8,10 @@ that hangs only after seconds, and verifies all members of a list by one name.
 A call has one deadline for everything it does. What cannot do harm twice (reads, keep-alives) is tried at each
 member once within the first half of it; a write whose answer got lost is not, because it may have been done.
 
+While a leader is dead or frozen, the other members may hold a keep-alive back for seconds: etcd waits in steps of an
+election timeout, and for the dead one's answer. Asked again after the election they answer at once. So a keep-alive
+gives up early and asks the next member, until that has been in vain so often that it seems to take longer.
+
 With a login, each call carries a token. A call that is refused for its token was not done: it is repeated
 once with a new token, which the first thread gets for all.
 """
@@ -31,6 +35,11 @@ from .etcd_tls import credentials, handshake_problem
 
 LINE_LIFE_S = 0.25
 """Once every address had its turn in vain, a line is not replaced before this age: gRPC tries it again by itself."""
+
+HURRIED_SHARE = 0.25
+"""Of a request's time: what a keep-alive gives to one member."""
+HURRIED_ROUNDS = 2
+"""Then it takes its time: a busy machine or a far one needs it."""
 
 REFUSED_PAUSE_S = 1.0
 """A password that was refused is not sent again before this has passed: checking one costs etcd a tenth of a second."""
@@ -146,14 +155,17 @@ class Connection:
         self._answered = False
         self._closed = False
 
-    def call(self, method: Method, request: Any, *, repeatable: bool = False) -> Any:
-        """Raises StoreUnavailable, StoreRefused, StoreClosed, LeaseExpired, and StoreError for a call that is wrong."""
+    def call(self, method: Method, request: Any, *, repeatable: bool = False, hurried: bool = False) -> Any:
+        """Raises StoreUnavailable, StoreRefused, StoreClosed, LeaseExpired, and StoreError for a call that is wrong.
+
+        `hurried` is for what is repeatable, small, and must not wait for one member alone.
+        """
         deadline = time.monotonic() + self.request_timeout_s
         tokens = 0
         while True:
             line = self.line(deadline)
             try:
-                return self._call_once(line, method, request, deadline)
+                return self._call_once(line, method, request, deadline, hurried)
             except _TokenRefused:
                 tokens += 1
                 if self._access.login is None or tokens > 1:
@@ -164,13 +176,16 @@ class Connection:
                 gone_over = line is not self._line
                 # With less time than this, a deadline would say nothing about the next member.
                 in_time = time.monotonic() + self.request_timeout_s / 2 < deadline
-                if not (repeatable and gone_over and in_time):
+                if not ((repeatable or hurried) and gone_over and in_time):
                     raise
 
-    def _call_once(self, line: Line, method: Method, request: Any, deadline: float) -> Any:
+    def _call_once(self, line: Line, method: Method, request: Any, deadline: float, hurried: bool) -> Any:
         token = self._token(line, deadline)
+        timeout_s = _left(deadline)
+        if hurried and self._in_vain < HURRIED_ROUNDS * len(self.addresses.ring):
+            timeout_s = min(timeout_s, HURRIED_SHARE * self.request_timeout_s)
         try:
-            answer = line.call(method, request, _left(deadline), _metadata(token))
+            answer = line.call(method, request, timeout_s, _metadata(token))
         except (self.rpc.grpc.RpcError, ValueError) as error:
             raise self.problem(line, error, token) from error
         self._answered, self._in_vain = True, 0

@@ -152,6 +152,18 @@ class EtcdCluster:
         process.wait()
         self.members[number].process = None
 
+    def heal(self) -> None:
+        """Every member runs, and knows a leader."""
+        for number, member in enumerate(self.members):
+            if member.process is None:
+                self.launch(number)
+            else:
+                self.thaw(number)
+        deadline = time.monotonic() + START_S
+        while not all(map(self.healthy, range(self._count))):
+            assert time.monotonic() < deadline, f"etcd does not recover:\n{self.said()}"
+            time.sleep(0.02)
+
     def freeze(self, number: int) -> None:
         self._signal(number, signal.SIGSTOP)
 

@@ -1,15 +1,20 @@
-"""A job for each test: whatever the test leaves running is ended, and an orphan or a broken promise fails it."""
+"""A job for each test: whatever the test leaves running is ended, and an orphan or a broken promise fails it.
+
+Tests that let the store suffer note the longest gap in training; the end of the run shows all of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.etcd_servers import EtcdCluster, etcd_cluster
 
-from .harness import Job
+from .harness import Job, longest_training_gap
+
+GAP = "longest training gap by store fault"
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +29,33 @@ def job(tmp_path: Path) -> Iterator[Job]:
     job = Job(tmp_path)
     yield job
     job.close()
+
+
+@pytest.fixture
+def second_job(tmp_path: Path) -> Iterator[Job]:
+    folder = tmp_path / "second"
+    folder.mkdir()
+    job = Job(folder)
+    yield job
+    job.close()
+
+
+@pytest.fixture
+def note_gap(record_property: Callable[[str, object], None]) -> Callable[[str, Job], float]:
+    """Measures the job's whole history, and puts the gap into the table under the name of the fault."""
+
+    def note(fault: str, job: Job) -> float:
+        gap_s = longest_training_gap(job.steps())
+        record_property(GAP, (fault, gap_s))
+        return gap_s
+
+    return note
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
+    noted = [value for report in reports for name, value in report.user_properties if name == GAP]
+    if noted:
+        terminalreporter.section(GAP)
+        for fault, gap_s in noted:
+            terminalreporter.line(f"{gap_s:7.2f} s  {fault}")

@@ -12,7 +12,9 @@ the agents had to say. A zombie counts as gone: states are read from /proc/PID/s
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import random
 import re
@@ -23,7 +25,7 @@ import threading
 import time
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,6 +42,9 @@ C_LIBRARY_SIGNALS = 0b11 << 31
 
 ORPHANS_S = 5.0
 """Promise I9."""
+
+CONVERGED_S = 60.0
+"""Promise I11, after the last fault."""
 
 MARKER = "SYSTEM_TEST_JOB"
 RECORDER = Path(__file__).with_name("recorder.py")
@@ -127,19 +132,28 @@ def family(pid: int) -> list[int]:
 
 def listening_ports(pid: int | None = None) -> set[int]:
     """Of one process or of all, by /proc: a trial connection would be one of the disturbances under test."""
+    return {local for local, _, state in _sockets(pid) if state == "0A"}
+
+
+def connected_ports(pid: int) -> set[int]:
+    """The other side's, of all connections that this process has."""
+    return {remote for _, remote, state in _sockets(pid) if state == "01"}
+
+
+def _sockets(pid: int | None) -> Iterator[tuple[int, int, str]]:
+    """Local port, remote port and the kernel's word for the state of each TCP socket."""
     inodes = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir() if pid is not None else ():
         try:
             inodes.add(os.readlink(fd).removeprefix("socket:[").removesuffix("]"))
         except OSError:
             continue
-    ports = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == "0A" and (pid is None or fields[9] in inodes):
-                ports.add(int(fields[1].rpartition(":")[2], 16))
-    return ports
+            if pid is None or fields[9] in inodes:
+                local, remote = (int(address.rpartition(":")[2], 16) for address in fields[1:3])
+                yield local, remote, fields[3]
 
 
 def port_for_a_store() -> int:
@@ -358,6 +372,36 @@ class Job:
         assert found is not None
         return found
 
+    def wait_for_convergence(self, *nodes: str, within_s: float = CONVERGED_S) -> Generation:
+        """I11: exactly these nodes run the newest generation, every rank steps from now on, and nothing older runs."""
+        since = time.monotonic()
+
+        def converged() -> Generation | None:
+            newest = self.generations()[-1]
+            stepped = {step["rank"] for step in self.steps(since) if step["generation"] == newest.number}
+            whole = sorted(newest.nodes) == sorted(nodes) and stepped == set(newest.starts)
+            alone = whole and {worker.generation for worker in self.workers()} == {newest.number}
+            return newest if alone else None
+
+        found = self.wait_for(converged, f"one generation on {', '.join(nodes)}", within_s)
+        assert found is not None
+        return found
+
+    def wait_for_steps(self, generation: Generation, for_s: float) -> None:
+        """Until every rank of it has gone on for so long from now; fails when another generation starts."""
+        until = time.monotonic() + for_s
+
+        def gone_on() -> bool:
+            assert self.generations()[-1].number == generation.number, "training was interrupted"
+            late = {step["rank"] for step in self.steps(until) if step["generation"] == generation.number}
+            return late == set(generation.starts)
+
+        self.wait_for(gone_on, f"generation {generation.number} to train for {for_s:g} s", for_s + PATIENCE_S)
+
+    def steps(self, since: float = -math.inf) -> list[Record]:
+        """Since that instant, by this machine's monotonic clock."""
+        return [step for step in self.history(what="step") if step["at"] >= since]
+
     def processes(self) -> list[Process]:
         """All that came from this job and lives."""
         return processes_of(self.id)
@@ -403,3 +447,23 @@ def broken_promises(starts: Iterable[Record]) -> list[str]:
             problems.append(f"generation {generation}: rank {rank} started twice")
         taken.add((generation, rank))
     return problems
+
+
+def longest_training_gap(steps: Iterable[Record]) -> float:
+    """Seconds for which synchronous training stood still: it goes on while all ranks of one generation step."""
+    times: dict[int, dict[int, list[float]]] = {}
+    worlds: dict[int, int] = {}
+    for step in steps:
+        worlds[step["generation"]] = step["world"]
+        times.setdefault(step["generation"], {}).setdefault(step["rank"], []).append(step["at"])
+    gaps, until = [0.0], math.inf
+    for generation, ranks in sorted(times.items()):
+        begin, end = max(at[0] for at in ranks.values()), min(at[-1] for at in ranks.values())
+        if len(ranks) < worlds[generation] or begin > end:
+            continue  # it was over before all had begun
+        gaps.append(begin - until)
+        for at in ranks.values():
+            within = [one for one in at if begin <= one <= end]
+            gaps += [after - before for before, after in itertools.pairwise(within)]
+        until = end
+    return max(gaps)
