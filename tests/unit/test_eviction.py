@@ -202,3 +202,18 @@ def test_a_member_that_the_coordinator_does_not_know_yet_is_not_lost(bench: Benc
     assert isinstance(request, Read), request
     a.serve(request)
     assert [node.node for node in a.part.known_nodes] == ["a", "b", "c"]
+
+
+def test_a_node_that_writes_after_it_was_found_gone_keeps_its_place(bench: Bench) -> None:
+    """The coordinator still waits for another one, so there was no world to evict it with."""
+    a, b, c = bench.joined("a", "b", "c")
+    b.obedient = c.obedient = False
+    fail(a)
+    bench.settle()
+    bench.now += ASK_AFTER_S
+    assert ask(a, Absence.SILENT, Absence.REFUSED) == ["b-1", "c-1"]
+    for peer in (c, b):
+        peer.obedient = True
+        bench.settle()
+    assert bench.members() == ["a", "b", "c"]
+    assert c.part.incarnation == "c-1"
