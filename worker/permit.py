@@ -64,8 +64,9 @@ class Permit:
         What remains: a process that is stopped between this clock reading and the system call that makes the
         change, some microseconds, makes it when it wakes, however late; and where a whole machine sleeps its clock
         sleeps too, and lets a grant look younger than it is. No file system compares a generation as it renames.
-        The harm is bounded: `load` verifies what it finds and takes the highest step, of one step the newest
-        generation's, so the next commits of the present outrun what the past has left.
+        The harm is bounded: that rename fails once the present has begun its first save in this directory, which
+        removes the temporary manifest; and `load` verifies what it finds and takes the highest step, of one step
+        the newest generation's, so the next commits of the present outrun what the past has left.
         """
         questions = 0
         while self._clock() >= self._valid_until:

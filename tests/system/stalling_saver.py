@@ -1,8 +1,11 @@
 """A data-parallel script that saves after every step, and whose first rank 0 stalls in a save once the test says so.
 
-`stalling_saver.py FOLDER WHERE`: WHERE is `before-asking` the agent whether it may still commit, or `with-a-grant` of
-it in hand. Files in FOLDER are the test's signals: `stall`, `go` on, and `finish`. SIGTERM does not hurry the stalled
-rank: it is to have every chance to commit. Writes to the job's history what became of each attempt to publish.
+`stalling_saver.py FOLDER WHERE`: WHERE is `data-written`, with the manifest still to come, or `granted`, with nothing
+left to do but the rename. Files in FOLDER are the test's signals: `stall`, `go` on, and `finish`. SIGTERM does not
+hurry the stalled rank: it is to have every chance to commit. With `granted` the second generation does not save
+before `woken`: its first write removes what the stalled rank is about to rename, and hides what the grant is for.
+
+Writes to the job's history what became of each attempt to publish.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from elastic_agent.worker import Checkpointer, CheckpointError
+from elastic_agent.worker import Checkpointer
 from elastic_agent.worker.files import CheckpointFiles, Manifest
 from elastic_agent.worker.permit import Permit
 
@@ -34,27 +37,32 @@ def record(what: str, **more: object) -> None:
         history.write(json.dumps({**common, "node": node, "pid": pid, **more}).encode() + b"\n")
 
 
+def wait_for(signal: Path) -> None:
+    while not signal.exists():
+        time.sleep(0.005)
+
+
 def watch_publishing(folder: Path, where: str) -> None:
     """Put hooks round the real thing: what happens in between is the library's own."""
     really_publish, really_ask = CheckpointFiles.publish, Permit._ask
 
+    def stall(here: str) -> None:
+        if STALLS and here == where and (folder / "stall").exists() and not (folder / "go").exists():
+            record("stalled")
+            wait_for(folder / "go")
+
     def publish(self: CheckpointFiles, manifest: Manifest, may_change: Callable[[], None]) -> None:
+        stall("data-written")
         try:
             really_publish(self, manifest, may_change)
-        except CheckpointError as error:
+        except Exception as error:
             record("not published", step=manifest.step, why=type(error).__name__)
             raise
         record("published", step=manifest.step)
 
     def ask(self: Permit) -> None:
-        if where == "with-a-grant":
-            really_ask(self)
-        if STALLS and (folder / "stall").exists() and not (folder / "go").exists():
-            record("stalled")
-            while not (folder / "go").exists():
-                time.sleep(0.005)
-        if where == "before-asking":
-            really_ask(self)
+        really_ask(self)
+        stall("granted")
 
     CheckpointFiles.publish = publish  # type: ignore[method-assign]
     Permit._ask = ask  # type: ignore[method-assign]
@@ -68,6 +76,9 @@ def main(folder: Path, where: str) -> None:
     dist.init_process_group("gloo")
     checkpoints = Checkpointer(folder / "checkpoints", {"model": torch.nn.Linear(2, 1)})
     step = checkpoints.load()
+    record("loaded", step=step)
+    if where == "granted" and GENERATION == 2:
+        wait_for(folder / "woken")
     finish = torch.zeros(1)
     while not finish:
         step += 1

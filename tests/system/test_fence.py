@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -34,55 +35,41 @@ def on_etcd(job: Job, etcd: EtcdCluster) -> None:
     job.use_etcd(etcd)
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("store", "stalled", "wakes_first", "outcome"),
-    [
-        pytest.param("c10d", "before-asking", "the agent", "Fenced", id="the-whole-node-wakes"),
-        pytest.param(
-            "on_etcd", "with-a-grant", "the worker", "SaveFailed", id="its-worker-alone-with-an-old-grant"
-        ),
-    ],
-)
-def test_a_rank_0_that_was_frozen_in_a_save_cannot_commit_when_it_wakes(
-    job: Job, request: pytest.FixtureRequest, store: str, stalled: str, wakes_first: str, outcome: str
-) -> None:
-    request.getfixturevalue(store)
-    # With no restart to spare: what the past does when it wakes must not count as a failure of the present.
-    options = ("--nnodes=1:2", "--last-call=60s", "--lease-ttl=4", "--max-restarts=0", "--failure-grace=20s")
-    agents = {name: job.join(name, *options, script=(SCRIPT, job.folder, stalled)) for name in ("a", "b")}
-    two = job.wait_for_training(world=2)
-    node, worker = two.nodes[0], two.pid(0)
+@dataclass(frozen=True, slots=True)
+class Past:
+    """A rank 0 that stands still in a save, with all processes of its node."""
 
-    (job.folder / "stall").touch()
-    job.wait_for(lambda: job.history(what="stalled"), "rank 0 to be in the middle of a save")
-    processes = family(agents[node].pid)
-    assert worker in processes
-    for pid in processes:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        begun = job.history(what="published")[-1]["step"] + 1
-        one = job.wait_for_training(world=1, after=two.number)
-        assert one.nodes != [node]
-        job.wait_for(
-            lambda: [p for p in job.history(what="published", generation=one.number) if p["step"] > begun],
-            "commits beyond the one that was begun",
-        )
-        (job.folder / "go").touch()
-        os.kill(worker if wakes_first == "the worker" else agents[node].pid, signal.SIGCONT)
-        if wakes_first == "the worker":
-            job.wait_for(lambda: job.history(generation=two.number, step=begun)[-1:], "the save to end")
-    finally:
-        for pid in processes:
+    node: str
+    worker: int
+    processes: list[int]
+    step: int
+
+    def wake(self, *pids: int) -> None:
+        for pid in pids or self.processes:
             os.kill(pid, signal.SIGCONT)
 
-    again = job.wait_for_training(world=2, after=one.number)
-    assert again.nodes == [*one.nodes, node], "whoever comes anew stands behind"
-    attempts = job.history(what="not published", generation=two.number)
-    assert [(attempt["step"], attempt["why"]) for attempt in attempts] == [(begun, outcome)]
 
+def freeze_rank_0_in_a_save(job: Job, where: str) -> Past:
+    # With no restart to spare: what the past does when it wakes must not count as a failure of the present.
+    options = ("--nnodes=1:2", "--last-call=60s", "--lease-ttl=4", "--max-restarts=0", "--failure-grace=20s")
+    agents = {name: job.join(name, *options, script=(SCRIPT, job.folder, where)) for name in ("a", "b")}
+    two = job.wait_for_training(world=2)
+    (job.folder / "stall").touch()
+    job.wait_for(lambda: job.history(what="stalled"), "rank 0 to be in the middle of a save")
+    node = two.nodes[0]
+    processes = family(agents[node].pid)
+    assert two.pid(0) in processes
+    for pid in processes:
+        os.kill(pid, signal.SIGSTOP)
+    (job.folder / "go").touch()
+    return Past(node, two.pid(0), processes, job.history(what="published")[-1]["step"] + 1)
+
+
+def expect_the_past_to_rejoin_and_the_job_to_end_well(job: Job, past: Past) -> None:
+    again = job.wait_for_training(world=2, after=2)
+    assert again.nodes[1] == past.node, "whoever comes anew stands behind"
     (job.folder / "finish").touch()
-    assert {name: agent.exit_code() for name, agent in agents.items()} == {"a": 0, "b": 0}
+    assert [agent.exit_code() for agent in job.agents] == [0, 0]
     published = [(p["generation"], p["step"]) for p in job.history(what="published")]
     assert published == sorted(published), "nothing of the past after the present began"
     assert len(published) == len({step for _, step in published}), "no step was committed twice"
@@ -91,3 +78,31 @@ def test_a_rank_0_that_was_frozen_in_a_save_cannot_commit_when_it_wakes(
     with found.stream:
         assert (found.manifest.generation, found.manifest.step) == published[-1]
     assert bad == []
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.usefixtures("c10d")
+def test_a_node_that_wakes_when_others_went_on_cannot_commit(job: Job) -> None:
+    past = freeze_rank_0_in_a_save(job, "data-written")
+    job.wait_for(
+        lambda: [one for one in job.history(what="published", generation=2) if one["step"] > past.step],
+        "the others to commit more than the frozen one had begun to",
+    )
+    past.wake()
+    outcome = job.wait_for(lambda: job.history(generation=1, step=past.step), "the old save to end")
+    assert [(one["what"], one.get("why")) for one in outcome] == [("not published", "Fenced")]
+    expect_the_past_to_rejoin_and_the_job_to_end_well(job, past)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.usefixtures("on_etcd")
+def test_a_grant_from_before_the_freeze_is_worth_nothing_after_it(job: Job) -> None:
+    """The worker wakes first, and its agent, which could tell it what has happened or kill it, does not answer."""
+    past = freeze_rank_0_in_a_save(job, "granted")
+    job.wait_for(lambda: job.history(what="loaded", generation=2), "the others to go on")
+    past.wake(past.worker)
+    outcome = job.wait_for(lambda: job.history(generation=1, step=past.step), "the old save to end")
+    past.wake()
+    assert [(one["what"], one.get("why")) for one in outcome] == [("not published", "SaveFailed")]
+    (job.folder / "woken").touch()
+    expect_the_past_to_rejoin_and_the_job_to_end_well(job, past)

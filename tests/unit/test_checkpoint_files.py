@@ -293,6 +293,18 @@ def test_a_writer_of_the_past_leaves_data_that_the_present_may_have_written_too(
     assert found(CheckpointFiles(tmp_path, keep=2)) == (10, [])
 
 
+def test_a_rename_that_the_present_has_overtaken_fails(tmp_path: Path) -> None:
+    """Leave was given, and the process stood still before it could use it."""
+    past, present = CheckpointFiles(tmp_path, keep=2), CheckpointFiles(tmp_path, keep=2)
+    commit(past, 10)
+    begun: list[Manifest] = []
+    with pytest.raises(FileNotFoundError):
+        past.publish(write(past, 20, generation=1), lambda: begun.append(write(present, 15, generation=2)))
+    assert found(CheckpointFiles(tmp_path, keep=2)) == (10, [])
+    present.publish(begun[0], permitted)
+    assert found(CheckpointFiles(tmp_path, keep=2)) == (15, [])
+
+
 @pytest.mark.parametrize("already_published", [True, False])
 def test_a_writer_that_stood_still_after_its_commit_deletes_nothing_of_those_who_went_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, already_published: bool
