@@ -36,6 +36,7 @@ from .errors import (
     NoUsableCheckpoint,
     SaveFailed,
     StepNotGrowing,
+    Unconfirmed,
 )
 from .files import CheckpointFiles, Manifest, VerifiedCheckpoint, digest
 from .permit import Permit
@@ -68,8 +69,9 @@ class Checkpointer:
         which are updated in place. Everything in them must be tensors and plain Python data. Parts are loaded in
         the order given here.
     keep: how many good checkpoints to retain, at least 1; with 1 a bit flip on disk loses everything.
-    max_failed_saves: a full or read-only disk, or a rendezvous store that is out, does not end training: `save`
-        warns and returns False, until this many saves in a row have failed. 1 means raise at the first.
+    max_failed_saves: a full or read-only disk does not end training: `save` warns and returns False, until this
+        many saves in a row have failed. 1 means raise at the first. Saves that fail because the rendezvous store is
+        away do not count: how long that may last is for the agent to judge.
 
     The directory may be shared by all nodes or local to each; only rank 0 writes to it. After `load`, tensors
     reach the parts' `load_state_dict` on the CPU: modules and optimizers copy them to where theirs are, and
@@ -169,7 +171,8 @@ class Checkpointer:
         try:
             _raise_together(group, error)
         except SaveFailed as refusal:
-            self._failed_saves += 1
+            if not isinstance(refusal, Unconfirmed):
+                self._failed_saves += 1
             if self._failed_saves >= self._max_failed_saves:
                 raise
             logger.warning(

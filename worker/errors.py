@@ -5,7 +5,8 @@
       CheckpointMismatch       the file is whole but is not a checkpoint of this script: fix the script or the directory
       StepNotGrowing           `save` was asked for a step that is already committed: fix the training loop
       NotPlainData             a state cannot be loaded again without running code: fix that object's `state_dict`
-      SaveFailed               the checkpoint was refused too often: look at the disk, or at the rendezvous store
+      SaveFailed               the checkpoint was refused too often: look at the disk
+        Unconfirmed            the store is away: `save` returns False, and the agent judges how long that may last
       Fenced                   another generation has begun: let this process end, its agent is about to stop it
       BadCheckpoint            one checkpoint on disk does not verify; `load` goes on to the next older one
 
@@ -36,7 +37,11 @@ class NotPlainData(CheckpointError):
 
 
 class SaveFailed(CheckpointError):
-    """The checkpoint could not be made durable, or nobody could say whether it may be; the older ones are untouched."""
+    """The checkpoint could not be made durable; the older ones are untouched."""
+
+
+class Unconfirmed(SaveFailed):
+    """Nobody could say whether this process's generation may still commit. Never leaves `save`."""
 
 
 class Fenced(CheckpointError):

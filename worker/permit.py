@@ -6,7 +6,7 @@ only for a while, by a clock that goes on while the process stands still. Of the
 
     granted      lets the change be made now, and until the grant runs out
     refused      raises Fenced: another generation has begun, this process has no future
-    undecided    raises SaveFailed, as a full disk does: nothing was committed, training may go on
+    undecided    raises Unconfirmed: nothing was committed, training may go on
 
 and an agent that gives none (it ended, it stands still itself) counts as undecided. Without an agent, under torchrun
 and plain python, everything is permitted.
@@ -30,7 +30,7 @@ from .commits import (
     receive_line,
     send_line,
 )
-from .errors import Fenced, SaveFailed
+from .errors import Fenced, Unconfirmed
 
 ANSWER_S = 5.0
 """How long the agent may take, and with it the store that it asks."""
@@ -59,7 +59,7 @@ class Permit:
     def check(self) -> None:
         """Returns only while this generation is the present one. Call it right before each change, and no earlier.
 
-        Raises Fenced, or SaveFailed when that could not be found out in `MAX_QUESTIONS` times `ANSWER_S` at most.
+        Raises Fenced, or Unconfirmed when that could not be found out in `MAX_QUESTIONS` times `ANSWER_S` at most.
 
         What remains: a process that is stopped between this clock reading and the system call that makes the
         change, some microseconds, makes it when it wakes, however late; and where a whole machine sleeps its clock
@@ -71,7 +71,7 @@ class Permit:
         questions = 0
         while self._clock() >= self._valid_until:
             if questions == MAX_QUESTIONS:
-                raise SaveFailed(f"{questions} grants of the agent ran out before they could be used")
+                raise Unconfirmed(f"{questions} grants of the agent ran out before they could be used")
             questions += 1
             self._ask()
 
@@ -99,5 +99,5 @@ class Permit:
             send_line(connection, encode_question(Question(self._generation)), self._answer_s)
             return decode_answer(receive_line(connection, self._answer_s))
 
-    def _unknown(self, why: str) -> SaveFailed:
-        return SaveFailed(f"nobody confirms that generation {self._generation} may still commit: {why}")
+    def _unknown(self, why: str) -> Unconfirmed:
+        return Unconfirmed(f"nobody confirms that generation {self._generation} may still commit: {why}")

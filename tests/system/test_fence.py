@@ -103,6 +103,6 @@ def test_a_grant_from_before_the_freeze_is_worth_nothing_after_it(job: Job) -> N
     past.wake(past.worker)
     outcome = job.wait_for(lambda: job.history(generation=1, step=past.step), "the old save to end")
     past.wake()
-    assert [(one["what"], one.get("why")) for one in outcome] == [("not published", "SaveFailed")]
+    assert [(one["what"], one.get("why")) for one in outcome] == [("not published", "Unconfirmed")]
     (job.folder / "woken").touch()
     expect_the_past_to_rejoin_and_the_job_to_end_well(job, past)

@@ -26,7 +26,7 @@ from elastic_agent.worker.commits import (
     encode_answer,
     encode_question,
 )
-from elastic_agent.worker.errors import Fenced, SaveFailed
+from elastic_agent.worker.errors import Fenced, Unconfirmed
 from elastic_agent.worker.permit import MAX_QUESTIONS, Permit
 
 # --- The messages
@@ -198,7 +198,7 @@ def test_grants_that_run_out_are_asked_for_again_a_few_times_only(
     agent: Callable[..., ScriptedAgent],
 ) -> None:
     asked = agent(*[answers(Granted(1.0))] * MAX_QUESTIONS)
-    with pytest.raises(SaveFailed, match="ran out before they could be used"):
+    with pytest.raises(Unconfirmed, match="ran out before they could be used"):
         Permit(asked.address, 7, clock=Clock(*[2.0] * 100)).check()
     assert len(asked.heard) == MAX_QUESTIONS
 
@@ -228,7 +228,7 @@ def test_anything_but_a_whole_answer_leaves_it_undecided(
     agent: Callable[..., ScriptedAgent], reply: Callable[[socket.socket], None], reason: str
 ) -> None:
     asked = agent(reply)
-    with pytest.raises(SaveFailed, match=f"nobody confirms that generation 7 may still commit: .*{reason}"):
+    with pytest.raises(Unconfirmed, match=f"nobody confirms that generation 7 may still commit: .*{reason}"):
         Permit(asked.address, 7, answer_s=0.5).check()
 
 
@@ -244,21 +244,21 @@ def test_an_answer_that_drips_is_given_up_in_time(agent: Callable[..., ScriptedA
 
     asked = agent(drip)
     try:
-        with pytest.raises(SaveFailed, match=r"no whole message within 0\.3 s"):
+        with pytest.raises(Unconfirmed, match=r"no whole message within 0\.3 s"):
             Permit(asked.address, 7, answer_s=0.3).check()
     finally:
         ended.set()
 
 
 def test_an_agent_that_stands_still_or_is_gone_leaves_it_undecided(tmp_path: Path) -> None:
-    with pytest.raises(SaveFailed, match="No such file"):
+    with pytest.raises(Unconfirmed, match="No such file"):
         Permit(str(tmp_path / "commits"), 7).check()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as frozen:
         frozen.bind(str(tmp_path / "commits"))
         frozen.listen()
-        with pytest.raises(SaveFailed, match=r"no whole message within 0\.2 s"):
+        with pytest.raises(Unconfirmed, match=r"no whole message within 0\.2 s"):
             Permit(str(tmp_path / "commits"), 7, answer_s=0.2).check()
-    with pytest.raises(SaveFailed, match="refused"):
+    with pytest.raises(Unconfirmed, match="refused"):
         Permit(str(tmp_path / "commits"), 7).check()
 
 
