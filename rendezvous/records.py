@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from .errors import RecordInvalid
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of all records. A reader refuses any other: half an understanding is worse than none."""
 
 MAX_RECORD_BYTES = 512 * 1024
@@ -120,6 +120,12 @@ class Member:
     first_rank: int
     http: Endpoint | None = None
 
+    @property
+    def row(self) -> tuple[str | int, ...]:
+        """Its form in JSON: every node reads every member of every world. `first_rank` follows from the others."""
+        http = (self.http.address, self.http.port) if self.http is not None else ()
+        return (self.node, self.incarnation, self.slots, *http)
+
 
 class Phase(enum.Enum):
     RUNNING = "running"
@@ -206,7 +212,7 @@ class World:
             job=fields.name("job"),
             generation=fields.integer("generation", 1),
             phase=fields.choice("phase", Phase),
-            members=fields.many("members", _member),
+            members=_members(fields),
             master=fields.one("master", _endpoint),
             cause=fields.one("cause", _cause),
             restarts=fields.one("restarts", _restarts),
@@ -215,13 +221,6 @@ class World:
         )
         if not world.members:
             raise RecordInvalid(WORLD_KEY, "it has no members")
-        ranks = 0
-        for member in world.members:
-            if member.first_rank != ranks:
-                raise RecordInvalid(
-                    WORLD_KEY, f"node {member.node!r} starts at rank {member.first_rank}, not {ranks}"
-                )
-            ranks += member.slots
         for names in ({m.node for m in world.members}, {m.incarnation for m in world.members}):
             if len(names) != len(world.members):
                 raise RecordInvalid(WORLD_KEY, "it lists a node twice")
@@ -279,6 +278,8 @@ def _plain(value: Any) -> Any:
         return value.value
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
+    if isinstance(value, Member):
+        return value.row
     if hasattr(value, "__dataclass_fields__"):
         return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
     return value
@@ -293,14 +294,26 @@ def _failure(fields: _Fields) -> Failure:
     )
 
 
-def _member(fields: _Fields) -> Member:
-    return Member(
-        fields.name("node"),
-        fields.name("incarnation"),
-        fields.integer("slots", 1, 4096),
-        fields.integer("first_rank"),
-        fields.optional("http", _endpoint),
-    )
+_ROW, _ROW_WITH_HTTP = [str, str, int], [str, str, int, str, int]
+
+
+def _members(fields: _Fields) -> tuple[Member, ...]:
+    """Written for speed: there may be a thousand, and each change of the world brings them all."""
+    is_name = _NAME.fullmatch
+    members: list[Member] = []
+    first_rank = 0
+    for row in fields.rows("members"):
+        types, http = [*map(type, row)], None
+        fits = types in (_ROW, _ROW_WITH_HTTP) and is_name(row[0]) and is_name(row[1]) and 1 <= row[2] <= 4096
+        if fits and types == _ROW_WITH_HTTP:
+            http = Endpoint(row[3], row[4])
+            fits = len(http.address) <= 256 and 0 <= http.port <= 65535
+        if not fits:
+            expected = "name, incarnation, slots from 1 to 4096, and perhaps address and port"
+            raise fields.bad("members", f"no list of [{expected}]: {str(row)[:200]}")
+        members.append(Member(row[0], row[1], row[2], first_rank, http))
+        first_rank += row[2]
+    return tuple(members)
 
 
 def _endpoint(fields: _Fields) -> Endpoint:
@@ -352,25 +365,25 @@ class _Fields:
 
     def value(self, name: str) -> Any:
         if name not in self._values:
-            raise self._bad(name, "missing")
+            raise self.bad(name, "missing")
         return self._values[name]
 
     def text(self, name: str, at_most: int) -> str:
         value = self.value(name)
         if not isinstance(value, str) or len(value) > at_most:
-            raise self._bad(name, f"not a text of at most {at_most} characters")
+            raise self.bad(name, f"not a text of at most {at_most} characters")
         return value
 
     def name(self, name: str) -> str:
         value = self.text(name, 128)
         if not _NAME.fullmatch(value):
-            raise self._bad(name, "not a name of letters, digits, '.', '_' and '-'")
+            raise self.bad(name, "not a name of letters, digits, '.', '_' and '-'")
         return value
 
     def integer(self, name: str, low: int = 0, high: int = 2**63 - 1) -> int:
         value = self.value(name)
         if type(value) is not int or not low <= value <= high:
-            raise self._bad(name, f"not a whole number from {low} to {high}")
+            raise self.bad(name, f"not a whole number from {low} to {high}")
         return value
 
     def age(self, name: str) -> float | None:
@@ -378,13 +391,13 @@ class _Fields:
         if value is None:
             return None
         if type(value) not in (int, float) or not 0 <= value < 2**63:
-            raise self._bad(name, "not an age in seconds")
+            raise self.bad(name, "not an age in seconds")
         return float(value)
 
     def boolean(self, name: str) -> bool:
         value = self.value(name)
         if not isinstance(value, bool):
-            raise self._bad(name, "neither true nor false")
+            raise self.bad(name, "neither true nor false")
         return value
 
     def choice(self, name: str, kind: type[_E]) -> _E:
@@ -392,22 +405,22 @@ class _Fields:
             return kind(self.value(name))
         except ValueError as error:
             known = ", ".join(repr(item.value) for item in kind)
-            raise self._bad(name, f"not one of {known}") from error
+            raise self.bad(name, f"not one of {known}") from error
 
     def one(self, name: str, read: Callable[[_Fields], _T]) -> _T:
         value = self.value(name)
         if not isinstance(value, dict):
-            raise self._bad(name, "not an object")
+            raise self.bad(name, "not an object")
         return read(_Fields(self._key, value, f"{self._path}{name}."))
 
     def optional(self, name: str, read: Callable[[_Fields], _T]) -> _T | None:
         return None if self.value(name) is None else self.one(name, read)
 
-    def many(self, name: str, read: Callable[[_Fields], _T]) -> tuple[_T, ...]:
-        value = self.value(name)
-        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            raise self._bad(name, "not a list of objects")
-        return tuple(read(_Fields(self._key, item, f"{self._path}{name}.")) for item in value)
+    def rows(self, name: str) -> list[list[Any]]:
+        value: Any = self.value(name)
+        if not isinstance(value, list) or not all(isinstance(row, list) for row in value):
+            raise self.bad(name, "not a list of lists")
+        return value
 
-    def _bad(self, name: str, problem: str) -> RecordInvalid:
+    def bad(self, name: str, problem: str) -> RecordInvalid:
         return RecordInvalid(self._key, f"field {self._path + name!r} is {problem}")
