@@ -21,7 +21,7 @@ from ..rendezvous.errors import (
     StoreLost,
     StoreUnavailable,
 )
-from ..rendezvous.requests import RETRY, Answer, FindOldest, Grant, Read, Request, Subscription
+from ..rendezvous.requests import RETRY, Answer, Grant, Read, Request, Subscription
 from ..rendezvous.store import LeaseId, Store, Watch
 from .events import Answered, Changed, Event, LeaseConfirmed, LeaseGone, LostTrack, StoreGone, Unanswered
 
@@ -106,9 +106,7 @@ class StoreLink:
         if isinstance(request, Grant):
             return self._store.grant(request.ttl_s)
         if isinstance(request, Read):
-            return self._store.read(request.prefixes)
-        if isinstance(request, FindOldest):
-            return self._store.oldest(request.prefix)
+            return self._store.read(request.prefixes, request.oldest_under)
         return self._store.transact(request.compares, request.writes)
 
     def _gone(self, error: StoreError) -> None:

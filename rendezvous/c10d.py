@@ -30,12 +30,10 @@ from .c10d_wire import (
     Await,
     Call,
     Done,
-    Found,
     Grant,
     Granted,
     KeepAlive,
     Noticed,
-    Oldest,
     Read,
     Refused,
     Revoke,
@@ -50,7 +48,7 @@ from .errors import (
     StoreMismatch,
     StoreUnavailable,
 )
-from .store import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot, Store, Watch
+from .store import Change, Compare, Delete, LeaseId, Outcome, Put, Snapshot, Store, Watch
 
 REQUEST_TIMEOUT_S = 5.0
 
@@ -141,11 +139,8 @@ class C10dStore(Store):
     def transact(self, compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...]) -> Outcome:
         return self._call(Transact(compares, writes), Outcome)
 
-    def read(self, prefixes: tuple[str, ...]) -> Snapshot:
-        return self._call(Read(prefixes), Snapshot)
-
-    def oldest(self, prefix: str) -> Entry | None:
-        return self._call(Oldest(prefix), Found).entry
+    def read(self, prefixes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
+        return self._call(Read(prefixes, oldest_under), Snapshot)
 
     def watch(self, prefixes: tuple[str, ...], after_revision: int) -> Watch:
         return _C10dWatch(self, prefixes, after_revision)

@@ -34,12 +34,10 @@ from .c10d_wire import (
     Call,
     Caller,
     Done,
-    Found,
     Grant,
     Granted,
     KeepAlive,
     Noticed,
-    Oldest,
     Read,
     Refused,
     Reply,
@@ -203,10 +201,8 @@ class C10dHost(MemoryStore):
                     return Done()
                 case Transact(compares, writes):
                     return self.transact(compares, writes)
-                case Read(prefixes):
-                    return self.read(prefixes)
-                case Oldest(prefix):
-                    return Found(self.oldest(prefix))
+                case Read(prefixes, oldest_under):
+                    return self.read(prefixes, oldest_under)
                 case Await(prefixes, after_revision):
                     changes = self.watch(prefixes, after_revision).next(0.0)
                     return Noticed(changes[-1].revision if changes else after_revision, changes)

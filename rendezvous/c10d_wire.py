@@ -1,7 +1,7 @@
 """What a c10d client and its host say to each other: JSON only, validated at the door, never code.
 
 A *call* is what a client asks, a *result* what comes back. Both are frozen records that travel as JSON arrays, the
-record's name first: `["read", ["nodes/"]]` is answered by `["snapshot", 7, []]`. `_RECORDS` below is the whole
+record's name first: `["read", ["nodes/"], null]` is answered by `["snapshot", 7, []]`. `_RECORDS` below is the whole
 vocabulary with the check of every field; encoding and decoding use the same table, so they cannot drift apart.
 
 A call travels in a `Request`, whose `Caller` names the client, its *link* (this client's first connection, its second,
@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from .store import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot
 
-SCHEMA = 1
+SCHEMA = 2
 PROGRAM = "elastic-agent"
 META_KEY = "elastic-agent/meta"
 REQUEST_QUEUE = "elastic-agent/requests"
@@ -69,11 +69,7 @@ class Transact:
 @dataclass(frozen=True, slots=True)
 class Read:
     prefixes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Oldest:
-    prefix: str
+    oldest_under: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +91,6 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    entry: Entry | None
-
-
-@dataclass(frozen=True, slots=True)
 class Noticed:
     """Every change up to `revision` that the awaiting side asked for: it goes on from there."""
 
@@ -115,8 +106,8 @@ class Refused:
     text: str
 
 
-Call: TypeAlias = Grant | KeepAlive | Revoke | Transact | Read | Oldest | Await
-Result: TypeAlias = Granted | Done | Outcome | Snapshot | Found | Noticed | Refused
+Call: TypeAlias = Grant | KeepAlive | Revoke | Transact | Read | Await
+Result: TypeAlias = Granted | Done | Outcome | Snapshot | Noticed | Refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,20 +268,18 @@ _RECORDS: dict[str, tuple[type, tuple[Check, ...]]] = {
     "keep_alive": (KeepAlive, (_integer,)),
     "revoke": (Revoke, (_integer,)),
     "transact": (Transact, (_many(_record("compare")), _many(_record("put", "delete")))),
-    "read": (Read, (_many(_text),)),
-    "oldest": (Oldest, (_text,)),
+    "read": (Read, (_many(_text), _optional(_text))),
     "await": (Await, (_many(_text), _integer)),
     "granted": (Granted, (_integer,)),
     "done": (Done, ()),
     "outcome": (Outcome, (_truth, _integer, _many(_ENTRY))),
     "snapshot": (Snapshot, (_integer, _many(_record("entry")))),
-    "found": (Found, (_ENTRY,)),
     "noticed": (Noticed, (_integer, _many(_record("change")))),
     "refused": (Refused, (_text, _text)),
 }
 _NAMES = {kind: name for name, (kind, _) in _RECORDS.items()}
-_CALL = _record("grant", "keep_alive", "revoke", "transact", "read", "oldest", "await")
-_RESULT = _record("granted", "done", "outcome", "snapshot", "found", "noticed", "refused")
+_CALL = _record("grant", "keep_alive", "revoke", "transact", "read", "await")
+_RESULT = _record("granted", "done", "outcome", "snapshot", "noticed", "refused")
 
 
 def _pack(value: Any) -> Any:

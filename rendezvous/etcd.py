@@ -138,21 +138,17 @@ class EtcdStore(Store):
             answer.succeeded, answer.header.revision, tuple(entry[0] if entry else None for entry in entries)
         )
 
-    def read(self, prefixes: tuple[str, ...]) -> Snapshot:
+    def read(self, prefixes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
+        looks = [self._range(*self._under(prefix)) for prefix in prefixes]
+        if oldest_under is not None:
+            order = self._messages.RangeRequest
+            how = {"sort_target": order.CREATE, "sort_order": order.ASCEND, "limit": 1}
+            looks.append(self._range(*self._under(oldest_under), **how))
         # Without anything to read etcd would answer from what a member happens to know.
-        looks = [self._range(*self._under(prefix)) for prefix in prefixes] or [
-            self._range(self._key(""), count_only=True)
-        ]
+        looks = looks or [self._range(self._key(""), count_only=True)]
         answer = self._connection.call(TXN, self._messages.TxnRequest(success=looks), repeatable=True)
         entries = {entry.key: entry for response in answer.responses for entry in self._entries(response)}
         return Snapshot(answer.header.revision, tuple(entries[key] for key in sorted(entries)))
-
-    def oldest(self, prefix: str) -> Entry | None:
-        order = self._messages.RangeRequest
-        look = self._range(*self._under(prefix), sort_target=order.CREATE, sort_order=order.ASCEND, limit=1)
-        answer = self._connection.call(TXN, self._messages.TxnRequest(success=[look]), repeatable=True)
-        entries = self._entries(answer.responses[0])
-        return entries[0] if entries else None
 
     def watch(self, prefixes: tuple[str, ...], after_revision: int) -> Watch:
         ranges = tuple(self._under(prefix) for prefix in prefixes)

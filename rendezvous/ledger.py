@@ -72,15 +72,14 @@ class Ledger:
             self._write(writes)
         return Outcome(holds, self.revision, tuple(self._entries.get(compare.key) for compare in compares))
 
-    def read(self, prefixes: tuple[str, ...], now: float) -> Snapshot:
+    def read(self, prefixes: tuple[str, ...], now: float, oldest_under: str | None = None) -> Snapshot:
         self.expire(now)
-        found = (self._entries[key] for key in sorted(self._entries) if key.startswith(prefixes))
-        return Snapshot(self.revision, tuple(found))
-
-    def oldest(self, prefix: str, now: float) -> Entry | None:
-        self.expire(now)
-        under = (entry for key, entry in self._entries.items() if key.startswith(prefix))
-        return min(under, key=lambda entry: (entry.create_revision, entry.key), default=None)
+        found = {key for key in self._entries if key.startswith(prefixes)}
+        if oldest_under is not None:
+            under = (entry for key, entry in self._entries.items() if key.startswith(oldest_under))
+            oldest = min(under, key=lambda entry: (entry.create_revision, entry.key), default=None)
+            found |= {oldest.key} if oldest is not None else set()
+        return Snapshot(self.revision, tuple(self._entries[key] for key in sorted(found)))
 
     def changes(self, prefixes: tuple[str, ...], after_revision: int) -> tuple[Change, ...]:
         """What a watch after `after_revision` has to deliver now. Raises Compacted."""

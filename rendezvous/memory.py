@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from .errors import StoreClosed
 from .ledger import Ledger
-from .store import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot, Store, Watch
+from .store import Change, Compare, Delete, LeaseId, Outcome, Put, Snapshot, Store, Watch
 
 
 class MemoryStore(Store):
@@ -43,13 +43,9 @@ class MemoryStore(Store):
             finally:
                 self._changed.notify_all()
 
-    def read(self, prefixes: tuple[str, ...]) -> Snapshot:
+    def read(self, prefixes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
         with self._changed:
-            return self._open().read(prefixes, self._clock())
-
-    def oldest(self, prefix: str) -> Entry | None:
-        with self._changed:
-            return self._open().oldest(prefix, self._clock())
+            return self._open().read(prefixes, self._clock(), oldest_under)
 
     def watch(self, prefixes: tuple[str, ...], after_revision: int) -> Watch:
         return _MemoryWatch(self, prefixes, after_revision)

@@ -43,7 +43,6 @@ from .requests import (
     RETRY,
     Answer,
     Evict,
-    FindOldest,
     Grant,
     Read,
     Request,
@@ -286,9 +285,7 @@ class Participant:
         # Steps alone are not worth a write: the newest travels with the next change.
         if written is None or replace(record, step=written.step) != written:
             return WriteRecord(Compare(own_key, session.own_revision), record, session.lease)
-        if session.leader is None:
-            return FindOldest(NODES_PREFIX)
-        if session.subscription is None:
+        if session.leader is None or session.subscription is None:
             return self._read_for_subscription()
         if self.coordinates:
             return self._coordinate(now)
@@ -301,10 +298,10 @@ class Participant:
         return None
 
     def _read_for_subscription(self) -> Read:
-        leader = self._session.leader
-        assert leader is not None
-        nodes = (NODES_PREFIX,) if self.coordinates else (leader.key, node_key(self.identity.node))
-        return Read((WORLD_KEY, *nodes))
+        """What the coordinator has to know; for the others also who that is."""
+        if self.coordinates:
+            return Read((WORLD_KEY, NODES_PREFIX))
+        return Read((WORLD_KEY, node_key(self.identity.node)), oldest_under=NODES_PREFIX)
 
     def _records_of_gone(self) -> tuple[Compare, ...]:
         session = self._session
@@ -379,8 +376,6 @@ class Participant:
                 self._see_node(gone.key, entry, now)
         elif isinstance(request, Evict) and isinstance(answer, Outcome):
             self._see_node(request.compare.key, answer.entries[0], now)
-        elif isinstance(request, FindOldest):
-            self._see_leader(answer if isinstance(answer, Entry) else None)
         elif isinstance(request, Read) and isinstance(answer, Snapshot):
             self._snapshot(request, answer, now)
 
@@ -426,13 +421,12 @@ class Participant:
         """The watch missed changes: read everything again."""
         self._session.subscription = None
 
-    def _see_leader(self, entry: Entry | None) -> None:
+    def _see_leader(self, entry: Entry) -> None:
         """Whoever put something unreadable here first would coordinate for ever, and never answer."""
-        if entry is not None:
-            try:
-                NodeRecord.from_json(entry.key, entry.value)
-            except RecordInvalid as error:
-                self._refuse(Refusal.STORE_MISMATCH, str(error))
+        try:
+            NodeRecord.from_json(entry.key, entry.value)
+        except RecordInvalid as error:
+            self._refuse(Refusal.STORE_MISMATCH, str(error))
         self._session.leader = entry
 
     def _wrote(self, record: NodeRecord, entry: Entry | None) -> None:
@@ -480,25 +474,26 @@ class Participant:
 
     def _snapshot(self, request: Read, snapshot: Snapshot, now: float) -> None:
         entries = {entry.key: entry for entry in snapshot.entries}
+        session, own_key = self._session, node_key(self.identity.node)
         if WORLD_KEY not in request.prefixes:
-            self._own_entry(entries.get(node_key(self.identity.node)), now)
+            self._own_entry(entries.get(own_key), now)
             return
-        session = self._session
-        if session.leader is None or not _same_key_life(session.leader, entries.get(session.leader.key)):
-            session.leader = None
-            return
-        own_key = node_key(self.identity.node)
-        if own_key not in entries and session.written is not None:
+        if own_key not in entries:
             self.lease_gone(session.lease)
+            return
+        nodes = [entry for key, entry in entries.items() if key.startswith(NODES_PREFIX)]
+        self._see_leader(min(nodes, key=lambda entry: entry.create_revision))
+        if self.coordinates and NODES_PREFIX not in request.prefixes:
             return
         for key in set(session.nodes) - set(entries):
             self._see_node(key, None, now)
-        for key, entry in entries.items():
-            if key.startswith(NODES_PREFIX):
-                self._see_node(key, entry, now)
+        for entry in nodes:
+            self._see_node(entry.key, entry, now)
         self._see_world(entries.get(WORLD_KEY), snapshot.revision, now)
         session.nodes_as_of = snapshot.revision
-        session.subscription = Subscription(request.prefixes, snapshot.revision)
+        assert session.leader is not None, "it is one of the nodes just seen"
+        watched = (NODES_PREFIX,) if self.coordinates else (session.leader.key, own_key)
+        session.subscription = Subscription((WORLD_KEY, *watched), snapshot.revision)
 
     def _see_world(self, entry: Entry | None, revision: int, now: float) -> None:
         revision = entry.mod_revision if entry is not None else revision

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from .records import WORLD_KEY, NodeRecord, World
-from .store import Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot
+from .store import Compare, Delete, LeaseId, Outcome, Put, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,7 @@ class Grant:
 @dataclass(frozen=True, slots=True)
 class Read:
     prefixes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FindOldest:
-    prefix: str
+    oldest_under: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +72,8 @@ class Evict:
 
 
 Transaction: TypeAlias = WriteRecord | WriteWorld | Evict
-Request: TypeAlias = Grant | Read | FindOldest | Transaction
-Answer: TypeAlias = LeaseId | Snapshot | Entry | Outcome | None
+Request: TypeAlias = Grant | Read | Transaction
+Answer: TypeAlias = LeaseId | Snapshot | Outcome
 
 
 @dataclass(frozen=True, slots=True)

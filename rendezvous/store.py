@@ -113,12 +113,9 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def read(self, prefixes: tuple[str, ...]) -> Snapshot:
-        """Every key that starts with one of `prefixes`."""
-
-    @abstractmethod
-    def oldest(self, prefix: str) -> Entry | None:
-        """The key under `prefix` with the lowest create_revision: one entry, however many there are."""
+    def read(self, prefixes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
+        """Every key that starts with one of `prefixes`; and of those that start with `oldest_under` the one with
+        the lowest create_revision: one entry, however many there are."""
 
     @abstractmethod
     def watch(self, prefixes: tuple[str, ...], after_revision: int) -> Watch:

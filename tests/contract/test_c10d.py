@@ -30,8 +30,6 @@ from elastic_agent.rendezvous.c10d_wire import (
     Await,
     Caller,
     Done,
-    Found,
-    Oldest,
     Read,
     Refused,
     Reply,
@@ -506,7 +504,7 @@ def test_replies_to_nobody_and_garbage_in_a_reply_queue_are_passed_over(
     _, port = c10d_host
     store = connect(port)
     mine = reply_queue(store._client, 1)
-    for junk in (b"\x80\x05.", b"", encode_reply(Reply(99, Done())), encode_reply(Reply(0, Found(None)))):
+    for junk in (b"\x80\x05.", b"", encode_reply(Reply(99, Done())), encode_reply(Reply(0, Done()))):
         raw_client(port).queue_push(mine, junk)
     assert isinstance(store.read(("",)), Snapshot)
 
@@ -543,7 +541,7 @@ def test_what_a_dead_client_left_is_thrown_away(monkeypatch: pytest.MonkeyPatch)
     host = C10dHost(listener, ADDRESS, "job", clock=lambda: now[0])
     client, replies = raw_client(port), reply_queue(STRANGER, 1)
     client.queue_push(REQUEST_QUEUE, encode_request(Request(Caller(STRANGER, 1, 1), Await(("k",), 0))))
-    client.queue_push(REQUEST_QUEUE, encode_request(Request(Caller(STRANGER, 1, 2), Oldest("k"))))
+    client.queue_push(REQUEST_QUEUE, encode_request(Request(Caller(STRANGER, 1, 2), Read(("k",)))))
     eventually(lambda: client.queue_len(replies) == 1, "the second call was answered, the first parked")
     now[0] += PARKED_S
     eventually(lambda: client.queue_len(replies) == 2, "the parked call was answered")

@@ -437,8 +437,7 @@ def test_jobs_do_not_see_each_other(single: EtcdCluster, connect: Connect) -> No
     for name, store in stores.items():
         assert [(entry.key, entry.value) for entry in store.read(("",)).entries] == [("nodes/a", name)]
         assert [change.entry.value for change in next_changes(watches[name]) if change.entry] == [name]
-        oldest = store.oldest("")
-        assert oldest is not None
+        (oldest,) = store.read((), "").entries
         assert oldest.value == name
     stores["job1"].transact((), (Delete("nodes/a"),))
     assert [len(store.read(("",)).entries) for store in stores.values()] == [1, 0, 1, 1, 1]

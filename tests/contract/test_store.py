@@ -239,17 +239,27 @@ def test_a_read_finds_every_key_under_any_of_its_prefixes_in_order(
 def test_the_oldest_key_is_the_one_created_first_however_often_it_was_updated(
     store: Store, at: Callable[[str], str]
 ) -> None:
-    assert store.oldest(at("")) is None
+    def oldest() -> list[str]:
+        return [entry.key for entry in store.read((), at("")).entries]
+
+    assert oldest() == []
     for key in ("z", "a", "z", "z"):
         put(store, at(key))
-    oldest = store.oldest(at(""))
-    assert oldest is not None
-    assert oldest.key == at("z")
+    assert oldest() == [at("z")]
     store.transact((), (Delete(at("z")),))
     put(store, at("z"))
-    oldest = store.oldest(at(""))
-    assert oldest is not None
-    assert oldest.key == at("a")
+    assert oldest() == [at("a")]
+
+
+def test_the_oldest_key_comes_with_what_else_is_read_once_and_of_the_same_revision(
+    store: Store, at: Callable[[str], str]
+) -> None:
+    for key in ("n/b", "n/a", "n/c", "w"):
+        put(store, at(key))
+    for prefixes, found in [(("w",), ["n/b", "w"]), (("n/b",), ["n/b"]), (("w", "n/a"), ["n/a", "n/b", "w"])]:
+        snapshot = store.read(tuple(map(at, prefixes)), at("n/"))
+        assert [entry.key for entry in snapshot.entries] == [at(key) for key in found]
+        assert snapshot.revision == store.read(()).revision
 
 
 # Leases

@@ -29,7 +29,6 @@ from elastic_agent.rendezvous.records import WORLD_KEY, Endpoint, Failure, NodeR
 from elastic_agent.rendezvous.requests import (
     Answer,
     Evict,
-    FindOldest,
     Grant,
     Read,
     Request,
@@ -505,9 +504,7 @@ class Simulation:
         if isinstance(request, Grant):
             return ledger.grant(request.ttl_s, self.now)
         if isinstance(request, Read):
-            return ledger.read(request.prefixes, self.now)
-        if isinstance(request, FindOldest):
-            return ledger.oldest(request.prefix, self.now)
+            return ledger.read(request.prefixes, self.now, request.oldest_under)
         compares = request.compares
         if isinstance(request, WriteWorld) and self.bug == "world written without compare":
             compares = ()

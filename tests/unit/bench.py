@@ -24,7 +24,6 @@ from elastic_agent.rendezvous.records import (
 )
 from elastic_agent.rendezvous.requests import (
     Answer,
-    FindOldest,
     Grant,
     Read,
     Request,
@@ -214,9 +213,7 @@ class Bench:
         if isinstance(request, Grant):
             return self.ledger.grant(request.ttl_s, self.now)
         if isinstance(request, Read):
-            return self.ledger.read(request.prefixes, self.now)
-        if isinstance(request, FindOldest):
-            return self.ledger.oldest(request.prefix, self.now)
+            return self.ledger.read(request.prefixes, self.now, request.oldest_under)
         return self.ledger.transact(request.compares, request.writes, self.now)
 
     # ------------------------------------------------------------ what a test looks at, and writes behind all backs

@@ -24,7 +24,6 @@ from elastic_agent.rendezvous.records import (
     node_key,
 )
 from elastic_agent.rendezvous.requests import (
-    FindOldest,
     Grant,
     Read,
     Request,
@@ -54,6 +53,9 @@ def test_nodes_meet_and_start_one_world(bench: Bench) -> None:
     assert a.orders == [Start(world, world.members[0])]
     assert b.orders == [Start(world, world.members[1])]
     assert (world.master.address, world.master.port) == ("host-a", 1000)
+
+
+JOINING_B = Read((WORLD_KEY, "nodes/b"), oldest_under=NODES_PREFIX)
 
 
 def test_the_oldest_record_coordinates_and_the_others_watch_only_it(bench: Bench) -> None:
@@ -117,8 +119,7 @@ def test_a_spare_stands_by_without_a_join_timeout_and_takes_a_free_place(bench: 
 
 @pytest.mark.parametrize(
     ("victim", "kind"),
-    [(name, kind) for name in ("a", "b") for kind in (Grant, WriteRecord, FindOldest, Read)]
-    + [("a", WriteWorld)],
+    [(name, kind) for name in ("a", "b") for kind in (Grant, WriteRecord, Read)] + [("a", WriteWorld)],
 )
 def test_a_lost_reply_costs_time_and_nothing_else(bench: Bench, victim: str, kind: type[Request]) -> None:
     peers = [bench.join("a"), bench.join("b")]
@@ -405,18 +406,18 @@ def test_a_younger_record_under_the_old_leaders_key_does_not_lead(bench: Bench) 
     assert {peer.generation for peer in (b, c, again)} == {b.generation}
 
 
-def test_a_leader_that_changed_between_question_and_answer_is_looked_for_again(bench: Bench) -> None:
-    bench.join("a")
-    bench.settle()
-    b = bench.join("b")
-    while not isinstance(request := b.part.request(bench.now), Read):
-        assert request is not None
-        b.serve(request)
-    assert request.prefixes == (WORLD_KEY, "nodes/a", "nodes/b")
-    bench.delete("nodes/a")
-    b.serve(request)
-    assert b.part.subscription is None
-    assert isinstance(b.part.request(bench.now), FindOldest)
+def test_one_question_tells_a_node_the_world_and_who_coordinates(bench: Bench) -> None:
+    _, b = bench.joined("a", "b")
+    assert [request for request in b.asked if isinstance(request, Read)] == [JOINING_B]
+
+
+def test_a_node_that_finds_itself_the_oldest_reads_about_all(bench: Bench) -> None:
+    a, b = bench.joined("a", "b")
+    asked = len(b.asked)
+    bench.kill(a)
+    bench.after(TTL_S + 1)
+    reads = [request for request in b.asked[asked:] if isinstance(request, Read)]
+    assert reads == [JOINING_B, Read((WORLD_KEY, NODES_PREFIX))]
 
 
 def test_a_watch_that_missed_changes_reads_everything_again() -> None:
@@ -448,7 +449,7 @@ def test_a_younger_record_is_not_the_leaders_even_if_its_end_was_missed(bench: B
     assert entry is not None
     younger = replace(entry, create_revision=98, mod_revision=98)
     b.part.changed((Change(98, "nodes/a", younger),), bench.now)
-    assert isinstance(b.part.request(bench.now), FindOldest)
+    assert b.part.request(bench.now) == JOINING_B
 
 
 def test_the_last_call_ends_on_time_whatever_the_newcomers_write(bench: Bench) -> None:
