@@ -373,9 +373,9 @@ class Participant:
         elif isinstance(request, WriteWorld) and isinstance(answer, Outcome):
             self._see_world(answer.entries[0], answer.revision, now)
             for gone, entry in zip(request.evicted, answer.entries[1:], strict=True):
-                self._see_node(gone.key, entry, now)
+                self._see_node(gone.key, entry, answer.revision, now)
         elif isinstance(request, Evict) and isinstance(answer, Outcome):
-            self._see_node(request.compare.key, answer.entries[0], now)
+            self._see_node(request.compare.key, answer.entries[0], answer.revision, now)
         elif isinstance(request, Read) and isinstance(answer, Snapshot):
             self._snapshot(request, answer, now)
 
@@ -415,7 +415,7 @@ class Participant:
                 self._session.nodes_as_of = change.revision
                 if change.key == node_key(self.identity.node):
                     self._see_own(change, now)
-                self._see_node(change.key, change.entry, now)
+                self._see_node(change.key, change.entry, change.revision, now)
 
     def lost_track(self) -> None:
         """The watch missed changes: read everything again."""
@@ -486,9 +486,9 @@ class Participant:
         if self.coordinates and NODES_PREFIX not in request.prefixes:
             return
         for key in set(session.nodes) - set(entries):
-            self._see_node(key, None, now)
+            self._see_node(key, None, snapshot.revision, now)
         for entry in nodes:
-            self._see_node(entry.key, entry, now)
+            self._see_node(entry.key, entry, snapshot.revision, now)
         self._see_world(entries.get(WORLD_KEY), snapshot.revision, now)
         session.nodes_as_of = snapshot.revision
         assert session.leader is not None, "it is one of the nodes just seen"
@@ -515,8 +515,12 @@ class Participant:
             return
         self.world, self._world_revision, self._world_since = world, revision, now
 
-    def _see_node(self, key: str, entry: Entry | None, now: float) -> None:
+    def _see_node(self, key: str, entry: Entry | None, revision: int, now: float) -> None:
+        """`entry` is what was under `key` at `revision`, if anything: answers and changes overtake each other."""
         session = self._session
+        known = session.nodes.get(key)
+        if known is not None and known[0].mod_revision > revision:
+            return
         leader = session.leader
         if leader is not None and leader.key == key and not _same_key_life(leader, entry):
             session.leader = session.subscription = None
@@ -529,8 +533,7 @@ class Participant:
             log.warning("ignoring a node: %s", error)
             session.nodes.pop(key, None)
             return
-        before = session.nodes.get(key)
-        if before is not None and entry.mod_revision <= before[0].mod_revision:
+        if known is not None and known[0].mod_revision == entry.mod_revision:
             return
         # Whoever writes is not gone; if its agent ended right after, it will be asked again.
         session.peers.gone.discard(record.incarnation)

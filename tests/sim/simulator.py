@@ -506,15 +506,15 @@ class Simulation:
         if isinstance(request, Read):
             return ledger.read(request.prefixes, self.now, request.oldest_under)
         compares = request.compares
-        if isinstance(request, WriteWorld) and self.bug == "world written without compare":
-            compares = ()
-        outcome = ledger.transact(compares, request.writes, self.now)
+        blind = isinstance(request, WriteWorld) and self.bug == "world written without compare"
+        outcome = ledger.transact(compares[1:] if blind else compares, request.writes, self.now)
+        if blind:
+            outcome = replace(
+                outcome, entries=(*ledger.read((WORLD_KEY,), self.now).entries, *outcome.entries)
+            )
         if isinstance(request, WriteWorld):
             if outcome.succeeded:
                 self.check_world(request.world, outcome.revision)
-                if not compares:
-                    written = ledger.read((WORLD_KEY,), self.now).entries
-                    outcome = replace(outcome, entries=written)
             else:
                 self.seen["world race lost"] += 1
         if isinstance(request, Evict) or (isinstance(request, WriteWorld) and request.evicted):

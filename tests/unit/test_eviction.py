@@ -139,6 +139,24 @@ def test_a_record_that_changed_meanwhile_is_not_evicted(bench: Bench) -> None:
     assert bench.records()["c"].incarnation == "c-2"
 
 
+def test_a_node_that_comes_back_before_the_answer_that_it_is_evicted_is_not_forgotten(bench: Bench) -> None:
+    a, b = broken_world(bench, dead="c")
+    bench.settle()
+    bench.now += ASK_AFTER_S
+    ask(a, Absence.REFUSED)
+    request = a.part.request(bench.now)
+    assert isinstance(request, WriteWorld)
+    answer = bench.serve(request)
+    bench.join("c", life=2)
+    while "c" not in bench.records():
+        bench.peers[-1].turn()
+    a.watch()
+    a.part.answered(request, answer, bench.now)
+    bench.settle()
+    assert bench.members() == ["a", "b", "c"]
+    assert a.generation == b.generation == bench.peers[-1].generation
+
+
 def test_an_evicted_node_that_lives_stops_first_and_comes_back_as_another(bench: Bench) -> None:
     a, b, c = bench.joined("a", "b", "c")
     c.connected = False
