@@ -21,7 +21,7 @@ from ..rendezvous.errors import (
     StoreLost,
     StoreUnavailable,
 )
-from ..rendezvous.requests import RETRY, Answer, Grant, Read, Request, Subscription
+from ..rendezvous.requests import RETRY, Answer, Grant, Read, Request, RetryPolicy, Subscription
 from ..rendezvous.store import LeaseId, Store, Watch
 from .events import Answered, Changed, Event, LeaseConfirmed, LeaseGone, LostTrack, StoreGone, Unanswered
 
@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 
 KEEP_ALIVES_PER_TTL = 5
 """Several may be lost before the lease counts as bad at 0.6 of its time to live."""
+
+RETRIES_PER_KEEP_ALIVE = 4
+"""At least: a store that refuses at once is asked about so often in the time between two keep-alives."""
 
 WATCH_TURN_S = 10.0
 """A watch without changes comes up for air this often; the length matters to nobody."""
@@ -47,6 +50,7 @@ class StoreLink:
     ) -> None:
         self._store = store
         self._interval_s = lease_ttl_s / KEEP_ALIVES_PER_TTL
+        self._retry = RetryPolicy(max_wait_s=self._interval_s / RETRIES_PER_KEEP_ALIVE)
         self._post = post
         self._clock = clock
         self._rng = rng
@@ -116,6 +120,7 @@ class StoreLink:
     # ---------------------------------------------------------------- store-lease
 
     def _keep_alive(self) -> None:
+        attempt = 0
         while not self._closed.is_set():
             with self._wanted:
                 self._wanted.wait_for(lambda: self._lease is not None or self._closed.is_set())
@@ -133,9 +138,15 @@ class StoreLink:
                 self._gone(error)
                 return
             except StoreError as error:
-                log.warning("lease not confirmed: %s", error)
-                self._closed.wait(RETRY.wait_s(0, self._rng))
+                if attempt == 0:
+                    log.warning("lease not confirmed, trying on: %s", error)
+                again_at = asked_at + self._retry.wait_s(attempt, self._rng)
+                self._closed.wait(max(0.0, again_at - self._clock()))
+                attempt += 1
                 continue
+            if attempt:
+                log.info("lease confirmed again, after %d tries in vain", attempt)
+                attempt = 0
             self._post(LeaseConfirmed(lease, asked_at))
             self._closed.wait(max(0.0, asked_at + self._interval_s - self._clock()))
 
@@ -177,6 +188,7 @@ class StoreLink:
                 with self._wanted:
                     self._wanted.wait_for(lambda: self._subscription is not subscription)
             except StoreUnavailable as error:
-                log.warning("watch interrupted: %s", error)
+                if attempt == 0:
+                    log.warning("watch interrupted, trying on: %s", error)
                 self._closed.wait(RETRY.wait_s(attempt, self._rng))
                 attempt += 1

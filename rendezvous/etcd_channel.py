@@ -10,7 +10,7 @@ member once within the first half of it; a write whose answer got lost is not, b
 
 While a leader is dead or frozen, the other members may hold a keep-alive back for seconds: etcd waits in steps of an
 election timeout, and for the dead one's answer. Asked again after the election they answer at once. So a keep-alive
-gives up early and asks the next member, until that has been in vain so often that it seems to take longer.
+hurries from member to member, as long as it can still save its lease.
 
 With a login, each call carries a token. A call that is refused for its token was not done: it is repeated
 once with a new token, which the first thread gets for all.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import random
 import threading
 import time
@@ -36,10 +37,12 @@ from .etcd_tls import credentials, handshake_problem
 LINE_LIFE_S = 0.25
 """Once every address had its turn in vain, a line is not replaced before this age: gRPC tries it again by itself."""
 
-HURRIED_SHARE = 0.25
-"""Of a request's time: what a keep-alive gives to one member."""
-HURRIED_ROUNDS = 2
-"""Then it takes its time: a busy machine or a far one needs it."""
+FIRST_SHARE = 0.5
+"""Of a request's time: what a hurried call gives to a member that has answered so far, and may only be busy."""
+NEXT_SHARE = 0.25
+"""What it gives to each one after that."""
+HURRY_FOR = 3.0
+"""Times of a request since the last answer; then nothing is left to save, and a far member needs all its time."""
 
 REFUSED_PAUSE_S = 1.0
 """A password that was refused is not sent again before this has passed: checking one costs etcd a tenth of a second."""
@@ -152,7 +155,7 @@ class Connection:
         self._line: Line | None = None
         self._in_vain = 0
         """Lines replaced since the last answer."""
-        self._answered = False
+        self._answered_at = -math.inf
         self._closed = False
 
     def call(self, method: Method, request: Any, *, repeatable: bool = False, hurried: bool = False) -> Any:
@@ -181,15 +184,20 @@ class Connection:
 
     def _call_once(self, line: Line, method: Method, request: Any, deadline: float, hurried: bool) -> Any:
         token = self._token(line, deadline)
-        timeout_s = _left(deadline)
-        if hurried and self._in_vain < HURRIED_ROUNDS * len(self.addresses.ring):
-            timeout_s = min(timeout_s, HURRIED_SHARE * self.request_timeout_s)
+        timeout_s = min(_left(deadline), self._patience_s() if hurried else math.inf)
         try:
             answer = line.call(method, request, timeout_s, _metadata(token))
         except (self.rpc.grpc.RpcError, ValueError) as error:
             raise self.problem(line, error, token) from error
-        self._answered, self._in_vain = True, 0
+        self._answered_at, self._in_vain = time.monotonic(), 0
         return answer
+
+    def _patience_s(self) -> float:
+        """Of a hurried call, with the member in use."""
+        if self._in_vain == 0:
+            return FIRST_SHARE * self.request_timeout_s
+        hopeful = time.monotonic() < self._answered_at + HURRY_FOR * self.request_timeout_s
+        return (NEXT_SHARE if hopeful else 1.0) * self.request_timeout_s
 
     def stream(self, method: Method, requests: Iterable[Any]) -> tuple[Line, Any, str | None]:
         """A call with answers without end; who reads them tells `problem` how it ended, with line and token."""
@@ -305,7 +313,7 @@ class Connection:
         if replaced:
             line.close()
             self.addresses.refresh()
-        if replaced and may_be_tls and not self._answered:
+        if replaced and may_be_tls and self._answered_at == -math.inf:
             problem = handshake_problem(line.address, self._access.tls, self.request_timeout_s)
             if problem is not None:
                 return StoreRefused(f"etcd on {line.address} cannot be talked to: {problem}")

@@ -389,7 +389,8 @@ class Participant:
             return
         if isinstance(request, WriteRecord):
             self._session.own_revision = None
-        self.waiting_for = f"the rendezvous store: {error}"
+        if self._attempt == 0:  # said once: each try may fail at another member, in other words
+            self.waiting_for = f"the rendezvous store: {error}"
         self._retry_at = now + self._retry.wait_s(self._attempt, self._rng)
         self._attempt += 1
 

@@ -1,0 +1,121 @@
+"""The agent's threads at a store that is away: what they say, and how often they ask."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from elastic_agent.agent.events import Event, LeaseConfirmed
+from elastic_agent.agent.store_link import KEEP_ALIVES_PER_TTL, StoreLink
+from elastic_agent.rendezvous.errors import StoreUnavailable
+from elastic_agent.rendezvous.memory import MemoryStore
+from elastic_agent.rendezvous.requests import Subscription
+from elastic_agent.rendezvous.store import LeaseId, Watch
+
+PATIENCE_S = 20.0
+LEASE_S = 5.0
+
+
+class Away(MemoryStore):
+    """Refuses everything, each time in other words, until `back`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.back = False
+        self.asked = threading.Semaphore(0)
+
+    def keep_alive(self, lease: LeaseId) -> None:
+        self._refuse()
+
+    def watch(self, prefixes: tuple[str, ...], after_revision: int) -> Watch:
+        store = self
+
+        class NoWatch(Watch):
+            def next(self, timeout_s: float) -> tuple[()]:
+                store._refuse()
+                return ()
+
+            def close(self) -> None:
+                pass
+
+        return NoWatch()
+
+    def _refuse(self) -> None:
+        self.asked.release()
+        if not self.back:
+            raise StoreUnavailable(f"refused at {time.monotonic()}")
+
+
+class Impatient(random.Random):
+    """Draws no wait, and remembers how long it might have been."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.longest: list[float] = []
+
+    def uniform(self, a: float, b: float) -> float:
+        self.longest.append(b)
+        return a
+
+
+@pytest.fixture
+def events() -> queue.SimpleQueue[Event]:
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def away() -> Away:
+    return Away()
+
+
+@pytest.fixture
+def rng() -> Impatient:
+    return Impatient()
+
+
+@pytest.fixture
+def link(away: Away, events: queue.SimpleQueue[Event], rng: Impatient) -> Iterator[StoreLink]:
+    link = StoreLink(away, LEASE_S, events.put, time.monotonic, rng)
+    link.start()
+    yield link
+    link.close()
+
+
+def ask_often(away: Away) -> None:
+    for _ in range(10):
+        assert away.asked.acquire(timeout=PATIENCE_S), "nobody asks any more"
+
+
+def test_a_lease_that_nobody_confirms_is_said_once_and_so_is_its_return(
+    away: Away, link: StoreLink, events: queue.SimpleQueue[Event], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    link.keep(7)
+    ask_often(away)
+    assert [record.msg for record in caplog.records] == ["lease not confirmed, trying on: %s"]
+    away.back = True
+    assert isinstance(events.get(timeout=PATIENCE_S), LeaseConfirmed)
+    assert [record.msg for record in caplog.records][1:] == ["lease confirmed again, after %d tries in vain"]
+
+
+def test_an_interrupted_watch_is_said_once(
+    away: Away, link: StoreLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    link.follow(Subscription(("",), 0))
+    ask_often(away)
+    assert [record.msg for record in caplog.records] == ["watch interrupted, trying on: %s"]
+
+
+def test_a_lease_is_tried_again_soon_and_then_several_times_between_two_keep_alives(
+    away: Away, link: StoreLink, rng: Impatient
+) -> None:
+    link.keep(7)
+    ask_often(away)
+    assert rng.longest[0] < 0.1
+    assert max(rng.longest) == LEASE_S / KEEP_ALIVES_PER_TTL / 4
