@@ -167,7 +167,7 @@ class Loop:
         world, group = self._participant.world, self._group
         if group is not None and not group.stopping:
             return Probe(True, f"running generation {group.generation}")
-        if world is not None and world.phase is Phase.RUNNING:
+        if world is not None and world.phase is Phase.RUNNING and self._participant.lease_good(self._clock()):
             return Probe(True, f"standing by: generation {world.generation} is running")
         return Probe(False, f"waiting: {self._participant.waiting_for}")
 
