@@ -459,6 +459,8 @@ def longest_training_gap(steps: Iterable[Record]) -> float:
     gaps, until = [0.0], math.inf
     for generation, ranks in sorted(times.items()):
         begin, end = max(at[0] for at in ranks.values()), min(at[-1] for at in ranks.values())
+        if generation == max(times):
+            end = max(begin, end)  # it goes on
         if len(ranks) < worlds[generation] or begin > end:
             continue  # it was over before all had begun
         gaps.append(begin - until)

@@ -113,6 +113,17 @@ def test_wrong_certificates_are_a_matter_of_configuration(job: Job, etcd: str) -
     assert agent.says(str(wrong))
 
 
+def test_the_certificate_of_another_authority_is_refused_before_anything_starts(
+    job: Job, guarded: EtcdCluster
+) -> None:
+    (job.folder / "others").mkdir()
+    other = make_certificates(job.folder / "others").file("ca.pem")
+    agent = join(job, "a", *credentials(job, guarded), f"--etcd-ca={other}")
+    assert agent.exit_code() == 78
+    assert agent.says("its certificate is not the one to expect")
+    assert job.generations() == []
+
+
 def test_where_nobody_answers_the_agent_gives_up_after_the_join_timeout(job: Job) -> None:
     agent = join(job, "a", "etcd://127.0.0.1:1,localhost:2", "--join-timeout=2", "--lease-ttl=1")
     assert agent.exit_code() == 69

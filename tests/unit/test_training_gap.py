@@ -22,6 +22,9 @@ History = dict[tuple[int, int], list[float]]
             id="from the first rank that stopped to the last that began",
         ),
         pytest.param(
+            {(1, 0): [1], (1, 1): [1], (2, 0): [5], (2, 1): [7]}, 6.0, id="the newest has just begun"
+        ),
+        pytest.param(
             {(1, 0): [1, 2], (1, 1): [1, 2], (2, 0): [3, 4], (3, 0): [9], (3, 1): [9]},
             7.0,
             id="a generation that one rank never began",
