@@ -57,6 +57,7 @@ class StoreLink:
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._wanted = threading.Condition()
         self._lease: LeaseId | None = None
+        self._confirm_at = 0.0
         self._subscription: Subscription | None = None
         self._watch: Watch | None = None
         self._closed = threading.Event()
@@ -70,10 +71,10 @@ class StoreLink:
         self._requests.put(request)
 
     def keep(self, lease: LeaseId | None) -> None:
-        """From now on confirm this lease."""
+        """From now on confirm this lease; it is as good as new."""
         if lease != self._lease:
             with self._wanted:
-                self._lease = lease
+                self._lease, self._confirm_at = lease, self._clock() + self._interval_s
                 self._wanted.notify_all()
 
     def follow(self, subscription: Subscription | None) -> None:
@@ -124,9 +125,12 @@ class StoreLink:
         while not self._closed.is_set():
             with self._wanted:
                 self._wanted.wait_for(lambda: self._lease is not None or self._closed.is_set())
-                lease = self._lease
+                lease, wait_s = self._lease, self._confirm_at - self._clock()
             if lease is None:
                 return
+            if wait_s > 0.0:
+                self._closed.wait(wait_s)
+                continue
             asked_at = self._clock()
             try:
                 self._store.keep_alive(lease)
@@ -148,7 +152,9 @@ class StoreLink:
                 log.info("lease confirmed again, after %d tries in vain", attempt)
                 attempt = 0
             self._post(LeaseConfirmed(lease, asked_at))
-            self._closed.wait(max(0.0, asked_at + self._interval_s - self._clock()))
+            with self._wanted:
+                if self._lease == lease:
+                    self._confirm_at = asked_at + self._interval_s
 
     def _await_another(self, lease: LeaseId) -> None:
         with self._wanted:

@@ -1,4 +1,4 @@
-"""The agent's threads at a store that is away: what they say, and how often they ask."""
+"""The agent's threads at the store: how often they ask, and what they say when it is away."""
 
 from __future__ import annotations
 
@@ -119,3 +119,20 @@ def test_a_lease_is_tried_again_soon_and_then_several_times_between_two_keep_ali
     ask_often(away)
     assert rng.longest[0] < 0.1
     assert max(rng.longest) == LEASE_S / KEEP_ALIVES_PER_TTL / 4
+
+
+def test_a_lease_is_confirmed_again_and_again_but_not_when_it_is_new(
+    events: queue.SimpleQueue[Event], rng: Impatient
+) -> None:
+    ttl_s = 0.5
+    store = MemoryStore()
+    link = StoreLink(store, ttl_s, events.put, time.monotonic, rng)
+    link.start()
+    kept_at = time.monotonic()
+    link.keep(store.grant(LEASE_S))
+    first, second = (events.get(timeout=PATIENCE_S) for _ in range(2))
+    link.close()
+    assert isinstance(first, LeaseConfirmed)
+    assert isinstance(second, LeaseConfirmed)
+    assert first.asked_at - kept_at >= ttl_s / KEEP_ALIVES_PER_TTL
+    assert second.asked_at - first.asked_at >= ttl_s / KEEP_ALIVES_PER_TTL
