@@ -5,10 +5,9 @@ nothing races with itself), feed back the answer, deliver the watch's changes an
 and obey its `order`. It is level-triggered: every question is answered from what is known now, so a lost reply,
 a repeated event or a missed one costs time and never correctness.
 
-Who coordinates needs no election: the live node with the oldest record does. The others watch `world` and that
-one record, and ask for the oldest again when it disappears; only the coordinator follows all records, so a join
-is not delivered N times to N nodes. Two nodes may for a moment both believe to coordinate; the compare on
-`world` lets only one of them publish (I2).
+What it knows is its `Roster`, why its workers may go on is its `Proof`. The node with the oldest record coordinates:
+it alone follows all records, so a join is not delivered N times to N nodes. Two nodes may for a moment both believe
+to coordinate; the compare on `world` lets only one of them publish (I2).
 
 All instants are seconds on this node's monotonic clock.
 """
@@ -19,7 +18,7 @@ import logging
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from .decide import (
     Decision,
@@ -35,8 +34,8 @@ from .decide import (
     decide,
     follow,
 )
-from .errors import LeaseExpired, RecordInvalid, StoreError
-from .peers import Finding, Peer, Peers, Suspects, slow_to_go_on, slow_to_stop
+from .errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch
+from .peers import Finding, Peer, Suspects, slow_to_go_on, slow_to_stop
 from .proof import Proof
 from .records import NODES_PREFIX, WORLD_KEY, Failure, Introduction, NodeRecord, Phase, World, node_key
 from .requests import (
@@ -51,6 +50,7 @@ from .requests import (
     WriteRecord,
     WriteWorld,
 )
+from .roster import Roster
 from .store import Change, Compare, Entry, LeaseId, Outcome, Snapshot
 
 log = logging.getLogger(__name__)
@@ -69,20 +69,12 @@ class _Session:
 
     incarnation: str
     proof: Proof
+    roster: Roster
     lease: LeaseId | None = None
     written: NodeRecord | None = None
     own_revision: int | None = 0
     """mod_revision of our record; None after a write whose outcome is unknown."""
     created_revision: int = 0
-    leader: Entry | None = None
-    """The coordinator's record as found; another record under its key later is another, younger agent's."""
-    subscription: Subscription | None = None
-    nodes: dict[str, tuple[Entry, NodeRecord]] = field(default_factory=dict)
-    """By key: all of them on the coordinator, else only some."""
-    nodes_as_of: int = 0
-    """The watch has delivered every change under `nodes/` up to this revision."""
-    peers: Peers = field(default_factory=Peers)
-    arrivals: dict[str, float] = field(default_factory=dict)
     started: int = 0
     settled: int = 0
     succeeded: int = 0
@@ -108,7 +100,6 @@ class Participant:
         name of this life of the agent as incarnation; each rejoin appends a number to it."""
         self.identity = identity
         self.policy = policy
-        self.world: World | None = None
         self.waiting_for = "the rendezvous store"
         self.backoff_s = 0.0
         """The coordinator's pause before the next generation; 0 on other nodes, and when there is none."""
@@ -120,8 +111,6 @@ class Participant:
         self._step = 0
         self._joins = 0
         self._session = self._new_session(identity.incarnation)
-        self._world_revision = 0
-        self._world_since = now
         self._generation = 0
         self._started_world: World
         self._leaving_since: float | None = None
@@ -141,6 +130,11 @@ class Participant:
         return self._session.incarnation
 
     @property
+    def world(self) -> World | None:
+        """As this node last saw it."""
+        return self._session.roster.world
+
+    @property
     def lease(self) -> LeaseId | None:
         """The lease to keep alive."""
         return self._session.lease
@@ -148,7 +142,7 @@ class Participant:
     @property
     def subscription(self) -> Subscription | None:
         """The watch to keep open; None while there is nothing to watch yet."""
-        return self._session.subscription
+        return self._session.roster.subscription
 
     @property
     def wants_port(self) -> bool:
@@ -157,20 +151,18 @@ class Participant:
 
     @property
     def coordinates(self) -> bool:
-        leader = self._session.leader
-        return leader is not None and leader.key == node_key(self.identity.node)
+        return self._session.roster.coordinates
 
     @property
     def known_nodes(self) -> tuple[NodeRecord, ...]:
         """Oldest first; complete only on the coordinator."""
-        seen = sorted(self._session.nodes.values(), key=lambda seen: seen[0].create_revision)
-        return tuple(record for _, record in seen)
+        return self._session.roster.nodes
 
     @property
     def _came_after_end(self) -> bool:
         """The job in the store had ended before this agent came. Whoever joins again was there before."""
         ended = self.world is not None and self.world.phase is Phase.ENDED
-        came_after = self._session.created_revision > self._world_revision and not self._joins
+        came_after = self._session.created_revision > self._session.roster.world_revision and not self._joins
         return self.policy.store_outlives_job and ended and came_after
 
     @property
@@ -222,7 +214,7 @@ class Participant:
         """The next instant at which `request` or `order` may answer differently without any event."""
         instants = [self._wake_at, self._retry_at, self._give_up_at(now)]
         if self._session.lease is not None:
-            instants += [*self._session.proof.instants(now), self._session.peers.wake_at()]
+            instants += [*self._session.proof.instants(now), self._session.roster.peers.wake_at()]
         if self._leaving_since is not None:
             instants.append(self._leaving_since + LEAVE_TOGETHER_S)
         return min((at for at in instants if at is not None and at > now), default=None)
@@ -241,10 +233,10 @@ class Participant:
 
     def probes(self, now: float) -> tuple[Peer, ...]:
         """Whom to ask for an introduction now; `probed` wants to hear what came of each."""
-        return self._session.peers.suspect(self._suspects(now), now)
+        return self._session.roster.peers.suspect(self._suspects(now), now)
 
     def probed(self, peer: Peer, finding: Finding, asked_at: float, now: float) -> None:
-        self._session.peers.found(peer, finding, now)
+        self._session.roster.peers.found(peer, finding, now)
         self._session.proof.found(peer, finding, asked_at)
 
     def _suspects(self, now: float) -> Suspects:
@@ -254,10 +246,10 @@ class Participant:
             return cut_off
         if self.coordinates:
             return slow_to_stop(world, self.known_nodes, session.incarnation)
-        leader = session.nodes.get(session.leader.key) if session.leader is not None else None
+        leader = session.roster.leader_record
         if leader is None or session.written is None:
             return {}
-        return slow_to_go_on(world, leader[1], session.written)
+        return slow_to_go_on(world, leader, session.written)
 
     # ---------------------------------------------------------------- what it asks of the store
 
@@ -285,44 +277,28 @@ class Participant:
         # Steps alone are not worth a write: the newest travels with the next change.
         if written is None or replace(record, step=written.step) != written:
             return WriteRecord(Compare(own_key, session.own_revision), record, session.lease)
-        if session.leader is None or session.subscription is None:
-            return self._read_for_subscription()
-        if self.coordinates:
+        roster = session.roster
+        if roster.subscription is None:
+            return roster.question
+        if roster.coordinates:
             return self._coordinate(now)
-        for gone in self._records_of_gone():
-            if gone.key == session.leader.key:
-                return Evict(gone)
-        self.waiting_for = (
-            f"{session.leader.key.removeprefix(NODES_PREFIX)} coordinates; no new world from it yet"
-        )
+        if roster.leader_gone is not None:
+            return Evict(roster.leader_gone)
+        self.waiting_for = f"{roster.leader} coordinates; no new world from it yet"
         return None
 
-    def _read_for_subscription(self) -> Read:
-        """What the coordinator has to know; for the others also who that is."""
-        if self.coordinates:
-            return Read((WORLD_KEY, NODES_PREFIX))
-        return Read((WORLD_KEY, node_key(self.identity.node)), oldest_under=NODES_PREFIX)
-
-    def _records_of_gone(self) -> tuple[Compare, ...]:
-        session = self._session
-        return tuple(
-            Compare(key, entry.mod_revision)
-            for key, (entry, record) in session.nodes.items()
-            if record.incarnation in session.peers.gone
-        )
-
     def _coordinate(self, now: float) -> Request | None:
-        gone = self._session.peers.gone
-        live = tuple(node for node in self.known_nodes if node.incarnation not in gone)
-        view = View(live, self.world, self._world_since, self._session.arrivals, gone, self._came_after_end)
+        roster = self._session.roster
+        gone = roster.peers.gone
+        live = tuple(node for node in roster.nodes if node.incarnation not in gone)
+        view = View(live, roster.world, roster.world_since, roster.arrivals, gone, self._came_after_end)
         decision = self._decide(view, self.policy, now)
-        if isinstance(decision, Publish) and self._session.nodes_as_of < self._world_revision:
-            # Changes of `world` and of `nodes/` may overtake each other. A member that we do not know yet is not lost.
-            return self._read_for_subscription()
+        if isinstance(decision, Publish) and roster.nodes_are_behind:
+            return roster.question
         if isinstance(decision, Publish):
             self._wake_at, self.backoff_s = None, 0.0
-            compare = Compare(WORLD_KEY, self._world_revision)
-            return WriteWorld(compare, decision.world, self._records_of_gone())
+            compare = Compare(WORLD_KEY, roster.world_revision)
+            return WriteWorld(compare, decision.world, roster.records_of_gone)
         self._wake_at, self.backoff_s = decision.until, decision.backoff_s
         self.waiting_for = decision.reason
         return None
@@ -362,6 +338,12 @@ class Participant:
             return
         self._pending = None
         self._attempt = 0
+        try:
+            self._take_in(request, answer, now)
+        except (RecordInvalid, StoreMismatch) as error:
+            self._refuse(Refusal.STORE_MISMATCH, str(error))
+
+    def _take_in(self, request: Request, answer: Answer, now: float) -> None:
         session = self._session
         if isinstance(request, Grant) and isinstance(answer, int):
             session.lease, session.proof.confirmed_at = answer, self._asked_at
@@ -371,13 +353,19 @@ class Participant:
             else:
                 self._own_entry(answer.entries[0], now)
         elif isinstance(request, WriteWorld) and isinstance(answer, Outcome):
-            self._see_world(answer.entries[0], answer.revision, now)
+            session.roster.see_world(answer.entries[0], answer.revision, now)
             for gone, entry in zip(request.evicted, answer.entries[1:], strict=True):
-                self._see_node(gone.key, entry, answer.revision, now)
+                session.roster.see_node(gone.key, entry, answer.revision, now)
         elif isinstance(request, Evict) and isinstance(answer, Outcome):
-            self._see_node(request.compare.key, answer.entries[0], answer.revision, now)
+            session.roster.see_node(request.compare.key, answer.entries[0], answer.revision, now)
         elif isinstance(request, Read) and isinstance(answer, Snapshot):
-            self._snapshot(request, answer, now)
+            own = next((entry for entry in answer.entries if entry.key == node_key(self.identity.node)), None)
+            if WORLD_KEY not in request.prefixes:
+                self._own_entry(own, now)
+            elif own is None:
+                self.lease_gone(session.lease)
+            else:
+                session.roster.read(request, answer, now)
 
     def failed(self, request: Request, error: StoreError, now: float) -> None:
         """The pending request got no answer: what it did, if anything, is unknown."""
@@ -409,38 +397,32 @@ class Participant:
 
     def changed(self, changes: tuple[Change, ...], now: float) -> None:
         """Changes from the watch of the present subscription, in order."""
-        for change in changes:
-            if change.key == WORLD_KEY:
-                self._see_world(change.entry, change.revision, now)
-            elif change.key.startswith(NODES_PREFIX):
-                self._session.nodes_as_of = change.revision
-                if change.key == node_key(self.identity.node):
-                    self._see_own(change, now)
-                self._see_node(change.key, change.entry, change.revision, now)
+        try:
+            for change in changes:
+                self._see_change(change, now)
+        except (RecordInvalid, StoreMismatch) as error:
+            self._refuse(Refusal.STORE_MISMATCH, str(error))
+
+    def _see_change(self, change: Change, now: float) -> None:
+        key, revision = change.key, change.revision
+        if key == WORLD_KEY:
+            self._session.roster.see_world(change.entry, revision, now)
+        elif key.startswith(NODES_PREFIX):
+            self._session.roster.see_change_of_node(key, change.entry, revision, now)
+        session = self._session
+        if key == node_key(self.identity.node) and session.written and revision > (session.own_revision or 0):
+            # Our own writes come back; anything else that happens to our record is somebody else's doing.
+            self._own_entry(change.entry, now)
 
     def lost_track(self) -> None:
         """The watch missed changes: read everything again."""
-        self._session.subscription = None
-
-    def _see_leader(self, entry: Entry) -> None:
-        """Whoever put something unreadable here first would coordinate for ever, and never answer."""
-        try:
-            NodeRecord.from_json(entry.key, entry.value)
-        except RecordInvalid as error:
-            self._refuse(Refusal.STORE_MISMATCH, str(error))
-        self._session.leader = entry
+        self._session.roster.subscription = None
 
     def _wrote(self, record: NodeRecord, entry: Entry | None) -> None:
         assert entry is not None, "what was just written is there"
         session = self._session
         session.written = record
         session.own_revision, session.created_revision = entry.mod_revision, entry.create_revision
-
-    def _see_own(self, change: Change, now: float) -> None:
-        """Our own writes come back; anything else that happens to our record is somebody else's doing."""
-        session = self._session
-        if session.written is not None and change.revision > (session.own_revision or 0):
-            self._own_entry(change.entry, now)
 
     def _own_entry(self, entry: Entry | None, now: float) -> None:
         """What stands under our key, after a refused or an unanswered write."""
@@ -450,11 +432,7 @@ class Participant:
                 self.lease_gone(session.lease)
             session.own_revision = 0
             return
-        try:
-            record = NodeRecord.from_json(entry.key, entry.value)
-        except RecordInvalid as error:
-            self._refuse(Refusal.STORE_MISMATCH, str(error))
-            return
+        record = NodeRecord.from_json(entry.key, entry.value)
         if record.incarnation == session.incarnation:
             self._wrote(record, entry)
             return
@@ -472,74 +450,6 @@ class Participant:
         self.waiting_for = f"an earlier agent named {self.identity.node} to be forgotten by the store"
         session.own_revision = 0
         self._retry_at = now + self._retry.max_wait_s / 4
-
-    def _snapshot(self, request: Read, snapshot: Snapshot, now: float) -> None:
-        entries = {entry.key: entry for entry in snapshot.entries}
-        session, own_key = self._session, node_key(self.identity.node)
-        if WORLD_KEY not in request.prefixes:
-            self._own_entry(entries.get(own_key), now)
-            return
-        if own_key not in entries:
-            self.lease_gone(session.lease)
-            return
-        nodes = [entry for key, entry in entries.items() if key.startswith(NODES_PREFIX)]
-        self._see_leader(min(nodes, key=lambda entry: entry.create_revision))
-        if self.coordinates and NODES_PREFIX not in request.prefixes:
-            return
-        for key in set(session.nodes) - set(entries):
-            self._see_node(key, None, snapshot.revision, now)
-        for entry in nodes:
-            self._see_node(entry.key, entry, snapshot.revision, now)
-        self._see_world(entries.get(WORLD_KEY), snapshot.revision, now)
-        session.nodes_as_of = snapshot.revision
-        assert session.leader is not None, "it is one of the nodes just seen"
-        watched = (NODES_PREFIX,) if self.coordinates else (session.leader.key, own_key)
-        session.subscription = Subscription((WORLD_KEY, *watched), snapshot.revision)
-
-    def _see_world(self, entry: Entry | None, revision: int, now: float) -> None:
-        revision = entry.mod_revision if entry is not None else revision
-        if revision <= self._world_revision and entry is not None:
-            return
-        if entry is None:
-            if self.world is not None:
-                self.world, self._world_since = None, now
-            self._world_revision = 0
-            return
-        try:
-            world = World.from_json(entry.value)
-        except RecordInvalid as error:
-            self._refuse(Refusal.STORE_MISMATCH, str(error))
-            return
-        if world.job != self.policy.job:
-            text = f"the store holds job {world.job!r}, not {self.policy.job!r}: check --rdzv-endpoint and --rdzv-id"
-            self._refuse(Refusal.STORE_MISMATCH, text)
-            return
-        self.world, self._world_revision, self._world_since = world, revision, now
-
-    def _see_node(self, key: str, entry: Entry | None, revision: int, now: float) -> None:
-        """`entry` is what was under `key` at `revision`, if anything: answers and changes overtake each other."""
-        session = self._session
-        known = session.nodes.get(key)
-        if known is not None and known[0].mod_revision > revision:
-            return
-        leader = session.leader
-        if leader is not None and leader.key == key and not _same_key_life(leader, entry):
-            session.leader = session.subscription = None
-        if entry is None:
-            session.nodes.pop(key, None)
-            return
-        try:
-            record = NodeRecord.from_json(key, entry.value)
-        except RecordInvalid as error:
-            log.warning("ignoring a node: %s", error)
-            session.nodes.pop(key, None)
-            return
-        if known is not None and known[0].mod_revision == entry.mod_revision:
-            return
-        # Whoever writes is not gone; if its agent ended right after, it will be asked again.
-        session.peers.gone.discard(record.incarnation)
-        session.nodes[key] = (entry, record)
-        session.arrivals.setdefault(record.incarnation, now)
 
     def _refuse(self, why: Refusal, reason: str) -> None:
         self._refusal = self._refusal or Leave(why, reason)
@@ -589,7 +499,8 @@ class Participant:
             self._leaving_since = now
 
     def _new_session(self, incarnation: str) -> _Session:
-        return _Session(incarnation, Proof(self._lease_ttl_s, self.policy.store_outage_grace_s))
+        proof = Proof(self._lease_ttl_s, self.policy.store_outage_grace_s)
+        return _Session(incarnation, proof, Roster(self.policy.job, self.identity.node))
 
     def _rejoin_if_idle(self) -> None:
         """After a lost lease and with no worker left: everything known is void, join anew."""
@@ -600,10 +511,4 @@ class Participant:
         # A world that we never saw may have named our port as its master: nobody may meet there again.
         self._port = None
         self._pending = None
-        self.world, self._world_revision = None, 0
         self._duplicate_until = None
-
-
-def _same_key_life(old: Entry, new: Entry | None) -> bool:
-    """The key has not been deleted in between."""
-    return new is not None and new.create_revision == old.create_revision
