@@ -19,24 +19,19 @@ from ..health.http import Probe
 from ..rendezvous.decide import Leave, Refusal, Start, Stop
 from ..rendezvous.participant import Participant
 from ..rendezvous.records import Failure, Member, Phase, Result, World
+from ..rendezvous.restarts import LASTING_S
 from ..worker.reports import LoadReport, SaveReport, StepReport
 from .commit_gate import CommitGate, Standing
 from .config import Config
 from .devices import Inventory, pin
 from .environment import WorkerPlace, worker_environment
 from .events import (
-    Answered,
-    Changed,
     Event,
     HolderSpoke,
-    LeaseConfirmed,
-    LeaseGone,
-    LostTrack,
     Probed,
     Reported,
     Signalled,
     StoreGone,
-    Unanswered,
     WorkerExited,
 )
 from .exits import ExitCode
@@ -46,14 +41,11 @@ from .logs import WorkerLogs
 from .observer import Observer
 from .peer_link import PeerLink
 from .ports import PortError
-from .store_link import StoreLink
+from .store_link import StoreLink, pass_on
 from .worker_store import WorkerStore
 from .workers import WorkerGroup, WorkerSpec
 
 log = logging.getLogger(__name__)
-
-LASTING_S = 60.0
-"""Workers that have run for so long have made progress, also when they report no step."""
 
 DRAIN_LOGS_S = 0.5
 """How long the last words of a failed worker may take from its pipe to the failure summary."""
@@ -366,25 +358,12 @@ class Loop:
 
     def _hear(self, event: Event) -> None:
         now = self._clock()
-        participant = self._participant
-        if isinstance(event, Answered):
-            participant.answered(event.request, event.answer, now)
-        elif isinstance(event, Unanswered):
-            participant.failed(event.request, event.error, now)
-        elif isinstance(event, Changed):
-            if event.subscription is participant.subscription:
-                participant.changed(event.changes, now)
-        elif isinstance(event, LostTrack):
-            if event.subscription is participant.subscription:
-                participant.lost_track()
-        elif isinstance(event, LeaseConfirmed):
-            participant.lease_confirmed(event.lease, event.asked_at)
-        elif isinstance(event, LeaseGone):
-            participant.lease_gone(event.lease)
-        elif isinstance(event, StoreGone):
+        if pass_on(event, self._participant, now):
+            return
+        if isinstance(event, StoreGone):
             self._store_gone(event)
         elif isinstance(event, Probed):
-            participant.probed(event.peer, event.finding, event.asked_at, now)
+            self._participant.probed(event.peer, event.finding, event.asked_at, now)
         elif isinstance(event, WorkerExited):
             self._worker_exited(event.generation, event.local_rank)
         elif isinstance(event, HolderSpoke):
@@ -393,7 +372,7 @@ class Loop:
                 self._fail(problem)
         elif isinstance(event, Reported):
             self._reported(event, now)
-        else:
+        elif isinstance(event, Signalled):
             self._signalled(event, now)
 
     def _store_gone(self, event: StoreGone) -> None:

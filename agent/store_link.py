@@ -21,6 +21,7 @@ from ..rendezvous.errors import (
     StoreLost,
     StoreUnavailable,
 )
+from ..rendezvous.participant import Participant
 from ..rendezvous.requests import RETRY, Answer, Grant, Read, Request, RetryPolicy, Subscription
 from ..rendezvous.store import LeaseId, Store, Watch
 from .events import Answered, Changed, Event, LeaseConfirmed, LeaseGone, LostTrack, StoreGone, Unanswered
@@ -198,3 +199,24 @@ class StoreLink:
                     log.warning("watch interrupted, trying on: %s", error)
                 self._closed.wait(RETRY.wait_s(attempt, self._rng))
                 attempt += 1
+
+
+def pass_on(event: Event, participant: Participant, now: float) -> bool:
+    """Tell the participant what the store has said; False when the event is about something else."""
+    if isinstance(event, Answered):
+        participant.answered(event.request, event.answer, now)
+    elif isinstance(event, Unanswered):
+        participant.failed(event.request, event.error, now)
+    elif isinstance(event, Changed):
+        if event.subscription is participant.subscription:
+            participant.changed(event.changes, now)
+    elif isinstance(event, LostTrack):
+        if event.subscription is participant.subscription:
+            participant.lost_track()
+    elif isinstance(event, LeaseConfirmed):
+        participant.lease_confirmed(event.lease, event.asked_at)
+    elif isinstance(event, LeaseGone):
+        participant.lease_gone(event.lease)
+    else:
+        return False
+    return True

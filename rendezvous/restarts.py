@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from .records import Restarts, Result
 
+LASTING_S = 60.0
+"""Workers that have run for so long have made progress, also when they report no step."""
+
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
