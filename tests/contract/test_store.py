@@ -185,6 +185,24 @@ def test_all_writes_of_a_transaction_have_one_revision_or_none_is_done(
     assert [e.key if e else None for e in refused.entries] == [at("a"), at("b")]
 
 
+@pytest.mark.parametrize("token", ["of nobody", "of the state before", "of a state to come"])
+def test_a_state_is_replaced_only_by_who_has_seen_it(
+    store: Store, at: Callable[[str], str], token: str
+) -> None:
+    """The revision at which a state was seen is the token for the next; whoever is refused is told what stands."""
+    key = at("state")
+    assert store.read((key,)).entries == ()
+    before, seen = put(store, key, "before"), put(store, key, "seen")
+    wrong = {"of nobody": 0, "of the state before": before, "of a state to come": seen + 1000}[token]
+    refused = store.transact((Compare(key, wrong),), (Put(key, "wrong"),))
+    standing = Entry(key, "seen", before, seen)
+    assert (refused.succeeded, refused.entries) == (False, (standing,))
+    assert store.read((key,)).entries == (standing,)
+    done = store.transact((Compare(key, seen),), (Put(key, "right"),))
+    assert done.succeeded
+    assert done.entries == (Entry(key, "right", before, done.revision),)
+
+
 def test_deleting_an_absent_key_changes_nothing(store: Store, at: Callable[[str], str]) -> None:
     before = put(store, at("k"))
     assert store.transact((), (Delete(at("absent")),)).succeeded
