@@ -200,8 +200,9 @@ RDZV_CONF: Option[tuple[tuple[str, str], ...]] = Option(
     "rdzv-conf",
     Kind("KEY=VALUE,KEY=VALUE", read_conf),
     "torchrun's spelling of --join-timeout (join_timeout), --last-call (last_call_timeout), --lease-ttl"
-    " (lease_ttl), --etcd-ca (cacert, ca_cert), --etcd-cert (cert, ssl_cert) and --etcd-key (key, ssl_cert_key);"
-    " may be repeated, torchrun's other keys are ignored with a warning",
+    " (lease_ttl), and without etcd- of --etcd-ca (also cacert, ca_cert), --etcd-cert (ssl_cert), --etcd-key"
+    " (ssl_cert_key), --etcd-user, --etcd-password-file and --etcd-insecure; may be repeated, torchrun's other keys"
+    " are ignored with a warning",
     metavar="K=V,...",
     torchrun="rdzv-conf",
     shorthand=True,
@@ -416,13 +417,18 @@ RDZV_CONF_KEYS: dict[str, Option[object]] = {
     "join_timeout": JOIN_TIMEOUT,
     "last_call_timeout": LAST_CALL,
     "lease_ttl": LEASE_TTL,
+    "ca": ETCD_CA,
     "cacert": ETCD_CA,
     "ca_cert": ETCD_CA,
     "cert": ETCD_CERT,
     "ssl_cert": ETCD_CERT,
     "key": ETCD_KEY,
     "ssl_cert_key": ETCD_KEY,
+    "user": ETCD_USER,
+    "password_file": ETCD_PASSWORD_FILE,
+    "insecure": ETCD_INSECURE,
 }
+"""The first key of several for one option is the one to recommend."""
 IGNORED_RDZV_CONF_KEYS = frozenset(
     {
         "timeout",

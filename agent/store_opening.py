@@ -119,7 +119,7 @@ def open_store(
     def work() -> None:
         try:
             if rendezvous.backend == "etcd":
-                opened.set_result(_connect_to_etcd(rendezvous))
+                opened.set_result(connect_to_etcd(rendezvous))
             else:
                 opened.set_result(_host_or_join_c10d(rendezvous, endpoint, listener))
         except BaseException as error:
@@ -159,7 +159,8 @@ def _host_or_join_c10d(
     return C10dStore.connect(endpoint.host, endpoint.port, rendezvous.job_id, rendezvous.join_timeout_s)
 
 
-def _connect_to_etcd(rendezvous: RendezvousConfig) -> Store:
+def connect_to_etcd(rendezvous: RendezvousConfig) -> Store:
+    """Tries for as long as the join timeout. Raises StoreError."""
     from ..rendezvous.etcd import EtcdAccess, EtcdLogin, EtcdStore, EtcdTls
 
     etcd = rendezvous.etcd
