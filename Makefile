@@ -23,6 +23,7 @@ demo: $(READY)  ## train digits on three nodes while one worker and one node are
 test: $(READY)  ## all tests, under 15 minutes on 2 cores
 	@.ci/system-packages prometheus
 	@.ci/system-packages etcd
+	@.ci/system-packages network
 	$(BIN)/python -m pytest
 
 lint: $(READY)  ## ruff: rules and format

@@ -1,4 +1,7 @@
-"""Real etcd servers for tests: one or three members on free loopback ports, with their data in memory."""
+"""Real etcd servers for tests: one or three members, with their data in memory.
+
+As a rule they listen on free loopback ports. A test that comes between them gives each a place of its own.
+"""
 
 from __future__ import annotations
 
@@ -57,9 +60,18 @@ def _openssl(*words: str | Path) -> None:
     subprocess.run(["openssl", *map(str, words)], check=True, capture_output=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a server runs: its address, and the words before a command that bring it there."""
+
+    address: str = HOST
+    enter: tuple[str, ...] = ()
+
+
 @dataclass
 class Member:
     name: str
+    place: Place
     port: int
     peer_port: int
     process: subprocess.Popen[bytes] | None = None
@@ -72,6 +84,7 @@ class EtcdCluster:
         self,
         members: int = 1,
         *,
+        places: Sequence[Place] = (),
         tls: Certificates | None = None,
         client_certificates: bool = True,
         args: Sequence[str] = (),
@@ -84,7 +97,8 @@ class EtcdCluster:
         self._timing = ("--heartbeat-interval", str(heartbeat_ms), "--election-timeout", str(election_ms))
         root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
         self._folder = Path(tempfile.mkdtemp(prefix="etcd-test-", dir=root))
-        self._count = members
+        self._places = tuple(places) or (Place(),) * members
+        self._count = len(self._places)
         self.members: list[Member] = []
 
     def start(self) -> None:
@@ -92,7 +106,9 @@ class EtcdCluster:
         deadline = time.monotonic() + START_S
         while True:
             ports = _free_ports(2 * self._count)
-            self.members = [Member(f"m{n}", ports[2 * n], ports[2 * n + 1]) for n in range(self._count)]
+            self.members = [
+                Member(f"m{n}", place, ports[2 * n], ports[2 * n + 1]) for n, place in enumerate(self._places)
+            ]
             for number in range(self._count):
                 self.launch(number)
             while not all(map(self.healthy, range(self._count))):
@@ -118,9 +134,10 @@ class EtcdCluster:
     def launch(self, number: int) -> None:
         """Start a member, or start it again with the data that it had."""
         member = self.members[number]
-        mine, peer = self.url(number), f"http://{HOST}:{member.peer_port}"
-        cluster = ",".join(f"{one.name}=http://{HOST}:{one.peer_port}" for one in self.members)
-        words = ["etcd", "--name", member.name, "--data-dir", str(self._folder / member.name)]
+        mine, peer = self.url(number), f"http://{member.place.address}:{member.peer_port}"
+        cluster = ",".join(f"{one.name}=http://{one.place.address}:{one.peer_port}" for one in self.members)
+        data = str(self._folder / member.name)
+        words = [*member.place.enter, "etcd", "--name", member.name, "--data-dir", data]
         words += ["--listen-client-urls", mine, "--advertise-client-urls", mine]
         words += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
         words += ["--initial-cluster", cluster, *self._timing, *self._args]
@@ -133,11 +150,12 @@ class EtcdCluster:
             member.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
 
     def url(self, number: int) -> str:
-        return f"{'https' if self._tls else 'http'}://{HOST}:{self.members[number].port}"
+        member = self.members[number]
+        return f"{'https' if self._tls else 'http'}://{member.place.address}:{member.port}"
 
     @property
     def endpoints(self) -> tuple[tuple[str, int], ...]:
-        return tuple((HOST, member.port) for member in self.members)
+        return tuple((member.place.address, member.port) for member in self.members)
 
     def said(self) -> str:
         """The end of what each member wrote."""
@@ -203,7 +221,7 @@ class EtcdCluster:
     def healthy(self, number: int) -> bool:
         """Whether it answers and knows a leader."""
         try:
-            with socket.create_connection((HOST, self.members[number].port), 1.0):
+            with socket.create_connection(self.endpoints[number], 1.0):
                 return self._status(number)["leader"] != 0
         except (OSError, subprocess.CalledProcessError):
             return False

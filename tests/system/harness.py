@@ -296,10 +296,15 @@ class Job:
         *options: str,
         script: Sequence[str | Path] = (RECORDER,),
         environment: Mapping[str, str] | None = None,
+        enter: Sequence[str] = (),
     ) -> Agent:
-        """An agent with just these options. `script` is what its workers run, with arguments."""
+        """An agent with just these options. `script` is what its workers run, with arguments.
+
+        `enter` are words before its command that bring it to another place, and keep its pid.
+        """
         log = self.folder / f"{name}-{len(self.agents)}.log"
-        command = [sys.executable, "-m", "elastic_agent", f"--node-id={name}", *options, *map(str, script)]
+        interpreter = [*enter, sys.executable, "-m", "elastic_agent"]
+        command = [*interpreter, f"--node-id={name}", *options, *map(str, script)]
         surroundings = {**os.environ, MARKER: self.id, "SYSTEM_TEST_HISTORY": str(self._history)}
         agent = Agent(name, command, {**surroundings, **(environment or {})}, log)
         self.agents.append(agent)

@@ -1,0 +1,173 @@
+"""Hosts with a network of their own on this machine, whose cables can be pulled and whose packets can be lost.
+
+A `Network` is a switch and the hosts on it, each a network namespace with one interface. This process is on the switch,
+too, so that a test can ask agents and stores what it wants to know. What runs on a host is started with the words of
+`Host.enter` before its command, which keep its pid.
+
+What is done to a host lasts until `heal`. A host whose cable is pulled keeps its address and its routes, and gets
+silence. Packets are judged on the host itself, those that it sends apart from those that it gets: a fault may be
+one-way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import random
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from tests.etcd_servers import Place
+
+ADDRESSES = ipaddress.ip_network("198.18.0.0/15")
+"""Kept for tests of networks. Each network takes 256 of them that no other one on this machine has taken."""
+
+INTERFACE = "eth0"
+
+DROP = "counter drop"
+RESET = "meta l4proto tcp counter reject with tcp reset"
+"""Only for one of the two ways: what is sent back would be hit by it, too."""
+
+
+def loss(percent: int) -> str:
+    return f"numgen random mod 100 < {percent} counter drop"
+
+
+@dataclass(frozen=True)
+class Host:
+    """See the module's docstring."""
+
+    namespace: str
+    address: str
+    switch: str
+    socket: str
+    """Where on the switch its cable ends."""
+
+    @property
+    def enter(self) -> tuple[str, ...]:
+        return ("ip", "netns", "exec", self.namespace)
+
+    @property
+    def place(self) -> Place:
+        return Place(self.address, self.enter)
+
+    def unplug(self) -> None:
+        run("ip", "-n", self.switch, "link", "set", "dev", self.socket, "down")
+
+    def disturb(
+        self, how: str, *, towards: Sequence[Host] = (), sent: bool = True, received: bool = True
+    ) -> None:
+        """From now on `how` happens to the packets between this host and others, or all; nothing else does."""
+        others = ", ".join(other.address for other in towards) or "0.0.0.0/0"
+        chains = []
+        if sent:
+            rule = f"oifname {INTERFACE} ip daddr {{ {others} }} {how}"
+            chains.append(f"chain sent {{ type filter hook output priority 0; {rule}; }}")
+        if received:
+            rule = f"iifname {INTERFACE} ip saddr {{ {others} }} {how}"
+            chains.append(f"chain received {{ type filter hook input priority 0; {rule}; }}")
+        self._filter("\n".join(["table ip faults {", *chains, "}"]))
+
+    @property
+    def disturbed(self) -> int:
+        """How many packets have been hit."""
+        found = re.findall(r"counter packets (\d+)", run(*self.enter, "nft", "list", "ruleset"))
+        return sum(map(int, found))
+
+    def heal(self) -> None:
+        run("ip", "-n", self.switch, "link", "set", "dev", self.socket, "up")
+        self._filter("")
+
+    def _filter(self, table: str) -> None:
+        # A table that is not there cannot be deleted, but one that is there may be added again.
+        run(*self.enter, "nft", f"add table ip faults\ndelete table ip faults\n{table}")
+
+
+class Network:
+    """Several may be on one machine: all that it makes has a name of its own. Closed when it could not be made, too."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        mark = f"{os.getpid()}-{random.SystemRandom().randrange(16**4):04x}"
+        self._interface = f"net{mark}"  # 15 characters at most
+        self._namespaces: list[str] = []
+        try:
+            self.hosts = self._make(mark, names)
+        except BaseException:
+            self.close()
+            raise
+
+    def __getitem__(self, name: str) -> Host:
+        return self.hosts[name]
+
+    def heal(self) -> None:
+        for host in self.hosts.values():
+            host.heal()
+
+    def close(self) -> None:
+        # The cable first: one that dies with its namespace does so only some time later.
+        subprocess.run(["ip", "link", "del", self._interface], capture_output=True)
+        for namespace in self._namespaces:
+            subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
+
+    def _make(self, mark: str, names: Sequence[str]) -> dict[str, Host]:
+        switch = self._namespace(f"{mark}-switch")
+        run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        run("ip", "-n", switch, "link", "set", "bridge", "up")
+        run("ip", "link", "add", self._interface, "type", "veth", "peer", "name", "here", "netns", switch)
+        run("ip", "-n", switch, "link", "set", "here", "master", "bridge", "up")
+        subnet = _free_subnet()
+        addresses = (f"{address}/{subnet.prefixlen}" for address in subnet.hosts())
+        run("ip", "addr", "add", next(addresses), "dev", self._interface)
+        run("ip", "link", "set", self._interface, "up")
+        hosts = {}
+        for name, address in zip(names, addresses, strict=False):
+            inside, socket = self._namespace(f"{mark}-{name}"), f"to-{name}"
+            other_end = ("name", INTERFACE, "netns", inside)
+            run("ip", "-n", switch, "link", "add", "name", socket, "type", "veth", "peer", *other_end)
+            run("ip", "-n", switch, "link", "set", "dev", socket, "master", "bridge", "up")
+            run("ip", "-n", inside, "addr", "add", address, "dev", INTERFACE)
+            run("ip", "-n", inside, "link", "set", INTERFACE, "up")
+            run("ip", "-n", inside, "link", "set", "lo", "up")
+            hosts[name] = Host(inside, address.partition("/")[0], switch, socket)
+        return hosts
+
+    def _namespace(self, name: str) -> str:
+        run("ip", "netns", "add", name)
+        self._namespaces.append(name)
+        return name
+
+
+def _free_subnet() -> ipaddress.IPv4Network:
+    taken = run("ip", "-4", "route")
+    free = [subnet for subnet in ADDRESSES.subnets(new_prefix=24) if str(subnet) not in taken]
+    return random.SystemRandom().choice(free)
+
+
+def run(*words: str) -> str:
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+
+
+@contextlib.contextmanager
+def network(*names: str) -> Iterator[Network]:
+    """A switch with these hosts, and gone at the end. Skips the test where it cannot be made."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may make network namespaces")
+    missing = [tool for tool in ("ip", "nft") if shutil.which(tool) is None]
+    if missing:
+        pytest.skip(f"{' and '.join(missing)} missing: .ci/system-packages network")
+    try:
+        made = Network(names)
+    except subprocess.CalledProcessError as error:
+        if "not permitted" in error.stderr or "not supported" in error.stderr:
+            pytest.skip(f"{' '.join(error.cmd)}: {error.stderr.strip()}")
+        raise AssertionError(f"{' '.join(error.cmd)}: {error.stderr}") from error
+    try:
+        yield made
+    finally:
+        made.close()
