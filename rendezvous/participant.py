@@ -236,8 +236,9 @@ class Participant:
         return self._session.roster.peers.suspect(self._suspects(now), now)
 
     def probed(self, peer: Peer, finding: Finding, asked_at: float, now: float) -> None:
-        self._session.roster.peers.found(peer, finding, now)
-        self._session.proof.found(peer, finding, asked_at)
+        proof = self._session.proof
+        proof.found(peer, finding, asked_at)
+        self._session.roster.peers.found(peer, finding, now, proof.ask_again_s(finding, asked_at, now))
 
     def _suspects(self, now: float) -> Suspects:
         world, session = self.world, self._session

@@ -77,12 +77,15 @@ class Peers:
         """When somebody is next to be asked."""
         return min((at for peer, at in self._ask_at.items() if peer not in self._asked), default=None)
 
-    def found(self, peer: Peer, finding: Finding, now: float) -> None:
-        """What came of asking `peer`; of no interest if it has done meanwhile what was awaited."""
+    def found(self, peer: Peer, finding: Finding, now: float, again_s: float = ASK_AGAIN_S) -> None:
+        """What came of asking `peer`, to be asked again after `again_s`.
+
+        Of no interest if it has done meanwhile what was awaited.
+        """
         self._asked.discard(peer)
         if peer not in self._suspected_at:
             return
-        self._ask_at[peer] = now + ASK_AGAIN_S
+        self._ask_at[peer] = now + again_s
         another = isinstance(finding, Introduction) and finding.incarnation != peer.incarnation
         if finding is Absence.REFUSED or another:
             self.gone.add(peer.incarnation)

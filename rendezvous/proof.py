@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from .peers import Absence, Finding, Peer, Suspects, as_peer
+from .peers import ASK_AGAIN_S, Absence, Finding, Peer, Suspects, as_peer
 from .records import Introduction, World
 
 LEASE_MARGIN = 0.6
@@ -23,6 +23,10 @@ QUIET_MARGIN = 0.3
 """Whoever has not heard from the store for this part of the lease's time to live has lost it, or is about to. Lower
 than LEASE_MARGIN by more than one interval between keep-alives: when the first node's lease runs out of its margin, the
 others have been without the store for nearly as long."""
+SOON = 0.01
+"""Of the lease's time to live: when a question is repeated that came too early. All members become quiet within one
+interval between keep-alives; then the first one's questions and those to it, one after the other, must be answered
+before the first lease runs out of its margin."""
 WHOLE_FRESH_S = 2.0
 
 
@@ -65,6 +69,19 @@ class Proof:
         """What came of asking a peer at `asked_at`."""
         if self._whole is not None:
             self._whole.found(peer, finding, asked_at, QUIET_MARGIN * self._lease_ttl_s)
+
+    def ask_again_s(self, finding: Finding, asked_at: float, now: float) -> float:
+        """How long to leave a peer alone that was found so.
+
+        After the store is lost, until the peer can have lost it, too.
+        """
+        known = self._whole is None or self._whole.known_at(now) > -math.inf
+        if known or not self.suspects(now) or not self.lease_proven(now):
+            return ASK_AGAIN_S
+        if not isinstance(finding, Introduction) or finding.confirmed_s is None:
+            return ASK_AGAIN_S
+        quiet_at = asked_at - finding.confirmed_s + QUIET_MARGIN * self._lease_ttl_s
+        return max(quiet_at - now, SOON * self._lease_ttl_s)
 
     def whole_s(self, now: float) -> float | None:
         """Age of the newest sign that the world is whole; None when there is none."""

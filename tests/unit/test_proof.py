@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 
-from elastic_agent.rendezvous.peers import Absence, Finding, Peer
+from elastic_agent.rendezvous.peers import Absence, Finding, Peer, Peers
 from elastic_agent.rendezvous.proof import LEASE_MARGIN, QUIET_MARGIN, WHOLE_FRESH_S, Proof
 from elastic_agent.rendezvous.records import (
     Cause,
@@ -142,3 +143,33 @@ def test_the_margins_leave_room_for_one_keep_alive() -> None:
     interval = 1 / 5
     assert LEASE_MARGIN - interval > QUIET_MARGIN
     assert math.isfinite(WHOLE_FRESH_S)
+
+
+INTERVAL_S = TTL_S / 5
+"""Between keep-alives."""
+ROUND_TRIP_S = TTL_S / 50
+
+
+@pytest.mark.parametrize("ages", list(itertools.product((0.0, 0.35, 0.7, 0.99), repeat=3)), ids=str)
+def test_a_world_that_loses_the_store_as_one_is_known_to_be_whole_in_time(ages: tuple[float, ...]) -> None:
+    """Whatever part of an interval has passed since each node's last keep-alive."""
+    names = ("a", "b", "c")
+    nodes = {name: proof(name, *names) for name in names}
+    for node, age in zip(nodes.values(), ages, strict=True):
+        node.confirmed_at = -age * INTERVAL_S
+    peers = {name: Peers() for name in names}
+    on_the_way: list[tuple[float, str, Peer, Finding, float]] = []
+    for now in (tick * 0.05 for tick in range(int(2 * LATE / 0.05))):
+        for answer in [answer for answer in on_the_way if answer[0] <= now]:
+            on_the_way.remove(answer)
+            _, name, asked, finding, asked_at = answer
+            nodes[name].found(asked, finding, asked_at)
+            peers[name].found(asked, finding, now, nodes[name].ask_again_s(finding, asked_at, now))
+        for name, node in nodes.items():
+            assert node.holds(now), f"{name} stops at {now:.2f}"
+            for asked in peers[name].suspect(node.suspects(now), now):
+                other = nodes[asked.http.address]
+                finding = runs(
+                    asked.http.address, confirmed_s=now - other.confirmed_at, whole_s=other.whole_s(now)
+                )
+                on_the_way.append((now + ROUND_TRIP_S, name, asked, finding, now))
