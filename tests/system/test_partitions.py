@@ -15,13 +15,11 @@ import pytest
 
 from tests.etcd_servers import EtcdCluster, etcd_cluster
 
+from .etcd_jobs import LEASE_S, NODES, NoteGap, agent_of
 from .harness import Agent, Generation, Job
 from .networks import DROP, RESET, Host, Network, loss, network
 
-NODES = ("a", "b", "c")
 MEMBERS = ("m0", "m1", "m2")
-LEASE_S = 5.0
-"""The default of --lease-ttl."""
 SHORT_LEASE = "--lease-ttl=3s"
 GRACE = "--store-outage-grace=60s"
 
@@ -30,7 +28,6 @@ STOPPED_S = 10.0
 
 Cut: TypeAlias = Callable[[Host, Host], None]
 """Called with a node and the store."""
-NoteGap: TypeAlias = Callable[[str, Job], float]
 
 
 @pytest.fixture
@@ -61,10 +58,6 @@ def wait_for_all(job: Job) -> Generation:
     return job.wait_for_convergence(*NODES)
 
 
-def agent(job: Job, name: str) -> Agent:
-    return next(agent for agent in job.agents if agent.name == name)
-
-
 def unconfirmed(job: Job) -> int:
     return sum(agent.text.count("lease not confirmed") for agent in job.agents)
 
@@ -90,7 +83,7 @@ def last_sign(job: Job, generation: Generation, *nodes: str) -> float:
 
 def wait_for_return(job: Job, cut: str) -> None:
     job.wait_for_convergence(*NODES)
-    assert agent(job, cut).says("joining again as a new incarnation")
+    assert agent_of(job, cut).says("joining again as a new incarnation")
 
 
 def from_everything(node: Host, _store: Host) -> None:
@@ -185,7 +178,7 @@ def test_a_write_that_was_done_and_never_confirmed_counts_once(
     failed = three.nodes[2]
     net[failed].disturb(DROP, sent=False)
     kill_worker(three, failed)
-    job.wait_for_text(agent(job, failed), "lease not confirmed")
+    job.wait_for_text(agent_of(job, failed), "lease not confirmed")
     net.heal()
     job.wait_for_convergence(*NODES)
     assert max(agent.metric("elastic_agent_restarts_total") for agent in job.agents) <= 1
