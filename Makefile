@@ -20,11 +20,12 @@ $(READY): pyproject.toml constraints-dev.txt
 demo: $(READY)  ## train digits on three nodes while one worker and one node are killed and a node comes back
 	$(BIN)/python examples/demo.py
 
-test: $(READY)  ## all tests, under 15 minutes on 2 cores
+TESTS_AT_ONCE ?= 3
+test: $(READY)  ## all tests, under 15 minutes on 2 cores: most of them wait for leases
 	@.ci/system-packages prometheus
 	@.ci/system-packages etcd
 	@.ci/system-packages network
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile
 
 lint: $(READY)  ## ruff: rules and format
 	$(BIN)/ruff check --output-format concise .

@@ -90,7 +90,8 @@ def look_at(pid: int) -> Process | None:
     except OSError:
         return None
     fields = stat.rpartition(")")[2].split()
-    if fields[0] in ("Z", "X") or not environment:
+    # While it starts a program, the kernel may show a part of the new environment.
+    if fields[0] in ("Z", "X") or not environment.endswith(b"\0"):
         return None
     pairs = (item.partition(b"=") for item in environment.split(b"\0") if item)
     return Process(pid, fields[19], {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs})

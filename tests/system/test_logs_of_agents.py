@@ -31,14 +31,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_each_rank_has_its_file_and_the_console_says_who_speaks(job: Job) -> None:
     logs = job.folder / "logs"
-    script = (RECORDER, "--say=at", "--fault=1:1:10:1", "--steps=20")
+    script = (RECORDER, "--say=at", "--fault=1:1:10:1", "--fault=1:0:50:1", "--steps=60")
     agent = job.start("n", "--nproc-per-node=2", f"--log-dir={logs}", script=script)
     assert agent.exit_code() == 0
     for rank in (0, 1):
-        assert agent.says(rf"^\[n/{rank}\] at 20$")
+        assert agent.says(rf"^\[n/{rank}\] at 60$")
     files = {path for path in logs.rglob("*") if path.is_file() and "at 1\n" in path.read_text()}
     assert len(files) == 4, "of two generations two ranks each"
-    assert sum("at 20\n" in path.read_text() for path in files) == 2
+    assert sum("at 60\n" in path.read_text() for path in files) == 2
 
 
 @pytest.mark.parametrize("line", ["short", "long" * 1000])

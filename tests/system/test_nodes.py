@@ -53,12 +53,12 @@ def test_below_min_nodes_the_rest_waits_says_for_whom_and_goes_on_when_a_node_co
 
 
 def test_below_min_nodes_for_the_join_timeout_ends_with_its_own_code(job: Job) -> None:
-    options = ("--nnodes=2", FAST_LEASE, "--join-timeout=10s")
+    options = ("--nnodes=2", FAST_LEASE, "--join-timeout=20s")
     first, second = (job.join(name, *options) for name in ("a", "b"))
     job.wait_for_training(world=2)
     second.kill()
     assert first.exit_code() == 75
-    assert first.says(r"no world within 10 s of --join-timeout: waiting for 1 more of at least 2 nodes")
+    assert first.says(r"no world within 20 s of --join-timeout: waiting for 1 more of at least 2 nodes")
 
 
 def test_a_node_beyond_max_nodes_stands_by_and_takes_the_first_free_place(job: Job) -> None:
