@@ -20,6 +20,7 @@ import tempfile
 import time
 import uuid
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from .. import __version__
 from ..health.http import HealthServer, Probe
@@ -45,7 +46,7 @@ from .peer_link import PeerLink
 from .ports import PortError, bind_listener
 from .reports import ReportReceiver
 from .store_link import StoreLink
-from .store_opening import Binder, c10d_endpoint, c10d_listener, invite, node_address, open_store
+from .store_opening import Binder, c10d_endpoint, c10d_listener, node_address, open_store
 from .worker_store import WorkerStore
 
 log = logging.getLogger(__name__)
@@ -95,16 +96,14 @@ def _run(config: Config, name: str) -> Ending:
         listener, http, store_listener = _listeners(config, endpoint, address, bind)
         _catch_signals(events)
         probes = _Probes(Introduction(name, incarnation, generation=0))
-        server = HealthServer(http, metrics.render, probes.liveness, probes.readiness, probes.introduction)
-        server.start()
-        stack.callback(server.close)
+        server = _started(
+            stack,
+            HealthServer(http, metrics.render, probes.liveness, probes.readiness, probes.introduction),
+        )
         log.info("metrics, /healthz, /readyz and /node at http://%s", _url(server.address))
 
-        hosted_at = Endpoint(*store_listener.getsockname()[:2]) if store_listener is not None else None
         store = open_store(config, endpoint, store_listener, events)
         stack.callback(store.close)
-        if hosted_at is not None:
-            invite(config, hosted_at)
         identity = NodeRecord(
             node=name,
             incarnation=incarnation,
@@ -122,15 +121,12 @@ def _run(config: Config, name: str) -> Ending:
         stack.callback(guard.close)
         worker_store = WorkerStore(environment, events.put)
         stack.callback(worker_store.end)
-        logs = WorkerLogs(config.log_dir, name, sys.stdout.buffer, sys.stderr.buffer)
-        logs.start()
-        stack.callback(logs.close)
-        reports = ReportReceiver(run_dir / "reports", events.put, lambda: events.qsize() < MAX_WAITING_EVENTS)
-        reports.start()
-        stack.callback(reports.close)
-        commits = CommitGate(run_dir / "commits", store, clock)
-        commits.start()
-        stack.callback(commits.close)
+        logs = _started(stack, WorkerLogs(config.log_dir, name, sys.stdout.buffer, sys.stderr.buffer))
+        reports = _started(
+            stack,
+            ReportReceiver(run_dir / "reports", events.put, lambda: events.qsize() < MAX_WAITING_EVENTS),
+        )
+        commits = _started(stack, CommitGate(run_dir / "commits", store, clock))
         link.start()
         loop = Loop(
             config,
@@ -153,6 +149,22 @@ def _run(config: Config, name: str) -> Ending:
         link.close()
         _depart(store, participant, ending, stays_for_others=store_listener is not None)
         return ending
+
+
+class _Service(Protocol):
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+_S = TypeVar("_S", bound=_Service)
+
+
+def _started(stack: contextlib.ExitStack, service: _S) -> _S:
+    """Until the stack is unwound."""
+    service.start()
+    stack.callback(service.close)
+    return service
 
 
 def _metrics(config: Config, name: str, workers: int) -> Metrics:

@@ -115,6 +115,8 @@ def open_store(
     if rendezvous.backend == "memory":
         return MemoryStore()
     opened: Future[Store] = Future()
+    # Asked for now: the store takes the socket over.
+    hosted_at = Endpoint(*listener.getsockname()[:2]) if listener is not None else None
 
     def work() -> None:
         try:
@@ -134,7 +136,8 @@ def open_store(
     threading.Thread(target=work, name="store-open", daemon=True).start()
     while True:
         try:
-            return opened.result(timeout=0.1)
+            store = opened.result(timeout=0.1)
+            break
         except FutureTimeout:
             if not events.empty():
                 raise CannotStart(_stopped_by(events.get()), "stopped while looking for the store") from None
@@ -144,6 +147,9 @@ def open_store(
             raise CannotStart(ExitCode.BAD_CONFIG, str(error)) from error
         except StoreError as error:
             raise CannotStart(ExitCode.STORE_LOST, str(error)) from error
+    if hosted_at is not None:
+        _invite(config, hosted_at)
+    return store
 
 
 def _host_or_join_c10d(
@@ -199,7 +205,7 @@ def _stopped_by(event: Event) -> ExitCode:
     return ExitCode.STOPPED_BY_SIGINT if interrupted else ExitCode.STOPPED_BY_SIGTERM
 
 
-def invite(config: Config, hosted_at: Endpoint) -> None:
+def _invite(config: Config, hosted_at: Endpoint) -> None:
     """With the store on a port that nobody chose, somebody must tell the other nodes."""
     if config.nodes.max == 1 or config.rendezvous.endpoints:
         return

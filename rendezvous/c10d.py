@@ -13,7 +13,6 @@ what comes late over the older link. A `Link` may hang; nothing here waits for o
 
 from __future__ import annotations
 
-import logging
 import queue
 import random
 import threading
@@ -48,19 +47,15 @@ from .errors import (
     StoreMismatch,
     StoreUnavailable,
 )
+from .search import search
 from .store import Change, Compare, Delete, LeaseId, Outcome, Put, Snapshot, Store, Watch
 
 REQUEST_TIMEOUT_S = 5.0
-
-CONNECT_PAUSE_S = 0.25
-"""Between two tries to join, drawn from zero to this: all nodes of a job start together, its host among them."""
 
 OPENING_GIVEN_UP_S = 30.0
 """A connection that hangs this long while it is made is left alone, and another one tried."""
 
 R = TypeVar("R")
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,27 +100,18 @@ class C10dStore(Store):
         store = cls(address, port, job, request_timeout_s)
         rng = rng or random.Random()
         deadline = time.monotonic() + timeout_s
-        said = ""
-        while True:
-            try:
-                store._go_over_to_new_link(deadline)
-                return store
-            except StoreUnavailable as error:
-                if str(error) != said:
-                    said = str(error)
-                    _log.info("no rendezvous store yet: %s", said)
-                pause_s = rng.uniform(0.0, CONNECT_PAUSE_S)
-                if time.monotonic() + pause_s < deadline:
-                    time.sleep(pause_s)
-                    continue
-                store.close()
-                raise StoreUnavailable(
-                    f"no c10d store on {address}:{port} after {timeout_s:g} s: {error}. Check that the agent which "
-                    "hosts it runs, that --rdzv-endpoint names its address, and that no firewall closes the port"
-                ) from error
-            except StoreError:
-                store.close()
-                raise
+        try:
+            search(lambda: store._go_over_to_new_link(deadline), deadline, rng)
+        except StoreUnavailable as error:
+            store.close()
+            raise StoreUnavailable(
+                f"no c10d store on {address}:{port} after {timeout_s:g} s: {error}. Check that the agent which "
+                "hosts it runs, that --rdzv-endpoint names its address, and that no firewall closes the port"
+            ) from error
+        except StoreError:
+            store.close()
+            raise
+        return store
 
     def grant(self, ttl_s: float) -> LeaseId:
         return self._call(Grant(ttl_s), Granted).lease

@@ -21,14 +21,12 @@ from .etcd_access import EtcdAccess, EtcdLogin, EtcdTls
 from .etcd_channel import LEASE_GRANT, LEASE_KEEP_ALIVE, LEASE_REVOKE, TXN, Connection
 from .etcd_tls import context
 from .etcd_watch import EtcdWatch
+from .search import search
 from .store import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot, Store, Watch
 
 __all__ = ["EtcdAccess", "EtcdLogin", "EtcdStore", "EtcdTls"]
 
 REQUESTS_PER_TTL = 5
-
-CONNECT_PAUSE_S = 0.25
-"""Between two tries to join, drawn from zero to this: all nodes of a job start together."""
 
 log = logging.getLogger(__name__)
 
@@ -62,31 +60,33 @@ class EtcdStore(Store):
         deadline = time.monotonic() + timeout_s
         connection = Connection(access, lease_ttl_s / REQUESTS_PER_TTL, rng)
         store = cls(connection, access.root(job))
-        said, refusals = "", 0
-        while True:
+        refusals = 0
+
+        def introduce() -> None:
+            nonlocal refusals
             try:
                 store._introduce()
-                return store
-            except StoreUnavailable as error:
-                refusals += isinstance(error, StoreRefused)
+            except StoreRefused as error:
+                refusals += 1
                 if refusals >= max(1, len(connection.addresses.ring)):
-                    store.close()
                     raise
-                if str(error) != said:
-                    said = str(error)
-                    log.info("no rendezvous store yet: %s", said)
-                pause_s = rng.uniform(0.0, CONNECT_PAUSE_S)
-                if time.monotonic() + pause_s < deadline:
-                    time.sleep(pause_s)
-                    continue
-                store.close()
-                raise StoreUnavailable(
-                    f"no etcd on {access} after {timeout_s:g} s: {error}. Check that it runs and has a leader, that "
-                    "--rdzv-endpoint names its client addresses, and that no firewall closes the ports"
-                ) from error
-            except StoreError:
-                store.close()
-                raise
+                raise StoreUnavailable(str(error)) from error
+
+        try:
+            search(introduce, deadline, rng)
+        except StoreRefused:
+            store.close()
+            raise
+        except StoreUnavailable as error:
+            store.close()
+            raise StoreUnavailable(
+                f"no etcd on {access} after {timeout_s:g} s: {error}. Check that it runs and has a leader, that "
+                "--rdzv-endpoint names its client addresses, and that no firewall closes the ports"
+            ) from error
+        except StoreError:
+            store.close()
+            raise
+        return store
 
     def _introduce(self) -> None:
         """A transaction that may do everything we ever do, under a comparison that never holds."""
