@@ -12,9 +12,7 @@ import pytest
 
 from tests.etcd_servers import EtcdCluster, etcd_cluster
 
-from .harness import Job, longest_training_gap
-
-GAP = "longest training gap by store fault"
+from .harness import TRAINING_GAP, Job, longest_training_gap
 
 
 @pytest.fixture(scope="session")
@@ -46,16 +44,7 @@ def note_gap(record_property: Callable[[str, object], None]) -> Callable[[str, J
 
     def note(fault: str, job: Job) -> float:
         gap_s = longest_training_gap(job.steps())
-        record_property(GAP, (fault, gap_s))
+        record_property(TRAINING_GAP, (fault, gap_s))
         return gap_s
 
     return note
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
-    noted = [value for report in reports for name, value in report.user_properties if name == GAP]
-    if noted:
-        terminalreporter.section(GAP)
-        for fault, gap_s in noted:
-            terminalreporter.line(f"{gap_s:7.2f} s  {fault}")

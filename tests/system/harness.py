@@ -46,6 +46,9 @@ ORPHANS_S = 5.0
 CONVERGED_S = 60.0
 """Promise I11, after the last fault."""
 
+TRAINING_GAP = "longest training gap by store fault"
+"""The property under which a test notes (fault, seconds)."""
+
 MARKER = "SYSTEM_TEST_JOB"
 RECORDER = Path(__file__).with_name("recorder.py")
 

@@ -1,0 +1,16 @@
+"""What the end of a run shows: here, because the process that collects from all others reads no deeper."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.system.harness import TRAINING_GAP
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
+    noted = [value for report in reports for name, value in report.user_properties if name == TRAINING_GAP]
+    if noted:
+        terminalreporter.section(TRAINING_GAP)
+        for fault, gap_s in noted:
+            terminalreporter.line(f"{gap_s:7.2f} s  {fault}")
