@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types check format sim benchmark clean
+.PHONY: help demo test lint types check format sim benchmark scale clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -45,6 +45,10 @@ sim: $(READY)  ## the long simulation: SEEDS=100000 seeds
 
 benchmark: $(READY)  ## recovery times next to torchrun's, in one run
 	$(BIN)/python benchmarks/recovery.py
+
+scale: $(READY)  ## seconds until N nodes form a world, next to torchrun's
+	@.ci/system-packages etcd
+	$(BIN)/python benchmarks/rendezvous_scale.py
 
 clean:  ## remove what the targets above made
 	rm -rf $(VENV) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -16,9 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-TABLE_BEGIN, TABLE_END = "<!-- table: begin -->", "<!-- table: end -->"
-
-
 # --- One run: from its lines to its figures
 
 
@@ -138,20 +135,27 @@ def table(runs: Sequence[Run], scenarios: Mapping[str, str], systems: Sequence[s
             cells = [_cell(values[name], chosen[name]) for name in systems]
             ratios = [_ratio(values[name], values[ours]) if metric in TIMES else "" for name in others]
             rows.append([title, metric, *cells, *ratios])
+    return markdown(rows)
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table whose first row is its head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ["-" * width for width in widths])
-    lines = (" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(f"| {line} |" for line in lines)
+    line = ["-" * width for width in widths]
+    texts = (
+        " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in (rows[0], line, *rows[1:])
+    )
+    return "\n".join(f"| {text} |" for text in texts)
 
 
-def insert(document: str, text: str) -> str:
+def insert(document: str, text: str, name: str = "table") -> str:
     """The document with this text between its two markers. Raises `ValueError` if it has none."""
-    before, begin, rest = document.partition(TABLE_BEGIN)
-    _old, end, after = rest.partition(TABLE_END)
+    first, last = (f"<!-- {name}: {place} -->" for place in ("begin", "end"))
+    before, begin, rest = document.partition(first)
+    _old, end, after = rest.partition(last)
     if not begin or not end:
-        raise ValueError(
-            f"nowhere to put the table: the document needs the lines {TABLE_BEGIN} and {TABLE_END}"
-        )
+        raise ValueError(f"nowhere to put the table: the document needs the lines {first} and {last}")
     return f"{before}{begin}\n{text}\n{end}{after}"
 
 
@@ -163,9 +167,7 @@ def _values(runs: Iterable[Run], value_of: Callable[[Recovery], float | None]) -
 def _cell(values: Sequence[float], runs: Sequence[Run]) -> str:
     """Median, smallest to largest, and what went wrong: `7.0 (6.5-8.1), 1 of 4 hung`."""
     parts = (
-        [f"{_short(statistics.median(values))} ({_short(min(values))}-{_short(max(values))})"]
-        if values
-        else []
+        [f"{short(statistics.median(values))} ({short(min(values))}-{short(max(values))})"] if values else []
     )
     failures = Counter(run.outcome for run in runs if run.result is None)
     parts += [f"{count} of {len(runs)} {outcome}" for outcome, count in sorted(failures.items())]
@@ -174,10 +176,10 @@ def _cell(values: Sequence[float], runs: Sequence[Run]) -> str:
 
 def _ratio(theirs: Sequence[float], ours: Sequence[float]) -> str:
     """Of the medians: a run that failed has no time, so read it together with the failures."""
-    return f"{_short(statistics.median(theirs) / statistics.median(ours))}x" if theirs and ours else "-"
+    return f"{short(statistics.median(theirs) / statistics.median(ours))}x" if theirs and ours else "-"
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
     """Two digits or so: more would pretend that runs repeat better than they do."""
     if value >= 10 or value == int(value):
         return f"{value:.0f}"

@@ -326,20 +326,20 @@ def main() -> None:
     if others := marked():
         raise SystemExit(f"another benchmark is running (processes {others}): wait for it, or end them")
     runs: list[Run] = []
-    machine = _machine()
+    here = machine()
     for scenario, system, repetition in _plan(args.scenario, args.system, args.repeat):
         run = measure(scenario, system, repetition, args.limit_s, args.logs)
         runs.append(run)
         print(f"{run.scenario:12} {run.system:15} {run.outcome:10} {run.result or ''}", flush=True)
         if args.json is not None:  # after each run, so that a broken night leaves what it has
             args.json.write_text(
-                json.dumps({"machine": machine, "runs": [asdict(run) for run in runs]}, indent=1)
+                json.dumps({"machine": here, "runs": [asdict(run) for run in runs]}, indent=1)
             )
     titles = {scenario.name: scenario.title for scenario in SCENARIOS}
     result = table(runs, titles, [system.name for system in SYSTEMS], OURS)
     print(result)
     if args.markdown is not None:
-        where = ", ".join(f"{name} {value}" for name, value in machine.items())
+        where = ", ".join(f"{name} {value}" for name, value in here.items())
         limit = f", limit {args.limit_s:g} s" if args.limit_s else ""
         text = f"{where}; {args.repeat} runs of each{limit}.\n\n{result}"
         args.markdown.write_text(insert(args.markdown.read_text(), text))
@@ -358,7 +358,7 @@ def _plan(
                     yield scenario, system, repetition
 
 
-def _machine() -> dict[str, object]:
+def machine() -> dict[str, object]:
     return {
         "cpus": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),

@@ -147,9 +147,9 @@ def test_a_table_without_ours_has_no_ratios() -> None:
 
 
 def test_inserting_a_table_replaces_the_one_before_and_nothing_else() -> None:
-    empty = f"above\n{figures.TABLE_BEGIN}\n{figures.TABLE_END}\nbelow\n"
+    empty = "above\n<!-- table: begin -->\n<!-- table: end -->\nbelow\n"
     once = figures.insert(empty, "| old |")
-    assert once == f"above\n{figures.TABLE_BEGIN}\n| old |\n{figures.TABLE_END}\nbelow\n"
+    assert once == "above\n<!-- table: begin -->\n| old |\n<!-- table: end -->\nbelow\n"
     assert figures.insert(once, "| new |") == once.replace("old", "new")
     with pytest.raises(ValueError, match="nowhere to put the table"):
         figures.insert("no markers", "| new |")
