@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .records import Endpoint, Introduction, Member, NodeRecord, Phase, World
+from .records import Endpoint, Introduction, NodeRecord, Phase, World
 
 ASK_AFTER_S = 0.1
 """A node that has so long not done what is awaited of it may be gone."""
@@ -47,8 +47,8 @@ class Peer:
     http: Endpoint
 
 
-Suspects: TypeAlias = Mapping[Peer, float]
-"""Who may be gone, each with the seconds that it is given before it is asked."""
+Suspects: TypeAlias = Mapping[str, tuple[Endpoint, float]]
+"""Which incarnations may be gone: where each is to be found, and the seconds that it is given before it is asked."""
 
 
 class Peers:
@@ -57,63 +57,57 @@ class Peers:
     def __init__(self) -> None:
         self.gone: set[str] = set()
         """Incarnations whose agent has ended."""
-        self._suspected_at: dict[Peer, float] = {}
-        self._ask_at: dict[Peer, float] = {}
-        self._asked: set[Peer] = set()
+        self._ask_at: dict[str, float] = {}
+        """Of all suspects."""
+        self._asked: set[str] = set()
 
     def suspect(self, suspects: Suspects, now: float) -> tuple[Peer, ...]:
         """Whom of the suspects to ask now; everybody else is trusted again."""
-        self._suspected_at = {peer: self._suspected_at.get(peer, now) for peer in suspects}
         self._ask_at = {
-            peer: max(since + suspects[peer], self._ask_at.get(peer, since))
-            for peer, since in self._suspected_at.items()
+            name: self._ask_at.get(name, now + given_s) for name, (_, given_s) in suspects.items()
         }
-        due = [peer for peer, at in self._ask_at.items() if at <= now and peer not in self._asked]
-        chosen = tuple(due[: MOST_AT_ONCE - len(self._asked)])
-        self._asked |= set(chosen)
-        return chosen
+        due = [name for name, at in self._ask_at.items() if at <= now and name not in self._asked]
+        chosen = due[: MOST_AT_ONCE - len(self._asked)]
+        self._asked.update(chosen)
+        return tuple(Peer(name, suspects[name][0]) for name in chosen)
 
     def wake_at(self) -> float | None:
         """When somebody is next to be asked."""
-        return min((at for peer, at in self._ask_at.items() if peer not in self._asked), default=None)
+        return min((at for name, at in self._ask_at.items() if name not in self._asked), default=None)
 
     def found(self, peer: Peer, finding: Finding, now: float, again_s: float = ASK_AGAIN_S) -> None:
         """What came of asking `peer`, to be asked again after `again_s`.
 
         Of no interest if it has done meanwhile what was awaited.
         """
-        self._asked.discard(peer)
-        if peer not in self._suspected_at:
+        self._asked.discard(peer.incarnation)
+        if peer.incarnation not in self._ask_at:
             return
-        self._ask_at[peer] = now + again_s
+        self._ask_at[peer.incarnation] = now + again_s
         another = isinstance(finding, Introduction) and finding.incarnation != peer.incarnation
         if finding is Absence.REFUSED or another:
             self.gone.add(peer.incarnation)
-
-
-def as_peer(node: Member | NodeRecord) -> Peer | None:
-    """None when its peers cannot reach it."""
-    return Peer(node.incarnation, node.http) if node.http is not None else None
 
 
 def slow_to_stop(world: World, nodes: Iterable[NodeRecord], incarnation: str) -> Suspects:
     """For the coordinator, itself of `incarnation`: members of a stopping world that have not said they are done."""
     if world.phase is not Phase.STOPPING:
         return {}
-    busy = [node for node in nodes if node.settled < world.generation and node.incarnation != incarnation]
-    members = {member.incarnation for member in world.members}
-    peers = (as_peer(node) for node in busy if node.incarnation in members)
-    return {peer: ASK_AFTER_S for peer in peers if peer is not None}
+    others = {member.incarnation for member in world.members if member.incarnation != incarnation}
+    return {
+        node.incarnation: (node.http, ASK_AFTER_S)
+        for node in nodes
+        if node.settled < world.generation and node.incarnation in others and node.http is not None
+    }
 
 
 def slow_to_go_on(world: World, coordinator: NodeRecord, mine: NodeRecord) -> Suspects:
     """For a member that has nothing left to do in this generation: the coordinator, whose turn it is."""
     failed = mine.failure is not None and mine.failure.generation == world.generation
     done = failed if world.phase is Phase.RUNNING else mine.settled >= world.generation
-    peer = as_peer(coordinator)
-    if not done or peer is None or world.phase is Phase.ENDED:
+    if not done or coordinator.http is None or world.phase is Phase.ENDED:
         return {}
     for place, member in enumerate(world.members[:MOST_WHO_ASK]):
         if member.incarnation == mine.incarnation:
-            return {peer: ASK_AFTER_S + place * ASK_IN_TURN_S}
+            return {coordinator.incarnation: (coordinator.http, ASK_AFTER_S + place * ASK_IN_TURN_S)}
     return {}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from .peers import ASK_AGAIN_S, Absence, Finding, Peer, Suspects, as_peer
+from .peers import ASK_AGAIN_S, Absence, Finding, Peer, Suspects
 from .records import Introduction, World
 
 LEASE_MARGIN = 0.6
@@ -107,7 +107,9 @@ class _Whole:
         self._is_first = first.incarnation == incarnation
         asked = others if self._is_first else [first]
         self._seen_at = {member.incarnation: -math.inf for member in asked}
-        self.suspects: Suspects = {peer: 0.0 for member in asked if (peer := as_peer(member)) is not None}
+        self.suspects: Suspects = {
+            member.incarnation: (member.http, 0.0) for member in asked if member.http is not None
+        }
 
     def found(self, peer: Peer, finding: Finding, asked_at: float, quiet_s: float) -> None:
         if peer.incarnation not in self._seen_at or finding is Absence.SILENT:

@@ -39,6 +39,8 @@ class Roster:
         """The coordinator's record as found; another record under its key later is another, younger agent's."""
         self._nodes: dict[str, tuple[Entry, NodeRecord]] = {}
         """By key: all of them on the coordinator, else only some."""
+        self._oldest_first: tuple[NodeRecord, ...] | None = None
+        """Their records, until one changes: they are looked at more often than that."""
         self._nodes_as_of = 0
 
     @property
@@ -54,8 +56,10 @@ class Roster:
     @property
     def nodes(self) -> tuple[NodeRecord, ...]:
         """Oldest first; complete only on the coordinator."""
-        seen = sorted(self._nodes.values(), key=lambda seen: seen[0].create_revision)
-        return tuple(record for _, record in seen)
+        if self._oldest_first is None:
+            seen = sorted(self._nodes.values(), key=lambda seen: seen[0].create_revision)
+            self._oldest_first = tuple(record for _, record in seen)
+        return self._oldest_first
 
     @property
     def leader_record(self) -> NodeRecord | None:
@@ -138,6 +142,7 @@ class Roster:
             return
         if self._leader is not None and self._leader.key == key and not _same_key_life(self._leader, entry):
             self._leader = self.subscription = None
+        self._oldest_first = None
         if entry is None:
             self._nodes.pop(key, None)
             return
