@@ -147,9 +147,9 @@ def _sums(answers: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 def main() -> None:
     args = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes of the run are ended
     if args.plot is not None:
         _pyplot()  # now rather than after an hour
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes of the run are ended
     runs: list[Run] = []
     here = machine()
     for nodes, system, repetition in _plan(args.sizes, args.our_sizes, args.system, args.repeat):

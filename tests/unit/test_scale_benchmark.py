@@ -72,6 +72,15 @@ def test_what_is_plotted_are_the_medians_of_the_part(benchmark: ModuleType) -> N
     assert benchmark.medians(runs, 1) == {"etcd": {8: 4.0, 64: 4.0}}
 
 
+def test_without_matplotlib_a_plot_is_refused_before_anything_runs(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(sys, "argv", ["rendezvous_scale.py", "--plot", "nowhere.png"])
+    with pytest.raises(SystemExit, match=r"pip install 'elastic-agent\[plot\]'"):
+        benchmark.main()
+
+
 def test_torchrun_is_spared_our_sizes_and_repetitions_are_outermost(benchmark: ModuleType) -> None:
     plan = list(benchmark._plan([8], [16], ["torchrun", "c10d"], 2))
     once = [(8, "c10d"), (8, "torchrun"), (16, "c10d")]
