@@ -199,7 +199,8 @@ def test_places_are_given_back(scene: Scene) -> None:
 
 
 def test_a_closed_gate_ends_its_thread_and_leaves_it_undecided(scene: Scene) -> None:
-    threads = [one for one in threading.enumerate() if one.name == "commit-gate"]  # perhaps of an earlier test, too
+    # Perhaps of an earlier test, too, whose gate is closed already.
+    threads = [one for one in threading.enumerate() if one.name == "commit-gate"]
     assert threads
     scene.gate.close()
     for thread in threads:
