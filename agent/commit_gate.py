@@ -108,7 +108,7 @@ class CommitGate:
         standing = self.standing
         try:
             entries = self._store.read((WORLD_KEY,)).entries
-            world = next((World.from_json(entry.value) for entry in entries if entry.key == WORLD_KEY), None)
+            world = next((World.from_json(entry.value) for entry in entries), None)
         except (StoreError, RecordInvalid) as error:
             return Undecided(str(error)[:MAX_REASON_CHARS])
         return judge(question, world, standing, self._clock())

@@ -112,7 +112,7 @@ class StoreLink:
         if isinstance(request, Grant):
             return self._store.grant(request.ttl_s)
         if isinstance(request, Read):
-            return self._store.read(request.prefixes, request.oldest_under)
+            return self._store.read(request.scopes, request.oldest_under)
         return self._store.transact(request.compares, request.writes)
 
     def _gone(self, error: StoreError) -> None:
@@ -182,7 +182,7 @@ class StoreLink:
         with self._wanted:
             if self._subscription is not subscription:
                 return
-            self._watch = watch = self._store.watch(subscription.prefixes, subscription.after_revision)
+            self._watch = watch = self._store.watch(subscription.scopes, subscription.after_revision)
         attempt = 0
         while self._subscription is subscription:
             try:

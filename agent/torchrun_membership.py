@@ -186,7 +186,7 @@ class Membership:
         """Nobody shall have a place any more, on any node. Raises StoreError."""
         identity, policy = self._participant.identity, self._participant.policy
         for _ in range(CLOSING_TRIES):
-            found = [entry for entry in self._store.read((WORLD_KEY,)).entries if entry.key == WORLD_KEY]
+            found = self._store.read((WORLD_KEY,)).entries
             world = World.from_json(found[0].value) if found else _no_world_yet(policy.job, identity)
             if world.phase is Phase.ENDED:
                 return

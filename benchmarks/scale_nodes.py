@@ -147,15 +147,15 @@ class MeteredStore(Store):
         self._meter.wrote(_size(outcome.entries), succeeded=outcome.succeeded)
         return outcome
 
-    def read(self, prefixes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
+    def read(self, scopes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
         with self._room:
-            snapshot = self._store.read(prefixes, oldest_under)
+            snapshot = self._store.read(scopes, oldest_under)
         self._meter.asked(_size(snapshot.entries))
         return snapshot
 
-    def watch(self, prefixes: tuple[str, ...], after_revision: int) -> Watch:
+    def watch(self, scopes: tuple[str, ...], after_revision: int) -> Watch:
         self._meter.asked()
-        return _MeteredWatch(self._store.watch(prefixes, after_revision), self._meter)
+        return _MeteredWatch(self._store.watch(scopes, after_revision), self._meter)
 
     def close(self) -> None:
         self._store.close()

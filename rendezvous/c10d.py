@@ -125,11 +125,11 @@ class C10dStore(Store):
     def transact(self, compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...]) -> Outcome:
         return self._call(Transact(compares, writes), Outcome)
 
-    def read(self, prefixes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
-        return self._call(Read(prefixes, oldest_under), Snapshot)
+    def read(self, scopes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
+        return self._call(Read(scopes, oldest_under), Snapshot)
 
-    def watch(self, prefixes: tuple[str, ...], after_revision: int) -> Watch:
-        return _C10dWatch(self, prefixes, after_revision)
+    def watch(self, scopes: tuple[str, ...], after_revision: int) -> Watch:
+        return _C10dWatch(self, scopes, after_revision)
 
     def close(self) -> None:
         with self._lock:
@@ -274,9 +274,9 @@ class _Waiting:
 class _C10dWatch(Watch):
     """One `Await` after another; the one under way outlives a `next` that times out."""
 
-    def __init__(self, store: C10dStore, prefixes: tuple[str, ...], after_revision: int) -> None:
+    def __init__(self, store: C10dStore, scopes: tuple[str, ...], after_revision: int) -> None:
         self._store = store
-        self._prefixes = prefixes
+        self._scopes = scopes
         self._after = after_revision
         self._waiting: _Waiting | None = None
         self._closed = False
@@ -288,7 +288,7 @@ class _C10dWatch(Watch):
             waiting = self._waiting
             if waiting is None:
                 now = time.monotonic()
-                link, asked = store._ask(Await(self._prefixes, self._after))
+                link, asked = store._ask(Await(self._scopes, self._after))
                 waiting = self._waiting = _Waiting(link, asked, now + PARKED_S + patience_s)
             if self._closed:  # looked at after `_waiting` is set: `close` does the reverse
                 raise StoreClosed("the watch was closed")

@@ -52,7 +52,7 @@ from .c10d_wire import (
 )
 from .errors import Compacted, LeaseExpired, StoreClosed, StoreUnavailable
 from .memory import MemoryStore
-from .store import Change
+from .store import Change, in_scopes
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -68,7 +68,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Parked:
-    prefixes: tuple[str, ...]
+    scopes: tuple[str, ...]
     after_revision: int
     until: float
 
@@ -201,10 +201,10 @@ class C10dHost(MemoryStore):
                     return Done()
                 case Transact(compares, writes):
                     return self.transact(compares, writes)
-                case Read(prefixes, oldest_under):
-                    return self.read(prefixes, oldest_under)
-                case Await(prefixes, after_revision):
-                    changes = self.watch(prefixes, after_revision).next(0.0)
+                case Read(scopes, oldest_under):
+                    return self.read(scopes, oldest_under)
+                case Await(scopes, after_revision):
+                    changes = self.watch(scopes, after_revision).next(0.0)
                     return Noticed(changes[-1].revision if changes else after_revision, changes)
         except (LeaseExpired, Compacted) as error:
             return Refused(type(error).__name__, str(error))
@@ -216,7 +216,7 @@ class C10dHost(MemoryStore):
             result = self._do(call)
             if isinstance(result, Noticed) and not result.changes:
                 until = self._clock() + PARKED_S
-                self._parked[caller] = _Parked(call.prefixes, call.after_revision, until)
+                self._parked[caller] = _Parked(call.scopes, call.after_revision, until)
                 return
         self._answer(caller, result)
 
@@ -241,7 +241,7 @@ class C10dHost(MemoryStore):
                 wanted = tuple(
                     change
                     for change in changes
-                    if change.revision > after and change.key.startswith(parked.prefixes)
+                    if change.revision > after and in_scopes(change.key, parked.scopes)
                 )
                 if changes:
                     parked.after_revision = max(after, changes[-1].revision)

@@ -68,15 +68,15 @@ class Transact:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    prefixes: tuple[str, ...]
+    scopes: tuple[str, ...]
     oldest_under: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Answered with `Noticed` once a key under `prefixes` changes after that revision, or after a while without."""
+    """Answered with `Noticed` once a key in `scopes` changes after that revision, or after a while without."""
 
-    prefixes: tuple[str, ...]
+    scopes: tuple[str, ...]
     after_revision: int
 
 

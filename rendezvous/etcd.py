@@ -1,7 +1,7 @@
 """The store on an etcd cluster (v3 API): no node of the job is special, and none hosts anything.
 
 Everything is one request to etcd: a transaction compares, writes, and reads back what it compared; a read of several
-prefixes is one transaction, too, so that all of it is of one revision, and linearizable. Keys are stored under
+scopes is one transaction, too, so that all of it is of one revision, and linearizable. Keys are stored under
 `<prefix>/<job>/` and given out without it.
 
 Requests are answered within a fifth of the lease's time to live or raise StoreUnavailable, so that several
@@ -22,7 +22,7 @@ from .etcd_channel import LEASE_GRANT, LEASE_KEEP_ALIVE, LEASE_REVOKE, TXN, Conn
 from .etcd_tls import context
 from .etcd_watch import EtcdWatch
 from .search import search
-from .store import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot, Store, Watch
+from .store import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot, Store, Watch, is_folder
 
 __all__ = ["EtcdAccess", "EtcdLogin", "EtcdStore", "EtcdTls"]
 
@@ -138,20 +138,20 @@ class EtcdStore(Store):
             answer.succeeded, answer.header.revision, tuple(entry[0] if entry else None for entry in entries)
         )
 
-    def read(self, prefixes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
-        looks = [self._range(*self._under(prefix)) for prefix in prefixes]
+    def read(self, scopes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
+        looks = [self._range(*self._bounds(scope)) for scope in scopes]
         if oldest_under is not None:
             order = self._messages.RangeRequest
             how = {"sort_target": order.CREATE, "sort_order": order.ASCEND, "limit": 1}
-            looks.append(self._range(*self._under(oldest_under), **how))
+            looks.append(self._range(*self._bounds(oldest_under), **how))
         # Without anything to read etcd would answer from what a member happens to know.
         looks = looks or [self._range(self._key(""), count_only=True)]
         answer = self._connection.call(TXN, self._messages.TxnRequest(success=looks), repeatable=True)
         entries = {entry.key: entry for response in answer.responses for entry in self._entries(response)}
         return Snapshot(answer.header.revision, tuple(entries[key] for key in sorted(entries)))
 
-    def watch(self, prefixes: tuple[str, ...], after_revision: int) -> Watch:
-        ranges = tuple(self._under(prefix) for prefix in prefixes)
+    def watch(self, scopes: tuple[str, ...], after_revision: int) -> Watch:
+        ranges = tuple(map(self._bounds, scopes))
         return EtcdWatch(self._connection, ranges, after_revision, self._change)
 
     def close(self) -> None:
@@ -160,10 +160,10 @@ class EtcdStore(Store):
     def _key(self, key: str) -> bytes:
         return (self._root + key).encode()
 
-    def _under(self, prefix: str) -> tuple[bytes, bytes]:
-        """The first key with this prefix, and the first one behind the last: UTF-8 never ends in 255."""
-        first = self._key(prefix)
-        return first, first[:-1] + bytes([first[-1] + 1])
+    def _bounds(self, scope: str) -> tuple[bytes, bytes]:
+        """The first key, and the first one behind the last, as etcd wants them: nothing behind a single key."""
+        first = self._key(scope)
+        return first, first[:-1] + b"0" if is_folder(scope) else b""  # "0" follows "/"
 
     def _range(self, key: bytes, end: bytes = b"", **how: Any) -> Any:
         messages = self._messages

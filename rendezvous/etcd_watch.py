@@ -1,8 +1,8 @@
-"""Watches on etcd: one stream with a watcher for each prefix, made again where it left off when it breaks.
+"""Watches on etcd: one stream with a watcher for each scope, made again where it left off when it breaks.
 
 A thread of each stream reads it into a queue, because gRPC cannot wait for an answer with a timeout. The stream
 moves together with the calls: when they leave a member, it is closed with their channel, and `next` raises. What has
-been delivered is remembered for each prefix on its own, since etcd lets one watcher of a stream run ahead of
+been delivered is remembered for each scope on its own, since etcd lets one watcher of a stream run ahead of
 another that still catches up. Nothing here waits between two tries: that is the caller's part.
 """
 
@@ -18,7 +18,7 @@ from .errors import Compacted, StoreClosed, StoreError
 from .etcd_channel import WATCH, Connection
 from .store import Change, Watch
 
-Prefix: TypeAlias = tuple[bytes, bytes]
+Bounds: TypeAlias = tuple[bytes, bytes]
 """The first key, and the first one behind the last."""
 
 UNREAD = 256
@@ -29,14 +29,14 @@ class EtcdWatch(Watch):
     def __init__(
         self,
         connection: Connection,
-        prefixes: tuple[Prefix, ...],
+        scopes: tuple[Bounds, ...],
         after_revision: int,
         understand: Callable[[Any], Change],
     ) -> None:
         """`understand` makes a change of one of etcd's events."""
         self._connection = connection
-        self._prefixes = prefixes
-        self._delivered = [after_revision] * len(prefixes)
+        self._scopes = scopes
+        self._delivered = [after_revision] * len(scopes)
         self._understand = understand
         self._lock = threading.Lock()
         self._stream: _Stream | None = None
@@ -72,7 +72,7 @@ class EtcdWatch(Watch):
                 raise StoreClosed("the watch was closed")
             if self._stream is None:
                 self._stream = _Stream(
-                    self._connection, tuple(zip(self._prefixes, self._delivered, strict=True))
+                    self._connection, tuple(zip(self._scopes, self._delivered, strict=True))
                 )
             return self._stream
 
@@ -94,7 +94,7 @@ class EtcdWatch(Watch):
 class _Stream:
     """One call, from its beginning to its end."""
 
-    def __init__(self, connection: Connection, watchers: tuple[tuple[Prefix, int], ...]) -> None:
+    def __init__(self, connection: Connection, watchers: tuple[tuple[Bounds, int], ...]) -> None:
         messages = connection.rpc.messages
         requests = [
             messages.WatchRequest(

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from .errors import Compacted, LeaseExpired
-from .store import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot
+from .store import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot, in_scopes
 
 HISTORY = 4096
 """Changes remembered for watches. A watch that falls further behind is told to read again (`Compacted`)."""
@@ -79,16 +79,16 @@ class Ledger:
             self._write(writes)
         return Outcome(holds, self.revision, tuple(self._entries.get(compare.key) for compare in compares))
 
-    def read(self, prefixes: tuple[str, ...], now: float, oldest_under: str | None = None) -> Snapshot:
+    def read(self, scopes: tuple[str, ...], now: float, oldest_under: str | None = None) -> Snapshot:
         self.expire(now)
-        found = {key for key in self._entries if key.startswith(prefixes)}
+        found = {key for key in self._entries if in_scopes(key, scopes)}
         if oldest_under is not None:
-            under = (entry for key, entry in self._entries.items() if key.startswith(oldest_under))
+            under = (entry for key, entry in self._entries.items() if in_scopes(key, (oldest_under,)))
             oldest = min(under, key=lambda entry: (entry.create_revision, entry.key), default=None)
             found |= {oldest.key} if oldest is not None else set()
         return Snapshot(self.revision, tuple(self._entries[key] for key in sorted(found)))
 
-    def changes(self, prefixes: tuple[str, ...], after_revision: int) -> tuple[Change, ...]:
+    def changes(self, scopes: tuple[str, ...], after_revision: int) -> tuple[Change, ...]:
         """What a watch after `after_revision` has to deliver now. Raises Compacted."""
         # The oldest revision kept may have lost some of its changes, so a full history starts just after it.
         forgotten = self._history[0].revision if len(self._history) == self._history.maxlen else 0
@@ -98,7 +98,7 @@ class Ledger:
         for change in reversed(self._history):
             if change.revision <= after_revision:
                 break
-            if change.key.startswith(prefixes):
+            if in_scopes(change.key, scopes):
                 newest_first.append(change)
         return tuple(reversed(newest_first))
 

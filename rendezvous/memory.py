@@ -43,12 +43,12 @@ class MemoryStore(Store):
             finally:
                 self._changed.notify_all()
 
-    def read(self, prefixes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
+    def read(self, scopes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
         with self._changed:
-            return self._open().read(prefixes, self._clock(), oldest_under)
+            return self._open().read(scopes, self._clock(), oldest_under)
 
-    def watch(self, prefixes: tuple[str, ...], after_revision: int) -> Watch:
-        return _MemoryWatch(self, prefixes, after_revision)
+    def watch(self, scopes: tuple[str, ...], after_revision: int) -> Watch:
+        return _MemoryWatch(self, scopes, after_revision)
 
     def close(self) -> None:
         with self._changed:
@@ -62,9 +62,9 @@ class MemoryStore(Store):
 
 
 class _MemoryWatch(Watch):
-    def __init__(self, store: MemoryStore, prefixes: tuple[str, ...], after_revision: int) -> None:
+    def __init__(self, store: MemoryStore, scopes: tuple[str, ...], after_revision: int) -> None:
         self._store = store
-        self._prefixes = prefixes
+        self._scopes = scopes
         self._after = after_revision
         self._closed = False
 
@@ -78,7 +78,7 @@ class _MemoryWatch(Watch):
                 ledger = store._open()
                 now = store._clock()
                 ledger.expire(now)
-                changes = ledger.changes(self._prefixes, self._after)
+                changes = ledger.changes(self._scopes, self._after)
                 self._after = ledger.revision
                 if changes or now >= deadline:
                     return changes

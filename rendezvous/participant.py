@@ -361,7 +361,7 @@ class Participant:
             session.roster.see_node(request.compare.key, answer.entries[0], answer.revision, now)
         elif isinstance(request, Read) and isinstance(answer, Snapshot):
             own = next((entry for entry in answer.entries if entry.key == node_key(self.identity.node)), None)
-            if WORLD_KEY not in request.prefixes:
+            if WORLD_KEY not in request.scopes:
                 self._own_entry(own, now)
             elif own is None:
                 self.lease_gone(session.lease)

@@ -21,7 +21,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    prefixes: tuple[str, ...]
+    scopes: tuple[str, ...]
     oldest_under: str | None = None
 
 
@@ -80,7 +80,7 @@ Answer: TypeAlias = LeaseId | Snapshot | Outcome
 class Subscription:
     """The watch that this node needs now."""
 
-    prefixes: tuple[str, ...]
+    scopes: tuple[str, ...]
     after_revision: int
 
 

@@ -103,7 +103,7 @@ class Roster:
         self._leader = min(nodes, key=lambda entry: entry.create_revision)
         # Whoever put something unreadable here first would coordinate for ever, and never answer.
         NodeRecord.from_json(self._leader.key, self._leader.value)
-        if self.coordinates and NODES_PREFIX not in question.prefixes:
+        if self.coordinates and NODES_PREFIX not in question.scopes:
             return
         for key in set(self._nodes) - set(entries):
             self.see_node(key, None, snapshot.revision, now)

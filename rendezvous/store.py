@@ -2,7 +2,10 @@
 
 Every change of any key gets the next *revision*, one counter for the whole store. A *lease* is a promise by
 the store to delete the keys put under it once nobody has confirmed it for its time to live; only the store's
-own clock judges that. A *watch* delivers every change after a revision, each once, and those of one prefix in order.
+own clock judges that. A *watch* delivers every change after a revision, each once, and those of one scope in order.
+
+What is read and watched is named by *scopes*: a scope is one key, or, empty or ending in `/`, every key that begins
+with it. So what is asked about `nodes/n1` says nothing of `nodes/n10`.
 
 A store is used by several threads at once; each call blocks until it has an answer or raises
 `StoreUnavailable` within the store's own request timeout. Watches block in a thread of their own.
@@ -73,9 +76,20 @@ class Snapshot:
     entries: tuple[Entry, ...]
 
 
+def in_scopes(key: str, scopes: tuple[str, ...]) -> bool:
+    """The first test is there for speed: it turns down most keys at once."""
+    return key.startswith(scopes) and any(
+        key == scope or (is_folder(scope) and key.startswith(scope)) for scope in scopes
+    )
+
+
+def is_folder(scope: str) -> bool:
+    """It stands for all keys that begin with it, not for one key."""
+    return not scope or scope.endswith("/")
+
+
 class Watch(ABC):
-    """The changes of the keys under some prefixes: in revision order for each prefix, while one prefix may run
-    ahead of another."""
+    """The changes in some scopes: in revision order for each scope, while one may run ahead of another."""
 
     @abstractmethod
     def next(self, timeout_s: float) -> tuple[Change, ...]:
@@ -113,13 +127,13 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def read(self, prefixes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
-        """Every key that starts with one of `prefixes`; and of those that start with `oldest_under` the one with
-        the lowest create_revision: one entry, however many there are."""
+    def read(self, scopes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
+        """Every key in `scopes`; and of those in the scope `oldest_under` the one with the lowest create_revision:
+        one entry, however many there are."""
 
     @abstractmethod
-    def watch(self, prefixes: tuple[str, ...], after_revision: int) -> Watch:
-        """Every change of the keys under `prefixes` with a revision above `after_revision`."""
+    def watch(self, scopes: tuple[str, ...], after_revision: int) -> Watch:
+        """Every change in `scopes` with a revision above `after_revision`."""
 
     @abstractmethod
     def close(self) -> None:

@@ -218,11 +218,11 @@ def test_a_cut_connection_is_made_again_and_its_watch_loses_nothing(
     host, port = c10d_host
     proxy = Proxy(port)
     store = connect(proxy.port)
-    watch = store.watch(("k",), 0)
+    watch = store.watch(("k/",), 0)
     seen: list[Change] = []
     for n in range(5):
         blocked = in_thread(lambda: watch.next(3600.0))
-        put(host, f"k{n}")
+        put(host, f"k/{n}")
         if n % 2:
             proxy.cut()
         outcome = blocked()
@@ -230,8 +230,8 @@ def test_a_cut_connection_is_made_again_and_its_watch_loses_nothing(
             outcome = watch.next(PATIENCE_S)
         assert isinstance(outcome, tuple)
         seen.extend(outcome)
-    assert [change.key for change in seen] == [f"k{n}" for n in range(5)]
-    assert len(store.read(("k",)).entries) == 5
+    assert [change.key for change in seen] == [f"k/{n}" for n in range(5)]
+    assert len(store.read(("k/",)).entries) == 5
     proxy.close()
 
 
@@ -286,11 +286,11 @@ def test_a_client_misses_and_doubles_nothing_of_what_the_hosting_node_itself_wri
 ) -> None:
     host, port = c10d_host
     writes, rng = 300, random.Random(1)
-    watch = connect(port).watch(("k",), 0)
+    watch = connect(port).watch(("k/",), 0)
 
     def write() -> None:
         for n in range(writes):
-            put(host, f"k{n}")
+            put(host, f"k/{n}")
             time.sleep(
                 rng.choice((0.0, 0.0001, 0.002))
             )  # so that it meets the watch at every point of its turn
@@ -301,7 +301,7 @@ def test_a_client_misses_and_doubles_nothing_of_what_the_hosting_node_itself_wri
         changes = watch.next(PATIENCE_S)
         assert changes, f"{len(seen)} of {writes}"
         seen.extend(changes)
-    assert [change.key for change in seen] == [f"k{n}" for n in range(writes)]
+    assert [change.key for change in seen] == [f"k/{n}" for n in range(writes)]
     written()
 
 
@@ -309,14 +309,14 @@ def test_a_watch_is_not_told_of_what_it_knew_when_it_began_to_wait(
     connect: Callable[..., C10dStore], c10d_host: tuple[C10dHost, int]
 ) -> None:
     host, port = c10d_host
-    put(host, "k1")
+    put(host, "k/1")
     changes = host.watch(("",), 0).next(0.0)
-    watch = connect(port).watch(("k",), changes[-1].revision)
+    watch = connect(port).watch(("k/",), changes[-1].revision)
     assert watch.next(0.1) == ()
     eventually(lambda: bool(host._parked), "the watch waits")
     host._tell(changes)  # as when its thread was held up while the client had already asked and heard
-    put(host, "k2")
-    assert [change.key for change in watch.next(PATIENCE_S)] == ["k2"]
+    put(host, "k/2")
+    assert [change.key for change in watch.next(PATIENCE_S)] == ["k/2"]
 
 
 # Joining
@@ -562,12 +562,12 @@ def test_what_is_too_long_is_refused_and_nothing_else_harmed(
     with pytest.raises(StoreError, match="too long for the c10d store"):
         store.transact((), (Put("k", "x" * REQUEST_LIMIT_BYTES),))
     for n in range(40):
-        store.transact((), (Put(f"k{n}", "x" * 200_000),))
+        store.transact((), (Put(f"k/{n}", "x" * 200_000),))
     with pytest.raises(StoreError, match="the answer has"):
-        store.read(("k",))
+        store.read(("k/",))
     with pytest.raises(Compacted, match="the answer has"):
-        store.watch(("k",), 0).next(PATIENCE_S)
-    assert len(store.read(("k7",)).entries) == 1
+        store.watch(("k/",), 0).next(PATIENCE_S)
+    assert len(store.read(("k/7",)).entries) == 1
 
 
 def test_when_more_changed_at_once_than_is_remembered_every_watch_is_told_to_read_again(

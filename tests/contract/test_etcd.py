@@ -382,7 +382,7 @@ def test_a_quiet_watch_is_told_how_far_it_has_come_and_survives_compaction(conne
         assert [change.key for change in next_changes(watch)] == ["quiet"]
 
 
-def test_one_prefix_may_run_ahead_of_another_and_each_goes_on_where_it_was(
+def test_one_scope_may_run_ahead_of_another_and_each_goes_on_where_it_was(
     single: EtcdCluster, connect: Connect
 ) -> None:
     store = connect(single)
@@ -400,12 +400,12 @@ def test_one_prefix_may_run_ahead_of_another_and_each_goes_on_where_it_was(
     while not {"a/end", "b/end"} <= set(seen):
         seen.extend(change.key for change in next_changes(watch))
     wanted = store.read(("a/", "b/")).entries
-    for prefix in ("a/", "b/"):
+    for scope in ("a/", "b/"):
         order = sorted(
-            (entry for entry in wanted if entry.key.startswith(prefix)),
+            (entry for entry in wanted if entry.key.startswith(scope)),
             key=lambda one: (one.mod_revision, one.key),
         )
-        assert [key for key in seen if key.startswith(prefix)] == [entry.key for entry in order]
+        assert [key for key in seen if key.startswith(scope)] == [entry.key for entry in order]
 
 
 # Leases, jobs, values

@@ -179,7 +179,7 @@ class SimNode:
             if self.agent.subscription is not self.watched:
                 self.watched = self.agent.subscription
                 if self.watched is not None:
-                    self.watched_to = dict.fromkeys(self.watched.prefixes, self.watched.after_revision)
+                    self.watched_to = dict.fromkeys(self.watched.scopes, self.watched.after_revision)
                     self.pull_soon()
             if not self.obey(now):
                 break
@@ -271,28 +271,28 @@ class SimNode:
         )
 
     def pull_soon(self) -> None:
-        """Each prefix comes with a delay of its own: their changes may overtake each other."""
-        for prefix in self.watched_to:
-            if self.watched_to[prefix] < self.sim.ledger.revision:
+        """Each scope comes with a delay of its own: their changes may overtake each other."""
+        for scope in self.watched_to:
+            if self.watched_to[scope] < self.sim.ledger.revision:
                 late = self.sim.rng.random() < 0.1
                 delay_s = self.sim.rng.uniform(0.0, 1.0) if late else self.sim.delay()
-                self.sim.after(delay_s, self.guarded(lambda prefix=prefix: self.pull(prefix)))
+                self.sim.after(delay_s, self.guarded(lambda scope=scope: self.pull(scope)))
 
-    def pull(self, prefix: str) -> None:
-        """The watch delivers what is under a prefix in order and each change once; a cut link only delays it."""
-        if self.watched is None or prefix not in self.watched_to:
+    def pull(self, scope: str) -> None:
+        """The watch delivers what is in a scope in order and each change once; a cut link only delays it."""
+        if self.watched is None or scope not in self.watched_to:
             return
         if self.link.cut or self.sim.store_down:
-            self.sim.after(0.3, self.guarded(lambda: self.pull(prefix)))
+            self.sim.after(0.3, self.guarded(lambda: self.pull(scope)))
             return
         try:
-            changes = self.sim.ledger.changes((prefix,), self.watched_to[prefix])
+            changes = self.sim.ledger.changes((scope,), self.watched_to[scope])
         except Compacted:
             self.sim.seen["compacted"] += 1
             self.agent.lost_track()
             self.turn()
             return
-        self.watched_to[prefix] = self.sim.ledger.revision
+        self.watched_to[scope] = self.sim.ledger.revision
         if changes:
             self.agent.changed(changes, self.clock())
             self.turn()
@@ -504,7 +504,7 @@ class Simulation:
         if isinstance(request, Grant):
             return ledger.grant(request.ttl_s, self.now)
         if isinstance(request, Read):
-            return ledger.read(request.prefixes, self.now, request.oldest_under)
+            return ledger.read(request.scopes, self.now, request.oldest_under)
         compares = request.compares
         blind = isinstance(request, WriteWorld) and self.bug == "world written without compare"
         outcome = ledger.transact(compares[1:] if blind else compares, request.writes, self.now)

@@ -115,7 +115,7 @@ class Peer:
         if self.watched is None or not self.connected:
             return False
         try:
-            changes = self.bench.ledger.changes(self.watched.prefixes, self.seen_to)
+            changes = self.bench.ledger.changes(self.watched.scopes, self.seen_to)
         except Compacted:
             self.part.lost_track()
             return True
@@ -213,13 +213,13 @@ class Bench:
         if isinstance(request, Grant):
             return self.ledger.grant(request.ttl_s, self.now)
         if isinstance(request, Read):
-            return self.ledger.read(request.prefixes, self.now, request.oldest_under)
+            return self.ledger.read(request.scopes, self.now, request.oldest_under)
         return self.ledger.transact(request.compares, request.writes, self.now)
 
     # ------------------------------------------------------------ what a test looks at, and writes behind all backs
 
     def entry(self, key: str) -> Entry | None:
-        return next((entry for entry in self.ledger.read((key,), self.now).entries if entry.key == key), None)
+        return next(iter(self.ledger.read((key,), self.now).entries), None)
 
     def records(self) -> dict[str, NodeRecord]:
         entries = self.ledger.read((NODES_PREFIX,), self.now).entries

@@ -140,7 +140,7 @@ def test_a_store_that_is_closed_leaves_it_undecided(scene: Scene) -> None:
 
 
 class Unavailable(MemoryStore):
-    def read(self, prefixes: tuple[str, ...]) -> Snapshot:
+    def read(self, scopes: tuple[str, ...]) -> Snapshot:
         raise StoreUnavailable("no answer " * 1000)
 
 
@@ -153,8 +153,8 @@ def test_a_store_that_does_not_answer_leaves_it_undecided(scene: Scene) -> None:
 class Frozen(MemoryStore):
     """Between the read and its answer, the process stands still for longer than its lease."""
 
-    def read(self, prefixes: tuple[str, ...]) -> Snapshot:
-        snapshot = super().read(prefixes)
+    def read(self, scopes: tuple[str, ...]) -> Snapshot:
+        snapshot = super().read(scopes)
         self.meanwhile()
         return snapshot
 

@@ -251,6 +251,6 @@ def test_the_ledger_keeps_its_rules(steps: list[tuple]) -> None:  # type: ignore
             if change.entry is not None:
                 replayed[change.key] = change.entry
         assert replayed.keys() == seen.keys()
-        oldest = [entry.key for entry in ledger.read((), now, oldest_under="a").entries]
-        under = [(created, key) for key, (created, _) in seen.items() if key.startswith("a")]
+        oldest = [entry.key for entry in ledger.read((), now, oldest_under="a/").entries]
+        under = [(created, key) for key, (created, _) in seen.items() if key.startswith("a/")]
         assert oldest == ([min(under)[1]] if under else [])

@@ -63,8 +63,8 @@ def test_the_oldest_record_coordinates_and_the_others_watch_only_it(bench: Bench
     assert (a.part.coordinates, b.part.coordinates) == (True, False)
     assert a.part.subscription is not None
     assert b.part.subscription is not None
-    assert a.part.subscription.prefixes == (WORLD_KEY, NODES_PREFIX)
-    assert b.part.subscription.prefixes == (WORLD_KEY, "nodes/a", "nodes/b")
+    assert a.part.subscription.scopes == (WORLD_KEY, NODES_PREFIX)
+    assert b.part.subscription.scopes == (WORLD_KEY, "nodes/a", "nodes/b")
     assert [node.node for node in a.part.known_nodes] == ["a", "b"]
     assert b.count(WriteWorld) == 0
 

@@ -33,7 +33,7 @@ class Away(MemoryStore):
     def keep_alive(self, lease: LeaseId) -> None:
         self._refuse()
 
-    def watch(self, prefixes: tuple[str, ...], after_revision: int) -> Watch:
+    def watch(self, scopes: tuple[str, ...], after_revision: int) -> Watch:
         store = self
 
         class NoWatch(Watch):
