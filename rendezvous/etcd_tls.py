@@ -72,7 +72,7 @@ def handshake_problem(address: Address, tls: EtcdTls | None, timeout_s: float) -
         _shake_hands(context(tls), address, timeout_s)
     except ssl.SSLCertVerificationError as error:
         return f"its certificate is not the one to expect: {error.verify_message}"
-    except ssl.SSLEOFError:
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionResetError):  # up to OpenSSL, and to chance
         return "it ended the TLS handshake: does it speak plain text?"
     except ssl.SSLError as error:
         return (

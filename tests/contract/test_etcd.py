@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -27,7 +28,9 @@ from elastic_agent.rendezvous.errors import (
     StoreUnavailable,
 )
 from elastic_agent.rendezvous.etcd import EtcdAccess, EtcdLogin, EtcdStore, EtcdTls
+from elastic_agent.rendezvous.etcd_addresses import Address
 from elastic_agent.rendezvous.etcd_channel import TXN, Line
+from elastic_agent.rendezvous.etcd_tls import handshake_problem
 from elastic_agent.rendezvous.requests import RETRY, Subscription
 from elastic_agent.rendezvous.store import Change, Compare, Delete, Put, Watch
 from tests.etcd_servers import HOST, Certificates, EtcdCluster, etcd_cluster, make_certificates
@@ -727,6 +730,25 @@ def test_what_is_wrong_with_tls_is_said_at_the_start(
     for cluster, how, said in cases:
         with pytest.raises(StoreRefused, match=said):
             connect(cluster, tls=how)
+
+
+@pytest.mark.parametrize("linger", [(0, 0), (1, 0)], ids=["closes", "resets"])
+def test_who_hangs_up_on_tls_is_asked_for_plain_text(
+    certificates: Certificates, linger: tuple[int, int]
+) -> None:
+    with socket.create_server((HOST, 0)) as server:
+
+        def hang_up() -> None:
+            connection, _ = server.accept()
+            connection.recv(65536)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", *linger))
+            connection.close()
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        address = Address(HOST, HOST, server.getsockname()[1])
+        problem = handshake_problem(address, tls(certificates, client=None), PATIENCE_S)
+    assert problem is not None
+    assert "does it speak plain text" in problem
 
 
 def test_a_certificate_that_goes_wrong_later_is_an_outage_that_somebody_may_repair(
