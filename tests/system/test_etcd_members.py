@@ -204,7 +204,7 @@ def test_who_alone_has_lost_the_store_stops_although_the_grace_is_set(
     since = time.monotonic()
     two = job.wait_for_training(world=2, after=old.number)
     assert NODES[cut] not in two.nodes
-    assert last_steps(job, old) < since + LEASE_S
+    assert last_steps(job, old, [NODES[cut]]) < since + LEASE_S
     job.wait_for_steps(two, 1.0)
     etcd3.heal()
     job.wait_for_convergence(*NODES)
