@@ -2,8 +2,8 @@
 """Measure how long training stands still after a fault: torchrun, torchrun tuned and elastic-agent side by side.
 
 Each *run* starts one *system* on `ddp_job.py`, waits until the training is steady, injects the fault of one *scenario*
-and reads what it cost from the lines that the job writes; `figures.py` says how. A run may also fail, which is a
-result: *hung* (no new world that lasts within the limit), *died* (all agents that should go on have exited), or
+and reads what it cost from the lines that the job writes; `recovery_figures.py` says how. A run may also fail, which
+is a result: *hung* (no new world that lasts within the limit), *died* (all agents that should go on have exited), or
 *unsteady* (there was no steady training to disturb, so the fault was never injected).
 
 Nodes are agents on the loopback of one machine. Every process is found by a variable in its environment, so that a
@@ -14,10 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
-import json
 import os
-import platform
 import random
 import shutil
 import signal
@@ -28,14 +25,13 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from importlib import metadata
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from figures import Recovery, Run, Step, insert, is_steady, parse_steps, recovery, table
+from recovery_figures import Recovery, Run, Step, is_steady, parse_steps, recovery, table
+from report import add_options, keep, publish
 
 JOB = Path(__file__).with_name("ddp_job.py")
-README = Path(__file__).with_name("README.md")
 
 MARK = "RECOVERY_BENCHMARK"
 CHECKPOINT_EVERY = 25
@@ -326,23 +322,15 @@ def main() -> None:
     if others := marked():
         raise SystemExit(f"another benchmark is running (processes {others}): wait for it, or end them")
     runs: list[Run] = []
-    here = machine()
     for scenario, system, repetition in _plan(args.scenario, args.system, args.repeat):
         run = measure(scenario, system, repetition, args.limit_s, args.logs)
         runs.append(run)
         print(f"{run.scenario:12} {run.system:15} {run.outcome:10} {run.result or ''}", flush=True)
-        if args.json is not None:  # after each run, so that a broken night leaves what it has
-            args.json.write_text(
-                json.dumps({"machine": here, "runs": [asdict(run) for run in runs]}, indent=1)
-            )
+        keep(runs, args.json)
     titles = {scenario.name: scenario.title for scenario in SCENARIOS}
+    limit = f", limit {args.limit_s:g} s" if args.limit_s else ""
     result = table(runs, titles, [system.name for system in SYSTEMS], OURS)
-    print(result)
-    if args.markdown is not None:
-        where = ", ".join(f"{name} {value}" for name, value in here.items())
-        limit = f", limit {args.limit_s:g} s" if args.limit_s else ""
-        text = f"{where}; {args.repeat} runs of each{limit}.\n\n{result}"
-        args.markdown.write_text(insert(args.markdown.read_text(), text))
+    publish(result, f"{args.repeat} runs of each{limit}", args.markdown, "table")
 
 
 def _plan(
@@ -358,35 +346,15 @@ def _plan(
                     yield scenario, system, repetition
 
 
-def machine() -> dict[str, object]:
-    return {
-        "cpus": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "torch": metadata.version("torch"),
-        "elastic-agent": metadata.version("elastic-agent"),
-        "date": datetime.date.today().isoformat(),
-    }
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure how long training stands still after a fault.")
+    add_options(parser)
     scenarios, systems = [scenario.name for scenario in SCENARIOS], [system.name for system in SYSTEMS]
     parser.add_argument("--scenario", nargs="+", choices=scenarios, default=scenarios, help="only these")
     parser.add_argument("--system", nargs="+", choices=systems, default=systems, help="only these")
-    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="runs of each (default 3)")
     parser.add_argument("--limit-s", type=float, metavar="S", help="hung after so long (default: 90, 60, 60)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every run here")
     parser.add_argument(
         "--logs", type=Path, metavar="DIR", help="keep what each run wrote: a folder for each"
-    )
-    parser.add_argument(
-        "--markdown",
-        type=Path,
-        nargs="?",
-        const=README,
-        metavar="FILE",
-        help="put the table here (README.md)",
     )
     return parser.parse_args()
 

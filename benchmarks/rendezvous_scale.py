@@ -24,12 +24,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from figures import insert, short
-from recovery import README, machine
+from report import add_options, keep, publish, short
 from scale_figures import THEIRS, Part, Run, medians, table
 from scale_stores import HOST, store
 
@@ -151,23 +149,14 @@ def main() -> None:
         _pyplot()  # now rather than after an hour
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes of the run are ended
     runs: list[Run] = []
-    here = machine()
     for nodes, system, repetition in _plan(args.sizes, args.our_sizes, args.system, args.repeat):
         run = measure(system, nodes, repetition, min(args.processes, nodes), args.limit_s)
         runs.append(run)
         times = ", ".join(f"{short(part.seconds)} s" for part in run.parts)
         print(f"{nodes:5} {system:9} {run.outcome:5} {times}", flush=True)
-        if args.json is not None:  # after each run, so that a broken night leaves what it has
-            args.json.write_text(
-                json.dumps({"machine": here, "runs": [asdict(run) for run in runs]}, indent=1)
-            )
-    result = table(runs, SYSTEMS)
-    print(result)
-    if args.markdown is not None:
-        where = ", ".join(f"{name} {value}" for name, value in here.items())
-        how = f"{args.repeat} runs of each in {args.processes} processes, limit {args.limit_s:g} s"
-        text = f"{where}; {how}.\n\n{result}"
-        args.markdown.write_text(insert(args.markdown.read_text(), text, "scale"))
+        keep(runs, args.json)
+    how = f"{args.repeat} runs of each in {args.processes} processes, limit {args.limit_s:g} s"
+    publish(table(runs, SYSTEMS), how, args.markdown, "scale")
     if args.plot is not None:
         plot(runs, args.plot)
 
@@ -214,6 +203,7 @@ def _pyplot() -> Any:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure how long N nodes need to form a world.")
+    add_options(parser)
     parser.add_argument("--system", nargs="+", choices=SYSTEMS, default=SYSTEMS, help="only these")
     parser.add_argument(
         "--sizes", nargs="*", type=int, default=SIZES, metavar="N", help="nodes, for all systems"
@@ -221,7 +211,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--our-sizes", nargs="*", type=int, default=OUR_SIZES, metavar="N", help="nodes, not for torchrun"
     )
-    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="runs of each (default 3)")
     parser.add_argument(
         "--processes",
         type=int,
@@ -235,15 +224,6 @@ def _arguments() -> argparse.Namespace:
         default=120.0,
         metavar="S",
         help="hung after so long in one part (default 120)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every run here")
-    parser.add_argument(
-        "--markdown",
-        type=Path,
-        nargs="?",
-        const=README,
-        metavar="FILE",
-        help="put the table here (README.md)",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw seconds over nodes (a PNG)")
     return parser.parse_args()

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from figures import markdown, short
+from report import markdown, ratio, spread
 
 THEIRS = "torchrun"
 HEAD = (
@@ -91,16 +91,10 @@ def _values(runs: Sequence[Run], part: int, what: Callable[[Part], float]) -> li
 
 
 def _seconds(runs: Sequence[Run], part: int) -> str:
-    """Median, smallest to largest, and what went wrong in this part: `0.31 (0.28-0.40), 1 of 3 hung`."""
-    values = _values(runs, part, lambda one: one.seconds)
-    cells = (
-        [f"{short(statistics.median(values))} ({short(min(values))}-{short(max(values))})"] if values else []
-    )
-    failed = Counter(run.outcome for run in runs if len(run.parts) == part and run.outcome != "done")
-    return ", ".join([*cells, *(f"{count} of {len(runs)} {outcome}" for outcome, count in failed.items())])
+    """Of this part, and what went wrong in it: `0.31 (0.28-0.40), 1 of 3 hung`."""
+    failures = Counter(run.outcome for run in runs if len(run.parts) == part and run.outcome != "done")
+    return spread(_values(runs, part, lambda one: one.seconds), failures, len(runs))
 
 
 def _ratio(theirs: Sequence[Run], ours: Sequence[Run], part: int) -> str:
-    """Of the medians: a run that failed has no time."""
-    both = [_values(runs, part, lambda one: one.seconds) for runs in (theirs, ours)]
-    return f"{short(statistics.median(both[0]) / statistics.median(both[1]))}x" if all(both) else ""
+    return ratio(*(_values(runs, part, lambda one: one.seconds) for runs in (theirs, ours)))

@@ -33,8 +33,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from scale_stores import JOB
-
 from elastic_agent.agent.events import Answered, Event, Probed, StoreGone, Unanswered
 from elastic_agent.agent.store_link import StoreLink, pass_on
 from elastic_agent.rendezvous.decide import Policy, Start, Stop
@@ -52,6 +50,7 @@ from elastic_agent.rendezvous.store import (
     Store,
     Watch,
 )
+from scale_stores import JOB
 
 LEASE_TTL_S = 300.0
 """So long that keep-alives hardly count: a node confirms its lease every minute."""

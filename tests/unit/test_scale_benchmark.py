@@ -1,45 +1,35 @@
-"""The scale benchmark: its figures from runs written by hand, its nodes on the memory store, its command on etcd."""
+"""The scale benchmark: its figures from runs written by hand, and its nodes on the memory store."""
 
 from __future__ import annotations
 
-import importlib
-import json
-import shutil
-import subprocess
 import sys
 import threading
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+import rendezvous_scale
 from elastic_agent.rendezvous.memory import MemoryStore
+from rendezvous_scale import SYSTEMS
+from scale_figures import Part, Run, medians, table
+from scale_nodes import OurNodes
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LIMIT_S = 60
 
 
-@pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The command, with its parts as its attributes."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("rendezvous_scale")
+def run(system: str, nodes: int, *seconds: float, outcome: str = "done") -> Run:
+    parts = tuple(Part(one, 9, nodes, nodes + 1, 2048 * nodes) for one in seconds)
+    return Run(system, nodes, 0, outcome, parts, 0.5)
 
 
-def run(module: ModuleType, system: str, nodes: int, *seconds: float, outcome: str = "done") -> object:
-    parts = tuple(module.Part(one, 9, nodes, nodes + 1, 2048 * nodes) for one in seconds)
-    return module.Run(system, nodes, 0, outcome, parts, 0.5)
-
-
-def test_the_table_has_medians_failures_ratios_and_what_each_node_cost(benchmark: ModuleType) -> None:
+def test_the_table_has_medians_failures_ratios_and_what_each_node_cost() -> None:
     runs = [
-        *(run(benchmark, "etcd", 8, join, 0.2) for join in (0.1, 0.3, 0.2)),
-        run(benchmark, "torchrun", 8, 1.0, 4.0),
-        run(benchmark, "torchrun", 8, 3.0, outcome="hung"),
-        run(benchmark, "torchrun", 8, outcome="died"),
-        run(benchmark, "etcd", 100, 12.0, 0.5),
+        *(run("etcd", 8, join, 0.2) for join in (0.1, 0.3, 0.2)),
+        run("torchrun", 8, 1.0, 4.0),
+        run("torchrun", 8, 3.0, outcome="hung"),
+        run("torchrun", 8, outcome="died"),
+        run("etcd", 100, 12.0, 0.5),
     ]
-    _head, _line, *rows = benchmark.table(runs, benchmark.SYSTEMS).splitlines()
+    _head, _line, *rows = table(runs, SYSTEMS).splitlines()
     assert [[cell.strip() for cell in row.strip("|").split("|")] for row in rows] == [
         [
             "8",
@@ -65,32 +55,31 @@ def test_the_table_has_medians_failures_ratios_and_what_each_node_cost(benchmark
     ]
 
 
-def test_what_is_plotted_are_the_medians_of_the_part(benchmark: ModuleType) -> None:
-    runs = [run(benchmark, "etcd", nodes, join, 2 * join) for nodes in (64, 8) for join in (1.0, 3.0, 2.0)]
-    runs.append(run(benchmark, "torchrun", 8, outcome="hung"))
-    assert benchmark.medians(runs, 0) == {"etcd": {8: 2.0, 64: 2.0}}
-    assert benchmark.medians(runs, 1) == {"etcd": {8: 4.0, 64: 4.0}}
+def test_what_is_plotted_are_the_medians_of_the_part() -> None:
+    runs = [run("etcd", nodes, join, 2 * join) for nodes in (64, 8) for join in (1.0, 3.0, 2.0)]
+    runs.append(run("torchrun", 8, outcome="hung"))
+    assert medians(runs, 0) == {"etcd": {8: 2.0, 64: 2.0}}
+    assert medians(runs, 1) == {"etcd": {8: 4.0, 64: 4.0}}
 
 
 def test_without_matplotlib_a_plot_is_refused_before_anything_runs(
-    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(sys, "argv", ["rendezvous_scale.py", "--plot", "nowhere.png"])
     with pytest.raises(SystemExit, match=r"pip install 'elastic-agent\[plot\]'"):
-        benchmark.main()
+        rendezvous_scale.main()
 
 
-def test_torchrun_is_spared_our_sizes_and_repetitions_are_outermost(benchmark: ModuleType) -> None:
-    plan = list(benchmark._plan([8], [16], ["torchrun", "c10d"], 2))
+def test_torchrun_is_spared_our_sizes_and_repetitions_are_outermost() -> None:
+    plan = list(rendezvous_scale._plan([8], [16], ["torchrun", "c10d"], 2))
     once = [(8, "c10d"), (8, "torchrun"), (16, "c10d")]
     assert plan == [(nodes, system, number) for number in (0, 1) for nodes, system in once]
 
 
-def test_simulated_nodes_join_and_join_again_with_one_write_each(benchmark: ModuleType) -> None:
-    module = importlib.import_module("scale_nodes")
+def test_simulated_nodes_join_and_join_again_with_one_write_each() -> None:
     store = MemoryStore()
-    crowds = [module.OurNodes(lambda: store, first, 2, 4) for first in (0, 2)]
+    crowds = [OurNodes(lambda: store, first, 2, 4) for first in (0, 2)]
 
     def part(what: str) -> None:
         threads = [
@@ -117,16 +106,3 @@ def test_simulated_nodes_join_and_join_again_with_one_write_each(benchmark: Modu
     assert all(one.received > before.received for one, before in zip(later, traffic, strict=True))
     for crowd in crowds:
         crowd.close()
-
-
-@pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed: .ci/system-packages etcd")
-def test_the_command_measures_nodes_in_several_processes(tmp_path: Path) -> None:
-    words = ["--system", "etcd", "--sizes", "4", "--our-sizes", "--repeat", "1", "--processes", "2"]
-    words += ["--limit-s", str(LIMIT_S), "--json", str(tmp_path / "runs.json")]
-    command = [sys.executable, str(BENCHMARKS / "rendezvous_scale.py"), *words]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=2 * LIMIT_S)
-    assert ended.returncode == 0, ended.stderr
-    (one,) = json.loads((tmp_path / "runs.json").read_text())["runs"]
-    assert (one["outcome"], len(one["parts"])) == ("done", 2)
-    assert one["parts"][0]["writes"] == 5
-    assert "| 4     | etcd   |" in ended.stdout

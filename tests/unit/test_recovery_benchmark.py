@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "benchmarks" / "figures.py"
-spec = importlib.util.spec_from_file_location("benchmark_figures", SOURCE)
-assert spec is not None
-assert spec.loader is not None
-figures = importlib.util.module_from_spec(spec)
-sys.modules["benchmark_figures"] = figures  # dataclasses look their module up
-spec.loader.exec_module(figures)
+import recovery_figures as figures
 
 FAULT_S = 110.5
 OLD, NEW, NEWER = 1000, 2000, 3000
@@ -144,16 +135,3 @@ def test_the_table_has_medians_extremes_failures_and_ratios() -> None:
 
 def test_a_table_without_ours_has_no_ratios() -> None:
     assert rows(run("kill", "slow", "hung"))[0] == ["scenario", "what", "slow"]
-
-
-def test_inserting_a_table_replaces_the_one_before_and_nothing_else() -> None:
-    empty = "above\n<!-- table: begin -->\n<!-- table: end -->\nbelow\n"
-    once = figures.insert(empty, "| old |")
-    assert once == "above\n<!-- table: begin -->\n| old |\n<!-- table: end -->\nbelow\n"
-    assert figures.insert(once, "| new |") == once.replace("old", "new")
-    with pytest.raises(ValueError, match="nowhere to put the table"):
-        figures.insert("no markers", "| new |")
-
-
-def test_the_readme_has_a_place_for_the_table() -> None:
-    assert "| new |" in figures.insert(SOURCE.with_name("README.md").read_text(), "| new |")

@@ -11,10 +11,11 @@ Pure functions over plain data; `recovery.py` does the running. Instants are sec
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from report import markdown, ratio, spread
 
 # --- One run: from its lines to its figures
 
@@ -133,30 +134,9 @@ def table(runs: Sequence[Run], scenarios: Mapping[str, str], systems: Sequence[s
             if not any(values.values()) and (metric != RECOVERY or not any(chosen.values())):
                 continue
             cells = [_cell(values[name], chosen[name]) for name in systems]
-            ratios = [_ratio(values[name], values[ours]) if metric in TIMES else "" for name in others]
+            ratios = [ratio(values[name], values[ours]) or "-" if metric in TIMES else "" for name in others]
             rows.append([title, metric, *cells, *ratios])
     return markdown(rows)
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table whose first row is its head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    line = ["-" * width for width in widths]
-    texts = (
-        " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in (rows[0], line, *rows[1:])
-    )
-    return "\n".join(f"| {text} |" for text in texts)
-
-
-def insert(document: str, text: str, name: str = "table") -> str:
-    """The document with this text between its two markers. Raises `ValueError` if it has none."""
-    first, last = (f"<!-- {name}: {place} -->" for place in ("begin", "end"))
-    before, begin, rest = document.partition(first)
-    _old, end, after = rest.partition(last)
-    if not begin or not end:
-        raise ValueError(f"nowhere to put the table: the document needs the lines {first} and {last}")
-    return f"{before}{begin}\n{text}\n{end}{after}"
 
 
 def _values(runs: Iterable[Run], value_of: Callable[[Recovery], float | None]) -> list[float]:
@@ -165,22 +145,4 @@ def _values(runs: Iterable[Run], value_of: Callable[[Recovery], float | None]) -
 
 
 def _cell(values: Sequence[float], runs: Sequence[Run]) -> str:
-    """Median, smallest to largest, and what went wrong: `7.0 (6.5-8.1), 1 of 4 hung`."""
-    parts = (
-        [f"{short(statistics.median(values))} ({short(min(values))}-{short(max(values))})"] if values else []
-    )
-    failures = Counter(run.outcome for run in runs if run.result is None)
-    parts += [f"{count} of {len(runs)} {outcome}" for outcome, count in sorted(failures.items())]
-    return ", ".join(parts)
-
-
-def _ratio(theirs: Sequence[float], ours: Sequence[float]) -> str:
-    """Of the medians: a run that failed has no time, so read it together with the failures."""
-    return f"{short(statistics.median(theirs) / statistics.median(ours))}x" if theirs and ours else "-"
-
-
-def short(value: float) -> str:
-    """Two digits or so: more would pretend that runs repeat better than they do."""
-    if value >= 10 or value == int(value):
-        return f"{value:.0f}"
-    return f"{value:.1f}" if value >= 2 else f"{value:.2f}"
+    return spread(values, Counter(run.outcome for run in runs if run.result is None), len(runs))
