@@ -249,10 +249,10 @@ class Membership:
             if not (isinstance(order, Start) and self._wanted):
                 break
             self._take(order, now)
-        wake_at = [participant.wake_at(now)]
+        instants = [participant.wake_at(now)]
         if self._place is not None:
             lasting_at = self._taken_at + LASTING_S
-            wake_at.append(lasting_at)
+            instants.append(lasting_at)
             if now >= lasting_at:
                 participant.workers_lasting(self._place.generation)
         self._link.keep(participant.lease)
@@ -266,7 +266,7 @@ class Membership:
                 order if isinstance(order, Leave) else None,
             )
         )
-        return min((at for at in wake_at if at is not None and at > now), default=None)
+        return min((at for at in instants if at is not None and at > now), default=None)
 
     def _take(self, start: Start, now: float) -> None:
         self._participant.workers_started(start.world)

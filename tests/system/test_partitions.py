@@ -204,10 +204,9 @@ def test_all_nodes_without_the_store_go_on_while_they_reach_each_other_if_they_m
     job.wait_for_steps(three, LEASE_S + 1.0)
     note_gap(f"store's cable pulled for 6 s {GRACE}", job)
     net.heal()
+    # The store ran on, and dropped all leases.
     for one in job.agents:
-        job.wait_for_text(
-            one, "joining again as a new incarnation"
-        )  # the store ran on and dropped all leases
+        job.wait_for_text(one, "joining again as a new incarnation")
     job.wait_for_convergence(*NODES)
     note_gap("the same, with the new world after healing", job)
 
