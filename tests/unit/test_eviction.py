@@ -122,15 +122,21 @@ def test_a_coordinator_that_has_not_failed_is_left_in_peace_by_those_who_train(b
     assert ask(b) == []
 
 
-def test_a_record_that_changed_meanwhile_is_not_evicted(bench: Bench) -> None:
-    """The coordinator's view is old: the node that refused has come back as another life."""
-    a, _ = broken_world(bench, dead="c")
+def eviction_of_c(bench: Bench) -> tuple[Peer, Peer, WriteWorld]:
+    """The coordinator, the other survivor, and what the coordinator asks of the store: nobody has carried it out."""
+    a, b = broken_world(bench, dead="c")
     bench.settle()
     bench.now += ASK_AFTER_S
     ask(a, Absence.REFUSED)
     request = a.part.request(bench.now)
     assert isinstance(request, WriteWorld)
     assert [gone.key for gone in request.evicted] == ["nodes/c"]
+    return a, b, request
+
+
+def test_a_record_that_changed_meanwhile_is_not_evicted(bench: Bench) -> None:
+    """The coordinator's view is old: the node that refused has come back as another life."""
+    a, _, request = eviction_of_c(bench)
     bench.put("nodes/c", NodeRecord("c", "c-2", "host-c", 7, 2, http("c")).to_json())
     a.serve(request)
     assert bench.phase() is Phase.STOPPING, "all of the transaction or nothing"
@@ -140,12 +146,7 @@ def test_a_record_that_changed_meanwhile_is_not_evicted(bench: Bench) -> None:
 
 
 def test_a_node_that_comes_back_before_the_answer_that_it_is_evicted_is_not_forgotten(bench: Bench) -> None:
-    a, b = broken_world(bench, dead="c")
-    bench.settle()
-    bench.now += ASK_AFTER_S
-    ask(a, Absence.REFUSED)
-    request = a.part.request(bench.now)
-    assert isinstance(request, WriteWorld)
+    a, b, request = eviction_of_c(bench)
     answer = bench.serve(request)
     bench.join("c", life=2)
     while "c" not in bench.records():
