@@ -3,6 +3,9 @@
 Nothing is decided here: `options` has the table, `layers` reads, `resolve` merges and checks, `run` does the work
 and returns the exit code. A configuration with problems ends with 78 and the list of all of them, before anything
 is started.
+
+A *sub-command* does something else than run a job. It is one only as the very first word, so that whoever has a
+script of that name still reaches it, as `./status` or after any option.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import os
 import sys
 import textwrap
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .. import __version__
 from .config import ConfigError
@@ -39,10 +42,20 @@ Every option can also be given as ELASTIC_AGENT_MIN_NODES=1 in the environment o
 the command line wins over the environment, and the environment over the file. torchrun's spellings work.
 """
 
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {}
+"""By its name: what is called with the words after it and returns the exit code, and its line in `--help`.
+
+Each imports what it needs when it is called: nobody who runs a job pays for them.
+"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit code, an `ExitCode`."""
-    command_line = read_argv(sys.argv[1:] if argv is None else argv)
+    words = sys.argv[1:] if argv is None else argv
+    if words and words[0] in COMMANDS:
+        command, _ = COMMANDS[words[0]]
+        return command(words[1:])
+    command_line = read_argv(words)
     if HELP.name in command_line.given:
         print(help_text())
         return ExitCode.SUCCESS
@@ -65,8 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def help_text() -> str:
-    """All options by group, with their defaults."""
+    """The sub-commands, and all options by group with their defaults."""
     parts = [_USAGE]
+    if COMMANDS:
+        parts.append("Instead of a script, as the very first word (a script of that name is run as ./NAME):")
+        parts += [f"  {name}\n        {help_line}" for name, (_, help_line) in COMMANDS.items()]
+        parts.append("")
     for group, options in GROUPS.items():
         parts.append(f"{group}:")
         parts += [_help_of(option) for option in options if Source.CLI in option.sources]

@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from elastic_agent import __version__
+from elastic_agent.agent import cli
 from elastic_agent.agent.cli import help_text, main
 from elastic_agent.agent.config import Command, Config, NodeCounts
 from elastic_agent.agent.exits import ExitCode
@@ -73,6 +75,47 @@ def test_help_wins_over_problems(
     assert main(words) == ExitCode.SUCCESS
     assert capsys.readouterr().out == help_text() + "\n"
     assert not started
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What a sub-command `look` was called with."""
+    calls: list[list[str]] = []
+
+    def look(words: Sequence[str]) -> int:
+        calls.append(list(words))
+        return 7
+
+    monkeypatch.setitem(cli.COMMANDS, "look", (look, "look at it"))
+    return calls
+
+
+def test_a_subcommand_gets_the_words_after_it_and_its_exit_code_is_returned(
+    started: list[Config], asked: list[list[str]]
+) -> None:
+    assert main(["look", "--min-nodes", "x", "--help"]) == 7
+    assert asked == [["--min-nodes", "x", "--help"]]
+    assert not started
+
+
+@pytest.mark.parametrize("before", [["./look"], ["--max-restarts", "3", "look"], ["--", "look"]])
+def test_a_script_may_have_the_name_of_a_subcommand(
+    before: list[str],
+    started: list[Config],
+    asked: list[list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "look").write_text("pass\n")
+    main([*before, "--lr", "0.1"])
+    assert [config.command for config in started] == [Command("script", before[-1], ("--lr", "0.1"))]
+    assert not asked
+
+
+def test_help_names_every_subcommand(asked: list[list[str]]) -> None:
+    assert "  look\n        look at it\n" in help_text()
+    assert "./NAME" in help_text()
 
 
 def test_version(started: list[Config], capsys: pytest.CaptureFixture[str]) -> None:
