@@ -15,10 +15,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from .config import DevicePinning, WorkerCount
+from .variables import Variable
 
 
 class DeviceError(Exception):
@@ -38,12 +39,7 @@ class PinnedDevice:
     """What one worker's environment needs for its device; `reason` is the sentence for --check-config."""
 
     reason: str
-    overrides: Mapping[str, str] = field(default_factory=dict)
-    defaults: Mapping[str, str] = field(default_factory=dict)
-
-    def apply(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """`environ`, LOCAL_RANK included, as this device needs it: the user's values beat only `defaults`."""
-        return {**self.defaults, **environ, **self.overrides}
+    variables: tuple[Variable, ...] = ()
 
 
 def probe(environ: Mapping[str, str], proc: Path = Path("/proc"), dev: Path = Path("/dev")) -> Inventory:
@@ -88,15 +84,15 @@ def pin(pinning: DevicePinning, local_rank: int, workers: int, inventory: Invent
             f"({','.join(devices)}). Lower --nproc-per-node to {len(devices)}, or let workers share devices with "
             "--device-pinning none."
         )
-    # The driver's own order is by speed, and may differ between nodes and from nvidia-smi's.
-    defaults = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    order = Variable(
+        "CUDA_DEVICE_ORDER", "PCI_BUS_ID", "the driver's order is by speed, not the one that nvidia-smi shows"
+    )
     if pinning == "mask":
         entry = devices[local_rank]
-        return PinnedDevice(
-            f"mask: worker {local_rank} sees only CUDA device {entry}, as cuda:0 with LOCAL_RANK 0",
-            {"CUDA_VISIBLE_DEVICES": entry, "LOCAL_RANK": "0"},
-            defaults,
-        )
+        reason = f"mask: worker {local_rank} sees only CUDA device {entry}, as cuda:0 with LOCAL_RANK 0"
+        masked = {"CUDA_VISIBLE_DEVICES": entry, "LOCAL_RANK": "0"}
+        overruled = (Variable(name, value, reason, yielding=False) for name, value in masked.items())
+        return PinnedDevice(reason, (order, *overruled))
     if workers > 1 and devices[0].startswith("MIG-"):
         raise DeviceError(
             f"--device-pinning index: {workers} workers on MIG devices, but CUDA shows one process only the first "
@@ -104,7 +100,7 @@ def pin(pinning: DevicePinning, local_rank: int, workers: int, inventory: Invent
         )
     return PinnedDevice(
         f"index: worker {local_rank} sees {len(devices)} CUDA devices and LOCAL_RANK selects cuda:{local_rank}",
-        defaults=defaults,
+        (order,),
     )
 
 

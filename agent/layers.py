@@ -18,21 +18,23 @@ from .config import NodeCounts, Problem
 from .options import (
     ARGS,
     DEVICE_PINNING,
-    IGNORED_RDZV_CONF_KEYS,
-    IGNORED_TORCHRUN_OPTIONS,
-    IGNORED_TORCHRUN_SHORTS,
     MAX_NODES,
     MIN_NODES,
     NNODES,
     OPTIONS,
     RDZV_CONF,
-    RDZV_CONF_KEYS,
     SCRIPT,
     TARGETS,
     VIRTUAL_LOCAL_RANK,
     WORKER_VARIABLES,
     Option,
     Source,
+)
+from .torchrun_spellings import (
+    IGNORED_RDZV_CONF_KEYS,
+    IGNORED_TORCHRUN_OPTIONS,
+    IGNORED_TORCHRUN_SHORTS,
+    RDZV_CONF_KEYS,
 )
 
 if sys.version_info >= (3, 11):

@@ -24,7 +24,7 @@ from ..worker.reports import LoadReport, SaveReport, StepReport
 from .commit_gate import CommitGate, Standing
 from .config import Config
 from .devices import Inventory, pin
-from .environment import WorkerPlace, worker_environment
+from .environment import WorkerPlace, contract, torch_settings
 from .events import (
     Event,
     HolderSpoke,
@@ -42,6 +42,7 @@ from .observer import Observer
 from .peer_link import PeerLink
 from .ports import PortError
 from .store_link import StoreLink, pass_on
+from .variables import compose
 from .worker_store import WorkerStore
 from .workers import WorkerGroup, WorkerSpec
 
@@ -273,14 +274,16 @@ class Loop:
             reports=self._node.reports,
             commits=self._commits.path,
         )
-        environment = worker_environment(
-            self._node.environment,
-            place,
-            agent_incarnation=self._node.incarnation,
-            max_restarts=self._config.max_restarts,
+        chosen = (
+            *torch_settings(member.slots),
+            *contract(
+                place,
+                agent_incarnation=self._node.incarnation,
+                max_restarts=self._config.max_restarts,
+            ),
+            *pin(self._config.device_pinning, local_rank, member.slots, self._node.inventory).variables,
         )
-        device = pin(self._config.device_pinning, local_rank, member.slots, self._node.inventory)
-        return WorkerSpec(place.rank, local_rank, device.apply(environment))
+        return WorkerSpec(place.rank, local_rank, compose(self._node.environment, chosen))
 
     def _stop_workers(self, group: WorkerGroup, grace_s: float, *, gently: bool, reason: str) -> None:
         if not group.stopping:

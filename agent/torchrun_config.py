@@ -15,16 +15,15 @@ from .layers import Layer
 from .options import (
     BACKEND,
     ENDPOINT,
-    IGNORED_RDZV_CONF_KEYS,
     JOB_ID,
     LOCAL_ADDR,
     MAX_NODES,
     MIN_NODES,
     NO_PYTHON,
-    RDZV_CONF_KEYS,
     Option,
 )
 from .resolve import resolve
+from .torchrun_spellings import IGNORED_RDZV_CONF_KEYS, RDZV_CONF_KEYS
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousParameters

@@ -27,8 +27,6 @@ from elastic_agent.agent.layers import MOST_FILE_BYTES, read_argv
 from elastic_agent.agent.options import (
     ETCD_OPTIONS,
     GROUPS,
-    IGNORED_RDZV_CONF_KEYS,
-    IGNORED_TORCHRUN_OPTIONS,
     OPTIONS,
     WORKER_VARIABLES,
     Option,
@@ -36,6 +34,7 @@ from elastic_agent.agent.options import (
 )
 from elastic_agent.agent.ports import PortRange
 from elastic_agent.agent.resolve import Resolved, resolve
+from elastic_agent.agent.torchrun_spellings import IGNORED_RDZV_CONF_KEYS, IGNORED_TORCHRUN_OPTIONS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 

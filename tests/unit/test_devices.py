@@ -11,6 +11,7 @@ import pytest
 
 from elastic_agent.agent.config import DevicePinning, WorkerCount
 from elastic_agent.agent.devices import DeviceError, Inventory, pin, probe, resolve_workers
+from elastic_agent.agent.variables import compose
 
 CPU_ONLY = Inventory(cuda=(), cpus=6)
 FOUR_GPUS = Inventory(cuda=("0", "1", "2", "3"), cpus=64)
@@ -148,7 +149,8 @@ def test_pinning(
     reason: str,
 ) -> None:
     pinned = pin(pinning, local_rank, workers, inventory)
-    assert (pinned.overrides, pinned.defaults) == (overrides, defaults)
+    assert compose({}, pinned.variables) == {**overrides, **defaults}
+    assert {each.name for each in pinned.variables if each.yielding} == defaults.keys()
     assert reason in pinned.reason
 
 
@@ -171,14 +173,17 @@ def test_more_workers_than_devices_is_refused_for_every_worker(
 
 def test_what_the_user_set_beats_the_defaults_but_not_the_mask() -> None:
     users = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST", "CUDA_VISIBLE_DEVICES": "0,1,2,3", "LOCAL_RANK": "3"}
-    assert pin("mask", 3, 4, FOUR_GPUS).apply(users) == {
+    assert compose(users, pin("mask", 3, 4, FOUR_GPUS).variables) == {
         "CUDA_DEVICE_ORDER": "FASTEST_FIRST",
         "CUDA_VISIBLE_DEVICES": "3",
         "LOCAL_RANK": "0",
     }
-    assert pin("index", 3, 4, FOUR_GPUS).apply({"LOCAL_RANK": "3"}) == {"LOCAL_RANK": "3", **DEVICE_ORDER}
+    own = {"LOCAL_RANK": "3"}
+    assert compose(own, pin("index", 3, 4, FOUR_GPUS).variables) == {**own, **DEVICE_ORDER}
 
 
 def test_no_two_masked_workers_share_a_device() -> None:
-    seen = [pin("mask", rank, 4, FOUR_GPUS).overrides["CUDA_VISIBLE_DEVICES"] for rank in range(4)]
+    seen = [
+        compose({}, pin("mask", rank, 4, FOUR_GPUS).variables)["CUDA_VISIBLE_DEVICES"] for rank in range(4)
+    ]
     assert sorted(seen) == ["0", "1", "2", "3"]

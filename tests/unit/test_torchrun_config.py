@@ -8,8 +8,8 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from elastic_agent.agent.config import Config, Endpoint, EtcdConfig, NodeCounts
-from elastic_agent.agent.options import IGNORED_RDZV_CONF_KEYS
 from elastic_agent.agent.torchrun_config import KEYS, in_torchruns_words, read_parameters
+from elastic_agent.agent.torchrun_spellings import IGNORED_RDZV_CONF_KEYS
 
 SECRET = {"ELASTIC_AGENT_ETCD_PASSWORD": "canary"}
 DOCUMENT = Path(__file__).parents[2] / "docs" / "torchrun.md"
