@@ -88,6 +88,7 @@ class StopConfig:
 
     grace_s: float = 30.0
     failure_grace_s: float = 1.0
+    service_limit_s: float | None = None  # from SIGTERM to the agent until all is killed; None: never
 
 
 @dataclass(frozen=True, slots=True)

@@ -314,6 +314,14 @@ FAILURE_GRACE: Option[float] = Option(
     metavar="DURATION",
     default="1s",
 )
+SERVICE_STOP_LIMIT: Option[float | None] = Option(
+    "service-stop-limit",
+    duration(1.0),
+    "how long the service manager waits after SIGTERM before it kills everything (systemd: TimeoutStopSec,"
+    " Kubernetes: terminationGracePeriodSeconds); --stop-grace must leave room below it (default: nobody"
+    " kills this agent)",
+    metavar="DURATION",
+)
 
 LOCAL_ADDR: Option[str | None] = Option(
     "local-addr",
@@ -400,7 +408,7 @@ GROUPS: dict[str, tuple[Option[object], ...]] = {
         ETCD_INSECURE,
         STORE_OUTAGE_GRACE,
     ),
-    "Restarts and stopping": (MAX_RESTARTS, STOP_GRACE, FAILURE_GRACE),
+    "Restarts and stopping": (MAX_RESTARTS, STOP_GRACE, FAILURE_GRACE, SERVICE_STOP_LIMIT),
     "Network and logs": (LOCAL_ADDR, PORT_RANGE, HTTP_ADDRESS, LOG_DIR),
     "Configuration": (CONFIG_FILE, CHECK_CONFIG, VERSION, HELP),
 }

@@ -34,10 +34,16 @@ from .options import (
     MAX_NODES,
     MIN_NODES,
     SCRIPT,
+    SERVICE_STOP_LIMIT,
+    STOP_GRACE,
     STORE_OUTAGE_GRACE,
     Option,
 )
 from .settings import Settings
+
+LEAVING_S = 5.0
+"""What a planned stop takes beside --stop-grace: at most 3 s until the others stop with this node
+(`participant.LEAVE_TOGETHER_S`), and the rest to reap the workers and to say goodbye to the store."""
 
 
 def check_relations(settings: Settings) -> list[tuple[set[str], Problem]]:
@@ -105,6 +111,18 @@ def _check_nodes_and_times(rules: _Rules) -> None:
         "lower --last-call or raise --join-timeout",
         JOIN_TIMEOUT,
     )
+    grace, limit = settings[STOP_GRACE], settings[SERVICE_STOP_LIMIT]
+    if limit.value is not None:
+        needed_s = grace.value + LEAVING_S
+        rules.expect(
+            needed_s <= limit.value,
+            STOP_GRACE,
+            f"at most service-stop-limit, which is {limit.value:g} s ({limit.origin}), less {LEAVING_S:g} s"
+            " for leaving the job",
+            "lower --stop-grace, or let the service manager wait longer and say so with"
+            f" --service-stop-limit {needed_s:g}s",
+            SERVICE_STOP_LIMIT,
+        )
 
 
 def _check_meeting_place(rules: _Rules) -> None:

@@ -57,6 +57,7 @@ from .options import (
     NPROC_PER_NODE,
     PORT_RANGE,
     SCRIPT,
+    SERVICE_STOP_LIMIT,
     STANDALONE,
     STOP_GRACE,
     STORE_OUTAGE_GRACE,
@@ -202,7 +203,9 @@ def _config(settings: Settings, command: Command) -> Config:
         local_addr=settings[LOCAL_ADDR].value,
         port_range=settings[PORT_RANGE].value,
         max_restarts=settings[MAX_RESTARTS].value,
-        stop=StopConfig(settings[STOP_GRACE].value, settings[FAILURE_GRACE].value),
+        stop=StopConfig(
+            settings[STOP_GRACE].value, settings[FAILURE_GRACE].value, settings[SERVICE_STOP_LIMIT].value
+        ),
         log_dir=settings[LOG_DIR].value,
         http_address=settings[HTTP_ADDRESS].value,
     )

@@ -58,6 +58,7 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
     "max-restarts": ("0", "max_restarts", 0),
     "stop-grace": ("1h", "stop.grace_s", 3600.0),
     "failure-grace": ("0", "stop.failure_grace_s", 0.0),
+    "service-stop-limit": ("2h", "stop.service_limit_s", 7200.0),
     "local-addr": ("fe80::1", "local_addr", "fe80::1"),
     "port-range": ("2000-2010", "port_range", PortRange(2000, 2010)),
     "http-address": ("[::]:9090", "http_address", Endpoint("::", 9090)),
@@ -84,6 +85,7 @@ REFUSED: dict[str, Sequence[str]] = {
     "max-restarts": ["-1", "never"],
     "stop-grace": ["-0.1", "5 parsecs"],
     "failure-grace": ["-1"],
+    "service-stop-limit": ["0", "never", "34s"],
     "local-addr": ["", "a b", "host:1", "http://x"],
     "port-range": ["0-10", "29600-29500", "1-65536", "a-b", ""],
     "http-address": ["host:99999", ":"],
@@ -283,6 +285,12 @@ def test_where_the_nodes_meet(
         (
             "--rdzv-endpoint node1:0",
             "--rdzv-endpoint 'node1:0': expected a port from 1 to 65535, or localhost:0",
+        ),
+        (
+            "--stop-grace 56 --service-stop-limit 1m",
+            "--stop-grace '56': expected at most service-stop-limit, which is 60 s (--service-stop-limit),"
+            " less 5 s for leaving the job; lower --stop-grace, or let the service manager wait longer and say so"
+            " with --service-stop-limit 61s",
         ),
     ],
 )
