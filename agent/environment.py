@@ -66,8 +66,11 @@ def contract(place: WorkerPlace, *, agent_incarnation: str, max_restarts: int | 
         "ELASTIC_AGENT_COMMITS": place.commits,
     }
     return tuple(
-        Variable(name, str(value), reason, yielding=False)
-        for reason, group in (("torchrun's contract", torchrun), ("for the worker library", ours))
+        Variable(name, str(value), reason, yielding=False, by=room)
+        for room, reason, group in (
+            ("torchrun", "its contract: where a worker stands and whom it meets", torchrun),
+            ("elastic-agent", "for the worker library", ours),
+        )
         for name, value in group.items()
     )
 

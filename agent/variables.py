@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+USER = "you"
+"""`by` of what the user's own environment says."""
+
 
 @dataclass(frozen=True, slots=True)
 class Variable:
@@ -19,12 +22,25 @@ class Variable:
     value: str
     reason: str
     yielding: bool = True
+    by: str = "elastic-agent"
+    """The room that chose it, in a word or two."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the same setting: a yielding variable yields to what the user has set under any of them."""
+
+
+def settle(inherited: Mapping[str, str], chosen: Iterable[Variable]) -> tuple[Variable, ...]:
+    """The variables that somebody has `chosen`, each as it won: of two with one name the later, or the user's own."""
+    won: dict[str, Variable] = {}
+    for variable in chosen:
+        own = next((name for name in (variable.name, *variable.aliases) if name in inherited), None)
+        if own is None or not variable.yielding:
+            won[variable.name] = variable
+        else:
+            ours = f"your own; ours would be {variable.name}={variable.value}: {variable.reason}"
+            won.setdefault(own, Variable(own, inherited[own], ours, by=USER))
+    return tuple(won.values())
 
 
 def compose(inherited: Mapping[str, str], chosen: Iterable[Variable]) -> dict[str, str]:
-    """`inherited` with the `chosen` ones; of two with one name the later wins."""
-    environment = dict(inherited)
-    for variable in chosen:
-        if not variable.yielding or variable.name not in inherited:
-            environment[variable.name] = variable.value
-    return environment
+    """`inherited` with the `chosen` ones on top, as they are settled."""
+    return {**inherited, **{variable.name: variable.value for variable in settle(inherited, chosen)}}
