@@ -1,8 +1,8 @@
 """The `elastic-agent` command: parse, answer `--help`, `--version` and `--check-config`, or call `run`.
 
-Nothing is decided here: `options` has the table, `layers` reads, `resolve` merges and checks, `run` does the work
-and returns the exit code. A configuration with problems ends with 78 and the list of all of them, before anything
-is started.
+Nothing is decided here: `options` has the table, `layers` reads, `resolve` merges and checks, `machine` says what
+follows on this machine, `run` does the work and returns the exit code. A configuration with problems ends with 78
+and the list of all of them, before anything is started.
 
 A *sub-command* does something else than run a job. It is one only as the very first word, so that whoever has a
 script of that name still reaches it, as `./status` or after any option.
@@ -20,8 +20,10 @@ from .. import __version__
 from .config import ConfigError
 from .exits import ExitCode
 from .layers import read_argv
+from .machine import Machine, examine
 from .options import CHECK_CONFIG, GROUPS, HELP, VERSION, Option, Source
-from .resolve import resolve
+from .resolve import Resolved, resolve
+from .settings import comment
 
 _USAGE = """\
 usage: elastic-agent [options] SCRIPT [arguments of the script]
@@ -64,17 +66,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.SUCCESS
     try:
         resolved = resolve(command_line, os.environ, _fresh_id)
+        machine = examine(resolved.config, os.environ)
     except ConfigError as error:
         print(f"elastic-agent: {error}", file=sys.stderr)
         return ExitCode.BAD_CONFIG
     for warning in resolved.warnings:
         print(f"elastic-agent: warning: {warning}", file=sys.stderr)
     if CHECK_CONFIG.name in command_line.given:
-        print("\n".join(resolved.settings.lines()))
+        print("\n".join(_in_force(resolved, machine)))
         return ExitCode.SUCCESS
     from .run import run
 
-    return run(resolved.config)
+    return run(resolved.config, machine)
+
+
+def _in_force(resolved: Resolved, machine: Machine) -> list[str]:
+    """The settings and, as comments, what follows from them on this machine: a file that means the same."""
+    facts = [comment(fact) for fact in machine.facts]
+    return [*resolved.settings.lines(), "", comment("What follows from this on this machine:"), *facts]
 
 
 def help_text() -> str:

@@ -18,12 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .config import DevicePinning, WorkerCount
+from .config import ConfigError, DevicePinning, Problem, WorkerCount
 from .variables import Variable
-
-
-class DeviceError(Exception):
-    """The configuration asks for devices that this node does not have; nothing was started. Fix the setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +46,13 @@ def probe(environ: Mapping[str, str], proc: Path = Path("/proc"), dev: Path = Pa
 
 
 def resolve_workers(nproc: WorkerCount, inventory: Inventory) -> int:
-    """The number of workers that --nproc-per-node asks for: at least 1, or DeviceError."""
+    """The number of workers that --nproc-per-node asks for: at least 1, or ConfigError."""
     if nproc == "gpu" and not inventory.cuda:
-        raise DeviceError(
-            "--nproc-per-node gpu: this node has no CUDA device (no /dev/nvidia<N>, or CUDA_VISIBLE_DEVICES hides "
-            "them). Check `nvidia-smi -L`, or use --nproc-per-node auto, cpu or a number."
+        raise _wrong(
+            "--nproc-per-node",
+            nproc,
+            "a CUDA device, but this node has no CUDA device (no /dev/nvidia<N>, or CUDA_VISIBLE_DEVICES hides them)",
+            "check `nvidia-smi -L`, or use --nproc-per-node auto, cpu or a number",
         )
     if nproc == "auto":
         return len(inventory.cuda) or inventory.cpus
@@ -62,13 +60,11 @@ def resolve_workers(nproc: WorkerCount, inventory: Inventory) -> int:
         return len(inventory.cuda)
     if nproc == "cpu":
         return inventory.cpus
-    if nproc < 1:
-        raise DeviceError(f"--nproc-per-node {nproc}: a node runs at least 1 worker")
     return nproc
 
 
 def pin(pinning: DevicePinning, local_rank: int, workers: int, inventory: Inventory) -> PinnedDevice:
-    """The device of worker `local_rank` of `workers`; DeviceError if the node has devices, but not for all."""
+    """The device of worker `local_rank` of `workers`; ConfigError if the node has devices, but not for all."""
     assert 0 <= local_rank < workers, (local_rank, workers)
     devices = inventory.cuda
     if pinning == "none":
@@ -79,10 +75,11 @@ def pin(pinning: DevicePinning, local_rank: int, workers: int, inventory: Invent
             f"{pinning}: this node has no CUDA device, worker {local_rank} runs on the CPU{mask}"
         )
     if workers > len(devices):
-        raise DeviceError(
-            f"--device-pinning {pinning}: {workers} workers, but only {len(devices)} CUDA devices "
-            f"({','.join(devices)}). Lower --nproc-per-node to {len(devices)}, or let workers share devices with "
-            "--device-pinning none."
+        raise _wrong(
+            "--nproc-per-node",
+            workers,
+            f"at most as many workers as there are CUDA devices: {len(devices)} ({','.join(devices)})",
+            f"lower --nproc-per-node to {len(devices)}, or let workers share devices with --device-pinning none",
         )
     order = Variable(
         "CUDA_DEVICE_ORDER", "PCI_BUS_ID", "the driver's order is by speed, not the one that nvidia-smi shows"
@@ -94,14 +91,21 @@ def pin(pinning: DevicePinning, local_rank: int, workers: int, inventory: Invent
         overruled = (Variable(name, value, reason, yielding=False) for name, value in masked.items())
         return PinnedDevice(reason, (order, *overruled))
     if workers > 1 and devices[0].startswith("MIG-"):
-        raise DeviceError(
-            f"--device-pinning index: {workers} workers on MIG devices, but CUDA shows one process only the first "
-            "MIG device of CUDA_VISIBLE_DEVICES. Use --device-pinning mask."
+        raise _wrong(
+            "--device-pinning",
+            pinning,
+            f"mask for {workers} workers on MIG devices: CUDA shows one process only the first MIG device of "
+            "CUDA_VISIBLE_DEVICES",
+            "use --device-pinning mask",
         )
     return PinnedDevice(
         f"index: worker {local_rank} sees {len(devices)} CUDA devices and LOCAL_RANK selects cuda:{local_rank}",
         (order,),
     )
+
+
+def _wrong(origin: str, value: object, expected: str, advice: str) -> ConfigError:
+    return ConfigError([Problem(origin, str(value), expected, advice)])
 
 
 def _installed(proc: Path, dev: Path) -> int:

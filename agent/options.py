@@ -362,7 +362,7 @@ CONFIG_FILE: Option[str | None] = Option(
 CHECK_CONFIG: Option[bool] = Option(
     "check-config",
     YES_OR_NO,
-    "print every setting and where it came from, start nothing",
+    "print every setting with its source and what follows from them on this machine, start nothing",
     default="false",
     flag=True,
     sources=Source.CLI,

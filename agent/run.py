@@ -1,8 +1,7 @@
 """Puts one agent together, lets it run, and takes it apart: the only place that makes clocks, randomness and threads.
 
-The order matters. Everything that can be refused (devices, ports, the address) is refused before anything is
-started; the HTTP server answers before the store is found; and at the end the workers are gone before the lease
-is given up.
+The order matters. Everything that can be refused (ports, the address) is refused before anything is started; the
+HTTP server answers before the store is found; and at the end the workers are gone before the lease is given up.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from ..rendezvous.restarts import RestartPolicy
 from ..rendezvous.store import Store
 from .commit_gate import CommitGate
 from .config import Config, Endpoint
-from .devices import DeviceError, Inventory, pin, probe, resolve_workers
 from .events import Event, Signalled
 from .exits import CannotStart, ExitCode
 from .guard import Guard
 from .logs import WorkerLogs
 from .loop import Ending, Loop, Node
+from .machine import Machine
 from .network import LOOPBACK, reachable_at, unique_node_id
 from .observer import Observer
 from .options import SECRET_VARIABLES
@@ -61,12 +60,12 @@ MAX_WAITING_EVENTS = 10_000
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-def run(config: Config) -> int:
-    """One agent's whole life. Returns its exit code."""
+def run(config: Config, machine: Machine) -> int:
+    """One agent's whole life on this machine. Returns its exit code."""
     name = config.node_id or unique_node_id()
     _log_to_stderr(name)
     try:
-        ending = _run(config, name)
+        ending = _run(config, machine, name)
     except CannotStart as refusal:
         ending = Ending(refusal.code, str(refusal))
     level = logging.INFO if ending.code is ExitCode.SUCCESS else logging.ERROR
@@ -74,21 +73,19 @@ def run(config: Config) -> int:
     return ending.code
 
 
-def _run(config: Config, name: str) -> Ending:
+def _run(config: Config, machine: Machine, name: str) -> Ending:
     for secret in SECRET_VARIABLES:
         os.environ.pop(secret, None)  # neither the guard nor any worker inherits it (I15)
     environment = dict(os.environ)
     # A store that ends makes torch write pages of C++ frames; what happened is said by us in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    inventory = probe(environment)
-    workers = _workers_that_fit(config, inventory)
     endpoint = c10d_endpoint(config)
     address = node_address(config, endpoint)
     clock = time.monotonic
     rng = random.SystemRandom()
     incarnation = uuid.uuid4().hex[:12]
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    metrics = _metrics(config, name, workers)
+    metrics = _metrics(config, name, machine.workers)
     bind = _binder(config, metrics)
 
     with contextlib.ExitStack() as stack:
@@ -109,7 +106,7 @@ def _run(config: Config, name: str) -> Ending:
             incarnation=incarnation,
             address=address,
             port=listener.getsockname()[1],
-            slots=workers,
+            slots=machine.workers,
             http=reachable_at(server.address, address),
             hosts_store=store_listener is not None,
         )
@@ -130,7 +127,7 @@ def _run(config: Config, name: str) -> Ending:
         link.start()
         loop = Loop(
             config,
-            Node(name, incarnation, inventory, run_dir, reports.path, environment),
+            Node(name, incarnation, machine.inventory, run_dir, reports.path, environment),
             participant,
             link,
             PeerLink(events.put, clock),
@@ -247,16 +244,6 @@ def _catch_signals(events: queue.SimpleQueue[Event]) -> None:
     """A handler runs between any two bytecodes: it may only put an event, which SimpleQueue allows at any moment."""
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, _frame: events.put(Signalled(number)))
-
-
-def _workers_that_fit(config: Config, inventory: Inventory) -> int:
-    try:
-        workers = resolve_workers(config.nproc_per_node, inventory)
-        for local_rank in range(workers):
-            pin(config.device_pinning, local_rank, workers, inventory)
-    except DeviceError as error:
-        raise CannotStart(ExitCode.BAD_CONFIG, str(error)) from error
-    return workers
 
 
 def _url(address: tuple[str, int]) -> str:

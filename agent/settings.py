@@ -58,7 +58,16 @@ def _toml(value: object) -> str:
     return _quoted(str(value))
 
 
+def comment(text: str) -> str:
+    """A TOML comment of ASCII characters, which stays one whatever the text is."""
+    return f"# {_plain(text)}"
+
+
 def _quoted(text: str) -> str:
-    """A TOML string of ASCII characters, which every terminal can show."""
-    plain = (c if " " <= c <= "~" and c not in '"\\' else f"\\U{ord(c):08x}" for c in text)
-    return f'"{"".join(plain)}"'
+    """A TOML string."""
+    return '"' + _plain(text, escaped='"\\') + '"'
+
+
+def _plain(text: str, escaped: str = "") -> str:
+    """In ASCII characters, which every terminal can show; those in `escaped` are written by number, too."""
+    return "".join(c if " " <= c <= "~" and c not in escaped else f"\\U{ord(c):08x}" for c in text)

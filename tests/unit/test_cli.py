@@ -15,8 +15,12 @@ from elastic_agent import __version__
 from elastic_agent.agent import cli
 from elastic_agent.agent.cli import help_text, main
 from elastic_agent.agent.config import Command, Config, NodeCounts
+from elastic_agent.agent.devices import Inventory
 from elastic_agent.agent.exits import ExitCode
+from elastic_agent.agent.machine import Machine
 from elastic_agent.agent.options import OPTIONS, Source
+
+MACHINE = Machine(Inventory(("0",), 2), 1, ("devices: one", 'odd: "\\" ä\nmin-nodes = 7'))
 
 
 @pytest.fixture
@@ -28,19 +32,21 @@ def script(tmp_path: Path) -> str:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    """The configurations `run` was called with; it is replaced, and the agent's own environment is clean."""
+    """The configurations `run` was called with; it is replaced, like the machine, and the environment is clean."""
     for name in os.environ:
         if name.startswith(("ELASTIC_AGENT_", "PET_")):
             monkeypatch.delenv(name)
     calls: list[Config] = []
 
-    def run(config: Config) -> int:
+    def run(config: Config, machine: Machine) -> int:
+        assert machine is MACHINE
         calls.append(config)
         return ExitCode.WORKERS_FAILED
 
     module = types.ModuleType("elastic_agent.agent.run")
     module.run = run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "elastic_agent.agent.run", module)
+    monkeypatch.setattr(cli, "examine", lambda config, environ: MACHINE)
     return calls
 
 
@@ -141,6 +147,29 @@ def test_check_config_prints_and_starts_nothing(
     )
     assert err == "elastic-agent: warning: --tee is ignored: the console always shows every worker's output\n"
     assert not started
+
+
+def test_check_config_shows_what_follows_on_this_machine_in_a_file_that_means_the_same(
+    script: str, started: list[Config], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["--check-config", "--node-id", "a", "--rdzv-id", "j", script]) == ExitCode.SUCCESS
+    out = capsys.readouterr().out
+    assert "\n# devices: one\n" in out
+    file = tmp_path / "agent.toml"
+    file.write_text(out)
+    main(["--config", str(file)])
+    main(["--node-id", "a", "--rdzv-id", "j", script])
+    assert started[0] == started[1]
+
+
+def test_what_does_not_fit_this_machine_is_refused_like_any_other_problem() -> None:
+    for mode in ([], ["--check-config"]):
+        done = agent("--nproc-per-node", "gpu", *mode, __file__, CUDA_VISIBLE_DEVICES="")
+        assert done.returncode == 78
+        assert done.stdout == ""
+        first, problem = done.stderr.splitlines()
+        assert first == "elastic-agent: 1 problem in the configuration; nothing was started"
+        assert problem.startswith("  1. --nproc-per-node 'gpu': expected a CUDA device")
 
 
 def test_a_wrong_configuration_starts_nothing(started: list[Config]) -> None:

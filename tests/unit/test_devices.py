@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.config import DevicePinning, WorkerCount
-from elastic_agent.agent.devices import DeviceError, Inventory, pin, probe, resolve_workers
+from elastic_agent.agent.config import ConfigError, DevicePinning, WorkerCount
+from elastic_agent.agent.devices import Inventory, pin, probe, resolve_workers
 from elastic_agent.agent.variables import compose
 
 CPU_ONLY = Inventory(cuda=(), cpus=6)
@@ -106,17 +106,10 @@ def test_number_of_workers(nproc: WorkerCount, inventory: Inventory, workers: in
     assert resolve_workers(nproc, inventory) == workers
 
 
-@pytest.mark.parametrize(
-    ("nproc", "told"),
-    [
-        ("gpu", ["no CUDA device", "--nproc-per-node auto"]),
-        (0, ["0", "at least 1"]),
-        (-2, ["-2", "at least 1"]),
-    ],
-)
-def test_impossible_numbers_of_workers_say_what_to_do(nproc: WorkerCount, told: list[str]) -> None:
-    with pytest.raises(DeviceError) as caught:
-        resolve_workers(nproc, CPU_ONLY)
+def test_one_worker_per_gpu_without_any_says_what_to_do() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_workers("gpu", CPU_ONLY)
+    told = ["--nproc-per-node 'gpu'", "no CUDA device", "--nproc-per-node auto"]
     assert all(text in str(caught.value) for text in told)
 
 
@@ -157,8 +150,8 @@ def test_pinning(
 @pytest.mark.parametrize(
     ("pinning", "workers", "inventory", "told"),
     [
-        ("index", 5, FOUR_GPUS, ["5 workers", "4 CUDA devices", "0,1,2,3", "pinning none", "per-node to 4"]),
-        ("mask", 3, UUIDS, ["3 workers", "2 CUDA devices", "GPU-aa,GPU-bb", "pinning none"]),
+        ("index", 5, FOUR_GPUS, ["'5'", "CUDA devices: 4", "0,1,2,3", "pinning none", "per-node to 4"]),
+        ("mask", 3, UUIDS, ["'3'", "CUDA devices: 2", "GPU-aa,GPU-bb", "pinning none"]),
         ("index", 2, MIGS, ["2 workers", "only the first MIG", "--device-pinning mask"]),
     ],
 )
@@ -166,7 +159,7 @@ def test_more_workers_than_devices_is_refused_for_every_worker(
     pinning: DevicePinning, workers: int, inventory: Inventory, told: list[str]
 ) -> None:
     for local_rank in range(workers):
-        with pytest.raises(DeviceError) as caught:
+        with pytest.raises(ConfigError) as caught:
             pin(pinning, local_rank, workers, inventory)
         assert all(text in str(caught.value) for text in told)
 
