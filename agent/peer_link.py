@@ -7,7 +7,6 @@ timeout, a network that cannot be reached, another program's answer.
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable
 
@@ -16,6 +15,7 @@ from ..rendezvous.errors import RecordInvalid
 from ..rendezvous.peers import Absence, Finding, Peer
 from ..rendezvous.records import Endpoint, Introduction
 from .events import Event, Probed
+from .http_get import NoAnswer, get
 
 TIMEOUT_S = 1.0
 MAX_ANSWER_BYTES = 8 * 1024
@@ -38,25 +38,9 @@ class PeerLink:
 
 def find(http: Endpoint, clock: Callable[[], float], timeout_s: float) -> Finding:
     """What the agent at `http` says of itself."""
-    deadline = clock() + timeout_s
     try:
-        with socket.create_connection((http.address, http.port), timeout_s) as connection:
-            connection.sendall(f"GET {NODE_PATH} HTTP/1.0\r\n\r\n".encode())
-            answer = b""
-            while len(answer) <= MAX_ANSWER_BYTES:
-                connection.settimeout(max(0.001, deadline - clock()))
-                chunk = connection.recv(MAX_ANSWER_BYTES)
-                if not chunk:
-                    break
-                answer += chunk
+        return Introduction.from_json(get(http, NODE_PATH, clock, timeout_s, MAX_ANSWER_BYTES))
     except ConnectionRefusedError:
         return Absence.REFUSED
-    except OSError:
-        return Absence.SILENT
-    head, _, body = answer.partition(b"\r\n\r\n")
-    if len(answer) > MAX_ANSWER_BYTES or b" 200 " not in head.split(b"\r\n")[0]:
-        return Absence.SILENT
-    try:
-        return Introduction.from_json(body.decode())
-    except (UnicodeDecodeError, RecordInvalid):
+    except (OSError, NoAnswer, RecordInvalid):
         return Absence.SILENT

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from .. import __version__
-from ..health.http import HealthServer, Probe
+from ..health.http import NODE_PATH, HealthServer, Probe
 from ..health.metrics import Metrics
 from ..rendezvous.decide import Policy
 from ..rendezvous.errors import StoreError
@@ -95,7 +95,13 @@ def _run(config: Config, machine: Machine, name: str) -> Ending:
         probes = _Probes(Introduction(name, incarnation, generation=0))
         server = _started(
             stack,
-            HealthServer(http, metrics.render, probes.liveness, probes.readiness, probes.introduction),
+            HealthServer(
+                http,
+                metrics.render,
+                probes.liveness,
+                probes.readiness,
+                {NODE_PATH: probes.introduction},
+            ),
         )
         log.info("metrics, /healthz, /readyz and /node at http://%s", _url(server.address))
 

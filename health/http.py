@@ -1,4 +1,5 @@
-"""Answers scrapes, probes and peers: GET or HEAD of /metrics, /healthz, /readyz and /node, one answer per connection.
+"""Answers scrapes, probes and peers: GET or HEAD of /metrics, /healthz, /readyz and of pages in JSON, one answer per
+connection.
 
 One thread serves every client with non-blocking sockets, so all that a scrape ever waits for is other answers
 being rendered, never other clients. A connection goes one way through three phases:
@@ -24,7 +25,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -38,7 +39,7 @@ _TEXT = "text/plain; charset=utf-8"
 _JSON = "application/json"
 
 NODE_PATH = "/node"
-"""Where an agent tells its peers who it is."""
+"""Where an agent tells its peers who it is, in JSON."""
 
 _Page = tuple[HTTPStatus, str, bytes]  # status, content type, body
 
@@ -82,8 +83,9 @@ class _Connection:
 class HealthServer:
     """Serves on `bind`, a bound and listening socket that it owns from now on.
 
-    The callbacks run on the server's thread and must not block. If one raises, that request gets a 500, the
-    traceback is logged, and the server goes on. `evicted` counts clients that lost their place to others.
+    `pages` are in JSON, by their paths. All callbacks run on the server's thread and must not block. If one raises,
+    that request gets a 500, the traceback is logged, and the server goes on. `evicted` counts clients that lost their
+    place to others.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class HealthServer:
         render_metrics: Callable[[], bytes],
         liveness: Callable[[], Probe],
         readiness: Callable[[], Probe],
-        introduction: Callable[[], str],
+        pages: Mapping[str, Callable[[], str]],
         limits: Limits = Limits(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -106,8 +108,9 @@ class HealthServer:
             b"/metrics": lambda: (HTTPStatus.OK, CONTENT_TYPE, render_metrics()),
             b"/healthz": lambda: _probe_page(liveness()),
             b"/readyz": lambda: _probe_page(readiness()),
-            NODE_PATH.encode(): lambda: (HTTPStatus.OK, _JSON, introduction().encode()),
         }
+        for path, render in pages.items():
+            self._pages[path.encode()] = _json_page(render)
         self._connections: dict[_Connection, None] = {}  # the oldest first
         self._accept_paused_until: float | None = None
         self._selector = selectors.DefaultSelector()
@@ -278,6 +281,10 @@ def _status_page(status: HTTPStatus) -> _Page:
 def _probe_page(probe: Probe) -> _Page:
     status = HTTPStatus.OK if probe.ok else HTTPStatus.SERVICE_UNAVAILABLE
     return status, _TEXT, f"{probe.detail}\n".encode(errors="replace")
+
+
+def _json_page(render: Callable[[], str]) -> Callable[[], _Page]:
+    return lambda: (HTTPStatus.OK, _JSON, render().encode())
 
 
 def _answer(status: HTTPStatus, content_type: str, body: bytes, *, with_body: bool = True) -> bytes:

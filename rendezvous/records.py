@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import enum
 import json
-import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from .errors import RecordInvalid
+from .fields import NAME, Fields
 
 SCHEMA = 3
 """Version of all records. A reader refuses any other: half an understanding is worse than none."""
@@ -28,9 +27,6 @@ WORLD_KEY = "world"
 INTRODUCTION = "the answer of a peer"
 """Stands for the key in what is said of an introduction that cannot be read."""
 NODES_PREFIX = "nodes/"
-
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_T = TypeVar("_T")
 
 
 def node_key(node: str) -> str:
@@ -89,8 +85,14 @@ class NodeRecord:
 
     @staticmethod
     def from_json(key: str, text: str) -> NodeRecord:
-        fields = _Fields(key, text)
-        record = NodeRecord(
+        record = NodeRecord.read(_fields(key, text))
+        if key != node_key(record.node):
+            raise RecordInvalid(key, f"it is the record of node {record.node!r}")
+        return record
+
+    @staticmethod
+    def read(fields: Fields) -> NodeRecord:
+        return NodeRecord(
             node=fields.name("node"),
             incarnation=fields.name("incarnation"),
             address=fields.text("address", 256),
@@ -105,9 +107,6 @@ class NodeRecord:
             step=fields.integer("step"),
             lasting=fields.integer("lasting"),
         )
-        if key != node_key(record.node):
-            raise RecordInvalid(key, f"it is the record of node {record.node!r}")
-        return record
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +206,10 @@ class World:
 
     @staticmethod
     def from_json(text: str) -> World:
-        fields = _Fields(WORLD_KEY, text)
+        return World.read(_fields(WORLD_KEY, text))
+
+    @staticmethod
+    def read(fields: Fields) -> World:
         world = World(
             job=fields.name("job"),
             generation=fields.integer("generation", 1),
@@ -249,7 +251,7 @@ class Introduction:
 
     @staticmethod
     def from_json(text: str) -> Introduction:
-        fields = _Fields(INTRODUCTION, text)
+        fields = _fields(INTRODUCTION, text)
         return Introduction(
             fields.name("node"),
             fields.name("incarnation"),
@@ -269,6 +271,10 @@ def line_up(nodes: tuple[NodeRecord, ...]) -> tuple[Member, ...]:
     return tuple(members)
 
 
+def _fields(key: str, text: str) -> Fields:
+    return Fields.of_text(key, text, SCHEMA, MAX_RECORD_BYTES)
+
+
 def _dump(record: NodeRecord | World | Introduction) -> str:
     return json.dumps({"v": SCHEMA, **_plain(record)}, separators=(",", ":"))
 
@@ -285,7 +291,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _failure(fields: _Fields) -> Failure:
+def _failure(fields: Fields) -> Failure:
     return Failure(
         fields.integer("generation", 1),
         fields.text("fingerprint", 1024),
@@ -297,9 +303,9 @@ def _failure(fields: _Fields) -> Failure:
 _ROW, _ROW_WITH_HTTP = [str, str, int], [str, str, int, str, int]
 
 
-def _members(fields: _Fields) -> tuple[Member, ...]:
+def _members(fields: Fields) -> tuple[Member, ...]:
     """Written for speed: there may be a thousand, and each change of the world brings them all."""
-    is_name = _NAME.fullmatch
+    is_name = NAME.fullmatch
     members: list[Member] = []
     first_rank = 0
     for row in fields.rows("members"):
@@ -316,11 +322,11 @@ def _members(fields: _Fields) -> tuple[Member, ...]:
     return tuple(members)
 
 
-def _endpoint(fields: _Fields) -> Endpoint:
+def _endpoint(fields: Fields) -> Endpoint:
     return Endpoint(fields.text("address", 256), fields.integer("port", 0, 65535))
 
 
-def _cause(fields: _Fields) -> Cause:
+def _cause(fields: Fields) -> Cause:
     return Cause(
         fields.choice("kind", CauseKind),
         fields.text("node", 128),
@@ -329,98 +335,10 @@ def _cause(fields: _Fields) -> Cause:
     )
 
 
-def _restarts(fields: _Fields) -> Restarts:
+def _restarts(fields: Fields) -> Restarts:
     return Restarts(
         fields.integer("failures"),
         fields.integer("fruitless"),
         fields.text("fingerprint", 1024),
         fields.integer("alike"),
     )
-
-
-_E = TypeVar("_E", bound=enum.Enum)
-
-
-class _Fields:
-    """Typed access to one JSON object; every complaint names the store key and the field."""
-
-    def __init__(self, key: str, source: str | dict[str, Any], path: str = "") -> None:
-        self._key = key
-        self._path = path
-        if isinstance(source, dict):
-            self._values = source
-            return
-        if len(source) > MAX_RECORD_BYTES:
-            raise RecordInvalid(key, f"{len(source)} characters, more than {MAX_RECORD_BYTES}")
-        try:
-            values = json.loads(source)
-        except (ValueError, RecursionError) as error:
-            raise RecordInvalid(key, f"not JSON ({error})") from error
-        if not isinstance(values, dict):
-            raise RecordInvalid(key, "not a JSON object")
-        version = values.get("v")
-        if type(version) is not int or version != SCHEMA:
-            raise RecordInvalid(key, f"schema version {version!r}, this agent reads {SCHEMA}")
-        self._values = values
-
-    def value(self, name: str) -> Any:
-        if name not in self._values:
-            raise self.bad(name, "missing")
-        return self._values[name]
-
-    def text(self, name: str, at_most: int) -> str:
-        value = self.value(name)
-        if not isinstance(value, str) or len(value) > at_most:
-            raise self.bad(name, f"not a text of at most {at_most} characters")
-        return value
-
-    def name(self, name: str) -> str:
-        value = self.text(name, 128)
-        if not _NAME.fullmatch(value):
-            raise self.bad(name, "not a name of letters, digits, '.', '_' and '-'")
-        return value
-
-    def integer(self, name: str, low: int = 0, high: int = 2**63 - 1) -> int:
-        value = self.value(name)
-        if type(value) is not int or not low <= value <= high:
-            raise self.bad(name, f"not a whole number from {low} to {high}")
-        return value
-
-    def age(self, name: str) -> float | None:
-        value = self.value(name)
-        if value is None:
-            return None
-        if type(value) not in (int, float) or not 0 <= value < 2**63:
-            raise self.bad(name, "not an age in seconds")
-        return float(value)
-
-    def boolean(self, name: str) -> bool:
-        value = self.value(name)
-        if not isinstance(value, bool):
-            raise self.bad(name, "neither true nor false")
-        return value
-
-    def choice(self, name: str, kind: type[_E]) -> _E:
-        try:
-            return kind(self.value(name))
-        except ValueError as error:
-            known = ", ".join(repr(item.value) for item in kind)
-            raise self.bad(name, f"not one of {known}") from error
-
-    def one(self, name: str, read: Callable[[_Fields], _T]) -> _T:
-        value = self.value(name)
-        if not isinstance(value, dict):
-            raise self.bad(name, "not an object")
-        return read(_Fields(self._key, value, f"{self._path}{name}."))
-
-    def optional(self, name: str, read: Callable[[_Fields], _T]) -> _T | None:
-        return None if self.value(name) is None else self.one(name, read)
-
-    def rows(self, name: str) -> list[list[Any]]:
-        value: Any = self.value(name)
-        if not isinstance(value, list) or not all(isinstance(row, list) for row in value):
-            raise self.bad(name, "not a list of lists")
-        return value
-
-    def bad(self, name: str, problem: str) -> RecordInvalid:
-        return RecordInvalid(self._key, f"field {self._path + name!r} is {problem}")

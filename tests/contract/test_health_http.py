@@ -37,6 +37,10 @@ class Agent:
     introduction: str = '{"node": "a"}'
     now_s: float = 1000.0
 
+    @property
+    def pages(self) -> dict[str, Callable[[], str]]:
+        return {NODE_PATH: lambda: self.introduction}
+
 
 @pytest.fixture
 def agent() -> Agent:
@@ -51,7 +55,7 @@ def server(agent: Agent) -> Iterator[HealthServer]:
         lambda: agent.page(),
         lambda: agent.live,
         lambda: agent.ready,
-        lambda: agent.introduction,
+        agent.pages,
         clock=lambda: agent.now_s,
     )
     server.start()
@@ -318,7 +322,7 @@ def test_a_client_that_never_closes_after_its_answer_is_closed(server: HealthSer
 def test_with_the_real_clock_a_silent_client_is_closed_without_any_other_traffic() -> None:
     probe = Probe(True, "ok")
     server = HealthServer(
-        listening_socket(), lambda: b"", lambda: probe, lambda: probe, str, limits=Limits(lifetime_s=0.05)
+        listening_socket(), lambda: b"", lambda: probe, lambda: probe, {}, limits=Limits(lifetime_s=0.05)
     )
     server.start()
     try:
@@ -443,7 +447,7 @@ def test_memory_does_not_grow_with_garbage(server: HealthServer) -> None:
 def test_close_ends_the_thread_and_frees_the_port_and_every_descriptor(agent: Agent) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     server = HealthServer(
-        listening_socket(), lambda: b"", lambda: agent.live, lambda: agent.ready, lambda: agent.introduction
+        listening_socket(), lambda: b"", lambda: agent.live, lambda: agent.ready, agent.pages
     )
     server.start()
     assert any(thread.name == "health-http" for thread in threading.enumerate())
@@ -461,7 +465,7 @@ def test_close_ends_the_thread_and_frees_the_port_and_every_descriptor(agent: Ag
 def test_a_server_that_was_never_started_closes_too(agent: Agent) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     server = HealthServer(
-        listening_socket(), lambda: b"", lambda: agent.live, lambda: agent.ready, lambda: agent.introduction
+        listening_socket(), lambda: b"", lambda: agent.live, lambda: agent.ready, agent.pages
     )
     server.close()
     server.close()
@@ -478,7 +482,7 @@ def test_a_hanging_callback_does_not_keep_the_agent_from_stopping() -> None:
 
     probe = Probe(True, "ok")
     server = HealthServer(
-        listening_socket(), hang, lambda: probe, lambda: probe, str, limits=Limits(lifetime_s=0.05)
+        listening_socket(), hang, lambda: probe, lambda: probe, {}, limits=Limits(lifetime_s=0.05)
     )
     server.start()
     with connect(server) as client:
@@ -521,7 +525,7 @@ def test_a_client_that_leaves_the_queue_does_not_keep_the_next_waiting(agent: Ag
         lambda: b"up 1\n",
         lambda: agent.live,
         lambda: agent.ready,
-        lambda: agent.introduction,
+        agent.pages,
         clock=lambda: clock_that_ends_no_pause,
     )
     server.start()
@@ -533,9 +537,7 @@ def test_a_client_that_leaves_the_queue_does_not_keep_the_next_waiting(agent: Ag
 
 def test_its_thread_cannot_be_caught_in_accept(agent: Agent) -> None:
     bind = listening_socket()
-    server = HealthServer(
-        bind, lambda: b"", lambda: agent.live, lambda: agent.ready, lambda: agent.introduction
-    )
+    server = HealthServer(bind, lambda: b"", lambda: agent.live, lambda: agent.ready, agent.pages)
     assert not bind.getblocking()
     server.close()
 
@@ -571,9 +573,7 @@ def test_a_client_whose_socket_is_not_ready_after_all_is_answered_when_it_is(age
     bind = FalseAlarms()
     bind.bind(("127.0.0.1", 0))
     bind.listen()
-    server = HealthServer(
-        bind, lambda: b"up 1\n", lambda: agent.live, lambda: agent.ready, lambda: agent.introduction
-    )
+    server = HealthServer(bind, lambda: b"up 1\n", lambda: agent.live, lambda: agent.ready, agent.pages)
     server.start()
     try:
         assert_answers(server)
@@ -597,7 +597,7 @@ def test_without_descriptors_it_rests_and_then_serves_who_waited(
         lambda: b"up 1\n",
         lambda: agent.live,
         lambda: agent.ready,
-        lambda: agent.introduction,
+        agent.pages,
         limits,
         clock,
     )

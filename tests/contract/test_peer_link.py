@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import socket
 import threading
@@ -12,7 +13,7 @@ import pytest
 
 from elastic_agent.agent.events import Event, Probed
 from elastic_agent.agent.peer_link import MAX_ANSWER_BYTES, PeerLink, find
-from elastic_agent.health.http import HealthServer, Probe
+from elastic_agent.health.http import NODE_PATH, HealthServer, Probe
 from elastic_agent.rendezvous.peers import Absence, Peer
 from elastic_agent.rendezvous.records import Endpoint, Introduction
 
@@ -24,7 +25,7 @@ ME = Introduction("a", "a-1", 3, confirmed_s=0.5, whole_s=None)
 def agent() -> Iterator[Endpoint]:
     ok = Probe(True, "")
     listener = socket.create_server(("127.0.0.1", 0))
-    server = HealthServer(listener, lambda: b"", lambda: ok, lambda: ok, ME.to_json)
+    server = HealthServer(listener, lambda: b"", lambda: ok, lambda: ok, {NODE_PATH: ME.to_json})
     server.start()
     yield Endpoint(*server.address)
     server.close()
@@ -80,6 +81,27 @@ def test_an_answer_that_is_no_introduction_is_silence(answer: bytes) -> None:
         thread.start()
         assert find(endpoint_of(listener), time.monotonic, PATIENCE_S) is Absence.SILENT
         thread.join(PATIENCE_S)
+
+
+def test_whoever_answers_in_single_bytes_is_silent_when_the_time_is_over() -> None:
+    """However often something comes: only the whole answer counts."""
+    now = itertools.count(0.0, 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                try:
+                    while True:
+                        connection.sendall(b" ")
+                except OSError:
+                    pass  # the other side has had enough
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert find(endpoint_of(listener), lambda: next(now), 0.5) is Absence.SILENT
+        thread.join(PATIENCE_S)
+    assert next(now) < 1.0, "it went on reading after its time"
 
 
 def test_a_question_becomes_an_event_with_the_instant_at_which_it_was_asked(agent: Endpoint) -> None:

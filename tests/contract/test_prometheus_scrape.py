@@ -80,7 +80,7 @@ def test_prometheus_scrapes_the_agent_and_answers_queries(tmp_path: Path) -> Non
     metrics = Metrics("run-1", "node-a", "0.1.0", slots=2, min_nodes=1, max_nodes=2, started_at_s=time.time())
     metrics.enter_world(generation=7, world_size=4, group_world_size=2, duration_s=0.3)
     ok = Probe(True, "ok")
-    server = HealthServer(socket.create_server(("127.0.0.1", 0)), metrics.render, lambda: ok, lambda: ok, str)
+    server = HealthServer(socket.create_server(("127.0.0.1", 0)), metrics.render, lambda: ok, lambda: ok, {})
     server.start()
     target = "{}:{}".format(*server.address)
     log = tmp_path / "prometheus.log"

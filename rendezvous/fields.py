@@ -1,0 +1,108 @@
+"""Typed access to a JSON object that somebody else wrote: a record in the store, a page of another agent.
+
+Whatever it holds, reading it either gives values of the expected type, size and range, or raises `RecordInvalid`,
+which names the key and the field.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from .errors import RecordInvalid
+
+NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+"""Of a node, a job or an incarnation."""
+
+_T = TypeVar("_T")
+_E = TypeVar("_E", bound=enum.Enum)
+
+
+class Fields:
+    """`key` and `path` say where the object was found, for those who have to look at it."""
+
+    def __init__(self, key: str, values: dict[str, Any], path: str = "") -> None:
+        self._key = key
+        self._values = values
+        self._path = path
+
+    @classmethod
+    def of_text(cls, key: str, text: str, schema: int, at_most: int) -> Fields:
+        """`text` is a JSON object of that schema, of at most so many characters."""
+        if len(text) > at_most:
+            raise RecordInvalid(key, f"{len(text)} characters, more than {at_most}")
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise RecordInvalid(key, f"not JSON ({error})") from error
+        if not isinstance(values, dict):
+            raise RecordInvalid(key, "not a JSON object")
+        version = values.get("v")
+        if type(version) is not int or version != schema:
+            raise RecordInvalid(key, f"schema version {version!r}, this agent reads {schema}")
+        return cls(key, values)
+
+    def value(self, name: str) -> Any:
+        if name not in self._values:
+            raise self.bad(name, "missing")
+        return self._values[name]
+
+    def text(self, name: str, at_most: int) -> str:
+        value = self.value(name)
+        if not isinstance(value, str) or len(value) > at_most:
+            raise self.bad(name, f"not a text of at most {at_most} characters")
+        return value
+
+    def name(self, name: str) -> str:
+        value = self.text(name, 128)
+        if not NAME.fullmatch(value):
+            raise self.bad(name, "not a name of letters, digits, '.', '_' and '-'")
+        return value
+
+    def integer(self, name: str, low: int = 0, high: int = 2**63 - 1) -> int:
+        value = self.value(name)
+        if type(value) is not int or not low <= value <= high:
+            raise self.bad(name, f"not a whole number from {low} to {high}")
+        return value
+
+    def age(self, name: str) -> float | None:
+        value = self.value(name)
+        if value is None:
+            return None
+        if type(value) not in (int, float) or not 0 <= value < 2**63:
+            raise self.bad(name, "not an age in seconds")
+        return float(value)
+
+    def boolean(self, name: str) -> bool:
+        value = self.value(name)
+        if not isinstance(value, bool):
+            raise self.bad(name, "neither true nor false")
+        return value
+
+    def choice(self, name: str, kind: type[_E]) -> _E:
+        try:
+            return kind(self.value(name))
+        except ValueError as error:
+            known = ", ".join(repr(item.value) for item in kind)
+            raise self.bad(name, f"not one of {known}") from error
+
+    def one(self, name: str, read: Callable[[Fields], _T]) -> _T:
+        value = self.value(name)
+        if not isinstance(value, dict):
+            raise self.bad(name, "not an object")
+        return read(Fields(self._key, value, f"{self._path}{name}."))
+
+    def optional(self, name: str, read: Callable[[Fields], _T]) -> _T | None:
+        return None if self.value(name) is None else self.one(name, read)
+
+    def rows(self, name: str) -> list[list[Any]]:
+        value: Any = self.value(name)
+        if not isinstance(value, list) or not all(isinstance(row, list) for row in value):
+            raise self.bad(name, "not a list of lists")
+        return value
+
+    def bad(self, name: str, problem: str) -> RecordInvalid:
+        return RecordInvalid(self._key, f"field {self._path + name!r} is {problem}")
