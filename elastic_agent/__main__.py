@@ -7,11 +7,13 @@ import os
 import sys
 
 from .agent.cli import main
+from .agent.init import go_on_below_init
 
 
 def start() -> None:
     """Ends the process without waiting for threads: one that hangs in a dead store's connection must not delay or
     change the exit code, and everything that has to be closed was closed by `main`."""
+    go_on_below_init()
     code = main()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # nobody reads our output any more: no reason for another code
