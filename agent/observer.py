@@ -59,10 +59,24 @@ class Observer:
             stopped=group.running if group is not None and group.stopping else 0,
         )
         self._metrics.backoff_seconds.set(participant.backoff_s)
+        self._count_nodes(participant)
+
+    def _count_nodes(self, participant: Participant) -> None:
         world = participant.world
-        active = len(world.members) if world is not None and world.phase is Phase.RUNNING else 0
-        standby = max(0, len(participant.known_nodes) - active) if participant.coordinates else 0
-        self._metrics.count_nodes(active=active, standby=standby)
+        self._metrics.coordinator.set(participant.coordinates)
+        running = world is not None and world.phase is Phase.RUNNING
+        members = {member.incarnation for member in world.members} if world is not None else set()
+        active = len(members) if running else 0
+        if not participant.coordinates:
+            self._metrics.count_nodes(active=active)
+            return
+        here = {node.incarnation for node in participant.known_nodes}
+        self._metrics.count_nodes(
+            active=active,
+            standby=len(here - members) if running else 0,
+            waiting=0 if running else len(here),
+            lost=len(members - here),
+        )
 
     def _explain_waiting(self, participant: Participant, group: WorkerGroup | None) -> None:
         world = participant.world

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -85,7 +86,7 @@ def _run(config: Config, machine: Machine, name: str) -> Ending:
     rng = random.SystemRandom()
     incarnation = uuid.uuid4().hex[:12]
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    metrics = _metrics(config, name, machine.workers)
+    metrics = _metrics(config, name, machine, address, clock)
     bind = _binder(config, metrics)
 
     with contextlib.ExitStack() as stack:
@@ -170,15 +171,20 @@ def _started(stack: contextlib.ExitStack, service: _S) -> _S:
     return service
 
 
-def _metrics(config: Config, name: str, workers: int) -> Metrics:
+def _metrics(
+    config: Config, name: str, machine: Machine, address: str, clock: Callable[[], float]
+) -> Metrics:
     return Metrics(
         config.rendezvous.job_id,
         name,
         __version__,
-        slots=workers,
+        slots=machine.workers,
         min_nodes=config.nodes.min,
         max_nodes=config.nodes.max,
         started_at_s=time.time(),
+        clock=clock,
+        address=address,
+        gpus=len(machine.inventory.cuda),
         python_version=platform.python_version(),
     )
 

@@ -1,29 +1,19 @@
 """Every number this agent publishes, defined once.
 
-Words: a *family* is one metric name with its type, help text and labels; a *series* is one family with one
-value for each label. The names are a published interface: dashboards and alerts depend on them, and
-`docs/metrics.md` lists them in a table that a test compares with this file. An attribute is the metric's name
-without the prefix: `metrics.restarts_total.inc(reason="oom")` is elastic_agent_restarts_total{reason="oom"}.
+The names are a published interface: dashboards and alerts depend on them, and `docs/metrics.md` lists them in a table
+that a test compares with this file. An attribute is the metric's name without the prefix:
+`metrics.restarts_total.inc(reason="oom")` is elastic_agent_restarts_total{reason="oom"}.
 
-Invariants:
-- Every label has a closed set of values, fixed when `Metrics` is built: no peer, exception text or port can
-  make the number of series grow. A label or value outside the set is a bug of the caller: `ValueError`.
-- Counters and histograms exist from the start, at zero, for every combination of label values: `increase()`
-  does not see the event that creates a series. A gauge is absent until its value is known: 0 is a claim too.
-- A scrape sees whole transitions: one lock covers each method that writes, and the snapshot for `render`.
-
-The families are kept here rather than in prometheus_client's own metric classes: those write into the user's
-directory when PROMETHEUS_MULTIPROC_DIR is set for the training script, and show `_created` series by a switch
-that is global to the process. prometheus_client still writes the text format.
+Invariant: a scrape sees whole transitions. One lock covers each method that writes, and the snapshot for `render`.
 """
 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, product
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
+
+from .families import Age, Counter, Family, Gauge, Histogram
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -32,7 +22,7 @@ PREFIX = "elastic_agent_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 STATES = ("init", "joining", "starting", "running", "stopping", "draining", "backoff", "succeeded", "failed")
-NODE_STATES = ("active", "standby", "waiting", "excluded", "lost")
+NODE_STATES = ("active", "standby", "waiting", "lost")
 WORKER_STATES = ("starting", "running", "failed", "stopped")
 RENDEZVOUS_RESULTS = ("ok", "timeout", "closed", "error")
 FAILURE_REASONS = (
@@ -48,120 +38,38 @@ FAILURE_REASONS = (
     "unknown",
 )
 EXIT_REASONS = ("ok", *FAILURE_REASONS)
-MEMBERSHIP_CHANGES = ("join", "leave", "lost", "drain")
-RESTART_REASONS = (*FAILURE_REASONS, *MEMBERSHIP_CHANGES)
+MEMBERSHIP_CHANGES = ("join", "leave", "lost")
+RESTART_REASONS = (*FAILURE_REASONS, *MEMBERSHIP_CHANGES, "drain")
+INCIDENT_REASONS = (*FAILURE_REASONS, "lost")
 BUDGET_KINDS = ("failure",)
+DETECTION_KINDS = ("process",)
+RECOVERY_KINDS = ("process", "node", "join", "leave")
+RECOVERY_PHASES = ("detect", "stop", "rendezvous", "backoff", "startup")
+LOST_TIME_CAUSES = (*RECOVERY_PHASES, "recompute", "waiting")
+STOP_SIGNALS = ("term", "kill")
+STORE_REQUESTS = ("grant", "keep_alive", "revoke", "transact", "read")
+STORE_OPERATIONS = (*STORE_REQUESTS, "watch")
 PORT_PURPOSES = ("store", "metrics", "master")
 CHECKPOINT_TIERS = ("memory", "local", "shared")
 CHECKPOINT_RESULTS = ("ok", "error", "corrupt")
+LOG_STREAMS = ("stdout", "stderr")
 
 DURATION_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+RECOVERY_BUCKETS_S = (0.01, 0.025, *DURATION_BUCKETS_S)
+STEP_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+PROMPT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""For what should take milliseconds."""
 
-_Series = tuple[str, ...]  # one value per label, in the order of the family's labels
-_F = TypeVar("_F", bound="Family")
-
-
-class Family:
-    """One metric name. Subclasses say how it is written and which samples it shows."""
-
-    kind: str
-
-    def __init__(
-        self, lock: threading.RLock, name: str, help_text: str, labels: Mapping[str, Sequence[str]]
-    ) -> None:
-        self._lock = lock
-        self.name = name
-        self.help_text = help_text
-        self.labels = {label: tuple(allowed) for label, allowed in labels.items()}
-        self._begin()
-
-    def _begin(self) -> None:
-        """Create the series that exist before anything is written."""
-        raise NotImplementedError
-
-    def samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
-        """(suffix of the name, labels, value) of every series."""
-        raise NotImplementedError
-
-    def _all_series(self) -> list[_Series]:
-        return list(product(*self.labels.values()))
-
-    def _series(self, labels: Mapping[str, object]) -> _Series:
-        if labels.keys() != self.labels.keys():
-            raise ValueError(
-                f"{self.name} has the labels {sorted(self.labels)}, called with {sorted(labels)}"
-            )
-        series = tuple(str(labels[label]) for label in self.labels)
-        for value, (label, allowed) in zip(series, self.labels.items(), strict=True):
-            if value not in allowed:
-                raise ValueError(f"{self.name}: {label}={value!r} is not one of {', '.join(allowed)}")
-        return series
-
-    def _named(self, series: _Series) -> dict[str, str]:
-        return dict(zip(self.labels, series, strict=True))
-
-
-class Gauge(Family):
-    kind = "gauge"
-
-    def _begin(self) -> None:
-        self._values: dict[_Series, float] = {}
-
-    def set(self, value: float, /, **labels: object) -> None:
-        series = self._series(labels)
-        with self._lock:
-            self._values[series] = value
-
-    def samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
-        for series, value in self._values.items():
-            yield "", self._named(series), value
-
-
-class Counter(Family):
-    kind = "counter"
-
-    def _begin(self) -> None:
-        self._values = dict.fromkeys(self._all_series(), 0)
-
-    def inc(self, **labels: object) -> None:
-        series = self._series(labels)
-        with self._lock:
-            self._values[series] += 1
-
-    def samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
-        for series, value in self._values.items():
-            yield "", self._named(series), value
-
-
-class Histogram(Family):
-    kind = "histogram"
-
-    def _begin(self) -> None:
-        self._counts = {series: [0] * (len(DURATION_BUCKETS_S) + 1) for series in self._all_series()}
-        self._sums = dict.fromkeys(self._counts, 0.0)
-
-    def observe(self, value_s: float, /, **labels: object) -> None:
-        series = self._series(labels)
-        with self._lock:
-            self._counts[series][bisect_left(DURATION_BUCKETS_S, value_s)] += 1
-            self._sums[series] += value_s
-
-    def samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
-        bounds = [*(f"{bound:g}" for bound in DURATION_BUCKETS_S), "+Inf"]
-        for series, counts in self._counts.items():
-            named = self._named(series)
-            for bound, up_to_bound in zip(bounds, accumulate(counts), strict=True):
-                yield "_bucket", {**named, "le": bound}, up_to_bound
-            yield "_count", named, sum(counts)
-            yield "_sum", named, self._sums[series]
+_F = TypeVar("_F", bound=Family)
 
 
 class Metrics:
     """The families of one agent, each series carrying `run_id` and `node`.
 
     slots: workers on this node; local_rank is 0..slots-1. started_at_s: when the agent started, in seconds
-    since the epoch, like all instants here: the only clock that we share with a dashboard. Versions not known
-    are empty strings, which Prometheus treats as absent labels.
+    since the epoch, like all instants that are shown: the only clock that we share with a dashboard. `clock` is
+    monotonic, and tells the age of what is shown as an age. Versions not known are empty strings, which Prometheus
+    treats as absent labels, and so is `interface`.
     """
 
     def __init__(
@@ -174,6 +82,10 @@ class Metrics:
         min_nodes: int,
         max_nodes: int,
         started_at_s: float,
+        clock: Callable[[], float],
+        address: str = "",
+        interface: str = "",
+        gpus: int = 0,
         python_version: str = "",
         torch_version: str = "",
         nccl_version: str = "",
@@ -188,134 +100,266 @@ class Metrics:
             "nccl_version": nccl_version,
             "python_version": python_version,
         }
+        place = {"interface": interface, "address": address, "workers": str(slots), "gpus": str(gpus)}
 
-        self.build_info = self._add(
-            Gauge,
+        self.build_info = self._gauge(
             "build_info",
             "Always 1; the labels are the versions of the agent and of what it runs on.",
             **{label: (value,) for label, value in build.items()},
         )
-        self.state = self._add(
-            Gauge,
-            "state",
-            "What the agent is doing: 1 for the current state, 0 for the others.",
-            state=STATES,
+        self.node_info = self._gauge(
+            "node_info",
+            "Always 1; the labels are this node's network interface and address, its workers and its GPUs.",
+            **{label: (value,) for label, value in place.items()},
         )
-        self.up_since_timestamp_seconds = self._add(
-            Gauge, "up_since_timestamp_seconds", "When this agent started, in seconds since the epoch."
+        self.state = self._gauge(
+            "state", "What the agent is doing: 1 for the current state, 0 for the others.", state=STATES
+        )
+        self.up_since_timestamp_seconds = self._gauge(
+            "up_since_timestamp_seconds", "When this agent started, in seconds since the epoch."
+        )
+        self.coordinator = self._gauge(
+            "coordinator", "1 while this node decides which world comes next, else 0."
         )
 
-        self.rendezvous_generation = self._add(
-            Gauge,
+        self.rendezvous_generation = self._gauge(
             "rendezvous_generation",
             "Number of the newest world this node belonged to; 0 before the first.",
         )
-        self.rendezvous_total = self._add(
-            Counter, "rendezvous_total", "Rendezvous that ended, by result.", result=RENDEZVOUS_RESULTS
+        self.rendezvous_total = self._counter(
+            "rendezvous_total", "Rendezvous that ended, by result.", result=RENDEZVOUS_RESULTS
         )
-        self.rendezvous_duration_seconds = self._add(
-            Histogram,
+        self.rendezvous_duration_seconds = self._histogram(
             "rendezvous_duration_seconds",
             "Seconds from joining to a world, for each rendezvous that ended in one.",
+            DURATION_BUCKETS_S,
         )
-        self.world_size = self._add(Gauge, "world_size", "Workers in the current world; 0 outside one.")
-        self.group_world_size = self._add(
-            Gauge, "group_world_size", "Nodes in the current world; 0 outside one."
+        self.world_size = self._gauge("world_size", "Workers in the current world; 0 outside one.")
+        self.group_world_size = self._gauge("group_world_size", "Nodes in the current world; 0 outside one.")
+        self.nodes = self._gauge(
+            "nodes",
+            "Nodes by state: active are members of the running world. Only the coordinator knows the others: standby "
+            "are outside a running world, waiting for the next world to form, lost are members of the newest world "
+            "that are gone.",
+            state=NODE_STATES,
         )
-        self.nodes = self._add(Gauge, "nodes", "Nodes known to this agent, by state.", state=NODE_STATES)
-        self.min_nodes = self._add(Gauge, "min_nodes", "Fewest nodes a world may have (configuration).")
-        self.max_nodes = self._add(Gauge, "max_nodes", "Most nodes a world may have (configuration).")
+        self.min_nodes = self._gauge("min_nodes", "Fewest nodes a world may have (configuration).")
+        self.max_nodes = self._gauge("max_nodes", "Most nodes a world may have (configuration).")
+        self.membership_changes_total = self._counter(
+            "membership_changes_total",
+            "Nodes that came to or went from the world between two generations, as seen from this node: leave was "
+            "asked to stop, lost is every other that went.",
+            kind=MEMBERSHIP_CHANGES,
+        )
 
-        self.workers = self._add(Gauge, "workers", "Workers of this node, by state.", state=WORKER_STATES)
-        self.worker_exits_total = self._add(
-            Counter,
+        self.workers = self._gauge("workers", "Workers of this node, by state.", state=WORKER_STATES)
+        self.worker_up = self._gauge(
+            "worker_up", "1 while this worker's process runs, else 0.", local_rank=local_ranks
+        )
+        self.worker_starts_total = self._counter(
+            "worker_starts_total", "Worker processes started on this node."
+        )
+        self.worker_exits_total = self._counter(
             "worker_exits_total",
             "Exits of this node's workers that the agent did not ask for, by reason.",
             local_rank=local_ranks,
             reason=EXIT_REASONS,
         )
-        self.restarts_total = self._add(
-            Counter,
+        self.worker_last_exit_code = self._gauge(
+            "worker_last_exit_code",
+            "How this worker's newest process that ended did so: its exit code, negative for a signal.",
+            local_rank=local_ranks,
+        )
+        self.worker_stop_duration_seconds = self._histogram(
+            "worker_stop_duration_seconds",
+            "Seconds from the order to stop to each worker's exit; kill: it had to be sent SIGKILL.",
+            PROMPT_BUCKETS_S,
+            signal=STOP_SIGNALS,
+        )
+        self.failures_total = self._counter(
+            "failures_total",
+            "Generations of the job that a failure ended, by its root: one worker's failure, or lost nodes.",
+            reason=INCIDENT_REASONS,
+        )
+        self.restarts_total = self._counter(
             "restarts_total",
             "Restarts of the workers of the whole world, by the failure or membership change behind them.",
             reason=RESTART_REASONS,
         )
-        self.restart_budget_remaining = self._add(
-            Gauge,
+        self.restart_budget_remaining = self._gauge(
             "restart_budget_remaining",
             "Restarts left before the job fails; +Inf without a cap.",
             kind=BUDGET_KINDS,
         )
-        self.backoff_seconds = self._add(
-            Gauge,
+        self.backoff_seconds = self._gauge(
             "backoff_seconds",
-            "Seconds the agent waits before the restart that is due; 0 when none is.",
+            "Seconds the job waits before the restart that is due; 0 when none is, and where this node does not "
+            "coordinate.",
         )
-        self.port_bind_attempts_total = self._add(
-            Counter,
-            "port_bind_attempts_total",
-            "Attempts to bind a port, by what it is for.",
-            purpose=PORT_PURPOSES,
+
+        self.detection_duration_seconds = self._histogram(
+            "detection_duration_seconds",
+            "Seconds from the exit of a worker of this node that failed to the order to stop its generation.",
+            PROMPT_BUCKETS_S,
+            kind=DETECTION_KINDS,
         )
-        self.port_bind_failures_total = self._add(
-            Counter,
+        self.recovery_duration_seconds = self._histogram(
+            "recovery_duration_seconds",
+            "Seconds for which training stood still on this node: from the failed worker's exit, or else the order to "
+            "stop, to the first step of a later generation (to the start of its workers where none reports steps).",
+            RECOVERY_BUCKETS_S,
+            kind=RECOVERY_KINDS,
+        )
+        self.recovery_phase_duration_seconds = self._histogram(
+            "recovery_phase_duration_seconds",
+            "The parts of recovery_duration_seconds, each observed once per recovery: detect until the order to stop, "
+            "stop until no worker is left, rendezvous until the next start without backoff (which only the "
+            "coordinator can tell apart), startup until the first step.",
+            RECOVERY_BUCKETS_S,
+            phase=RECOVERY_PHASES,
+        )
+
+        self.step = self._gauge("step", "Newest training step that a worker of this node reported.")
+        self.last_step_timestamp_seconds = self._gauge(
+            "last_step_timestamp_seconds", "When that step was reported, in seconds since the epoch."
+        )
+        self.steps_total = self._counter(
+            "steps_total",
+            "New training steps that this node's workers reported: beyond the highest one before.",
+        )
+        self.step_duration_seconds = self._histogram(
+            "step_duration_seconds",
+            "Seconds per training step, observed once per report: the mean since the report before, which is at least "
+            "0.1 s ago; what is between two steps, such as a checkpoint, is included.",
+            STEP_BUCKETS_S,
+        )
+        self.lost_steps_total = self._counter(
+            "lost_steps_total",
+            "Training steps that this node's workers had reported and that the next generation had to do again.",
+        )
+        self.productive_time_seconds_total = self._counter(
+            "productive_time_seconds_total",
+            "Seconds in which this node's workers worked on new steps: from the first step that a generation reports "
+            "to its stop or a worker's failure, without recompute. Checkpoints saved between steps are included.",
+        )
+        self.lost_time_seconds_total = self._counter(
+            "lost_time_seconds_total",
+            "All other seconds since the agent started, by cause: the phases of a recovery; recompute until the "
+            "highest step reached before is reached again; waiting before the first world, next to a world that runs "
+            "without this node, and after the last. Workers that report no steps stay in startup.",
+            cause=LOST_TIME_CAUSES,
+        )
+        self.goodput_ratio = self._gauge(
+            "goodput_ratio",
+            "productive_time_seconds_total / (productive_time_seconds_total + lost_time_seconds_total of all causes) "
+            "since the agent started; absent until a worker has reported a step.",
+        )
+
+        self.store_request_duration_seconds = self._histogram(
+            "store_request_duration_seconds",
+            "Seconds until the rendezvous store answered, for each request that it answered.",
+            PROMPT_BUCKETS_S,
+            operation=STORE_REQUESTS,
+        )
+        self.store_errors_total = self._counter(
+            "store_errors_total",
+            "Requests that the rendezvous store refused or did not answer in time.",
+            operation=STORE_OPERATIONS,
+        )
+        self.lease_renewal_failures_total = self._counter(
+            "lease_renewal_failures_total",
+            "Keep-alives of this node's lease that the rendezvous store did not confirm.",
+        )
+        self.lease_age_seconds = self._add(
+            Age(
+                self._lock,
+                "lease_age_seconds",
+                "Seconds since this node sent the newest keep-alive that the rendezvous store confirmed; absent "
+                "without a lease.",
+                {},
+                clock,
+            )
+        )
+        self.port_bind_attempts_total = self._counter(
+            "port_bind_attempts_total", "Attempts to bind a port, by what it is for.", purpose=PORT_PURPOSES
+        )
+        self.port_bind_failures_total = self._counter(
             "port_bind_failures_total",
             "Attempts to bind a port that failed, by what it is for.",
             purpose=PORT_PURPOSES,
         )
 
-        self.step = self._add(Gauge, "step", "Newest training step that a worker of this node reported.")
-        self.last_step_timestamp_seconds = self._add(
-            Gauge, "last_step_timestamp_seconds", "When that step was reported, in seconds since the epoch."
-        )
-
-        self.checkpoint_saves_total = self._add(
-            Counter,
+        self.checkpoint_saves_total = self._counter(
             "checkpoint_saves_total",
-            "Checkpoint saves, by result.",
+            "Checkpoint saves that rank 0 reported on this node, by result.",
             tier=CHECKPOINT_TIERS,
             result=CHECKPOINT_RESULTS,
         )
-        self.checkpoint_loads_total = self._add(
-            Counter,
+        self.checkpoint_loads_total = self._counter(
             "checkpoint_loads_total",
-            "Checkpoint loads, by result.",
+            "Checkpoint loads, each worker's counted, by result.",
             tier=CHECKPOINT_TIERS,
             result=CHECKPOINT_RESULTS,
         )
-        self.checkpoint_save_duration_seconds = self._add(
-            Histogram,
+        self.checkpoint_save_duration_seconds = self._histogram(
             "checkpoint_save_duration_seconds",
             "Seconds a successful checkpoint save took.",
+            DURATION_BUCKETS_S,
             tier=CHECKPOINT_TIERS,
         )
-        self.checkpoint_size_bytes = self._add(
-            Gauge, "checkpoint_size_bytes", "Size of the newest checkpoint in bytes.", tier=CHECKPOINT_TIERS
+        self.checkpoint_size_bytes = self._gauge(
+            "checkpoint_size_bytes", "Size of the newest checkpoint in bytes.", tier=CHECKPOINT_TIERS
         )
-        self.checkpoint_last_step = self._add(
-            Gauge, "checkpoint_last_step", "Training step of the newest checkpoint.", tier=CHECKPOINT_TIERS
+        self.checkpoint_last_step = self._gauge(
+            "checkpoint_last_step", "Training step of the newest checkpoint.", tier=CHECKPOINT_TIERS
         )
-        self.checkpoint_last_success_timestamp_seconds = self._add(
-            Gauge,
+        self.checkpoint_last_success_timestamp_seconds = self._gauge(
             "checkpoint_last_success_timestamp_seconds",
             "When the newest checkpoint was saved, in seconds since the epoch.",
             tier=CHECKPOINT_TIERS,
         )
-        self.checkpoint_verify_failures_total = self._add(
-            Counter,
+        self.checkpoint_interval_seconds = self._gauge(
+            "checkpoint_interval_seconds",
+            "Seconds between the two newest successful saves that were reported on this node.",
+        )
+        self.checkpoint_blocked_seconds_total = self._counter(
+            "checkpoint_blocked_seconds_total",
+            "Seconds for which training stood in Checkpointer.save(), successful or not, as rank 0 reported on this "
+            "node.",
+        )
+        self.checkpoint_verify_failures_total = self._counter(
             "checkpoint_verify_failures_total",
-            "Checkpoints that failed their checksums and were not loaded.",
+            "Checkpoints that failed their checksums and were not loaded, each worker's finding counted.",
+        )
+        self.checkpoint_fallbacks_total = self._counter(
+            "checkpoint_fallbacks_total",
+            "Generations that went on from an older checkpoint because this node's newer one was damaged.",
+        )
+
+        self.log_lines_total = self._counter(
+            "log_lines_total", "Lines that this node's workers printed.", stream=LOG_STREAMS
+        )
+        self.log_bytes_total = self._counter(
+            "log_bytes_total", "Bytes that this node's workers printed.", stream=LOG_STREAMS
+        )
+        self.reports_dropped_total = self._counter(
+            "reports_dropped_total",
+            "Reports of this node's workers that the agent could not read or had no time for.",
         )
 
         self.build_info.set(1, **build)
+        self.node_info.set(1, **place)
         self.up_since_timestamp_seconds.set(started_at_s)
+        self.coordinator.set(0)
         self.min_nodes.set(min_nodes)
         self.max_nodes.set(max_nodes)
         self.rendezvous_generation.set(0)
         self.leave_world()
         self.enter_state("init")
-        self.count_nodes()
+        self.count_nodes(active=0)
         self.count_workers()
+        for local_rank in local_ranks:
+            self.worker_up.set(0, local_rank=local_rank)
         self.backoff_seconds.set(0)
 
     # Transitions that several series tell together.
@@ -345,13 +389,26 @@ class Metrics:
             self.world_size.set(0)
             self.group_world_size.set(0)
 
-    def count_nodes(self, **by_state: int) -> None:
-        """Nodes in each state of NODE_STATES; a state not named has none."""
-        self._count(self.nodes, NODE_STATES, by_state)
+    def count_nodes(
+        self,
+        *,
+        active: int,
+        standby: int | None = None,
+        waiting: int | None = None,
+        lost: int | None = None,
+    ) -> None:
+        """Nodes in each state; None where nobody here knows."""
+        with self._lock:
+            self.nodes.set(active, state="active")
+            self.nodes.set(standby, state="standby")
+            self.nodes.set(waiting, state="waiting")
+            self.nodes.set(lost, state="lost")
 
     def count_workers(self, **by_state: int) -> None:
         """Workers in each state of WORKER_STATES; a state not named has none."""
-        self._count(self.workers, WORKER_STATES, by_state)
+        with self._lock:
+            for state, number in {**dict.fromkeys(WORKER_STATES, 0), **by_state}.items():
+                self.workers.set(number, state=state)
 
     def progress(self, step: int, at_s: float) -> None:
         """A worker reported `step` at `at_s`, seconds since the epoch."""
@@ -395,12 +452,17 @@ class Metrics:
                 page.append(metric)
         return page
 
-    def _count(self, gauge: Gauge, states: Sequence[str], by_state: Mapping[str, int]) -> None:
-        with self._lock:
-            for state, number in (dict.fromkeys(states, 0) | dict(by_state)).items():
-                gauge.set(number, state=state)
+    def _gauge(self, name: str, help_text: str, /, **labels: Sequence[str]) -> Gauge:
+        return self._add(Gauge(self._lock, name, help_text, labels))
 
-    def _add(self, kind: type[_F], name: str, help_text: str, /, **labels: Sequence[str]) -> _F:
-        family = kind(self._lock, name, help_text, labels)
+    def _counter(self, name: str, help_text: str, /, **labels: Sequence[str]) -> Counter:
+        return self._add(Counter(self._lock, name, help_text, labels))
+
+    def _histogram(
+        self, name: str, help_text: str, buckets: Sequence[float], /, **labels: Sequence[str]
+    ) -> Histogram:
+        return self._add(Histogram(self._lock, name, help_text, labels, buckets))
+
+    def _add(self, family: _F) -> _F:
         self.families.append(family)
         return family

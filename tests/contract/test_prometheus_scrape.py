@@ -77,7 +77,16 @@ def test_prometheus_scrapes_the_agent_and_answers_queries(tmp_path: Path) -> Non
     binary = shutil.which("prometheus")
     if binary is None:
         pytest.skip("prometheus is not installed (Debian package: prometheus)")
-    metrics = Metrics("run-1", "node-a", "0.1.0", slots=2, min_nodes=1, max_nodes=2, started_at_s=time.time())
+    metrics = Metrics(
+        "run-1",
+        "node-a",
+        "0.1.0",
+        slots=2,
+        min_nodes=1,
+        max_nodes=2,
+        started_at_s=time.time(),
+        clock=time.monotonic,
+    )
     metrics.enter_world(generation=7, world_size=4, group_world_size=2, duration_s=0.3)
     ok = Probe(True, "ok")
     server = HealthServer(socket.create_server(("127.0.0.1", 0)), metrics.render, lambda: ok, lambda: ok, {})

@@ -68,7 +68,7 @@ def test_states_and_counts_follow_the_job(job: Job) -> None:
     first = job.join("a", "--nnodes=2", script=(RECORDER, "--report"))
     job.wait_for_text(first, "waiting for 1 more")
     assert first.metric("elastic_agent_state", state="joining") == 1
-    assert first.metric("elastic_agent_nodes", state="standby") == 1
+    assert first.metric("elastic_agent_nodes", state="waiting") == 1
     assert first.metric("elastic_agent_world_size") == 0
     assert first.get("/healthz")[0] == 200
     assert first.get("/readyz")[0] == 503

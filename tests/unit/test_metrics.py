@@ -15,13 +15,17 @@ import pytest
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic_agent.health.metrics import DURATION_BUCKETS_S, PREFIX, STATES, Metrics
+from elastic_agent.health.families import Histogram
+from elastic_agent.health.metrics import DURATION_BUCKETS_S, NODE_STATES, PREFIX, STATES, Metrics
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 VERSION_LABELS = {"version", "torch_version", "nccl_version", "python_version"}
+PLACE_LABELS = {"interface", "address", "workers", "gpus"}
 
 
-def new_metrics(run_id: str = "run-1", node: str = "node-a") -> Metrics:
+def new_metrics(
+    run_id: str = "run-1", node: str = "node-a", clock: Callable[[], float] = lambda: 0.0
+) -> Metrics:
     return Metrics(
         run_id,
         node,
@@ -30,6 +34,9 @@ def new_metrics(run_id: str = "run-1", node: str = "node-a") -> Metrics:
         min_nodes=1,
         max_nodes=4,
         started_at_s=1_700_000_000.25,
+        clock=clock,
+        address="10.0.0.7",
+        gpus=2,
         torch_version="2.13",
     )
 
@@ -47,7 +54,7 @@ def test_the_documented_table_is_the_code() -> None:
     )
 
     def labels_cell(labels: dict[str, tuple[str, ...]]) -> str:
-        free = {"local_rank", *VERSION_LABELS}
+        free = {"local_rank", *VERSION_LABELS, *PLACE_LABELS}
         return "; ".join(
             label if label in free else f"{label}={{{','.join(values)}}}" for label, values in labels.items()
         )
@@ -59,9 +66,12 @@ def test_the_documented_table_is_the_code() -> None:
 
 
 def test_the_documented_buckets_are_the_code() -> None:
-    listed = re.search(r"buckets ([\d. ]+) seconds", DOCUMENT.read_text())
-    assert listed is not None
-    assert tuple(float(bound) for bound in listed[1].split()) == DURATION_BUCKETS_S
+    documented: dict[str, tuple[float, ...]] = {}
+    for bounds, names in re.findall(r"^\| ([\d. ]+) \| (`.*`) \|$", DOCUMENT.read_text(), re.MULTILINE):
+        for name in re.findall(r"`(\w+)`", names):
+            documented[name] = tuple(float(bound) for bound in bounds.split())
+    histograms = [family for family in new_metrics().families if isinstance(family, Histogram)]
+    assert documented == {histogram.name: histogram.buckets for histogram in histograms}
 
 
 def test_an_attribute_is_named_like_its_metric() -> None:
@@ -137,6 +147,10 @@ def test_what_is_known_from_the_start_is_shown_from_the_start() -> None:
     assert value(metrics, "nodes", state="active") == 0
     assert value(metrics, "workers", state="running") == 0
     assert value(metrics, "backoff_seconds") == 0
+    assert value(metrics, "coordinator") == 0
+    assert [value(metrics, "worker_up", local_rank=each) for each in ("0", "1")] == [0, 0]
+    place = {"interface": "", "address": "10.0.0.7", "workers": "2", "gpus": "2"}
+    assert value(metrics, "node_info", **place) == 1
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -169,12 +183,38 @@ def test_outside_a_world_the_sizes_are_zero_and_the_generation_stays() -> None:
 
 def test_a_state_not_counted_has_none() -> None:
     metrics = new_metrics()
-    metrics.count_nodes(active=3, lost=1)
-    metrics.count_nodes(active=2)
     metrics.count_workers(running=2)
     metrics.count_workers(failed=1)
-    assert [value(metrics, "nodes", state=state) for state in ("active", "lost")] == [2, 0]
     assert [value(metrics, "workers", state=state) for state in ("running", "failed")] == [0, 1]
+
+
+def test_only_what_is_known_of_the_nodes_is_shown() -> None:
+    metrics = new_metrics()
+    metrics.count_nodes(active=3, standby=0, waiting=0, lost=1)
+    assert [value(metrics, "nodes", state=state) for state in NODE_STATES] == [3, 0, 0, 1]
+    metrics.count_nodes(active=2)
+    assert [value(metrics, "nodes", state=state) for state in NODE_STATES] == [2, None, None, None]
+
+
+def test_an_age_is_as_old_as_it_is_when_somebody_looks() -> None:
+    now = 50.0
+    metrics = new_metrics(clock=lambda: now)
+    assert value(metrics, "lease_age_seconds") is None
+    metrics.lease_age_seconds.set(48.0)
+    assert value(metrics, "lease_age_seconds") == 2.0
+    now = 53.5
+    assert value(metrics, "lease_age_seconds") == 5.5
+    metrics.lease_age_seconds.set(None)
+    assert value(metrics, "lease_age_seconds") is None
+
+
+def test_a_counter_takes_any_amount_but_never_falls() -> None:
+    metrics = new_metrics()
+    metrics.productive_time_seconds_total.inc(0.5)
+    metrics.productive_time_seconds_total.inc(0.25)
+    with pytest.raises(ValueError, match="never falls"):
+        metrics.productive_time_seconds_total.inc(-1)
+    assert value(metrics, "productive_time_seconds_total") == 0.75
 
 
 def test_a_saved_checkpoint_shows_in_its_tier_only() -> None:
@@ -216,7 +256,7 @@ def test_a_budget_without_a_cap_is_infinite() -> None:
     ("write", "named"),
     [
         (lambda m: m.enter_state("sleeping"), "sleeping"),
-        (lambda m: m.count_nodes(asleep=1), "asleep"),
+        (lambda m: m.count_workers(asleep=1), "asleep"),
         (lambda m: m.rendezvous_total.inc(result="maybe"), "maybe"),
         (lambda m: m.worker_exits_total.inc(local_rank=2, reason="oom"), "local_rank='2'"),
         (lambda m: m.port_bind_attempts_total.inc(purpose="41234"), "41234"),
@@ -283,7 +323,7 @@ def test_two_agents_in_one_process_share_nothing() -> None:
 def test_the_metrics_directory_of_the_training_script_is_left_alone(tmp_path: Path) -> None:
     program = (
         "from elastic_agent.health.metrics import Metrics\n"
-        "m = Metrics('r', 'n', '1', slots=1, min_nodes=1, max_nodes=1, started_at_s=0.0)\n"
+        "m = Metrics('r', 'n', '1', slots=1, min_nodes=1, max_nodes=1, started_at_s=0.0, clock=float)\n"
         "m.restarts_total.inc(reason='oom')\n"
         "m.progress(1, 2.0)\n"
         "assert m.render()\n"

@@ -1,0 +1,160 @@
+"""What a metric is: a name with its type, its help text, the labels it may have, and the samples that it shows.
+
+Words: a *family* is one metric name with its type, help text and labels; a *series* is one family with one value for
+each label. Which families an agent has says `metrics`.
+
+Invariants:
+- Every label has a closed set of values: no peer, exception text or port can make the number of series grow. A label
+  or value outside the set is a bug of the caller: `ValueError`.
+- Counters and histograms exist from the start, at zero, for every combination of label values: `increase()` does not
+  see the event that creates a series. Counters never fall. A gauge is absent until its value is known, and again when
+  it no longer is: 0 is a claim too.
+
+These are not prometheus_client's own metric classes: those write into the user's directory when
+PROMETHEUS_MULTIPROC_DIR is set for the training script, and show `_created` series by a switch that is global to the
+process. prometheus_client still writes the text format.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, product
+from typing import TypeAlias
+
+Series: TypeAlias = tuple[str, ...]
+"""One value per label, in the order of the family's labels."""
+
+Sample: TypeAlias = tuple[str, dict[str, str], float]
+"""Suffix of the name, labels, value."""
+
+
+class Family:
+    """One metric name. Subclasses say how it is written and which samples it shows. The lock is shared by a page."""
+
+    kind: str
+
+    def __init__(
+        self, lock: threading.RLock, name: str, help_text: str, labels: Mapping[str, Sequence[str]]
+    ) -> None:
+        self._lock = lock
+        self.name = name
+        self.help_text = help_text
+        self.labels = {label: tuple(allowed) for label, allowed in labels.items()}
+
+    def samples(self) -> Iterator[Sample]:
+        """Every series as it is now."""
+        raise NotImplementedError
+
+    def _all_series(self) -> list[Series]:
+        return list(product(*self.labels.values()))
+
+    def _series(self, labels: Mapping[str, object]) -> Series:
+        if labels.keys() != self.labels.keys():
+            raise ValueError(
+                f"{self.name} has the labels {sorted(self.labels)}, called with {sorted(labels)}"
+            )
+        series = tuple(str(labels[label]) for label in self.labels)
+        for value, (label, allowed) in zip(series, self.labels.items(), strict=True):
+            if value not in allowed:
+                raise ValueError(f"{self.name}: {label}={value!r} is not one of {', '.join(allowed)}")
+        return series
+
+    def _named(self, series: Series) -> dict[str, str]:
+        return dict(zip(self.labels, series, strict=True))
+
+
+class Gauge(Family):
+    kind = "gauge"
+
+    def __init__(
+        self, lock: threading.RLock, name: str, help_text: str, labels: Mapping[str, Sequence[str]]
+    ) -> None:
+        super().__init__(lock, name, help_text, labels)
+        self._values: dict[Series, float] = {}
+
+    def set(self, value: float | None, /, **labels: object) -> None:
+        """None: nobody knows now."""
+        series = self._series(labels)
+        with self._lock:
+            if value is None:
+                self._values.pop(series, None)
+            else:
+                self._values[series] = value
+
+    def samples(self) -> Iterator[Sample]:
+        for series, value in self._values.items():
+            yield "", self._named(series), value
+
+
+class Age(Gauge):
+    """A gauge that is told an instant on `clock` and shows how long ago that is when it is looked at."""
+
+    def __init__(
+        self,
+        lock: threading.RLock,
+        name: str,
+        help_text: str,
+        labels: Mapping[str, Sequence[str]],
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(lock, name, help_text, labels)
+        self._clock = clock
+
+    def samples(self) -> Iterator[Sample]:
+        for suffix, labels, instant in super().samples():
+            yield suffix, labels, max(0.0, self._clock() - instant)
+
+
+class Counter(Family):
+    kind = "counter"
+
+    def __init__(
+        self, lock: threading.RLock, name: str, help_text: str, labels: Mapping[str, Sequence[str]]
+    ) -> None:
+        super().__init__(lock, name, help_text, labels)
+        self._values: dict[Series, float] = dict.fromkeys(self._all_series(), 0)
+
+    def inc(self, amount: float = 1, /, **labels: object) -> None:
+        series = self._series(labels)
+        if amount < 0:
+            raise ValueError(f"{self.name} never falls, called with {amount}")
+        with self._lock:
+            self._values[series] += amount
+
+    def samples(self) -> Iterator[Sample]:
+        for series, value in self._values.items():
+            yield "", self._named(series), value
+
+
+class Histogram(Family):
+    kind = "histogram"
+
+    def __init__(
+        self,
+        lock: threading.RLock,
+        name: str,
+        help_text: str,
+        labels: Mapping[str, Sequence[str]],
+        buckets: Sequence[float],
+    ) -> None:
+        super().__init__(lock, name, help_text, labels)
+        self.buckets = tuple(buckets)
+        self._counts = {series: [0] * (len(self.buckets) + 1) for series in self._all_series()}
+        self._sums = dict.fromkeys(self._counts, 0.0)
+
+    def observe(self, value: float, /, **labels: object) -> None:
+        series = self._series(labels)
+        with self._lock:
+            self._counts[series][bisect_left(self.buckets, value)] += 1
+            self._sums[series] += value
+
+    def samples(self) -> Iterator[Sample]:
+        bounds = [*(f"{bound:g}" for bound in self.buckets), "+Inf"]
+        for series, counts in self._counts.items():
+            named = self._named(series)
+            for bound, up_to_bound in zip(bounds, accumulate(counts), strict=True):
+                yield "_bucket", {**named, "le": bound}, up_to_bound
+            yield "_count", named, sum(counts)
+            yield "_sum", named, self._sums[series]
