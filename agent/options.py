@@ -252,7 +252,8 @@ ETCD_CERT: Option[Path | None] = Option(
 ETCD_KEY: Option[Path | None] = Option(
     "etcd-key",
     PATH,
-    "mutual TLS: this node's key (PEM), which neither group nor others may read",
+    "mutual TLS: this node's key (PEM), which neither group nor others may read; a file of root's may"
+    " be lent to a group",
     metavar="FILE",
 )
 ETCD_USER: Option[str | None] = Option(
@@ -264,8 +265,8 @@ ETCD_USER: Option[str | None] = Option(
 ETCD_PASSWORD_FILE: Option[Path | None] = Option(
     "etcd-password-file",
     PATH,
-    "holds the password, which neither group nor others may read; read anew at every authentication, one"
-    " newline at its end does not count. Or set the variable ELASTIC_AGENT_ETCD_PASSWORD",
+    "holds the password, as private as the key; read anew at every authentication, one newline at its end"
+    " does not count. Or set the variable ELASTIC_AGENT_ETCD_PASSWORD",
     metavar="FILE",
 )
 ETCD_PASSWORD: Option[Secret | None] = Option(

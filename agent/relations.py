@@ -294,13 +294,19 @@ def _check_file(rules: _Rules, option: Option[Path | None], *, private: bool) ->
         ENDPOINT,
     )
     rules.expect(
-        found is None or not private or not found.st_mode & (stat.S_IRGRP | stat.S_IROTH),
+        found is None or not private or not _readable_by_others(found),
         option,
         "a file that neither group nor others can read",
         f"run: chmod 600 {path}",
         BACKEND,
         ENDPOINT,
     )
+
+
+def _readable_by_others(found: os.stat_result) -> bool:
+    """Root may lend a file to a group: so a Kubernetes Secret with fsGroup reaches a process that is not root."""
+    lent = found.st_uid == 0 and os.geteuid() != 0
+    return bool(found.st_mode & (stat.S_IROTH if lent else stat.S_IRGRP | stat.S_IROTH))
 
 
 def _look_at(path: Path) -> os.stat_result | None:

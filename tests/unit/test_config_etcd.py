@@ -247,6 +247,22 @@ def test_secrets_that_others_can_read_are_refused(name: str, option: str, mode: 
     )
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="the files belong to root only when the test does")
+@pytest.mark.parametrize(("mode", "accepted"), [(0o440, True), (0o640, True), (0o444, False), (0o604, False)])
+@pytest.mark.parametrize("name", ["key", "pw"])
+def test_a_secret_of_roots_may_be_lent_to_a_group(
+    name: str, mode: int, accepted: bool, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Secret's files in a pod belong to root and, with fsGroup, to a group of the agent's."""
+    monkeypatch.setattr(os, "geteuid", lambda: 10001)
+    (files / name).chmod(mode)
+    argv = [*LOCAL, *(word for key, text in {**TLS, **LOGIN}.items() for word in (f"--{key}", text))]
+    if accepted:
+        assert run_resolve(argv)
+    else:
+        assert "neither group nor others" in problems_of(argv)[0]
+
+
 @pytest.mark.parametrize("host", ["h1", "10.0.0.1", "[fe80::1]", "0.0.0.0", "localhost.evil.example"])
 def test_plain_text_to_elsewhere_needs_a_word(host: str, files: Path) -> None:
     argv = f"--rdzv-endpoint etcd://{host} --rdzv-id j"
