@@ -1,0 +1,83 @@
+"""What is read from a store, a socket or a disk is never code: the whole package is read for the ways to break that."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("agent", "health", "rendezvous", "worker", "elastic_agent", "deploy", "examples")
+FILES = sorted({file.resolve() for room in ROOMS for file in (ROOT / room).rglob("*.py")})
+
+MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "yaml", "code"}
+CALLS = {"eval", "exec", "compile", "__import__", "system", "popen", "getoutput", "getstatusoutput"}
+TRUSTED_MODULES = {"re"}  # re.compile
+
+
+def offences(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        else:
+            names = []
+        for name in names:
+            if name.partition(".")[0] in MODULES:
+                yield f"line {node.lineno}: imports {name}"
+        if isinstance(node, ast.Call):
+            yield from calls(node)
+
+
+def calls(node: ast.Call) -> Iterator[str]:
+    called = node.func
+    owner = (
+        called.value.id if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) else ""
+    )
+    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+    if name in CALLS and owner not in TRUSTED_MODULES:
+        yield f"line {node.lineno}: calls {name}"
+    said = {keyword.arg: getattr(keyword.value, "value", None) for keyword in node.keywords}
+    if said.get("shell"):
+        yield f"line {node.lineno}: starts a shell"
+    if (owner, name) == ("torch", "load") and said.get("weights_only") is not True:
+        yield f"line {node.lineno}: torch.load without weights_only=True"
+
+
+def test_the_files_are_found() -> None:
+    assert len(FILES) > 60
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_no_data_becomes_code(file: Path) -> None:
+    assert list(offences(ast.parse(file.read_text()))) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import yaml.constructor",
+        "eval(text)",
+        "builtins.exec(text)",
+        "os.system(text)",
+        "subprocess.run(text, shell=True)",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "torch.load(path, weights_only=trusted)",
+    ],
+)
+def test_each_way_would_be_found(line: str) -> None:
+    assert len(list(offences(ast.parse(line)))) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["import json", "re.compile(text)", "torch.load(path, weights_only=True)", "run(words, shell=False)"],
+)
+def test_what_is_harmless_is_left_alone(line: str) -> None:
+    assert list(offences(ast.parse(line))) == []
