@@ -18,6 +18,7 @@ from .ports import PortRange
 Backend = Literal["c10d", "etcd", "memory"]
 CommandKind = Literal["script", "module", "binary"]
 DevicePinning = Literal["index", "mask", "none"]
+NetworkProfile = Literal["auto", "ethernet", "infiniband", "roce", "efa", "debug"]
 WorkerCount = int | Literal["auto", "gpu", "cpu"]
 
 MASK = "***"
@@ -92,6 +93,14 @@ class StopConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TimeoutConfig:
+    """When a collective that does not end is given up; `timeouts` has the whole ladder."""
+
+    hang_s: float | None = None  # without a step for so long; None: never
+    process_group_s: float | None = None  # None: follows from hang_s, else what torch and the script say
+
+
+@dataclass(frozen=True, slots=True)
 class Command:
     """What every worker runs. `target` is a path, a module name or a program, as `kind` says."""
 
@@ -114,6 +123,8 @@ class Config:
     port_range: PortRange | None = None  # None: any free port
     max_restarts: int | None = None  # None: no limit while generations progress, 3 in a row without
     stop: StopConfig = StopConfig()
+    timeouts: TimeoutConfig = TimeoutConfig()
+    network_profile: NetworkProfile = "auto"
     log_dir: Path | None = None  # None: workers' output goes to the console only
     http_address: Endpoint | None = (
         None  # None: where other nodes reach this one (memory: loopback), any free port

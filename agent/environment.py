@@ -11,6 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..rendezvous.records import Member, World
+from .config import Config
+from .devices import pin
+from .machine import Machine
+from .timeouts import widening
+from .torch_settings import Facts, torch_settings
 from .variables import Variable
 
 UNLIMITED_RESTARTS = 2**31 - 1
@@ -27,10 +32,31 @@ class WorkerPlace:
     error_file: Path
     reports: Path
     commits: Path
+    flight_records: Path | None = None
+    """Where torch's flight recorder writes what it knows of this generation's collectives."""
 
     @property
     def rank(self) -> int:
         return self.member.first_rank + self.local_rank
+
+
+def chosen_variables(
+    config: Config, machine: Machine, place: WorkerPlace, *, agent_incarnation: str
+) -> tuple[Variable, ...]:
+    """All that anybody but the user has to say about one worker's environment; the later rooms are the stronger."""
+    facts = Facts(
+        machine.software,
+        machine.profile,
+        config.timeouts,
+        workers=place.member.slots,
+        flight_records=place.flight_records,
+        widening=widening(place.world),
+    )
+    return (
+        *torch_settings(facts),
+        *contract(place, agent_incarnation=agent_incarnation, max_restarts=config.max_restarts),
+        *pin(config.device_pinning, place.local_rank, place.member.slots, machine.inventory).variables,
+    )
 
 
 def contract(place: WorkerPlace, *, agent_incarnation: str, max_restarts: int | None) -> tuple[Variable, ...]:
@@ -72,13 +98,4 @@ def contract(place: WorkerPlace, *, agent_incarnation: str, max_restarts: int | 
             ("elastic-agent", "for the worker library", ours),
         )
         for name, value in group.items()
-    )
-
-
-def torch_settings(workers: int) -> tuple[Variable, ...]:
-    """What torchrun, too, sets where the user has not."""
-    threads = Variable("OMP_NUM_THREADS", "1", "a thread per core in each of several workers is too many")
-    return (
-        *((threads,) if workers > 1 else ()),
-        Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1", "a collective that failed ends its process"),
     )

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-Reason = Literal["ok", "exception", "signal", "oom", "unknown"]
-"""Some of the metric `worker_exits_total`'s values for `reason`: what can be told from an exit alone."""
+Reason = Literal["ok", "exception", "signal", "oom", "nccl", "hang", "unknown"]
+"""Some of the metric `worker_exits_total`'s values for `reason`. `nccl`: the network between the workers, or NCCL
+itself; `hang`: no exit at all, the agent had waited long enough."""
 
 MAX_JSON = 4096
 _SCHEMA = 1
@@ -60,6 +61,11 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 # A traceback's frame; faulthandler's `File "x", line 1 in f` has no comma and is no Python exception.
 _FRAME = re.compile(r'^\s+File ".*", line \d+(, in .*)?$')
+# What torch raises when NCCL or its TCPStore fails, and what NCCL's watchdog writes before it aborts the process.
+_NETWORK_EXCEPTION = re.compile(r"DistBackendError|DistNetworkError|NCCL error|nccl(System|Remote)Error")
+_WATCHDOG = re.compile(
+    r"Watchdog caught collective operation timeout|watchdog thread terminated with exception"
+)
 _HEADER = "Traceback (most recent call last):"
 # What changes from run to run in a message: UUIDs, addresses and hashes, names of temporary files, numbers.
 _VARYING = re.compile(
@@ -179,7 +185,9 @@ def examine(
     if report.exception is not None:
         cause += f": {_first_line(report.exception)}"
         if reason in ("unknown", "signal"):
-            reason = "exception"
+            reason = "nccl" if _NETWORK_EXCEPTION.search(report.exception) else "exception"
+    elif returncode == -signal.SIGABRT and any(_WATCHDOG.search(line) for line in log_tail):
+        reason = "nccl"
     return WorkerFailure(
         rank=rank,
         local_rank=local_rank,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar, cast, get_args
 
-from .config import MASK, Backend, DevicePinning, Endpoint, NodeCounts, Secret, WorkerCount
+from .config import MASK, Backend, DevicePinning, Endpoint, NetworkProfile, NodeCounts, Secret, WorkerCount
 from .ports import PortConfigError, PortRange
 
 T_co = TypeVar("T_co", covariant=True)
@@ -105,6 +105,12 @@ def read_device_pinning(text: str) -> DevicePinning:
     if text not in get_args(DevicePinning):
         raise ValueError
     return cast(DevicePinning, text)
+
+
+def read_network_profile(text: str) -> NetworkProfile:
+    if text not in get_args(NetworkProfile):
+        raise ValueError
+    return cast(NetworkProfile, text)
 
 
 def read_backend(text: str) -> Backend:

@@ -23,8 +23,7 @@ from ..rendezvous.restarts import LASTING_S
 from ..worker.reports import LoadReport, SaveReport, StepReport
 from .commit_gate import CommitGate, Standing
 from .config import Config
-from .devices import Inventory, pin
-from .environment import WorkerPlace, contract, torch_settings
+from .environment import WorkerPlace, chosen_variables
 from .events import (
     Event,
     HolderSpoke,
@@ -38,11 +37,12 @@ from .exits import ExitCode
 from .failures import WorkerFailure, examine, fingerprint, summarize
 from .guard import Guard
 from .logs import WorkerLogs
+from .machine import Machine
 from .observer import Observer
 from .peer_link import PeerLink
 from .ports import PortError
-from .service_manager import ServiceManager
 from .store_link import StoreLink, pass_on
+from .timeouts import WIDENING, widening
 from .variables import compose
 from .worker_store import WorkerStore
 from .workers import WorkerGroup, WorkerSpec
@@ -84,7 +84,7 @@ class Node:
 
     name: str
     incarnation: str
-    inventory: Inventory
+    machine: Machine
     run_dir: Path
     reports: Path
     environment: Mapping[str, str]
@@ -105,7 +105,6 @@ class Loop:
         worker_store: WorkerStore,
         logs: WorkerLogs,
         observer: Observer,
-        manager: ServiceManager,
         commits: CommitGate,
         events: queue.SimpleQueue[Event],
         listener: socket.socket,
@@ -122,7 +121,6 @@ class Loop:
         self._worker_store = worker_store
         self._logs = logs
         self._observer = observer
-        self._manager = manager
         self._commits = commits
         self._events = events
         self._listener = listener
@@ -193,8 +191,7 @@ class Loop:
         self._commits.standing = Standing(participant.incarnation, participant.proven_until)
         self._link.follow(participant.subscription)
         self._observer.look(participant, self._group, now)
-        self._manager.turn(self._observer.status(participant, self._group))
-        wake_at = [participant.wake_at(now), self._manager.next_beat]
+        wake_at = [participant.wake_at(now)]
         if self._group is not None:
             wake_at.append(self._group.wake_at() if self._group.stopping else self._started_at + LASTING_S)
         return min((at for at in wake_at if at is not None and at > now), default=None)
@@ -254,12 +251,22 @@ class Loop:
     def _start_workers(self, world: World, member: Member, now: float) -> None:
         generation = world.generation
         self._participant.workers_started(world)
+        before = widening(self._world) if self._world is not None else 0
+        if widening(world) != before:
+            log.warning(
+                "network timeouts are widened by %d steps of %d, were by %d: %d failures in a row without progress",
+                widening(world),
+                WIDENING.most,
+                before,
+                world.restarts.fruitless,
+            )
         self._world, self._started_at, self._failures = world, now, []
         self._observer.starting(world, member, now)
         self._group = WorkerGroup(
             generation, self._node.incarnation, self._guard, self._logs, self._events.put, self._clock
         )
-        specs = [self._spec(world, member, local_rank) for local_rank in range(member.slots)]
+        records = self._flight_records(generation)
+        specs = [self._spec(world, member, local_rank, records) for local_rank in range(member.slots)]
         try:
             if world.members[0] == member:
                 self._worker_store.serve(self._listener)
@@ -267,7 +274,7 @@ class Loop:
         except OSError as error:
             self._fail(f"a worker could not be started: {error}")
 
-    def _spec(self, world: World, member: Member, local_rank: int) -> WorkerSpec:
+    def _spec(self, world: World, member: Member, local_rank: int, flight_records: Path | None) -> WorkerSpec:
         directory = self._node.run_dir / f"gen{world.generation}"
         directory.mkdir(exist_ok=True)
         place = WorkerPlace(
@@ -277,17 +284,24 @@ class Loop:
             error_file=directory / f"error-{local_rank}.json",
             reports=self._node.reports,
             commits=self._commits.path,
+            flight_records=flight_records,
         )
-        chosen = (
-            *torch_settings(member.slots),
-            *contract(
-                place,
-                agent_incarnation=self._node.incarnation,
-                max_restarts=self._config.max_restarts,
-            ),
-            *pin(self._config.device_pinning, local_rank, member.slots, self._node.inventory).variables,
+        chosen = chosen_variables(
+            self._config, self._node.machine, place, agent_incarnation=self._node.incarnation
         )
         return WorkerSpec(place.rank, local_rank, compose(self._node.environment, chosen))
+
+    def _flight_records(self, generation: int) -> Path | None:
+        """A folder that outlives the agent and that torch can write into; None where there is none."""
+        if self._config.log_dir is None or not self._node.machine.software.has_nccl:
+            return None
+        directory = self._config.log_dir.absolute() / f"gen{generation}" / "flight_records"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            log.warning("torch's flight recorder writes to its own place: %s", error)
+            return None
+        return directory
 
     def _stop_workers(self, group: WorkerGroup, grace_s: float, *, gently: bool, reason: str) -> None:
         if not group.stopping:
@@ -406,7 +420,6 @@ class Loop:
             log.info("%s: leaving the job; a second signal cuts the workers' grace short", name)
             self._participant.leave(now)
             self._observer.leaving()
-            self._manager.stopping(f"leaving the job, as {name} asks")
         else:
             log.info("%s again: killing the workers now", name)
             if self._group is not None:

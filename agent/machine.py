@@ -15,6 +15,9 @@ from typing import TypeVar
 
 from .config import Config, ConfigError, Problem
 from .devices import Inventory, pin, probe, resolve_workers
+from .profiles import TCP, Profile, choose_profile
+from .software import CURRENT, Software, find_software
+from .timeouts import ladder
 
 T = TypeVar("T")
 
@@ -26,6 +29,8 @@ class Machine:
     inventory: Inventory
     workers: int
     facts: tuple[str, ...] = ()
+    software: Software = CURRENT
+    profile: Profile = TCP
 
 
 def examine(config: Config, environ: Mapping[str, str]) -> Machine:
@@ -33,9 +38,17 @@ def examine(config: Config, environ: Mapping[str, str]) -> Machine:
     problems: list[Problem] = []
     inventory = _ask(lambda: probe(environ), problems)
     workers = _ask(lambda: _workers_that_fit(config, inventory), problems) if inventory is not None else None
-    if inventory is None or workers is None:
+    profile = _ask(lambda: choose_profile(config.network_profile, ()), problems)
+    if inventory is None or workers is None or profile is None:
         raise ConfigError(problems)
-    return Machine(inventory, workers, tuple(_device_facts(config, inventory, workers)))
+    software = find_software(environ)
+    facts = (
+        *_device_facts(config, inventory, workers),
+        f"network profile {profile.transport}: {profile.reason}",
+        f"workers use {software}",
+        f"timeouts of training: {ladder(config.timeouts)}",
+    )
+    return Machine(inventory, workers, facts, software, profile)
 
 
 def _ask(step: Callable[[], T], problems: list[Problem]) -> T | None:

@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from .config import Backend, DevicePinning, Endpoint, NodeCounts, Secret, WorkerCount
+from .config import Backend, DevicePinning, Endpoint, NetworkProfile, NodeCounts, Secret, WorkerCount
 from .kinds import (
     C10D_PORT,
     ETCD_PORT,
@@ -40,6 +40,7 @@ from .kinds import (
     read_device_pinning,
     read_host,
     read_job_id,
+    read_network_profile,
     read_node_counts,
     read_port_range,
     read_restarts,
@@ -323,6 +324,20 @@ SERVICE_STOP_LIMIT: Option[float | None] = Option(
     " kills this agent)",
     metavar="DURATION",
 )
+HANG_TIMEOUT: Option[float | None] = Option(
+    "hang-timeout",
+    duration(1.0),
+    "workers here that have reported steps (elastic_agent.worker.step) and then report neither a step nor a checkpoint"
+    " for so long have failed; must be longer than the longest step, evaluation or save (default: off)",
+    metavar="DURATION",
+)
+PROCESS_GROUP_TIMEOUT: Option[float | None] = Option(
+    "process-group-timeout",
+    duration(1.0),
+    "a collective that has not ended for so long ends its process; applied by"
+    " elastic_agent.worker.init_process_group (default: twice --hang-timeout, without it torch's own)",
+    metavar="DURATION",
+)
 
 LOCAL_ADDR: Option[str | None] = Option(
     "local-addr",
@@ -330,6 +345,14 @@ LOCAL_ADDR: Option[str | None] = Option(
     "address at which other nodes reach this one (default: found out)",
     metavar="HOST",
     torchrun="local-addr",
+)
+NETWORK_PROFILE: Option[NetworkProfile] = Option(
+    "network-profile",
+    Kind("auto, ethernet, infiniband, roce, efa or debug", read_network_profile),
+    "what NCCL is told about the network, where your environment says nothing: auto looks for active RDMA ports,"
+    " ethernet is TCP even where there are some, debug is auto with NCCL's and torch's own reports",
+    metavar="NAME",
+    default="auto",
 )
 PORT_RANGE: Option[PortRange | None] = Option(
     "port-range",
@@ -410,7 +433,8 @@ GROUPS: dict[str, tuple[Option[object], ...]] = {
         STORE_OUTAGE_GRACE,
     ),
     "Restarts and stopping": (MAX_RESTARTS, STOP_GRACE, FAILURE_GRACE, SERVICE_STOP_LIMIT),
-    "Network and logs": (LOCAL_ADDR, PORT_RANGE, HTTP_ADDRESS, LOG_DIR),
+    "Timeouts of training": (HANG_TIMEOUT, PROCESS_GROUP_TIMEOUT),
+    "Network and logs": (LOCAL_ADDR, NETWORK_PROFILE, PORT_RANGE, HTTP_ADDRESS, LOG_DIR),
     "Configuration": (CONFIG_FILE, CHECK_CONFIG, VERSION, HELP),
 }
 OPTIONS = tuple(chain.from_iterable(GROUPS.values()))
@@ -432,5 +456,6 @@ WORKER_VARIABLES = frozenset(
         "ELASTIC_AGENT_LOCAL_RANK",
         "ELASTIC_AGENT_INCARNATION",
         "ELASTIC_AGENT_NODE",
+        "ELASTIC_AGENT_PROCESS_GROUP_TIMEOUT_S",
     }
 )

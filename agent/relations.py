@@ -1,4 +1,5 @@
-"""What must hold between settings that are each right, and between them and this machine's files.
+"""What must hold between settings that are each right, between them and this machine's files, and between them and
+what the user has told torch in the environment.
 
 Every rule names the options it involves: where one of them could not be read, the rule is not judged, so that one
 mistake is one problem.
@@ -8,12 +9,14 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import stat
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
-from .config import Endpoint, Problem
+from .config import Endpoint, Problem, TimeoutConfig
 from .layers import Setting
 from .options import (
     BACKEND,
@@ -26,6 +29,7 @@ from .options import (
     ETCD_PASSWORD,
     ETCD_PASSWORD_FILE,
     ETCD_USER,
+    HANG_TIMEOUT,
     HTTP_ADDRESS,
     JOB_ID,
     JOIN_TIMEOUT,
@@ -33,6 +37,7 @@ from .options import (
     LEASE_TTL,
     MAX_NODES,
     MIN_NODES,
+    PROCESS_GROUP_TIMEOUT,
     SCRIPT,
     SERVICE_STOP_LIMIT,
     STOP_GRACE,
@@ -40,16 +45,18 @@ from .options import (
     Option,
 )
 from .settings import Settings
+from .timeouts import HEARTBEAT_VARIABLE, process_group_s
 
 LEAVING_S = 5.0
 """What a planned stop takes beside --stop-grace: at most 3 s until the others stop with this node
 (`participant.LEAVE_TOGETHER_S`), and the rest to reap the workers and to say goodbye to the store."""
 
 
-def check_relations(settings: Settings) -> list[tuple[set[str], Problem]]:
+def check_relations(settings: Settings, environ: Mapping[str, str]) -> list[tuple[set[str], Problem]]:
     """What is wrong, each with the names of the options that it involves."""
     rules = _Rules(settings)
     _check_nodes_and_times(rules)
+    _check_training_timeouts(rules, environ)
     _check_meeting_place(rules)
     if settings[BACKEND].value == "etcd":
         _check_etcd_endpoints(rules)
@@ -123,6 +130,31 @@ def _check_nodes_and_times(rules: _Rules) -> None:
             f" --service-stop-limit {needed_s:g}s",
             SERVICE_STOP_LIMIT,
         )
+
+
+def _check_training_timeouts(rules: _Rules, environ: Mapping[str, str]) -> None:
+    """The ladder of `timeouts`, of which the user may have set the last rung in torch's own words."""
+    hang, group = rules.settings[HANG_TIMEOUT], rules.settings[PROCESS_GROUP_TIMEOUT]
+    if hang.value is not None and group.value is not None:
+        rules.expect(
+            hang.value < group.value,
+            PROCESS_GROUP_TIMEOUT,
+            f"more than hang-timeout, which is {hang.value:g} s ({hang.origin})",
+            "raise --process-group-timeout, or leave it out and it is twice --hang-timeout",
+            HANG_TIMEOUT,
+        )
+    heartbeat, group_s = (
+        environ.get(HEARTBEAT_VARIABLE),
+        process_group_s(TimeoutConfig(hang.value, group.value)),
+    )
+    if heartbeat is None or group_s is None:
+        return
+    origin = group.origin if group.value is not None else f"twice hang-timeout, {hang.origin}"
+    if not re.fullmatch("[0-9]{1,9}", heartbeat) or int(heartbeat) <= group_s:
+        expected = f"whole seconds, more than process-group-timeout, which is {group_s:g} s ({origin})"
+        advice = f"unset {HEARTBEAT_VARIABLE}, and it follows from the others, or set it to 1.5 times as much"
+        problem = Problem(HEARTBEAT_VARIABLE, heartbeat, expected, advice)
+        rules.broken.append(({HANG_TIMEOUT.name, PROCESS_GROUP_TIMEOUT.name}, problem))
 
 
 def _check_meeting_place(rules: _Rules) -> None:

@@ -24,6 +24,7 @@ from .config import (
     Problem,
     RendezvousConfig,
     StopConfig,
+    TimeoutConfig,
 )
 from .kinds import C10D_PORT, ETCD_PORT, StoreAddress
 from .layers import Layer, Setting, read_environ, read_file
@@ -41,6 +42,7 @@ from .options import (
     ETCD_PASSWORD_FILE,
     ETCD_USER,
     FAILURE_GRACE,
+    HANG_TIMEOUT,
     HTTP_ADDRESS,
     JOB_ID,
     JOIN_TIMEOUT,
@@ -52,10 +54,12 @@ from .options import (
     MAX_RESTARTS,
     MIN_NODES,
     MODULE,
+    NETWORK_PROFILE,
     NO_PYTHON,
     NODE_ID,
     NPROC_PER_NODE,
     PORT_RANGE,
+    PROCESS_GROUP_TIMEOUT,
     SCRIPT,
     SERVICE_STOP_LIMIT,
     STANDALONE,
@@ -100,7 +104,7 @@ def resolve(command_line: Layer, environ: Mapping[str, str], fresh_id: Callable[
 
     settings = Settings(_merge(layers, problems))
     warnings += _derive(settings, fresh_id)
-    problems += [problem for involved, problem in check_relations(settings) if not broken & involved]
+    problems += [problem for involved, problem in check_relations(settings, environ) if not broken & involved]
     command = _command(settings)
     if command is None and not broken & {target.name for target in TARGETS}:
         advice = (
@@ -206,6 +210,8 @@ def _config(settings: Settings, command: Command) -> Config:
         stop=StopConfig(
             settings[STOP_GRACE].value, settings[FAILURE_GRACE].value, settings[SERVICE_STOP_LIMIT].value
         ),
+        timeouts=TimeoutConfig(settings[HANG_TIMEOUT].value, settings[PROCESS_GROUP_TIMEOUT].value),
+        network_profile=settings[NETWORK_PROFILE].value,
         log_dir=settings[LOG_DIR].value,
         http_address=settings[HTTP_ADDRESS].value,
     )

@@ -21,6 +21,7 @@ from elastic_agent.agent.config import (
     NodeCounts,
     RendezvousConfig,
     StopConfig,
+    TimeoutConfig,
 )
 from elastic_agent.agent.exits import ExitCode
 from elastic_agent.agent.layers import MOST_FILE_BYTES, read_argv
@@ -59,6 +60,9 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
     "stop-grace": ("1h", "stop.grace_s", 3600.0),
     "failure-grace": ("0", "stop.failure_grace_s", 0.0),
     "service-stop-limit": ("2h", "stop.service_limit_s", 7200.0),
+    "hang-timeout": ("5m", "timeouts.hang_s", 300.0),
+    "process-group-timeout": ("20m", "timeouts.process_group_s", 1200.0),
+    "network-profile": ("roce", "network_profile", "roce"),
     "local-addr": ("fe80::1", "local_addr", "fe80::1"),
     "port-range": ("2000-2010", "port_range", PortRange(2000, 2010)),
     "http-address": ("[::]:9090", "http_address", Endpoint("::", 9090)),
@@ -86,6 +90,9 @@ REFUSED: dict[str, Sequence[str]] = {
     "stop-grace": ["-0.1", "5 parsecs"],
     "failure-grace": ["-1"],
     "service-stop-limit": ["0", "never", "34s"],
+    "hang-timeout": ["0", "never"],
+    "process-group-timeout": ["0.5", "-1"],
+    "network-profile": ["", "Ethernet", "ib"],
     "local-addr": ["", "a b", "host:1", "http://x"],
     "port-range": ["0-10", "29600-29500", "1-65536", "a-b", ""],
     "http-address": ["host:99999", ":"],
@@ -159,6 +166,8 @@ def test_defaults(script: str) -> None:
         port_range=None,
         max_restarts=None,
         stop=StopConfig(30.0, 1.0),
+        timeouts=TimeoutConfig(None, None),
+        network_profile="auto",
         log_dir=None,
         http_address=None,
     )
@@ -291,6 +300,10 @@ def test_where_the_nodes_meet(
             "--stop-grace '56': expected at most service-stop-limit, which is 60 s (--service-stop-limit),"
             " less 5 s for leaving the job; lower --stop-grace, or let the service manager wait longer and say so"
             " with --service-stop-limit 61s",
+        ),
+        (
+            "--hang-timeout 5m --process-group-timeout 300",
+            "--process-group-timeout '300': expected more than hang-timeout, which is 300 s (--hang-timeout)",
         ),
     ],
 )

@@ -436,3 +436,30 @@ def test_the_summary_of_a_kill_without_files_is_short() -> None:
 def test_the_summary_shows_all_lines_of_an_exception_once() -> None:
     lines = summarize(with_exception("E: one\ntwo", traceback=None, log_tail=()), []).split("\n")
     assert lines[4:-1] == ["  exception:", "    E: one", "    two"]
+
+
+@pytest.mark.parametrize(
+    ("returncode", "lines", "reason"),
+    [
+        (1, ["torch.distributed.DistBackendError: NCCL error in: x.cpp:1, remote process exited"], "nccl"),
+        (1, ["torch.distributed.DistNetworkError: The client socket has timed out after 60000ms"], "nccl"),
+        (
+            1,
+            ["RuntimeError: [x.cpp] Connection closed by peer [127.0.0.1]:2"],
+            "exception",
+        ),  # gloo: it followed
+        (1, ["ValueError: NCCL is a nice library"], "exception"),
+    ],
+)
+def test_a_failure_of_the_network_is_known_by_its_exception(
+    tmp_path: Path, returncode: int, lines: list[str], reason: str
+) -> None:
+    log = ["Traceback (most recent call last):", '  File "train.py", line 1, in <module>', *lines]
+    assert examined(tmp_path, returncode, log_tail=tuple(log)).reason == reason
+
+
+def test_the_watchdog_of_nccl_aborts_with_a_reason(tmp_path: Path) -> None:
+    line = "[rank1]:[E1 ProcessGroupNCCL.cpp:688] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(...)"
+    assert examined(tmp_path, -6, log_tail=("NCCL version 2.27.3", line)).reason == "nccl"
+    assert examined(tmp_path, -6, log_tail=("NCCL version 2.27.3",)).reason == "signal"
+    assert examined(tmp_path, -9, log_tail=(line,)).reason == "signal"

@@ -1,0 +1,153 @@
+"""The ladder of training's timeouts: every contradiction is found, and failures of the network widen it for a while."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent.config import ConfigError, TimeoutConfig
+from elastic_agent.agent.failures import Reason, WorkerFailure
+from elastic_agent.agent.layers import read_argv
+from elastic_agent.agent.resolve import resolve
+from elastic_agent.agent.timeouts import WIDENING, WideningPolicy, ladder, widening
+from elastic_agent.rendezvous.records import (
+    Cause,
+    CauseKind,
+    Endpoint,
+    Failure,
+    Member,
+    Phase,
+    Restarts,
+    World,
+)
+from elastic_agent.rendezvous.restarts import RestartPolicy, Retry, after_failure
+
+HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
+
+
+def problems(tmp_path: Path, words: str, **environ: str) -> list[str]:
+    script = tmp_path / "train.py"
+    script.touch()
+    try:
+        resolve(read_argv([*words.split(), str(script)]), environ, lambda: "fresh")
+    except ConfigError as error:
+        return [str(problem) for problem in error.problems]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("words", "heartbeat", "found"),
+    [
+        ("", "1", []),  # without a timeout of ours there is nothing to contradict
+        ("--hang-timeout 60", "121", []),
+        ("--process-group-timeout 60", "61", []),
+        (
+            "--hang-timeout 60",
+            "120",
+            [
+                f"{HEARTBEAT} '120': expected whole seconds, more than process-group-timeout, which is 120 s (twice"
+                f" hang-timeout, --hang-timeout); unset {HEARTBEAT}, and it follows"
+            ],
+        ),
+        (
+            "--process-group-timeout 10m",
+            "180",
+            [
+                f"{HEARTBEAT} '180': expected whole seconds, more than process-group-timeout, which is 600 s"
+                " (--process-group-timeout)"
+            ],
+        ),
+        ("--process-group-timeout 60", "5 min", [f"{HEARTBEAT} '5 min': expected whole seconds"]),
+        (
+            "--hang-timeout 60 --process-group-timeout 30 --stop-grace 30 --service-stop-limit 30",
+            "20",
+            [
+                "--stop-grace '30': expected at most service-stop-limit",
+                "--process-group-timeout '30': expected more than hang-timeout, which is 60 s",
+                f"{HEARTBEAT} '20': expected whole seconds, more than process-group-timeout, which is 30 s",
+            ],
+        ),
+        ("--hang-timeout x", "1", ["--hang-timeout 'x'"]),  # one mistake is one problem
+    ],
+)
+def test_contradictions_name_both_sides_and_are_found_at_once(
+    words: str, heartbeat: str, found: list[str], tmp_path: Path
+) -> None:
+    seen = problems(tmp_path, words, **{HEARTBEAT: heartbeat})
+    assert len(seen) == len(found)
+    assert all(problem.startswith(start) for problem, start in zip(seen, found, strict=True)), seen
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        (TimeoutConfig(), "no hang limit; process group and watchdog as torch and the script have them"),
+        (
+            TimeoutConfig(60.0),
+            "hang limit 60 s < process group 120 s (twice the hang limit) < watchdog's heartbeat 180 s",
+        ),
+        (
+            TimeoutConfig(None, 30.0),
+            "no hang limit < process group 30 s (chosen) < watchdog's heartbeat 45 s",
+        ),
+    ],
+)
+def test_the_ladder_in_words(chosen: TimeoutConfig, words: str) -> None:
+    assert ladder(chosen) == words
+
+
+# --- Widening
+
+
+def failed(reason: Reason) -> Failure:
+    detail = WorkerFailure(3, 1, "b", 7, 1, reason, "it failed").to_json()
+    return Failure(7, "exit code 1: it failed", "it failed", detail)
+
+
+def world(cause: Cause, restarts: Restarts) -> World:
+    member = Member("a", "one", 2, 0)
+    return World("job", 8, Phase.RUNNING, (member,), Endpoint("h", 1), cause, restarts)
+
+
+def test_repeated_network_failures_widen_up_to_a_limit_and_progress_undoes_it() -> None:
+    """A job's life, with the restart budget that every node reads in the world."""
+    restarts, steps = Restarts(), []
+    policy, rng = RestartPolicy(max_failures=100), random.Random(1)
+    for reason, progressed in [
+        ("nccl", True),  # a network failure now and then is nothing new
+        ("nccl", True),
+        ("nccl", False),
+        ("nccl", False),
+        ("nccl", False),
+        ("nccl", False),
+        ("exception", False),
+        ("nccl", True),
+    ]:
+        verdict = after_failure(restarts, "the same", progressed, policy, rng)
+        assert isinstance(verdict, Retry)
+        restarts = verdict.restarts
+        steps.append(widening(world(Cause(CauseKind.FAILURE, "b", "it failed", failed(reason)), restarts)))
+    assert steps == [0, 0, 0, 1, 2, 2, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        Cause(CauseKind.START),
+        Cause(CauseKind.JOIN, "b", "b joining", failed("nccl")),
+        Cause(CauseKind.LOST, "b", "node b is gone"),
+        Cause(CauseKind.FAILURE, "b", "no detail", Failure(7, "x", "x")),
+        Cause(CauseKind.FAILURE, "b", "of a newer version", Failure(7, "x", "x", '{"schema": 99}')),
+    ],
+)
+def test_only_failures_of_the_network_widen(cause: Cause) -> None:
+    assert widening(world(cause, Restarts(9, 9, "x", 9))) == 0
+
+
+def test_the_limits_are_declared_for_every_step() -> None:
+    assert len(WIDENING.socket_retries) == len(WIDENING.ib_timeout) == len(WIDENING.process_group)
+    patient = WideningPolicy(after=1, process_group=(1.0, 3.0))
+    cause = Cause(CauseKind.FAILURE, "b", "it failed", failed("nccl"))
+    assert [widening(world(cause, Restarts(n, n, "x", n)), patient) for n in range(4)] == [0, 1, 1, 1]

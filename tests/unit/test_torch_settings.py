@@ -1,0 +1,283 @@
+"""The table of NCCL's and torch's settings: which rows hold, by version, profile, timeouts and the user's own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent.config import ConfigError, NetworkProfile, TimeoutConfig
+from elastic_agent.agent.profiles import TCP, Profile, choose_profile
+from elastic_agent.agent.software import CURRENT, Range, Software, find_software
+from elastic_agent.agent.torch_settings import Facts, torch_settings
+from elastic_agent.agent.variables import USER, settle
+
+GPU = Software("2.13.0+cu130", "2.30.7")
+CPU = Software("2.13.0+cpu")
+OLD = Software("2.7.1", "2.20.5")
+
+PLAIN = Facts(GPU, TCP, TimeoutConfig())
+RECORDED = replace(PLAIN, flight_records=Path("/logs/gen3/flight_records"))
+
+
+def seen(facts: Facts, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    return {variable.name: variable.value for variable in settle(environment or {}, torch_settings(facts))}
+
+
+def test_on_a_cpu_nothing_is_said_of_nccl_but_what_torchrun_says_too() -> None:
+    assert seen(replace(PLAIN, software=CPU)) == {
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+    }
+
+
+def test_several_workers_do_not_each_take_all_cores() -> None:
+    assert "OMP_NUM_THREADS" not in seen(PLAIN)
+    assert seen(replace(PLAIN, workers=2))["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("software", "size", "file"),
+    [
+        (GPU, "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"),
+        (Software("2.8.0"), "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"),
+        (CURRENT, "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"),
+        (OLD, "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
+    ],
+)
+def test_the_flight_recorder_by_torchs_version(software: Software, size: str, file: str) -> None:
+    told = seen(replace(RECORDED, software=software))
+    recorder = {name: value for name, value in told.items() if re.search("_FR_|TRACE_BUFFER|TEMP_FILE", name)}
+    assert recorder == {size: "2000", file: "/logs/gen3/flight_records/rank_"}
+
+
+def test_dumps_that_nobody_would_find_are_left_where_torch_puts_them() -> None:
+    assert not any("TEMP_FILE" in name for name in seen(PLAIN))
+
+
+@pytest.mark.parametrize("software", [GPU, OLD])
+@pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
+def test_a_setting_that_the_user_has_made_under_either_name_stands_alone(
+    software: Software, name: str
+) -> None:
+    told = seen(replace(PLAIN, software=software), {name: "7"})
+    assert {name: value for name, value in told.items() if "BUFFER_SIZE" in name} == {name: "7"}
+
+
+def test_whatever_the_user_has_set_is_the_users() -> None:
+    facts = Facts(GPU, replace(TCP, debug=True), TimeoutConfig(60.0), workers=2, widening=2)
+    ours = torch_settings(facts)
+    mine = {variable.name: "mine" for variable in ours if variable.yielding}
+    assert {variable.name: variable.value for variable in settle(mine, ours) if variable.by == USER} == mine
+    (decree,) = [variable.name for variable in settle(mine, ours) if variable.by != USER]
+    assert decree == "ELASTIC_AGENT_PROCESS_GROUP_TIMEOUT_S", "set by an option, not by the environment"
+
+
+# --- Timeouts
+
+
+@pytest.mark.parametrize(
+    ("timeouts", "group", "heartbeat"),
+    [
+        (TimeoutConfig(), None, None),
+        (TimeoutConfig(hang_s=60.0), "120", "180"),
+        (TimeoutConfig(process_group_s=20.5), "20.5", "31"),
+        (TimeoutConfig(60.0, 90.0), "90", "135"),
+    ],
+)
+def test_each_rung_of_the_ladder_follows_from_the_one_below(
+    timeouts: TimeoutConfig, group: str | None, heartbeat: str | None
+) -> None:
+    told = seen(replace(PLAIN, timeouts=timeouts))
+    assert told.get("ELASTIC_AGENT_PROCESS_GROUP_TIMEOUT_S") == group
+    assert told.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC") == heartbeat
+
+
+@pytest.mark.parametrize(
+    ("timeouts", "widening", "group", "heartbeat"),
+    [
+        (TimeoutConfig(hang_s=60.0), 1, "240", "360"),
+        (TimeoutConfig(hang_s=60.0), 2, "480", "720"),
+        (TimeoutConfig(60.0, 90.0), 2, "90", "135"),  # the user's own choice stays
+        (TimeoutConfig(), 2, None, None),  # as does torch's own
+    ],
+)
+def test_widened_timeouts_keep_their_order(
+    timeouts: TimeoutConfig, widening: int, group: str | None, heartbeat: str | None
+) -> None:
+    told = seen(replace(PLAIN, timeouts=timeouts, widening=widening))
+    assert told.get("ELASTIC_AGENT_PROCESS_GROUP_TIMEOUT_S") == group
+    assert told.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC") == heartbeat
+
+
+def test_what_is_widened_says_so_and_fits_the_network() -> None:
+    verbs = Profile("infiniband", "")
+    for widening, retries, timeout in ((0, None, None), (1, "48", "21"), (2, "68", "22")):
+        told = seen(replace(PLAIN, profile=verbs, widening=widening))
+        assert (told.get("NCCL_SOCKET_RETRY_CNT"), told.get("NCCL_IB_TIMEOUT")) == (retries, timeout)
+        assert "NCCL_IB_TIMEOUT" not in seen(replace(PLAIN, widening=widening)), "TCP has no such timeout"
+    widened = torch_settings(replace(PLAIN, profile=verbs, widening=1))
+    assert {variable.name for variable in widened if variable.by == "widened"} == {
+        "NCCL_SOCKET_RETRY_CNT",
+        "NCCL_IB_TIMEOUT",
+    }
+
+
+# --- Profiles
+
+
+@dataclass(frozen=True)
+class Port:
+    device: str
+    link_layer: str
+
+    def __str__(self) -> str:
+        return f"{self.device}:1"
+
+
+IB, STORAGE, ROCE = (
+    Port("mlx5_0", "InfiniBand"),
+    Port("mlx5_1", "InfiniBand"),
+    Port("mlx5_bond_0", "Ethernet"),
+)
+EFA = Port("rdmap16s27", "Unspecified")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ports", "transport", "own", "foreign"),
+    [
+        ("auto", [], "ethernet", "", ""),
+        ("auto", [IB, STORAGE], "infiniband", "mlx5_0:1,mlx5_1:1", ""),
+        ("auto", [ROCE, IB], "infiniband", "mlx5_0:1", "mlx5_bond_0:1"),
+        ("auto", [ROCE], "roce", "mlx5_bond_0:1", ""),
+        ("auto", [EFA, ROCE], "efa", "rdmap16s27:1", "mlx5_bond_0:1"),
+        ("debug", [IB], "infiniband", "mlx5_0:1", ""),
+        ("ethernet", [IB], "ethernet", "", "mlx5_0:1"),
+        ("roce", [ROCE, IB], "roce", "mlx5_bond_0:1", "mlx5_0:1"),
+    ],
+)
+def test_which_network_a_job_crosses(
+    wanted: NetworkProfile, ports: list[Port], transport: str, own: str, foreign: str
+) -> None:
+    profile = choose_profile(wanted, ports)
+    assert (profile.transport, ",".join(profile.ports), ",".join(profile.foreign_ports)) == (
+        transport,
+        own,
+        foreign,
+    )
+    assert (profile.by_name, profile.debug) == (wanted == transport, wanted == "debug")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ports", "problem"),
+    [
+        (
+            "infiniband",
+            [ROCE],
+            "--network-profile 'infiniband': expected an active InfiniBand port on this machine,",
+        ),
+        (
+            "roce",
+            [],
+            "--network-profile 'roce': expected an active RoCE port on this machine, whose active RDMA ports",
+        ),
+        ("efa", [IB], "--network-profile 'efa': expected an active EFA port"),
+    ],
+)
+def test_a_profile_that_the_machine_cannot_have_is_refused(
+    wanted: NetworkProfile, ports: list[Port], problem: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose_profile(wanted, ports)
+    assert str(caught.value.problems[0]).startswith(problem)
+
+
+def network_of(profile: Profile, software: Software = GPU) -> dict[str, str]:
+    plain = seen(replace(PLAIN, software=software))
+    told = seen(replace(PLAIN, software=software, profile=profile))
+    return {name: value for name, value in told.items() if plain.get(name) != value}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ports", "software", "told"),
+    [
+        ("auto", [], GPU, {}),
+        ("ethernet", [IB], GPU, {"NCCL_IB_DISABLE": "1"}),
+        ("auto", [IB, STORAGE], GPU, {}),
+        ("auto", [IB, ROCE], GPU, {"NCCL_IB_HCA": "=mlx5_0:1"}),
+        ("auto", [IB], OLD, {"NCCL_IB_TIMEOUT": "20"}),
+        ("roce", [ROCE, IB], GPU, {"NCCL_IB_HCA": "=mlx5_bond_0:1"}),
+        ("auto", [ROCE], OLD, {"NCCL_IB_TIMEOUT": "20", "NCCL_IB_GID_INDEX": "3"}),
+        ("auto", [ROCE], Software("2.8.0", "2.22.3"), {"NCCL_IB_TIMEOUT": "20"}),
+        ("auto", [ROCE], CURRENT, {}),  # unknown versions are current ones
+        ("efa", [EFA], GPU, {"FI_PROVIDER": "efa"}),
+        (
+            "debug",
+            [],
+            GPU,
+            {
+                "NCCL_DEBUG": "INFO",
+                "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET",
+                "TORCH_DISTRIBUTED_DEBUG": "INFO",
+                "TORCH_CPP_LOG_LEVEL": "INFO",
+            },
+        ),
+    ],
+)
+def test_what_a_profile_tells_nccl(
+    wanted: NetworkProfile, ports: list[Port], software: Software, told: dict[str, str]
+) -> None:
+    assert network_of(choose_profile(wanted, ports), software) == told
+
+
+# --- Versions
+
+
+@pytest.mark.parametrize(
+    ("bounds", "inside", "outside"),
+    [
+        (Range(), ["0.1", "99", None], []),
+        (
+            Range(since="2.8"),
+            ["2.8", "2.8.0", "2.8.0a0+git1", "2.13.0+cu130", "3.0", None],
+            ["2.7.9", "2.7.1+cu118"],
+        ),
+        (Range(below="2.21"), ["2.20.5", "2.3"], ["2.21", "2.21.5", "2.30.7", None]),
+    ],
+)
+def test_versions_are_numbers_and_an_unknown_one_is_current(
+    bounds: Range, inside: list[str | None], outside: list[str]
+) -> None:
+    assert all(version in bounds for version in inside)
+    assert not any(version in bounds for version in outside)
+
+
+def test_the_software_of_this_interpreter_and_of_another(tmp_path: Path) -> None:
+    here = find_software({})
+    assert here.torch is not None
+    assert find_software({"PYTHON_EXEC": "/no/such/python"}) == CURRENT
+    other = tmp_path / "python"
+    other.write_text('#!/bin/sh\necho \'{"torch": "2.7.1", "nvidia-nccl-cu12": "2.26.2"}\'\n')
+    other.chmod(0o755)
+    assert find_software({"PYTHON_EXEC": str(other)}) == Software("2.7.1", "2.26.2")
+    other.write_text("#!/bin/sh\necho hello\n")
+    assert find_software({"PYTHON_EXEC": str(other)}) == CURRENT
+
+
+def test_torch_itself_still_knows_these_names() -> None:
+    """Against the torch that is installed: a name that it has dropped would be set in vain."""
+    import torch
+
+    here = Path(torch.__file__).parent
+    headers = "".join(
+        (here / "include/torch/csrc/distributed/c10d" / name).read_text()
+        for name in ("ProcessGroupNCCL.hpp", "FlightRecorder.hpp")
+    )
+    library = (here / "lib/libtorch_cpu.so").read_bytes()
+    for name in seen(replace(RECORDED, timeouts=TimeoutConfig(60.0))):
+        if name.startswith("TORCH_"):
+            assert name in headers or name.encode() in library, name
