@@ -41,6 +41,7 @@ from .machine import Machine
 from .observer import Observer
 from .peer_link import PeerLink
 from .ports import PortError
+from .service_manager import ServiceManager
 from .store_link import StoreLink, pass_on
 from .timeouts import WIDENING, widening
 from .variables import compose
@@ -105,6 +106,7 @@ class Loop:
         worker_store: WorkerStore,
         logs: WorkerLogs,
         observer: Observer,
+        manager: ServiceManager,
         commits: CommitGate,
         events: queue.SimpleQueue[Event],
         listener: socket.socket,
@@ -121,6 +123,7 @@ class Loop:
         self._worker_store = worker_store
         self._logs = logs
         self._observer = observer
+        self._manager = manager
         self._commits = commits
         self._events = events
         self._listener = listener
@@ -191,7 +194,8 @@ class Loop:
         self._commits.standing = Standing(participant.incarnation, participant.proven_until)
         self._link.follow(participant.subscription)
         self._observer.look(participant, self._group, now)
-        wake_at = [participant.wake_at(now)]
+        self._manager.turn(self._observer.status(participant, self._group))
+        wake_at = [participant.wake_at(now), self._manager.next_beat]
         if self._group is not None:
             wake_at.append(self._group.wake_at() if self._group.stopping else self._started_at + LASTING_S)
         return min((at for at in wake_at if at is not None and at > now), default=None)
@@ -420,6 +424,7 @@ class Loop:
             log.info("%s: leaving the job; a second signal cuts the workers' grace short", name)
             self._participant.leave(now)
             self._observer.leaving()
+            self._manager.stopping(f"leaving the job, as {name} asks")
         else:
             log.info("%s again: killing the workers now", name)
             if self._group is not None:

@@ -49,6 +49,8 @@ class Observer:
         self._leaving = False
         self._described = ""
         self._state = ""
+        self._training = ""
+        self._step: int | None = None
 
     def look(self, participant: Participant, group: WorkerGroup | None, now: float) -> None:
         """After every turn: states and counts as they are now; the log says what is new."""
@@ -77,6 +79,13 @@ class Observer:
             waiting=0 if running else len(here),
             lost=len(members - here),
         )
+
+    def status(self, participant: Participant, group: WorkerGroup | None) -> str:
+        """One line for whoever asks the service manager how this node is."""
+        if group is None:
+            return f"{self._state}: {participant.waiting_for}"
+        step = f", step {self._step}" if self._step is not None else ""
+        return f"{self._state}: {self._training}{step}"
 
     def _explain_waiting(self, participant: Participant, group: WorkerGroup | None) -> None:
         world = participant.world
@@ -107,6 +116,8 @@ class Observer:
     def starting(self, world: World, member: Member, now: float) -> None:
         metrics, restarts = self._metrics, world.restarts
         self._timeline.start = now
+        self._training = f"generation {world.generation}, {len(world.members)} nodes, world size {world.size}"
+        self._step = None
         metrics.enter_world(
             generation=world.generation,
             world_size=world.size,
@@ -160,6 +171,7 @@ class Observer:
     def reported(self, report: Report, now: float) -> None:
         metrics, wall = self._metrics, time.time()
         if isinstance(report, StepReport):
+            self._step = report.step
             metrics.progress(report.step, wall)
             if not self._timeline.first_step:
                 self._timeline.first_step = True

@@ -7,6 +7,7 @@ HTTP server answers before the store is found; and at the end the workers are go
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
 import platform
@@ -45,6 +46,7 @@ from .options import SECRET_VARIABLES
 from .peer_link import PeerLink
 from .ports import PortError, bind_listener
 from .reports import ReportReceiver
+from .service_manager import ServiceManager
 from .store_link import StoreLink
 from .store_opening import Binder, c10d_endpoint, c10d_listener, node_address, open_store
 from .worker_store import WorkerStore
@@ -65,16 +67,20 @@ def run(config: Config, machine: Machine) -> int:
     """One agent's whole life on this machine. Returns its exit code."""
     name = config.node_id or unique_node_id()
     _log_to_stderr(name)
+    # What a service manager ends because its main thread is stuck (SIGABRT) shows where that is.
+    faulthandler.enable()
+    manager = ServiceManager.take(os.environ, os.getpid(), time.monotonic)
     try:
-        ending = _run(config, machine, name)
+        ending = _run(config, machine, name, manager)
     except CannotStart as refusal:
         ending = Ending(refusal.code, str(refusal))
     level = logging.INFO if ending.code is ExitCode.SUCCESS else logging.ERROR
     log.log(level, "ended with exit code %d: %s", ending.code, ending.reason)
+    manager.stopping(f"ended with exit code {ending.code:d}: {ending.reason}")
     return ending.code
 
 
-def _run(config: Config, machine: Machine, name: str) -> Ending:
+def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -> Ending:
     for secret in SECRET_VARIABLES:
         os.environ.pop(secret, None)  # neither the guard nor any worker inherits it (I15)
     environment = dict(os.environ)
@@ -106,7 +112,9 @@ def _run(config: Config, machine: Machine, name: str) -> Ending:
         )
         log.info("metrics, /healthz, /readyz and /node at http://%s", _url(server.address))
 
-        store = open_store(config, endpoint, store_listener, events)
+        manager.ready()
+        looking = "looking for the rendezvous store"
+        store = open_store(config, endpoint, store_listener, events, lambda: manager.turn(looking))
         stack.callback(store.close)
         identity = NodeRecord(
             node=name,
@@ -142,6 +150,7 @@ def _run(config: Config, machine: Machine, name: str) -> Ending:
             worker_store,
             logs,
             Observer(metrics, config.max_restarts, clock()),
+            manager,
             commits,
             events,
             listener,
@@ -150,6 +159,7 @@ def _run(config: Config, machine: Machine, name: str) -> Ending:
         )
         probes.loop = loop
         ending = loop.run()
+        manager.stopping("leaving the rendezvous")
         link.close()
         _depart(store, participant, ending, stays_for_others=store_listener is not None)
         return ending

@@ -109,8 +109,12 @@ def open_store(
     endpoint: Endpoint | None,
     listener: socket.socket | None,
     events: queue.SimpleQueue[Event],
+    on_wait: Callable[[], None] = lambda: None,
 ) -> Store:
-    """Connecting may take as long as the other nodes do, so a thread waits for it and this one for signals."""
+    """Connecting may take as long as the other nodes do, so a thread waits for it and this one for signals.
+
+    `on_wait` is called all the while, ten times a second.
+    """
     rendezvous = config.rendezvous
     if rendezvous.backend == "memory":
         return MemoryStore()
@@ -139,6 +143,7 @@ def open_store(
             store = opened.result(timeout=0.1)
             break
         except FutureTimeout:
+            on_wait()
             if not events.empty():
                 raise CannotStart(_stopped_by(events.get()), "stopped while looking for the store") from None
         except StoreMismatch as error:

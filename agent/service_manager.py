@@ -1,0 +1,124 @@
+"""What this agent tells the service manager that started it: systemd's notify protocol, one datagram at a time.
+
+It says READY once everything that this node alone can refuse is checked, its HTTP server answers and signals are
+heard: not later, because the store may be away for long, and that is no reason to kill the start of a unit. STATUS
+says what the agent waits for, or which generation trains. WATCHDOG comes from the main thread alone: from every turn
+of the loop, and before there is one from the wait for the store. An agent whose main thread is stuck falls silent,
+and is killed and started again. STOPPING announces the end, from when on the manager counts its stop limit.
+
+Invariant: telling never blocks, and never fails the agent. What must arrive (READY, STOPPING) is sent again on the
+next turn until it could be; a status or a beat that could not is simply late.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, MutableMapping
+
+log = logging.getLogger(__name__)
+
+VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
+"""Addressed to one process alone: a worker that inherited them could speak for the agent."""
+
+STATUS_EVERY_S = 1.0
+LONGEST_STATUS = 300
+LONGEST_ADDRESS = 107
+"""Bytes in a UNIX socket's address."""
+
+
+class ServiceManager:
+    """See the module's docstring. For the main thread. Without an address everything is said to nobody."""
+
+    def __init__(self, address: str | None, watchdog_s: float | None, clock: Callable[[], float]) -> None:
+        """`address` is a path, or a name in the abstract namespace that begins with `@`."""
+        self._address = address.replace("@", "\0", 1) if address and address[0] == "@" else address
+        self._beat_every_s = watchdog_s / 3 if watchdog_s is not None and address is not None else None
+        self._clock = clock
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if address is not None else None
+        self._owed: list[str] = []
+        self._stopping = False
+        self._status = ""
+        self._status_at = self._beat_at = float("-inf")
+        self._deaf = False
+
+    @classmethod
+    def take(cls, environ: MutableMapping[str, str], pid: int, clock: Callable[[], float]) -> ServiceManager:
+        """The one that `environ` names, whose variables are taken out of it: no child may inherit them."""
+        given = {name: environ.pop(name) for name in VARIABLES if name in environ}
+        address, period_us, addressee = map(given.get, VARIABLES)
+        if address is not None and not (
+            address[:1] in ("/", "@") and 1 < len(os.fsencode(address)) <= LONGEST_ADDRESS
+        ):
+            _warn("NOTIFY_SOCKET", address, "an absolute path, or @ and a name")
+            address = None
+        if addressee is not None and not _is_number(addressee):
+            _warn("WATCHDOG_PID", addressee, "a process id")
+            addressee = None
+        if period_us is not None and not (_is_number(period_us) and int(period_us) > 0):
+            _warn("WATCHDOG_USEC", period_us, "microseconds, more than 0")
+            period_us = None
+        if period_us is None or (addressee is not None and int(addressee) != pid):
+            return cls(address, None, clock)
+        return cls(address, int(period_us) / 1e6, clock)
+
+    @property
+    def next_beat(self) -> float | None:
+        """The instant of the next turn that the watchdog needs; None without one."""
+        return None if self._beat_every_s is None else self._beat_at + self._beat_every_s
+
+    def ready(self) -> None:
+        self._must_hear("READY=1")
+
+    def turn(self, status: str) -> None:
+        """The main thread goes on. To be called at least every second, and at `next_beat`."""
+        self._pay()
+        now = self._clock()
+        if status != self._status and now >= self._status_at + STATUS_EVERY_S and self._say_status(status):
+            self._status_at = now
+        beat_at = self.next_beat
+        if beat_at is not None and now >= beat_at and self._send("WATCHDOG=1"):
+            self._beat_at = now
+
+    def stopping(self, status: str) -> None:
+        """From now on the agent only ends. May be called again with a newer status."""
+        if not self._stopping:
+            self._stopping = True
+            self._must_hear("STOPPING=1")
+        self._say_status(status)
+
+    def _say_status(self, status: str) -> bool:
+        said = self._send(f"STATUS={' '.join(status.split())[:LONGEST_STATUS]}")
+        if said:
+            self._status = status
+        return said
+
+    def _must_hear(self, message: str) -> None:
+        self._owed.append(message)
+        self._pay()
+
+    def _pay(self) -> None:
+        while self._owed and self._send(self._owed[0]):
+            self._owed.pop(0)
+
+    def _send(self, message: str) -> bool:
+        if self._socket is None or self._address is None:
+            return True
+        try:
+            self._socket.sendto(message.encode(), socket.MSG_DONTWAIT, self._address)
+        except OSError as error:
+            if not self._deaf:
+                log.warning("the service manager does not hear us at NOTIFY_SOCKET: %s", error.strerror)
+            self._deaf = True
+            return False
+        self._deaf = False
+        return True
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 20
+
+
+def _warn(variable: str, value: str, expected: str) -> None:
+    log.warning("%s=%r is ignored: expected %s", variable, value, expected)
