@@ -69,10 +69,11 @@ class Probed:
 
 @dataclass(frozen=True, slots=True)
 class WorkerExited:
-    """The process of this worker has ended and can be reaped."""
+    """The process of this worker has ended, which was seen at that instant, and can be reaped."""
 
     generation: int
     local_rank: int
+    at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,10 @@ class HolderSpoke:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
+    """A worker's report, and when it was received."""
+
     report: Report
+    at: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,6 +115,7 @@ class _Stream:
     path: Path | None
     console: int
     prefix: bytes
+    name: str
     file: int = -1
     splitter: LineSplitter = field(default_factory=LineSplitter)
     tail: Tail = field(default_factory=Tail)
@@ -127,8 +128,17 @@ class WorkerLogs:
     of earlier generations are never deleted.
     """
 
-    def __init__(self, directory: Path | None, node: str, out: BinaryIO, err: BinaryIO) -> None:
+    def __init__(
+        self,
+        directory: Path | None,
+        node: str,
+        out: BinaryIO,
+        err: BinaryIO,
+        count: Callable[[str, int, int], None] = lambda name, lines, size: None,
+    ) -> None:
+        """`count(name, lines, size)` hears of what was read from a stream, in the reading thread."""
         self._directory = directory
+        self._count = count
         self._node = node
         self._consoles = (out.fileno(), err.fileno())
         self._console = _Console(node)
@@ -150,8 +160,8 @@ class WorkerLogs:
         assert (generation, rank) not in self._streams, "a rank starts once in a generation"
         prefix = f"[{self._node}/{rank}] ".encode()
         out, err = self._consoles
-        stdout = _Stream(generation, stdout_fd, self._path(generation, rank, "stdout"), out, prefix)
-        stderr = _Stream(generation, stderr_fd, self._path(generation, rank, "stderr"), err, prefix)
+        stdout = _Stream(generation, stdout_fd, self._path(generation, rank, "stdout"), out, prefix, "stdout")
+        stderr = _Stream(generation, stderr_fd, self._path(generation, rank, "stderr"), err, prefix, "stderr")
         self._streams[generation, rank] = (stdout, stderr)
         self._post(partial(self._open, stdout))
         self._post(partial(self._open, stderr))
@@ -247,6 +257,7 @@ class WorkerLogs:
         if not data:
             self._close(stream)
             return 0
+        self._count(stream.name, 0, len(data))
         self._save(stream, data)
         self._show(stream, stream.splitter.feed(data))
         return len(data)
@@ -303,6 +314,7 @@ class WorkerLogs:
 
     def _show(self, stream: _Stream, lines: list[Line]) -> None:
         if lines:
+            self._count(stream.name, len(lines), 0)
             stream.tail.add(lines)
             self._console.write(stream.console, b"".join(stream.prefix + text + b"\n" for text, _ in lines))
 

@@ -225,6 +225,7 @@ class Loop:
             grace_s = stop.grace_s if order.planned else stop.failure_grace_s
             self._stop_workers(group, grace_s, gently=order.planned, reason=order.reason)
         elif isinstance(order, Leave):
+            self._observer.left(order.why)
             self._ending = self._end(order)
         return False
 
@@ -277,6 +278,7 @@ class Loop:
             self._group.start(self._config.command, specs)
         except OSError as error:
             self._fail(f"a worker could not be started: {error}")
+        self._observer.started(self._group.ranks)
 
     def _spec(self, world: World, member: Member, local_rank: int, flight_records: Path | None) -> WorkerSpec:
         directory = self._node.run_dir / f"gen{world.generation}"
@@ -323,18 +325,19 @@ class Loop:
             self._participant.workers_succeeded(group.generation)
         self._logs.detach_generation(group.generation)
         self._group = None
-        self._observer.gone(now)
+        self._observer.gone(now, succeeded=group.succeeded)
         self._participant.workers_gone(group.generation, now)
 
-    def _worker_exited(self, generation: int, local_rank: int) -> None:
+    def _worker_exited(self, generation: int, local_rank: int, at: float) -> None:
         group, world = self._group, self._world
         if group is None or world is None or group.generation != generation:
             return
         returncode = group.reap(local_rank)
+        self._observer.exited(local_rank, returncode, at, killed=group.killed)
         if group.stopping and returncode in AS_ASKED:
             return
         if returncode == 0:
-            self._observer.exited(local_rank, "ok")
+            self._observer.ended(local_rank, "ok", at)
             return
         rank = group.ranks[local_rank]
         self._logs.drain(generation, rank, DRAIN_LOGS_S)
@@ -349,7 +352,7 @@ class Loop:
             log_file=self._logs.log_file(generation, rank),
         )
         self._failures.append(failure)
-        self._observer.exited(local_rank, failure.reason)
+        self._observer.ended(local_rank, failure.reason, at)
         if not group.stopping:
             log.error("rank %d failed: %s", rank, failure.cause)
             self._report_failure(
@@ -390,13 +393,13 @@ class Loop:
         elif isinstance(event, Probed):
             self._participant.probed(event.peer, event.finding, event.asked_at, now)
         elif isinstance(event, WorkerExited):
-            self._worker_exited(event.generation, event.local_rank)
+            self._worker_exited(event.generation, event.local_rank, event.at)
         elif isinstance(event, HolderSpoke):
             problem = self._worker_store.heard(event)
             if problem and self._group is not None and not self._group.stopping:
                 self._fail(problem)
         elif isinstance(event, Reported):
-            self._reported(event, now)
+            self._reported(event)
         elif isinstance(event, Signalled):
             self._signalled(event, now)
 
@@ -407,11 +410,11 @@ class Loop:
             log.error("%s", event.error)
             self._doom = Ending(ExitCode.STORE_LOST, str(event.error))
 
-    def _reported(self, event: Reported, now: float) -> None:
+    def _reported(self, event: Reported) -> None:
         report = event.report
         if self._group is None or report.generation != self._group.generation:
             return
-        self._observer.reported(report, now)
+        self._observer.reported(report, event.at)
         if isinstance(report, StepReport) or (
             isinstance(report, SaveReport | LoadReport) and report.result == "ok"
         ):

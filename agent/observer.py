@@ -1,91 +1,153 @@
 """Tells metrics and log what the main loop does: one place where a transition becomes numbers and words.
 
-Called by the loop, never asked by it. A restart's *timeline* is kept here: the instants at which the workers were
-told to stop, were gone, were started again and reported their first step; with the last one it is logged.
+Called by the loop, never asked by it. What needs a memory has it elsewhere, as pure state machines: `timesheet` knows
+who owns each second, `step_count` which steps are new, `turnover` what changed between two worlds.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from ..health.metrics import FAILURE_REASONS, Metrics
+from ..health.metrics import Metrics
+from ..rendezvous.decide import Refusal
 from ..rendezvous.participant import Participant
-from ..rendezvous.records import CauseKind, Member, Phase, World
+from ..rendezvous.records import CauseKind, Member, NodeRecord, Phase, Result, World
 from ..worker.reports import LoadReport, Report, SaveReport, StepReport
-from .failures import FailureInvalid, WorkerFailure
+from .step_count import Counted, StepCount
+from .timesheet import PHASES, Activity, News, Recovery, Timesheet
+from .turnover import WorldWatch, reason
 from .workers import WorkerGroup
 
 log = logging.getLogger(__name__)
 
-_CHANGES = {
+_RECOVERIES = {
+    CauseKind.FAILURE: "process",
+    CauseKind.LOST: "node",
+    CauseKind.WITHDRAWN: "node",
     CauseKind.JOIN: "join",
     CauseKind.LEAVE: "leave",
-    CauseKind.LOST: "lost",
-    CauseKind.WITHDRAWN: "lost",
+}
+
+_RENDEZVOUS_ENDS: Mapping[Result | Refusal, str] = {
+    Refusal.JOIN_TIMEOUT: "timeout",
+    Refusal.DUPLICATE_NODE: "error",
+    Refusal.STORE_MISMATCH: "error",
 }
 
 
 @dataclass(slots=True)
-class Timeline:
-    """Instants of one restart on this node, monotonic; None where it has not come to that."""
+class _Generation:
+    """What is remembered of the workers that were started last. Instants are monotonic."""
 
-    stop: float | None = None
-    gone: float | None = None
-    start: float | None = None
-    first_step: bool = False
+    number: int = 0
+    described: str = ""
+    step: int | None = None
+    """The newest that was reported."""
+    failed: int = 0
+    failed_at: float | None = None
+    stopped_at: float | None = None
+    succeeded: bool = False
+    damaged: int | None = None
+    """The newest checkpoint that a worker found damaged."""
 
 
 class Observer:
-    """See the module's docstring. For the main thread."""
+    """See the module's docstring. For the main thread. `now` and `at` are monotonic; `wall_clock` is for dashboards."""
 
-    def __init__(self, metrics: Metrics, max_failures: int | None, now: float) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        max_failures: int | None,
+        started_at: float,
+        wall_clock: Callable[[], float],
+    ) -> None:
+        """`started_at`: when the agent started."""
         self._metrics = metrics
         self._max_failures = max_failures
-        self._timeline = Timeline()
-        self._waiting_since = now
+        self._wall_clock = wall_clock
+        self._sheet = Timesheet(started_at)
+        self._steps = StepCount()
+        self._worlds = WorldWatch()
+        self._generation = _Generation()
+        self._recovers_from: CauseKind | None = None
+        self._seeking_since = started_at
+        self._saved_at: float | None = None
+        self._seen: tuple[World | None, tuple[NodeRecord, ...], bool] | None = None
         self._leaving = False
         self._described = ""
         self._state = ""
-        self._training = ""
-        self._step: int | None = None
 
     def look(self, participant: Participant, group: WorkerGroup | None, now: float) -> None:
         """After every turn: states and counts as they are now; the log says what is new."""
+        metrics = self._metrics
         self._enter(self._state_of(participant, group))
         self._explain_waiting(participant, group)
-        self._metrics.count_workers(
-            running=group.running if group is not None and not group.stopping else 0,
-            stopped=group.running if group is not None and group.stopping else 0,
+        running = group.running if group is not None else 0
+        stopping = group is not None and group.stopping
+        metrics.count_workers(
+            running=0 if stopping else running,
+            stopped=running if stopping else 0,
+            failed=self._generation.failed if group is not None else 0,
         )
-        self._metrics.backoff_seconds.set(participant.backoff_s)
-        self._count_nodes(participant)
+        metrics.backoff_seconds.set(participant.backoff_s)
+        metrics.lease_age_seconds.set(participant.confirmed_at)
+        self._look_at_nodes(participant)
+        if group is None:
+            self._look_for_next(participant, now)
+        self._sheet.advance(now)
+        lost_s = {activity.value: seconds for activity, seconds in self._sheet.seconds.items()}
+        productive_s = lost_s.pop(Activity.PRODUCTIVE.value)
+        metrics.account(productive_s, lost_s, reports_steps=self._sheet.reports_steps)
 
-    def _count_nodes(self, participant: Participant) -> None:
-        world = participant.world
-        self._metrics.coordinator.set(participant.coordinates)
+    def _look_at_nodes(self, participant: Participant) -> None:
+        world, nodes, coordinates = participant.world, participant.known_nodes, participant.coordinates
+        if self._seen is not None and self._seen[0] is world and self._seen[1:] == (nodes, coordinates):
+            return  # a thousand nodes need not be counted at every turn
+        self._seen = world, nodes, coordinates
+        self._worlds.asked_to_stop(node.incarnation for node in nodes if node.leaving)
+        change = self._worlds.see(world)
+        self._metrics.turn_over(
+            joined=change.joined, left=change.left, lost=change.lost, incident=change.incident
+        )
         running = world is not None and world.phase is Phase.RUNNING
         members = {member.incarnation for member in world.members} if world is not None else set()
-        active = len(members) if running else 0
-        if not participant.coordinates:
-            self._metrics.count_nodes(active=active)
-            return
-        here = {node.incarnation for node in participant.known_nodes}
+        here = {node.incarnation for node in nodes}
+        self._metrics.coordinator.set(coordinates)
         self._metrics.count_nodes(
-            active=active,
-            standby=len(here - members) if running else 0,
-            waiting=0 if running else len(here),
-            lost=len(members - here),
+            active=len(members) if running else 0,
+            standby=(len(here - members) if running else 0) if coordinates else None,
+            waiting=(0 if running else len(here)) if coordinates else None,
+            lost=len(members - here) if coordinates else None,
         )
+
+    def _look_for_next(self, participant: Participant, now: float) -> None:
+        """No worker is here: does this node still seek the next world, and what for does it wait?"""
+        world = participant.world
+        if world is not None and world.phase is not Phase.STOPPING:
+            ours = world.generation <= self._generation.number or world.member(participant.incarnation)
+            if world.phase is Phase.ENDED or not ours:
+                self._hear(News.SET_ASIDE, now)
+        if self._leaving:
+            self._hear(News.SET_ASIDE, now)
+        self._hear(News.HELD_BACK if participant.backoff_s else News.RELEASED, now)
+
+    def _hear(self, news: News, at: float) -> Recovery | None:
+        recovery = self._sheet.hear(news, at)
+        kind = _RECOVERIES.get(self._recovers_from) if self._recovers_from is not None else None
+        if recovery is not None and kind is not None:
+            self._metrics.recovered(kind, {phase.value: recovery.phases[phase] for phase in PHASES})
+        return recovery
 
     def status(self, participant: Participant, group: WorkerGroup | None) -> str:
         """One line for whoever asks the service manager how this node is."""
         if group is None:
             return f"{self._state}: {participant.waiting_for}"
-        step = f", step {self._step}" if self._step is not None else ""
-        return f"{self._state}: {self._training}{step}"
+        generation = self._generation
+        step = f", step {generation.step}" if generation.step is not None else ""
+        return f"{self._state}: {generation.described}{step}"
 
     def _explain_waiting(self, participant: Participant, group: WorkerGroup | None) -> None:
         world = participant.world
@@ -101,7 +163,7 @@ class Observer:
         if group is not None:
             if group.stopping:
                 return "stopping"
-            return "running" if self._timeline.first_step else "starting"
+            return "running" if self._steps.stepped else "starting"
         if world is None or world.phase is Phase.RUNNING:
             return "joining"
         if world.phase is Phase.ENDED:
@@ -113,19 +175,26 @@ class Observer:
             self._state = state
             self._metrics.enter_state(state)
 
+    # ---------------------------------------------------------------- workers
+
     def starting(self, world: World, member: Member, now: float) -> None:
         metrics, restarts = self._metrics, world.restarts
-        self._timeline.start = now
-        self._training = f"generation {world.generation}, {len(world.members)} nodes, world size {world.size}"
-        self._step = None
+        described = f"generation {world.generation}, {len(world.members)} nodes, world size {world.size}"
+        self._generation = _Generation(world.generation, described)
+        self._steps.begin(world.step)
+        if not self._sheet.recovering:
+            self._recovers_from = None
+        elif self._recovers_from is None:
+            self._recovers_from = world.cause.kind
+        self._hear(News.STARTED, now)
         metrics.enter_world(
             generation=world.generation,
             world_size=world.size,
             group_world_size=len(world.members),
-            duration_s=now - self._waiting_since,
+            duration_s=now - self._seeking_since,
         )
-        if world.generation > 1:
-            metrics.restarts_total.inc(reason=self._reason(world))
+        if world.cause.kind is not CauseKind.START:
+            metrics.restarts_total.inc(reason=reason(world.cause))
         remaining = math.inf if self._max_failures is None else self._max_failures - restarts.failures
         metrics.restart_budget_remaining.set(remaining, kind="failure")
         first, last = member.first_rank, member.first_rank + member.slots - 1
@@ -143,67 +212,112 @@ class Observer:
             f"; because {world.cause.detail}" if world.cause.detail else "",
         )
 
-    def _reason(self, world: World) -> str:
-        change = _CHANGES.get(world.cause.kind)
-        if change is not None:
-            return change
-        try:
-            detail = world.cause.failure.detail if world.cause.failure is not None else ""
-            reason: str = WorkerFailure.from_json(detail).reason
-        except FailureInvalid:
-            return "unknown"
-        return reason if reason in FAILURE_REASONS else "unknown"
+    def started(self, local_ranks: Collection[int]) -> None:
+        """The processes of these workers exist."""
+        self._metrics.worker_starts_total.inc(len(local_ranks))
+        for local_rank in local_ranks:
+            self._metrics.worker_up.set(1, local_rank=local_rank)
+
+    def exited(self, local_rank: int, returncode: int, at: float, *, killed: bool) -> None:
+        """A worker ended, whoever wanted it; `killed`: it had been sent SIGKILL."""
+        self._metrics.worker_exited(local_rank, returncode)
+        stopped_at = self._generation.stopped_at
+        if stopped_at is not None and at >= stopped_at:
+            self._metrics.worker_stop_duration_seconds.observe(
+                at - stopped_at, signal="kill" if killed else "term"
+            )
+
+    def ended(self, local_rank: int, reason: str, at: float) -> None:
+        """A worker ended by itself, and this is why."""
+        self._metrics.worker_exits_total.inc(local_rank=local_rank, reason=reason)
+        if reason == "ok":
+            return
+        generation = self._generation
+        generation.failed += 1
+        if generation.stopped_at is None and generation.failed_at is None:
+            generation.failed_at = at
+            self._hear(News.FAILED, at)
 
     def stopping(self, now: float) -> None:
-        self._timeline = Timeline(stop=now)
-        self._waiting_since = now
+        generation = self._generation
+        generation.stopped_at = now
+        if generation.failed_at is not None:
+            self._metrics.detection_duration_seconds.observe(now - generation.failed_at, kind="process")
+        self._hear(News.STOPPING, now)
 
-    def gone(self, now: float) -> None:
-        self._timeline.gone = now
+    def gone(self, now: float, *, succeeded: bool) -> None:
+        self._generation.succeeded = succeeded
+        self._seeking_since = now
+        self._hear(News.GONE, now)
         self._metrics.leave_world()
 
     def leaving(self) -> None:
         self._leaving = True
 
-    def exited(self, local_rank: int, reason: str) -> None:
-        self._metrics.worker_exits_total.inc(local_rank=str(local_rank), reason=reason)
+    def left(self, why: Result | Refusal) -> None:
+        """This node's part is over. Unless its workers had succeeded, it was looking for a world until now."""
+        if why is not Refusal.ASKED and not self._generation.succeeded:
+            self._metrics.rendezvous_total.inc(result=_RENDEZVOUS_ENDS.get(why, "closed"))
 
-    def reported(self, report: Report, now: float) -> None:
-        metrics, wall = self._metrics, time.time()
+    # ---------------------------------------------------------------- what workers report
+
+    def reported(self, report: Report, at: float) -> None:
         if isinstance(report, StepReport):
-            self._step = report.step
-            metrics.progress(report.step, wall)
-            if not self._timeline.first_step:
-                self._timeline.first_step = True
-                self._tell_timeline(report, now)
+            self._stepped(report, at)
         elif isinstance(report, SaveReport):
-            if report.result == "ok":
-                metrics.checkpoint_saved(
-                    tier="local",
-                    step=report.step,
-                    size_bytes=report.bytes,
-                    duration_s=report.duration_s,
-                    at_s=wall,
-                )
-            else:
-                metrics.checkpoint_saves_total.inc(tier="local", result="error")
-                log.warning("checkpoint of step %d failed; training goes on", report.step)
-        elif isinstance(report, LoadReport) and report.result != "none":
-            metrics.checkpoint_loads_total.inc(tier="local", result=report.result)
-            if report.result == "corrupt":
-                metrics.checkpoint_verify_failures_total.inc()
+            self._saved(report, at)
+        else:
+            self._loaded(report)
 
-    def _tell_timeline(self, report: StepReport, now: float) -> None:
-        line = self._timeline
-        if line.stop is None or line.gone is None or line.start is None:
+    def _stepped(self, report: StepReport, at: float) -> None:
+        first = not self._steps.stepped
+        self._generation.step = report.step
+        self._metrics.progress(report.step, self._wall_clock())
+        self._count(self._steps.done(report.step, at))
+        recovery = self._hear(News.STEPPED_AGAIN if self._steps.catching_up else News.STEPPED, at)
+        if first and recovery is not None:
+            parts = ", ".join(f"{phase.value} {recovery.phases[phase]:.2f} s" for phase in PHASES)
+            log.info(
+                "generation %d: first step is %d, after %.2f s without training (%s)",
+                report.generation,
+                report.step,
+                recovery.duration_s,
+                parts,
+            )
+        elif first:
             log.info("generation %d: first step is %d", report.generation, report.step)
+
+    def _count(self, counted: Counted) -> None:
+        self._metrics.count_steps(new=counted.new, lost=counted.lost, mean_s=counted.mean_s)
+
+    def _saved(self, report: SaveReport, at: float) -> None:
+        metrics = self._metrics
+        metrics.checkpoint_blocked_seconds_total.inc(report.duration_s)
+        if report.result != "ok":
+            metrics.checkpoint_saves_total.inc(tier="local", result="error")
+            log.warning("checkpoint of step %d failed; training goes on", report.step)
             return
-        log.info(
-            "generation %d: first step is %d, %.2f s after the stop (stop %.2f s, rendezvous %.2f s, start %.2f s)",
-            report.generation,
-            report.step,
-            now - line.stop,
-            line.gone - line.stop,
-            line.start - line.gone,
-            now - line.start,
+        self._count(self._steps.saved(report.step))
+        metrics.checkpoint_saved(
+            tier="local",
+            step=report.step,
+            size_bytes=report.bytes,
+            duration_s=report.duration_s,
+            at_s=self._wall_clock(),
         )
+        if self._saved_at is not None:
+            metrics.checkpoint_interval_seconds.set(at - self._saved_at)
+        self._saved_at = at
+
+    def _loaded(self, report: LoadReport) -> None:
+        metrics, generation = self._metrics, self._generation
+        if report.result != "none":
+            metrics.checkpoint_loads_total.inc(tier="local", result=report.result)
+        if report.result == "corrupt":
+            metrics.checkpoint_verify_failures_total.inc()
+            generation.damaged = max(report.step, generation.damaged or 0)
+        elif report.result != "error":
+            self._count(self._steps.resumed(report.step))
+            if generation.damaged is not None and report.step < generation.damaged:
+                metrics.checkpoint_fallbacks_total.inc()
+            generation.damaged = None

@@ -21,11 +21,20 @@ log = logging.getLogger(__name__)
 class ReportReceiver:
     """One named thread that turns datagrams into events."""
 
-    def __init__(self, path: Path, post: Callable[[Event], None], has_room: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        post: Callable[[Event], None],
+        has_room: Callable[[], bool],
+        clock: Callable[[], float],
+        count_dropped: Callable[[], None],
+    ) -> None:
         self.path = path
-        self.dropped = 0
         self._post = post
         self._has_room = has_room
+        self._clock = clock
+        self._count_dropped = count_dropped
+        self._said = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(str(path))
 
@@ -47,11 +56,12 @@ class ReportReceiver:
                 self._drop("a report that does not decode: %s", error)
                 continue
             if self._has_room():
-                self._post(Reported(report))
+                self._post(Reported(report, self._clock()))
             else:
                 self._drop("reports: the agent is too busy")
 
     def _drop(self, why: str, *details: object) -> None:
-        if not self.dropped:
+        self._count_dropped()
+        if not self._said:
+            self._said = True
             log.warning("dropping " + why + " (said once; later ones are only counted)", *details)
-        self.dropped += 1

@@ -40,6 +40,7 @@ from .guard import Guard
 from .logs import WorkerLogs
 from .loop import Ending, Loop, Node
 from .machine import Machine
+from .measured_store import MeasuredStore
 from .network import LOOPBACK, reachable_at, unique_node_id
 from .observer import Observer
 from .options import SECRET_VARIABLES
@@ -89,6 +90,7 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
     endpoint = c10d_endpoint(config)
     address = node_address(config, endpoint)
     clock = time.monotonic
+    started_at = clock()
     rng = random.SystemRandom()
     incarnation = uuid.uuid4().hex[:12]
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -114,7 +116,8 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
 
         manager.ready()
         looking = "looking for the rendezvous store"
-        store = open_store(config, endpoint, store_listener, events, lambda: manager.turn(looking))
+        found = open_store(config, endpoint, store_listener, events, lambda: manager.turn(looking))
+        store = MeasuredStore(found, metrics, clock)
         stack.callback(store.close)
         identity = NodeRecord(
             node=name,
@@ -133,10 +136,19 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
         stack.callback(guard.close)
         worker_store = WorkerStore(environment, events.put)
         stack.callback(worker_store.end)
-        logs = _started(stack, WorkerLogs(config.log_dir, name, sys.stdout.buffer, sys.stderr.buffer))
+        logs = _started(
+            stack,
+            WorkerLogs(config.log_dir, name, sys.stdout.buffer, sys.stderr.buffer, metrics.printed),
+        )
         reports = _started(
             stack,
-            ReportReceiver(run_dir / "reports", events.put, lambda: events.qsize() < MAX_WAITING_EVENTS),
+            ReportReceiver(
+                run_dir / "reports",
+                events.put,
+                lambda: events.qsize() < MAX_WAITING_EVENTS,
+                clock,
+                metrics.reports_dropped_total.inc,
+            ),
         )
         commits = _started(stack, CommitGate(run_dir / "commits", store, clock))
         link.start()
@@ -149,7 +161,7 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
             guard,
             worker_store,
             logs,
-            Observer(metrics, config.max_restarts, clock()),
+            Observer(metrics, config.max_restarts, started_at, time.time),
             manager,
             commits,
             events,

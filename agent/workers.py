@@ -78,6 +78,8 @@ class WorkerGroup:
         self.returncodes: dict[int, int] = {}
         self.ranks: dict[int, int] = {}
         self.stopping = False
+        self.killed = False
+        """Those that were left after the grace were sent SIGKILL."""
         self._incarnation = incarnation
         self._guard = guard
         self._logs = logs
@@ -119,9 +121,10 @@ class WorkerGroup:
             poll.register(pidfd, select.POLLIN)
         while pidfds:
             for pidfd, _ in poll.poll():
+                at = self._clock()
                 poll.unregister(pidfd)
                 os.close(pidfd)
-                self._post(WorkerExited(self.generation, pidfds.pop(pidfd)))
+                self._post(WorkerExited(self.generation, pidfds.pop(pidfd), at))
 
     def reap(self, local_rank: int) -> int:
         """The return code of a worker that has exited: negative for a signal."""
@@ -155,6 +158,7 @@ class WorkerGroup:
         """Drive the stop on, and say whether nothing of this generation is left on this node."""
         if self.running:
             if self._kill_at is not None and self._clock() >= self._kill_at:
+                self.killed = True
                 for process in self._unreaped():
                     self._signal(process, signal.SIGKILL, group=True)
                 self._kill_at = self._clock() + 1.0

@@ -1,4 +1,5 @@
-"""What a metric is: a name with its type, its help text, the labels it may have, and the samples that it shows.
+"""What a metric is: a name with its type, its help text, the labels it may have, and the samples that it shows; and the
+page on which many are read at once.
 
 Words: a *family* is one metric name with its type, help text and labels; a *series* is one family with one value for
 each label. Which families an agent has says `metrics`.
@@ -6,6 +7,7 @@ each label. Which families an agent has says `metrics`.
 Invariants:
 - Every label has a closed set of values: no peer, exception text or port can make the number of series grow. A label
   or value outside the set is a bug of the caller: `ValueError`.
+- A scrape sees whole transitions: one lock covers everything that is written together, and the snapshot for `render`.
 - Counters and histograms exist from the start, at zero, for every combination of label values: `increase()` does not
   see the event that creates a series. Counters never fall. A gauge is absent until its value is known, and again when
   it no longer is: 0 is a claim too.
@@ -21,13 +23,22 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+PREFIX = "elastic_agent_"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Series: TypeAlias = tuple[str, ...]
 """One value per label, in the order of the family's labels."""
 
 Sample: TypeAlias = tuple[str, dict[str, str], float]
 """Suffix of the name, labels, value."""
+
+
+_F = TypeVar("_F", bound="Family")
 
 
 class Family:
@@ -123,6 +134,11 @@ class Counter(Family):
         with self._lock:
             self._values[series] += amount
 
+    def reach(self, total: float, /, **labels: object) -> None:
+        """For what is counted elsewhere: it has come to `total`."""
+        with self._lock:
+            self.inc(total - self._values[self._series(labels)], **labels)
+
     def samples(self) -> Iterator[Sample]:
         for series, value in self._values.items():
             yield "", self._named(series), value
@@ -158,3 +174,54 @@ class Histogram(Family):
                 yield "_bucket", {**named, "le": bound}, up_to_bound
             yield "_count", named, sum(counts)
             yield "_sum", named, self._sums[series]
+
+
+class Page:
+    """Families that share a lock and some labels; `clock` tells the age of what is shown as an age."""
+
+    def __init__(self, constant_labels: Mapping[str, str], clock: Callable[[], float]) -> None:
+        self.families: list[Family] = []
+        self._constant_labels = dict(constant_labels)
+        self._clock = clock
+        self._lock = threading.RLock()
+
+    def render(self) -> bytes:
+        """The whole page in the text exposition format, as CONTENT_TYPE says. Any thread may call it."""
+        # Here, because with all that it imports it would be a third of the agent's start. A scrape is in no hurry.
+        from prometheus_client import generate_latest
+
+        return generate_latest(self)
+
+    def collect(self) -> list[Metric]:
+        """A snapshot of every family, as prometheus_client asks for it."""
+        from prometheus_client.core import Metric
+
+        page: list[Metric] = []
+        with self._lock:
+            for family in self.families:
+                # Metric wants a counter's name without "_total"; the text format puts it back.
+                metric = Metric(PREFIX + family.name.removesuffix("_total"), family.help_text, family.kind)
+                for suffix, labels, value in family.samples():
+                    metric.add_sample(
+                        PREFIX + family.name + suffix, {**self._constant_labels, **labels}, value
+                    )
+                page.append(metric)
+        return page
+
+    def _gauge(self, name: str, help_text: str, /, **labels: Sequence[str]) -> Gauge:
+        return self._add(Gauge(self._lock, name, help_text, labels))
+
+    def _age(self, name: str, help_text: str, /, **labels: Sequence[str]) -> Age:
+        return self._add(Age(self._lock, name, help_text, labels, self._clock))
+
+    def _counter(self, name: str, help_text: str, /, **labels: Sequence[str]) -> Counter:
+        return self._add(Counter(self._lock, name, help_text, labels))
+
+    def _histogram(
+        self, name: str, help_text: str, buckets: Sequence[float], /, **labels: Sequence[str]
+    ) -> Histogram:
+        return self._add(Histogram(self._lock, name, help_text, labels, buckets))
+
+    def _add(self, family: _F) -> _F:
+        self.families.append(family)
+        return family

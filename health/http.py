@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 
-from .metrics import CONTENT_TYPE
+from .families import CONTENT_TYPE
 
 logger = logging.getLogger(__name__)
 

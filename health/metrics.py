@@ -3,27 +3,17 @@
 The names are a published interface: dashboards and alerts depend on them, and `docs/metrics.md` lists them in a table
 that a test compares with this file. An attribute is the metric's name without the prefix:
 `metrics.restarts_total.inc(reason="oom")` is elastic_agent_restarts_total{reason="oom"}.
-
-Invariant: a scrape sees whole transitions. One lock covers each method that writes, and the snapshot for `render`.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Mapping
 
-from .families import Age, Counter, Family, Gauge, Histogram
-
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
-
-PREFIX = "elastic_agent_"
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+from .families import Page
 
 STATES = ("init", "joining", "starting", "running", "stopping", "draining", "backoff", "succeeded", "failed")
 NODE_STATES = ("active", "standby", "waiting", "lost")
-WORKER_STATES = ("starting", "running", "failed", "stopped")
+WORKER_STATES = ("running", "stopped", "failed")
 RENDEZVOUS_RESULTS = ("ok", "timeout", "closed", "error")
 FAILURE_REASONS = (
     "exception",
@@ -60,10 +50,8 @@ STEP_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 PROMPT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """For what should take milliseconds."""
 
-_F = TypeVar("_F", bound=Family)
 
-
-class Metrics:
+class Metrics(Page):
     """The families of one agent, each series carrying `run_id` and `node`.
 
     slots: workers on this node; local_rank is 0..slots-1. started_at_s: when the agent started, in seconds
@@ -90,9 +78,7 @@ class Metrics:
         torch_version: str = "",
         nccl_version: str = "",
     ) -> None:
-        self._constant_labels = {"run_id": run_id, "node": node}
-        self._lock = threading.RLock()
-        self.families: list[Family] = []
+        super().__init__({"run_id": run_id, "node": node}, clock)
         local_ranks = [str(local_rank) for local_rank in range(slots)]
         build = {
             "version": version,
@@ -113,7 +99,10 @@ class Metrics:
             **{label: (value,) for label, value in place.items()},
         )
         self.state = self._gauge(
-            "state", "What the agent is doing: 1 for the current state, 0 for the others.", state=STATES
+            "state",
+            "What the agent is doing: 1 for the current state, 0 for the others. Workers are starting until one "
+            "reports a step.",
+            state=STATES,
         )
         self.up_since_timestamp_seconds = self._gauge(
             "up_since_timestamp_seconds", "When this agent started, in seconds since the epoch."
@@ -152,7 +141,12 @@ class Metrics:
             kind=MEMBERSHIP_CHANGES,
         )
 
-        self.workers = self._gauge("workers", "Workers of this node, by state.", state=WORKER_STATES)
+        self.workers = self._gauge(
+            "workers",
+            "Workers of this node: running undisturbed; stopped were told to stop and are still there; failed ended by "
+            "themselves, and the others of their generation are not gone yet.",
+            state=WORKER_STATES,
+        )
         self.worker_up = self._gauge(
             "worker_up", "1 while this worker's process runs, else 0.", local_rank=local_ranks
         )
@@ -221,7 +215,7 @@ class Metrics:
 
         self.step = self._gauge("step", "Newest training step that a worker of this node reported.")
         self.last_step_timestamp_seconds = self._gauge(
-            "last_step_timestamp_seconds", "When that step was reported, in seconds since the epoch."
+            "last_step_timestamp_seconds", "When the agent heard of that step, in seconds since the epoch."
         )
         self.steps_total = self._counter(
             "steps_total",
@@ -270,15 +264,10 @@ class Metrics:
             "lease_renewal_failures_total",
             "Keep-alives of this node's lease that the rendezvous store did not confirm.",
         )
-        self.lease_age_seconds = self._add(
-            Age(
-                self._lock,
-                "lease_age_seconds",
-                "Seconds since this node sent the newest keep-alive that the rendezvous store confirmed; absent "
-                "without a lease.",
-                {},
-                clock,
-            )
+        self.lease_age_seconds = self._age(
+            "lease_age_seconds",
+            "Seconds since this node sent the newest keep-alive that the rendezvous store confirmed; absent without a "
+            "lease.",
         )
         self.port_bind_attempts_total = self._counter(
             "port_bind_attempts_total", "Attempts to bind a port, by what it is for.", purpose=PORT_PURPOSES
@@ -410,6 +399,48 @@ class Metrics:
             for state, number in {**dict.fromkeys(WORKER_STATES, 0), **by_state}.items():
                 self.workers.set(number, state=state)
 
+    def turn_over(self, *, joined: int, left: int, lost: int, incident: str | None) -> None:
+        """The world has changed: nodes by what became of them, and the root of the failure if one was behind it."""
+        with self._lock:
+            for kind, number in (("join", joined), ("leave", left), ("lost", lost)):
+                self.membership_changes_total.inc(number, kind=kind)
+            if incident is not None:
+                self.failures_total.inc(reason=incident)
+
+    def worker_exited(self, local_rank: int, returncode: int) -> None:
+        with self._lock:
+            self.worker_up.set(0, local_rank=local_rank)
+            self.worker_last_exit_code.set(returncode, local_rank=local_rank)
+
+    def recovered(self, kind: str, phases_s: Mapping[str, float]) -> None:
+        """Training goes on after having stood still for these seconds."""
+        with self._lock:
+            self.recovery_duration_seconds.observe(sum(phases_s.values()), kind=kind)
+            for phase, seconds in phases_s.items():
+                self.recovery_phase_duration_seconds.observe(seconds, phase=phase)
+
+    def account(self, productive_s: float, lost_s: Mapping[str, float], *, reports_steps: bool) -> None:
+        """What the agent's life until now went into. Without steps nobody knows how much of it was productive."""
+        with self._lock:
+            self.productive_time_seconds_total.reach(productive_s)
+            for cause, seconds in lost_s.items():
+                self.lost_time_seconds_total.reach(seconds, cause=cause)
+            if reports_steps:
+                self.goodput_ratio.set(productive_s / (productive_s + sum(lost_s.values())))
+
+    def count_steps(self, *, new: int, lost: int, mean_s: float | None) -> None:
+        with self._lock:
+            self.steps_total.inc(new)
+            self.lost_steps_total.inc(lost)
+            if mean_s is not None:
+                self.step_duration_seconds.observe(mean_s)
+
+    def printed(self, stream: str, lines: int, size: int) -> None:
+        """Workers have printed so many lines and bytes."""
+        with self._lock:
+            self.log_lines_total.inc(lines, stream=stream)
+            self.log_bytes_total.inc(size, stream=stream)
+
     def progress(self, step: int, at_s: float) -> None:
         """A worker reported `step` at `at_s`, seconds since the epoch."""
         with self._lock:
@@ -426,43 +457,3 @@ class Metrics:
             self.checkpoint_size_bytes.set(size_bytes, tier=tier)
             self.checkpoint_last_step.set(step, tier=tier)
             self.checkpoint_last_success_timestamp_seconds.set(at_s, tier=tier)
-
-    # What a scrape reads.
-
-    def render(self) -> bytes:
-        """The whole page in the text exposition format, as CONTENT_TYPE says. Any thread may call it."""
-        # Here, because with all that it imports it would be a third of the agent's start. A scrape is in no hurry.
-        from prometheus_client import generate_latest
-
-        return generate_latest(self)
-
-    def collect(self) -> list[Metric]:
-        """A snapshot of every family, as prometheus_client asks for it."""
-        from prometheus_client.core import Metric
-
-        page: list[Metric] = []
-        with self._lock:
-            for family in self.families:
-                # Metric wants a counter's name without "_total"; the text format puts it back.
-                metric = Metric(PREFIX + family.name.removesuffix("_total"), family.help_text, family.kind)
-                for suffix, labels, value in family.samples():
-                    metric.add_sample(
-                        PREFIX + family.name + suffix, {**self._constant_labels, **labels}, value
-                    )
-                page.append(metric)
-        return page
-
-    def _gauge(self, name: str, help_text: str, /, **labels: Sequence[str]) -> Gauge:
-        return self._add(Gauge(self._lock, name, help_text, labels))
-
-    def _counter(self, name: str, help_text: str, /, **labels: Sequence[str]) -> Counter:
-        return self._add(Counter(self._lock, name, help_text, labels))
-
-    def _histogram(
-        self, name: str, help_text: str, buckets: Sequence[float], /, **labels: Sequence[str]
-    ) -> Histogram:
-        return self._add(Histogram(self._lock, name, help_text, labels, buckets))
-
-    def _add(self, family: _F) -> _F:
-        self.families.append(family)
-        return family

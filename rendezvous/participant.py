@@ -170,6 +170,11 @@ class Participant:
         """Until then the lease cannot have ended; minus infinity without one."""
         return self._session.proof.proven_until if self._session.lease is not None else -math.inf
 
+    @property
+    def confirmed_at(self) -> float | None:
+        """When the newest confirmed keep-alive of the lease was sent; None without one."""
+        return self._session.proof.confirmed_at if self._session.lease is not None else None
+
     def lease_good(self, now: float) -> bool:
         """Nobody can have been given this node's place (I10)."""
         return self._session.lease is not None and self._session.proof.holds(now)
@@ -181,7 +186,7 @@ class Participant:
             self.identity.node,
             session.incarnation,
             generation,
-            confirmed_s=now - session.proof.confirmed_at if session.lease is not None else None,
+            confirmed_s=now - self.confirmed_at if self.confirmed_at is not None else None,
             whole_s=session.proof.whole_s(now) if generation else None,
         )
 

@@ -9,6 +9,7 @@ The local rank comes from `ELASTIC_AGENT_LOCAL_RANK`: where each worker sees one
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import multiprocessing
@@ -29,7 +30,7 @@ def step(step: int) -> None:
     """Tell the agent that optimizer step number `step` has just finished.
 
     Call it once per optimizer step, on every rank; it costs a microsecond and neither raises nor waits. The agent
-    hears of at most one step per 0.1 s, always of the first.
+    hears of at most one step per 0.1 s, always of the first, and of the last when the process ends by itself.
 
         for step in range(start, total_steps):
             train_one(batch)
@@ -57,6 +58,7 @@ class Reporter:
     def __init__(self, environ: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._next_s = -math.inf
+        self._held_back: int | None = None
         self._pid = os.getpid()
         self._address = environ.get("ELASTIC_AGENT_REPORTS", "")
         self._socket: socket.socket | None = None
@@ -74,8 +76,18 @@ class Reporter:
             return
         now_s = self._clock()
         if now_s < self._next_s:
+            self._held_back = step
             return
         self._next_s = now_s + STEP_INTERVAL_S
+        self._send_step(step)
+
+    def flush(self) -> None:
+        """Send the step that was held back, if it was the last one."""
+        if self._held_back is not None:
+            self._send_step(self._held_back)
+
+    def _send_step(self, step: int) -> None:
+        self._held_back = None
         self.send(lambda g, r: StepReport(g, r, operator.index(step)))
 
     def send(self, report: Callable[[int, int], Report]) -> None:
@@ -102,4 +114,5 @@ def _start() -> Reporter:
     global _reporter
     is_helper = multiprocessing.parent_process() is not None
     _reporter = Reporter({} if is_helper else os.environ)
+    atexit.register(_reporter.flush)
     return _reporter

@@ -35,8 +35,13 @@ class Rig:
         self.console = console
         self._out = (console / "out").open("wb", buffering=0)
         self._err = (console / "err").open("wb", buffering=0)
-        self.logs = WorkerLogs(directory, "n1", self._out, self._err)
+        self.counted: dict[str, list[int]] = {"stdout": [0, 0], "stderr": [0, 0]}
+        self.logs = WorkerLogs(directory, "n1", self._out, self._err, self._count)
         self.logs.start()
+
+    def _count(self, name: str, lines: int, size: int) -> None:
+        counted = self.counted[name]
+        counted[:] = [counted[0] + lines, counted[1] + size]
 
     def worker(self, generation: int = 1, rank: int = 0) -> tuple[int, int]:
         (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
@@ -112,6 +117,16 @@ def test_each_stream_goes_to_its_file_as_it_is_and_to_its_console_with_the_prefi
     assert rig.file("stderr", 3, 5) == b"warning \xff\n"
     assert rig.logs.log_file(3, 5) == rig.directory / "gen3" / "rank5" / "stderr.log"  # type: ignore[operator]
     assert rig.logs.log_file(3, 6) is None
+
+
+def test_lines_and_bytes_are_counted_by_stream(rig: Rig) -> None:
+    (out, err), (other, _) = rig.worker(rank=0), rig.worker(rank=1)
+    os.write(out, b"one\ntwo\nhalf")
+    os.write(other, b"three\n")
+    os.write(err, b"\xff\n")
+    eventually(lambda: rig.counted == {"stdout": [3, 18], "stderr": [1, 2]})
+    rig.logs.detach_generation(1)
+    eventually(lambda: rig.counted == {"stdout": [4, 18], "stderr": [1, 2]})
 
 
 def test_lines_of_two_ranks_that_arrive_in_halves_stay_whole(rig: Rig) -> None:

@@ -15,8 +15,8 @@ import pytest
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic_agent.health.families import Histogram
-from elastic_agent.health.metrics import DURATION_BUCKETS_S, NODE_STATES, PREFIX, STATES, Metrics
+from elastic_agent.health.families import PREFIX, Histogram
+from elastic_agent.health.metrics import DURATION_BUCKETS_S, NODE_STATES, STATES, Metrics
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 VERSION_LABELS = {"version", "torch_version", "nccl_version", "python_version"}

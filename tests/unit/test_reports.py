@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import socket
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_agent.agent.events import Event, Reported
+from elastic_agent.agent.reports import ReportReceiver
 from elastic_agent.worker import progress
 from elastic_agent.worker.progress import Reporter
 from elastic_agent.worker.reports import (
@@ -139,6 +142,19 @@ def test_the_first_step_is_reported_and_then_one_per_interval(agent: Agent) -> N
     assert agent.received() == [StepReport(7, 3, step) for step in (1, 8, 15, 22, 29)]
 
 
+def test_the_last_step_is_reported_when_the_process_ends_by_itself(agent: Agent) -> None:
+    program = "from elastic_agent.worker import step\nfor number in range(1, 5): step(number)\n"
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, **agent.environ}, check=True)
+    assert agent.received() == [StepReport(7, 3, 1), StepReport(7, 3, 4)]
+
+
+def test_a_step_that_was_reported_is_not_reported_again_at_the_end(agent: Agent) -> None:
+    reporter = Reporter(agent.environ)
+    reporter.step(1)
+    reporter.flush()
+    assert agent.received() == [StepReport(7, 3, 1)]
+
+
 def test_a_forked_child_does_not_report(agent: Agent) -> None:
     reporter = Reporter(agent.environ)
     child = os.fork()
@@ -225,6 +241,25 @@ def test_the_functions_report_as_the_environment_says(agent: Agent, monkeypatch:
     assert agent.received() == [
         StepReport(7, 3, 5), SaveReport(7, 3, 5, "ok", 0.5, 100), LoadReport(7, 3, 5, "corrupt", 0.5)
     ]  # fmt: skip
+
+
+def test_the_agent_counts_what_it_cannot_read_or_has_no_room_for(agent: Agent, tmp_path: Path) -> None:
+    told: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+    room = True
+    receiver = ReportReceiver(
+        tmp_path / "receiver", told.put, lambda: room, lambda: 12.5, lambda: told.put(None)
+    )
+    receiver.start()
+    reporter = Reporter({**agent.environ, "ELASTIC_AGENT_REPORTS": str(tmp_path / "receiver")})
+    reporter.step(1)
+    assert told.get(timeout=20) == Reported(StepReport(7, 3, 1), at=12.5)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        stranger.sendto(b"not a report", str(tmp_path / "receiver"))
+    assert told.get(timeout=20) is None
+    room = False
+    reporter.send(lambda g, r: StepReport(g, r, 2))
+    assert told.get(timeout=20) is None
+    receiver.close()
 
 
 def test_the_agent_can_import_the_messages_without_torch() -> None:

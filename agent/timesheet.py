@@ -1,0 +1,128 @@
+"""Who owns each second of an agent's life: useful training, or one of the reasons why there was none.
+
+Words: an *activity* is what this node's time goes into, one at any instant. A *recovery* is the time for which training
+stood still: from the first failure or stop order to the first step of a later generation, however many generations
+were tried in between. What a coordinator of other nodes knows does not come in here: it is this node's time.
+
+Invariants: the seconds of all activities add up to the age of the sheet, none ever falls, and the phases of a recovery
+add up to its duration. All three hold by construction: there is one clock hand, and each move of it is booked once.
+
+The table below is the whole state machine. News that it does not list for an activity changes nothing: steps that are
+heard while workers are being stopped, a second worker that fails because the first one did.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+class Activity(enum.Enum):
+    """The values are those of the metrics' labels."""
+
+    WAITING = "waiting"
+    """Nothing ran here before that is to go on: before the first world, next to a world without us, after the last."""
+    STARTUP = "startup"
+    """Workers run, and this generation has not reported a step: they load, or never report."""
+    PRODUCTIVE = "productive"
+    RECOMPUTE = "recompute"
+    """Steps are done again that an earlier generation had done."""
+    DETECT = "detect"
+    """A worker has failed here, and the others do not know."""
+    STOP = "stop"
+    RENDEZVOUS = "rendezvous"
+    """No worker is left, and the next world is being formed."""
+    BACKOFF = "backoff"
+
+
+class News(enum.Enum):
+    """What a sheet can hear."""
+
+    STARTED = enum.auto()
+    """Workers run."""
+    STEPPED = enum.auto()
+    """A step is done, and the one after it is new."""
+    STEPPED_AGAIN = enum.auto()
+    """A step is done, and the one after it was done before."""
+    FAILED = enum.auto()
+    STOPPING = enum.auto()
+    """The workers are told to stop."""
+    GONE = enum.auto()
+    """No worker is left; if nobody told them to stop, they were successful."""
+    HELD_BACK = enum.auto()
+    """The next world is ready but for a pause."""
+    RELEASED = enum.auto()
+    SET_ASIDE = enum.auto()
+    """The job goes on without this node, or is over."""
+
+
+TRAINING = (Activity.STARTUP, Activity.PRODUCTIVE, Activity.RECOMPUTE)
+"""Workers run undisturbed."""
+
+PHASES = (Activity.DETECT, Activity.STOP, Activity.RENDEZVOUS, Activity.BACKOFF, Activity.STARTUP)
+"""What a recovery consists of."""
+
+NEXT: Mapping[News, Mapping[Activity, Activity]] = {
+    News.STARTED: dict.fromkeys((Activity.WAITING, Activity.RENDEZVOUS, Activity.BACKOFF), Activity.STARTUP),
+    News.STEPPED: dict.fromkeys(TRAINING, Activity.PRODUCTIVE),
+    News.STEPPED_AGAIN: dict.fromkeys(TRAINING, Activity.RECOMPUTE),
+    News.FAILED: dict.fromkeys(TRAINING, Activity.DETECT),
+    News.STOPPING: dict.fromkeys((*TRAINING, Activity.DETECT), Activity.STOP),
+    News.GONE: {Activity.STOP: Activity.RENDEZVOUS, **dict.fromkeys(TRAINING, Activity.WAITING)},
+    News.HELD_BACK: {Activity.RENDEZVOUS: Activity.BACKOFF},
+    News.RELEASED: {Activity.BACKOFF: Activity.RENDEZVOUS},
+    News.SET_ASIDE: dict.fromkeys((Activity.RENDEZVOUS, Activity.BACKOFF), Activity.WAITING),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """Seconds of each of PHASES."""
+
+    phases: Mapping[Activity, float]
+
+    @property
+    def duration_s(self) -> float:
+        return sum(self.phases.values())
+
+
+class Timesheet:
+    """See the module's docstring. Instants are seconds, monotonic."""
+
+    def __init__(self, now: float) -> None:
+        self.activity = Activity.WAITING
+        self.seconds = dict.fromkeys(Activity, 0.0)
+        self._booked_until = now
+        self.reports_steps = False
+        """A worker has ever reported one."""
+        self._before_recovery: Mapping[Activity, float] | None = None
+
+    @property
+    def recovering(self) -> bool:
+        return self._before_recovery is not None
+
+    def advance(self, now: float) -> None:
+        """Book the time until now. An instant before one that was booked already counts as that."""
+        if now > self._booked_until:
+            self.seconds[self.activity] += now - self._booked_until
+            self._booked_until = now
+
+    def hear(self, news: News, at: float) -> Recovery | None:
+        """What happened at `at`. The recovery that is over with it, if one is."""
+        self.advance(at)
+        self.activity = NEXT[news].get(self.activity, self.activity)
+        self.reports_steps |= news in (News.STEPPED, News.STEPPED_AGAIN)
+        if self.activity in (Activity.DETECT, Activity.STOP):
+            self._before_recovery = self._before_recovery or dict(self.seconds)
+        elif self.activity is Activity.WAITING:
+            self._before_recovery = None
+        elif self.activity in TRAINING and not (self.activity is Activity.STARTUP and self.reports_steps):
+            return self._recovered()
+        return None
+
+    def _recovered(self) -> Recovery | None:
+        before, self._before_recovery = self._before_recovery, None
+        if before is None:
+            return None
+        return Recovery({phase: self.seconds[phase] - before[phase] for phase in PHASES})

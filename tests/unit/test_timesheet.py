@@ -1,0 +1,192 @@
+"""Who owns each second: the table of activities, the sums that always hold, and what counts as one recovery."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_agent.agent.timesheet import NEXT, PHASES, TRAINING, Activity, News, Recovery, Timesheet
+from elastic_agent.health.metrics import LOST_TIME_CAUSES, RECOVERY_PHASES
+
+WAITING, STARTUP, PRODUCTIVE, RECOMPUTE = (
+    Activity.WAITING,
+    Activity.STARTUP,
+    Activity.PRODUCTIVE,
+    Activity.RECOMPUTE,
+)
+DETECT, STOP, RENDEZVOUS, BACKOFF = Activity.DETECT, Activity.STOP, Activity.RENDEZVOUS, Activity.BACKOFF
+
+WAYS = {
+    WAITING: (),
+    STARTUP: (News.STARTED,),
+    PRODUCTIVE: (News.STARTED, News.STEPPED),
+    RECOMPUTE: (News.STARTED, News.STEPPED_AGAIN),
+    DETECT: (News.STARTED, News.FAILED),
+    STOP: (News.STARTED, News.STOPPING),
+    RENDEZVOUS: (News.STARTED, News.STOPPING, News.GONE),
+    BACKOFF: (News.STARTED, News.STOPPING, News.GONE, News.HELD_BACK),
+}
+"""How to get to each activity."""
+
+EXPECTED = {
+    (WAITING, News.STARTED): STARTUP,
+    (RENDEZVOUS, News.STARTED): STARTUP,
+    (BACKOFF, News.STARTED): STARTUP,
+    (STARTUP, News.STEPPED): PRODUCTIVE,
+    (RECOMPUTE, News.STEPPED): PRODUCTIVE,
+    (STARTUP, News.STEPPED_AGAIN): RECOMPUTE,
+    (PRODUCTIVE, News.STEPPED_AGAIN): RECOMPUTE,
+    (STARTUP, News.FAILED): DETECT,
+    (PRODUCTIVE, News.FAILED): DETECT,
+    (RECOMPUTE, News.FAILED): DETECT,
+    (STARTUP, News.STOPPING): STOP,
+    (PRODUCTIVE, News.STOPPING): STOP,
+    (RECOMPUTE, News.STOPPING): STOP,
+    (DETECT, News.STOPPING): STOP,
+    (STOP, News.GONE): RENDEZVOUS,
+    (STARTUP, News.GONE): WAITING,
+    (PRODUCTIVE, News.GONE): WAITING,
+    (RECOMPUTE, News.GONE): WAITING,
+    (RENDEZVOUS, News.HELD_BACK): BACKOFF,
+    (BACKOFF, News.RELEASED): RENDEZVOUS,
+    (RENDEZVOUS, News.SET_ASIDE): WAITING,
+    (BACKOFF, News.SET_ASIDE): WAITING,
+}
+"""All that is not here changes nothing."""
+
+
+def hear(sheet: Timesheet, *story: tuple[float, News]) -> list[Recovery]:
+    heard = [sheet.hear(news, at) for at, news in story]
+    return [recovery for recovery in heard if recovery is not None]
+
+
+@pytest.mark.parametrize(("activity", "news"), list(product(Activity, News)))
+def test_what_each_news_makes_of_each_activity(activity: Activity, news: News) -> None:
+    sheet = Timesheet(0.0)
+    hear(sheet, *((0.0, step) for step in WAYS[activity]))
+    assert sheet.activity is activity
+    sheet.hear(news, 0.0)
+    assert sheet.activity is EXPECTED.get((activity, news), activity)
+
+
+def test_the_labels_of_the_metrics_are_the_activities() -> None:
+    assert {activity.value for activity in Activity} == {"productive", *LOST_TIME_CAUSES}
+    assert tuple(phase.value for phase in PHASES) == RECOVERY_PHASES
+    assert set(NEXT) == set(News)
+
+
+FAILURE_HERE = [
+    (10.0, News.STARTED),
+    (12.0, News.STEPPED),
+    (40.0, News.FAILED),
+    (40.5, News.STOPPING),
+    (41.5, News.GONE),
+    (42.0, News.HELD_BACK),
+    (45.0, News.RELEASED),
+    (45.25, News.STARTED),
+    (48.25, News.STEPPED_AGAIN),
+    (53.25, News.STEPPED),
+]
+
+
+def test_each_second_belongs_to_what_happened_in_it() -> None:
+    sheet = Timesheet(4.0)
+    hear(sheet, *FAILURE_HERE)
+    sheet.advance(60.0)
+    assert sheet.seconds == {
+        WAITING: 6.0,
+        STARTUP: 2.0 + 3.0,
+        PRODUCTIVE: 28.0 + 6.75,
+        RECOMPUTE: 5.0,
+        DETECT: 0.5,
+        STOP: 1.0,
+        RENDEZVOUS: 0.75,
+        BACKOFF: 3.0,
+    }
+
+
+def test_a_recovery_ends_with_the_first_step_whether_it_is_new_or_not() -> None:
+    [recovery] = hear(Timesheet(4.0), *FAILURE_HERE)
+    assert recovery.phases == {DETECT: 0.5, STOP: 1.0, RENDEZVOUS: 0.75, BACKOFF: 3.0, STARTUP: 3.0}
+    assert recovery.duration_s == 48.25 - 40.0
+
+
+def test_generations_tried_in_vain_belong_to_the_recovery() -> None:
+    tried = [
+        (45.25, News.STARTED),
+        (46.25, News.FAILED),
+        (46.5, News.STOPPING),
+        (47.0, News.GONE),
+        (47.5, News.STARTED),
+        (50.0, News.STEPPED),
+    ]
+    [recovery] = hear(Timesheet(4.0), *FAILURE_HERE[:7], *tried)
+    assert recovery.phases == {DETECT: 0.75, STOP: 1.5, RENDEZVOUS: 1.25, BACKOFF: 3.0, STARTUP: 3.5}
+    assert recovery.duration_s == 10.0
+
+
+def test_without_steps_a_recovery_ends_when_the_workers_start() -> None:
+    sheet = Timesheet(0.0)
+    story = [
+        (1.0, News.STARTED),
+        (5.0, News.STOPPING),
+        (6.0, News.GONE),
+        (8.0, News.STARTED),
+        (9.0, News.STOPPING),
+    ]
+    [recovery] = hear(sheet, *story)
+    assert (recovery.duration_s, recovery.phases[STARTUP]) == (3.0, 0.0)
+    assert sheet.activity is STOP
+    assert sheet.recovering
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        pytest.param([(50.0, News.SET_ASIDE)], id="the others went on alone"),
+        pytest.param([(50.0, News.STARTED), (51.0, News.GONE)], id="there were no steps left to do"),
+    ],
+)
+def test_a_recovery_that_comes_to_nothing_is_none(ending: list[tuple[float, News]]) -> None:
+    sheet = Timesheet(4.0)
+    assert hear(sheet, *FAILURE_HERE[:5], *ending) == []
+    assert not sheet.recovering
+    assert hear(sheet, (60.0, News.STARTED), (61.0, News.STEPPED)) == []
+
+
+def test_an_instant_that_is_booked_already_stays_booked() -> None:
+    sheet = Timesheet(0.0)
+    hear(sheet, (1.0, News.STARTED), (2.0, News.STEPPED))
+    sheet.advance(10.0)
+    hear(sheet, (9.5, News.FAILED), (9.75, News.STOPPING))
+    sheet.advance(11.0)
+    assert (sheet.seconds[PRODUCTIVE], sheet.seconds[DETECT], sheet.seconds[STOP]) == (8.0, 0.0, 1.0)
+
+
+@given(
+    st.lists(st.tuples(st.one_of(st.none(), st.sampled_from(News)), st.integers(-3, 10).map(lambda n: n / 8)))
+)
+def test_the_seconds_add_up_and_never_fall(story: list[tuple[News | None, float]]) -> None:
+    sheet, now, latest = Timesheet(100.0), 100.0, 100.0
+    standing_still: float | None = None
+    for news, passed in story:
+        now += passed  # at times backwards: events of several threads overtake each other
+        before = dict(sheet.seconds)
+        latest = max(latest, now)
+        if news is None:
+            sheet.advance(now)
+        else:
+            recovery = sheet.hear(news, now)
+            if recovery is not None:
+                assert standing_still is not None
+                assert recovery.duration_s == latest - standing_still
+        assert sum(sheet.seconds.values()) == latest - 100.0  # eighths: exact
+        assert all(sheet.seconds[activity] >= before[activity] for activity in Activity)
+        if not sheet.recovering:
+            standing_still = None
+        elif standing_still is None:
+            standing_still = latest
+        assert sheet.recovering <= (sheet.activity not in (WAITING, *TRAINING[1:]))

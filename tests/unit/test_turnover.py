@@ -1,0 +1,117 @@
+"""Who came, who went and why, and what had failed: counted once, however a world is looked at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elastic_agent.agent.failures import WorkerFailure
+from elastic_agent.agent.turnover import NOTHING, Turnover, WorldWatch, reason
+from elastic_agent.rendezvous.records import (
+    Cause,
+    CauseKind,
+    Endpoint,
+    Failure,
+    Member,
+    Phase,
+    Result,
+    World,
+)
+
+OOM = Failure(1, "f", "s", WorkerFailure(0, 0, "a", 1, -9, "oom", "killed by SIGKILL").to_json())
+FAILED = Cause(CauseKind.FAILURE, "a", "s", OOM)
+
+
+def world(generation: int, nodes: str, cause: Cause, phase: Phase = Phase.RUNNING) -> World:
+    """`nodes` are letters, each the node and the incarnation; an upper case one is its next life."""
+    members = tuple(Member(node.lower(), f"{node}-1", 1, rank) for rank, node in enumerate(nodes))
+    result = Result.RESTARTS_EXHAUSTED if phase is Phase.ENDED else None
+    return World("job", generation, phase, members, Endpoint("h", 1), cause, result=result)
+
+
+def seen(*worlds: World | None, asked: tuple[str, ...] = ()) -> list[Turnover]:
+    """What changes, one after the other; the same look twice changes nothing."""
+    watch = WorldWatch()
+    watch.asked_to_stop(asked)
+    turnovers = []
+    for each in worlds:
+        turnovers.append(watch.see(each))
+        assert watch.see(each) == NOTHING
+        if each is not None:
+            assert watch.see(replace(each)) == NOTHING
+    return turnovers
+
+
+def stopped(generation: int, nodes: str, cause: Cause) -> World:
+    return world(generation, nodes, cause, Phase.STOPPING)
+
+
+START, JOIN = Cause(CauseKind.START), Cause(CauseKind.JOIN, "c")
+LEAVE_B, LOST_B = Cause(CauseKind.LEAVE, "b"), Cause(CauseKind.LOST, "b")
+
+
+@pytest.mark.parametrize(
+    ("cause", "nodes", "expected"),
+    [
+        pytest.param(JOIN, "abc", Turnover(joined=1), id="one joins"),
+        pytest.param(JOIN, "abcde", Turnover(joined=3), id="three join"),
+        pytest.param(LEAVE_B, "a", Turnover(left=1), id="one leaves"),
+        pytest.param(LOST_B, "a", Turnover(lost=1, incident="lost"), id="one is lost"),
+        pytest.param(LOST_B, "aB", Turnover(joined=1, lost=1, incident="lost"), id="one comes back anew"),
+        pytest.param(
+            LEAVE_B, "z", Turnover(joined=1, left=1, lost=1), id="one leaves, one is gone, one joins"
+        ),
+        pytest.param(FAILED, "ab", Turnover(incident="oom"), id="a worker fails"),
+        pytest.param(Cause(CauseKind.WITHDRAWN, "b"), "ab", Turnover(incident="lost"), id="one is cut off"),
+    ],
+)
+def test_what_changes_between_two_generations(cause: Cause, nodes: str, expected: Turnover) -> None:
+    after = world(2, nodes, cause)
+    assert seen(world(1, "ab", START), stopped(1, "ab", cause), after) == [NOTHING, NOTHING, expected]
+    assert seen(world(1, "ab", START), after) == [NOTHING, expected], "the stop may be missed"
+
+
+def test_a_node_that_was_heard_to_leave_beside_another_has_left() -> None:
+    worlds = (world(1, "abc", START), stopped(1, "abc", LEAVE_B), world(2, "a", LEAVE_B))
+    assert seen(*worlds)[2] == Turnover(left=1, lost=1)
+    assert seen(*worlds, asked=("c-1",))[2] == Turnover(left=2)
+
+
+def test_what_was_before_this_agent_came_is_not_its_to_count() -> None:
+    assert seen(world(7, "ab", FAILED)) == [NOTHING]
+    assert seen(None, stopped(7, "ab", FAILED), world(8, "abc", FAILED))[2] == Turnover(
+        joined=1, incident="oom"
+    )
+
+
+def test_a_failure_counts_as_what_the_next_world_calls_it() -> None:
+    """A worker that failed beside a lost node failed because of it."""
+    worlds = (world(1, "ab", START), stopped(1, "ab", FAILED), world(2, "a", LOST_B))
+    assert seen(*worlds)[1:] == [NOTHING, Turnover(lost=1, incident="lost")]
+
+
+def test_the_failure_that_ends_the_job_counts() -> None:
+    worlds = (world(1, "a", START), stopped(1, "a", FAILED), world(1, "a", FAILED, Phase.ENDED))
+    assert seen(*worlds)[1:] == [NOTHING, Turnover(incident="oom")]
+
+
+def test_a_new_run_of_the_job_is_no_turnover_of_the_old_one() -> None:
+    old = world(3, "ab", Cause(CauseKind.SUCCESS), Phase.ENDED)
+    assert seen(old, world(4, "cd", START)) == [NOTHING, NOTHING]
+
+
+@pytest.mark.parametrize(
+    ("cause", "expected"),
+    [
+        (FAILED, "oom"),
+        (replace(FAILED, failure=replace(OOM, detail="")), "unknown"),
+        (replace(FAILED, failure=replace(OOM, detail="not ours")), "unknown"),
+        (JOIN, "join"),
+        (LEAVE_B, "leave"),
+        (LOST_B, "lost"),
+        (Cause(CauseKind.WITHDRAWN, "b"), "lost"),
+    ],
+)
+def test_the_reason_of_a_restart(cause: Cause, expected: str) -> None:
+    assert reason(cause) == expected
