@@ -68,7 +68,7 @@ def _workers_that_fit(config: Config, inventory: Inventory) -> int:
 
 
 def _device_facts(config: Config, inventory: Inventory, workers: int) -> list[str]:
-    devices = ", ".join(inventory.cuda) or "none"
+    devices = ", ".join(device.entry for device in inventory.cuda) or "none"
     facts = [
         f"devices: CUDA {devices}; {inventory.cpus} CPUs; --nproc-per-node makes {workers} workers of them"
     ]

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.config import ConfigError, DevicePinning, WorkerCount
-from elastic_agent.agent.devices import Inventory, pin, probe, resolve_workers
+from elastic_agent.agent.devices import Device, Inventory, pin, probe, resolve_workers
 from elastic_agent.agent.variables import compose
 
 CPU_ONLY = Inventory(cuda=(), cpus=6)
-FOUR_GPUS = Inventory(cuda=("0", "1", "2", "3"), cpus=64)
-UUIDS = Inventory(cuda=("GPU-aa", "GPU-bb"), cpus=64)
-MIGS = Inventory(cuda=("MIG-aa", "MIG-bb"), cpus=64)
+FOUR_GPUS = Inventory(cuda=tuple(map(Device, "0123")), cpus=64)
+UUIDS = Inventory(cuda=(Device("GPU-aa"), Device("GPU-bb")), cpus=64)
+MIGS = Inventory(cuda=(Device("MIG-aa"), Device("MIG-bb")), cpus=64)
 DEVICE_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
@@ -28,6 +28,23 @@ def node(root: Path, *, nodes: tuple[str, ...] = (), driver: int = 0) -> dict[st
     for bus in range(driver):
         (root / f"proc/driver/nvidia/gpus/0000:{bus:02x}:00.0").mkdir(parents=True)
     return {"proc": root / "proc", "dev": root / "dev"}
+
+
+def informed(root: Path, gpus: dict[str, tuple[int, str]], *, minors: tuple[int, ...]) -> dict[str, Path]:
+    """A node whose driver tells of each GPU, by address, its minor number and uuid; /dev has these minors."""
+    trees = node(root, nodes=tuple(f"nvidia{minor}" for minor in minors))
+    for address, (minor, uuid) in gpus.items():
+        folder = root / f"proc/driver/nvidia/gpus/{address}"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(
+            f"Model: \t\t NVIDIA H100\nGPU UUID: \t {uuid}\nBus Type: \t PCIe\n"
+            f"Bus Location: \t {address}\nDevice Minor: \t {minor}\nGPU Excluded:\t No\n"
+        )
+    return trees
+
+
+THREE = {"0000:c1:00.0": (0, "GPU-ca11"), "0000:1b:00.0": (1, "GPU-1bff"), "0001:02:00.0": (2, "GPU-02ee")}
+BY_ADDRESS = ("0000:1b:00.0", "0000:c1:00.0", "0001:02:00.0")
 
 
 @pytest.mark.parametrize(
@@ -44,42 +61,119 @@ def node(root: Path, *, nodes: tuple[str, ...] = (), driver: int = 0) -> dict[st
 def test_devices_are_counted_without_the_driver(
     tmp_path: Path, nodes: tuple[str, ...], driver: int, cuda: tuple[str, ...]
 ) -> None:
-    assert probe({}, **node(tmp_path, nodes=nodes, driver=driver)).cuda == cuda
+    assert entries(probe({}, **node(tmp_path, nodes=nodes, driver=driver))) == cuda
+
+
+def entries(inventory: Inventory) -> tuple[str, ...]:
+    return tuple(device.entry for device in inventory.cuda)
+
+
+def addresses(inventory: Inventory) -> tuple[str | None, ...]:
+    return tuple(device.address for device in inventory.cuda)
+
+
+def test_devices_are_in_the_order_of_their_addresses(tmp_path: Path) -> None:
+    inventory = probe({}, **informed(tmp_path, THREE, minors=(0, 1, 2)))
+    assert (entries(inventory), addresses(inventory)) == (("0", "1", "2"), BY_ADDRESS)
+
+
+def test_a_container_has_only_the_devices_of_its_nodes(tmp_path: Path) -> None:
+    inventory = probe({}, **informed(tmp_path, THREE, minors=(2, 0)))
+    assert (entries(inventory), addresses(inventory)) == (("0", "1"), BY_ADDRESS[1:])
+
+
+def test_no_address_is_guessed_when_the_driver_orders_by_speed(tmp_path: Path) -> None:
+    trees = informed(tmp_path, THREE, minors=(0, 1, 2))
+    assert addresses(probe({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, **trees)) == (None,) * 3
 
 
 @pytest.mark.parametrize(
     ("listed", "cuda"),
     [
-        ("0,1,2,3", ("0", "1", "2", "3")),
-        ("3,1", ("3", "1")),
+        ("0,1,2", ("0", "1", "2")),
+        ("2,1", ("2", "1")),
         (" 2 , 0", ("2", "0")),
-        ("1x", ("1",)),
+        ("01", ("1",)),
+        ("0,", ("0",)),
         ("", ()),
+        (" ", ()),
         ("-1", ()),
         ("NoDevFiles", ()),
         ("0,-1,2", ("0",)),
-        ("0,,2", ("0",)),
-        ("0,9,1", ("0",)),  # only 4 are installed
-        ("4", ()),
-        ("1,1", ()),
-        ("1,01", ()),
-        ("0,-1,0", ("0",)),  # what stands behind the cut is not read
-        ("GPU-aa,GPU-bb", ("GPU-aa", "GPU-bb")),
-        ("GPU-aa,GPU-aa", ()),
-        ("GPU-aa,1", ("GPU-aa",)),
-        ("0,GPU-aa", ("0",)),
-        ("MIG-aa,MIG-bb,GPU-aa", ("MIG-aa", "MIG-bb")),
+        ("0,-1,9", ("0",)),  # what stands behind is not read
+        ("GPU-02ee,GPU-1bff", ("GPU-02ee", "GPU-1bff")),
+        ("GPU-02,GPU-CA", ("GPU-02", "GPU-CA")),
+        ("MIG-aa,MIG-bb", ("MIG-aa", "MIG-bb")),
         ("MIG-GPU-aa/1/0", ("MIG-GPU-aa/1/0",)),
     ],
 )
 def test_an_outer_list_is_read_as_cuda_reads_it(tmp_path: Path, listed: str, cuda: tuple[str, ...]) -> None:
-    nodes = ("nvidia0", "nvidia1", "nvidia2", "nvidia3")
-    assert probe({"CUDA_VISIBLE_DEVICES": listed}, **node(tmp_path, nodes=nodes)).cuda == cuda
+    trees = informed(tmp_path, THREE, minors=(0, 1, 2))
+    assert entries(probe({"CUDA_VISIBLE_DEVICES": listed}, **trees)) == cuda
+
+
+@pytest.mark.parametrize(
+    ("listed", "wrong"),
+    [
+        ("3", "'3'"),
+        ("0,9,1", "'9'"),
+        ("0,,2", "''"),
+        ("1x", "'1x'"),
+        ("0;1", "'0;1'"),
+        ("9" * 20, "'" + "9" * 20 + "'"),
+        ("0,GPU-ca11", "'GPU-ca11'"),
+        ("GPU-ca11,1", "'1'"),
+        ("GPU-ca11, GPU-1bff", "' GPU-1bff'"),  # CUDA does not read it either
+        ("GPU-ca12", "'GPU-ca12'"),
+        ("GPU-", "'GPU-'"),  # the beginning of each
+        ("MIG-aa,GPU-ca11", "'GPU-ca11'"),
+    ],
+)
+def test_an_entry_that_does_not_exist_is_refused(tmp_path: Path, listed: str, wrong: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        probe({"CUDA_VISIBLE_DEVICES": listed}, **informed(tmp_path, THREE, minors=(0, 1, 2)))
+    has = "GPU-1bff, GPU-ca11, GPU-02ee" if listed.startswith(("GPU-", "MIG-")) else "0, 1, 2"
+    told = [f"CUDA_VISIBLE_DEVICES {listed!r}", has, f"{wrong} is not one of them", "correct or unset it"]
+    assert all(text in str(caught.value) for text in told), caught.value
+
+
+@pytest.mark.parametrize("listed", ["1,1", "1,01", "GPU-ca11,GPU-ca", "MIG-aa,MIG-aa"])
+def test_a_device_named_twice_is_refused_because_cuda_would_show_none(tmp_path: Path, listed: str) -> None:
+    with pytest.raises(ConfigError, match="comes again"):
+        probe({"CUDA_VISIBLE_DEVICES": listed}, **informed(tmp_path, THREE, minors=(0, 1, 2)))
 
 
 @pytest.mark.parametrize("listed", ["0", "GPU-aa", "MIG-aa"])
-def test_a_list_makes_no_device_where_there_is_none(tmp_path: Path, listed: str) -> None:
-    assert probe({"CUDA_VISIBLE_DEVICES": listed}, **node(tmp_path)).cuda == ()
+def test_a_list_on_a_node_without_any_device_is_refused(tmp_path: Path, listed: str) -> None:
+    with pytest.raises(ConfigError, match="it has no CUDA device"):
+        probe({"CUDA_VISIBLE_DEVICES": listed}, **node(tmp_path))
+
+
+def test_a_list_for_devices_of_another_make_is_not_ours_to_judge(tmp_path: Path) -> None:
+    inventory = probe({"CUDA_VISIBLE_DEVICES": "0,1"}, **node(tmp_path, nodes=("kfd",)))
+    assert inventory.cuda == ()
+
+
+def test_what_only_the_driver_could_verify_is_believed(tmp_path: Path) -> None:
+    gpus = {**THREE, "0000:1b:00.0": (1, "GPU-????????-????-????-????-????????????")}
+    trees = informed(tmp_path, gpus, minors=(0, 1, 2))
+    migs = probe({"CUDA_VISIBLE_DEVICES": "MIG-aa,MIG-bb"}, **trees)
+    assert (migs.believed, addresses(migs)) == (("MIG-aa", "MIG-bb"), (None, None))
+    uuids = probe({"CUDA_VISIBLE_DEVICES": "GPU-new"}, **trees)
+    assert (uuids.believed, addresses(uuids)) == (("GPU-new",), (None,))
+
+
+def test_entries_lead_to_addresses(tmp_path: Path) -> None:
+    trees = informed(tmp_path, THREE, minors=(0, 1, 2))
+    for listed in ("2,0", "GPU-02ee,GPU-1b"):
+        inventory = probe({"CUDA_VISIBLE_DEVICES": listed}, **trees)
+        assert (addresses(inventory), inventory.believed) == ((BY_ADDRESS[2], BY_ADDRESS[0]), ())
+
+
+def test_mig_devices_of_the_only_gpu_have_its_address(tmp_path: Path) -> None:
+    trees = informed(tmp_path, THREE, minors=(0,))
+    inventory = probe({"CUDA_VISIBLE_DEVICES": "MIG-aa,MIG-bb"}, **trees)
+    assert addresses(inventory) == (BY_ADDRESS[1],) * 2
 
 
 def test_only_the_cpus_of_our_affinity_count() -> None:
