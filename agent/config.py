@@ -15,6 +15,7 @@ from typing import Literal
 
 from .ports import PortRange
 
+Affinity = Literal["none", "numa", "cores"]
 Backend = Literal["c10d", "etcd", "memory"]
 CommandKind = Literal["script", "module", "binary"]
 DevicePinning = Literal["index", "mask", "none"]
@@ -117,6 +118,7 @@ class Config:
     nodes: NodeCounts = NodeCounts()
     nproc_per_node: WorkerCount = 1
     device_pinning: DevicePinning = "index"
+    affinity: Affinity = "none"
     rendezvous: RendezvousConfig = RendezvousConfig()
     node_id: str | None = None  # None: the agent makes one that no other agent has
     local_addr: str | None = None  # None: the address that other nodes reach is found out

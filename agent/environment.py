@@ -12,7 +12,6 @@ from pathlib import Path
 
 from ..rendezvous.records import Member, World
 from .config import Config
-from .devices import pin
 from .machine import Machine
 from .timeouts import widening
 from .torch_settings import Facts, torch_settings
@@ -55,7 +54,7 @@ def chosen_variables(
     return (
         *torch_settings(facts),
         *contract(place, agent_incarnation=agent_incarnation, max_restarts=config.max_restarts),
-        *pin(config.device_pinning, place.local_rank, place.member.slots, machine.inventory).variables,
+        *machine.variables(place.local_rank),
     )
 
 

@@ -14,7 +14,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar, cast, get_args
 
-from .config import MASK, Backend, DevicePinning, Endpoint, NetworkProfile, NodeCounts, Secret, WorkerCount
+from .config import (
+    MASK,
+    Affinity,
+    Backend,
+    DevicePinning,
+    Endpoint,
+    NetworkProfile,
+    NodeCounts,
+    Secret,
+    WorkerCount,
+)
 from .ports import PortConfigError, PortRange
 
 T_co = TypeVar("T_co", covariant=True)
@@ -111,6 +121,16 @@ def read_network_profile(text: str) -> NetworkProfile:
     if text not in get_args(NetworkProfile):
         raise ValueError
     return cast(NetworkProfile, text)
+
+
+_TORCHRUNS_AFFINITY = {"node": "numa", "exclusive": "cores"}
+
+
+def read_affinity(text: str) -> Affinity:
+    text = _TORCHRUNS_AFFINITY.get(text, text)
+    if text not in get_args(Affinity):
+        raise ValueError
+    return cast(Affinity, text)
 
 
 def read_backend(text: str) -> Backend:

@@ -295,7 +295,8 @@ class Loop:
         chosen = chosen_variables(
             self._config, self._node.machine, place, agent_incarnation=self._node.incarnation
         )
-        return WorkerSpec(place.rank, local_rank, compose(self._node.environment, chosen))
+        environment = compose(self._node.environment, chosen)
+        return WorkerSpec(place.rank, local_rank, environment, self._node.machine.shares[local_rank].cpus)
 
     def _flight_records(self, generation: int) -> Path | None:
         """A folder that outlives the agent and that torch can write into; None where there is none."""

@@ -9,46 +9,63 @@ Invariant: nothing is started, opened or changed here; two calls on the same mac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from .affinity import CpuShare, probe_cpus, share
 from .config import Config, ConfigError, Problem
-from .devices import Inventory, pin, probe, resolve_workers
+from .devices import Inventory, PinnedDevice, pin, probe, resolve_workers
 from .profiles import TCP, Profile, choose_profile
 from .software import CURRENT, Software, find_software
 from .timeouts import ladder
+from .variables import Variable, settle
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the rooms decided, and why: it does not change while the agent lives."""
+    """What the rooms decided, and why: it does not change while the agent lives.
+
+    `pinned` and `shares` have an element for each worker, by local rank.
+    """
 
     inventory: Inventory
-    workers: int
+    pinned: tuple[PinnedDevice, ...]
+    shares: tuple[CpuShare, ...]
     facts: tuple[str, ...] = ()
     software: Software = CURRENT
     profile: Profile = TCP
+
+    @property
+    def workers(self) -> int:
+        return len(self.pinned)
+
+    def variables(self, local_rank: int) -> tuple[Variable, ...]:
+        """What the machine has to say about a worker's environment."""
+        return (*self.shares[local_rank].variables, *self.pinned[local_rank].variables)
 
 
 def examine(config: Config, environ: Mapping[str, str]) -> Machine:
     """Raises `ConfigError` with the problems of all rooms: print it and end with `ExitCode.BAD_CONFIG`."""
     problems: list[Problem] = []
     inventory = _ask(lambda: probe(environ), problems)
-    workers = _ask(lambda: _workers_that_fit(config, inventory), problems) if inventory is not None else None
+    pinned = _ask(lambda: _pinned(config, inventory), problems) if inventory is not None else None
     profile = _ask(lambda: choose_profile(config.network_profile, ()), problems)
-    if inventory is None or workers is None or profile is None:
+    if inventory is None or pinned is None or profile is None:
         raise ConfigError(problems)
+    devices = [each.device for each in pinned]
+    layout = probe_cpus([device.address for device in devices if device and device.address])
+    shares = share(config.affinity, devices, layout)
     software = find_software(environ)
     facts = (
-        *_device_facts(config, inventory, workers),
+        *_device_facts(environ, inventory, pinned, shares),
         f"network profile {profile.transport}: {profile.reason}",
         f"workers use {software}",
         f"timeouts of training: {ladder(config.timeouts)}",
     )
-    return Machine(inventory, workers, facts, software, profile)
+    return Machine(inventory, pinned, shares, facts, software, profile)
 
 
 def _ask(step: Callable[[], T], problems: list[Problem]) -> T | None:
@@ -60,20 +77,23 @@ def _ask(step: Callable[[], T], problems: list[Problem]) -> T | None:
         return None
 
 
-def _workers_that_fit(config: Config, inventory: Inventory) -> int:
+def _pinned(config: Config, inventory: Inventory) -> tuple[PinnedDevice, ...]:
     workers = resolve_workers(config.nproc_per_node, inventory)
-    for local_rank in range(workers):
-        pin(config.device_pinning, local_rank, workers, inventory)
-    return workers
+    return tuple(pin(config.device_pinning, local_rank, workers, inventory) for local_rank in range(workers))
 
 
-def _device_facts(config: Config, inventory: Inventory, workers: int) -> list[str]:
-    devices = ", ".join(device.entry for device in inventory.cuda) or "none"
-    facts = [
-        f"devices: CUDA {devices}; {inventory.cpus} CPUs; --nproc-per-node makes {workers} workers of them"
-    ]
-    for local_rank in range(workers):
-        facts.append(
-            f"worker {local_rank}: {pin(config.device_pinning, local_rank, workers, inventory).reason}"
-        )
-    return facts
+def _device_facts(
+    environ: Mapping[str, str],
+    inventory: Inventory,
+    pinned: Sequence[PinnedDevice],
+    shares: Sequence[CpuShare],
+) -> Iterator[str]:
+    cuda = [f"{device.entry} ({device.address or 'at an unknown address'})" for device in inventory.cuda]
+    yield f"devices: {', '.join(cuda) or 'no CUDA device'}; {inventory.cpus} CPUs"
+    if inventory.believed:
+        yield f"  believed, only the driver could tell whether they exist: {', '.join(inventory.believed)}"
+    for local_rank, (device, cpus) in enumerate(zip(pinned, shares, strict=True)):
+        yield f"worker {local_rank}: {device.reason}"
+        yield f"  {cpus.reason}"
+        for variable in settle(environ, cpus.variables):
+            yield f"  {variable.name}={variable.value} ({variable.by}: {variable.reason})"

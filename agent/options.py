@@ -17,7 +17,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from .config import Backend, DevicePinning, Endpoint, NetworkProfile, NodeCounts, Secret, WorkerCount
+from .config import (
+    Affinity,
+    Backend,
+    DevicePinning,
+    Endpoint,
+    NetworkProfile,
+    NodeCounts,
+    Secret,
+    WorkerCount,
+)
 from .kinds import (
     C10D_PORT,
     ETCD_PORT,
@@ -34,6 +43,7 @@ from .kinds import (
     StoreAddress,
     duration,
     endpoint,
+    read_affinity,
     read_arguments,
     read_backend,
     read_conf,
@@ -161,6 +171,15 @@ VIRTUAL_LOCAL_RANK: Option[bool] = Option(
     torchrun="virtual-local-rank",
     flag=True,
     shorthand=True,
+)
+AFFINITY: Option[Affinity] = Option(
+    "affinity",
+    Kind("none, numa or cores, or torchrun's node (numa) and exclusive (cores)", read_affinity),
+    "numa: each worker keeps to the CPUs next to its device, without devices to those of a NUMA node; cores: workers"
+    " divide these cores among them, whole ones; none: nothing is set. With the first two OMP_NUM_THREADS follows",
+    metavar="HOW",
+    default="none",
+    torchrun="numa-binding",
 )
 NODE_ID: Option[str | None] = Option(
     "node-id",
@@ -419,6 +438,7 @@ GROUPS: dict[str, tuple[Option[object], ...]] = {
         NPROC_PER_NODE,
         DEVICE_PINNING,
         VIRTUAL_LOCAL_RANK,
+        AFFINITY,
         NODE_ID,
     ),
     "Rendezvous": (BACKEND, ENDPOINT, JOB_ID, STANDALONE, JOIN_TIMEOUT, LAST_CALL, LEASE_TTL, RDZV_CONF),

@@ -29,6 +29,7 @@ from .config import (
 from .kinds import C10D_PORT, ETCD_PORT, StoreAddress
 from .layers import Layer, Setting, read_environ, read_file
 from .options import (
+    AFFINITY,
     ARGS,
     BACKEND,
     CONFIG_FILE,
@@ -193,6 +194,7 @@ def _config(settings: Settings, command: Command) -> Config:
         nodes=NodeCounts(settings[MIN_NODES].value, max_nodes),
         nproc_per_node=settings[NPROC_PER_NODE].value,
         device_pinning=settings[DEVICE_PINNING].value,
+        affinity=settings[AFFINITY].value,
         rendezvous=RendezvousConfig(
             backend=backend,
             endpoints=address.endpoints if address is not None else (),

@@ -1,11 +1,12 @@
-"""The first thing a worker process runs: `python -I -S shim.py AGENT_PID -- COMMAND...` makes itself ready and execs.
+"""The first thing a worker process runs: `python -I -S shim.py AGENT_PID CPUS -- COMMAND...` gets ready and execs.
 
 It ties the worker's life to the agent's (the kernel kills it when the thread that started it ends: start workers
-from the agent's main thread), and gives the command the signal mask and dispositions of a fresh shell, whatever the
-agent or this interpreter have set. That cannot be done between fork and exec in the agent, where Python code may
-deadlock beside gRPC's threads.
+from the agent's main thread), keeps it to CPUS, like 0,4,8 (empty: the agent's own), and gives the command the signal
+mask and dispositions of a fresh shell, whatever the agent or this interpreter have set. That cannot be done between
+fork and exec in the agent, where Python code may deadlock beside gRPC's threads.
 
-Exit codes as a shell's: 127 the command was not found, 126 it cannot be run; 1 the agent ended before the tie held.
+Exit codes as a shell's: 127 the command was not found, 126 it cannot be run; 1 the agent ended before the tie held, or
+none of the CPUs can be used.
 """
 
 from __future__ import annotations
@@ -18,13 +19,19 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
-def main(agent_pid: int, command: list[str]) -> int:
+def main(agent_pid: int, cpus: str, command: list[str]) -> int:
     """Returns only when the command could not be started."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         return _refuse(f"cannot be tied to the agent's life: {os.strerror(ctypes.get_errno())}", 1)
     if os.getppid() != agent_pid:  # it died before the line above: the signal will never come
         return _refuse(f"agent {agent_pid} is gone; not starting {command[0]!r}", 1)
+    if cpus:
+        try:
+            os.sched_setaffinity(0, map(int, cpus.split(",")))
+        except OSError as error:
+            advice = "were they taken away since the agent began? Start it again, or use --affinity none"
+            return _refuse(f"cannot run on the CPUs {cpus} ({error.strerror}): {advice}", 1)
     # Python ignores SIGPIPE and SIGXFSZ, and what is ignored stays so through exec; handlers do not.
     for number in signal.valid_signals():
         if signal.getsignal(number) == signal.SIG_IGN:
@@ -43,4 +50,4 @@ def _refuse(problem: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[3:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[4:]))

@@ -42,6 +42,8 @@ class WorkerSpec:
     rank: int
     local_rank: int
     environment: Mapping[str, str]
+    cpus: tuple[int, ...] = ()
+    """Where it may run; empty for wherever the agent may."""
 
 
 def command_line(command: Command, local_rank: int) -> list[str]:
@@ -56,9 +58,13 @@ def command_line(command: Command, local_rank: int) -> list[str]:
     return [command.target, *args]
 
 
-def tied(command: Sequence[str]) -> list[str]:
-    """The same command, through the shim: it dies with this process, and with the thread that starts it."""
-    return [sys.executable, "-I", "-S", str(SHIM), str(os.getpid()), "--", *command]
+def tied(command: Sequence[str], cpus: Sequence[int] = ()) -> list[str]:
+    """The same command, through the shim: it dies with this process, and with the thread that starts it.
+
+    It runs on these CPUs only, if any are given.
+    """
+    kept_to = ",".join(map(str, cpus))
+    return [sys.executable, "-I", "-S", str(SHIM), str(os.getpid()), kept_to, "--", *command]
 
 
 class WorkerGroup:
@@ -98,7 +104,7 @@ class WorkerGroup:
 
     def _start_one(self, command: Command, spec: WorkerSpec) -> None:
         process = subprocess.Popen(
-            tied(command_line(command, spec.local_rank)),
+            tied(command_line(command, spec.local_rank), spec.cpus),
             env=dict(spec.environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

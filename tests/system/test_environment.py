@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+
+from elastic_agent.agent.affinity import probe_cpus, share
 
 from .harness import C_LIBRARY_SIGNALS, RECORDER, Job
 
@@ -155,6 +158,23 @@ def test_one_worker_per_gpu_is_refused_where_there_is_none(job: Job) -> None:
     assert agent.exit_code() == 78
     assert agent.says("this node has no CUDA device")
     assert not job.history()
+
+
+def test_a_device_that_does_not_exist_is_refused(job: Job) -> None:
+    agent = job.start("a", environment={"CUDA_VISIBLE_DEVICES": "0,999"})
+    assert agent.exit_code() == 78
+    assert agent.says("CUDA_VISIBLE_DEVICES '0,999': expected devices of this node")
+    assert not job.history()
+
+
+def test_workers_keep_to_their_cores_and_their_threads_match(job: Job) -> None:
+    shares = share("cores", [None, None], probe_cpus([]))
+    job.start("a", "--nproc-per-node=2", "--affinity=cores")
+    generation = job.wait_for_training(world=2)
+    for rank, expected in enumerate(shares):
+        assert os.sched_getaffinity(generation.pid(rank)) == set(expected.cpus)
+        threads = generation.starts[rank]["env"]["OMP_NUM_THREADS"]
+        assert threads == expected.variables[0].value
 
 
 def test_masked_devices_leave_a_node_without_any_as_it_is(job: Job) -> None:

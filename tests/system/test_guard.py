@@ -58,7 +58,7 @@ time.sleep(600)
 # The same without a guard: the worker is started through the shim.
 AGENT_WITHOUT_GUARD = """
 import os, subprocess, sys, time
-worker = subprocess.Popen([sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), "--", "sleep", "600"])
+worker = subprocess.Popen([sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), "", "--", "sleep", "600"])
 print(worker.pid, flush=True)
 time.sleep(600)
 """
@@ -224,9 +224,9 @@ def test_a_worker_dies_with_its_agent_by_the_shim_alone(started: list[int]) -> N
     agent.communicate(timeout=PATIENCE_S)
 
 
-def run_shim(agent_pid: int, *command: str) -> subprocess.CompletedProcess[str]:
+def run_shim(agent_pid: int, *command: str, cpus: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*SHIM, str(agent_pid), "--", *command], capture_output=True, text=True, timeout=PATIENCE_S
+        [*SHIM, str(agent_pid), cpus, "--", *command], capture_output=True, text=True, timeout=PATIENCE_S
     )
 
 
@@ -254,6 +254,20 @@ def test_a_command_that_cannot_run_is_named_and_gets_a_shells_exit_code(tmp_path
         ran = run_shim(os.getpid(), command)
         assert (ran.returncode, ran.stdout) == (code, "")
         assert ran.stderr == f"elastic-agent: cannot run {command!r}: {reason}\n"
+
+
+def test_the_command_keeps_to_its_cpus() -> None:
+    last = max(os.sched_getaffinity(0))
+    ran = run_shim(os.getpid(), "grep", "Cpus_allowed_list", "/proc/self/status", cpus=str(last))
+    assert ran.stdout.split() == ["Cpus_allowed_list:", str(last)]
+
+
+def test_cpus_that_are_not_there_are_an_error_and_nothing_is_started(tmp_path: Path) -> None:
+    ran = run_shim(os.getpid(), "touch", str(tmp_path / "started"), cpus="4090,4091")
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert "cannot run on the CPUs 4090,4091" in ran.stderr
+    assert "--affinity none" in ran.stderr
+    assert not (tmp_path / "started").exists()
 
 
 def test_the_command_starts_with_nothing_ignored_and_nothing_blocked() -> None:

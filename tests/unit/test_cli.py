@@ -20,7 +20,7 @@ from elastic_agent.agent.exits import ExitCode
 from elastic_agent.agent.machine import Machine
 from elastic_agent.agent.options import OPTIONS, Source
 
-MACHINE = Machine(Inventory(("0",), 2), 1, ("devices: one", 'odd: "\\" ä\nmin-nodes = 7'))
+MACHINE = Machine(Inventory((), 2), (), (), ("devices: one", 'odd: "\\" ä\nmin-nodes = 7'))
 
 
 @pytest.fixture
