@@ -122,6 +122,8 @@ class Config:
     rendezvous: RendezvousConfig = RendezvousConfig()
     node_id: str | None = None  # None: the agent makes one that no other agent has
     local_addr: str | None = None  # None: the address that other nodes reach is found out
+    network_interface: str | None = None  # None: the one that leads to the other nodes
+    network_wait_s: float = 30.0  # for an interface, a route or a name that is not there yet
     port_range: PortRange | None = None  # None: any free port
     max_restarts: int | None = None  # None: no limit while generations progress, 3 in a row without
     stop: StopConfig = StopConfig()

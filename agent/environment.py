@@ -13,6 +13,8 @@ from pathlib import Path
 from ..rendezvous.records import Member, World
 from .config import Config
 from .machine import Machine
+from .network import network_variables
+from .network_search import Network
 from .timeouts import widening
 from .torch_settings import Facts, torch_settings
 from .variables import Variable
@@ -53,6 +55,7 @@ def chosen_variables(
     )
     return (
         *torch_settings(facts),
+        *(network_variables(machine.network.choice) if isinstance(machine.network, Network) else ()),
         *contract(place, agent_incarnation=agent_incarnation, max_restarts=config.max_restarts),
         *machine.variables(place.local_rank),
     )

@@ -24,6 +24,10 @@ class ExitCode(IntEnum):
     WORKERS_FAILED = 1, "workers kept failing until the restart budget (--max-restarts) was used up"
     CRASH_LOOP = 3, "workers failed several generations in a row without any progress"
     STORE_LOST = 69, "the rendezvous store went away and did not come back in time; workers were stopped"
+    NO_NETWORK = (
+        71,
+        "no interface or route to the other nodes came up within --network-wait; starting again later may work",
+    )
     JOIN_TIMEOUT = 75, "fewer than --min-nodes nodes met within --join-timeout; starting again later may work"
     STORE_MISMATCH = 76, "the store holds another job's data, or data of a newer version"
     BAD_CONFIG = (

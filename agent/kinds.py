@@ -244,6 +244,12 @@ def _read_user(text: str) -> str:
     return text
 
 
+def _read_interface(text: str) -> str:
+    if re.fullmatch(r"[!-.0-~]{1,15}", text) is None:
+        raise ValueError
+    return text
+
+
 def read_port_range(text: str) -> PortRange:
     try:
         return PortRange.parse(text)
@@ -270,6 +276,7 @@ def read_conf(text: str) -> tuple[tuple[str, str], ...]:
 
 TEXT = Kind("a text that is not empty and holds no NUL byte", read_text)
 IDENTIFIER = Kind("1 to 64 characters of A-Z a-z 0-9 . _ -", _identifier)
+INTERFACE = Kind("the name of an interface, 1 to 15 printable ASCII characters but no /", _read_interface)
 PATH = Kind(TEXT.expects, lambda text: Path(read_text(text)))
 STORE_ADDRESS = Kind(
     "HOST or HOST:PORT, with etcd several with commas between, or etcd://HOST:PORT,.../PREFIX;"

@@ -16,6 +16,9 @@ from typing import TypeVar
 from .affinity import CpuShare, probe_cpus, share
 from .config import Config, ConfigError, Problem
 from .devices import Inventory, PinnedDevice, pin, probe, resolve_workers
+from .interfaces import rdma_ports
+from .network import NotYet
+from .network_search import Network, look
 from .profiles import TCP, Profile, choose_profile
 from .software import CURRENT, Software, find_software
 from .timeouts import ladder
@@ -34,6 +37,7 @@ class Machine:
     inventory: Inventory
     pinned: tuple[PinnedDevice, ...]
     shares: tuple[CpuShare, ...]
+    network: Network | NotYet
     facts: tuple[str, ...] = ()
     software: Software = CURRENT
     profile: Profile = TCP
@@ -52,8 +56,9 @@ def examine(config: Config, environ: Mapping[str, str]) -> Machine:
     problems: list[Problem] = []
     inventory = _ask(lambda: probe(environ), problems)
     pinned = _ask(lambda: _pinned(config, inventory), problems) if inventory is not None else None
-    profile = _ask(lambda: choose_profile(config.network_profile, ()), problems)
-    if inventory is None or pinned is None or profile is None:
+    profile = _ask(lambda: choose_profile(config.network_profile, rdma_ports()), problems)
+    network = _ask(lambda: look(config, environ), problems)
+    if inventory is None or pinned is None or profile is None or network is None:
         raise ConfigError(problems)
     devices = [each.device for each in pinned]
     layout = probe_cpus([device.address for device in devices if device and device.address])
@@ -61,11 +66,12 @@ def examine(config: Config, environ: Mapping[str, str]) -> Machine:
     software = find_software(environ)
     facts = (
         *_device_facts(environ, inventory, pinned, shares),
+        _network_fact(config, network),
         f"network profile {profile.transport}: {profile.reason}",
         f"workers use {software}",
         f"timeouts of training: {ladder(config.timeouts)}",
     )
-    return Machine(inventory, pinned, shares, facts, software, profile)
+    return Machine(inventory, pinned, shares, network, facts, software, profile)
 
 
 def _ask(step: Callable[[], T], problems: list[Problem]) -> T | None:
@@ -97,3 +103,9 @@ def _device_facts(
         yield f"  {cpus.reason}"
         for variable in settle(environ, cpus.variables):
             yield f"  {variable.name}={variable.value} ({variable.by}: {variable.reason})"
+
+
+def _network_fact(config: Config, network: Network | NotYet) -> str:
+    if isinstance(network, Network):
+        return f"network: {network.choice}"
+    return f"network: it would wait up to {config.network_wait_s:g} s for {network.missing}: {network.advice}"

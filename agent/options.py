@@ -31,6 +31,7 @@ from .kinds import (
     C10D_PORT,
     ETCD_PORT,
     IDENTIFIER,
+    INTERFACE,
     MOST_NODES,
     MOST_WORKERS,
     PATH,
@@ -220,8 +221,9 @@ RDZV_CONF: Option[tuple[tuple[str, str], ...]] = Option(
     "rdzv-conf",
     Kind("KEY=VALUE,KEY=VALUE", read_conf),
     "torchrun's spelling of --join-timeout (join_timeout), --last-call (last_call_timeout), --lease-ttl"
-    " (lease_ttl), and without etcd- of --etcd-ca (also cacert, ca_cert), --etcd-cert (ssl_cert), --etcd-key"
-    " (ssl_cert_key), --etcd-user, --etcd-password-file and --etcd-insecure; may be repeated, torchrun's other keys"
+    " (lease_ttl), --network-interface (network_interface), --network-wait (network_wait), and without etcd- of"
+    " --etcd-ca (also cacert, ca_cert), --etcd-cert (ssl_cert), --etcd-key (ssl_cert_key),"
+    " --etcd-user, --etcd-password-file and --etcd-insecure; may be repeated, torchrun's other keys"
     " are ignored with a warning",
     metavar="K=V,...",
     torchrun="rdzv-conf",
@@ -373,6 +375,20 @@ NETWORK_PROFILE: Option[NetworkProfile] = Option(
     metavar="NAME",
     default="auto",
 )
+NETWORK_INTERFACE: Option[str | None] = Option(
+    "network-interface",
+    INTERFACE,
+    "interface over which the nodes reach each other, for the store, the workers, NCCL and gloo; may differ from node"
+    " to node (default: the one that leads to the rendezvous, never a container bridge)",
+    metavar="NAME",
+)
+NETWORK_WAIT: Option[float] = Option(
+    "network-wait",
+    duration(0.0),
+    "at the start, wait so long for an interface, a route or a host name that is not there yet; 0 does not wait",
+    metavar="DURATION",
+    default="30s",
+)
 PORT_RANGE: Option[PortRange | None] = Option(
     "port-range",
     Kind("FIRST-LAST with ports from 1 to 65535, or one port", read_port_range),
@@ -454,7 +470,15 @@ GROUPS: dict[str, tuple[Option[object], ...]] = {
     ),
     "Restarts and stopping": (MAX_RESTARTS, STOP_GRACE, FAILURE_GRACE, SERVICE_STOP_LIMIT),
     "Timeouts of training": (HANG_TIMEOUT, PROCESS_GROUP_TIMEOUT),
-    "Network and logs": (LOCAL_ADDR, NETWORK_PROFILE, PORT_RANGE, HTTP_ADDRESS, LOG_DIR),
+    "Network and logs": (
+        LOCAL_ADDR,
+        NETWORK_INTERFACE,
+        NETWORK_WAIT,
+        NETWORK_PROFILE,
+        PORT_RANGE,
+        HTTP_ADDRESS,
+        LOG_DIR,
+    ),
     "Configuration": (CONFIG_FILE, CHECK_CONFIG, VERSION, HELP),
 }
 OPTIONS = tuple(chain.from_iterable(GROUPS.values()))

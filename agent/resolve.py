@@ -55,7 +55,9 @@ from .options import (
     MAX_RESTARTS,
     MIN_NODES,
     MODULE,
+    NETWORK_INTERFACE,
     NETWORK_PROFILE,
+    NETWORK_WAIT,
     NO_PYTHON,
     NODE_ID,
     NPROC_PER_NODE,
@@ -207,6 +209,8 @@ def _config(settings: Settings, command: Command) -> Config:
         ),
         node_id=settings[NODE_ID].value,
         local_addr=settings[LOCAL_ADDR].value,
+        network_interface=settings[NETWORK_INTERFACE].value,
+        network_wait_s=settings[NETWORK_WAIT].value,
         port_range=settings[PORT_RANGE].value,
         max_restarts=settings[MAX_RESTARTS].value,
         stop=StopConfig(

@@ -19,7 +19,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -32,16 +33,19 @@ from ..rendezvous.participant import Participant
 from ..rendezvous.records import NODES_PREFIX, Introduction, NodeRecord
 from ..rendezvous.restarts import RestartPolicy
 from ..rendezvous.store import Store
+from .addresses import LOOPBACK, reachable_at, unique_node_id
 from .commit_gate import CommitGate
 from .config import Config, Endpoint
 from .events import Event, Signalled
 from .exits import CannotStart, ExitCode
 from .guard import Guard
+from .interruptible import unless_stopped
 from .logs import WorkerLogs
 from .loop import Ending, Loop, Node
 from .machine import Machine
 from .measured_store import MeasuredStore
-from .network import LOOPBACK, reachable_at, unique_node_id
+from .network import NetworkChoice, NotYet
+from .network_search import Network, wait_for_network
 from .observer import Observer
 from .options import SECRET_VARIABLES
 from .peer_link import PeerLink
@@ -49,7 +53,7 @@ from .ports import PortError, bind_listener
 from .reports import ReportReceiver
 from .service_manager import ServiceManager
 from .store_link import StoreLink
-from .store_opening import Binder, c10d_endpoint, c10d_listener, node_address, open_store
+from .store_opening import Binder, c10d_listener, open_store
 from .worker_store import WorkerStore
 
 log = logging.getLogger(__name__)
@@ -87,20 +91,21 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
     environment = dict(os.environ)
     # A store that ends makes torch write pages of C++ frames; what happened is said by us in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    endpoint = c10d_endpoint(config)
-    address = node_address(config, endpoint)
     clock = time.monotonic
     started_at = clock()
     rng = random.SystemRandom()
     incarnation = uuid.uuid4().hex[:12]
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    metrics = _metrics(config, name, machine, address, clock)
+    _catch_signals(events)
+    network = _network(config, machine, environment, events, manager)
+    machine = replace(machine, network=network)
+    address, endpoint = network.choice.address, network.endpoint
+    metrics = _metrics(config, name, machine, network.choice, clock)
     bind = _binder(config, metrics)
 
     with contextlib.ExitStack() as stack:
         run_dir = Path(stack.enter_context(_run_directory()))
         listener, http, store_listener = _listeners(config, endpoint, address, bind)
-        _catch_signals(events)
         probes = _Probes(Introduction(name, incarnation, generation=0))
         server = _started(
             stack,
@@ -177,6 +182,24 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
         return ending
 
 
+def _network(
+    config: Config,
+    machine: Machine,
+    environment: Mapping[str, str],
+    events: queue.SimpleQueue[Event],
+    manager: ServiceManager,
+) -> Network:
+    """As it was found before, or as soon as it is there."""
+    found = machine.network
+    if isinstance(found, NotYet):
+        waiting = "waiting for the network"
+        found = unless_stopped(
+            lambda: wait_for_network(config, environment), events, waiting, lambda: manager.turn(waiting)
+        )
+    log.info("network: %s", found.choice)
+    return found
+
+
 class _Service(Protocol):
     def start(self) -> None: ...
 
@@ -194,7 +217,7 @@ def _started(stack: contextlib.ExitStack, service: _S) -> _S:
 
 
 def _metrics(
-    config: Config, name: str, machine: Machine, address: str, clock: Callable[[], float]
+    config: Config, name: str, machine: Machine, network: NetworkChoice, clock: Callable[[], float]
 ) -> Metrics:
     return Metrics(
         config.rendezvous.job_id,
@@ -205,7 +228,8 @@ def _metrics(
         max_nodes=config.nodes.max,
         started_at_s=time.time(),
         clock=clock,
-        address=address,
+        interface=network.interface,
+        address=network.address,
         gpus=len(machine.inventory.cuda),
         python_version=platform.python_version(),
     )

@@ -1,4 +1,4 @@
-"""Opens the store that the nodes of a job meet in, and finds the address under which they see this node.
+"""Opens the store that the nodes of a job meet in, or hosts it.
 
 Invariant: torch and gRPC are imported only here, only for the store that was chosen, and in a thread: they take
 seconds and tens of megabytes.
@@ -9,78 +9,23 @@ from __future__ import annotations
 import logging
 import queue
 import shlex
-import signal
 import socket
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TypeAlias
 
 from ..rendezvous.errors import StoreError, StoreMismatch, StoreRefused
 from ..rendezvous.memory import MemoryStore
 from ..rendezvous.store import Store
 from .config import Config, Endpoint, EtcdConfig, RendezvousConfig
-from .events import Event, Signalled
+from .events import Event
 from .exits import CannotStart, ExitCode
-from .network import LOOPBACK, AddressError, is_loopback, own_address, resolve
+from .interruptible import unless_stopped
 from .ports import ONE_TRY, PortError, bind_listener
 
 log = logging.getLogger(__name__)
 
 Binder: TypeAlias = Callable[[str, int | None, str], socket.socket]
 """Called with address, port (None: one that the configuration allows) and purpose."""
-
-
-def c10d_endpoint(config: Config) -> Endpoint | None:
-    """The c10d endpoint that the user gave, as an address."""
-    rendezvous = config.rendezvous
-    if rendezvous.backend != "c10d" or not rendezvous.endpoints:
-        return None
-    (given,) = rendezvous.endpoints
-    try:
-        return _as_address(given)
-    except AddressError as error:
-        raise CannotStart(ExitCode.BAD_CONFIG, f"--rdzv-endpoint {given}: {error}") from error
-
-
-def node_address(config: Config, endpoint: Endpoint | None) -> str:
-    """Where the other nodes reach this one; `endpoint` is the c10d store's."""
-    if config.local_addr is not None:
-        try:
-            return resolve(config.local_addr, 0)
-        except AddressError as error:
-            raise CannotStart(ExitCode.BAD_CONFIG, f"--local-addr: {error}") from error
-    if config.rendezvous.backend == "memory":
-        return LOOPBACK
-    towards = _etcd_endpoint(config) if config.rendezvous.backend == "etcd" else endpoint
-    return own_address((towards.host, towards.port) if towards is not None else None)
-
-
-def _etcd_endpoint(config: Config) -> Endpoint | None:
-    """A member of the etcd cluster towards which this node's address is looked up; None: the default route's.
-
-    A member on loopback says nothing about the others, so it counts only when all are.
-    """
-    found, errors = [], []
-    for given in config.rendezvous.endpoints:
-        try:
-            found.append(_as_address(given))
-        except AddressError as error:
-            errors.append(str(error))
-    if not found:
-        raise CannotStart(ExitCode.BAD_CONFIG, f"--rdzv-endpoint: {'; '.join(errors)}")
-    elsewhere = next((member for member in found if not is_loopback(member.host)), None)
-    return found[0] if elsewhere is None and not errors else elsewhere
-
-
-def _as_address(given: Endpoint) -> Endpoint:
-    """The endpoint as other nodes reach it. Raises AddressError."""
-    address = resolve(given.host, given.port)
-    if is_loopback(address) and given.host not in ("localhost", address):
-        # Debian's /etc/hosts gives a machine's own name a loopback address, where no other node can come.
-        address = own_address(None)
-    return Endpoint(address, given.port)
 
 
 def c10d_listener(
@@ -118,18 +63,13 @@ def open_store(
     rendezvous = config.rendezvous
     if rendezvous.backend == "memory":
         return MemoryStore()
-    opened: Future[Store] = Future()
     # Asked for now: the store takes the socket over.
     hosted_at = Endpoint(*listener.getsockname()[:2]) if listener is not None else None
 
-    def work() -> None:
-        try:
-            if rendezvous.backend == "etcd":
-                opened.set_result(connect_to_etcd(rendezvous))
-            else:
-                opened.set_result(_host_or_join_c10d(rendezvous, endpoint, listener))
-        except BaseException as error:
-            opened.set_exception(error)
+    def connect() -> Store:
+        if rendezvous.backend == "etcd":
+            return connect_to_etcd(rendezvous)
+        return _host_or_join_c10d(rendezvous, endpoint, listener)
 
     if listener is None:
         log.info(
@@ -137,21 +77,14 @@ def open_store(
             endpoint or ", ".join(map(str, rendezvous.endpoints)),
             rendezvous.join_timeout_s,
         )
-    threading.Thread(target=work, name="store-open", daemon=True).start()
-    while True:
-        try:
-            store = opened.result(timeout=0.1)
-            break
-        except FutureTimeout:
-            on_wait()
-            if not events.empty():
-                raise CannotStart(_stopped_by(events.get()), "stopped while looking for the store") from None
-        except StoreMismatch as error:
-            raise CannotStart(ExitCode.STORE_MISMATCH, str(error)) from error
-        except StoreRefused as error:
-            raise CannotStart(ExitCode.BAD_CONFIG, str(error)) from error
-        except StoreError as error:
-            raise CannotStart(ExitCode.STORE_LOST, str(error)) from error
+    try:
+        store = unless_stopped(connect, events, "looking for the store", on_wait)
+    except StoreMismatch as error:
+        raise CannotStart(ExitCode.STORE_MISMATCH, str(error)) from error
+    except StoreRefused as error:
+        raise CannotStart(ExitCode.BAD_CONFIG, str(error)) from error
+    except StoreError as error:
+        raise CannotStart(ExitCode.STORE_LOST, str(error)) from error
     if hosted_at is not None:
         _invite(config, hosted_at)
     return store
@@ -203,11 +136,6 @@ def etcd_password(etcd: EtcdConfig) -> str:
         raise StoreRefused(
             f"--etcd-password-file {etcd.password_file} holds no UTF-8 text: correct it"
         ) from None
-
-
-def _stopped_by(event: Event) -> ExitCode:
-    interrupted = isinstance(event, Signalled) and event.number == signal.SIGINT
-    return ExitCode.STOPPED_BY_SIGINT if interrupted else ExitCode.STOPPED_BY_SIGTERM
 
 
 def _invite(config: Config, hosted_at: Endpoint) -> None:

@@ -36,11 +36,12 @@ from ..rendezvous.decide import Policy, Refusal
 from ..rendezvous.errors import RendezvousError, StoreError
 from ..rendezvous.records import NodeRecord, Phase, Result
 from ..rendezvous.store import Store
+from .addresses import unique_node_id
 from .config import Config
 from .exits import CannotStart
-from .network import unique_node_id
+from .network_search import wait_for_network
 from .ports import PortError, bind_listener
-from .store_opening import connect_to_etcd, node_address
+from .store_opening import connect_to_etcd
 from .torchrun import BACKEND
 from .torchrun_config import in_torchruns_words
 from .torchrun_membership import NEVER_GIVE_UP, End, Membership, Place, Status
@@ -165,7 +166,7 @@ class EtcdV3Handler(RendezvousHandler):
         config = self._config
         rendezvous = config.rendezvous
         try:
-            address = node_address(config, None)
+            address = wait_for_network(config, {}).choice.address
             store = self._connect()
             listener = bind_listener(address, 0, "master")
         except (CannotStart, PortError, StoreError) as error:

@@ -12,6 +12,8 @@ from .options import (
     JOIN_TIMEOUT,
     LAST_CALL,
     LEASE_TTL,
+    NETWORK_INTERFACE,
+    NETWORK_WAIT,
     Option,
 )
 
@@ -19,6 +21,8 @@ RDZV_CONF_KEYS: dict[str, Option[object]] = {
     "join_timeout": JOIN_TIMEOUT,
     "last_call_timeout": LAST_CALL,
     "lease_ttl": LEASE_TTL,
+    "network_interface": NETWORK_INTERFACE,
+    "network_wait": NETWORK_WAIT,
     "ca": ETCD_CA,
     "cacert": ETCD_CA,
     "ca_cert": ETCD_CA,

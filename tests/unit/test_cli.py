@@ -18,9 +18,12 @@ from elastic_agent.agent.config import Command, Config, NodeCounts
 from elastic_agent.agent.devices import Inventory
 from elastic_agent.agent.exits import ExitCode
 from elastic_agent.agent.machine import Machine
+from elastic_agent.agent.network import NetworkChoice
+from elastic_agent.agent.network_search import Network
 from elastic_agent.agent.options import OPTIONS, Source
 
-MACHINE = Machine(Inventory((), 2), (), (), ("devices: one", 'odd: "\\" ä\nmin-nodes = 7'))
+NETWORK = Network(NetworkChoice("lo", "127.0.0.1", "no other node can join"))
+MACHINE = Machine(Inventory((), 2), (), (), NETWORK, ("devices: one", 'odd: "\\" ä\nmin-nodes = 7'))
 
 
 @pytest.fixture
@@ -241,5 +244,5 @@ def test_a_job_that_starts_its_own_store_has_a_new_id_every_time(script: str, st
 
 
 def test_exit_codes_are_plain_numbers_with_a_meaning() -> None:
-    assert sorted(map(int, ExitCode)) == [0, 1, 3, 69, 75, 76, 78, 130, 143]
+    assert sorted(map(int, ExitCode)) == [0, 1, 3, 69, 71, 75, 76, 78, 130, 143]
     assert all(code.meaning for code in ExitCode)

@@ -1,0 +1,49 @@
+"""Work that may take long before the main loop runs: done in a thread, while this one hears signals."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import TypeVar
+
+from .events import Event, Signalled
+from .exits import CannotStart, ExitCode
+
+T = TypeVar("T")
+
+
+def unless_stopped(
+    work: Callable[[], T],
+    events: queue.SimpleQueue[Event],
+    doing: str,
+    on_wait: Callable[[], None] = lambda: None,
+) -> T:
+    """What `work` returns or raises; CannotStart as soon as there is an event, which can only be a signal.
+
+    `on_wait` is called all the while, ten times a second.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=doing.replace(" ", "-"), daemon=True).start()
+    while True:
+        try:
+            return done.result(timeout=0.1)
+        except FutureTimeout:
+            on_wait()
+            if not events.empty():
+                raise CannotStart(_stopped_by(events.get()), f"stopped while {doing}") from None
+
+
+def _stopped_by(event: Event) -> ExitCode:
+    interrupted = isinstance(event, Signalled) and event.number == signal.SIGINT
+    return ExitCode.STOPPED_BY_SIGINT if interrupted else ExitCode.STOPPED_BY_SIGTERM

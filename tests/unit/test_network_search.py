@@ -1,0 +1,207 @@
+"""Looking for the network: what the configuration's names and the kernel's routes lead to, and how long is waited."""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import logging
+
+import pytest
+
+from elastic_agent.agent import network_search
+from elastic_agent.agent.addresses import AddressError
+from elastic_agent.agent.config import (
+    Backend,
+    Command,
+    Config,
+    ConfigError,
+    Endpoint,
+    EtcdConfig,
+    NodeCounts,
+    RendezvousConfig,
+)
+from elastic_agent.agent.exits import CannotStart, ExitCode
+from elastic_agent.agent.interfaces import Address, Interface
+from elastic_agent.agent.network import NotYet
+from elastic_agent.agent.network_search import Network, look, wait_for_network
+
+OWN, OTHER = "10.0.0.1", "10.9.0.1"
+HOSTS = {
+    "localhost": "127.0.0.1",
+    "me": "127.0.1.1",  # as Debian's /etc/hosts says
+    "etcd1": "10.0.0.7",
+    "etcd2": "10.9.0.7",
+    "nowhere": "10.7.0.7",
+}
+ROUTES = {"127.0.0.1": "127.0.0.1", "::1": "::1", "10.0.0.7": OWN, OWN: OWN, "10.9.0.7": OTHER}
+"""This node's address on the way to each."""
+
+
+def an_interface(name: str, address: str, up: bool = True) -> Interface:
+    own = ipaddress.ip_interface(address)
+    return Interface(name, up, (Address(own.ip, own.network.prefixlen),))
+
+
+LO = an_interface("lo", "127.0.0.1/8")
+HERE = (LO, an_interface("eth0", f"{OWN}/24"), an_interface("eth1", f"{OTHER}/24"))
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(host: str, port: int) -> str:
+        if host not in HOSTS and not host[0].isdigit() and ":" not in host:
+            raise AddressError(f"{host} does not resolve")
+        return HOSTS.get(host, host)
+
+    monkeypatch.setattr(network_search, "resolve", resolve)
+    monkeypatch.setattr(network_search, "source_address", ROUTES.get)
+    monkeypatch.setattr(network_search, "default_source", lambda: OWN)
+    monkeypatch.setattr(network_search, "interfaces", lambda: HERE)
+    monkeypatch.setattr(network_search, "rdma_ports", lambda: ())
+
+
+def a_config(
+    backend: Backend,
+    *hosts: str,
+    local_addr: str | None = None,
+    interface: str | None = None,
+    wait_s: float = 30.0,
+) -> Config:
+    endpoints = tuple(Endpoint(host, 1) for host in hosts)
+    rendezvous = RendezvousConfig(backend, endpoints, EtcdConfig() if backend == "etcd" else None)
+    return Config(
+        Command("script", "train.py"),
+        nodes=NodeCounts(1, 1 if backend == "memory" else 4),
+        rendezvous=rendezvous,
+        local_addr=local_addr,
+        network_interface=interface,
+        network_wait_s=wait_s,
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "address", "endpoint"),
+    [
+        (a_config("memory"), "127.0.0.1", None),
+        (a_config("c10d"), OWN, None),
+        (a_config("c10d", "etcd2"), OTHER, "10.9.0.7"),
+        (a_config("c10d", "localhost"), "127.0.0.1", "127.0.0.1"),
+        (a_config("c10d", "me"), OWN, OWN),
+        (a_config("c10d", "me", interface="eth1"), OTHER, OTHER),
+        (a_config("c10d", "etcd1", interface="eth1"), OTHER, "10.0.0.7"),
+        (a_config("c10d", "etcd1", local_addr=OTHER), OTHER, "10.0.0.7"),
+        (a_config("etcd", "etcd1", "etcd2"), OWN, None),
+        (a_config("etcd", "nowhere", "etcd2", "etcd1"), OTHER, None),
+        (a_config("etcd", "unknown", "etcd2", "etcd1"), OTHER, None),
+        (a_config("etcd", "localhost"), "127.0.0.1", None),
+        (a_config("etcd", "::1", "localhost"), "::1", None),
+        (a_config("etcd", "localhost", "etcd2"), OTHER, None),
+        (a_config("etcd", "localhost", "me"), OWN, None),
+        (a_config("etcd", "localhost", "unknown"), OWN, None),
+        (a_config("etcd", "unknown", local_addr=OTHER), OTHER, None),
+    ],
+    ids=lambda value: "+".join(e.host for e in value.rendezvous.endpoints) if isinstance(value, Config) else value,
+)  # fmt: skip
+def test_where_other_nodes_reach_this_one_and_where_its_store_is(
+    config: Config, address: str, endpoint: str | None
+) -> None:
+    found = look(config, {})
+    assert isinstance(found, Network), found
+    assert found.choice.address == address
+    assert found.endpoint == (None if endpoint is None else Endpoint(endpoint, 1))
+
+
+@pytest.mark.parametrize(
+    ("config", "unknown"),
+    [
+        (a_config("etcd", "x", "y"), "x does not resolve; y does not resolve"),
+        (a_config("c10d", "x"), "x does not resolve"),
+        (a_config("c10d", "etcd1", local_addr="z"), "z does not resolve"),
+    ],
+)
+def test_a_name_may_resolve_later_and_is_a_wrong_setting_if_it_never_does(
+    config: Config, unknown: str
+) -> None:
+    found = look(config, {})
+    assert isinstance(found, NotYet)
+    assert found.missing == f"a host name ({unknown})"
+    assert found.code is ExitCode.BAD_CONFIG
+
+
+def test_all_that_can_never_work_is_said_at_once_also_while_names_do_not_resolve() -> None:
+    with pytest.raises(ConfigError) as caught:
+        look(a_config("c10d", "x", interface="eth9"), {"GLOO_SOCKET_IFNAME": "eth8"})
+    assert [problem.value for problem in caught.value.problems] == ["eth8", "eth9"]
+
+
+def test_the_users_interface_for_nccl_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = (*HERE, an_interface("eth3", "10.3.0.1/24", up=False))
+    monkeypatch.setattr(network_search, "interfaces", lambda: here)
+    found = look(a_config("c10d", "etcd1"), {"NCCL_SOCKET_IFNAME": "eth3"})
+    assert isinstance(found, NotYet)
+    assert "NCCL_SOCKET_IFNAME=eth3" in found.missing
+
+
+def test_without_netlink_a_single_node_trains_and_several_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interfaces() -> tuple[Interface, ...]:
+        raise OSError(97, "Address family not supported by protocol")
+
+    monkeypatch.setattr(network_search, "interfaces", interfaces)
+    found = look(a_config("memory"), {})
+    assert isinstance(found, Network)
+    assert found.choice.address == "127.0.0.1"
+    with pytest.raises(ConfigError, match=r"Address family not supported.*AF_NETLINK"):
+        look(a_config("c10d", "etcd1"), {})
+
+
+# --- Waiting
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The instants at which somebody slept; time goes on only by that."""
+    slept: list[float] = []
+    monkeypatch.setattr(network_search.time, "monotonic", lambda: sum(slept))
+    return slept
+
+
+def test_what_comes_up_in_time_is_taken_and_said_once(
+    monkeypatch: pytest.MonkeyPatch, clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    down = (LO, an_interface("eth1", f"{OTHER}/24", up=False))
+    looks = itertools.chain([down] * 20, itertools.repeat(HERE))
+    monkeypatch.setattr(network_search, "interfaces", lambda: next(looks))
+    with caplog.at_level(logging.INFO):
+        found = wait_for_network(a_config("c10d", "etcd2"), {}, clock.append)
+    assert found.choice.interface == "eth1"
+    assert sum(clock) == 5.0
+    (line,) = caplog.messages
+    assert line.startswith("waiting up to 30 s (--network-wait) for interface eth1 to come up")
+
+
+@pytest.mark.parametrize(("wait_s", "waited_s"), [(3.0, 3.0), (0.0, 0.0)])
+def test_what_does_not_come_up_in_time_ends_the_agent(
+    monkeypatch: pytest.MonkeyPatch, clock: list[float], wait_s: float, waited_s: float
+) -> None:
+    monkeypatch.setattr(network_search, "interfaces", lambda: (LO,))
+    with pytest.raises(
+        CannotStart, match=f"waited {wait_s:g} s .* for a route to .*: check cables"
+    ) as caught:
+        wait_for_network(a_config("c10d", "nowhere", wait_s=wait_s), {}, clock.append)
+    assert caught.value.code is ExitCode.NO_NETWORK
+    assert sum(clock) == waited_s
+
+
+def test_a_name_that_never_resolves_is_a_wrong_setting(clock: list[float]) -> None:
+    with pytest.raises(CannotStart, match="a host name") as caught:
+        wait_for_network(a_config("c10d", "x", wait_s=1.0), {}, clock.append)
+    assert caught.value.code is ExitCode.BAD_CONFIG
+
+
+def test_what_can_never_work_is_not_waited_for(clock: list[float]) -> None:
+    with pytest.raises(CannotStart, match="eth9") as caught:
+        wait_for_network(a_config("c10d", "x", interface="eth9"), {}, clock.append)
+    assert caught.value.code is ExitCode.BAD_CONFIG
+    assert clock == []
