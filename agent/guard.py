@@ -3,14 +3,14 @@
 A worker dies with the agent by its parent-death signal, but its children do not: data loaders, launchers, daemons.
 The guard holds the read end of a pipe whose write end only the agent has. End-of-file means that the agent is gone,
 however it went; then the guard kills every process that belongs to the agent's workers until two looks in a row find
-none, removes the agent's run directory, and exits. It runs as `python -I -S guard.py INCARNATION RUN_DIR` and reads
-`session SID` and `forget SID` lines.
+none, removes the agent's run directory, and exits. It runs as `python -I -S guard.py INCARNATION RUN_DIR CGROUP`
+(the last two may be empty) and reads `session SID` and `forget SID` lines.
 
 A process *belongs* to an incarnation when its environment carries the incarnation's marker, when its session is a
 worker's (workers lead their own), or when it descends from such a process. Each rule finds what the others miss: the
 first orphans in sessions of their own, the second a scrubbed environment, the third both while the parent lives. What
-left all three escapes; only a cgroup would hold it. A zombie is dead. An agent forgets a session as soon as it is
-empty: from then on its number may return as somebody else's.
+left all three is found only where the agent has a cgroup for its workers (`cgroups`): nobody leaves that. A zombie is
+dead. An agent forgets a session as soon as it is empty: from then on its number may return as somebody else's.
 
 Invariant: the guard never kills pid 1, the agent or itself, nor a process that it did not just see belong.
 
@@ -49,12 +49,58 @@ def find_processes(
     return tuple(sorted(_find(incarnation, generation, sessions, {1, os.getpid()}, proc)))
 
 
+def cgroup_members(cgroup: str | os.PathLike[str]) -> tuple[int, ...]:
+    """The living processes in this cgroup and those below it; none when it does not exist."""
+    found: set[int] = set()
+    for folder, _, _ in os.walk(cgroup):
+        try:
+            with open(os.path.join(folder, "cgroup.procs")) as file:
+                found.update(map(int, file.read().split()))
+        except OSError:  # removed meanwhile
+            pass
+    return tuple(sorted(found - {0}))  # 0: it lives in a pid namespace that is not below ours
+
+
+def empty_cgroup(cgroup: str | os.PathLike[str]) -> bool:
+    """Kill all that lives in this cgroup and below it; True when nothing does any more."""
+    if not _populated(cgroup):
+        return True
+    try:
+        with open(os.path.join(cgroup, "cgroup.kill"), "w") as file:
+            file.write("1")
+    except OSError:  # before Linux 5.14: whoever forks meanwhile is found by the next look
+        for pid in cgroup_members(cgroup):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:
+                pass
+    return not _populated(cgroup)
+
+
+def remove_cgroup(cgroup: str | os.PathLike[str]) -> None:
+    """With those below it, as far as they are empty."""
+    for folder, _, _ in os.walk(cgroup, topdown=False):
+        try:
+            os.rmdir(folder)
+        except OSError:
+            pass
+
+
+def _populated(cgroup: str | os.PathLike[str]) -> bool:
+    try:
+        with open(os.path.join(cgroup, "cgroup.events")) as file:
+            return "populated 1" in file.read().splitlines()
+    except OSError:
+        return False
+
+
 class Guard:
     """The agent's end. For one thread. A guard that was killed, or no longer reads, is replaced when next told."""
 
     def __init__(self) -> None:
         self._incarnation = ""
         self._run_dir = ""
+        self._cgroup = ""
         self._sessions: set[int] = set()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -62,10 +108,17 @@ class Guard:
     def pid(self) -> int:
         return self._running.pid
 
-    def start(self, incarnation: str, run_dir: str | os.PathLike[str] = "") -> None:
-        """`run_dir` is the agent's own folder of temporary files: nobody else can remove it after a SIGKILL."""
+    def start(
+        self,
+        incarnation: str,
+        run_dir: str | os.PathLike[str] = "",
+        cgroup: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """`run_dir` is the agent's own folder of temporary files, `cgroup` that of all its workers: nobody else can
+        remove them after a SIGKILL."""
         self._incarnation = incarnation
         self._run_dir = os.fspath(run_dir)
+        self._cgroup = os.fspath(cgroup) if cgroup is not None else ""
         self._launch()
 
     def watch(self, sid: int) -> None:
@@ -102,7 +155,10 @@ class Guard:
         # later child of the agent can keep the guard from seeing the end.
         read, self._pipe = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", os.path.abspath(__file__), self._incarnation, self._run_dir],
+            [
+                *(sys.executable, "-I", "-S", os.path.abspath(__file__)),
+                *(self._incarnation, self._run_dir, self._cgroup),
+            ],
             stdin=read,
             stdout=subprocess.DEVNULL,
             cwd="/",
@@ -184,13 +240,12 @@ def _environment(pid: int, proc: str | os.PathLike[str]) -> set[bytes]:
         return set()
 
 
-def _sweep(incarnation: str, sessions: Collection[int], spared: Collection[int]) -> None:
+def _sweep(incarnation: str, sessions: Collection[int], spared: Collection[int], cgroup: str) -> None:
     deadline = time.monotonic() + SWEEP_S
     killed: set[int] = set()
     quiet = 0
     while quiet < 2 and time.monotonic() < deadline:
         found = _find(incarnation, None, sessions, spared, "/proc")
-        quiet = 0 if found else quiet + 1
         for pid, start in found.items():
             # Microseconds lie between the look and the kill; a pid comes back only after all others were used.
             stat = _stat(pid, "/proc")
@@ -200,6 +255,8 @@ def _sweep(incarnation: str, sessions: Collection[int], spared: Collection[int])
                     killed.add(pid)
                 except OSError:
                     pass
+        killed.update(cgroup_members(cgroup))
+        quiet = quiet + 1 if empty_cgroup(cgroup) and not found else 0
         time.sleep(_PAUSE_S)
     if killed:
         unfinished = "" if quiet == 2 else "; some do not die"
@@ -211,7 +268,7 @@ def _sweep(incarnation: str, sessions: Collection[int], spared: Collection[int])
         )
 
 
-def _main(incarnation: str, run_dir: str) -> None:
+def _main(incarnation: str, run_dir: str = "", cgroup: str = "") -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     spared = {1, os.getpid(), os.getppid()}
@@ -225,7 +282,8 @@ def _main(incarnation: str, run_dir: str) -> None:
                 sessions.add(int(sid))
             elif word == b"forget":
                 sessions.discard(int(sid))
-    _sweep(incarnation, sessions, spared)
+    _sweep(incarnation, sessions, spared, cgroup)
+    remove_cgroup(cgroup)
     if run_dir:
         import shutil
 

@@ -88,6 +88,8 @@ class Node:
     machine: Machine
     run_dir: Path
     reports: Path
+    cgroup: Path | None
+    """Below it each generation's workers have one of their own."""
     environment: Mapping[str, str]
     """What the workers inherit: the agent's own, as it was before the agent changed anything for itself."""
 
@@ -268,7 +270,13 @@ class Loop:
         self._world, self._started_at, self._failures = world, now, []
         self._observer.starting(world, member, now)
         self._group = WorkerGroup(
-            generation, self._node.incarnation, self._guard, self._logs, self._events.put, self._clock
+            generation,
+            self._node.incarnation,
+            self._guard,
+            self._logs,
+            self._events.put,
+            self._clock,
+            self._node.cgroup / f"generation-{generation}" if self._node.cgroup is not None else None,
         )
         records = self._flight_records(generation)
         specs = [self._spec(world, member, local_rank, records) for local_rank in range(member.slots)]

@@ -34,6 +34,7 @@ from ..rendezvous.records import NODES_PREFIX, Introduction, NodeRecord
 from ..rendezvous.restarts import RestartPolicy
 from ..rendezvous.store import Store
 from .addresses import LOOPBACK, reachable_at, unique_node_id
+from .cgroups import claim_cgroup
 from .commit_gate import CommitGate
 from .config import Config, Endpoint
 from .events import Event, Signalled
@@ -136,8 +137,9 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
         lease_ttl_s = config.rendezvous.lease_ttl_s
         participant = Participant(identity, _policy(config), lease_ttl_s=lease_ttl_s, rng=rng, now=clock())
         link = StoreLink(store, lease_ttl_s, events.put, clock, rng)
+        cgroup = claim_cgroup(incarnation)
         guard = Guard()
-        guard.start(incarnation, run_dir)
+        guard.start(incarnation, run_dir, cgroup)
         stack.callback(guard.close)
         worker_store = WorkerStore(environment, events.put)
         stack.callback(worker_store.end)
@@ -159,7 +161,7 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
         link.start()
         loop = Loop(
             config,
-            Node(name, incarnation, machine, run_dir, reports.path, environment),
+            Node(name, incarnation, machine, run_dir, reports.path, cgroup, environment),
             participant,
             link,
             PeerLink(events.put, clock),

@@ -1,12 +1,13 @@
-"""The first thing a worker process runs: `python -I -S shim.py AGENT_PID CPUS -- COMMAND...` gets ready and execs.
+"""What a worker process runs first: `python -I -S shim.py AGENT_PID CPUS CGROUP -- COMMAND...` gets ready and execs.
 
 It ties the worker's life to the agent's (the kernel kills it when the thread that started it ends: start workers
-from the agent's main thread), keeps it to CPUS, like 0,4,8 (empty: the agent's own), and gives the command the signal
-mask and dispositions of a fresh shell, whatever the agent or this interpreter have set. That cannot be done between
-fork and exec in the agent, where Python code may deadlock beside gRPC's threads.
+from the agent's main thread), enters CGROUP (empty: stays in the agent's), which will hold it and all that it starts,
+keeps it to CPUS, like 0,4,8 (empty: the agent's own), and gives the command the signal mask and dispositions of a fresh
+shell, whatever the agent or this interpreter have set. That cannot be done between fork and exec in the agent, where
+Python code may deadlock beside gRPC's threads.
 
-Exit codes as a shell's: 127 the command was not found, 126 it cannot be run; 1 the agent ended before the tie held, or
-none of the CPUs can be used.
+Exit codes as a shell's: 127 the command was not found, 126 it cannot be run; 1 the agent ended before the tie held, the
+cgroup cannot be entered, or none of the CPUs can be used.
 """
 
 from __future__ import annotations
@@ -19,13 +20,19 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
-def main(agent_pid: int, cpus: str, command: list[str]) -> int:
+def main(agent_pid: int, cpus: str, cgroup: str, command: list[str]) -> int:
     """Returns only when the command could not be started."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         return _refuse(f"cannot be tied to the agent's life: {os.strerror(ctypes.get_errno())}", 1)
     if os.getppid() != agent_pid:  # it died before the line above: the signal will never come
         return _refuse(f"agent {agent_pid} is gone; not starting {command[0]!r}", 1)
+    if cgroup:
+        try:
+            with open(os.path.join(cgroup, "cgroup.procs"), "w") as file:
+                file.write("0")
+        except OSError as error:
+            return _refuse(f"cannot enter the cgroup {cgroup}: {error.strerror}", 1)
     if cpus:
         try:
             os.sched_setaffinity(0, map(int, cpus.split(",")))
@@ -50,4 +57,4 @@ def _refuse(problem: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[4:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[5:]))

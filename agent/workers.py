@@ -4,8 +4,8 @@ Each worker is started through `shim` in its own session and group, so that it d
 stopped with its children. One thread waits on the workers' pidfds and posts `WorkerExited` within a millisecond
 of an exit; reaping, signals and all state belong to the main thread.
 
-A group is *gone* only when every worker is reaped and no process that they started is left: only then may the
-next generation start (I1).
+A group is *gone* only when every worker is reaped and no process that they started is left, nor any in the cgroup that
+the group has where the agent may make one: only then may the next generation start (I1).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from .config import Command
 from .events import Event, WorkerExited
-from .guard import Guard, find_processes
+from .guard import Guard, cgroup_members, empty_cgroup, find_processes, remove_cgroup
 from .logs import WorkerLogs
 
 log = logging.getLogger(__name__)
@@ -58,13 +58,13 @@ def command_line(command: Command, local_rank: int) -> list[str]:
     return [command.target, *args]
 
 
-def tied(command: Sequence[str], cpus: Sequence[int] = ()) -> list[str]:
+def tied(command: Sequence[str], cpus: Sequence[int] = (), cgroup: Path | None = None) -> list[str]:
     """The same command, through the shim: it dies with this process, and with the thread that starts it.
 
-    It runs on these CPUs only, if any are given.
+    It runs on these CPUs only, if any are given, and in this cgroup.
     """
-    kept_to = ",".join(map(str, cpus))
-    return [sys.executable, "-I", "-S", str(SHIM), str(os.getpid()), kept_to, "--", *command]
+    kept_to, held_in = ",".join(map(str, cpus)), str(cgroup) if cgroup is not None else ""
+    return [sys.executable, "-I", "-S", str(SHIM), str(os.getpid()), kept_to, held_in, "--", *command]
 
 
 class WorkerGroup:
@@ -78,8 +78,10 @@ class WorkerGroup:
         logs: WorkerLogs,
         post: Callable[[Event], None],
         clock: Callable[[], float],
+        cgroup: Path | None = None,
     ) -> None:
-        """`incarnation` is the agent's, by which every process of its workers can be told from others."""
+        """`incarnation` is the agent's, by which every process of its workers can be told from others. `cgroup` is
+        made by `start`, for this group alone."""
         self.generation = generation
         self.returncodes: dict[int, int] = {}
         self.ranks: dict[int, int] = {}
@@ -91,12 +93,15 @@ class WorkerGroup:
         self._logs = logs
         self._post = post
         self._clock = clock
+        self._cgroup = cgroup
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._kill_at: float | None = None
-        self._leftovers: tuple[int, ...] = ()
+        self._behind: set[int] = set()
 
     def start(self, command: Command, specs: Sequence[WorkerSpec]) -> None:
         """Raises OSError when a process cannot be made; those already started are then to be stopped."""
+        if self._cgroup is not None:
+            self._cgroup.mkdir()
         for spec in specs:
             self._start_one(command, spec)
         pidfds = {os.pidfd_open(process.pid): local for local, process in self._processes.items()}
@@ -104,7 +109,7 @@ class WorkerGroup:
 
     def _start_one(self, command: Command, spec: WorkerSpec) -> None:
         process = subprocess.Popen(
-            tied(command_line(command, spec.local_rank), spec.cpus),
+            tied(command_line(command, spec.local_rank), spec.cpus, self._cgroup),
             env=dict(spec.environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -176,11 +181,15 @@ class WorkerGroup:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
-        if leftovers and leftovers != self._leftovers:
-            log.info("generation %d left %d processes behind; killing them", self.generation, len(leftovers))
-        self._leftovers = leftovers
-        if leftovers:
+        held = cgroup_members(self._cgroup) if self._cgroup is not None else ()
+        if (behind := {*leftovers, *held}) and behind != self._behind:
+            log.info("generation %d left %d processes behind; killing them", self.generation, len(behind))
+        self._behind = behind
+        empty = self._cgroup is None or empty_cgroup(self._cgroup)
+        if leftovers or not empty:
             return False
+        if self._cgroup is not None:
+            remove_cgroup(self._cgroup)
         for session in sessions:
             self._guard.forget(session)
         return True

@@ -58,7 +58,7 @@ time.sleep(600)
 # The same without a guard: the worker is started through the shim.
 AGENT_WITHOUT_GUARD = """
 import os, subprocess, sys, time
-worker = subprocess.Popen([sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), "", "--", "sleep", "600"])
+worker = subprocess.Popen([sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), "", "", "--", "sleep", "600"])
 print(worker.pid, flush=True)
 time.sleep(600)
 """
@@ -226,7 +226,7 @@ def test_a_worker_dies_with_its_agent_by_the_shim_alone(started: list[int]) -> N
 
 def run_shim(agent_pid: int, *command: str, cpus: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*SHIM, str(agent_pid), cpus, "--", *command], capture_output=True, text=True, timeout=PATIENCE_S
+        [*SHIM, str(agent_pid), cpus, "", "--", *command], capture_output=True, text=True, timeout=PATIENCE_S
     )
 
 

@@ -1,0 +1,99 @@
+"""Finds out whether this agent may hold its workers in cgroups of its own, and makes the one that has them all.
+
+No process leaves a cgroup by forking, by a session of its own or by forgetting its environment: what a worker starts
+can be found and killed for certain. Only version 2 can do that, and a cgroup has one owner alone, who says so when
+part of it is somebody else's to divide. *Delegated* is what systemd marks as such (`Delegate=yes`: an extended
+attribute), or what belongs to this user while the cgroup around it does not: systemd before 251 hands over without
+a mark that others than root can read. Being able to write is no sign: root can write everywhere.
+
+Below the agent's own cgroup lies `elastic-agent-INCARNATION`, below that one for each generation; `workers` makes and
+empties those, `guard` empties and removes all at the end. No controller is enabled here, so the agent may stay where
+it is: the kernel's rule against processes beside child cgroups is about controllers.
+
+Without delegation nothing is made, and what is left behind is found by marks, sessions and descent (`guard`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+MARKS = ("user.delegate", "trusted.delegate")
+"""The second is older, and only root can read it."""
+
+
+def claim_cgroup(incarnation: str) -> Path | None:
+    """The cgroup for all workers of this incarnation, made now; None where this agent may have none."""
+    here = own_cgroup()
+    if here is None or not is_delegated(here, os.geteuid()):
+        return None
+    ours = here / f"elastic-agent-{incarnation}"
+    problem = _make(ours)
+    if problem:
+        log.warning(
+            "the cgroup %s is delegated to this agent, but cannot be used (%s); what workers leave behind is found"
+            " by other means",
+            here,
+            problem,
+        )
+        return None
+    log.info("the workers of each generation are held in a cgroup below %s", ours)
+    return ours
+
+
+def own_cgroup(proc: Path = Path("/proc/self")) -> Path | None:
+    """Where this process stands in the tree of cgroups version 2; None when there is none, or it is out of sight."""
+    try:
+        path = next(line[3:] for line in _lines(proc / "cgroup") if line.startswith("0::"))
+        mounts = [line.split(" ") for line in _lines(proc / "mountinfo")]
+    except (OSError, StopIteration):
+        return None
+    if ".." in path.split("/"):  # above the root of this process' cgroup namespace
+        return None
+    for fields in mounts:
+        if fields[fields.index("-") + 1] == "cgroup2":
+            root, mounted_at = map(_unescaped, fields[3:5])
+            below = os.path.relpath(path, root)
+            if below.split("/")[0] != "..":
+                return Path(mounted_at, below)
+    return None
+
+
+def is_delegated(cgroup: Path, uid: int) -> bool:
+    """See the module's docstring."""
+    for mark in MARKS:
+        try:
+            if os.getxattr(cgroup, mark) == b"1":
+                return True
+        except OSError:
+            pass
+    return uid != 0 and cgroup.stat().st_uid == uid != cgroup.parent.stat().st_uid
+
+
+def _make(cgroup: Path) -> str:
+    """Why workers cannot be put there; empty, and the cgroup is made, if they can."""
+    try:
+        cgroup.mkdir()
+    except OSError as error:
+        return f"{cgroup}: {error.strerror}"
+    if (kind := (cgroup / "cgroup.type").read_text().strip()) != "domain":
+        problem = f"it is {kind}"  # below a threaded one
+    elif not os.access(cgroup.parent / "cgroup.procs", os.W_OK):
+        problem = "its processes may not be moved"
+    else:
+        return ""
+    cgroup.rmdir()
+    return problem
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text().splitlines()
+
+
+def _unescaped(path: str) -> str:
+    """As in /proc/self/mountinfo: a blank is written \\040."""
+    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), path)
