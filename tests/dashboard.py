@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_agent.health.metrics import PREFIX, Metrics
+from elastic_agent.health.families import PREFIX
+from elastic_agent.health.metrics import Metrics
 
 REPOSITORY = Path(__file__).parents[1]
 PROMETHEUS = REPOSITORY / "deploy" / "prometheus"
