@@ -13,6 +13,9 @@ import subprocess
 import sys
 import time
 
+SAVE_EVERY = 25
+"""Steps."""
+
 
 def main() -> None:
     options = parse()
@@ -39,7 +42,7 @@ def main() -> None:
     record("start", env=dict(os.environ), argv=sys.argv[1:])
     for command in options.child:
         subprocess.Popen(["sh", "-c", command])
-    step = 0
+    step = resume(options.checkpoint) if options.checkpoint else 0
     while options.steps == 0 or step < options.steps:
         for fault in options.fault:
             if fault.hits(generation, rank, step):
@@ -52,9 +55,36 @@ def main() -> None:
             from elastic_agent.worker.progress import step as report
 
             report(step + 1000 * generation)
+        if options.checkpoint:
+            go_on(options.checkpoint, step, saves=rank == 0 and step % SAVE_EVERY == 0)
         if options.say:
             print(f"{options.say} {step}", flush=True)
     record("end")
+
+
+def resume(checkpoint: str) -> int:
+    """The step to go on from, reported as `Checkpointer.load` does it."""
+    from elastic_agent.worker import progress
+
+    try:
+        with open(checkpoint) as file:
+            step = int(file.read())
+    except FileNotFoundError:
+        step = 0
+    progress.checkpoint_load(step, "ok" if step else "none", 0.001)
+    return step
+
+
+def go_on(checkpoint: str, step: int, *, saves: bool) -> None:
+    """A step of a training that will be resumed, and its checkpoint, reported as the worker library does it."""
+    from elastic_agent.worker import progress
+
+    progress.step(step)
+    if saves:
+        with open(f"{checkpoint}.new", "w") as file:
+            size = file.write(str(step))
+        os.replace(file.name, checkpoint)
+        progress.checkpoint_save(step, "ok", 0.001, size)
 
 
 def await_all_ranks(generation: int, world: int) -> None:
@@ -96,6 +126,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ignore-sigterm", action="store_true")
     parser.add_argument("--exit-0-on-sigterm", action="store_true")
     parser.add_argument("--report", action="store_true", help="tell the agent of each step")
+    parser.add_argument(
+        "--checkpoint", default="", help="save here and resume from it, and report all of that"
+    )
     parser.add_argument("--say", default="", help="print this and the step after each step")
     return parser.parse_known_args()[0]
 
