@@ -16,14 +16,19 @@ import os
 import re
 import signal
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from ..health.hang import HangWatch
+
 Reason = Literal["ok", "exception", "signal", "oom", "nccl", "hang", "unknown"]
 """Some of the metric `worker_exits_total`'s values for `reason`. `nccl`: the network between the workers, or NCCL
 itself; `hang`: no exit at all, the agent had waited long enough."""
+
+HANG_SIGNAL = signal.SIGABRT
+"""What ends a worker that hangs: PYTHONFAULTHANDLER makes it print where each of its threads stands."""
 
 MAX_JSON = 4096
 _SCHEMA = 1
@@ -199,6 +204,24 @@ def examine(
         exception=report.exception,
         traceback=report.traceback,
         log_tail=log_tail,
+        log_file=None if log_file is None else _clean(str(log_file)),
+    )
+
+
+def hung(
+    node: str, generation: int, ranks: Mapping[int, int], hang: HangWatch, log_file: Path | None
+) -> WorkerFailure:
+    """The end that the agent makes of workers which do not move, blamed on the hindmost; `ranks` by local rank."""
+    at = ", ".join(f"rank {ranks[local]}: {step}" for local, step in sorted(hang.steps.items()))
+    cause = f"hang: no step or checkpoint reported for {hang.limit_s:g} s (--hang-timeout); last steps: {at}"
+    return WorkerFailure(
+        rank=ranks[hang.hindmost],
+        local_rank=hang.hindmost,
+        node=node,
+        generation=generation,
+        returncode=-HANG_SIGNAL,
+        reason="hang",
+        cause=_cut(cause, _CAUSE_MAX),
         log_file=None if log_file is None else _clean(str(log_file)),
     )
 

@@ -176,6 +176,18 @@ class WorkerLogs:
         path = self._path(generation, rank, "stderr")
         return path if path is not None and path.exists() else None
 
+    def folder(self, generation: int, name: str) -> Path | None:
+        """For what others write beside the logs of a generation; None when there are no files, or no room for it."""
+        if self._directory is None:
+            return None
+        folder = self._directory.absolute() / f"gen{generation}" / name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            _log.warning("no folder %s: %s", folder, error)
+            return None
+        return folder
+
     def drain(self, generation: int, rank: int, timeout_s: float) -> bool:
         """Waits until everything that a dead worker wrote has been read. False: not within `timeout_s`.
 

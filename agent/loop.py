@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..health.hang import HangWatch
 from ..health.http import Probe
 from ..rendezvous.decide import Leave, Refusal, Start, Stop
 from ..rendezvous.participant import Participant
@@ -34,7 +35,7 @@ from .events import (
     WorkerExited,
 )
 from .exits import ExitCode
-from .failures import WorkerFailure, examine, fingerprint, summarize
+from .failures import HANG_SIGNAL, WorkerFailure, examine, fingerprint, hung, summarize
 from .guard import Guard
 from .logs import WorkerLogs
 from .machine import Machine
@@ -134,6 +135,8 @@ class Loop:
         self._world: World | None = None
         self._group: WorkerGroup | None = None
         self._started_at = 0.0
+        self._hang = HangWatch(None)
+        self._hung = False
         self._failures: list[WorkerFailure] = []
         self._signals: list[signal.Signals] = []
         self._ending: Ending | None = None
@@ -199,7 +202,10 @@ class Loop:
         self._manager.turn(self._observer.status(participant, self._group))
         wake_at = [participant.wake_at(now), self._manager.next_beat]
         if self._group is not None:
-            wake_at.append(self._group.wake_at() if self._group.stopping else self._started_at + LASTING_S)
+            stopping = self._group.stopping
+            wake_at += (
+                [self._group.wake_at()] if stopping else [self._started_at + LASTING_S, self._hang.due_at]
+            )
         return min((at for at in wake_at if at is not None and at > now), default=None)
 
     def _obey(self, now: float) -> bool:
@@ -211,6 +217,13 @@ class Loop:
                 return True
             if not group.stopping and now >= self._started_at + LASTING_S:
                 self._participant.workers_lasting(group.generation)
+            if (
+                group.running
+                and not group.stopping
+                and self._hang.due_at is not None
+                and now >= self._hang.due_at
+            ):
+                self._end_hang(group, self._hang)
         order = self._participant.order(now)
         if self._doom is not None:
             if group is None:
@@ -268,6 +281,7 @@ class Loop:
                 world.restarts.fruitless,
             )
         self._world, self._started_at, self._failures = world, now, []
+        self._hang, self._hung = HangWatch(self._config.timeouts.hang_s), False
         self._observer.starting(world, member, now)
         self._group = WorkerGroup(
             generation,
@@ -278,7 +292,8 @@ class Loop:
             self._clock,
             self._node.cgroup / f"generation-{generation}" if self._node.cgroup is not None else None,
         )
-        records = self._flight_records(generation)
+        has_nccl = self._node.machine.software.has_nccl
+        records = self._logs.folder(generation, "flight_records") if has_nccl else None
         specs = [self._spec(world, member, local_rank, records) for local_rank in range(member.slots)]
         try:
             if world.members[0] == member:
@@ -306,23 +321,19 @@ class Loop:
         environment = compose(self._node.environment, chosen)
         return WorkerSpec(place.rank, local_rank, environment, self._node.machine.shares[local_rank].cpus)
 
-    def _flight_records(self, generation: int) -> Path | None:
-        """A folder that outlives the agent and that torch can write into; None where there is none."""
-        if self._config.log_dir is None or not self._node.machine.software.has_nccl:
-            return None
-        directory = self._config.log_dir.absolute() / f"gen{generation}" / "flight_records"
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            log.warning("torch's flight recorder writes to its own place: %s", error)
-            return None
-        return directory
-
-    def _stop_workers(self, group: WorkerGroup, grace_s: float, *, gently: bool, reason: str) -> None:
+    def _stop_workers(
+        self,
+        group: WorkerGroup,
+        grace_s: float,
+        *,
+        gently: bool,
+        reason: str,
+        asking: signal.Signals = signal.SIGTERM,
+    ) -> None:
         if not group.stopping:
             log.info("stopping generation %d: %s", group.generation, reason)
             self._observer.stopping(self._clock())
-        group.stop(grace_s, gently=gently)
+        group.stop(grace_s, gently=gently, asking=asking)
 
     def _finish_group(self, group: WorkerGroup, now: float) -> None:
         """Nothing of the generation is left here."""
@@ -343,6 +354,9 @@ class Loop:
             return
         returncode = group.reap(local_rank)
         self._observer.exited(local_rank, returncode, at, killed=group.killed)
+        if group.stopping and self._hung and returncode == -HANG_SIGNAL:
+            self._observer.ended(local_rank, "hang", at)
+            return
         if group.stopping and returncode in AS_ASKED:
             return
         if returncode == 0:
@@ -374,11 +388,21 @@ class Loop:
         log.error("%s", what)
         self._report_failure(Failure(self._group.generation, what[:200], what[:4000]))
 
-    def _report_failure(self, failure: Failure) -> None:
+    def _end_hang(self, group: WorkerGroup, hang: HangWatch) -> None:
+        """Workers that are silent for too long: each is made to say where it stands, and that is its end."""
+        log_file = self._logs.log_file(group.generation, group.ranks[hang.hindmost])
+        failure = hung(self._node.name, group.generation, group.ranks, hang, log_file)
+        self._hung = True
+        log.error("%s", failure.cause)
+        told = Failure(group.generation, "hang", failure.cause, detail=failure.to_json())
+        self._report_failure(told, asking=HANG_SIGNAL)
+
+    def _report_failure(self, failure: Failure, asking: signal.Signals = signal.SIGTERM) -> None:
         assert self._group is not None
         self._participant.workers_failed(failure)
         grace_s = self._config.stop.failure_grace_s
-        self._stop_workers(self._group, grace_s, gently=False, reason=failure.summary)
+        gently = asking is HANG_SIGNAL  # a data loader has nothing to say about where training stands
+        self._stop_workers(self._group, grace_s, gently=gently, reason=failure.summary, asking=asking)
 
     def _show_failure(self, failure: Failure) -> None:
         """The block for a tired person; the other nodes show what the failing one has put in the store."""
@@ -424,6 +448,12 @@ class Loop:
         if self._group is None or report.generation != self._group.generation:
             return
         self._observer.reported(report, event.at)
+        if isinstance(report, StepReport):
+            silence_s = self._hang.stepped(report.local_rank, report.step, event.at)
+        else:
+            silence_s = self._hang.alive(event.at)
+        if silence_s is not None:
+            log.warning("%.1f s without a step: more than half of --hang-timeout, better raise it", silence_s)
         if isinstance(report, StepReport) or (
             isinstance(report, SaveReport | LoadReport) and report.result == "ok"
         ):

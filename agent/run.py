@@ -102,6 +102,7 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
     machine = replace(machine, network=network)
     address, endpoint = network.choice.address, network.endpoint
     metrics = _metrics(config, name, machine, network.choice, clock)
+    metrics.hang_timeout_seconds.set(config.timeouts.hang_s)
     bind = _binder(config, metrics)
 
     with contextlib.ExitStack() as stack:
@@ -233,6 +234,8 @@ def _metrics(
         interface=network.interface,
         address=network.address,
         gpus=len(machine.inventory.cuda),
+        torch_version=machine.software.torch or "",
+        nccl_version=machine.software.nccl or "",
         python_version=platform.python_version(),
     )
 

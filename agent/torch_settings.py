@@ -22,7 +22,7 @@ from .timeouts import HEARTBEAT_VARIABLE, WIDENING, process_group_s, watchdog_s
 from .variables import Variable
 
 PROCESS_GROUP_VARIABLE = "ELASTIC_AGENT_PROCESS_GROUP_TIMEOUT_S"
-"""Read by `worker.init_process_group`, because torch reads that timeout from no variable."""
+"""Read by `worker.process_group`, because torch takes that timeout from no variable."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,7 @@ class WorkerGroup:
     def succeeded(self) -> bool:
         return not self.running and not any(self.returncodes.values())
 
-    def stop(self, grace_s: float, *, gently: bool) -> None:
+    def stop(self, grace_s: float, *, gently: bool, asking: signal.Signals = signal.SIGTERM) -> None:
         """Ask the workers to end, and kill their groups after `grace_s`. Again with less grace: sooner.
 
         A gentle stop signals only the workers themselves, not their children: a data loader that dies of the
@@ -163,7 +163,7 @@ class WorkerGroup:
         if not self.stopping:
             self.stopping = True
             for process in self._unreaped():
-                self._signal(process, signal.SIGTERM, group=not gently)
+                self._signal(process, asking, group=not gently)
 
     def gone(self) -> bool:
         """Drive the stop on, and say whether nothing of this generation is left on this node."""

@@ -269,6 +269,10 @@ class Metrics(Page):
             "Seconds since this node sent the newest keep-alive that the rendezvous store confirmed; absent without a "
             "lease.",
         )
+        self.hang_timeout_seconds = self._gauge(
+            "hang_timeout_seconds",
+            "Workers that report nothing for so long after a step have failed (configuration); absent without a limit.",
+        )
         self.port_bind_attempts_total = self._counter(
             "port_bind_attempts_total", "Attempts to bind a port, by what it is for.", purpose=PORT_PURPOSES
         )

@@ -1,7 +1,8 @@
 """The library inside the training process: checkpoints and progress. Never imports the agent.
 
-    from elastic_agent.worker import Checkpointer, step
+    from elastic_agent.worker import Checkpointer, init_process_group, step
 
+    init_process_group("nccl")
     checkpoints = Checkpointer("runs/x", {"model": model, "optimizer": optimizer})
     for number in range(checkpoints.load(), total_steps):
         train_one()
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         SaveFailed,
         StepNotGrowing,
     )
+    from .process_group import init_process_group
     from .progress import step
 
 _HOME = {
@@ -40,6 +42,7 @@ _HOME = {
     "NotPlainData": "errors",
     "SaveFailed": "errors",
     "StepNotGrowing": "errors",
+    "init_process_group": "process_group",
     "step": "progress",
 }
 
@@ -52,6 +55,7 @@ __all__ = [
     "NotPlainData",
     "SaveFailed",
     "StepNotGrowing",
+    "init_process_group",
     "step",
 ]
 

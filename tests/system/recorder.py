@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 SAVE_EVERY = 25
@@ -99,7 +100,7 @@ def await_all_ranks(generation: int, world: int) -> None:
 
 
 class Fault:
-    """`GENERATION:RANK:STEP:HOW`, each number or `*`; HOW is raise, segv or the exit code."""
+    """`GENERATION:RANK:STEP:HOW`, each number or `*`; HOW is raise, segv, hang or the exit code."""
 
     def __init__(self, text: str) -> None:
         *self.where, self.how = text.split(":")
@@ -114,6 +115,8 @@ class Fault:
             import ctypes
 
             ctypes.string_at(0)
+        if self.how == "hang":
+            threading.Event().wait()
         os._exit(int(self.how))
 
 

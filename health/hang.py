@@ -1,0 +1,47 @@
+"""Hang detection: the workers of one generation on this node have stopped to report anything.
+
+Judged is silence, nothing else. It counts from the first step on, so that compilation, data loading and the first
+collectives may take their time; from then on it must be longer than anything that happens between two reports. A
+worker whose collective waits for a worker elsewhere is as silent as the one that is the reason for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class HangWatch:
+    """`limit_s` None: nothing is ever due. Instants are monotonic."""
+
+    limit_s: float | None
+    steps: dict[int, int] = field(default_factory=dict)
+    """The newest step of each worker that has reported one, by local rank."""
+    _heard_at: float = 0.0
+    _warned: bool = False
+
+    def stepped(self, local_rank: int, step: int, now: float) -> float | None:
+        """A worker has reported a step. Returns the silence before it if that came near the limit, once."""
+        silence_s = self.alive(now)
+        self.steps[local_rank] = step
+        return silence_s
+
+    def alive(self, now: float) -> float | None:
+        """A worker has reported something else: no first step, but as good as one afterwards. Returns as `stepped`."""
+        silence_s = now - self._heard_at
+        self._heard_at = now
+        near = bool(self.steps) and self.limit_s is not None and silence_s > self.limit_s / 2
+        if not near or self._warned:
+            return None
+        self._warned = True
+        return silence_s
+
+    @property
+    def due_at(self) -> float | None:
+        """The instant from which the silence is a hang; None while there is no such instant."""
+        return self._heard_at + self.limit_s if self.steps and self.limit_s is not None else None
+
+    @property
+    def hindmost(self) -> int:
+        """The local rank that is behind the others: the likeliest of this node to be stuck by itself."""
+        return min(self.steps, key=lambda local_rank: (self.steps[local_rank], local_rank))

@@ -1,0 +1,51 @@
+"""Which timeout a process group gets, on real gloo."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic_agent.agent.options import WORKER_VARIABLES
+from elastic_agent.agent.torch_settings import PROCESS_GROUP_VARIABLE
+from elastic_agent.worker import init_process_group
+from elastic_agent.worker.process_group import TIMEOUT_VARIABLE
+
+OWN = timedelta(seconds=7)
+
+
+@pytest.mark.parametrize(
+    ("variable", "positional", "named", "timeout_s"),
+    [
+        ("20.5", (), {}, 20.5),
+        ("20.5", (), {"timeout": OWN}, 7.0),
+        ("20.5", (None, OWN), {}, 7.0),
+        (None, (), {}, 1800.0),  # torch's own for gloo
+        (None, (), {"timeout": OWN}, 7.0),
+    ],
+)
+def test_the_script_s_own_timeout_is_stronger_than_the_agents_and_that_than_torchs(
+    variable: str | None,
+    positional: tuple[Any, ...],
+    named: dict[str, Any],
+    timeout_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(TIMEOUT_VARIABLE, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(TIMEOUT_VARIABLE, variable)
+    init_process_group("gloo", *positional, rank=0, world_size=1, store=dist.HashStore(), **named)
+    try:
+        assert dist.group.WORLD is not None
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        assert backend.options._timeout.total_seconds() == timeout_s
+    finally:
+        dist.destroy_process_group()
+
+
+def test_both_sides_mean_the_same_variable() -> None:
+    assert TIMEOUT_VARIABLE == PROCESS_GROUP_VARIABLE
+    assert TIMEOUT_VARIABLE in WORKER_VARIABLES
