@@ -28,14 +28,19 @@ def _containers() -> None:
         pytest.skip(f"no PID namespace can be made here (as root it can): {tried.stderr.strip()}")
 
 
-def pid_outside(job: Job, pid_inside: int) -> int:
-    """Of a living process; kill and /proc know it here by another number."""
+def pid_outside(job: Job, pid_inside: int, node: str | None = None) -> int:
+    """Of a living process; kill and /proc know it here by another number. `node` tells one pod from another."""
     for process in job.processes():
-        status = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-        [pids] = [line.split()[1:] for line in status if line.startswith("NSpid:")]
-        if len(pids) == 2 and int(pids[1]) == pid_inside:
+        pids = status_of(process.pid)["NSpid"].split()
+        here = node is None or process.environment.get("ELASTIC_AGENT_NODE_ID") == node
+        if here and len(pids) == 2 and int(pids[1]) == pid_inside:
             return process.pid
     raise AssertionError(f"no process {pid_inside} inside")
+
+
+def status_of(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def zombies_below(parent: int) -> list[int]:

@@ -1,0 +1,312 @@
+"""The Helm chart, judged by the real helm, by Kubernetes' schemas, and by the agent that reads its configuration."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_agent import __version__
+from elastic_agent.agent.exits import ExitCode
+from elastic_agent.agent.relations import LEAVING_S
+from elastic_agent.agent.run import HOST_LINGERS_S
+from tests.pods import CHART, Manifest, agent_pod, configuration, environment, pods, render, run_helm
+
+MISSING = "kubernetes-validate is not installed: .ci/kubernetes-tools .venv"
+yaml = pytest.importorskip("yaml", reason=MISSING)
+kubernetes_validate = pytest.importorskip("kubernetes_validate", reason=MISSING)
+
+KUBERNETES = ("1.31", "1.37")
+"""The oldest that the chart supports, and the newest whose schemas there are."""
+
+CASES = sorted(path.stem for path in CHART.glob("ci/*.yaml"))
+FACTS = {
+    "metadata.annotations['batch.kubernetes.io/job-completion-index']": "3",
+    "spec.nodeName": "node-3.example",
+    "status.podIP": "10.1.2.3",
+}
+
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+@cache
+def rendered(case: str) -> list[Manifest]:
+    return render(CHART / f"ci/{case}.yaml")
+
+
+def of_kind(case: str, kind: str) -> list[Manifest]:
+    return [manifest for manifest in rendered(case) if manifest["kind"] == kind]
+
+
+def default_values() -> dict[str, Any]:
+    values: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
+    return values
+
+
+# --- By helm and by Kubernetes
+
+
+def test_there_are_cases_of_every_kind() -> None:
+    kinds = {manifest["kind"] for case in CASES for manifest in rendered(case)}
+    assert kinds >= {"Job", "DaemonSet", "StatefulSet", "PodMonitor", "NetworkPolicy", "PodDisruptionBudget"}
+
+
+@every_case
+def test_lint_has_nothing_to_say(case: str) -> None:
+    ran = run_helm("lint", "--strict", CHART, "--values", CHART / f"ci/{case}.yaml")
+    assert ran.returncode == 0, ran.stdout
+    assert "[WARNING]" not in ran.stdout
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+@every_case
+def test_every_manifest_is_what_kubernetes_calls_one(case: str, version: str) -> None:
+    for manifest in rendered(case):
+        if manifest["kind"] != "PodMonitor":  # the Prometheus operator's
+            kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_the_schemas_refuse_what_kubernetes_would() -> None:
+    [job] = copy.deepcopy(of_kind("job-c10d", "Job"))
+    job["spec"]["template"]["spec"]["terminationGracePeriod"] = 3
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(job, KUBERNETES[-1], strict=True)
+
+
+def test_chart_and_package_have_one_version() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == __version__
+
+
+@pytest.mark.parametrize("release", ["elastic-agent", "x" * 53, "my-elastic-agent"])
+def test_names_leave_room_for_an_index(release: str) -> None:
+    manifests = render(CHART / "ci/job-own-etcd.yaml", release)
+    for manifest in manifests:
+        assert len(f"{manifest['metadata']['name']}-99999") <= 63
+    [name] = {manifest["metadata"]["name"] for manifest in manifests if manifest["kind"] == "Job"}
+    assert environment(agent_pod(manifests), FACTS)["ELASTIC_AGENT_NODE_ID"] == f"{name}-3"
+
+
+# --- By the agent
+
+
+@every_case
+def test_the_agent_accepts_its_configuration(case: str, tmp_path: Path) -> None:
+    """With the pod's own variables; only the files are elsewhere."""
+    text = configuration(rendered(case))
+    for path in ("/etc/elastic-agent/tls/ca.crt", "/etc/elastic-agent/tls/tls.crt", "/work/train.py",
+                 "/etc/elastic-agent/tls/tls.key", "/etc/elastic-agent/password/password"):  # fmt: skip
+        file = tmp_path / path[1:]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("x")
+        file.chmod(0o600)
+        text = text.replace(f'"{path}"', f'"{file}"')
+    config = tmp_path / "agent.toml"
+    config.write_text(text)
+    given = yaml.safe_load((CHART / f"ci/{case}.yaml").read_text())
+    facts = {**FACTS, "status.podIP": "fd00::3"} if given.get("ipv6") else FACTS
+    variables = environment(agent_pod(rendered(case)), facts)
+    assert variables.pop("ELASTIC_AGENT_CONFIG") == "/etc/elastic-agent/agent.toml"
+    ran = subprocess.run(
+        [sys.executable, "-m", "elastic_agent", "--config", config, "--check-config"],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    for option, value in given.get("config", {}).items():
+        assert f"\n{option.replace('_', '-')} = " in ran.stdout, f"{option}: {value}"
+    assert f"node-id = {json.dumps(variables['ELASTIC_AGENT_NODE_ID'])}" in ran.stdout
+
+
+def test_arguments_arrive_as_they_were_written() -> None:
+    line = next(
+        line for line in configuration(rendered("job-c10d")).splitlines() if line.startswith("args = ")
+    )
+    given = yaml.safe_load((CHART / "ci/job-c10d.yaml").read_text())
+    assert json.loads(line.removeprefix("args = ")) == given["run"]["args"]
+
+
+# --- What every pod promises
+
+
+@every_case
+def test_every_pod_has_no_more_rights_than_it_needs(case: str) -> None:
+    for pod in pods(rendered(case)):
+        spec = pod["spec"]
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["enableServiceLinks"] is False, (
+            "a Service called elastic-agent would give it unknown options"
+        )
+        user = spec["securityContext"]
+        assert user["seccompProfile"] == {"type": "RuntimeDefault"}
+        [container] = spec["containers"]
+        rights = container["securityContext"]
+        assert rights["allowPrivilegeEscalation"] is False
+        assert rights["readOnlyRootFilesystem"] is True
+        assert rights["capabilities"]["drop"] == ["ALL"]
+        as_root = user["runAsUser"] == 0
+        assert as_root is (case == "daemonset-own-etcd-tls"), "it alone asks for locked memory"
+        assert user.get("runAsNonRoot", False) is not as_root
+        assert ("add" in rights["capabilities"]) is (as_root and container["name"] == "agent")
+        assert not rights.keys() & {"privileged"}
+        assert "hostPath" not in json.dumps(spec)
+    assert not [manifest for manifest in rendered(case) if "Role" in manifest["kind"]]
+
+
+@every_case
+def test_the_grace_of_pod_agent_and_workers_come_from_one_number(case: str) -> None:
+    pod_s = agent_pod(rendered(case))["spec"]["terminationGracePeriodSeconds"]
+    settings = dict(line.split(" = ", 1) for line in configuration(rendered(case)).splitlines() if line)
+    assert int(settings["service-stop-limit"]) == pod_s
+    assert pod_s >= int(settings["stop-grace"]) + LEAVING_S + HOST_LINGERS_S
+
+
+@every_case
+def test_probes_ask_the_agent_alone_and_only_readiness_knows_of_the_store(case: str) -> None:
+    [container] = agent_pod(rendered(case))["spec"]["containers"]
+    paths = {
+        which: container[f"{which}Probe"]["httpGet"]["path"] for which in ("startup", "liveness", "readiness")
+    }
+    assert paths == {"startup": "/healthz", "liveness": "/healthz", "readiness": "/readyz"}
+    [port] = container["ports"]
+    assert environment(agent_pod(rendered(case)), FACTS)["ELASTIC_AGENT_HTTP_ADDRESS"].endswith(
+        f":{port['containerPort']}"
+    )
+
+
+@every_case
+def test_shared_memory_is_sized_and_tmp_can_be_written(case: str) -> None:
+    spec = agent_pod(rendered(case))["spec"]
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    places = {mount["mountPath"]: volumes[mount["name"]] for mount in spec["containers"][0]["volumeMounts"]}
+    assert places["/dev/shm"]["emptyDir"].keys() == {"medium", "sizeLimit"}
+    assert "emptyDir" in places["/tmp"]
+
+
+@every_case
+def test_selectors_find_the_agents_and_nothing_else(case: str) -> None:
+    agents = agent_pod(rendered(case))["metadata"]["labels"]
+    others = [
+        pod["metadata"]["labels"] for pod in pods(rendered(case)) if pod["metadata"]["labels"] != agents
+    ]
+    for manifest in rendered(case):
+        selector = manifest["spec"].get("selector", {}) if "spec" in manifest else {}
+        selector = selector.get("matchLabels", selector)
+        if selector:
+            own = manifest["metadata"]["name"].endswith("-etcd")
+            assert (selector.items() <= agents.items()) is not own, manifest["kind"]
+            assert any(selector.items() <= other.items() for other in others) is own, manifest["kind"]
+
+
+# --- The Job
+
+
+def test_a_job_ends_by_the_agents_exit_codes() -> None:
+    [job] = of_kind("job-c10d", "Job")
+    rules = job["spec"]["podFailurePolicy"]["rules"]
+    by_action = {
+        rule["action"]: set(rule["onExitCodes"]["values"]) for rule in rules if "onExitCodes" in rule
+    }
+    assert by_action == {
+        "FailJob": {
+            ExitCode.WORKERS_FAILED,
+            ExitCode.CRASH_LOOP,
+            ExitCode.STORE_MISMATCH,
+            ExitCode.BAD_CONFIG,
+        },
+        "Ignore": {ExitCode.STOPPED_BY_SIGINT, ExitCode.STOPPED_BY_SIGTERM},
+    }
+    another_pod_may_help = set(ExitCode) - set().union(*by_action.values())
+    assert another_pod_may_help == {ExitCode.SUCCESS, ExitCode.STORE_LOST, ExitCode.JOIN_TIMEOUT}
+
+
+def test_the_pods_of_a_job_meet_at_the_first_of_them() -> None:
+    [job], [service] = of_kind("job-c10d", "Job"), of_kind("job-c10d", "Service")
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 4
+    name, subdomain = job["metadata"]["name"], job["spec"]["template"]["spec"]["subdomain"]
+    assert service["metadata"]["name"] == subdomain
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    assert f'rdzv-endpoint = "{name}-0.{subdomain}:29400"' in configuration(rendered("job-c10d"))
+
+
+# --- Values that make no sense
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"run": {}}, "what should the workers run? Set one of run.script, run.module and run.program; none is set"),
+        ({"run": {"script": "a", "module": "b"}}, "set are run.script and run.module"),
+        ({"mode": "statefulset"}, "mode"),
+        ({"nods": {"min": 1}}, "nods"),
+        ({"nodes": {"min": 3, "max": 2}}, "nodes.min is 3, more than nodes.max, which is 2"),
+        ({"nodes": {"min": "two"}}, "/nodes/min"),
+        ({"run": {"script": "a", "args": [0.1]}}, "/run/args/0"),
+        ({"workersPerNode": "all"}, "/workersPerNode"),
+        ({"gpu": {"count": -1}}, "/gpu/count"),
+        ({"sharedMemory": "8 GB"}, "/sharedMemory"),
+        ({"config": {"min_nodes": 2}}, "config.min_nodes: the chart sets this option itself"),
+        ({"config": {"etcd-user": "x"}}, "config.etcd-user: the chart sets this option itself"),
+        ({"config": {"max-restarts": {"n": 1}}}, "/config/max-restarts"),
+        ({"env": {"ELASTIC_AGENT_NODE_ID": "x"}}, "env.ELASTIC_AGENT_NODE_ID: the chart sets this variable itself"),
+        ({"mode": "daemonset"}, "mode daemonset: where do the nodes meet? Set etcd.endpoints"),
+        ({"c10d": {"endpoint": "node1:29400"}}, "c10d.endpoint names a node"),
+        ({"etcd": {"endpoints": ["http://h:1"]}}, "/etcd/endpoints/0"),
+        ({"etcd": {"endpoints": ["h"]}}, "etcd: set either etcd.tls.secretName, or etcd.insecure=true"),
+        (
+            {"etcd": {"endpoints": ["h"], "insecure": True, "tls": {"secretName": "s"}}},
+            "etcd: set either etcd.tls.secretName, or etcd.insecure=true",
+        ),
+        ({"etcd": {"endpoints": ["h"], "deploy": True}}, "etcd.deploy makes an etcd, and etcd.endpoints names another"),
+        ({"etcd": {"deploy": True, "tls": {"secretName": "s"}}}, "etcd.deploy with TLS needs two Secrets"),
+        (
+            {"etcd": {"endpoints": ["h"], "insecure": True, "auth": {"user": "u"}}},
+            "etcd.auth.user and etcd.auth.secretName (a Secret with the key password) belong together",
+        ),
+        ({"etcd": {"insecure": True}}, "say how to reach an etcd, but there is none"),
+        (
+            {"etcd": {"deploy": True, "insecure": True}, "c10d": {"endpoint": "h:1"}},
+            "c10d.endpoint is h:1, but the nodes meet in etcd",
+        ),
+        ({"hostNetwork": True}, "hostNetwork: a NetworkPolicy does not hold"),
+        ({"rdma": {"ipcLock": True}}, "securityContext.runAsUser=0 and rdma.ipcLock=true need each other"),
+        ({"securityContext": {"runAsUser": 0}}, "securityContext.runAsUser=0 and rdma.ipcLock=true need each other"),
+    ],
+    ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_values_that_make_no_sense_are_refused(
+    given: Mapping[str, Any], message: str, tmp_path: Path
+) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text(json.dumps({"run": {"script": "/train.py"}, **given}))
+    ran = run_helm("template", "x", CHART, "--values", values)
+    assert ran.returncode != 0
+    assert message in ran.stderr
+
+
+# --- What the documentation says
+
+
+def test_every_value_is_in_the_schema_and_none_is_without_a_default() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+
+    def compare(schema: Mapping[str, Any], values: Mapping[str, Any], where: str) -> None:
+        assert schema["additionalProperties"] is False, where
+        assert schema["properties"].keys() - {"global"} == values.keys(), where
+        for name, below in schema["properties"].items():
+            if "properties" in below:
+                compare(below, values[name], f"{where}.{name}")
+
+    compare(schema, default_values(), "values")
