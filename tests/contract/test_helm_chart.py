@@ -46,6 +46,11 @@ def of_kind(case: str, kind: str) -> list[Manifest]:
     return [manifest for manifest in rendered(case) if manifest["kind"] == kind]
 
 
+def settings_of(case: str) -> dict[str, str]:
+    """As the chart writes them."""
+    return dict(line.split(" = ", 1) for line in configuration(rendered(case)).splitlines())
+
+
 def default_values() -> dict[str, Any]:
     values: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
     return values
@@ -167,7 +172,7 @@ def test_every_pod_has_no_more_rights_than_it_needs(case: str) -> None:
 @every_case
 def test_the_grace_of_pod_agent_and_workers_come_from_one_number(case: str) -> None:
     pod_s = agent_pod(rendered(case))["spec"]["terminationGracePeriodSeconds"]
-    settings = dict(line.split(" = ", 1) for line in configuration(rendered(case)).splitlines() if line)
+    settings = settings_of(case)
     assert int(settings["service-stop-limit"]) == pod_s
     assert pod_s >= int(settings["stop-grace"]) + LEAVING_S + HOST_LINGERS_S
 
@@ -183,6 +188,14 @@ def test_probes_ask_the_agent_alone_and_only_readiness_knows_of_the_store(case: 
     assert environment(agent_pod(rendered(case)), FACTS)["ELASTIC_AGENT_HTTP_ADDRESS"].endswith(
         f":{port['containerPort']}"
     )
+
+
+@every_case
+def test_a_pod_may_start_for_longer_than_its_agent_waits_for_a_network(case: str) -> None:
+    """Until then nobody answers the startup probe."""
+    [container] = agent_pod(rendered(case))["spec"]["containers"]
+    startup_s = container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"]
+    assert startup_s > int(settings_of(case)["network-wait"]) + 60
 
 
 @every_case
@@ -228,7 +241,12 @@ def test_a_job_ends_by_the_agents_exit_codes() -> None:
         "Ignore": {ExitCode.STOPPED_BY_SIGINT, ExitCode.STOPPED_BY_SIGTERM},
     }
     another_pod_may_help = set(ExitCode) - set().union(*by_action.values())
-    assert another_pod_may_help == {ExitCode.SUCCESS, ExitCode.STORE_LOST, ExitCode.JOIN_TIMEOUT}
+    assert another_pod_may_help == {
+        ExitCode.SUCCESS,
+        ExitCode.STORE_LOST,
+        ExitCode.NO_NETWORK,
+        ExitCode.JOIN_TIMEOUT,
+    }
 
 
 def test_the_pods_of_a_job_meet_at_the_first_of_them() -> None:

@@ -63,6 +63,7 @@ etcd://{{ join "," .Values.etcd.endpoints }}{{ .Values.etcd.prefix }}
       "nproc-per-node" ($values.workersPerNode | default ($values.gpu.count | default 1))
       "rdzv-id" ($values.jobId | default (include "elastic-agent.fullname" .))
       "rdzv-endpoint" (include "elastic-agent.endpoint" .)
+      "network-wait" $values.networkWaitSeconds
       "stop-grace" $values.stopGraceSeconds
       "service-stop-limit" (include "elastic-agent.stop-limit" . | int)
 -}}
@@ -87,7 +88,7 @@ etcd://{{ join "," .Values.etcd.endpoints }}{{ .Values.etcd.prefix }}
 {{- range $given, $value := $values.config -}}
 {{- $option := replace "_" "-" $given -}}
 {{- if or (hasKey $options $option) (has $option (list "script" "module" "no-python" "nnodes" "rdzv-backend" "node-id" "http-address" "log-dir" "config" "standalone")) (hasPrefix "etcd-" $option) -}}
-{{- fail (printf "config.%s: the chart sets this option itself; see the values run, nodes, workersPerNode, jobId, stopGraceSeconds, c10d, etcd, metrics and logSize" $given) -}}
+{{- fail (printf "config.%s: the chart sets this option itself; see the values run, nodes, workersPerNode, jobId, stopGraceSeconds, networkWaitSeconds, c10d, etcd, metrics and logSize" $given) -}}
 {{- end -}}
 {{- $_ := set $options $option $value -}}
 {{- end -}}

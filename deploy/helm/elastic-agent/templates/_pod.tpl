@@ -75,12 +75,12 @@ spec:
       ports:
         - name: http
           containerPort: {{ $values.metrics.port }}
-      # Before the agent has found its store it answers these already, and /healthz never says anything about the store:
-      # an outage of the store is no reason to restart pods.
+      # The agent answers these as soon as it has a network, long before it has found its store, and /healthz never says
+      # anything about the store: its outage is no reason to restart pods.
       startupProbe:
         httpGet: {path: /healthz, port: http}
-        periodSeconds: 2
-        failureThreshold: 60
+        periodSeconds: 5
+        failureThreshold: {{ add 24 (div $values.networkWaitSeconds 5) }}
       livenessProbe:
         httpGet: {path: /healthz, port: http}
         periodSeconds: 10
