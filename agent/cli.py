@@ -44,7 +44,19 @@ Every option can also be given as ELASTIC_AGENT_MIN_NODES=1 in the environment o
 the command line wins over the environment, and the environment over the file. torchrun's spellings work.
 """
 
-COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {}
+
+def _explain_env(words: Sequence[str]) -> int:
+    from .explain import main
+
+    return main(words)
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "explain-env": (
+        _explain_env,
+        "which variables a worker would see, who chose each and why; same options as a run",
+    ),
+}
 """By its name: what is called with the words after it and returns the exit code, and its line in `--help`.
 
 Each imports what it needs when it is called: nobody who runs a job pays for them.

@@ -8,24 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from .config import ConfigError, NetworkProfile, Problem
+from .interfaces import RdmaPort
 
 Transport = Literal["ethernet", "infiniband", "efa", "roce"]
 
 _RDMA: dict[Transport, str] = {"infiniband": "InfiniBand", "efa": "EFA", "roce": "RoCE"}
 """In the order of preference."""
-
-
-class Port(Protocol):
-    """An active RDMA port; as a text it is named as in NCCL_IB_HCA."""
-
-    @property
-    def device(self) -> str: ...
-
-    @property
-    def link_layer(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +35,7 @@ class Profile:
 TCP = Profile("ethernet", "no RDMA port is active on this machine")
 
 
-def choose_profile(wanted: NetworkProfile, active: Sequence[Port]) -> Profile:
+def choose_profile(wanted: NetworkProfile, active: Sequence[RdmaPort]) -> Profile:
     """Raises ConfigError when the machine has no port for the profile that was asked for."""
     transport: Transport
     if wanted == "auto" or wanted == "debug":
@@ -66,11 +57,11 @@ def choose_profile(wanted: NetworkProfile, active: Sequence[Port]) -> Profile:
     )
 
 
-def _ports(active: Sequence[Port], transport: Transport) -> tuple[str, ...]:
+def _ports(active: Sequence[RdmaPort], transport: Transport) -> tuple[str, ...]:
     return tuple(str(port) for port in active if _transport(port) == transport)
 
 
-def _no_port(transport: Transport, active: Sequence[Port]) -> Problem:
+def _no_port(transport: Transport, active: Sequence[RdmaPort]) -> Problem:
     others = ", ".join(map(str, active)) or "none"
     return Problem(
         "--network-profile",
@@ -80,7 +71,7 @@ def _no_port(transport: Transport, active: Sequence[Port]) -> Problem:
     )
 
 
-def _transport(port: Port) -> Transport:
+def _transport(port: RdmaPort) -> Transport:
     if port.link_layer == "InfiniBand":
         return "infiniband"
     # EFA has no link layer that sysfs knows; its devices are rdmap<bus>s<slot>, or efa_<n> without udev's names.

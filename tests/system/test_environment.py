@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from elastic_agent.agent.affinity import probe_cpus, share
 
-from .harness import C_LIBRARY_SIGNALS, RECORDER, Job
+from .harness import C_LIBRARY_SIGNALS, MARKER, RECORDER, Job
 
 ONE_NODE = {
     0: {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "ROLE_RANK": "0", "NODE_RANK": "0"},
@@ -190,3 +191,27 @@ def test_bad_configuration_lists_every_problem_and_starts_nothing(job: Job) -> N
     for wrong in ("--nnodes", "--lease-ttl", "--max-restarts", "--what"):
         assert agent.says(wrong)
     assert not job.history()
+
+
+def test_explain_env_tells_what_a_worker_sees(job: Job) -> None:
+    mine = {"NCCL_ALGO": "Ring", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    options = ("--nproc-per-node=2", "--node-id=a", "--rdzv-id=a-job", "--hang-timeout=60", "--standalone")
+    job.start("a", *options, environment=mine)
+    seen = environments(job)[1]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("ELASTIC_AGENT_")}
+    told = subprocess.run(
+        [sys.executable, "-m", "elastic_agent", "explain-env", "--json", *options, str(RECORDER)],
+        env={**environ, **mine},
+        capture_output=True,
+        check=True,
+    )
+    rows = {row["name"]: row for row in json.loads(told.stdout)}
+    chosen = {name for name, value in seen.items() if environ.get(name) != value} - {
+        "SYSTEM_TEST_HISTORY",
+        MARKER,
+    }
+    assert chosen <= rows.keys()
+    for name, row in rows.items():
+        if "<" not in row["value"]:
+            assert seen[name] in row["value"].split(", "), name
+    assert {name for name, row in rows.items() if row["by"] == "you"} >= mine.keys()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from elastic_agent.agent.config import ConfigError, NetworkProfile, TimeoutConfig
+from elastic_agent.agent.interfaces import RdmaPort
 from elastic_agent.agent.profiles import TCP, Profile, choose_profile
 from elastic_agent.agent.software import CURRENT, Range, Software, find_software
 from elastic_agent.agent.torch_settings import Facts, torch_settings
@@ -130,21 +131,12 @@ def test_what_is_widened_says_so_and_fits_the_network() -> None:
 # --- Profiles
 
 
-@dataclass(frozen=True)
-class Port:
-    device: str
-    link_layer: str
-
-    def __str__(self) -> str:
-        return f"{self.device}:1"
-
-
 IB, STORAGE, ROCE = (
-    Port("mlx5_0", "InfiniBand"),
-    Port("mlx5_1", "InfiniBand"),
-    Port("mlx5_bond_0", "Ethernet"),
+    RdmaPort("mlx5_0", 1, "InfiniBand"),
+    RdmaPort("mlx5_1", 1, "InfiniBand"),
+    RdmaPort("mlx5_bond_0", 1, "Ethernet"),
 )
-EFA = Port("rdmap16s27", "Unspecified")
+EFA = RdmaPort("rdmap16s27", 1, "Unspecified")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +153,7 @@ EFA = Port("rdmap16s27", "Unspecified")
     ],
 )
 def test_which_network_a_job_crosses(
-    wanted: NetworkProfile, ports: list[Port], transport: str, own: str, foreign: str
+    wanted: NetworkProfile, ports: list[RdmaPort], transport: str, own: str, foreign: str
 ) -> None:
     profile = choose_profile(wanted, ports)
     assert (profile.transport, ",".join(profile.ports), ",".join(profile.foreign_ports)) == (
@@ -189,7 +181,7 @@ def test_which_network_a_job_crosses(
     ],
 )
 def test_a_profile_that_the_machine_cannot_have_is_refused(
-    wanted: NetworkProfile, ports: list[Port], problem: str
+    wanted: NetworkProfile, ports: list[RdmaPort], problem: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         choose_profile(wanted, ports)
@@ -229,7 +221,7 @@ def network_of(profile: Profile, software: Software = GPU) -> dict[str, str]:
     ],
 )
 def test_what_a_profile_tells_nccl(
-    wanted: NetworkProfile, ports: list[Port], software: Software, told: dict[str, str]
+    wanted: NetworkProfile, ports: list[RdmaPort], software: Software, told: dict[str, str]
 ) -> None:
     assert network_of(choose_profile(wanted, ports), software) == told
 

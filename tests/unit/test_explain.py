@@ -1,0 +1,101 @@
+"""What explain-env shows: everything that somebody chose, and nothing that only a world can know."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent import explain as module
+from elastic_agent.agent.config import Command, Config, TimeoutConfig
+from elastic_agent.agent.environment import WorkerPlace, contract
+from elastic_agent.agent.explain import OF_A_WORLD, Explained, explain, main
+from elastic_agent.agent.machine import Machine, examine
+from elastic_agent.agent.profiles import TCP
+from elastic_agent.agent.software import Software
+from elastic_agent.agent.variables import USER
+from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, World, line_up
+
+CONFIG = Config(Command("script", "train.py"), nproc_per_node=2, timeouts=TimeoutConfig(60.0))
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    """This one, with another torch and a network to talk about."""
+    found = examine(CONFIG, {})
+    return replace(found, software=Software("2.13.0+cu130", "2.30.7"), profile=replace(TCP, debug=True))
+
+
+def by_name(rows: tuple[Explained, ...]) -> dict[str, Explained]:
+    found = {row.name: row for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def test_each_variable_has_its_value_who_chose_it_and_why(machine: Machine) -> None:
+    mine = {"NCCL_SOCKET_IFNAME": "eth7", "NCCL_ALGO": "Ring", "OMP_NUM_THREADS": "3", "HOME": "/root"}
+    rows = by_name(explain(CONFIG, machine, mine))
+    assert (rows["RANK"].value, rows["RANK"].by) == ("<rank>", "torchrun")
+    assert (rows["LOCAL_RANK"].value, rows["LOCAL_WORLD_SIZE"].value) == ("0, 1", "2")
+    assert (rows["NCCL_DEBUG"].value, rows["NCCL_DEBUG"].by) == ("INFO", "profile debug")
+    assert (rows["TORCH_FR_BUFFER_SIZE"].value, rows["TORCH_FR_BUFFER_SIZE"].by) == ("2000", "default")
+    assert rows["ELASTIC_AGENT_PROCESS_GROUP_TIMEOUT_S"].value == "120"
+    assert rows["GLOO_SOCKET_IFNAME"].by == "network"
+    assert {name for name, row in rows.items() if row.by == USER} == mine.keys() - {"HOME"}
+    assert "ours would be OMP_NUM_THREADS=1: a thread per core" in rows["OMP_NUM_THREADS"].why
+    assert all(row.why for row in rows.values())
+
+
+def test_the_dumps_are_below_the_log_directory(machine: Machine) -> None:
+    rows = by_name(explain(replace(CONFIG, log_dir=Path("/logs")), machine, {}))
+    assert rows["TORCH_FR_DUMP_TEMP_FILE"].value == "/logs/gen<generation>/flight_records/rank_"
+
+
+def test_what_differs_from_world_to_world_is_left_open() -> None:
+    def of(names: str, generation: int, port: int, me: int) -> dict[str, str]:
+        nodes = tuple(NodeRecord(name, name * 2, "host", port, 2) for name in names)
+        members = line_up(nodes)
+        master = Endpoint(f"host-{port}", port)
+        world = World("job", generation, Phase.RUNNING, members, master, Cause(CauseKind.START))
+        place = WorkerPlace(world, members[me], 0, Path("e"), Path("r"), Path("c"))
+        chosen = contract(place, agent_incarnation="i", max_restarts=None)
+        return {variable.name: variable.value for variable in chosen}
+
+    one, other = of("a", 1, 1, 0), of("bca", 2, 2, 2)
+    assert {name for name in one if one[name] != other[name]} == OF_A_WORLD
+
+
+def test_for_a_pipe_every_variable_is_a_line_and_for_a_terminal_none_is_wide(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    monkeypatch.setenv("NCCL_ODD", "two\nlines \x1b[2J")
+    monkeypatch.setattr(module, "examine", lambda config, environ: machine)
+    assert main([str(script)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "NCCL_ODD=two\\x0alines \\x1b[2J" in {line.split("  ")[0] for line in lines}
+    assert all(" # " in line for line in lines)
+    assert main(["--json", str(script)]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [line.partition("=")[0] for line in lines] == [row["name"] for row in rows]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main([str(script)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 100 for line in shown if "=" not in line)
+    assert {line.strip().partition("=")[0] for line in shown if line.startswith("    ")} == {
+        row["name"] for row in rows
+    }
+
+
+def test_a_bad_configuration_is_refused_as_for_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--lease-ttl", "never", str(tmp_path / "none.py")]) == 78
+    errors = capsys.readouterr().err
+    assert "elastic-agent explain-env: 2 problems in the configuration; nothing was started" in errors
+    assert main(["--help"]) == 0
+    assert "explain-env [--json]" in capsys.readouterr().out
