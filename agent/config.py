@@ -119,6 +119,7 @@ class Config:
     nproc_per_node: WorkerCount = 1
     device_pinning: DevicePinning = "index"
     affinity: Affinity = "none"
+    gpu_memory_wait_s: float = 30.0  # 0: a restart does not wait for it
     rendezvous: RendezvousConfig = RendezvousConfig()
     node_id: str | None = None  # None: the agent makes one that no other agent has
     local_addr: str | None = None  # None: the address that other nodes reach is found out

@@ -85,6 +85,14 @@ class HolderSpoke:
 
 
 @dataclass(frozen=True, slots=True)
+class ReaderSpoke:
+    """The process that reads the GPUs' memory has said this. Nothing: it has ended."""
+
+    pid: int
+    message: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Reported:
     """A worker's report, and when it was received."""
 
@@ -108,6 +116,7 @@ Event: TypeAlias = (
     | Probed
     | WorkerExited
     | HolderSpoke
+    | ReaderSpoke
     | Reported
     | Signalled
 )

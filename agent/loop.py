@@ -29,6 +29,7 @@ from .events import (
     Event,
     HolderSpoke,
     Probed,
+    ReaderSpoke,
     Reported,
     Signalled,
     StoreGone,
@@ -36,6 +37,7 @@ from .events import (
 )
 from .exits import ExitCode
 from .failures import HANG_SIGNAL, WorkerFailure, examine, fingerprint, hung, summarize
+from .gpu_memory import GpuMemory
 from .guard import Guard
 from .logs import WorkerLogs
 from .machine import Machine
@@ -107,6 +109,7 @@ class Loop:
         peers: PeerLink,
         guard: Guard,
         worker_store: WorkerStore,
+        gpu_memory: GpuMemory,
         logs: WorkerLogs,
         observer: Observer,
         manager: ServiceManager,
@@ -124,6 +127,7 @@ class Loop:
         self._peers = peers
         self._guard = guard
         self._worker_store = worker_store
+        self._gpu_memory = gpu_memory
         self._logs = logs
         self._observer = observer
         self._manager = manager
@@ -169,6 +173,8 @@ class Loop:
         world, group = self._participant.world, self._group
         if group is not None and not group.stopping:
             return Probe(True, f"running generation {group.generation}")
+        if self._gpu_memory.waiting:
+            return Probe(False, "waiting for the killed workers' GPU memory to be free")
         if world is not None and world.phase is Phase.RUNNING and self._participant.lease_good(self._clock()):
             return Probe(True, f"standing by: generation {world.generation} is running")
         return Probe(False, f"waiting: {self._participant.waiting_for}")
@@ -200,7 +206,7 @@ class Loop:
         self._link.follow(participant.subscription)
         self._observer.look(participant, self._group, now)
         self._manager.turn(self._observer.status(participant, self._group))
-        wake_at = [participant.wake_at(now), self._manager.next_beat]
+        wake_at = [participant.wake_at(now), self._manager.next_beat, self._gpu_memory.turn(now)]
         if self._group is not None:
             stopping = self._group.stopping
             wake_at += (
@@ -233,6 +239,8 @@ class Loop:
                     group, self._config.stop.failure_grace_s, gently=False, reason=self._doom.reason
                 )
         elif isinstance(order, Start):
+            if self._gpu_memory.waiting:
+                return False
             self._start_workers(order.world, order.member, now)
             return True
         elif isinstance(order, Stop) and group is not None:
@@ -347,6 +355,7 @@ class Loop:
         self._group = None
         self._observer.gone(now, succeeded=group.succeeded)
         self._participant.workers_gone(group.generation, now)
+        self._gpu_memory.workers_gone(now)
 
     def _worker_exited(self, generation: int, local_rank: int, at: float) -> None:
         group, world = self._group, self._world
@@ -431,6 +440,8 @@ class Loop:
             problem = self._worker_store.heard(event)
             if problem and self._group is not None and not self._group.stopping:
                 self._fail(problem)
+        elif isinstance(event, ReaderSpoke):
+            self._gpu_memory.heard(event, now)
         elif isinstance(event, Reported):
             self._reported(event)
         elif isinstance(event, Signalled):

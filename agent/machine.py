@@ -16,6 +16,7 @@ from typing import TypeVar
 from .affinity import CpuShare, probe_cpus, share
 from .config import Config, ConfigError, Problem
 from .devices import Inventory, PinnedDevice, pin, probe, resolve_workers
+from .gpu_memory import watched
 from .interfaces import rdma_ports
 from .network import NotYet
 from .network_search import Network, look
@@ -39,6 +40,8 @@ class Machine:
     shares: tuple[CpuShare, ...]
     network: Network | NotYet
     facts: tuple[str, ...] = ()
+    watched: tuple[str, ...] = ()
+    """The GPUs, as NVML knows them, whose memory a restart waits for."""
     software: Software = CURRENT
     profile: Profile = TCP
 
@@ -63,15 +66,19 @@ def examine(config: Config, environ: Mapping[str, str]) -> Machine:
     devices = [each.device for each in pinned]
     layout = probe_cpus([device.address for device in devices if device and device.address])
     shares = share(config.affinity, devices, layout)
+    names, memory = watched(
+        [device for device in devices if device] or inventory.cuda, config.gpu_memory_wait_s
+    )
     software = find_software(environ)
     facts = (
         *_device_facts(environ, inventory, pinned, shares),
+        *filter(None, [memory]),
         _network_fact(config, network),
         f"network profile {profile.transport}: {profile.reason}",
         f"workers use {software}",
         f"timeouts of training: {ladder(config.timeouts)}",
     )
-    return Machine(inventory, pinned, shares, network, facts, software, profile)
+    return Machine(inventory, pinned, shares, network, facts, names, software, profile)
 
 
 def _ask(step: Callable[[], T], problems: list[Problem]) -> T | None:

@@ -182,6 +182,13 @@ AFFINITY: Option[Affinity] = Option(
     default="none",
     torchrun="numa-binding",
 )
+GPU_MEMORY_WAIT: Option[float] = Option(
+    "gpu-memory-wait",
+    duration(0.0),
+    "a restart waits at most so long until killed workers' GPU memory is free again, 0 is off; needs nvidia-ml-py",
+    metavar="DURATION",
+    default="30s",
+)
 NODE_ID: Option[str | None] = Option(
     "node-id",
     IDENTIFIER,
@@ -455,6 +462,7 @@ GROUPS: dict[str, tuple[Option[object], ...]] = {
         DEVICE_PINNING,
         VIRTUAL_LOCAL_RANK,
         AFFINITY,
+        GPU_MEMORY_WAIT,
         NODE_ID,
     ),
     "Rendezvous": (BACKEND, ENDPOINT, JOB_ID, STANDALONE, JOIN_TIMEOUT, LAST_CALL, LEASE_TTL, RDZV_CONF),

@@ -43,6 +43,7 @@ from .options import (
     ETCD_PASSWORD_FILE,
     ETCD_USER,
     FAILURE_GRACE,
+    GPU_MEMORY_WAIT,
     HANG_TIMEOUT,
     HTTP_ADDRESS,
     JOB_ID,
@@ -197,6 +198,7 @@ def _config(settings: Settings, command: Command) -> Config:
         nproc_per_node=settings[NPROC_PER_NODE].value,
         device_pinning=settings[DEVICE_PINNING].value,
         affinity=settings[AFFINITY].value,
+        gpu_memory_wait_s=settings[GPU_MEMORY_WAIT].value,
         rendezvous=RendezvousConfig(
             backend=backend,
             endpoints=address.endpoints if address is not None else (),

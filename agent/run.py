@@ -39,6 +39,7 @@ from .commit_gate import CommitGate
 from .config import Config, Endpoint
 from .events import Event, Signalled
 from .exits import CannotStart, ExitCode
+from .gpu_memory import GpuMemory
 from .guard import Guard
 from .interruptible import unless_stopped
 from .logs import WorkerLogs
@@ -108,6 +109,9 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
     with contextlib.ExitStack() as stack:
         run_dir = Path(stack.enter_context(_run_directory()))
         listener, http, store_listener = _listeners(config, endpoint, address, bind)
+        gpu_memory = _started(
+            stack, GpuMemory(machine.watched, config.gpu_memory_wait_s, environment, events.put, clock)
+        )
         probes = _Probes(Introduction(name, incarnation, generation=0))
         server = _started(
             stack,
@@ -168,6 +172,7 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
             PeerLink(events.put, clock),
             guard,
             worker_store,
+            gpu_memory,
             logs,
             Observer(metrics, config.max_restarts, started_at, time.time),
             manager,

@@ -1,0 +1,279 @@
+"""When workers may start again on their GPUs: the real reader process over a scripted NVML, and how it can fail."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_agent.agent import gpu_memory
+from elastic_agent.agent.devices import Device
+from elastic_agent.agent.events import Event, ReaderSpoke
+from elastic_agent.agent.gpu_memory import ANSWER_S, GpuMemory, watched
+
+FAKE_NVML = Path(__file__).parents[1] / "fake_nvml"
+PATIENCE_S = 20.0
+ONE, OTHER = "0000:3b:00.0", "GPU-aa"
+
+
+class Bench:
+    """A `GpuMemory` with a clock that only the test moves; `nvml` says what NVML says from now on."""
+
+    def __init__(self, folder: Path, wait_s: float, *devices: str) -> None:
+        self.now = 100.0
+        self._script = folder / "nvml.json"
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        environment = {**os.environ, "PYTHONPATH": str(FAKE_NVML), "FAKE_NVML": str(self._script)}
+        self.memory = GpuMemory(devices, wait_s, environment, self._events.put, lambda: self.now)
+
+    def nvml(self, **says: Any) -> None:
+        new = self._script.with_suffix(".new")
+        new.write_text(json.dumps(says))
+        new.replace(self._script)
+
+    def answer(self) -> None:
+        """Let the next thing that the reader says be heard."""
+        event = self._events.get(timeout=PATIENCE_S)
+        assert isinstance(event, ReaderSpoke)
+        self.memory.heard(event, self.now)
+
+    def unheard(self) -> bool:
+        return self._events.empty()
+
+    def go(self, seconds: float) -> None:
+        self.now += seconds
+        self.memory.turn(self.now)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+    benches = []
+
+    def make(*devices: str, wait_s: float = 30.0) -> Bench:
+        benches.append(Bench(tmp_path, wait_s, *(devices or (ONE,))))
+        return benches[-1]
+
+    yield make
+    for each in benches:
+        each.memory.close()
+
+
+@pytest.fixture
+def ready(bench: Callable[..., Bench]) -> Bench:
+    """The baseline is 600 MiB."""
+    made = bench()
+    made.nvml(used={ONE: 600})
+    made.memory.start()
+    made.answer()
+    return made
+
+
+def test_free_memory_costs_one_question(ready: Bench) -> None:
+    assert not ready.memory.waiting
+    ready.memory.workers_gone(ready.now)
+    assert ready.memory.waiting
+    ready.answer()
+    assert not ready.memory.waiting
+
+
+def test_the_wait_lasts_until_the_memory_is_back(ready: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    ready.nvml(used={ONE: 70_600})
+    ready.memory.workers_gone(ready.now)
+    ready.answer()
+    for used in (40_000, 1_200):
+        ready.nvml(used={ONE: used})
+        ready.go(0.75)
+        ready.answer()
+        assert ready.memory.waiting
+    ready.nvml(used={ONE: 1_100})  # as good as free
+    ready.go(0.75)
+    ready.answer()
+    assert not ready.memory.waiting
+    assert caplog.messages == [f"GPU memory: 70000 MiB were given back within {3 * 0.75:.1f} s"]
+
+
+def test_the_bound_ends_the_wait_and_what_stays_is_the_new_normal(
+    ready: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    ready.nvml(used={ONE: 5_000})
+    ready.memory.workers_gone(ready.now)
+    ready.answer()
+    ready.go(29.9)
+    ready.answer()
+    assert ready.memory.waiting
+    ready.go(0.2)
+    assert not ready.memory.waiting
+    assert "4400 MiB more in use than before, 30.0 s after the workers ended" in caplog.text
+    ready.memory.workers_gone(ready.now)
+    ready.answer()
+    assert not ready.memory.waiting
+
+
+def test_what_is_free_does_not_creep(ready: Bench) -> None:
+    """Each reading may lie a little above the one before, but not above the first."""
+    for used, waits in ((1_000, False), (1_112, False), (1_113, True)):
+        ready.nvml(used={ONE: used})
+        ready.memory.workers_gone(ready.now)
+        ready.answer()
+        assert ready.memory.waiting == waits
+
+
+def test_memory_of_a_living_stranger_is_not_waited_for_but_that_of_the_dead(ready: Bench) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait(PATIENCE_S)
+    ready.nvml(used={ONE: 20_600}, processes={ONE: [[os.getpid(), 20_000], [os.getppid(), None]]})
+    ready.memory.workers_gone(ready.now)
+    ready.answer()
+    assert not ready.memory.waiting
+    ready.nvml(used={ONE: 20_600}, processes={ONE: [[dead.pid, 20_000]]})
+    ready.memory.workers_gone(ready.now)
+    ready.answer()
+    assert ready.memory.waiting
+
+
+def test_every_device_must_be_free_under_each_of_its_names(bench: Callable[..., Bench]) -> None:
+    made = bench(ONE, OTHER, "3")
+    made.nvml(used={ONE: 1, OTHER: 2, "3": 3}, processes=None)  # a driver that tells of no process
+    made.memory.start()
+    made.answer()
+    for busy in (ONE, OTHER, "3"):
+        made.nvml(used={ONE: 1, OTHER: 2, "3": 3, busy: 9_000}, processes=None)
+        made.memory.workers_gone(made.now)
+        made.answer()
+        assert made.memory.waiting
+
+
+@pytest.mark.parametrize(
+    ("says", "told"),
+    [
+        ({"raises": "Driver Not Loaded"}, "NVMLError: Driver Not Loaded"),
+        ({"used": {}}, "NVMLError: Not Found"),
+    ],
+)
+def test_an_error_of_nvml_ends_all_waiting(
+    ready: Bench, says: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ready.nvml(**says)
+    ready.memory.workers_gone(ready.now)
+    ready.answer()
+    assert not ready.memory.waiting
+    assert told in caplog.text
+    ready.memory.workers_gone(ready.now)
+    assert not ready.memory.waiting
+
+
+def test_a_reader_that_was_killed_ends_all_waiting(ready: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    assert ready.memory._reader is not None
+    ready.memory._reader.kill()
+    ready.answer()
+    ready.memory.workers_gone(ready.now)
+    assert not ready.memory.waiting
+    assert "the process that reads it has ended" in caplog.text
+
+
+def test_a_driver_that_hangs_is_asked_only_once(bench: Callable[..., Bench]) -> None:
+    made = bench()
+    made.nvml(hangs=True)
+    made.memory.start()
+    made.go(ANSWER_S - 0.1)
+    assert made.memory.waiting, "workers start after the first reading"
+    made.go(0.2)
+    assert not made.memory.waiting
+    made.memory.workers_gone(made.now)
+    assert not made.memory.waiting
+
+
+def test_a_short_bound_ends_the_wait_for_a_first_answer_that_is_slow(
+    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = bench(wait_s=1.0)
+    made.nvml(hangs=True)
+    made.memory.start()
+    made.go(1.1)
+    assert not made.memory.waiting
+    assert "no answer of NVML yet" in caplog.text
+
+
+def test_an_answer_that_nobody_waits_for_any_more_is_dropped(
+    ready: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    ready.nvml(used={ONE: 5_000})
+    ready.memory.workers_gone(ready.now)
+    ready.answer()
+    ready.nvml(used={ONE: 600})
+    ready.go(29.9)
+    ready.go(0.2)
+    ready.answer()
+    assert len(caplog.messages) == 1
+    assert "not waiting any longer" in caplog.text
+
+
+def test_without_devices_no_process_is_started_and_nothing_waits(tmp_path: Path) -> None:
+    idle = Bench(tmp_path, 30.0)
+    idle.memory.start()
+    idle.memory.workers_gone(idle.now)
+    assert not idle.memory.waiting
+    assert idle.memory.turn(idle.now) is None
+    assert idle.unheard()
+
+
+def test_the_reader_dies_with_the_agent(tmp_path: Path) -> None:
+    script = tmp_path / "nvml.json"
+    script.write_text(json.dumps({"hangs": True}))
+    code = f"""
+import os, time
+from elastic_agent.agent.gpu_memory import GpuMemory
+memory = GpuMemory([{ONE!r}], 30.0, os.environ, print, time.monotonic)
+memory.start()
+print(memory._reader.pid, flush=True)
+time.sleep(600)
+"""
+    environment = {**os.environ, "FAKE_NVML": str(script)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(FAKE_NVML), *sys.path])
+    agent = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+    assert agent.stdout is not None
+    reader = Path("/proc") / agent.stdout.readline().strip()
+    deadline = time.monotonic() + PATIENCE_S
+    while "gpu_memory_reader" not in (reader / "cmdline").read_text().split("\0")[1]:  # past the shim
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    agent.kill()
+    agent.communicate(timeout=PATIENCE_S)
+    while (reader / "cmdline").exists() and (reader / "cmdline").read_bytes():
+        assert time.monotonic() < deadline, "the reader lives on"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("devices", "wait_s", "installed", "names", "told"),
+    [
+        ([], 30.0, True, (), ""),
+        ([Device("0", ONE)], 0.0, True, (), "does not wait for it"),
+        ([Device("0", ONE)], 30.0, False, (), "nvidia-ml-py is not installed"),
+        ([Device("0", ONE), Device("1")], 30.0, True, (ONE, "1"), f"up to 30 s until {ONE}, 1 have it back"),
+        ([Device("MIG-aa", ONE)], 30.0, True, ("MIG-aa",), "MIG-aa"),
+    ],
+)
+def test_what_is_waited_for(
+    devices: list[Device],
+    wait_s: float,
+    installed: bool,
+    names: tuple[str, ...],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu_memory, "find_spec", lambda name: object() if installed else None)
+    found_names, fact = watched(devices, wait_s)
+    assert found_names == names
+    assert told in fact
