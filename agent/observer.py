@@ -136,9 +136,11 @@ class Observer:
 
     def _hear(self, news: News, at: float) -> Recovery | None:
         recovery = self._sheet.hear(news, at)
-        kind = _RECOVERIES.get(self._recovers_from) if self._recovers_from is not None else None
-        if recovery is not None and kind is not None:
-            self._metrics.recovered(kind, {phase.value: recovery.phases[phase] for phase in PHASES})
+        if recovery is not None and self._recovers_from in _RECOVERIES:
+            phases_s = {phase.value: recovery.phases[phase] for phase in PHASES}
+            self._metrics.recovered(_RECOVERIES[self._recovers_from], phases_s)
+        if not self._sheet.recovering:
+            self._recovers_from = None
         return recovery
 
     def status(self, participant: Participant, group: WorkerGroup | None) -> str:
@@ -182,9 +184,7 @@ class Observer:
         described = f"generation {world.generation}, {len(world.members)} nodes, world size {world.size}"
         self._generation = _Generation(world.generation, described)
         self._steps.begin(world.step)
-        if not self._sheet.recovering:
-            self._recovers_from = None
-        elif self._recovers_from is None:
+        if self._sheet.recovering and self._recovers_from is None:
             self._recovers_from = world.cause.kind
         self._hear(News.STARTED, now)
         metrics.enter_world(

@@ -1,0 +1,57 @@
+"""A worker that does known things at known steps, and then holds still until it is told to stop. Not a test.
+
+`scripted_training.py DIRECTORY 6,10,12`: generation 1 ends at step 6, generation 2 at step 10. In generation 1 rank 0
+has to be killed to stop, and rank 1 kills itself when both have done the last step. The others tell the agent
+something that is no report, and wait.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+
+import torch.distributed as dist
+
+from elastic_agent.worker import Checkpointer, step
+
+STEP_S = 0.25
+"""Longer than the agent's ear needs between two reports, so that it hears of every step."""
+SAVE_EVERY = 4
+
+
+def main(directory: str, last_steps: list[int]) -> None:
+    generation, rank = int(os.environ["ELASTIC_AGENT_GENERATION"]), int(os.environ["RANK"])
+    history = os.open(os.environ["SYSTEM_TEST_HISTORY"], os.O_WRONLY | os.O_APPEND)
+
+    def record(what: str, **more: object) -> None:
+        common = {"what": what, "at": time.monotonic(), "generation": generation, "rank": rank}
+        node = os.environ["ELASTIC_AGENT_NODE"]
+        os.write(history, json.dumps({**common, "node": node, **more}).encode() + b"\n")
+
+    if generation == 1 and rank == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    dist.init_process_group("gloo")
+    checkpoints = Checkpointer(directory, {"known": {"generation": generation}})
+    for done in range(checkpoints.load() + 1, last_steps[generation - 1] + 1):
+        time.sleep(STEP_S)
+        print(f"step {done}")
+        record("step", step=done)
+        step(done)
+        dist.barrier()
+        if done % SAVE_EVERY == 0:
+            checkpoints.save(done)
+    if generation == 1 and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as agent:
+        agent.sendto(b"not a report", os.environ["ELASTIC_AGENT_REPORTS"])
+    record("hold", step=done)
+    while True:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], [int(step) for step in sys.argv[2].split(",")])
