@@ -125,7 +125,7 @@ DEFAULTS = (
     Row(
         "TORCH_NCCL_DUMP_ON_TIMEOUT",
         "1",
-        "and writes them down when one does not end",
+        "the flight recorder writes that down when a collective does not end",
         when=WITH_NCCL,
     ),
     Row(
@@ -192,12 +192,19 @@ PROFILES: dict[Transport, tuple[Row, ...]] = {
             nccl=Range(below="2.21"),
         ),
     ),
-    "efa": (Row("FI_PROVIDER", "efa", "libfabric would fall back to TCP without an error", when=WITH_NCCL),),
+    "efa": (
+        Row(
+            "FI_PROVIDER",
+            "efa",
+            "else libfabric may offer another provider, such as TCP, without an error",
+            when=WITH_NCCL,
+        ),
+    ),
 }
 
 DEBUG = (
     Row("NCCL_DEBUG", "INFO", "which transports, interfaces and settings NCCL has chosen"),
-    Row("NCCL_DEBUG_SUBSYS", "INIT,ENV,NET", "and not every collective"),
+    Row("NCCL_DEBUG_SUBSYS", "INIT,ENV,NET", "NCCL reports these parts, not every collective"),
     Row("TORCH_DISTRIBUTED_DEBUG", "INFO", "what torch knows about a process group and DDP"),
     Row("TORCH_CPP_LOG_LEVEL", "INFO", "also what torch's C++ part has to say"),
 )
@@ -206,7 +213,7 @@ WIDENED = (
     Row(
         PROCESS_GROUP_VARIABLE,
         "{wider_process_group_timeout}",
-        "network failures without progress: widened",
+        "network failures without progress: twice, then four times",
         yielding=False,
     ),
     Row(
