@@ -1,7 +1,8 @@
 """What this agent tells the service manager that started it: systemd's notify protocol, one datagram at a time.
 
 It says READY once everything that this node alone can refuse is checked, its HTTP server answers and signals are
-heard: not later, because the store may be away for long, and that is no reason to kill the start of a unit. STATUS
+heard: not later, because the store may be away for long, and that is no reason to kill the start of a unit. For the
+same reason a start that has to wait for the network asks for more time (EXTEND_TIMEOUT) as long as it goes on. STATUS
 says what the agent waits for, or which generation trains. WATCHDOG comes from the main thread alone: from every turn
 of the loop, and before there is one from the wait for the store. An agent whose main thread is stuck falls silent,
 and is killed and started again. STOPPING announces the end, from when on the manager counts its stop limit.
@@ -23,6 +24,7 @@ VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 """Addressed to one process alone: a worker that inherited them could speak for the agent."""
 
 STATUS_EVERY_S = 1.0
+EXTEND_BY_S = 30
 LONGEST_STATUS = 300
 LONGEST_ADDRESS = 107
 """Bytes in a UNIX socket's address."""
@@ -38,9 +40,10 @@ class ServiceManager:
         self._clock = clock
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if address is not None else None
         self._owed: list[str] = []
+        self._starting = True
         self._stopping = False
         self._status = ""
-        self._status_at = self._beat_at = float("-inf")
+        self._status_at = self._beat_at = self._extended_at = float("-inf")
         self._deaf = False
 
     @classmethod
@@ -69,6 +72,7 @@ class ServiceManager:
         return None if self._beat_every_s is None else self._beat_at + self._beat_every_s
 
     def ready(self) -> None:
+        self._starting = False
         self._must_hear("READY=1")
 
     def turn(self, status: str) -> None:
@@ -77,6 +81,9 @@ class ServiceManager:
         now = self._clock()
         if status != self._status and now >= self._status_at + STATUS_EVERY_S and self._say_status(status):
             self._status_at = now
+        more_time = self._starting and now >= self._extended_at + EXTEND_BY_S / 3
+        if more_time and self._send(f"EXTEND_TIMEOUT_USEC={EXTEND_BY_S}000000"):
+            self._extended_at = now
         beat_at = self.next_beat
         if beat_at is not None and now >= beat_at and self._send("WATCHDOG=1"):
             self._beat_at = now

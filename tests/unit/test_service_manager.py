@@ -58,6 +58,13 @@ def take(ear: Ear, clock: Clock, **more: str) -> ServiceManager:
     return ServiceManager.take({"NOTIFY_SOCKET": ear.address, **more}, PID, clock)
 
 
+def running(ear: Ear, clock: Clock, **more: str) -> ServiceManager:
+    manager = take(ear, clock, **more)
+    manager.ready()
+    assert ear.heard() == ["READY=1"]
+    return manager
+
+
 def test_ready_status_beat_and_stop_are_said_each_in_its_own_datagram(ear: Ear, clock: Clock) -> None:
     manager = take(ear, clock, WATCHDOG_USEC="30000000", WATCHDOG_PID=str(PID))
     manager.ready()
@@ -70,7 +77,7 @@ def test_ready_status_beat_and_stop_are_said_each_in_its_own_datagram(ear: Ear, 
 
 
 def test_a_status_is_said_when_it_changes_and_at_most_once_a_second(ear: Ear, clock: Clock) -> None:
-    manager = take(ear, clock)
+    manager = running(ear, clock)
     manager.turn("a")
     manager.turn("b")
     clock.now += 0.9
@@ -84,7 +91,7 @@ def test_a_status_is_said_when_it_changes_and_at_most_once_a_second(ear: Ear, cl
 
 
 def test_a_status_is_one_line_of_bounded_length(ear: Ear, clock: Clock) -> None:
-    take(ear, clock).turn("why:\nREADY=1 " + "x" * 1000)
+    running(ear, clock).turn("why:\nREADY=1 " + "x" * 1000)
     [said] = ear.heard()
     assert said.startswith("STATUS=why: READY=1 xxx")
     assert len(said) == len("STATUS=") + LONGEST_STATUS
@@ -93,7 +100,7 @@ def test_a_status_is_one_line_of_bounded_length(ear: Ear, clock: Clock) -> None:
 def test_beats_come_at_less_than_half_the_watchdogs_time_and_not_at_every_turn(
     ear: Ear, clock: Clock
 ) -> None:
-    manager = take(ear, clock, WATCHDOG_USEC="6000000")
+    manager = running(ear, clock, WATCHDOG_USEC="6000000")
     beats = []
     for _ in range(600):
         clock.now += 0.01
@@ -102,6 +109,21 @@ def test_beats_come_at_less_than_half_the_watchdogs_time_and_not_at_every_turn(
     gaps = [after - before for before, after in itertools.pairwise(beats)]
     assert 1.5 < min(gaps) <= max(gaps) < 3.0
     assert manager.next_beat == pytest.approx(beats[-1] + 2.0)
+
+
+def test_a_start_that_waits_asks_for_more_time_until_it_is_ready(ear: Ear, clock: Clock) -> None:
+    manager = take(ear, clock)
+    asked = []
+    for _ in range(60):
+        manager.turn("waiting for the network")
+        asked += [clock.now] * ear.heard().count("EXTEND_TIMEOUT_USEC=30000000")
+        clock.now += 1.0
+    assert asked[0] == 100.0
+    assert {after - before for before, after in itertools.pairwise(asked)} == {10.0}
+    manager.ready()
+    clock.now += 20.0
+    manager.turn("waiting for the network")
+    assert ear.heard() == ["READY=1"]
 
 
 @pytest.mark.parametrize(
