@@ -1,0 +1,124 @@
+"""The shipped unit, as systemd reads it: no unknown word, few rights, and numbers that agree with the agent's."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent.exits import ExitCode
+from elastic_agent.agent.guard import SWEEP_S
+from elastic_agent.agent.kinds import duration
+from elastic_agent.agent.loop import HEARTBEAT_S, STUCK_AFTER_S
+from elastic_agent.agent.options import STOP_GRACE
+from elastic_agent.agent.relations import LEAVING_S
+from elastic_agent.agent.run import HOST_LINGERS_S
+
+SHIPPED = Path(__file__).parents[2] / "deploy" / "systemd"
+UNIT = "elastic-agent@.service"
+SETTINGS = [
+    tuple(line.split("=", 1))
+    for line in (SHIPPED / UNIT).read_text().splitlines()
+    if "=" in line and not line.startswith("#")
+]
+
+needs_analyze = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="systemd-analyze missing: .ci/system-packages systemd"
+)
+
+
+def setting(key: str) -> str:
+    [value] = [value for name, value in SETTINGS if name == key]
+    return value
+
+
+def variable(name: str) -> str:
+    found = [value for key, value in SETTINGS if key == "Environment" and value.startswith(f"{name}=")]
+    return found[0].partition("=")[2]
+
+
+def seconds(text: str) -> float:
+    return float(duration(0.0).parse(text))
+
+
+def installed(folder: Path, *, change: tuple[str, str] = ("", "")) -> Path:
+    """The unit of the job `job` with a program that exists here, and the drop-in for credentials."""
+    unit = folder / "elastic-agent@job.service"
+    text = (SHIPPED / UNIT).read_text().replace(setting("ExecStart").split()[0], shutil.which("true") or "")
+    unit.write_text(text.replace(*change))
+    drop_ins = folder / f"{unit.name}.d"
+    drop_ins.mkdir()
+    shutil.copy(SHIPPED / "etcd-credentials.conf", drop_ins)
+    return unit
+
+
+def analyze(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["systemd-analyze", *words], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@needs_analyze
+def test_systemd_understands_every_word(tmp_path: Path) -> None:
+    done = analyze("verify", installed(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@needs_analyze
+@pytest.mark.parametrize(
+    "word", ["Type", "notify", "@system-service", "WatchdogSec", "mixed", "char-nvidia* rw"]
+)
+def test_a_word_misspelt_would_be_seen(tmp_path: Path, word: str) -> None:
+    assert analyze("verify", installed(tmp_path, change=(word, f"{word}x"))).stderr
+
+
+@needs_analyze
+def test_it_is_exposed_to_little(tmp_path: Path) -> None:
+    done = analyze("security", "--offline=true", "--threshold=25", installed(tmp_path))
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_stop_ends_before_systemd_kills_it() -> None:
+    limit_s = seconds(setting("TimeoutStopSec"))
+    assert seconds(variable("ELASTIC_AGENT_SERVICE_STOP_LIMIT")) == limit_s
+    grace_s = STOP_GRACE.default_value
+    assert grace_s is not None
+    assert grace_s + LEAVING_S + HOST_LINGERS_S + SWEEP_S < limit_s
+    sample = (SHIPPED / "job.toml").read_text()
+    stated = re.search(r"More than (\d+) s needs more in the unit", sample)
+    assert stated is not None
+    assert float(stated[1]) == limit_s - LEAVING_S
+
+
+def test_the_watchdog_and_the_liveness_probe_have_one_idea_of_stuck() -> None:
+    assert seconds(setting("WatchdogSec")) == STUCK_AFTER_S > 3 * HEARTBEAT_S
+
+
+def test_every_exit_code_is_a_success_worth_another_start_or_a_persons() -> None:
+    assert setting("Restart") == "on-failure"
+    fine = {ExitCode.SUCCESS, *map(int, setting("SuccessExitStatus").split())}
+    hopeless = {*map(int, setting("RestartPreventExitStatus").split())}
+    again = {ExitCode.STORE_LOST, ExitCode.NO_NETWORK, ExitCode.JOIN_TIMEOUT}
+    assert fine == {ExitCode.SUCCESS, ExitCode.STOPPED_BY_SIGINT, ExitCode.STOPPED_BY_SIGTERM}
+    assert sorted([*fine, *hopeless, *again]) == sorted(ExitCode)
+
+
+def test_the_sample_job_is_a_valid_configuration(tmp_path: Path) -> None:
+    """But for the script, which is the user's."""
+    script = tmp_path / "train.py"
+    script.touch()
+    sample = (SHIPPED / "job.toml").read_text()
+    assert 'script = "/srv/job/train.py"' in sample
+    (tmp_path / "job.toml").write_text(sample.replace("/srv/job/train.py", str(script)))
+    given = [line for line in (SHIPPED / "job.env").read_text().splitlines() if not line.startswith("#")]
+    limit = f"ELASTIC_AGENT_SERVICE_STOP_LIMIT={variable('ELASTIC_AGENT_SERVICE_STOP_LIMIT')}"
+    environment = {**os.environ, **dict(line.split("=", 1) for line in [*given, limit])}
+    command = [sys.executable, "-m", "elastic_agent", "--config", tmp_path / "job.toml", "--check-config"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "stop-grace" in done.stdout
