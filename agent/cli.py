@@ -51,11 +51,18 @@ def _explain_env(words: Sequence[str]) -> int:
     return main(words)
 
 
+def _status(words: Sequence[str]) -> int:
+    from .status import main
+
+    return main(words)
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "explain-env": (
         _explain_env,
         "which variables a worker would see, who chose each and why; same options as a run",
     ),
+    "status": (_status, "how a job is, and why: elastic-agent status --help"),
 }
 """By its name: what is called with the words after it and returns the exit code, and its line in `--help`.
 
@@ -99,20 +106,19 @@ def _in_force(resolved: Resolved, machine: Machine) -> list[str]:
 
 
 def help_text() -> str:
-    """The sub-commands, and all options by group with their defaults."""
+    """All sub-commands, and all options by group with their defaults."""
     parts = [_USAGE]
-    if COMMANDS:
-        parts.append("Instead of a script, as the very first word (a script of that name is run as ./NAME):")
-        parts += [f"  {name}\n        {help_line}" for name, (_, help_line) in COMMANDS.items()]
-        parts.append("")
+    parts.append("Instead of a script, as the very first word (a script of that name is run as ./NAME):")
+    parts += [f"  {name}\n        {help_line}" for name, (_, help_line) in COMMANDS.items()]
+    parts.append("")
     for group, options in GROUPS.items():
         parts.append(f"{group}:")
-        parts += [_help_of(option) for option in options if Source.CLI in option.sources]
+        parts += [option_help(option) for option in options if Source.CLI in option.sources]
         parts.append("")
     return "\n".join([*parts, _EXAMPLES.rstrip()])
 
 
-def _help_of(option: Option[object]) -> str:
+def option_help(option: Option[object]) -> str:
     names = ", ".join(filter(None, [option.short, *(f"--{name}" for name in option.names)]))
     shown = "" if option.flag or not option.default else f" (default: {option.default})"
     body = textwrap.fill(

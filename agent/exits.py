@@ -7,18 +7,25 @@ The numbers are a published interface: none is ever given a second meaning. 64 t
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import TypeVar
+
+_C = TypeVar("_C", bound="_Code")
 
 
-class ExitCode(IntEnum):
+class _Code(IntEnum):
     """One way to end; `meaning` is the sentence for the operator."""
 
     meaning: str
 
-    def __new__(cls, code: int, meaning: str) -> ExitCode:
+    def __new__(cls: type[_C], code: int, meaning: str) -> _C:
         member = int.__new__(cls, code)
         member._value_ = code
         member.meaning = meaning
         return member
+
+
+class ExitCode(_Code):
+    """How an agent ends."""
 
     SUCCESS = 0, "every worker of the last generation ended with exit code 0"
     WORKERS_FAILED = 1, "workers kept failing until the restart budget (--max-restarts) was used up"
@@ -36,6 +43,19 @@ class ExitCode(IntEnum):
     )
     STOPPED_BY_SIGINT = 130, "stopped by SIGINT (Ctrl-C), after the workers were stopped"
     STOPPED_BY_SIGTERM = 143, "stopped by SIGTERM, after the workers were stopped"
+
+
+class StatusCode(_Code):
+    """How `elastic-agent status` ends. `docs/status.md` shows the same table."""
+
+    SHOWN = 0, "the job was shown, in whatever state it is"
+    NO_AGENT = 66, "no agent of this user runs on this machine"
+    NO_JOB = 67, "the store answers, and holds nothing of a job of this name"
+    NO_ANSWER = 69, "the store or the agent that was asked did not answer in time"
+    MISMATCH = 76, "what answers is another job's store, another program, or another version of elastic-agent"
+    BAD_CONFIG = 78, "a setting cannot work here, or the store refuses us"
+    INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C), the usual end of --watch"
+    OUTPUT_CLOSED = 141, "nobody read the output any more"
 
 
 class CannotStart(Exception):

@@ -115,15 +115,20 @@ class Layer:
 # --- One reader per source ---
 
 
-def read_argv(argv: Sequence[str]) -> Layer:
+def read_argv(argv: Sequence[str], more: Sequence[Option[object]] = ()) -> Layer:
     """Options up to the first word that is none; that word is the script, and all after it are its arguments.
+
+    `more` are the options that a sub-command has besides.
 
     After an unknown option nobody knows which word is the script: the walk goes on to find further problems, but
     nothing is then said about the script.
     """
     layer = Layer()
     flags = {
-        f"--{name}": option for option in OPTIONS if Source.CLI in option.sources for name in option.names
+        f"--{name}": option
+        for option in (*OPTIONS, *more)
+        if Source.CLI in option.sources
+        for name in option.names
     }
     flags |= {option.short: option for option in OPTIONS if option.short}
     ignored = {f"--{name}": name for name in IGNORED_TORCHRUN_OPTIONS} | IGNORED_TORCHRUN_SHORTS

@@ -1,4 +1,4 @@
-"""Tells metrics and log what the main loop does: one place where a transition becomes numbers and words.
+"""Tells metrics, status pages and log what the main loop does: one place where a transition becomes numbers and words.
 
 Called by the loop, never asked by it. What needs a memory has it elsewhere, as pure state machines: `timesheet` knows
 who owns each second, `step_count` which steps are new, `turnover` what changed between two worlds.
@@ -16,6 +16,7 @@ from ..rendezvous.decide import Refusal
 from ..rendezvous.participant import Participant
 from ..rendezvous.records import CauseKind, Member, NodeRecord, Phase, Result, World
 from ..worker.reports import LoadReport, Report, SaveReport, StepReport
+from .status_pages import StatusPages
 from .step_count import Counted, StepCount
 from .timesheet import PHASES, Activity, News, Recovery, Timesheet
 from .turnover import WorldWatch, reason
@@ -60,12 +61,14 @@ class Observer:
     def __init__(
         self,
         metrics: Metrics,
+        pages: StatusPages,
         max_failures: int | None,
         started_at: float,
         wall_clock: Callable[[], float],
     ) -> None:
         """`started_at`: when the agent started."""
         self._metrics = metrics
+        self._pages = pages
         self._max_failures = max_failures
         self._wall_clock = wall_clock
         self._sheet = Timesheet(started_at)
@@ -84,6 +87,7 @@ class Observer:
         """After every turn: states and counts as they are now; the log says what is new."""
         metrics = self._metrics
         self._enter(self._state_of(participant, group))
+        self._pages.look(participant, group, self._state, now)
         self._explain_waiting(participant, group)
         running = group.running if group is not None else 0
         stopping = group is not None and group.stopping
@@ -262,6 +266,7 @@ class Observer:
     # ---------------------------------------------------------------- what workers report
 
     def reported(self, report: Report, at: float) -> None:
+        self._pages.reported(report, at)
         if isinstance(report, StepReport):
             self._stepped(report, at)
         elif isinstance(report, SaveReport):

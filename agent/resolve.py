@@ -44,6 +44,7 @@ from .options import (
     ETCD_USER,
     FAILURE_GRACE,
     GPU_MEMORY_WAIT,
+    GROUPS,
     HANG_TIMEOUT,
     HTTP_ADDRESS,
     JOB_ID,
@@ -80,6 +81,7 @@ COMMAND_KINDS: dict[str, CommandKind] = {
     MODULE.name: "module",
     NO_PYTHON.name: "binary",
 }
+_MEETING = frozenset(option.name for option in (*GROUPS["Rendezvous"], *ETCD_OPTIONS))
 _HOSTED_HERE = frozenset(((host, 0),) for host in ("localhost", "127.0.0.1", "::1"))
 """Endpoints that mean, to torchrun as well: this agent hosts the store."""
 
@@ -98,16 +100,8 @@ def resolve(command_line: Layer, environ: Mapping[str, str], fresh_id: Callable[
 
     Raises `ConfigError` with all problems of all layers: print it and end with `ExitCode.BAD_CONFIG`.
     """
-    environment = read_environ(environ)
-    path = {**environment.given, **command_line.given}.get(CONFIG_FILE.name)
-    layers = [read_file(str(path.value))] if path else []
-    layers += [environment, command_line]
-    problems = [problem for layer in layers for problem in layer.problems]
-    warnings = [warning for layer in layers for warning in layer.warnings]
-    broken = {name for layer in layers for name in layer.broken}
-
-    settings = Settings(_merge(layers, problems))
-    warnings += _derive(settings, fresh_id)
+    merged = _merged(command_line, environ, fresh_id)
+    settings, problems, broken = merged.settings, list(merged.problems), merged.broken
     problems += [problem for involved, problem in check_relations(settings, environ) if not broken & involved]
     command = _command(settings)
     if command is None and not broken & {target.name for target in TARGETS}:
@@ -117,7 +111,47 @@ def resolve(command_line: Layer, environ: Mapping[str, str], fresh_id: Callable[
         problems.append(Problem("command line", None, "a script to run", advice))
     if problems or command is None:
         raise ConfigError(problems)
-    return Resolved(_config(settings, command), settings, tuple(warnings))
+    return Resolved(_config(settings, command), settings, merged.warnings)
+
+
+def resolve_meeting_place(command_line: Layer, environ: Mapping[str, str]) -> RendezvousConfig | None:
+    """Where the nodes of a job meet, for one who only asks how it is: this machine need not be able to run it.
+
+    None when no address of a store is given.
+
+    Raises `ConfigError` with all problems of all layers but those of relations that concern only running.
+    """
+    merged = _merged(command_line, environ, lambda: "")
+    settings, problems = merged.settings, list(merged.problems)
+    for involved, problem in check_relations(settings, environ):
+        if not merged.broken & involved and involved & _MEETING:
+            problems.append(problem)
+    if problems:
+        raise ConfigError(problems)
+    return _rendezvous(settings) if settings[ENDPOINT].value is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Merged:
+    """All layers as one, before the relations between the settings are checked."""
+
+    settings: Settings
+    problems: tuple[Problem, ...]
+    warnings: tuple[str, ...]
+    broken: frozenset[str]
+
+
+def _merged(command_line: Layer, environ: Mapping[str, str], fresh_id: Callable[[], str]) -> _Merged:
+    environment = read_environ(environ)
+    path = {**environment.given, **command_line.given}.get(CONFIG_FILE.name)
+    layers = [read_file(str(path.value))] if path else []
+    layers += [environment, command_line]
+    problems = [problem for layer in layers for problem in layer.problems]
+    warnings = [warning for layer in layers for warning in layer.warnings]
+    settings = Settings(_merge(layers, problems))
+    warnings += _derive(settings, fresh_id)
+    broken = frozenset(name for layer in layers for name in layer.broken)
+    return _Merged(settings, tuple(problems), tuple(warnings), broken)
 
 
 def _merge(layers: Sequence[Layer], problems: list[Problem]) -> dict[str, Setting[object]]:
@@ -187,11 +221,8 @@ def _command(settings: Settings) -> Command | None:
 
 
 def _config(settings: Settings, command: Command) -> Config:
-    backend, job_id, max_nodes = settings[BACKEND].value, settings[JOB_ID].value, settings[MAX_NODES].value
-    address = settings[ENDPOINT].value
-    assert backend is not None  # `_derive` filled these in
-    assert job_id is not None  # or `relations` has refused it
-    assert max_nodes is not None
+    max_nodes = settings[MAX_NODES].value
+    assert max_nodes is not None  # `_derive` filled it in
     return Config(
         command=command,
         nodes=NodeCounts(settings[MIN_NODES].value, max_nodes),
@@ -199,16 +230,7 @@ def _config(settings: Settings, command: Command) -> Config:
         device_pinning=settings[DEVICE_PINNING].value,
         affinity=settings[AFFINITY].value,
         gpu_memory_wait_s=settings[GPU_MEMORY_WAIT].value,
-        rendezvous=RendezvousConfig(
-            backend=backend,
-            endpoints=address.endpoints if address is not None else (),
-            etcd=_etcd(settings, address) if backend == "etcd" else None,
-            job_id=job_id,
-            join_timeout_s=settings[JOIN_TIMEOUT].value,
-            last_call_s=settings[LAST_CALL].value,
-            lease_ttl_s=settings[LEASE_TTL].value,
-            store_outage_grace_s=settings[STORE_OUTAGE_GRACE].value,
-        ),
+        rendezvous=_rendezvous(settings),
         node_id=settings[NODE_ID].value,
         local_addr=settings[LOCAL_ADDR].value,
         network_interface=settings[NETWORK_INTERFACE].value,
@@ -222,6 +244,22 @@ def _config(settings: Settings, command: Command) -> Config:
         network_profile=settings[NETWORK_PROFILE].value,
         log_dir=settings[LOG_DIR].value,
         http_address=settings[HTTP_ADDRESS].value,
+    )
+
+
+def _rendezvous(settings: Settings) -> RendezvousConfig:
+    backend, job_id, address = settings[BACKEND].value, settings[JOB_ID].value, settings[ENDPOINT].value
+    assert backend is not None  # `_derive` filled these in
+    assert job_id is not None  # or `relations` has refused it
+    return RendezvousConfig(
+        backend=backend,
+        endpoints=address.endpoints if address is not None else (),
+        etcd=_etcd(settings, address) if backend == "etcd" else None,
+        job_id=job_id,
+        join_timeout_s=settings[JOIN_TIMEOUT].value,
+        last_call_s=settings[LAST_CALL].value,
+        lease_ttl_s=settings[LEASE_TTL].value,
+        store_outage_grace_s=settings[STORE_OUTAGE_GRACE].value,
     )
 
 

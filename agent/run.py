@@ -53,7 +53,9 @@ from .options import SECRET_VARIABLES
 from .peer_link import PeerLink
 from .ports import PortError, bind_listener
 from .reports import ReportReceiver
+from .run_files import RUN_DIR_PREFIX, announce
 from .service_manager import ServiceManager
+from .status_pages import JOB_PATH, STATUS_PATH, StatusPages
 from .store_link import StoreLink
 from .store_opening import Binder, c10d_listener, open_store
 from .worker_store import WorkerStore
@@ -112,6 +114,15 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
         gpu_memory = _started(
             stack, GpuMemory(machine.watched, config.gpu_memory_wait_s, environment, events.put, clock)
         )
+        pages = StatusPages(
+            config.rendezvous.job_id,
+            name,
+            incarnation,
+            __version__,
+            lease_ttl_s=config.rendezvous.lease_ttl_s,
+            max_restarts=config.max_restarts,
+            clock=clock,
+        )
         probes = _Probes(Introduction(name, incarnation, generation=0))
         server = _started(
             stack,
@@ -120,10 +131,11 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
                 metrics.render,
                 probes.liveness,
                 probes.readiness,
-                {NODE_PATH: probes.introduction},
+                {NODE_PATH: probes.introduction, STATUS_PATH: pages.node, JOB_PATH: pages.job},
             ),
         )
         log.info("metrics, /healthz, /readyz and /node at http://%s", _url(server.address))
+        announce(run_dir, server.address)
 
         manager.ready()
         looking = "looking for the rendezvous store"
@@ -174,7 +186,7 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
             worker_store,
             gpu_memory,
             logs,
-            Observer(metrics, config.max_restarts, started_at, time.time),
+            Observer(metrics, pages, config.max_restarts, started_at, time.time),
             manager,
             commits,
             events,
@@ -275,7 +287,7 @@ def _policy(config: Config) -> Policy:
 
 def _run_directory() -> tempfile.TemporaryDirectory[str]:
     """Sockets and error files of this agent. The guard removes it, too, if the agent cannot."""
-    return tempfile.TemporaryDirectory(prefix="elastic-agent-", ignore_cleanup_errors=True)
+    return tempfile.TemporaryDirectory(prefix=RUN_DIR_PREFIX, ignore_cleanup_errors=True)
 
 
 class _Probes:

@@ -103,7 +103,7 @@ def _host_or_join_c10d(
     return C10dStore.connect(endpoint.host, endpoint.port, rendezvous.job_id, rendezvous.join_timeout_s)
 
 
-def connect_to_etcd(rendezvous: RendezvousConfig) -> Store:
+def connect_to_etcd(rendezvous: RendezvousConfig, *, only_to_read: bool = False) -> Store:
     """Tries for as long as the join timeout. Raises StoreError."""
     from ..rendezvous.etcd import EtcdAccess, EtcdLogin, EtcdStore, EtcdTls
 
@@ -120,6 +120,7 @@ def connect_to_etcd(rendezvous: RendezvousConfig) -> Store:
         rendezvous.job_id,
         lease_ttl_s=rendezvous.lease_ttl_s,
         timeout_s=rendezvous.join_timeout_s,
+        only_to_read=only_to_read,
     )
 
 

@@ -215,7 +215,9 @@ class C10dHost(MemoryStore):
         with self._parking:
             result = self._do(call)
             if isinstance(result, Noticed) and not result.changes:
-                until = self._clock() + PARKED_S - SWEEP_S  # the sweep that finds it late may just have passed
+                until = (
+                    self._clock() + PARKED_S - SWEEP_S
+                )  # the sweep that finds it late may just have passed
                 self._parked[caller] = _Parked(call.scopes, call.after_revision, until)
                 return
         self._answer(caller, result)

@@ -47,9 +47,10 @@ class EtcdStore(Store):
         *,
         lease_ttl_s: float,
         timeout_s: float,
+        only_to_read: bool = False,
         rng: random.Random | None = None,
     ) -> EtcdStore:
-        """Find a member that lets us read and write the job's keys.
+        """Find a member that lets us read and write the job's keys, or only read them.
 
         Raises StoreRefused as soon as every address was tried and somebody has to change something, and
         StoreUnavailable when `timeout_s` seconds of trying were not enough.
@@ -65,7 +66,10 @@ class EtcdStore(Store):
         def introduce() -> None:
             nonlocal refusals
             try:
-                store._introduce()
+                if only_to_read:
+                    store.read(())
+                else:
+                    store._introduce()
             except StoreRefused as error:
                 refusals += 1
                 if refusals >= max(1, len(connection.addresses.ring)):

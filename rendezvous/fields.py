@@ -68,6 +68,9 @@ class Fields:
             raise self.bad(name, f"not a whole number from {low} to {high}")
         return value
 
+    def integer_or_none(self, name: str, low: int = 0, high: int = 2**63 - 1) -> int | None:
+        return None if self.value(name) is None else self.integer(name, low, high)
+
     def age(self, name: str) -> float | None:
         value = self.value(name)
         if value is None:
@@ -75,6 +78,12 @@ class Fields:
         if type(value) not in (int, float) or not 0 <= value < 2**63:
             raise self.bad(name, "not an age in seconds")
         return float(value)
+
+    def duration(self, name: str) -> float:
+        seconds = self.age(name)
+        if seconds is None:
+            raise self.bad(name, "not a duration in seconds")
+        return seconds
 
     def boolean(self, name: str) -> bool:
         value = self.value(name)
@@ -97,6 +106,15 @@ class Fields:
 
     def optional(self, name: str, read: Callable[[Fields], _T]) -> _T | None:
         return None if self.value(name) is None else self.one(name, read)
+
+    def many(self, name: str, read: Callable[[Fields], _T]) -> tuple[_T, ...]:
+        values = self.value(name)
+        if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+            raise self.bad(name, "not a list of objects")
+        return tuple(
+            read(Fields(self._key, value, f"{self._path}{name}[{place}]."))
+            for place, value in enumerate(values)
+        )
 
     def rows(self, name: str) -> list[list[Any]]:
         value: Any = self.value(name)

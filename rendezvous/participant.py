@@ -135,6 +135,11 @@ class Participant:
         return self._session.roster.world
 
     @property
+    def world_since(self) -> float:
+        """The instant at which this node first saw the world in its present phase."""
+        return self._session.roster.world_since
+
+    @property
     def lease(self) -> LeaseId | None:
         """The lease to keep alive."""
         return self._session.lease
@@ -152,6 +157,11 @@ class Participant:
     @property
     def coordinates(self) -> bool:
         return self._session.roster.coordinates
+
+    @property
+    def coordinator(self) -> str | None:
+        """The node that coordinates, as far as known."""
+        return self._session.roster.leader
 
     @property
     def known_nodes(self) -> tuple[NodeRecord, ...]:

@@ -52,6 +52,13 @@ class Endpoint:
     address: str
     port: int
 
+    @staticmethod
+    def read(fields: Fields) -> Endpoint:
+        return Endpoint(fields.text("address", 256), fields.integer("port", 0, 65535))
+
+    def __str__(self) -> str:
+        return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
+
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
@@ -98,7 +105,7 @@ class NodeRecord:
             address=fields.text("address", 256),
             port=fields.integer("port", 0, 65535),
             slots=fields.integer("slots", 1, 4096),
-            http=fields.optional("http", _endpoint),
+            http=fields.optional("http", Endpoint.read),
             hosts_store=fields.boolean("hosts_store"),
             leaving=fields.boolean("leaving"),
             settled=fields.integer("settled"),
@@ -215,7 +222,7 @@ class World:
             generation=fields.integer("generation", 1),
             phase=fields.choice("phase", Phase),
             members=_members(fields),
-            master=fields.one("master", _endpoint),
+            master=fields.one("master", Endpoint.read),
             cause=fields.one("cause", _cause),
             restarts=fields.one("restarts", _restarts),
             step=fields.integer("step"),
@@ -320,10 +327,6 @@ def _members(fields: Fields) -> tuple[Member, ...]:
         members.append(Member(row[0], row[1], row[2], first_rank, http))
         first_rank += row[2]
     return tuple(members)
-
-
-def _endpoint(fields: Fields) -> Endpoint:
-    return Endpoint(fields.text("address", 256), fields.integer("port", 0, 65535))
 
 
 def _cause(fields: Fields) -> Cause:

@@ -544,7 +544,9 @@ def test_what_a_dead_client_left_is_thrown_away(monkeypatch: pytest.MonkeyPatch)
     client.queue_push(REQUEST_QUEUE, encode_request(Request(Caller(STRANGER, 1, 2), Read(("k",)))))
     eventually(lambda: client.queue_len(replies) == 1, "the second call was answered, the first parked")
     now[0] += PARKED_S - c10d_host_module.SWEEP_S
-    eventually(lambda: client.queue_len(replies) == 2, "the parked call was answered a sweep before it is late")
+    eventually(
+        lambda: client.queue_len(replies) == 2, "the parked call was answered a sweep before it is late"
+    )
     now[0] += QUIET_S
     eventually(lambda: client.queue_len(replies) == 0, "the answers were thrown away")
     with pytest.raises(QueueEmptyError):

@@ -1,0 +1,318 @@
+"""What each door of `elastic-agent status` makes of agents' pages, of real stores, and of whoever else answers."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from elastic_agent.agent.config import Endpoint as Place
+from elastic_agent.agent.config import EtcdConfig, RendezvousConfig, Secret
+from elastic_agent.agent.exits import StatusCode
+from elastic_agent.agent.status_doors import (
+    AT_ONCE,
+    AgentsDoor,
+    CannotShow,
+    Found,
+    Silence,
+    StoreDoor,
+    ask_nodes,
+)
+from elastic_agent.agent.status_pages import JOB_PATH, STATUS_PATH, JobStatus, NodeStatus
+from elastic_agent.health.http import HealthServer, Probe
+from elastic_agent.rendezvous.records import WORLD_KEY, Endpoint, NodeRecord, World, line_up, node_key
+from elastic_agent.rendezvous.store import Put, Store
+from tests.etcd_servers import HOST, EtcdCluster, etcd_cluster
+from tests.unit.test_status_pages import JOB, STATUS, WORLD
+
+from .conftest import HostProcess
+
+PATIENCE_S = 20.0
+SHORT_S = 0.3
+"""For those who never answer."""
+HOME = Endpoint("127.0.0.1", 1)
+
+
+class Node:
+    """An agent's pages on a port of its own."""
+
+    def __init__(self, status: NodeStatus, job: JobStatus) -> None:
+        self.status, self.job = status, job
+        ok = Probe(True, "")
+        pages = {STATUS_PATH: lambda: self.status.to_json(), JOB_PATH: lambda: self.job.to_json()}
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.server = HealthServer(listener, lambda: b"", lambda: ok, lambda: ok, pages)
+        self.http = Endpoint(*self.server.address)
+        self.server.start()
+
+
+@pytest.fixture
+def node() -> Iterator[Callable[..., Node]]:
+    with contextlib.ExitStack() as stack:
+
+        def start(name: str, job: JobStatus = JOB, **more: object) -> Node:
+            status = replace(STATUS, node=name, incarnation=f"{name}-1", **more)  # type: ignore[arg-type]
+            one = Node(status, job)
+            stack.callback(one.server.close)
+            return one
+
+        yield start
+
+
+def nobody() -> Endpoint:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return Endpoint(*listener.getsockname()[:2])
+
+
+@pytest.fixture
+def frozen() -> Iterator[Endpoint]:
+    """Its machine takes connections, and its agent stands still."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield Endpoint(*listener.getsockname()[:2])
+
+
+@pytest.fixture
+def stranger() -> Iterator[Endpoint]:
+    """Another program that speaks HTTP."""
+    ok = Probe(True, "")
+    server = HealthServer(socket.create_server(("127.0.0.1", 0)), lambda: b"", lambda: ok, lambda: ok, {})
+    server.start()
+    yield Endpoint(*server.address)
+    server.close()
+
+
+def record(name: str, http: Endpoint | None) -> NodeRecord:
+    return NodeRecord(name, f"{name}-1", "127.0.0.1", 1, 2, http)
+
+
+def job_of(*nodes: NodeRecord, coordinator: str = "a", complete: bool = True) -> JobStatus:
+    world = replace(WORLD, members=line_up(nodes)) if nodes else None
+    return JobStatus("digits", world, nodes, coordinator, complete)
+
+
+def door_to(*agents: Endpoint, here: bool = False, timeout_s: float = PATIENCE_S) -> AgentsDoor:
+    return AgentsDoor(lambda: agents, timeout_s, here=here)
+
+
+def refused(door: AgentsDoor | StoreDoor) -> CannotShow:
+    with pytest.raises(CannotShow) as nothing:
+        door.jobs()
+    return nothing.value
+
+
+# ---------------------------------------------------------------- agents
+
+
+def test_each_node_speaks_for_itself_and_each_kind_of_silence_is_told_apart(
+    node: Callable[..., Node], frozen: Endpoint, stranger: Endpoint
+) -> None:
+    a, b = node("a", step=21), node("b")
+    b.status = replace(b.status, incarnation="b-2")
+    job = job_of(
+        record("a", a.http),
+        record("b", b.http),
+        record("c", nobody()),
+        record("d", frozen),
+        record("e", stranger),
+        record("f", None),
+    )
+    assert ask_nodes(job, SHORT_S) == {
+        "a-1": a.status,
+        "b-1": Silence.REPLACED,
+        "c-1": Silence.REFUSED,
+        "d-1": Silence.SILENT,
+        "e-1": Silence.STRANGE,
+        "f-1": Silence.HIDDEN,
+    }
+
+
+def test_a_thousand_nodes_are_asked_at_most_so_many_at_once(node: Callable[..., Node]) -> None:
+    a = node("a")
+    names = [f"n{number}" for number in range(1000)]
+    job = job_of(*(record(name, a.http) for name in names))
+    threads: set[int] = set()
+    counted = threading.Event()
+
+    def count() -> None:
+        while not counted.wait(0.002):
+            threads.add(sum(thread.name.startswith("ask") for thread in threading.enumerate()))
+
+    counting = threading.Thread(target=count)
+    counting.start()
+    answers = ask_nodes(job, 8 * PATIENCE_S)
+    counted.set()
+    counting.join()
+    assert list(answers.values()) == [Silence.REPLACED] * 1000
+    assert 1 < max(threads) <= AT_ONCE
+
+
+def test_those_who_have_to_wait_share_the_time(frozen: Endpoint) -> None:
+    """All are silent, and everybody is asked: the last ones get no more time than the first."""
+    job = job_of(*(record(f"n{number}", frozen) for number in range(2 * AT_ONCE)))
+    assert set(ask_nodes(job, 2 * SHORT_S).values()) <= {Silence.SILENT, Silence.REFUSED}
+
+
+def test_an_agent_that_does_not_coordinate_sends_on_to_the_one_that_does(node: Callable[..., Node]) -> None:
+    a, b = node("a"), node("b")
+    a.job = job_of(record("a", a.http), record("b", b.http), record("c", HOME))
+    b.job = job_of(record("a", a.http), record("b", b.http), complete=False)
+    (found,) = door_to(b.http).jobs()
+    assert (found.job, found.witness) == (JobStatus.from_json(a.job.to_json()), b.status)
+    a.server.close()
+    (alone,) = door_to(b.http).jobs()
+    assert [record.node for record in alone.job.nodes] == ["a", "b"]
+    assert not alone.job.complete
+
+
+def test_the_coordinator_of_another_job_is_not_believed(node: Callable[..., Node]) -> None:
+    a, b = node("a"), node("b")
+    a.job = replace(job_of(record("a", a.http)), job="letters")
+    b.job = job_of(record("a", a.http), record("b", b.http), complete=False)
+    (found,) = door_to(b.http).jobs()
+    assert found.job.job == "digits"
+
+
+def test_each_job_is_told_once_and_every_job_is(node: Callable[..., Node]) -> None:
+    a, b, c = node("a"), node("b"), node("c", job="letters")
+    a.job = job_of(record("a", a.http), record("b", b.http))
+    b.job = replace(a.job, complete=False)
+    c.job = replace(job_of(record("c", c.http), coordinator="c"), job="letters")
+    jobs = door_to(b.http, c.http, a.http, here=True).jobs()
+    assert [(found.job.job, len(found.job.nodes)) for found in jobs] == [("digits", 2), ("letters", 1)]
+
+
+def test_an_agent_that_has_not_found_its_store_yet_is_shown_alone(node: Callable[..., Node]) -> None:
+    a = node("a", JobStatus("digits", None, (), None, complete=False))
+    assert door_to(a.http, here=True).jobs() == [Found(f"agent {a.http}", a.job, a.status)]
+
+
+def test_a_silent_agent_on_this_machine_is_mentioned_beside_the_others(
+    node: Callable[..., Node], frozen: Endpoint
+) -> None:
+    a = node("a", job_of(record("a", HOME)))
+    (found,) = door_to(a.http, frozen, nobody(), here=True, timeout_s=SHORT_S).jobs()
+    (note,) = found.notes
+    assert str(frozen) in note
+
+
+def test_why_there_is_nothing_to_show(frozen: Endpoint, stranger: Endpoint) -> None:
+    for door, code, words in (
+        (door_to(here=True), StatusCode.NO_AGENT, "--agent HOST:PORT"),
+        (door_to(nobody(), here=True), StatusCode.NO_AGENT, "--rdzv-endpoint HOST:PORT"),
+        (door_to(nobody()), StatusCode.NO_ANSWER, "nobody listens"),
+        (door_to(frozen, timeout_s=SHORT_S), StatusCode.NO_ANSWER, "no answer within 0.3 s"),
+        (door_to(stranger), StatusCode.MISMATCH, "another program, or another version"),
+    ):
+        problem = refused(door)
+        assert problem.code is code, str(problem)
+        assert words in str(problem)
+
+
+# ---------------------------------------------------------------- the store
+
+
+def put(store: Store, **values: str) -> None:
+    store.transact((), tuple(Put(key.replace("__", "/"), value) for key, value in values.items()))
+
+
+def etcd_place(cluster: EtcdCluster, job: str, **more: object) -> RendezvousConfig:
+    endpoints = tuple(Place(host, port) for host, port in cluster.endpoints)
+    return RendezvousConfig("etcd", endpoints, EtcdConfig(**more), job_id=job)  # type: ignore[arg-type]
+
+
+def test_etcd_tells_all_nodes_the_oldest_first_and_what_it_cannot_read(shared_etcd: EtcdCluster) -> None:
+    root = "/elastic-agent/status-1/"
+    for name in ("b", "a"):
+        shared_etcd.ctl("put", root + node_key(name), record(name, HOME).to_json())
+    shared_etcd.ctl("put", root + node_key("x"), "garbage")
+    shared_etcd.ctl("put", root + WORLD_KEY, replace(WORLD, job="status-1").to_json())
+    shared_etcd.ctl("put", "/elastic-agent/status-10/" + node_key("other"), record("other", HOME).to_json())
+    revision = shared_etcd.revision()
+    door = StoreDoor(etcd_place(shared_etcd, "status-1"), PATIENCE_S)
+    for _ in range(2):
+        (found,) = door.jobs()
+        assert found.job == JobStatus(
+            "status-1",
+            replace(WORLD, job="status-1"),
+            (record("b", HOME), record("a", HOME)),
+            coordinator="b",
+            complete=True,
+        )
+        assert ["nodes/x" in note for note in found.notes] == [True]
+    assert shared_etcd.revision() == revision, "it has written"
+
+
+def test_etcd_without_this_job_or_with_a_world_of_another_version(shared_etcd: EtcdCluster) -> None:
+    missing = refused(StoreDoor(etcd_place(shared_etcd, "status-none"), PATIENCE_S))
+    assert missing.code is StatusCode.NO_JOB
+    assert "check --rdzv-id" in str(missing)
+    newer = WORLD.to_json().replace('"v":3', '"v":99')
+    shared_etcd.ctl("put", "/elastic-agent/status-new/world", newer)
+    strange = refused(StoreDoor(etcd_place(shared_etcd, "status-new"), PATIENCE_S))
+    assert strange.code is StatusCode.MISMATCH
+
+
+def test_a_user_of_etcd_who_may_only_read_can_look_and_no_other() -> None:
+    with etcd_cluster(args=("--bcrypt-cost", "4")) as cluster:
+        cluster.ctl("put", "/elastic-agent/digits/world", WORLD.to_json())
+        cluster.ctl("user", "add", "root:root")
+        cluster.ctl("user", "grant-role", "root", "root")
+        cluster.ctl("user", "add", "reader:secret")
+        cluster.ctl("role", "add", "look")
+        cluster.ctl("role", "grant-permission", "look", "--prefix=true", "read", "/elastic-agent/digits/")
+        cluster.ctl("user", "grant-role", "reader", "look")
+        cluster.ctl("auth", "enable")
+        mine = {"user": "reader", "password": Secret("secret")}
+        (found,) = StoreDoor(etcd_place(cluster, "digits", **mine), PATIENCE_S).jobs()
+        assert found.job.world == WORLD
+        for job, how in (
+            ("letters", mine),
+            ("digits", mine | {"password": Secret("wrong")}),
+            ("digits", {}),
+        ):
+            assert (
+                refused(StoreDoor(etcd_place(cluster, job, **how), PATIENCE_S)).code is StatusCode.BAD_CONFIG
+            )
+
+
+def test_no_store_is_an_answer_in_time() -> None:
+    http = nobody()
+    place = Place(http.address, http.port)
+    for rendezvous in (
+        RendezvousConfig("etcd", (place,), EtcdConfig(), "digits"),
+        RendezvousConfig("c10d", (place,), None, "digits"),
+    ):
+        assert refused(StoreDoor(rendezvous, SHORT_S)).code is StatusCode.NO_ANSWER
+
+
+def test_a_c10d_store_tells_only_its_own_job(host_process: Callable[..., HostProcess]) -> None:
+    from elastic_agent.rendezvous.c10d import C10dStore
+
+    host = host_process("digits")
+    place = (Place(HOST, host.port),)
+    door = StoreDoor(RendezvousConfig("c10d", place, None, "digits"), PATIENCE_S)
+    assert refused(door).code is StatusCode.NO_JOB
+    writer = C10dStore.connect(HOST, host.port, "digits", PATIENCE_S)
+    put(writer, world=WORLD.to_json(), nodes__a=record("a", HOME).to_json())
+    (found,) = door.jobs()
+    assert (found.job.world, found.job.coordinator) == (WORLD, "a")
+    other = refused(StoreDoor(RendezvousConfig("c10d", place, None, "letters"), PATIENCE_S))
+    assert other.code is StatusCode.MISMATCH
+    assert "digits" in str(other)
+    host.process.kill()
+    host.process.wait()
+    assert refused(door).code is StatusCode.NO_ANSWER
+    writer.close()
+
+
+def test_a_world_that_is_read_is_the_one_that_was_written(shared_etcd: EtcdCluster) -> None:
+    nodes = tuple(record(f"node-{number:03}", HOME) for number in range(1000))
+    world = replace(WORLD, job="status-big", members=line_up(nodes))
+    shared_etcd.ctl("put", "/elastic-agent/status-big/world", stdin=world.to_json())
+    (found,) = StoreDoor(etcd_place(shared_etcd, "status-big"), PATIENCE_S).jobs()
+    assert isinstance(found.job.world, World)
+    assert found.job.world.members == world.members

@@ -1,0 +1,228 @@
+"""`elastic-agent status` of real jobs: what it says is what happened, by every door, and the job does not notice."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.etcd_servers import EtcdCluster
+
+from .etcd_jobs import assert_all_live, record_key
+from .harness import PATIENCE_S, RECORDER, Job
+from .test_observed import SAVE_ONCE
+
+REPORTS = (RECORDER, "--report")
+COMMAND = (sys.executable, "-m", "elastic_agent", "status")
+
+
+def run_status(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+
+
+def document(*words: str) -> dict[str, Any]:
+    """The only job."""
+    done = run_status("--json", *words)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    (job,) = json.loads(done.stdout)["jobs"]
+    assert isinstance(job, dict)
+    return job
+
+
+def here(job_id: str) -> dict[str, Any]:
+    """Found without any word, among whatever else runs on this machine."""
+    done = run_status("--json", "--timeout=1s")
+    assert done.returncode == 0, done.stderr
+    (job,) = (job for job in json.loads(done.stdout)["jobs"] if job["job"] == job_id)
+    assert isinstance(job, dict)
+    return job
+
+
+def nodes(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {node["node"]: node for node in job["nodes"]}
+
+
+def at(url: str) -> tuple[str, str]:
+    return ("--agent", url.removeprefix("http://"))
+
+
+def etcd_door(job: Job, etcd: EtcdCluster) -> tuple[str, str]:
+    host, port = etcd.endpoints[0]
+    return f"--rdzv-endpoint=etcd://{host}:{port}", f"--rdzv-id={job.id}"
+
+
+def test_from_each_door_through_a_killed_worker_a_frozen_node_and_a_lost_one(
+    job: Job, etcd: EtcdCluster
+) -> None:
+    job.use_etcd(etcd)
+    options = ("--nnodes=1:3", "--nproc-per-node=2", "--max-restarts=4", "--lease-ttl=6")
+    agents = {node: job.join(node, *options, script=REPORTS) for node in "abc"}
+    first = job.wait_for_training(world=6)
+    store = etcd_door(job, etcd)
+    doors = {"agent": at(agents["b"].url), "store": store}
+
+    def all_report() -> bool:
+        return all(node["step"] for node in document(*doors["agent"])["nodes"])
+
+    job.wait_for(all_report, "each node to have heard of a step")
+    for asked, words in doors.items():
+        shown = document(*words)
+        assert asked in shown["asked"]
+        assert (shown["job"], shown["state"], shown["generation"]) == (job.id, "running", first.number)
+        assert (shown["world_size"], shown["complete"], shown["notes"]) == (6, True, [])
+        assert shown["restarts"] | {"failures": 0, "limit": 4, "left": 4} == shown["restarts"]
+        assert [node["node"] for node in shown["nodes"]] == first.nodes
+        for node in shown["nodes"]:
+            assert (node["state"], node["workers"], node["silence"]) == ("running", 2, None)
+            assert node["first_rank"] == first.rank_on(node["node"])
+            assert node["step"] > 1000
+            assert 0 <= node["lease_age_s"] < node["lease_ttl_s"] == 6.0
+        assert len([node for node in shown["nodes"] if node["coordinates"]]) == 1
+
+    rank = first.rank_on("c")
+    os.kill(first.pid(rank), signal.SIGKILL)
+    second = job.wait_for_training(world=6, after=first.number)
+    for shown in (document(*doors["agent"]), here(job.id)):
+        assert (shown["generation"], shown["restarts"]["failures"], shown["restarts"]["left"]) == (
+            second.number,
+            1,
+            3,
+        )
+        assert shown["cause"] | {"kind": "failure", "node": "c", "rank": rank} == shown["cause"]
+        said = f"rank {rank} on node c failed in generation {first.number}: killed by SIGKILL"
+        assert said in shown["cause"]["text"]
+
+    agents["c"].signal(signal.SIGSTOP)
+    text = run_status(*doors["agent"], "--timeout=1s").stdout
+    assert re.search(r"^c( \*)? +\d-\d +no answer +- +- +- +\S+:\d+$", text, re.MULTILINE)
+    assert "! node c: no answer from " in text
+    silent = run_status(*at(agents["c"].url), "--timeout=1s")
+    assert (silent.returncode, silent.stdout) == (69, "")
+    assert "no answer within 1 s" in silent.stderr
+    job.wait_for_training(world=4, after=second.number)
+    for words in doors.values():
+        shown = document(*words)
+        assert shown["cause"] | {"kind": "lost", "node": "c"} == shown["cause"]
+        assert sorted(nodes(shown)) == ["a", "b"]
+
+    agents["c"].kill()
+    job.wait_for(lambda: "nobody listens" in run_status(*at(agents["c"].url)).stderr, "its port to be closed")
+    missing = run_status(store[0], "--rdzv-id=no-such-job")
+    assert (missing.returncode, missing.stdout) == (67, "")
+    assert "no-such-job" in missing.stderr
+
+
+def test_looking_through_the_store_does_not_touch_it(job: Job, etcd: EtcdCluster) -> None:
+    job.use_etcd(etcd)
+    agents = [job.join(name, "--nnodes=1:1", script=REPORTS) for name in "ab"]
+    generation = job.wait_for_training(world=1)
+
+    def stored() -> list[tuple[str, str, int]]:
+        found = json.loads(etcd.ctl("get", "--prefix", record_key(job, "")))["kvs"]
+        return [(kv["key"], kv["value"], kv.get("lease")) for kv in found]
+
+    job.wait_for(lambda: len(stored()) == 3, "the world and both nodes in the store")
+    before = stored()
+    shown = document(*etcd_door(job, etcd))
+    assert (shown["state"], shown["world_size"], shown["generation"]) == ("running", 1, generation.number)
+    (outside,) = (node for node in shown["nodes"] if not node["member"])
+    assert (outside["state"], outside["first_rank"], outside["has_lease"]) == ("standby", None, True)
+    assert stored() == before
+    assert_all_live(agents)
+    assert job.generations()[-1].number == generation.number
+
+
+def test_a_job_that_has_to_wait_says_for_what_by_both_doors(job: Job) -> None:
+    agent = job.join("a", "--nnodes=2")
+    job.wait_for_text(agent, "waiting for 1 more")
+    for words in (at(agent.url), (f"--rdzv-endpoint=127.0.0.1:{job.store_port}", "--timeout=10s")):
+        shown = document(*words)
+        assert (shown["state"], shown["generation"], shown["cause"]) == ("waiting", 0, None)
+        assert "waiting for 1 more" in shown["waiting_for"]
+        assert nodes(shown)["a"]["state"] == "standby"
+
+
+def test_a_checkpoint_has_the_age_that_its_own_node_counts(job: Job) -> None:
+    script = job.folder / "save_once.py"
+    script.write_text(SAVE_ONCE)
+    agent = job.start("a", script=(script, job.folder / "checkpoints"))
+    job.wait_for_text(agent, "metrics, ")
+    saved = job.wait_for(lambda: document(*at(agent.url))["checkpoint"], "a checkpoint")
+    later = document(*at(agent.url))["checkpoint"]
+    assert saved["step"] == later["step"] == 1
+    assert 0 <= saved["age_s"] < later["age_s"] < PATIENCE_S
+
+
+# ---------------------------------------------------------------- as it is watched
+
+
+@contextmanager
+def watching(*words: str, stdout: int) -> Iterator[subprocess.Popen[bytes]]:
+    watch = subprocess.Popen(
+        [*COMMAND, "--watch=0.2", *words], stdout=stdout, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
+    )
+    try:
+        yield watch
+    finally:
+        watch.kill()
+        watch.communicate()
+
+
+def read_until(fd: int, pattern: bytes, times: int) -> bytes:
+    deadline, seen = time.monotonic() + PATIENCE_S, b""
+    while len(re.findall(pattern, seen)) < times:
+        assert select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0], seen.decode()
+        chunk = os.read(fd, 65536)
+        assert chunk, seen.decode()
+        seen += chunk
+    return seen
+
+
+def end_of(watch: subprocess.Popen[bytes]) -> tuple[int, bytes]:
+    assert watch.stderr is not None
+    return watch.wait(PATIENCE_S), watch.stderr.read()
+
+
+def test_watched_in_a_pipe_and_on_a_terminal(job: Job) -> None:
+    agent = job.start("a", "--rdzv-id", f"status-{job.id}", script=REPORTS)
+    job.wait_for_training(world=1)
+    target = at(agent.url)
+    title = f"job status-{job.id}".encode()
+
+    with watching(*target, stdout=subprocess.PIPE) as watch:
+        assert watch.stdout is not None
+        blocks = read_until(watch.stdout.fileno(), title, 3)
+        assert b"\x1b" not in blocks
+        assert b"Ctrl-C ends" in blocks
+        watch.send_signal(signal.SIGINT)
+        assert end_of(watch) == (130, b"")
+
+    with watching(*target, "--json", stdout=subprocess.PIPE) as watch:
+        assert watch.stdout is not None
+        for line in [watch.stdout.readline() for _ in range(2)]:
+            assert json.loads(line)["jobs"][0]["state"] == "running"
+        watch.stdout.close()
+        assert end_of(watch) == (141, b""), "it ends when nobody reads any more"
+
+    ours, theirs = pty.openpty()
+    os.environ.pop("NO_COLOR", None)
+    with watching(*target, stdout=theirs) as watch:
+        os.close(theirs)
+        drawn = read_until(ours, title.replace(b"job ", b"job \x1b\\[1m"), 2)
+        assert drawn.count(b"\x1b[H") == 2, "each look is drawn over the one before"
+        assert b"\x1b[32mrunning\x1b[0m" in drawn
+        old = job.generations()[-1]
+        os.kill(old.pid(0), signal.SIGKILL)
+        read_until(ours, rb"rank 0 on node a failed in generation 1", 1)
+        watch.send_signal(signal.SIGINT)
+        assert end_of(watch) == (130, b"")
+    os.close(ours)

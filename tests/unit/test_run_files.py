@@ -1,0 +1,134 @@
+"""Finding agents on this machine: what they leave is found, and what anybody else could have put there is not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent.run_files import RUN_DIR_PREFIX, agents_here, announce, places
+from elastic_agent.rendezvous.records import Endpoint
+
+ME = os.getuid()
+HERE = Endpoint("127.0.0.1", 9100)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    path = tmp_path / f"{RUN_DIR_PREFIX}abc"
+    path.mkdir(mode=0o700)
+    announce(path, ("127.0.0.1", 9100))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("listening", "asked"),
+    [
+        (("10.0.0.1", 9100), Endpoint("10.0.0.1", 9100)),
+        (("0.0.0.0", 9100), Endpoint("127.0.0.1", 9100)),
+        (("::", 9100), Endpoint("::1", 9100)),
+    ],
+)
+def test_an_agent_is_found_where_it_listens(
+    tmp_path: Path, run_dir: Path, listening: tuple[str, int], asked: Endpoint
+) -> None:
+    announce(run_dir, listening)
+    assert agents_here([tmp_path, tmp_path / "none"], ME) == (asked,)
+
+
+def test_several_agents_are_found_each_once(tmp_path: Path, run_dir: Path) -> None:
+    for name, port in (("one", 1), ("two", 2)):
+        other = tmp_path / f"{RUN_DIR_PREFIX}{name}"
+        other.mkdir(mode=0o700)
+        announce(other, ("127.0.0.1", port))
+    found = agents_here([tmp_path, tmp_path], ME)
+    assert sorted(http.port for http in found) == [1, 2, 9100]
+
+
+def test_an_agent_that_has_gone_is_not_found(tmp_path: Path, run_dir: Path) -> None:
+    (run_dir / "agent.json").unlink()
+    assert agents_here([tmp_path], ME) == ()
+
+
+def test_nobody_but_its_user_and_root_believes_it(tmp_path: Path, run_dir: Path) -> None:
+    assert agents_here([tmp_path], ME + 1) == ()
+    assert agents_here([tmp_path], 0) == (HERE,)
+
+
+def writable_folder(run_dir: Path) -> None:
+    run_dir.chmod(0o770)
+
+
+def writable_file(run_dir: Path) -> None:
+    (run_dir / "agent.json").chmod(0o602)
+
+
+def link_to_a_folder(run_dir: Path) -> None:
+    elsewhere = run_dir.with_name("elsewhere")
+    run_dir.rename(elsewhere)
+    run_dir.symlink_to(elsewhere)
+
+
+def link_to_a_file(run_dir: Path) -> None:
+    file = run_dir / "agent.json"
+    file.rename(run_dir / "other")
+    file.symlink_to(run_dir / "other")
+
+
+def pipe(run_dir: Path) -> None:
+    (run_dir / "agent.json").unlink()
+    os.mkfifo(run_dir / "agent.json", 0o600)
+
+
+def folder(run_dir: Path) -> None:
+    (run_dir / "agent.json").unlink()
+    (run_dir / "agent.json").mkdir(mode=0o700)
+
+
+def containing(content: bytes) -> Callable[[Path], None]:
+    def write(run_dir: Path) -> None:
+        (run_dir / "agent.json").write_bytes(content)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        writable_folder,
+        writable_file,
+        link_to_a_folder,
+        link_to_a_file,
+        pipe,
+        folder,
+        containing(b""),
+        containing(b"\xff"),
+        containing(b"[]"),
+        containing(b'{"v": 2, "http": {"address": "127.0.0.1", "port": 1}}'),
+        containing(b'{"v": 1, "http": "127.0.0.1:1"}'),
+        containing(b'{"v": 1, "http": {"address": "127.0.0.1", "port": 65536}}'),
+        containing(b'{"v": 1, "http": {"address": "127.0.0.1", "port": 1}}'.ljust(5000)),
+    ],
+)
+def test_what_another_could_have_put_there_is_left_alone(
+    tmp_path: Path, run_dir: Path, spoil: Callable[[Path], None]
+) -> None:
+    assert agents_here([tmp_path], ME) == (HERE,)
+    spoil(run_dir)
+    assert agents_here([tmp_path], ME) == ()
+
+
+def test_an_agent_that_cannot_leave_its_address_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    announce(tmp_path / "none", ("127.0.0.1", 1))
+    assert "will not find this agent" in caplog.text
+
+
+def test_agents_are_looked_for_where_they_put_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert places()[:2] == (tmp_path, Path("/tmp"))

@@ -1,0 +1,243 @@
+"""The command `status`: which door it takes, what it refuses, what it prints and how it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent import status
+from elastic_agent.agent.cli import main
+from elastic_agent.agent.config import ConfigError
+from elastic_agent.agent.exits import StatusCode
+from elastic_agent.agent.layers import read_argv
+from elastic_agent.agent.status import STATUS_OPTIONS, Watch, choose_door
+from elastic_agent.agent.status_doors import AgentsDoor, CannotShow, Door, Found, StoreDoor
+from elastic_agent.agent.status_pages import JobStatus
+from elastic_agent.rendezvous.records import Endpoint
+
+from .test_status_pages import JOB
+
+DOCS = Path(__file__).parents[2] / "docs"
+NOBODY = Endpoint("127.0.0.1", 1)
+
+
+def door(*words: str, **environ: str) -> Door:
+    return choose_door(read_argv(words, STATUS_OPTIONS), environ)
+
+
+STORE = ("--rdzv-endpoint", "node1:29400")
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ((), AgentsDoor),
+        (("--json", "--watch=5", "--timeout", "1s"), AgentsDoor),
+        (("--agent", "node1:9100"), AgentsDoor),
+        (STORE, StoreDoor),
+        ((*STORE, "--rdzv-id", "j", "--nproc-per-node", "2", "train.py", "--json"), StoreDoor),
+        (("--rdzv-endpoint", "etcd://127.0.0.1", "--rdzv-id", "j", "-m", "train"), StoreDoor),
+        (("--nproc-per-node", "2"), AgentsDoor),
+    ],
+)
+def test_the_door(words: tuple[str, ...], kind: type[Door]) -> None:
+    assert type(door(*words)) is kind
+
+
+def test_a_file_means_the_store_that_it_names(tmp_path: Path) -> None:
+    file = tmp_path / "agent.toml"
+    file.write_text('rdzv-endpoint = "node1:29400"\nscript = "/not/on/this/machine.py"\nmax-nodes = 4\n')
+    assert type(door("--config", str(file))) is StoreDoor
+    file.write_text('script = "/not/on/this/machine.py"\n')
+    assert type(door("--config", str(file))) is AgentsDoor
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("10.0.0.1:9100",), "only options"),
+        (("--jsn",), "did you mean --json?"),
+        (("--agent", "node1"), "HOST:PORT"),
+        (("--agent", "node1:0"), "HOST:PORT"),
+        (("--agent", "node1:1", *STORE), "an agent or the store to ask"),
+        (("--timeout", "0"), "a duration from 0.1 s"),
+        (("--watch=0",), "a duration from 0.1 s"),
+        (("--rdzv-id", "j"), "the address of the job's store"),
+        (("--rdzv-backend", "memory"), "the address of the job's store"),
+        (("--rdzv-backend", "etcd"), "the members of the etcd cluster"),
+        (("--rdzv-endpoint", "etcd://h1", "--rdzv-id", "j"), "TLS"),
+        (("--rdzv-endpoint", "etcd://127.0.0.1"), "a name for this job"),
+        (("--config", "/none.toml"), "a readable TOML file"),
+    ],
+)
+def test_a_mistake_is_named_with_its_remedy(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        door(*words)
+    assert main(["status", *words]) == StatusCode.BAD_CONFIG
+    assert said in capsys.readouterr().err
+
+
+def test_a_variable_that_no_agent_knows_matters_only_to_who_asks_the_store() -> None:
+    assert type(door(ELASTIC_AGENT_MIN_NODE="1")) is AgentsDoor
+    with pytest.raises(ConfigError, match="ELASTIC_AGENT_MIN_NODES"):
+        door(*STORE, ELASTIC_AGENT_MIN_NODE="1")
+
+
+def test_where_no_agent_is_the_store_of_the_environment_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "agents_here", lambda *_: [])
+    here = door(ELASTIC_AGENT_RDZV_ENDPOINT="127.0.0.1:1", ELASTIC_AGENT_RDZV_ID="j")
+    monkeypatch.setattr(StoreDoor, "jobs", lambda self: [Found("store", JOB)])
+    assert here.jobs() == [Found("store", JOB)]
+    with pytest.raises(CannotShow) as nothing:
+        door().jobs()
+    assert nothing.value.code is StatusCode.NO_AGENT
+
+
+@pytest.mark.parametrize(
+    ("words", "interval_s"),
+    [
+        ([], None),
+        (["--watch"], 2.0),
+        (["--watch", "5"], 5.0),
+        (["--watch", ".5"], 0.5),
+        (["--watch=1m"], 60.0),
+        (["--watch", "--json"], 2.0),
+    ],
+)
+def test_the_interval_may_be_left_out(words: list[str], interval_s: float | None) -> None:
+    layer = read_argv(status._with_interval_attached(words), STATUS_OPTIONS)
+    assert not layer.problems
+    assert status._value(layer, status.WATCH) == interval_s
+
+
+class Doors(Door):
+    """Answers what it is told, one after the other; then Ctrl-C."""
+
+    def __init__(self, *answers: list[Found] | CannotShow) -> None:
+        self.answers = list(answers)
+
+    def jobs(self) -> list[Found]:
+        if not self.answers:
+            raise KeyboardInterrupt
+        answer = self.answers.pop(0)
+        if isinstance(answer, CannotShow):
+            raise answer
+        return answer
+
+
+@pytest.fixture
+def through(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Lets the command take a door with these answers."""
+
+    def take(*answers: list[Found] | CannotShow) -> None:
+        monkeypatch.setattr(status, "choose_door", lambda *_: Doors(*answers))
+
+    return take
+
+
+EMPTY = [Found("agent", JobStatus("digits", None, (), None, complete=True))]
+NO_JOB = CannotShow(StatusCode.NO_JOB, "no such job")
+REFUSED = CannotShow(StatusCode.BAD_CONFIG, "a wrong password")
+
+
+def test_once(through: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    through(EMPTY)
+    assert main(["status"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("job digits: waiting for its first world\n")
+    assert not err
+
+
+def test_several_jobs_are_all_shown(through: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    through([*EMPTY, Found("agent", JobStatus("letters", None, (), None, complete=True))])
+    assert main(["status"]) == 0
+    out = capsys.readouterr().out
+    assert "job digits" in out
+    assert "\n\njob letters" in out
+
+
+def test_json_is_a_document_also_when_there_is_nothing(
+    through: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    through(EMPTY)
+    assert main(["status", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["schema"], document["problem"]) == (1, None)
+    assert [job["job"] for job in document["jobs"]] == ["digits"]
+    through(NO_JOB)
+    assert main(["status", "--json"]) == 67
+    out, err = capsys.readouterr()
+    assert json.loads(out)["problem"] == {"code": 67, "name": "NO_JOB", "text": "no such job"}
+    assert "no such job" in err
+
+
+def test_watching_goes_on_when_there_is_nothing_to_see_and_ends_with_ctrl_c(
+    through: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    through(EMPTY, NO_JOB, EMPTY)
+    assert main(["status", "--watch", "0.1"]) == StatusCode.INTERRUPTED
+    out, err = capsys.readouterr()
+    assert out.count("job digits: waiting") == 2
+    assert out.count("elastic-agent status: no such job") == 1
+    assert not err
+    assert "\x1b" not in out
+
+
+def test_watching_in_json_is_one_document_in_each_line(
+    through: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    through(EMPTY, NO_JOB, EMPTY)
+    assert main(["status", "--watch=0.1", "--json"]) == StatusCode.INTERRUPTED
+    documents = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [document["problem"] is None for document in documents] == [True, False, True]
+
+
+def test_watching_ends_when_only_somebody_else_can_help(
+    through: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    through(EMPTY, REFUSED, EMPTY)
+    assert main(["status", "--watch=0.1"]) == StatusCode.BAD_CONFIG
+    assert "a wrong password" in capsys.readouterr().err
+
+
+def test_a_silent_node_is_silent_since_it_was_first_seen_so() -> None:
+    now = [10.0]
+    silent = [Found("agent", JOB)]
+    watch = Watch(Doors(silent, silent, EMPTY, silent), 0.1, lambda: now[0])
+    said = []
+    for _ in range(4):
+        said.append([node.silent_s for job in watch.look() for node in job.nodes])
+        now[0] += 5.0
+    assert said == [[None, None], [5.0, 5.0], [], [None, None]]
+
+
+def test_help_names_every_option_and_every_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--timeout", "x", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"--{option.name}" in text for option in STATUS_OPTIONS)
+    assert all(code.meaning in text for code in StatusCode)
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_the_documented_codes_and_options_are_those_of_the_command() -> None:
+    page = (DOCS / "status.md").read_text()
+    codes = re.findall(r"^\| (\d+) \| (\w+) \| (.*) \|$", page, re.MULTILINE)
+    assert codes == [(str(int(code)), code.name, code.meaning) for code in StatusCode]
+    for option in STATUS_OPTIONS:
+        assert f"| `--{option.name}` |" in page
+
+
+def test_every_key_of_the_json_form_is_documented() -> None:
+    from .test_status_report import told
+
+    page = (DOCS / "status.md").read_text()
+    job = told().as_json()
+    for keys in (job, job["restarts"], job["cause"], job["nodes"][0], ("schema", "at", "jobs", "problem")):
+        for key in keys:
+            assert f"`{key}`" in page, key

@@ -1,0 +1,293 @@
+"""The pages for an operator: what one agent writes another's command reads back, and nothing else gets through."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elastic_agent.agent.failures import WorkerFailure
+from elastic_agent.agent.status_pages import (
+    MAX_JOB_BYTES,
+    MAX_STATUS_BYTES,
+    SCHEMA,
+    Checkpoint,
+    JobStatus,
+    NodeStatus,
+    StatusPages,
+    worker_failure,
+)
+from elastic_agent.rendezvous.errors import RecordInvalid
+from elastic_agent.rendezvous.records import (
+    Cause,
+    CauseKind,
+    Endpoint,
+    Failure,
+    NodeRecord,
+    Phase,
+    World,
+    line_up,
+)
+from elastic_agent.worker.reports import LoadReport, SaveReport, StepReport
+
+STATUS = NodeStatus(
+    job="digits",
+    node="a",
+    incarnation="a-1",
+    version="0.1.0",
+    up_s=20.0,
+    state="running",
+    waiting_for="",
+    coordinates=True,
+    world=3,
+    phase="running",
+    phase_s=4.5,
+    generation=3,
+    workers=2,
+    running_s=4.0,
+    step=17,
+    step_s=0.5,
+    checkpoint=Checkpoint(12, 3.25),
+    lease_s=0.25,
+    lease_ttl_s=5.0,
+    max_restarts=None,
+    backoff_s=0.0,
+)
+WORKER = WorkerFailure(
+    rank=3,
+    local_rank=1,
+    node="b",
+    generation=2,
+    returncode=1,
+    reason="exception",
+    cause="exit code 1: ValueError: lr < 0",
+    traceback="the traceback",
+    log_tail=("the output",),
+    log_file="/the/log",
+)
+FAILURE = Failure(2, "ValueError", WORKER.cause, WORKER.to_json())
+NODES = (
+    NodeRecord("a", "a-1", "10.0.0.1", 4711, 2, Endpoint("10.0.0.1", 9100)),
+    NodeRecord("b", "b-1", "10.0.0.2", 4711, 2, Endpoint("10.0.0.2", 9100), failure=FAILURE),
+)
+WORLD = World(
+    job="digits",
+    generation=3,
+    phase=Phase.RUNNING,
+    members=line_up(NODES),
+    master=Endpoint("10.0.0.1", 4711),
+    cause=Cause(CauseKind.FAILURE, "b", FAILURE.summary, FAILURE),
+)
+JOB = JobStatus("digits", WORLD, NODES, "a", complete=True)
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        STATUS,
+        replace(STATUS, phase_s=None, running_s=None, step_s=None, lease_s=None, checkpoint=None),
+        replace(STATUS, max_restarts=3, checkpoint=Checkpoint(12, None)),
+    ],
+)
+def test_a_status_comes_back_as_it_was(status: NodeStatus) -> None:
+    assert NodeStatus.from_json(status.to_json()) == status
+
+
+@pytest.mark.parametrize("job", [replace(JOB, world=None, nodes=(), coordinator=None), JOB])
+def test_a_job_comes_back_without_what_workers_have_printed(job: JobStatus) -> None:
+    text = job.to_json()
+    back = JobStatus.from_json(text)
+    assert (back.job, back.coordinator, back.complete) == (job.job, job.coordinator, job.complete)
+    assert [node.node for node in back.nodes] == [node.node for node in job.nodes]
+    for secret in ("the traceback", "the output", "/the/log"):
+        assert secret not in text
+    if back.world is not None:
+        worker = worker_failure(back.world)
+        assert worker is not None
+        assert (worker.rank, worker.cause) == (3, WORKER.cause)
+        assert replace(back.world, cause=WORLD.cause) == WORLD
+
+
+@pytest.mark.parametrize("detail", ["", "not json", '{"schema": 1}'])
+def test_a_failure_that_cannot_be_read_is_left_out(detail: str) -> None:
+    world = replace(WORLD, cause=replace(WORLD.cause, failure=replace(FAILURE, detail=detail)))
+    assert worker_failure(world) is None
+    back = JobStatus.from_json(replace(JOB, world=world).to_json()).world
+    assert back is not None
+    assert back.cause.failure == replace(FAILURE, detail="")
+
+
+HOSTILE: list[tuple[str, Any]] = [
+    ("v", SCHEMA + 1),
+    ("v", True),
+    ("v", None),
+    ("job", "a job"),
+    ("job", "x" * 129),
+    ("node", "\x1b[2J"),
+    ("incarnation", None),
+    ("version", "v" * 65),
+    ("up_s", None),
+    ("up_s", -1),
+    ("up_s", "1"),
+    ("up_s", float("nan")),
+    ("up_s", float("inf")),
+    ("state", "run ning"),
+    ("waiting_for", "x" * 4097),
+    ("waiting_for", 7),
+    ("coordinates", 1),
+    ("world", -1),
+    ("phase", "x" * 17),
+    ("phase_s", True),
+    ("generation", 1.5),
+    ("generation", 2**63),
+    ("workers", 4097),
+    ("running_s", []),
+    ("step", "17"),
+    ("step_s", {}),
+    ("checkpoint", []),
+    ("checkpoint", {"step": 1}),
+    ("checkpoint", {"step": -1, "age_s": None}),
+    ("checkpoint", {"step": 1, "age_s": "old"}),
+    ("lease_s", False),
+    ("lease_ttl_s", None),
+    ("max_restarts", -1),
+    ("max_restarts", "auto"),
+    ("backoff_s", None),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), HOSTILE, ids=[f"{name}={str(v)[:20]}" for name, v in HOSTILE])
+def test_a_field_that_no_agent_writes_is_refused_by_name(name: str, value: object) -> None:
+    page = json.loads(STATUS.to_json()) | {name: value}
+    with pytest.raises(RecordInvalid, match="version" if name == "v" else name):
+        NodeStatus.from_json(json.dumps(page))
+
+
+@pytest.mark.parametrize("name", json.loads(STATUS.to_json()))
+def test_a_status_has_all_its_fields(name: str) -> None:
+    page = json.loads(STATUS.to_json())
+    del page[name]
+    with pytest.raises(RecordInvalid):
+        NodeStatus.from_json(json.dumps(page))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"v": 0},
+        {"job": ""},
+        {"world": []},
+        {"world": {"v": 3}},
+        {"nodes": None},
+        {"nodes": {}},
+        {"nodes": ["a"]},
+        {"nodes": [{}]},
+        {"coordinator": 7},
+        {"complete": None},
+    ],
+    ids=str,
+)
+def test_a_job_that_no_agent_writes_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(RecordInvalid):
+        JobStatus.from_json(json.dumps(json.loads(JOB.to_json()) | change))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{", "[" * 100_000, "\0"], ids=lambda text: text[:3])
+def test_what_is_no_page_at_all_is_refused(text: str) -> None:
+    for read in (NodeStatus.from_json, JobStatus.from_json):
+        with pytest.raises(RecordInvalid):
+            read(text)
+
+
+def test_a_page_beyond_its_size_is_not_even_parsed() -> None:
+    with pytest.raises(RecordInvalid, match="characters"):
+        NodeStatus.from_json(STATUS.to_json().ljust(MAX_STATUS_BYTES + 1))
+    with pytest.raises(RecordInvalid, match="characters"):
+        JobStatus.from_json(JOB.to_json().ljust(MAX_JOB_BYTES + 1))
+
+
+def test_a_job_of_2000_nodes_fits() -> None:
+    nodes = tuple(
+        NodeRecord(
+            f"gpu-node-{n:04}", f"{n:012}", f"10.0.{n // 256}.{n % 256}", 4711, 8, Endpoint("10.0.0.1", 1)
+        )
+        for n in range(2000)
+    )
+    world = replace(WORLD, members=line_up(nodes))
+    back = JobStatus.from_json(JobStatus("digits", world, nodes, None, complete=False).to_json())
+    assert back.nodes == nodes
+
+
+# ---------------------------------------------------------------- what workers report
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def pages(clock: Clock) -> StatusPages:
+    return StatusPages("digits", "a", "a-1", "0.1.0", lease_ttl_s=5.0, max_restarts=3, clock=clock)
+
+
+def status_of(pages: StatusPages) -> NodeStatus:
+    return NodeStatus.from_json(pages.node())
+
+
+def test_before_it_has_found_the_store_an_agent_says_so(pages: StatusPages, clock: Clock) -> None:
+    clock.now += 2.0
+    status = status_of(pages)
+    assert (status.state, status.waiting_for, status.up_s) == ("init", "the rendezvous store", 2.0)
+    assert (status.generation, status.checkpoint, status.lease_s, status.phase_s) == (0, None, None, None)
+    assert JobStatus.from_json(pages.job()) == JobStatus("digits", None, (), None, complete=False)
+
+
+def saved(step: int, result: Any = "ok") -> SaveReport:
+    return SaveReport(1, 0, step, result, 0.1, 10)
+
+
+def loaded(step: int, result: Any = "ok") -> LoadReport:
+    return LoadReport(1, 0, step, result, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("reports", "expected"),
+    [
+        ([saved(5)], Checkpoint(5, 1.0)),
+        ([saved(5), saved(6, "error")], Checkpoint(5, 2.0)),
+        ([saved(5), saved(6)], Checkpoint(6, 1.0)),
+        ([loaded(5)], Checkpoint(5, None)),
+        ([loaded(0, "none")], None),
+        ([loaded(5, "corrupt"), loaded(4)], Checkpoint(4, None)),
+        ([saved(5), loaded(5)], Checkpoint(5, 2.0)),
+        ([saved(5), loaded(5, "corrupt"), loaded(4)], Checkpoint(4, None)),
+        ([loaded(5), saved(5)], Checkpoint(5, 1.0)),
+        ([saved(5), StepReport(1, 0, 7)], Checkpoint(5, 2.0)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Checkpoint) else None,
+)
+def test_the_checkpoint_is_the_one_to_go_on_from(
+    pages: StatusPages, clock: Clock, reports: list[Any], expected: Checkpoint | None
+) -> None:
+    for report in reports:
+        pages.reported(report, clock())
+        clock.now += 1.0
+    assert status_of(pages).checkpoint == expected
+
+
+def test_a_step_has_the_age_of_its_newest_report(pages: StatusPages, clock: Clock) -> None:
+    for step in (7, 8):
+        pages.reported(StepReport(1, 0, step), clock())
+        clock.now += 1.5
+    status = status_of(pages)
+    assert (status.step, status.step_s) == (8, 1.5)

@@ -1,0 +1,386 @@
+"""What is told of a job, from what the door and the nodes have said; and how it looks, to the line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elastic_agent.agent.status_doors import Answer, Found, Silence
+from elastic_agent.agent.status_pages import Checkpoint, JobStatus, NodeStatus
+from elastic_agent.agent.status_report import JobReport, report
+from elastic_agent.agent.status_text import Screen, lines, span
+from elastic_agent.rendezvous.records import (
+    Cause,
+    CauseKind,
+    Endpoint,
+    Failure,
+    NodeRecord,
+    Phase,
+    Restarts,
+    Result,
+    World,
+    line_up,
+)
+
+from .test_status_pages import FAILURE, STATUS, WORLD
+
+
+def record(name: str, **more: Any) -> NodeRecord:
+    return NodeRecord(name, f"{name}-1", f"10.0.0.{ord(name) - 96}", 4711, 2, **more)
+
+
+def http(name: str) -> Endpoint:
+    return Endpoint(f"10.0.0.{ord(name) - 96}", 9100)
+
+
+A, B, C, D = (record(name, http=http(name)) for name in "abcd")
+THREE = replace(WORLD, members=line_up((A, B, C)), restarts=Restarts(2, 1))
+
+
+def says(name: str, **more: Any) -> NodeStatus:
+    return replace(STATUS, node=name, incarnation=f"{name}-1", coordinates=name == "a", **more)
+
+
+def found(world: World | None = THREE, nodes: tuple[NodeRecord, ...] = (A, B, C), **more: Any) -> Found:
+    return Found("agent 10.0.0.1:9100", JobStatus("digits", world, nodes, "a", **{"complete": True, **more}))
+
+
+ALL = {f"{name}-1": says(name) for name in "abc"}
+
+
+def told(
+    one: Found | None = None,
+    answers: Mapping[str, Answer] = ALL,
+    silent_for: Mapping[str, float] | None = None,
+) -> JobReport:
+    return report(one or found(), answers, silent_for or {})
+
+
+def states(job: JobReport) -> list[tuple[str, str, str]]:
+    return [(node.node, node.ranks, node.state) for node in job.nodes]
+
+
+def ended(result: Result) -> World:
+    return replace(
+        THREE, phase=Phase.ENDED, result=result, cause=Cause(CauseKind.SUCCESS, detail="it is over")
+    )
+
+
+STOPPING = replace(THREE, phase=Phase.STOPPING)
+
+
+@pytest.mark.parametrize(
+    ("world", "workers", "state"),
+    [
+        (None, 0, "waiting"),
+        (THREE, 2, "running"),
+        (STOPPING, 2, "stopping"),
+        (STOPPING, 0, "waiting"),
+        (ended(Result.SUCCEEDED), 0, "succeeded"),
+        (ended(Result.CRASH_LOOP), 0, "failed"),
+        (ended(Result.RESTARTS_EXHAUSTED), 0, "failed"),
+        (ended(Result.STORE_HOST_LEFT), 0, "failed"),
+    ],
+)
+def test_the_state_of_a_job(world: World | None, workers: int, state: str) -> None:
+    answers = {"a-1": says("a", workers=workers), "b-1": says("b", workers=0)}
+    assert told(found(world), answers).state == state
+
+
+def test_a_job_whose_nodes_are_all_silent_is_only_known_to_be_stopping() -> None:
+    silent = dict.fromkeys(ALL, Silence.SILENT)
+    job = told(found(STOPPING), silent)
+    assert (job.state, job.restarts.known, job.phase_s) == ("stopping", False, None)
+
+
+def test_members_are_told_by_rank_and_then_who_stands_by() -> None:
+    world = replace(THREE, members=line_up((C, A)))
+    answers = {**ALL, "b-1": says("b", state="joining"), "d-1": says("d", state="joining")}
+    assert states(told(found(world, (A, B, C, D)), answers)) == [
+        ("c", "0-1", "running"),
+        ("a", "2-3", "running"),
+        ("b", "", "standby"),
+        ("d", "", "standby"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "nodes", "complete", "expected"),
+    [
+        (Silence.REFUSED, (A, B, C), True, "gone"),
+        (Silence.REPLACED, (A, B, C), True, "gone"),
+        (Silence.SILENT, (A, B, C), True, "no answer"),
+        (Silence.STRANGE, (A, B, C), True, "no answer"),
+        (Silence.HIDDEN, (A, B, C), True, "hidden"),
+        (Silence.SILENT, (A, B), True, "lost"),
+        (Silence.SILENT, (A, B), False, "no answer"),
+        (says("c", state="stopping"), (A, B), True, "stopping"),
+    ],
+)
+def test_the_state_of_a_node(
+    answer: Answer, nodes: tuple[NodeRecord, ...], complete: bool, expected: str
+) -> None:
+    job = told(found(nodes=nodes, complete=complete), {**ALL, "c-1": answer})
+    assert states(job)[2] == ("c", "4-5", expected)
+
+
+def test_a_node_that_nobody_has_asked_is_hidden() -> None:
+    assert states(told(answers={}))[0] == ("a", "0-1", "hidden")
+
+
+def test_an_agent_that_was_asked_and_is_not_in_any_record_yet_is_told_of() -> None:
+    witness = says("d", state="init", waiting_for="the rendezvous store", generation=0)
+    job = told(Found("agent", JobStatus("digits", None, (), None, complete=False), witness), {})
+    assert states(job) == [("d", "", "init")]
+    assert (job.state, job.waiting_for) == ("waiting", "the rendezvous store")
+
+
+def test_what_the_asked_agent_said_first_stands_in_when_it_falls_silent_and_never_else() -> None:
+    witness = says("b", step=1)
+    one = replace(found(), witness=witness)
+    assert told(one).nodes[1].status == ALL["b-1"]
+    assert told(one, {**ALL, "b-1": Silence.SILENT}).nodes[1].status == witness
+
+
+def test_the_phase_is_as_old_as_whoever_has_known_it_longest_says() -> None:
+    answers = {
+        "a-1": says("a", phase_s=1.0),
+        "b-1": says("b", phase_s=8.0),
+        "c-1": says("c", phase_s=99.0, world=2),
+    }
+    assert told(answers=answers).phase_s == 8.0
+    answers["b-1"] = says("b", phase_s=98.0, phase="stopping")
+    assert told(answers=answers).phase_s == 1.0
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "expected"),
+    [
+        ([None, None, None], None),
+        ([Checkpoint(5, 2.0), None, Checkpoint(4, 1.0)], Checkpoint(5, 2.0)),
+        ([Checkpoint(5, None), Checkpoint(5, 2.0), Checkpoint(5, 3.0)], Checkpoint(5, 2.0)),
+        ([Checkpoint(5, None), None, Checkpoint(4, 1.0)], Checkpoint(5, None)),
+    ],
+)
+def test_the_checkpoint_of_the_job(checkpoints: list[Checkpoint | None], expected: Checkpoint | None) -> None:
+    answers = {
+        f"{name}-1": says(name, checkpoint=checkpoint)
+        for name, checkpoint in zip("abc", checkpoints, strict=True)
+    }
+    assert told(answers=answers).checkpoint == expected
+
+
+def test_without_an_answer_the_step_is_the_one_in_the_store() -> None:
+    one = found(replace(THREE, step=40), (A, replace(B, step=41)))
+    assert told(one, {}).step == 41
+    assert told(one).step == 17
+
+
+@pytest.mark.parametrize(
+    ("limit", "left", "fruitless_left"), [(None, None, 2), (5, 3, None), (2, 0, None), (1, 0, None)]
+)
+def test_restarts_left(limit: int | None, left: int | None, fruitless_left: int | None) -> None:
+    restarts = told(answers={"a-1": says("a", max_restarts=limit)}).restarts
+    assert (restarts.failures, restarts.left, restarts.fruitless_left) == (2, left, fruitless_left)
+
+
+def test_the_coordinator_speaks_for_the_job() -> None:
+    answers = {
+        "a-1": says("a", workers=0, waiting_for="2 more nodes", max_restarts=7, backoff_s=1.5),
+        "b-1": says("b", workers=0, waiting_for="a coordinates"),
+    }
+    job = told(found(STOPPING), answers)
+    assert (job.waiting_for, job.restarts.limit, job.restarts.backoff_s) == ("2 more nodes", 7, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("cause", "text"),
+    [
+        (Cause(CauseKind.START), "the job started"),
+        (Cause(CauseKind.LOST, "b", "node b is gone: its lease ended"), "node b is gone: its lease ended"),
+        (
+            Cause(CauseKind.FAILURE, "b", FAILURE.summary, FAILURE),
+            "rank 3 on node b failed in generation 2: exit code 1: ValueError: lr < 0",
+        ),
+        (
+            Cause(CauseKind.FAILURE, "b", "no port", Failure(2, "f", "no port")),
+            "node b failed: no port",
+        ),
+    ],
+)
+def test_the_cause_is_a_sentence_that_stands_alone(cause: Cause, text: str) -> None:
+    job = told(found(replace(THREE, cause=cause)))
+    assert job.cause is not None
+    assert job.cause.text == text
+
+
+def test_the_json_form_has_only_plain_values_and_is_complete() -> None:
+    answers = {**ALL, "c-1": Silence.REFUSED}
+    document = told(answers=answers, silent_for={"c-1": 12.0}).as_json()
+    assert json.loads(json.dumps(document, allow_nan=False)) == document
+    assert document["cause"] == {
+        "kind": "failure",
+        "node": "b",
+        "rank": 3,
+        "text": "rank 3 on node b failed in generation 2: exit code 1: ValueError: lr < 0",
+    }
+    assert document["checkpoint"] == {"step": 12, "age_s": 3.25}
+    first, _, last = document["nodes"]
+    assert first.keys() == last.keys()
+    assert (first["state"], first["coordinates"], first["lease_age_s"]) == ("running", True, 0.25)
+    assert (last["state"], last["silence"], last["silent_s"], last["step"]) == ("gone", "refused", 12.0, None)
+
+
+# ---------------------------------------------------------------- as lines
+
+
+def test_a_job_in_trouble_to_the_line() -> None:
+    answers = {**ALL, "b-1": says("b", checkpoint=Checkpoint(12, None), step=16), "c-1": Silence.REFUSED}
+    answers["d-1"] = says("d", state="joining", step=0, checkpoint=None, lease_s=1.04)
+    job = told(found(nodes=(A, B, C, D)), answers, {"c-1": 72.0})
+    assert (
+        "\n".join(lines(job, Screen()))
+        == """\
+job digits: running, generation 3 for 4.5 s
+  world        3 nodes, 6 workers, master 10.0.0.1:4711
+  last change  rank 3 on node b failed in generation 2: exit code 1: ValueError: lr < 0
+  restarts     2 failures so far, 1 in a row without progress; no limit while it makes progress, else 2 left
+  step         17
+  checkpoint   step 12, saved 3.2 s ago
+  told by      agent 10.0.0.1:9100
+
+NODE  RANKS  STATE            STEP  CHECKPOINT  LEASE  AGENT
+a *   0-1    running          17    12, 3.2 s   0.2 s  10.0.0.1:9100
+b     2-3    running          16    12          0.2 s  10.0.0.2:9100
+c     4-5    gone 1 min 12 s  -     -           -      10.0.0.3:9100
+d     -      standby          -     -           1.0 s  10.0.0.4:9100
+
+! node c: nobody listens at 10.0.0.3:9100: its agent has ended; the store still has its record
+* coordinates: decides on the next world"""
+    )
+
+
+def test_a_job_that_has_no_world_yet_to_the_line() -> None:
+    status = says("a", state="joining", waiting_for="1 of 2 nodes is here", generation=0, step=0)
+    job = told(found(None, (A,)), {"a-1": replace(status, checkpoint=None)})
+    assert (
+        "\n".join(lines(job, Screen()))
+        == """\
+job digits: waiting for its first world
+  waiting      1 of 2 nodes is here
+  restarts     0 failures so far; no limit while it makes progress, else 3 left
+  told by      agent 10.0.0.1:9100
+
+NODE  RANKS  STATE    STEP  CHECKPOINT  LEASE  AGENT
+a *   -      standby  -     -           0.2 s  10.0.0.1:9100
+
+* coordinates: decides on the next world"""
+    )
+
+
+def test_a_job_that_has_ended_names_its_result() -> None:
+    job = told(found(ended(Result.CRASH_LOOP), ()), {})
+    first, *_ = lines(job, Screen())
+    assert first == "job digits: failed (crash_loop), generation 3"
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (
+            told(answers={**ALL, "b-1": says("b", lease_s=6.0)}),
+            "! node b: its lease was last confirmed 6.0 s ago",
+        ),
+        (told(found(nodes=(A, B)), {**ALL, "c-1": Silence.SILENT}), "its lease has ended"),
+        (told(found(complete=False)), "! the coordinator does not answer"),
+        (told(replace(found(), notes=("the store's 'nodes/x' cannot be read",))), "! the store's 'nodes/x'"),
+        (told(answers={}), "the limit is not known, no agent answers"),
+        (told(answers={"a-1": says("a", max_restarts=5)}), "2 failures so far, 3 left of 5"),
+        (told(answers={"a-1": says("a", backoff_s=2.0)}), "the next start waits 2.0 s"),
+        (told(found(nodes=(A, replace(B, leaving=True), C))), "running, leaving"),
+    ],
+)
+def test_what_a_person_has_to_know_is_said(job: JobReport, words: str) -> None:
+    assert words in "\n".join(lines(job, Screen()))
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    long = "b-" + "x" * 70
+    wide = replace(B, node=long, incarnation="b-1")
+    failure = replace(FAILURE, summary="s " * 1000, detail="")
+    world = replace(
+        THREE, members=line_up((A, wide, C)), cause=Cause(CauseKind.FAILURE, "b", "d " * 1000, failure)
+    )
+    answers = {**ALL, "b-1": replace(says("b"), node=long), "c-1": Silence.SILENT}
+    shown = lines(told(found(world, (A, wide, C)), answers), Screen(width=width))
+    assert max(map(len, shown)) <= width
+    assert any("..." in line for line in shown), "the name is cut, the numbers are not"
+    whole = lines(told(found(world, (A, wide, C)), answers), Screen())
+    assert any(long in line for line in whole), "in a pipe nothing is cut"
+
+
+def test_nothing_that_another_program_said_moves_the_cursor() -> None:
+    evil = "\x1b[2J\r\n\x07\u202e\x9b"
+    world = replace(THREE, cause=Cause(CauseKind.LOST, "b", f"gone{evil}"))
+    answers = {**ALL, "a-1": says("a", state="running", waiting_for=evil)}
+    one = replace(found(world), asked=f"agent {evil}", notes=(evil,))
+    text = "\n".join(lines(told(one, answers), Screen(width=80)))
+    assert all(character.isprintable() for line in text.split("\n") for character in line)
+
+
+def test_colours_only_where_they_can_be_shown() -> None:
+    job = told(answers={**ALL, "c-1": Silence.REFUSED})
+    plain, coloured = lines(job, Screen()), lines(job, Screen(colour=True))
+    assert not any("\x1b" in line for line in plain)
+    assert any("\x1b[31mgone\x1b[0m" in line for line in coloured)
+    assert any("\x1b[32mrunning\x1b[0m" in line for line in coloured)
+    for code in ("\x1b[31m", "\x1b[32m", "\x1b[33m", "\x1b[1m", "\x1b[0m"):
+        coloured = [line.replace(code, "") for line in coloured]
+    assert [line.rstrip() for line in coloured] == plain
+
+
+def test_where_there_is_no_room_for_all_nodes_those_in_trouble_are_shown() -> None:
+    nodes = tuple(replace(A, node=f"n{n:03}", incarnation=f"n{n:03}-1") for n in range(1000))
+    world = replace(THREE, members=line_up(nodes))
+    answers: dict[str, Answer] = {
+        node.incarnation: replace(STATUS, node=node.node, incarnation=node.incarnation) for node in nodes
+    }
+    answers["n700-1"] = Silence.SILENT
+    job = told(found(world, nodes), answers)
+    shown = lines(job, Screen(width=100, height=24))
+    assert len(shown) <= 24
+    assert any(line.startswith("n700 ") and "no answer" in line for line in shown)
+    assert any("more; a pipe shows all" in line for line in shown)
+    assert sum(line.startswith("n") for line in lines(job, Screen())) == 1000
+
+
+def test_of_many_problems_the_first_are_said() -> None:
+    nodes = tuple(replace(A, node=f"n{n:03}", incarnation=f"n{n:03}-1") for n in range(100))
+    job = told(found(replace(THREE, members=line_up(nodes)), nodes), {})
+    silent = replace(job, nodes=tuple(replace(node, silence=Silence.REFUSED) for node in job.nodes))
+    notes = [line for line in lines(silent, Screen()) if line.startswith("!")]
+    assert (len(notes), notes[-1]) == (13, "! and 88 more")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0.0 s"),
+        (0.42, "0.4 s"),
+        (9.96, "10 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 00 s"),
+        (312, "5 min 12 s"),
+        (3599.9, "1 h 00 min"),
+        (11_220, "3 h 07 min"),
+        (187_200, "2 d 04 h"),
+        (8.64e6, "100 d 00 h"),
+    ],
+)
+def test_a_span_has_the_two_units_that_matter(seconds: float, text: str) -> None:
+    assert span(seconds) == text
