@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -315,6 +317,27 @@ def test_values_that_make_no_sense_are_refused(
 
 
 # --- What the documentation says
+
+
+def test_every_helm_command_of_the_documentation_makes_what_kubernetes_accepts(tmp_path: Path) -> None:
+    page = (CHART.parents[2] / "docs/deploy.md").read_text()
+    text = page.partition("\n## Kubernetes\n")[2].partition("\n## ")[0]
+    for block in re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        name = re.match(r"# (\S+\.yaml)", block)
+        assert name is not None, block
+        (tmp_path / name[1]).write_text(block)
+    claim = yaml.safe_load((tmp_path / "checkpoints.yaml").read_text())
+    kubernetes_validate.validate(claim, KUBERNETES[-1], strict=True)
+    commands = re.findall(
+        r"^    helm (?:install|upgrade) (\S+) deploy/helm/elastic-agent (.*)$", text, re.MULTILINE
+    )
+    assert len(commands) >= 4
+    for release, options in commands:
+        words = [str(tmp_path / word) if word.endswith(".yaml") else word for word in shlex.split(options)]
+        ran = run_helm("template", release, CHART, *words)
+        assert ran.returncode == 0, (options, ran.stderr)
+        for manifest in yaml.safe_load_all(ran.stdout):
+            kubernetes_validate.validate(manifest, KUBERNETES[-1], strict=True)
 
 
 def test_every_value_is_in_the_schema_and_none_is_without_a_default() -> None:
