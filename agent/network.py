@@ -174,15 +174,15 @@ def _by_name(wish: Wish, interface: Interface, here: Surroundings) -> NetworkCho
 def _by_routes(wish: Wish, here: Surroundings) -> NetworkChoice | NotYet:
     passed_over = ""
     if wish.towards is not None:
-        if here.routed is None and not wish.alone:
+        route = _interface_of(here.routed, here)
+        near = _down_but_near(wish.towards, route, here.interfaces)
+        if near is not None:
+            return _down(near, f"the rendezvous at {wish.towards} is in its subnet")
+        if route is None and not wish.alone:
             return NotYet(
                 f"a route to the rendezvous at {wish.towards}; there are {_listed(here.interfaces)}",
                 "check cables, routes and --rdzv-endpoint",
             )
-        route = _interface_of(here.routed, here)
-        near = _down_but_near(wish.towards, route, here.interfaces)
-        if near is not None:
-            return _down(near, f"the rendezvous at {wish.towards} is in its subnet, and it")
         if route is not None and not route.loopback:
             if not route.name.startswith(PLUMBING):
                 return _routed(route, here.routed, f"the route to the rendezvous at {wish.towards}", here)
@@ -218,9 +218,9 @@ def _routed(
     return _chosen(interface, _ip(source), reason, here)
 
 
-def _down(interface: Interface, what: str) -> NotYet:
+def _down(interface: Interface, why: str) -> NotYet:
     return NotYet(
-        f"interface {interface.name} to come up ({what} needs it)",
+        f"interface {interface.name} to come up ({why})",
         f"check the cable and `ip link set {interface.name} up`, or choose another with --network-interface",
     )
 

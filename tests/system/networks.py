@@ -7,6 +7,9 @@ too, so that a test can ask agents and stores what it wants to know. What runs o
 What is done to a host lasts until `heal`. A host whose cable is pulled keeps its address and its routes, and gets
 silence. Packets are judged on the host itself, those that it sends apart from those that it gets: a fault may be
 one-way.
+
+A `Cabling` is for tests of which interface is chosen: machines with any number of them, each cable to any switch, which
+nobody else sees.
 """
 
 from __future__ import annotations
@@ -18,8 +21,11 @@ import random
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 import pytest
 
@@ -143,6 +149,102 @@ class Network:
         return name
 
 
+@dataclass(frozen=True)
+class Cable:
+    """One interface of a machine, and the switch where it ends. A switch without any other cable leads nowhere."""
+
+    interface: str
+    switch: str
+    address: str
+    """With the length of its prefix."""
+    down: bool = False
+    gateway: str | None = None
+    """The default route's."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A network namespace with the interfaces that a test has asked for."""
+
+    namespace: str
+
+    @property
+    def enter(self) -> tuple[str, ...]:
+        return ("ip", "netns", "exec", self.namespace)
+
+    @property
+    def files(self) -> Path:
+        """What stands here is seen in /etc by processes that `ip netns exec` starts."""
+        return Path("/etc/netns") / self.namespace
+
+    def ip(self, *words: str) -> None:
+        run("ip", "-n", self.namespace, *words)
+
+    def switch_on(self, interface: str) -> None:
+        self.ip("link", "set", interface, "up")
+
+    def add_docker(self) -> None:
+        """Docker's bridge as it is on every host that has run a container, up because one is running."""
+        self.ip("link", "add", "docker0", "type", "bridge")
+        self.ip("link", "add", "veth1a2b3c4", "type", "veth", "peer", "name", "inside")
+        for interface in ("veth1a2b3c4", "inside"):
+            self.switch_on(interface)
+        self.ip("link", "set", "veth1a2b3c4", "master", "docker0")
+        self.ip("addr", "add", "172.17.0.1/16", "dev", "docker0")
+        self.switch_on("docker0")
+        deadline = time.monotonic() + 10.0
+        while "state UP" not in run("ip", "-n", self.namespace, "link", "show", "docker0"):
+            assert time.monotonic() < deadline, "docker0 does not come up"
+            time.sleep(0.02)
+
+
+class Cabling:
+    """Machines with cables between them, apart from all else on this machine: their addresses may be any."""
+
+    def __init__(self) -> None:
+        self._mark = f"{os.getpid()}-{random.SystemRandom().randrange(16**4):04x}"
+        self._switches = Machine(f"{self._mark}-switches")
+        self._known: set[str] = set()
+        self._machines: list[Machine] = []
+        self._cables = 0
+        self._make(self._switches)
+
+    def machine(self, name: str) -> Machine:
+        """One without any interface but loopback, whose name server says at once that it is not there: torch asks
+        for the names of its peers, and would wait for the machine's own one, which cannot be reached from here."""
+        machine = Machine(f"{self._mark}-{name}")
+        self._make(machine)
+        machine.files.mkdir(parents=True)
+        (machine.files / "resolv.conf").write_text("nameserver 127.0.0.1\n")
+        machine.switch_on("lo")
+        return machine
+
+    def connect(self, machine: Machine, cable: Cable) -> None:
+        switches, socket = self._switches, f"socket{self._cables}"
+        self._cables += 1
+        if cable.switch not in self._known:
+            self._known.add(cable.switch)
+            switches.ip("link", "add", cable.switch, "type", "bridge")
+            switches.switch_on(cable.switch)
+        other_end = ("name", cable.interface, "netns", machine.namespace)
+        switches.ip("link", "add", "name", socket, "type", "veth", "peer", *other_end)
+        switches.ip("link", "set", "dev", socket, "master", cable.switch, "up")
+        machine.ip("addr", "add", cable.address, "dev", cable.interface)
+        if not cable.down:
+            machine.switch_on(cable.interface)
+        if cable.gateway is not None:
+            machine.ip("route", "add", "default", "via", cable.gateway)
+
+    def close(self) -> None:
+        for machine in self._machines:
+            subprocess.run(["ip", "netns", "del", machine.namespace], capture_output=True)
+            shutil.rmtree(machine.files, ignore_errors=True)
+
+    def _make(self, machine: Machine) -> None:
+        run("ip", "netns", "add", machine.namespace)
+        self._machines.append(machine)
+
+
 def _free_subnet() -> ipaddress.IPv4Network:
     taken = run("ip", "-4", "route")
     free = [subnet for subnet in ADDRESSES.subnets(new_prefix=24) if str(subnet) not in taken]
@@ -153,21 +255,31 @@ def run(*words: str) -> str:
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout
 
 
+class _Closing(Protocol):
+    def close(self) -> None: ...
+
+
+_C = TypeVar("_C", bound=_Closing)
+
+
 @contextlib.contextmanager
-def network(*names: str) -> Iterator[Network]:
-    """A switch with these hosts, and gone at the end. Skips the test where it cannot be made."""
+def made(make: Callable[[], _C]) -> Iterator[_C]:
+    """What `make` makes, and closed at the end. Skips the test where it cannot be made."""
     if os.geteuid() != 0:
         pytest.skip("only root may make network namespaces")
     missing = [tool for tool in ("ip", "nft") if shutil.which(tool) is None]
     if missing:
         pytest.skip(f"{' and '.join(missing)} missing: .ci/system-packages network")
     try:
-        made = Network(names)
+        thing = make()
     except subprocess.CalledProcessError as error:
         if "not permitted" in error.stderr or "not supported" in error.stderr:
             pytest.skip(f"{' '.join(error.cmd)}: {error.stderr.strip()}")
         raise AssertionError(f"{' '.join(error.cmd)}: {error.stderr}") from error
-    try:
-        yield made
-    finally:
-        made.close()
+    with contextlib.closing(thing):
+        yield thing
+
+
+def network(*names: str) -> contextlib.AbstractContextManager[Network]:
+    """A switch with these hosts."""
+    return made(lambda: Network(names))

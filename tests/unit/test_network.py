@@ -112,6 +112,7 @@ def test_an_interface_that_is_passed_over_is_named() -> None:
         (Wish(towards="10.3.0.9"), HOST, "10.3.0.1", "10.0.0.1", "interface eth3 to come up"),
         # The default route is only a detour while the interface in the store's own subnet is down.
         (Wish(towards="10.3.0.9"), HOST, "10.0.0.1", "10.0.0.1", "interface eth3 to come up"),
+        (Wish(towards="10.3.0.9"), HOST, None, None, "interface eth3 to come up"),
         (Wish(towards="10.99.0.9"), HOST, None, None, "a route to the rendezvous at 10.99.0.9"),
         (TO_OFFICE, (LO,), None, None, "a route to the rendezvous at 10.0.0.9"),
         (SEVERAL, (LO, DOCKER, VPN), None, None, "an interface that other nodes reach"),
