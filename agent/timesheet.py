@@ -4,8 +4,13 @@ Words: an *activity* is what this node's time goes into, one at any instant. A *
 stood still: from the first failure or stop order to the first step of a later generation, however many generations
 were tried in between. What a coordinator of other nodes knows does not come in here: it is this node's time.
 
-Invariants: the seconds of all activities add up to the age of the sheet, none ever falls, and the phases of a recovery
-add up to its duration. All three hold by construction: there is one clock hand, and each move of it is booked once.
+Time is *booked* once, when it is known what it went into. While workers step that is at the next step: only finished
+steps are worth something. What was spent since the last one when a stop cuts it short was lost before anybody knew: a
+hang, a peer that died and let the others wait, a step thrown away.
+
+Invariants: the seconds of all activities add up to the time from the start to `booked_until`, none ever falls, and the
+phases of a recovery add up to its duration. All hold by construction: `booked_until` is the only hand of the clock, and
+each of its moves is booked once.
 
 The table below is the whole state machine. News that it does not list for an activity changes nothing: steps that are
 heard while workers are being stopped, a second worker that fails because the first one did.
@@ -29,7 +34,7 @@ class Activity(enum.Enum):
     RECOMPUTE = "recompute"
     """Steps are done again that an earlier generation had done."""
     DETECT = "detect"
-    """A worker has failed here, and the others do not know."""
+    """Something is wrong and the workers are not yet told to stop."""
     STOP = "stop"
     RENDEZVOUS = "rendezvous"
     """No worker is left, and the next world is being formed."""
@@ -46,6 +51,7 @@ class News(enum.Enum):
     STEPPED_AGAIN = enum.auto()
     """A step is done, and the one after it was done before."""
     FAILED = enum.auto()
+    """A worker has failed here."""
     STOPPING = enum.auto()
     """The workers are told to stop."""
     GONE = enum.auto()
@@ -59,6 +65,8 @@ class News(enum.Enum):
 
 TRAINING = (Activity.STARTUP, Activity.PRODUCTIVE, Activity.RECOMPUTE)
 """Workers run undisturbed."""
+
+STEPPING = (Activity.PRODUCTIVE, Activity.RECOMPUTE)
 
 PHASES = (Activity.DETECT, Activity.STOP, Activity.RENDEZVOUS, Activity.BACKOFF, Activity.STARTUP)
 """What a recovery consists of."""
@@ -93,7 +101,7 @@ class Timesheet:
     def __init__(self, now: float) -> None:
         self.activity = Activity.WAITING
         self.seconds = dict.fromkeys(Activity, 0.0)
-        self._booked_until = now
+        self.booked_until = now
         self.reports_steps = False
         """A worker has ever reported one."""
         self._before_recovery: Mapping[Activity, float] | None = None
@@ -103,15 +111,19 @@ class Timesheet:
         return self._before_recovery is not None
 
     def advance(self, now: float) -> None:
-        """Book the time until now. An instant before one that was booked already counts as that."""
-        if now > self._booked_until:
-            self.seconds[self.activity] += now - self._booked_until
-            self._booked_until = now
+        """Book what is known to have gone into the present activity."""
+        if self.activity not in STEPPING:
+            self._book(self.activity, now)
 
     def hear(self, news: News, at: float) -> Recovery | None:
         """What happened at `at`. The recovery that is over with it, if one is."""
         self.advance(at)
-        self.activity = NEXT[news].get(self.activity, self.activity)
+        before, self.activity = self.activity, NEXT[news].get(self.activity, self.activity)
+        if before in STEPPING:
+            if self.activity in STEPPING and news in (News.STEPPED, News.STEPPED_AGAIN):
+                self._book(before, at)
+            elif self.activity not in STEPPING:
+                self._book(Activity.STOP if news is News.GONE else Activity.DETECT, at)
         self.reports_steps |= news in (News.STEPPED, News.STEPPED_AGAIN)
         if self.activity in (Activity.DETECT, Activity.STOP):
             self._before_recovery = self._before_recovery or dict(self.seconds)
@@ -120,6 +132,12 @@ class Timesheet:
         elif self.activity in TRAINING and not (self.activity is Activity.STARTUP and self.reports_steps):
             return self._recovered()
         return None
+
+    def _book(self, activity: Activity, until: float) -> None:
+        """An instant that is booked already stays booked: events of several threads overtake each other."""
+        if until > self.booked_until:
+            self.seconds[activity] += until - self.booked_until
+            self.booked_until = until
 
     def _recovered(self) -> Recovery | None:
         before, self._before_recovery = self._before_recovery, None

@@ -233,20 +233,22 @@ class Metrics(Page):
         )
         self.productive_time_seconds_total = self._counter(
             "productive_time_seconds_total",
-            "Seconds in which this node's workers worked on new steps: from the first step that a generation reports "
-            "to its stop or a worker's failure, without recompute. Checkpoints saved between steps are included.",
+            "Seconds that this node's workers spent on new steps and finished them: between two reported steps of a "
+            "generation, without recompute. Checkpoints saved in between are included.",
         )
         self.lost_time_seconds_total = self._counter(
             "lost_time_seconds_total",
-            "All other seconds since the agent started, by cause: the phases of a recovery; recompute until the "
-            "highest step reached before is reached again; waiting before the first world, next to a world that runs "
-            "without this node, and after the last. Workers that report no steps stay in startup.",
+            "All other seconds since the agent started, by cause: detect since the last finished step until the order "
+            "to stop; stop, rendezvous, backoff and startup as in recovery_phase_duration_seconds; recompute until "
+            "the highest step reached before is reached again; waiting before the first world, next to a world that "
+            "runs without this node, and after the last. Workers that report no steps stay in startup.",
             cause=LOST_TIME_CAUSES,
         )
         self.goodput_ratio = self._gauge(
             "goodput_ratio",
             "productive_time_seconds_total / (productive_time_seconds_total + lost_time_seconds_total of all causes) "
-            "since the agent started; absent until a worker has reported a step.",
+            "from the agent's start to the last finished step while workers step, else to now; absent until a worker "
+            "has reported a step.",
         )
 
         self.store_request_duration_seconds = self._histogram(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_agent.agent.timesheet import NEXT, PHASES, TRAINING, Activity, News, Recovery, Timesheet
+from elastic_agent.agent.timesheet import NEXT, PHASES, STEPPING, Activity, News, Recovery, Timesheet
 from elastic_agent.health.metrics import LOST_TIME_CAUSES, RECOVERY_PHASES
 
 WAITING, STARTUP, PRODUCTIVE, RECOMPUTE = (
@@ -81,6 +81,8 @@ def test_the_labels_of_the_metrics_are_the_activities() -> None:
 FAILURE_HERE = [
     (10.0, News.STARTED),
     (12.0, News.STEPPED),
+    (13.0, News.STEPPED),
+    (39.0, News.STEPPED),
     (40.0, News.FAILED),
     (40.5, News.STOPPING),
     (41.5, News.GONE),
@@ -88,7 +90,9 @@ FAILURE_HERE = [
     (45.0, News.RELEASED),
     (45.25, News.STARTED),
     (48.25, News.STEPPED_AGAIN),
+    (50.25, News.STEPPED_AGAIN),
     (53.25, News.STEPPED),
+    (54.25, News.STEPPED),
 ]
 
 
@@ -99,13 +103,37 @@ def test_each_second_belongs_to_what_happened_in_it() -> None:
     assert sheet.seconds == {
         WAITING: 6.0,
         STARTUP: 2.0 + 3.0,
-        PRODUCTIVE: 28.0 + 6.75,
+        PRODUCTIVE: 27.0 + 1.0,
         RECOMPUTE: 5.0,
-        DETECT: 0.5,
+        DETECT: 1.0 + 0.5,
         STOP: 1.0,
         RENDEZVOUS: 0.75,
         BACKOFF: 3.0,
     }
+    assert sheet.booked_until == 54.25, "nobody knows what the step under way will be good for"
+
+
+@pytest.mark.parametrize(
+    ("ending", "into"),
+    [
+        pytest.param(News.STEPPED, PRODUCTIVE, id="a long step"),
+        pytest.param(News.FAILED, DETECT, id="a step that a failure cut short"),
+        pytest.param(
+            News.STOPPING, DETECT, id="a hang, a lost peer, a planned change in the middle of a step"
+        ),
+        pytest.param(News.GONE, STOP, id="what the script does after its last step"),
+    ],
+)
+def test_the_time_since_the_last_step_is_booked_when_it_is_known_what_it_was_good_for(
+    ending: News, into: Activity
+) -> None:
+    sheet = Timesheet(0.0)
+    hear(sheet, (0.0, News.STARTED), (0.0, News.STEPPED))
+    sheet.advance(99.0)
+    assert not any(sheet.seconds.values())
+    hear(sheet, (100.0, ending))
+    assert {activity for activity, seconds in sheet.seconds.items() if seconds} == {into}
+    assert sheet.seconds[into] == 100.0
 
 
 def test_a_recovery_ends_with_the_first_step_whether_it_is_new_or_not() -> None:
@@ -123,7 +151,7 @@ def test_generations_tried_in_vain_belong_to_the_recovery() -> None:
         (47.5, News.STARTED),
         (50.0, News.STEPPED),
     ]
-    [recovery] = hear(Timesheet(4.0), *FAILURE_HERE[:7], *tried)
+    [recovery] = hear(Timesheet(4.0), *FAILURE_HERE[:9], *tried)
     assert recovery.phases == {DETECT: 0.75, STOP: 1.5, RENDEZVOUS: 1.25, BACKOFF: 3.0, STARTUP: 3.5}
     assert recovery.duration_s == 10.0
 
@@ -152,18 +180,18 @@ def test_without_steps_a_recovery_ends_when_the_workers_start() -> None:
 )
 def test_a_recovery_that_comes_to_nothing_is_none(ending: list[tuple[float, News]]) -> None:
     sheet = Timesheet(4.0)
-    assert hear(sheet, *FAILURE_HERE[:5], *ending) == []
+    assert hear(sheet, *FAILURE_HERE[:7], *ending) == []
     assert not sheet.recovering
     assert hear(sheet, (60.0, News.STARTED), (61.0, News.STEPPED)) == []
 
 
 def test_an_instant_that_is_booked_already_stays_booked() -> None:
     sheet = Timesheet(0.0)
-    hear(sheet, (1.0, News.STARTED), (2.0, News.STEPPED))
+    hear(sheet, (1.0, News.STARTED))
     sheet.advance(10.0)
     hear(sheet, (9.5, News.FAILED), (9.75, News.STOPPING))
     sheet.advance(11.0)
-    assert (sheet.seconds[PRODUCTIVE], sheet.seconds[DETECT], sheet.seconds[STOP]) == (8.0, 0.0, 1.0)
+    assert (sheet.seconds[STARTUP], sheet.seconds[DETECT], sheet.seconds[STOP]) == (9.0, 0.0, 1.0)
 
 
 @given(
@@ -171,22 +199,21 @@ def test_an_instant_that_is_booked_already_stays_booked() -> None:
 )
 def test_the_seconds_add_up_and_never_fall(story: list[tuple[News | None, float]]) -> None:
     sheet, now, latest = Timesheet(100.0), 100.0, 100.0
-    standing_still: float | None = None
+    standing_still_since: float | None = None
     for news, passed in story:
         now += passed  # at times backwards: events of several threads overtake each other
-        before = dict(sheet.seconds)
+        before, booked = dict(sheet.seconds), sheet.booked_until
         latest = max(latest, now)
-        if news is None:
-            sheet.advance(now)
-        else:
-            recovery = sheet.hear(news, now)
-            if recovery is not None:
-                assert standing_still is not None
-                assert recovery.duration_s == latest - standing_still
-        assert sum(sheet.seconds.values()) == latest - 100.0  # eighths: exact
+        recovery = sheet.hear(news, now) if news is not None else sheet.advance(now)
+        if recovery is not None:
+            assert standing_still_since is not None
+            assert recovery.duration_s == sheet.booked_until - standing_still_since
+        assert sum(sheet.seconds.values()) == sheet.booked_until - 100.0  # eighths: exact
         assert all(sheet.seconds[activity] >= before[activity] for activity in Activity)
+        assert sheet.booked_until in (booked, now)
+        assert sheet.activity in STEPPING or sheet.booked_until >= now
         if not sheet.recovering:
-            standing_still = None
-        elif standing_still is None:
-            standing_still = latest
-        assert sheet.recovering <= (sheet.activity not in (WAITING, *TRAINING[1:]))
+            standing_still_since = None
+        elif standing_still_since is None:
+            standing_still_since = sheet.booked_until
+        assert not (sheet.recovering and sheet.activity in (WAITING, *STEPPING))
