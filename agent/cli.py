@@ -20,9 +20,9 @@ from .. import __version__
 from .config import ConfigError
 from .exits import ExitCode
 from .layers import read_argv
-from .machine import Machine, examine
+from .machine import Machine, prepare
 from .options import CHECK_CONFIG, GROUPS, HELP, VERSION, Option, Source
-from .resolve import Resolved, resolve
+from .resolve import Resolved
 from .settings import comment
 
 _USAGE = """\
@@ -84,8 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"elastic-agent {__version__}")
         return ExitCode.SUCCESS
     try:
-        resolved = resolve(command_line, os.environ, _fresh_id)
-        machine = examine(resolved.config, os.environ)
+        resolved, machine = prepare(command_line, os.environ, _fresh_id)
     except ConfigError as error:
         print(f"elastic-agent: {error}", file=sys.stderr)
         return ExitCode.BAD_CONFIG

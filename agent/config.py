@@ -151,10 +151,14 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """The configuration cannot work. Carries every problem found, not the first; nothing was started."""
+    """The configuration cannot work. Carries every problem found, not the first; nothing was started.
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
+    `config` is there when each setting was understood all the same, so that the machine can be asked about it, too.
+    """
+
+    def __init__(self, problems: Sequence[Problem], config: Config | None = None) -> None:
         self.problems = tuple(problems)
+        self.config = config
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         lines = [f"{count} in the configuration; nothing was started"]
         lines += [f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1)]

@@ -22,9 +22,8 @@ from .config import Config, ConfigError
 from .environment import WorkerPlace, chosen_variables
 from .exits import ExitCode
 from .layers import read_argv
-from .machine import Machine, examine
+from .machine import Machine, prepare
 from .options import HELP, SECRET_VARIABLES
-from .resolve import resolve
 from .variables import USER, Variable, settle
 
 _USAGE = """\
@@ -81,8 +80,7 @@ def main(words: Sequence[str]) -> int:
         return ExitCode.SUCCESS
     environ = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
     try:
-        resolved = resolve(command_line, os.environ, lambda: NEW_ID)
-        machine = examine(resolved.config, environ)
+        resolved, machine = prepare(command_line, os.environ, lambda: NEW_ID)
     except ConfigError as error:
         print(f"elastic-agent explain-env: {error}", file=sys.stderr)
         return ExitCode.BAD_CONFIG

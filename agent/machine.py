@@ -1,8 +1,9 @@
 """This machine as it was found, and what follows from it for this job: examined once, before anything is started.
 
-`resolve` judges the settings by themselves; here they meet the machine. Each room that finds something out (devices,
-network, ...) has a step in `examine`: it returns what it decided, or raises `ConfigError`, and says what it found in
-*facts*, sentences that --check-config shows below the settings. The problems of all rooms are reported together.
+`resolve` judges the settings by themselves; here they meet the machine, and `prepare` does both. Each room that finds
+something out (devices, network, ...) has a step in `examine`: it returns what it decided, or raises `ConfigError`, and
+says what it found in *facts*, sentences that --check-config shows below the settings. The problems of all rooms are
+reported together.
 
 Invariant: nothing is started, opened or changed here; two calls on the same machine give the same answer.
 """
@@ -18,9 +19,11 @@ from .config import Config, ConfigError, Problem
 from .devices import Inventory, PinnedDevice, pin, probe, resolve_workers
 from .gpu_memory import watched
 from .interfaces import rdma_ports
+from .layers import Layer
 from .network import NotYet
 from .network_search import Network, look
 from .profiles import TCP, Profile, choose_profile
+from .resolve import Resolved, resolve
 from .software import CURRENT, Software, find_software
 from .timeouts import ladder
 from .variables import Variable, settle
@@ -52,6 +55,20 @@ class Machine:
     def variables(self, local_rank: int) -> tuple[Variable, ...]:
         """What the machine has to say about a worker's environment."""
         return (*self.shares[local_rank].variables, *self.pinned[local_rank].variables)
+
+
+def prepare(
+    command_line: Layer, environ: Mapping[str, str], fresh_id: Callable[[], str]
+) -> tuple[Resolved, Machine]:
+    """What `resolve` and `examine` say. Raises `ConfigError` with the problems of both, as far as both could look."""
+    try:
+        resolved = resolve(command_line, environ, fresh_id)
+    except ConfigError as error:
+        problems, config = list(error.problems), error.config
+        if config is not None:
+            _ask(lambda: examine(config, environ), problems)
+        raise ConfigError(problems) from None
+    return resolved, examine(resolved.config, environ)
 
 
 def examine(config: Config, environ: Mapping[str, str]) -> Machine:

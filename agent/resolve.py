@@ -102,16 +102,20 @@ def resolve(command_line: Layer, environ: Mapping[str, str], fresh_id: Callable[
     """
     merged = _merged(command_line, environ, fresh_id)
     settings, problems, broken = merged.settings, list(merged.problems), merged.broken
-    problems += [problem for involved, problem in check_relations(settings, environ) if not broken & involved]
+    rules = [rule for rule in check_relations(settings, environ) if not broken & rule[0]]
+    problems += [problem for _, problem in rules]
     command = _command(settings)
     if command is None and not broken & {target.name for target in TARGETS}:
         advice = (
             "write it after the options, or set script, module or no-python in the file or the environment"
         )
         problems.append(Problem("command line", None, "a script to run", advice))
-    if problems or command is None:
+    if command is None or broken or any(involved & _MEETING for involved, _ in rules):
         raise ConfigError(problems)
-    return Resolved(_config(settings, command), settings, merged.warnings)
+    config = _config(settings, command)
+    if problems:
+        raise ConfigError(problems, config)
+    return Resolved(config, settings, merged.warnings)
 
 
 def resolve_meeting_place(command_line: Layer, environ: Mapping[str, str]) -> RendezvousConfig | None:

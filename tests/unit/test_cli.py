@@ -175,6 +175,31 @@ def test_what_does_not_fit_this_machine_is_refused_like_any_other_problem() -> N
         assert problem.startswith("  1. --nproc-per-node 'gpu': expected a CUDA device")
 
 
+def test_settings_and_machine_are_judged_together(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--stop-grace=30s", "--service-stop-limit=20s", "--network-interface=absent0", script]
+    assert main(words) == ExitCode.BAD_CONFIG
+    said = capsys.readouterr().err
+    assert "2 problems" in said
+    assert "--stop-grace" in said
+    assert "'absent0'" in said
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        ["--device-pinning=sideways"],  # what it should have been, nobody knows
+        ["--rdzv-backend=c10d", "--rdzv-endpoint=etcd://127.0.0.1:1"],  # nor where the nodes meet
+    ],
+)
+def test_a_machine_is_not_judged_by_settings_that_make_no_sense(
+    script: str, broken: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*broken, "--network-interface=absent0", script]) == ExitCode.BAD_CONFIG
+    said = capsys.readouterr().err
+    assert "1 problem" in said
+    assert "absent0" not in said
+
+
 def test_a_wrong_configuration_starts_nothing(started: list[Config]) -> None:
     assert main(["--min-nodes", "0", "no-such-script.py"]) == ExitCode.BAD_CONFIG
     assert not started
