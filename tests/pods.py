@@ -1,7 +1,8 @@
 """The chart as helm renders it, and its pods as a kubelet and a container runtime run them, without either.
 
 A container here is a PID namespace with its own mounts: this machine's files behind a read-only overlay, the pod's
-volumes, the pod's user and nothing of root. What is not imitated: cgroups, seccomp, a network of the pod's own.
+volumes, the pod's user and nothing of root. Not imitated: cgroups and seccomp. A network of the pod's own is for the
+caller to enter, with the command that runs the pod.
 """
 
 from __future__ import annotations
@@ -76,10 +77,11 @@ def environment(pod: Manifest, facts: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass
 class Kubelet:
-    """Runs pods of these manifests. `secrets` and `claims` are what the cluster has of them."""
+    """Runs pods of these manifests. `secrets` and `claims` are what the cluster has of them, `hosts` the names."""
 
     folder: Path
     manifests: Sequence[Manifest]
+    hosts: Path
     secrets: Mapping[str, Mapping[str, Path]] = field(default_factory=dict)
     claims: Mapping[str, Path] = field(default_factory=dict)
 
@@ -99,6 +101,7 @@ class Kubelet:
             f"mkdir -p {root}{TREE} {root}{PYTHON}",
             f"mount --bind {ROOT} {root}{TREE}; mount --bind {sys.prefix} {root}{PYTHON}",
             f"mount -t proc proc {root}/proc; mount --rbind /dev {root}/dev",
+            f"mount --bind {self.hosts} {root}/etc/hosts",
         ]
         volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
         for mount in container["volumeMounts"]:

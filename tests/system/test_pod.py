@@ -7,18 +7,22 @@ import os
 import signal
 import subprocess
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import pytest
 
-from tests.etcd_servers import Certificates, EtcdCluster, etcd_cluster, make_certificates
+from tests.etcd_servers import etcd_cluster, make_certificates
 from tests.pods import TREE, Kubelet, agent_pod, render
 
-from .harness import MARKER, Agent, Job, port_for_a_store
+from .harness import MARKER, Agent, Job
+from .networks import Network, network
 from .test_init import FIRST, pid_outside, status_of
 
 pytest.importorskip("yaml", reason="PyYAML is not installed: .ci/kubernetes-tools .venv")
+
+Secrets: TypeAlias = Mapping[str, Mapping[str, Path]]
 
 
 @pytest.fixture(autouse=True)
@@ -31,71 +35,59 @@ def _containers(tmp_path: Path) -> None:
         pytest.skip(f"no containers can be made here (as root they can): {tried.stderr.strip()}")
 
 
-@pytest.fixture(scope="module")
-def credentials(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    made = make_certificates(tmp_path_factory.mktemp("certificates"))
-    made.issue("server", "etcd")
-    made.issue("client", "agent")
-    return made
-
-
-@pytest.fixture(scope="module")
-def etcd(credentials: Certificates) -> Iterator[EtcdCluster]:
-    with etcd_cluster(tls=credentials) as cluster:
-        yield cluster
+@pytest.fixture
+def net() -> Iterator[Network]:
+    with network("pod-0", "pod-1", "etcd") as made:
+        yield made
 
 
 class Pods:
-    """Two pods of one release, on addresses of their own on this machine."""
+    """The pods of one release, each on a host of the network; `values` is what the test is about."""
 
-    def __init__(self, job: Job, etcd: EtcdCluster, credentials: Certificates, *args: str) -> None:
-        self.job = job
-        values = {
+    def __init__(
+        self, job: Job, net: Network, values: Mapping[str, Any], secrets: Secrets, *args: str
+    ) -> None:
+        self._job, self._net, self._secrets = job, net, secrets
+        common = {
             "run": {"script": f"{TREE}/tests/system/recorder.py", "args": list(args)},
             "nodes": {"min": 2, "max": 2},
-            "etcd": {
-                "endpoints": [f"{host}:{port}" for host, port in etcd.endpoints],
-                "tls": {"secretName": "etcd-client"},
-            },
-            "jobId": job.id,
             "logSize": "1Gi",
-            "metrics": {"port": port_for_a_store()},
             "env": {MARKER: job.id, "SYSTEM_TEST_HISTORY": "/data/history.jsonl"},
             "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}],
             "volumeMounts": [{"name": "data", "mountPath": "/data"}],
         }
-        (job.folder / "values.yaml").write_text(json.dumps(values))
+        (job.folder / "values.yaml").write_text(json.dumps({**common, **values}))
         job.folder.chmod(0o777)
         (job.folder / "history.jsonl").chmod(0o666)
+        self._names = job.folder / "hosts"
+        self._names.write_text("127.0.0.1 localhost\n")
         self._manifests = render(job.folder / "values.yaml")
-        self._secret = {
-            "ca.crt": credentials.file("ca.pem"),
-            "tls.crt": credentials.file("client.pem"),
-            "tls.key": credentials.file("client.key"),
-        }
 
     def start(self, index: int) -> Agent:
-        address = f"127.0.0.{index + 2}"
-        folder = self.job.folder / address
+        """From now on the pod has its name, as a headless Service gives it."""
+        host, name = self._net[f"pod-{index}"], f"x-elastic-agent-{index}"
+        with self._names.open("a") as names:
+            names.write(f"{host.address} {name}.x-elastic-agent\n")
+        folder = self._job.folder / name
         folder.mkdir()
-        kubelet = Kubelet(folder, self._manifests, {"etcd-client": self._secret}, {"data": self.job.folder})
+        claims = {"data": self._job.folder}
+        kubelet = Kubelet(folder, self._manifests, self._names, self._secrets, claims)
         facts = {
             "metadata.annotations['batch.kubernetes.io/job-completion-index']": str(index),
-            "status.podIP": address,
+            "status.podIP": host.address,
         }
-        agent = Agent(f"x-elastic-agent-{index}", kubelet.command(facts), os.environ, folder / "log")
-        self.job.agents.append(agent)
+        agent = Agent(name, [*host.enter, *kubelet.command(facts)], os.environ, folder / "log")
+        self._job.agents.append(agent)
         return agent
 
     def probe(self, index: int, which: str) -> int:
-        """The status that the kubelet's probe gets."""
+        """The status that the kubelet's probe gets; 0 when nobody answers."""
         [container] = agent_pod(self._manifests)["spec"]["containers"]
         get = container[which]["httpGet"]
         [port] = [port["containerPort"] for port in container["ports"] if port["name"] == get["port"]]
+        url = f"http://{self._net[f'pod-{index}'].address}:{port}{get['path']}"
         try:
-            with urllib.request.urlopen(
-                f"http://127.0.0.{index + 2}:{port}{get['path']}", timeout=5
-            ) as answer:
+            with urllib.request.urlopen(url, timeout=5) as answer:
                 return int(answer.status)
         except urllib.error.HTTPError as error:
             return error.code
@@ -103,12 +95,20 @@ class Pods:
             return 0
 
 
-def test_two_pods_meet_train_and_end_with_success(
-    job: Job, etcd: EtcdCluster, credentials: Certificates
+def test_two_pods_meet_in_an_etcd_behind_tls_and_end_with_success(
+    job: Job, net: Network, tmp_path: Path
 ) -> None:
-    pods = Pods(job, etcd, credentials, "--steps=20")
-    agents = [pods.start(0), pods.start(1)]
-    assert [agent.exit_code() for agent in agents] == [0, 0]
+    made = make_certificates(tmp_path)
+    made.issue("server", "etcd", f"IP:{net['etcd'].address}")
+    made.issue("client", "agent")
+    names = {"ca.crt": "ca.pem", "tls.crt": "client.pem", "tls.key": "client.key"}
+    secret = {key: made.file(name) for key, name in names.items()}
+    with etcd_cluster(tls=made, places=[net["etcd"].place]) as cluster:
+        [(host, port)] = cluster.endpoints
+        values = {"etcd": {"endpoints": [f"{host}:{port}"], "tls": {"secretName": "client"}}}
+        pods = Pods(job, net, values, {"client": secret}, "--steps=20")
+        agents = [pods.start(0), pods.start(1)]
+        assert [agent.exit_code() for agent in agents] == [0, 0]
     [generation] = job.generations()
     assert sorted(generation.nodes) == [agent.name for agent in agents]
     assert {record["rank"] for record in job.history(what="end")} == {0, 1}
@@ -116,21 +116,19 @@ def test_two_pods_meet_train_and_end_with_success(
         assert not agent.says("Read-only|Permission denied|warning:"), agent.text
 
 
-def test_probes_say_how_it_is_and_sigterm_ends_a_pod_as_asked(
-    job: Job, etcd: EtcdCluster, credentials: Certificates
-) -> None:
-    pods = Pods(job, etcd, credentials, "--exit-0-on-sigterm")
-    lonely = pods.start(0)
-    job.wait_for(lambda: pods.probe(0, "startupProbe") == 200, "the agent to start")
-    job.wait_for_text(lonely, "waiting for 1 more")
-    assert pods.probe(0, "livenessProbe") == 200
-    assert pods.probe(0, "readinessProbe") == 503
-    pods.start(1)
+def test_pods_wait_for_the_first_of_them_say_how_they_are_and_end_as_asked(job: Job, net: Network) -> None:
+    pods = Pods(job, net, {}, {}, "--exit-0-on-sigterm")
+    early = pods.start(1)
+    job.wait_for_text(early, "waiting up to 600 s .* for a host name .*x-elastic-agent-0.x-elastic-agent")
+    assert pods.probe(1, "startupProbe") == 0
+    pods.start(0)
     job.wait_for_training(world=2)
-    assert pods.probe(0, "readinessProbe") == 200
-    first = pid_outside(job, FIRST, node="x-elastic-agent-0")
+    assert [pods.probe(1, f"{which}Probe") for which in ("startup", "liveness", "readiness")] == [200] * 3
+    first = pid_outside(job, FIRST, node=early.name)
     assert status_of(first)["Uid"].split() == ["10001"] * 4
     assert int(status_of(first)["CapPrm"], 16) == 0
     os.kill(first, signal.SIGTERM)
-    assert lonely.exit_code() == 128 + signal.SIGTERM
+    assert early.exit_code() == 128 + signal.SIGTERM
     assert {record["rank"] for record in job.history(what="sigterm")} == {0, 1}
+    job.wait_for(lambda: pods.probe(0, "readinessProbe") == 503, "the pod that is alone not to be ready")
+    assert pods.probe(0, "livenessProbe") == 200
