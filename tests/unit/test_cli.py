@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent import __version__
-from elastic_agent.agent import cli
+from elastic_agent.agent import cli, machine
 from elastic_agent.agent.cli import help_text, main
 from elastic_agent.agent.config import Command, Config, NodeCounts
 from elastic_agent.agent.devices import Inventory
@@ -49,7 +49,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     module = types.ModuleType("elastic_agent.agent.run")
     module.run = run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "elastic_agent.agent.run", module)
-    monkeypatch.setattr(cli, "examine", lambda config, environ: MACHINE)
+    monkeypatch.setattr(machine, "examine", lambda config, environ: MACHINE)
     return calls
 
 

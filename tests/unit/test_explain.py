@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent import explain as module
+from elastic_agent.agent import machine as machines
 from elastic_agent.agent.config import Command, Config, TimeoutConfig
 from elastic_agent.agent.environment import WorkerPlace, contract
 from elastic_agent.agent.explain import OF_A_WORLD, Explained, explain, main
@@ -73,7 +73,7 @@ def test_for_a_pipe_every_variable_is_a_line_and_for_a_terminal_none_is_wide(
     script = tmp_path / "train.py"
     script.touch()
     monkeypatch.setenv("NCCL_ODD", "two\nlines \x1b[2J")
-    monkeypatch.setattr(module, "examine", lambda config, environ: machine)
+    monkeypatch.setattr(machines, "examine", lambda config, environ: machine)
     assert main([str(script)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "NCCL_ODD=two\\x0alines \\x1b[2J" in {line.split("  ")[0] for line in lines}
