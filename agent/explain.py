@@ -7,6 +7,8 @@ to NCCL, torch and their like are shown.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -21,9 +23,11 @@ from ..rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, 
 from .config import Config, ConfigError
 from .environment import WorkerPlace, chosen_variables
 from .exits import ExitCode
+from .kinds import YES_OR_NO
 from .layers import read_argv
 from .machine import Machine, prepare
-from .options import HELP, SECRET_VARIABLES
+from .network import NotYet
+from .options import HELP, SECRET_VARIABLES, Option, Source
 from .variables import USER, Variable, settle
 
 _USAGE = """\
@@ -32,6 +36,10 @@ usage: elastic-agent explain-env [--json] [options of a run] SCRIPT [arguments]
 Prints the variables that you or the agent choose for a worker, each with its value, who chose it and why. Starts
 nothing; --json prints a list of objects. docs/tuning.md says what to do with it.
 """
+
+JSON: Option[bool] = Option(
+    "json", YES_OR_NO, "one JSON document instead of text", default="false", flag=True, sources=Source.CLI
+)
 
 NEW_ID = "<new for every start>"
 RUN_DIR = Path("<run dir>")
@@ -73,8 +81,7 @@ class Explained:
 
 def main(words: Sequence[str]) -> int:
     """Returns an `ExitCode`."""
-    as_json = list(words[:1]) == ["--json"]
-    command_line = read_argv(words[1:] if as_json else words)
+    command_line = read_argv(words, (JSON,))
     if HELP.name in command_line.given:
         print(_USAGE, end="")
         return ExitCode.SUCCESS
@@ -86,14 +93,12 @@ def main(words: Sequence[str]) -> int:
         return ExitCode.BAD_CONFIG
     for warning in resolved.warnings:
         print(f"elastic-agent explain-env: warning: {warning}", file=sys.stderr)
+    if isinstance(machine.network, NotYet):
+        print(f"elastic-agent explain-env: without the network's: {machine.network.missing}", file=sys.stderr)
     rows = explain(resolved.config, machine, environ)
-    if as_json:
-        print(_json(rows))
-    elif sys.stdout.isatty():
-        width = min(_WIDEST, shutil.get_terminal_size((_WIDEST, 24)).columns)
-        print("\n".join(_paragraphs(rows, max(width, _LEAST))))
-    else:
-        print("\n".join(_lines(rows)))
+    wants_json = JSON.name in command_line.given and command_line.given[JSON.name].value
+    with contextlib.suppress(BrokenPipeError):  # whoever reads has seen enough
+        print(_json(rows) if wants_json else _text(rows), flush=True)
     return ExitCode.SUCCESS
 
 
@@ -149,6 +154,15 @@ def _chosen(config: Config, machine: Machine, local_rank: int) -> tuple[Variable
 
 def _json(rows: Sequence[Explained]) -> str:
     return json.dumps([asdict(row) for row in rows], indent=2)
+
+
+def _text(rows: Sequence[Explained]) -> str:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal need not know the user's letters
+    if not sys.stdout.isatty():
+        return "\n".join(_lines(rows))
+    width = min(_WIDEST, shutil.get_terminal_size((_WIDEST, 24)).columns)
+    return "\n".join(_paragraphs(rows, max(width, _LEAST)))
 
 
 def _lines(rows: Sequence[Explained]) -> Iterator[str]:

@@ -78,7 +78,7 @@ def test_for_a_pipe_every_variable_is_a_line_and_for_a_terminal_none_is_wide(
     lines = capsys.readouterr().out.splitlines()
     assert "NCCL_ODD=two\\x0alines \\x1b[2J" in {line.split("  ")[0] for line in lines}
     assert all(" # " in line for line in lines)
-    assert main(["--json", str(script)]) == 0
+    assert main(["--nproc-per-node", "2", "--json", str(script)]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [line.partition("=")[0] for line in lines] == [row["name"] for row in rows]
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
