@@ -23,9 +23,13 @@ _MATCHER = re.compile(r'(\w+)\s*(=~|!~|=|!=)\s*"([^"]*)"')
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One expression that the dashboard sends to Prometheus. `instant`: it wants one answer, not one per moment."""
+    """One expression that the dashboard sends to Prometheus. `instant`: it wants one answer, not one per moment.
 
-    where: str
+    `panel` is its title, "" for an annotation, which `query` names.
+    """
+
+    panel: str
+    query: str
     expression: str
     instant: bool
 
@@ -43,11 +47,12 @@ def questions(variables: Mapping[str, str]) -> Iterator[Question]:
 
     whole = dashboard()
     for annotation in whole["annotations"]["list"]:
-        yield Question(f"annotation {annotation['name']}", filled(annotation["expr"]), False)
+        yield Question("", annotation["name"], filled(annotation["expr"]), False)
     for panel in whole["panels"]:
         for target in panel.get("targets", []):
-            where = f"panel {panel['title']}, query {target['refId']}"
-            yield Question(where, filled(target["expr"]), target.get("instant", False))
+            yield Question(
+                panel["title"], target["refId"], filled(target["expr"]), target.get("instant", False)
+            )
 
 
 def unknown_metrics(text: str) -> list[str]:
