@@ -53,7 +53,7 @@ from .options import SECRET_VARIABLES
 from .peer_link import PeerLink
 from .ports import PortError, bind_listener
 from .reports import ReportReceiver
-from .run_files import RUN_DIR_PREFIX, announce
+from .run_files import RUN_DIR_PREFIX, announce, place_of_run_directory
 from .service_manager import ServiceManager
 from .status_pages import JOB_PATH, STATUS_PATH, StatusPages
 from .store_link import StoreLink
@@ -287,7 +287,8 @@ def _policy(config: Config) -> Policy:
 
 def _run_directory() -> tempfile.TemporaryDirectory[str]:
     """Sockets and error files of this agent. The guard removes it, too, if the agent cannot."""
-    return tempfile.TemporaryDirectory(prefix=RUN_DIR_PREFIX, ignore_cleanup_errors=True)
+    place = place_of_run_directory(os.environ)
+    return tempfile.TemporaryDirectory(prefix=RUN_DIR_PREFIX, dir=place, ignore_cleanup_errors=True)
 
 
 class _Probes:

@@ -12,7 +12,7 @@ import logging
 import os
 import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,11 +23,21 @@ from ..rendezvous.records import Endpoint
 log = logging.getLogger(__name__)
 
 RUN_DIR_PREFIX = "elastic-agent-"
+SERVICES = Path("/run/elastic-agent")
 SCHEMA = 1
+LONGEST_PLACE = 64
+"""The path of a UNIX socket has at most 107 characters, and a run directory holds some."""
+
 _NAME = "agent.json"
 _MOST_BYTES = 4096
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def place_of_run_directory(environ: Mapping[str, str]) -> str | None:
+    """None: where temporary files go. A service has another /tmp than everybody else (systemd's PrivateTmp)."""
+    given = environ.get("RUNTIME_DIRECTORY", "").partition(":")[0]
+    return given if 0 < len(given) <= LONGEST_PLACE and os.access(given, os.W_OK | os.X_OK) else None
 
 
 def announce(run_dir: Path, http: tuple[str, int]) -> None:
@@ -43,13 +53,12 @@ def announce(run_dir: Path, http: tuple[str, int]) -> None:
 
 
 def places() -> tuple[Path, ...]:
-    """Where run directories may be: services get a folder of their own below /run instead of the shared /tmp."""
-    services = Path("/run/elastic-agent")
+    """Where run directories may be: our systemd unit gives each job a folder below /run/elastic-agent."""
     try:
-        own = sorted(path for path in services.iterdir())
+        services = sorted(SERVICES.iterdir())
     except OSError:
-        own = []
-    return tuple(dict.fromkeys((Path(tempfile.gettempdir()), Path("/tmp"), *own)))
+        services = []
+    return tuple(dict.fromkeys((Path(tempfile.gettempdir()), Path("/tmp"), *services)))
 
 
 def agents_here(where: Iterable[Path], uid: int) -> tuple[Endpoint, ...]:

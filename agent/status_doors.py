@@ -88,6 +88,7 @@ def ask_all(
     """What each says at `path`: all of them within `timeout_s`, which the ones that have to wait share."""
     if not whom:
         return {}
+    # At worst all are silent, and each place is taken so often.
     each_s = timeout_s / math.ceil(len(whom) / AT_ONCE)
 
     def ask(http: Endpoint) -> _T | Silence:

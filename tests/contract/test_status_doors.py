@@ -7,9 +7,11 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
+from elastic_agent.agent import status_doors
 from elastic_agent.agent.config import Endpoint as Place
 from elastic_agent.agent.config import EtcdConfig, RendezvousConfig, Secret
 from elastic_agent.agent.exits import StatusCode
@@ -150,10 +152,20 @@ def test_a_thousand_nodes_are_asked_at_most_so_many_at_once(node: Callable[..., 
     assert 1 < max(threads) <= AT_ONCE
 
 
-def test_those_who_have_to_wait_share_the_time(frozen: Endpoint) -> None:
-    """All are silent, and everybody is asked: the last ones get no more time than the first."""
-    job = job_of(*(record(f"n{number}", frozen) for number in range(2 * AT_ONCE)))
-    assert set(ask_nodes(job, 2 * SHORT_S).values()) <= {Silence.SILENT, Silence.REFUSED}
+@pytest.mark.parametrize(("count", "each_s"), [(1, 8.0), (AT_ONCE, 8.0), (AT_ONCE + 1, 4.0), (1000, 1.0)])
+def test_those_who_have_to_wait_share_the_time(
+    count: int, each_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+
+    def silent(*question: object) -> str:
+        given.append(cast(float, question[3]))
+        raise TimeoutError
+
+    monkeypatch.setattr(status_doors, "get", silent)
+    answers = ask_nodes(job_of(*(record(f"n{number}", HOME) for number in range(count))), 8.0)
+    assert list(answers.values()) == [Silence.SILENT] * count
+    assert given == [each_s] * count
 
 
 def test_an_agent_that_does_not_coordinate_sends_on_to_the_one_that_does(node: Callable[..., Node]) -> None:

@@ -159,6 +159,8 @@ def test_a_start_is_done_when_the_agent_is_up_and_a_stop_lets_the_workers_save(s
     logs = service.machine.path(f"/var/log/elastic-agent/{service.job}")
     service.wait_for(lambda: "stepping" in "".join(p.read_text() for p in logs.rglob("*.log")), "the logs")
     assert len(service.processes()) > 2 * int(environment["LOCAL_WORLD_SIZE"])
+    shown = json.loads(service.machine.run("/opt/elastic-agent/bin/elastic-agent", "status", "--json").stdout)
+    assert [(job["state"], job["generation"]) for job in shown["jobs"]] == [("running", 1)]
 
     service.stop()
     # systemd forgets a stopped instance, but not its log.

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.run_files import RUN_DIR_PREFIX, agents_here, announce, places
+from elastic_agent.agent.run_files import (
+    RUN_DIR_PREFIX,
+    agents_here,
+    announce,
+    place_of_run_directory,
+    places,
+)
 from elastic_agent.rendezvous.records import Endpoint
 
 ME = os.getuid()
@@ -125,6 +131,26 @@ def test_an_agent_that_cannot_leave_its_address_goes_on(
 ) -> None:
     announce(tmp_path / "none", ("127.0.0.1", 1))
     assert "will not find this agent" in caplog.text
+
+
+def test_a_service_has_its_run_directory_where_others_find_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "job7"
+    own.mkdir()
+    for given, place in (
+        ({}, None),
+        ({"RUNTIME_DIRECTORY": ""}, None),
+        ({"RUNTIME_DIRECTORY": "/run/none"}, None),
+    ):
+        assert place_of_run_directory(given) is place
+    monkeypatch.setattr("elastic_agent.agent.run_files.LONGEST_PLACE", len(str(own)))
+    monkeypatch.setattr("elastic_agent.agent.run_files.SERVICES", tmp_path)
+    for given in (str(own), f"{own}:/run/another"):
+        assert place_of_run_directory({"RUNTIME_DIRECTORY": given}) == str(own)
+    assert own in places()
+    monkeypatch.setattr("elastic_agent.agent.run_files.LONGEST_PLACE", len(str(own)) - 1)
+    assert place_of_run_directory({"RUNTIME_DIRECTORY": str(own)}) is None, "no socket would fit below"
 
 
 def test_agents_are_looked_for_where_they_put_temporary_files(
