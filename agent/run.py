@@ -104,7 +104,7 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
     network = _network(config, machine, environment, events, manager)
     machine = replace(machine, network=network)
     address, endpoint = network.choice.address, network.endpoint
-    metrics = _metrics(config, name, machine, network.choice, clock)
+    metrics = _metrics(config, name, machine, network.choice, started_at, clock)
     metrics.hang_timeout_seconds.set(config.timeouts.hang_s)
     bind = _binder(config, metrics)
 
@@ -237,7 +237,12 @@ def _started(stack: contextlib.ExitStack, service: _S) -> _S:
 
 
 def _metrics(
-    config: Config, name: str, machine: Machine, network: NetworkChoice, clock: Callable[[], float]
+    config: Config,
+    name: str,
+    machine: Machine,
+    network: NetworkChoice,
+    started_at: float,
+    clock: Callable[[], float],
 ) -> Metrics:
     return Metrics(
         config.rendezvous.job_id,
@@ -246,7 +251,7 @@ def _metrics(
         slots=machine.workers,
         min_nodes=config.nodes.min,
         max_nodes=config.nodes.max,
-        started_at_s=time.time(),
+        started_at_s=time.time() - (clock() - started_at),  # the network may have taken its time
         clock=clock,
         interface=network.interface,
         address=network.address,
