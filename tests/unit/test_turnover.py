@@ -91,6 +91,11 @@ def test_a_failure_counts_as_what_the_next_world_calls_it() -> None:
     assert seen(*worlds)[1:] == [NOTHING, Turnover(lost=1, incident="lost")]
 
 
+def test_a_generation_that_was_missed_does_not_lend_its_end_to_the_one_before() -> None:
+    worlds = (world(1, "ab", START), stopped(2, "abc", FAILED), world(3, "abc", FAILED))
+    assert seen(*worlds)[1:] == [Turnover(joined=1), Turnover(incident="oom")]
+
+
 def test_the_failure_that_ends_the_job_counts() -> None:
     worlds = (world(1, "a", START), stopped(1, "a", FAILED), world(1, "a", FAILED, Phase.ENDED))
     assert seen(*worlds)[1:] == [NOTHING, Turnover(incident="oom")]
