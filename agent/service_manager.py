@@ -113,7 +113,7 @@ class ServiceManager:
         if self._socket is None or self._address is None:
             return True
         try:
-            self._socket.sendto(message.encode(), socket.MSG_DONTWAIT, self._address)
+            self._socket.sendto(message.encode(errors="replace"), socket.MSG_DONTWAIT, self._address)
         except OSError as error:
             if not self._deaf:
                 log.warning("the service manager does not hear us at NOTIFY_SOCKET: %s", error.strerror)

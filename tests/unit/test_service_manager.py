@@ -97,6 +97,11 @@ def test_a_status_is_one_line_of_bounded_length(ear: Ear, clock: Clock) -> None:
     assert len(said) == len("STATUS=") + LONGEST_STATUS
 
 
+def test_a_status_that_is_no_unicode_text_fails_nobody(ear: Ear, clock: Clock) -> None:
+    running(ear, clock).turn("a path of bytes: \udcff")
+    assert ear.heard() == ["STATUS=a path of bytes: ?"]
+
+
 def test_beats_come_at_less_than_half_the_watchdogs_time_and_not_at_every_turn(
     ear: Ear, clock: Clock
 ) -> None:
