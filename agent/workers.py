@@ -99,12 +99,20 @@ class WorkerGroup:
         self._behind: set[int] = set()
 
     def start(self, command: Command, specs: Sequence[WorkerSpec]) -> None:
-        """Raises OSError when a process cannot be made; those already started are then to be stopped."""
-        if self._cgroup is not None:
-            self._cgroup.mkdir()
-        for spec in specs:
-            self._start_one(command, spec)
-        pidfds = {os.pidfd_open(process.pid): local for local, process in self._processes.items()}
+        """Raises OSError when a process cannot be made; those started before it have ended then."""
+        try:
+            if self._cgroup is not None:
+                self._cgroup.mkdir()
+            for spec in specs:
+                self._start_one(command, spec)
+            pidfds = {os.pidfd_open(process.pid): local for local, process in self._processes.items()}
+        except OSError:
+            # No thread would ever hear of their end. They have hardly begun: nothing is lost by not asking them first.
+            for process in self._unreaped():
+                self._signal(process, signal.SIGKILL, group=True)
+            for local_rank in self._processes:
+                self.reap(local_rank)
+            raise
         threading.Thread(target=self._await_exits, args=(pidfds,), name="worker-exits", daemon=True).start()
 
     def _start_one(self, command: Command, spec: WorkerSpec) -> None:
