@@ -191,6 +191,7 @@ class Loop:
         """Do all that can be done now; the instant at which there is more to do."""
         now = self._turned_at = self._clock()
         participant = self._participant
+        self._observer.compare(participant)
         while True:
             request = participant.request(now)
             if request is not None:

@@ -16,6 +16,7 @@ import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..rendezvous.records import MAX_RDMA_PORTS, NetworkFacts
 from .addresses import LOOPBACK, is_loopback
 from .config import ConfigError, Problem
 from .exits import ExitCode
@@ -71,6 +72,11 @@ class NetworkChoice:
     speed_mbps: int | None = None
     rdma: tuple[RdmaPort, ...] = ()
     """All ACTIVE ports of the node, not only this interface's."""
+
+    @property
+    def facts(self) -> NetworkFacts:
+        """What other nodes are told."""
+        return NetworkFacts(self.interface, self.speed_mbps or 0, self.mtu, self.rdma_ports[:MAX_RDMA_PORTS])
 
     @property
     def family(self) -> str:

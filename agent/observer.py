@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from ..health.checks import Comparison
 from ..health.metrics import Metrics
 from ..rendezvous.decide import Refusal
 from ..rendezvous.participant import Participant
@@ -79,9 +80,16 @@ class Observer:
         self._seeking_since = started_at
         self._saved_at: float | None = None
         self._seen: tuple[World | None, tuple[NodeRecord, ...], bool] | None = None
+        self._comparison = Comparison()
         self._leaving = False
         self._described = ""
         self._state = ""
+
+    def compare(self, participant: Participant) -> None:
+        """Before a world is obeyed: its coordinator warns of nodes whose networks differ, once of each difference."""
+        if participant.coordinates and participant.world is not None:
+            for difference in self._comparison.news(participant.world, participant.known_nodes):
+                log.warning("%s", difference)
 
     def look(self, participant: Participant, group: WorkerGroup | None, now: float) -> None:
         """After every turn: states and counts as they are now; the log says what is new."""

@@ -149,6 +149,7 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
             port=listener.getsockname()[1],
             slots=machine.workers,
             http=reachable_at(server.address, address),
+            network=network.choice.facts,
             hosts_store=store_listener is not None,
         )
         lease_ttl_s = config.rendezvous.lease_ttl_s

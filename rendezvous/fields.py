@@ -116,6 +116,16 @@ class Fields:
             for place, value in enumerate(values)
         )
 
+    def texts(self, name: str, most: int, at_most: int) -> tuple[str, ...]:
+        """Up to `most` texts of `at_most` characters."""
+        value: Any = self.value(name)
+        texts = isinstance(value, list) and all(
+            isinstance(text, str) and len(text) <= at_most for text in value
+        )
+        if not texts or len(value) > most:
+            raise self.bad(name, f"not a list of at most {most} texts of at most {at_most} characters")
+        return tuple(value)
+
     def rows(self, name: str) -> list[list[Any]]:
         value: Any = self.value(name)
         if not isinstance(value, list) or not all(isinstance(row, list) for row in value):

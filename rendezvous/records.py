@@ -16,13 +16,14 @@ from typing import Any
 from .errors import RecordInvalid
 from .fields import NAME, Fields
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of all records. A reader refuses any other: half an understanding is worse than none."""
 
 MAX_RECORD_BYTES = 512 * 1024
 """A world of 2,000 nodes fits."""
 MAX_TEXT = 4096
 """Characters of a text for people; a longer one is refused, so its writer cuts it."""
+MAX_RDMA_PORTS = 64
 WORLD_KEY = "world"
 INTRODUCTION = "the answer of a peer"
 """Stands for the key in what is said of an introduction that cannot be read."""
@@ -61,6 +62,26 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class NetworkFacts:
+    """The interface that this node's workers use, for the comparison with others'. 0 Mbit/s: not known."""
+
+    interface: str
+    speed_mbps: int
+    mtu: int
+    rdma_ports: tuple[str, ...] = ()
+    """All ACTIVE ones of the node, like "mlx5_0:1"."""
+
+    @staticmethod
+    def read(fields: Fields) -> NetworkFacts:
+        return NetworkFacts(
+            fields.text("interface", 64),
+            fields.integer("speed_mbps", 0, 2**31 - 1),
+            fields.integer("mtu", 0, 2**31 - 1),
+            fields.texts("rdma_ports", MAX_RDMA_PORTS, 80),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class NodeRecord:
     """What one node says about itself, under its lease."""
 
@@ -74,6 +95,7 @@ class NodeRecord:
     """Workers that this node runs."""
     http: Endpoint | None = None
     """Where this node's agent introduces itself to its peers; None when they cannot reach it."""
+    network: NetworkFacts | None = None
     hosts_store: bool = False
     """The rendezvous store ends with this node."""
     leaving: bool = False
@@ -106,6 +128,7 @@ class NodeRecord:
             port=fields.integer("port", 0, 65535),
             slots=fields.integer("slots", 1, 4096),
             http=fields.optional("http", Endpoint.read),
+            network=fields.optional("network", NetworkFacts.read),
             hosts_store=fields.boolean("hosts_store"),
             leaving=fields.boolean("leaving"),
             settled=fields.integer("settled"),

@@ -26,7 +26,7 @@ from elastic_agent.agent.status_doors import (
 )
 from elastic_agent.agent.status_pages import JOB_PATH, STATUS_PATH, JobStatus, NodeStatus
 from elastic_agent.health.http import HealthServer, Probe
-from elastic_agent.rendezvous.records import WORLD_KEY, Endpoint, NodeRecord, World, line_up, node_key
+from elastic_agent.rendezvous.records import SCHEMA, WORLD_KEY, Endpoint, NodeRecord, World, line_up, node_key
 from elastic_agent.rendezvous.store import Put, Store
 from tests.etcd_servers import HOST, EtcdCluster, etcd_cluster
 from tests.unit.test_status_pages import JOB, STATUS, WORLD
@@ -262,7 +262,7 @@ def test_etcd_without_this_job_or_with_a_world_of_another_version(shared_etcd: E
     missing = refused(StoreDoor(etcd_place(shared_etcd, "status-none"), PATIENCE_S))
     assert missing.code is StatusCode.NO_JOB
     assert "check --rdzv-id" in str(missing)
-    newer = WORLD.to_json().replace('"v":3', '"v":99')
+    newer = WORLD.to_json().replace(f'"v":{SCHEMA}', '"v":99')
     shared_etcd.ctl("put", "/elastic-agent/status-new/world", newer)
     strange = refused(StoreDoor(etcd_place(shared_etcd, "status-new"), PATIENCE_S))
     assert strange.code is StatusCode.MISMATCH

@@ -23,6 +23,7 @@ from elastic_agent.rendezvous.records import (
     Failure,
     Introduction,
     Member,
+    NetworkFacts,
     NodeRecord,
     Phase,
     Restarts,
@@ -40,6 +41,7 @@ NODE = NodeRecord(
     port=4711,
     slots=2,
     http=Endpoint("10.0.0.1", 9100),
+    network=NetworkFacts("eth0", 100_000, 9000, ("mlx5_0:1", "mlx5_1:1")),
     hosts_store=True,
     leaving=True,
     settled=3,
@@ -132,6 +134,13 @@ introductions = st.builds(Introduction, names, names, numbers, ages, ages)
 failures = st.builds(
     Failure, st.integers(1, 2**63 - 1), st.text(max_size=50), st.text(max_size=50), st.text(max_size=50)
 )
+networks = st.builds(
+    NetworkFacts,
+    st.text(max_size=64),
+    st.integers(0, 2**31 - 1),
+    st.integers(0, 2**31 - 1),
+    st.lists(st.text(max_size=80), max_size=4).map(tuple),
+)
 nodes = st.builds(
     NodeRecord,
     node=names,
@@ -140,6 +149,7 @@ nodes = st.builds(
     port=st.integers(0, 65535),
     slots=st.integers(1, 4096),
     http=st.none() | endpoints,
+    network=st.none() | networks,
     hosts_store=st.booleans(),
     leaving=st.booleans(),
     settled=numbers,
@@ -235,6 +245,11 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("http",): OBJECT,
         ("http", "address"): text(256),
         ("http", "port"): number(0, 65535),
+        ("network",): OBJECT,
+        ("network", "interface"): text(64),
+        ("network", "speed_mbps"): number(0, 2**31 - 1),
+        ("network", "mtu"): number(0, 2**31 - 1),
+        ("network", "rdma_ports"): [None, 1, "x", {}, [1], [None], [["x"]], ["x" * 81], ["x"] * 65],
         ("hosts_store",): FLAG,
         ("leaving",): FLAG,
         ("settled",): number(),
@@ -297,7 +312,7 @@ def paths(value: Any, path: Path = ()) -> set[Path]:
     if isinstance(value, dict):
         inner = (paths(item, (*path, key)) for key, item in value.items() if key != "v")
         return set().union({path} - {()}, *inner)
-    if isinstance(value, list):
+    if isinstance(value, list) and isinstance(value[1], list):
         return {path} | {(*path, 1, part) for part in range(len(value[1]))}
     return {path}
 
@@ -335,8 +350,22 @@ def test_a_wrong_value_is_refused_by_the_fields_name(kind: str, path: Path, wron
 def test_the_largest_values_pass() -> None:
     failure = Failure(BIG, "x" * 1024, "x" * 4096, "x" * 16384)
     endpoint = Endpoint("x" * 256, 65535)
+    network = NetworkFacts("x" * 64, 2**31 - 1, 2**31 - 1, ("x" * 80,) * 64)
     node = NodeRecord(
-        "n" * 128, "i" * 128, "x" * 256, 65535, 4096, endpoint, True, True, BIG, BIG, failure, BIG, BIG
+        "n" * 128,
+        "i" * 128,
+        "x" * 256,
+        65535,
+        4096,
+        endpoint,
+        network,
+        True,
+        True,
+        BIG,
+        BIG,
+        failure,
+        BIG,
+        BIG,
     )
     assert NodeRecord.from_json(node_key(node.node), node.to_json()) == node
     world = World(
@@ -382,7 +411,7 @@ def test_a_world_that_contradicts_itself_is_refused(world: World, problem: str) 
 
 
 @pytest.mark.parametrize("kind", READERS)
-@pytest.mark.parametrize("version", [None, 0, 2, 4, "3", True, 3.0, [], "missing"])
+@pytest.mark.parametrize("version", [None, 0, 3, 5, "4", True, 4.0, [], "missing"])
 def test_another_schema_version_is_refused(kind: str, version: Any) -> None:
     record, read = READERS[kind]
     root = {**tree(record), "v": version}

@@ -1,0 +1,115 @@
+"""What is said of nodes whose networks differ: how many have what, who is the odd one, what to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_agent.health.checks import MOST_NAMED, Comparison, differences
+from elastic_agent.rendezvous.records import (
+    Cause,
+    CauseKind,
+    Endpoint,
+    NetworkFacts,
+    NodeRecord,
+    Phase,
+    World,
+    line_up,
+)
+
+
+def a_node(
+    name: str,
+    *,
+    mtu: int = 9000,
+    speed: int = 100_000,
+    rdma: int = 0,
+    address: str = "10.0.0.1",
+    interface: str = "eth0",
+) -> NodeRecord:
+    ports = tuple(f"mlx5_{number}:1" for number in range(rdma))
+    facts = NetworkFacts(interface, speed, mtu, ports)
+    return NodeRecord(name, f"{name}-1", address, 1, 1, network=facts)
+
+
+ALIKE = [a_node(f"n{number}") for number in range(997)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said"),
+    [
+        (
+            [a_node("a"), a_node("b", mtu=1500, interface="ens5")],
+            "the MTU differs: 9000 on a (eth0), but 1500 on b (ens5). Large packets",
+        ),
+        (
+            [a_node("a", mtu=1500), *ALIKE, a_node("z", mtu=1500)],
+            "the MTU differs: 9000 on 997 nodes, but 1500 on a (eth0), z (eth0). ",
+        ),
+        (
+            [a_node("a", speed=25_000), *ALIKE],
+            "the link speed differs: 100000 Mbit/s on 997 nodes, but 25000 Mbit/s on a (eth0). The slowest",
+        ),
+        (
+            [a_node("a", rdma=7), a_node("b", rdma=8), a_node("c", rdma=8)],
+            "the number of active RDMA ports differs: 8 on 2 nodes, but 7 on a (eth0). ",
+        ),
+        (
+            [a_node("a", address="fd00::1%eth0"), a_node("b"), a_node("c")],
+            "the address family differs: IPv4 on 2 nodes, but IPv6 on a (eth0). ",
+        ),
+        (
+            [*ALIKE, a_node("x", mtu=1400), a_node("y", mtu=1500), a_node("z", mtu=1500)],
+            "9000 on 997 nodes, but 1500 on y (eth0), z (eth0); 1400 on x (eth0). ",
+        ),
+    ],
+)
+def test_a_difference_names_the_usual_value_and_who_has_another(nodes: list[NodeRecord], said: str) -> None:
+    (sentence,) = differences(nodes)
+    assert said in sentence
+    assert len(sentence) < 400
+
+
+def test_many_odd_ones_are_counted() -> None:
+    odd = [a_node(f"odd{number}", mtu=1500) for number in range(40)]
+    (sentence,) = differences([*odd, *ALIKE])
+    assert sentence.count("odd") == MOST_NAMED
+    assert f"and {40 - MOST_NAMED} more" in sentence
+    assert len(sentence) < 500
+
+
+def test_every_trait_has_a_sentence_of_its_own() -> None:
+    other = a_node("b", mtu=1500, speed=10_000, rdma=1, address="fd00::2")
+    assert len(differences([a_node("a"), other])) == 4
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [],
+        ALIKE[:1],
+        ALIKE,
+        [a_node("a"), a_node("b", interface="ens5", address="10.0.0.2")],  # names may differ
+        [a_node("a"), a_node("b", speed=0)],  # not known, as on most virtual machines
+        [a_node("a"), NodeRecord("b", "b-1", "10.0.0.2", 1, 1)],  # torchrun's plug-in says nothing
+        [a_node("a", address="host-a"), a_node("b", address="fd00::2")],
+    ],
+)
+def test_what_is_alike_or_not_known_is_not_mentioned(nodes: list[NodeRecord]) -> None:
+    assert differences(nodes) == ()
+
+
+def a_world(generation: int, *nodes: NodeRecord, phase: Phase = Phase.RUNNING) -> World:
+    return World("job", generation, phase, line_up(nodes), Endpoint("10.0.0.1", 1), Cause(CauseKind.START))
+
+
+def test_each_world_is_compared_once_and_only_news_are_told() -> None:
+    a, b, c, spare = a_node("a"), a_node("b"), a_node("c", mtu=1500), a_node("spare", mtu=1400)
+    nodes, comparison = (a, b, c, spare), Comparison()
+    assert comparison.news(a_world(1, a, b), nodes) == ()
+    (first,) = comparison.news(a_world(2, a, b, c), nodes)
+    assert "1500 on c (eth0)" in first
+    assert comparison.news(a_world(2, a, b, c), nodes) == ()
+    assert comparison.news(a_world(2, a, b, c, phase=Phase.STOPPING), nodes) == ()
+    assert comparison.news(a_world(3, a, b, c), nodes) == (), "it is known"
+    assert comparison.news(a_world(4, a, b), nodes) == ()
+    assert comparison.news(a_world(5, a, b, c), nodes) == (first,), "it is back"
