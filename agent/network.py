@@ -128,7 +128,7 @@ def choose(wish: Wish, here: Surroundings) -> NetworkChoice | NotYet:
 def network_variables(choice: NetworkChoice) -> tuple[Variable, ...]:
     """What tells the workers' libraries of the choice. On loopback NCCL finds its way alone, as it does on one node;
     the others would look up the host's name, which takes its time where the name servers do not answer."""
-    reason = f"{choice.address} is this node's address: {choice.reason}"
+    reason = f"the interface of {choice.address}, this node's address: {choice.reason}"
     name = choice.interface
     exact = (Variable(library, name, reason, by="network") for library in _EXACT_NAMES)
     if is_loopback(choice.address):

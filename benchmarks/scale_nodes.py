@@ -37,7 +37,7 @@ from elastic_agent.agent.events import Answered, Event, Probed, StoreGone, Unans
 from elastic_agent.agent.store_link import StoreLink, pass_on
 from elastic_agent.rendezvous.decide import Policy, Start, Stop
 from elastic_agent.rendezvous.participant import Participant
-from elastic_agent.rendezvous.records import Endpoint, Failure, Introduction, NodeRecord
+from elastic_agent.rendezvous.records import Endpoint, Failure, Introduction, NetworkFacts, NodeRecord
 from elastic_agent.rendezvous.store import (
     Change,
     Compare,
@@ -318,7 +318,8 @@ def _identity(number: int) -> NodeRecord:
     address = f"10.0.{number // 256}.{number % 256}"
     incarnation = f"{random.Random(number).getrandbits(48):012x}"
     http = Endpoint(address, FIRST_PORT - 1)
-    return NodeRecord(f"node-{number:04}", incarnation, address, FIRST_PORT, slots=8, http=http)
+    network = NetworkFacts("eth0", 100_000, 9000, ("mlx5_0:1",))
+    return NodeRecord(f"node-{number:04}", incarnation, address, FIRST_PORT, 8, http, network)
 
 
 def connect_etcd(host: str, port: int) -> Store:
