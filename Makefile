@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types check format sim benchmark scale clean
+.PHONY: help demo test lint types check format sim benchmark scale gpu clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -51,6 +51,10 @@ benchmark: $(READY)  ## recovery times next to torchrun's, in one run
 scale: $(READY)  ## seconds until N nodes form a world, next to torchrun's
 	@.ci/system-packages etcd
 	$(BIN)/python benchmarks/rendezvous_scale.py
+
+# Not in the virtual environment of the others, whose torch is built for CPUs.
+gpu:  ## pinning, and NCCL through a kill, on this machine's GPUs: PYTHON=... has a CUDA torch and '.[gpu,dev]'
+	$(PYTHON) -m pytest tests/system/test_gpu.py -rs -s
 
 clean:  ## remove what the targets above made
 	rm -rf $(VENV) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
