@@ -128,7 +128,7 @@ def _share(affinity: Affinity, home: _Home, sharers: int, workers: int, quota: f
     cpus = tuple(sorted(cpu for core in home.cores for cpu in core.cpus))
     threads, why = len(home.cores) // sharers, "one for each core that the worker has"
     if sharers > 1:
-        why += f", of {len(home.cores)} that {sharers} workers share"
+        why = f"its part of {len(home.cores)} cores that {sharers} workers share"
     if quota is not None and quota / workers < threads:
         threads, why = int(quota / workers), f"the cgroup gives {workers} workers the time of {quota:g} CPUs"
     with_others = f", shared by {sharers} workers" if sharers > 1 else ""

@@ -159,16 +159,18 @@ class _Gpu:
 def _installed(proc: Path, dev: Path) -> Sequence[_Gpu]:
     """The NVIDIA GPUs whose device node we were given, or that the driver shows if there is no node; by address.
 
-    A container may see all of the host's GPUs in /proc, but in /dev only its own: so /dev comes first. On a host
-    the nodes may be made at first use, which may be our workers': then only /proc knows. (So a container that
-    was given none of its host's GPUs, yet sees /proc/driver/nvidia, needs CUDA_VISIBLE_DEVICES set to "".)
+    A container may see all of the host's GPUs in /proc, but in /dev only its own; and Slurm's device cgroup leaves
+    nodes that nobody may open, which CUDA does not count: so /dev comes first. On a host the nodes may be made at
+    first use, which may be our workers': then only /proc knows. (So a container that was given none of its host's
+    GPUs, yet sees /proc/driver/nvidia, needs CUDA_VISIBLE_DEVICES set to "".)
     """
     known = [_read_gpu(folder) for folder in (proc / "driver/nvidia/gpus").glob("*")]
     known.sort(key=lambda gpu: [int(part, 16) for part in re.findall("[0-9a-f]+", gpu.address or "")])
-    found = (re.fullmatch(r"nvidia([0-9]+)", node.name) for node in dev.glob("nvidia*"))
-    minors = {int(match[1]) for match in found if match}
-    if not minors:
+    found = ((re.fullmatch(r"nvidia([0-9]+)", node.name), node) for node in dev.glob("nvidia*"))
+    nodes = {int(match[1]): node for match, node in found if match}
+    if not nodes:
         return known
+    minors = {minor for minor, node in nodes.items() if os.access(node, os.R_OK | os.W_OK)}
     ours = [gpu for gpu in known if gpu.minor in minors]
     return ours if len(ours) == len(minors) else [_Gpu()] * len(minors)
 

@@ -82,6 +82,15 @@ def test_a_container_has_only_the_devices_of_its_nodes(tmp_path: Path) -> None:
     assert (entries(inventory), addresses(inventory)) == (("0", "1"), BY_ADDRESS[1:])
 
 
+@pytest.mark.parametrize(("opened", "found"), [((1, 2), (BY_ADDRESS[0], BY_ADDRESS[2])), ((), ())])
+def test_a_node_that_a_device_cgroup_keeps_from_us_is_not_counted(
+    tmp_path: Path, opened: tuple[int, ...], found: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_open = {tmp_path / f"dev/nvidia{minor}" for minor in opened}
+    monkeypatch.setattr(os, "access", lambda node, mode: node in may_open)
+    assert addresses(probe({}, **informed(tmp_path, THREE, minors=(0, 1, 2)))) == found
+
+
 def test_no_address_is_guessed_when_the_driver_orders_by_speed(tmp_path: Path) -> None:
     trees = informed(tmp_path, THREE, minors=(0, 1, 2))
     assert addresses(probe({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, **trees)) == (None,) * 3
