@@ -13,9 +13,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar, cast
 
 from ..rendezvous.records import Endpoint as Address
@@ -100,14 +102,23 @@ def main(words: Sequence[str]) -> int:
         door = choose_door(command_line, os.environ)
         watch = Watch(door, _value(command_line, TIMEOUT), time.monotonic)
         screen = _json_screen if _value(command_line, JSON) else _text_screen
-        return _show(watch, screen, _value(command_line, WATCH))
+        with _ended_by_ctrl_c():
+            return _show(watch, screen, _value(command_line, WATCH))
     except ConfigError as error:
         print(f"elastic-agent status: {error}", file=sys.stderr)
         return StatusCode.BAD_CONFIG
-    except KeyboardInterrupt:
-        return StatusCode.INTERRUPTED
     except BrokenPipeError:
         return StatusCode.OUTPUT_CLOSED
+
+
+@contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """At once and from anywhere: a KeyboardInterrupt may come where Python ignores it, or in a lock of the thread pool."""
+    before = signal.signal(signal.SIGINT, lambda number, frame: os._exit(StatusCode.INTERRUPTED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def help_text() -> str:

@@ -77,6 +77,12 @@ class Member:
     process: subprocess.Popen[bytes] | None = None
 
 
+def _stands_still(pid: int) -> bool:
+    """SIGSTOP reaches a process' threads one after the other."""
+    stats = Path(f"/proc/{pid}/task").glob("*/stat")
+    return {stat.read_text().rpartition(")")[2].split()[0] for stat in stats} == {"T"}
+
+
 class EtcdCluster:
     """Members are counted from 0. `args` go to every server; `tls` makes the client side speak TLS."""
 
@@ -183,7 +189,13 @@ class EtcdCluster:
             time.sleep(0.02)
 
     def freeze(self, number: int) -> None:
+        """Returns when none of its threads can answer any more."""
         self._signal(number, signal.SIGSTOP)
+        process = self.members[number].process
+        assert process is not None
+        deadline = time.monotonic() + 10.0
+        while not _stands_still(process.pid):
+            assert time.monotonic() < deadline, f"member {number} does not stand still"
 
     def thaw(self, number: int) -> None:
         self._signal(number, signal.SIGCONT)
