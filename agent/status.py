@@ -113,7 +113,7 @@ def main(words: Sequence[str]) -> int:
 
 @contextmanager
 def _ended_by_ctrl_c() -> Iterator[None]:
-    """At once and from anywhere: a KeyboardInterrupt may come where Python ignores it, or in a lock of the thread pool."""
+    """At once and from anywhere: a KeyboardInterrupt may come where Python ignores it, or where it breaks a lock."""
     before = signal.signal(signal.SIGINT, lambda number, frame: os._exit(StatusCode.INTERRUPTED))
     try:
         yield
