@@ -17,13 +17,13 @@ import uuid
 from collections.abc import Callable, Sequence
 
 from .. import __version__
-from .config import ConfigError
+from .configuration.config import ConfigError
+from .configuration.layers import read_argv
+from .configuration.options import CHECK_CONFIG, GROUPS, HELP, VERSION, Option, Source
+from .configuration.resolve import Resolved
+from .configuration.settings import comment
 from .exits import ExitCode
-from .layers import read_argv
-from .machine import Machine, prepare
-from .options import CHECK_CONFIG, GROUPS, HELP, VERSION, Option, Source
-from .resolve import Resolved
-from .settings import comment
+from .machine.examine import Machine, prepare
 
 _USAGE = """\
 usage: elastic-agent [options] SCRIPT [arguments of the script]
@@ -46,13 +46,13 @@ the command line wins over the environment, and the environment over the file. t
 
 
 def _explain_env(words: Sequence[str]) -> int:
-    from .explain import main
+    from .environment.explain import main
 
     return main(words)
 
 
 def _status(words: Sequence[str]) -> int:
-    from .status import main
+    from .status.command import main
 
     return main(words)
 

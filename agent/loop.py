@@ -22,9 +22,12 @@ from ..rendezvous.participant import Participant
 from ..rendezvous.records import Failure, Member, Phase, Result, World
 from ..rendezvous.restarts import LASTING_S
 from ..worker.reports import LoadReport, SaveReport, StepReport
+from .accounting.observer import Observer
 from .commit_gate import CommitGate, Standing
-from .config import Config
-from .environment import WorkerPlace, chosen_variables
+from .configuration.config import Config
+from .environment.contract import WorkerPlace, chosen_variables
+from .environment.timeouts import WIDENING, widening
+from .environment.variables import compose
 from .events import (
     Event,
     HolderSpoke,
@@ -36,20 +39,17 @@ from .events import (
     WorkerExited,
 )
 from .exits import ExitCode
-from .failures import HANG_SIGNAL, WorkerFailure, examine, fingerprint, hung, summarize
-from .gpu_memory import GpuMemory
-from .guard import Guard
-from .logs import WorkerLogs
-from .machine import Machine
-from .observer import Observer
+from .machine.examine import Machine
+from .machine.gpu_memory import GpuMemory
 from .peer_link import PeerLink
 from .ports import PortError
+from .processes.failures import HANG_SIGNAL, WorkerFailure, examine, fingerprint, hung, summarize
+from .processes.guard import Guard
+from .processes.logs import WorkerLogs
+from .processes.worker_store import WorkerStore
+from .processes.workers import WorkerGroup, WorkerSpec
 from .service_manager import ServiceManager
 from .store_link import StoreLink, pass_on
-from .timeouts import WIDENING, widening
-from .variables import compose
-from .worker_store import WorkerStore
-from .workers import WorkerGroup, WorkerSpec
 
 log = logging.getLogger(__name__)
 

@@ -33,32 +33,32 @@ from ..rendezvous.participant import Participant
 from ..rendezvous.records import NODES_PREFIX, Introduction, NodeRecord
 from ..rendezvous.restarts import RestartPolicy
 from ..rendezvous.store import Store
-from .addresses import LOOPBACK, reachable_at, unique_node_id
-from .cgroups import claim_cgroup
+from .accounting.measured_store import MeasuredStore
+from .accounting.observer import Observer
 from .commit_gate import CommitGate
-from .config import Config, Endpoint
+from .configuration.config import Config, Endpoint
+from .configuration.options import SECRET_VARIABLES
 from .events import Event, Signalled
 from .exits import CannotStart, ExitCode
-from .gpu_memory import GpuMemory
-from .guard import Guard
 from .interruptible import unless_stopped
-from .logs import WorkerLogs
 from .loop import Ending, Loop, Node
-from .machine import Machine
-from .measured_store import MeasuredStore
-from .network import NetworkChoice, NotYet
-from .network_search import Network, wait_for_network
-from .observer import Observer
-from .options import SECRET_VARIABLES
+from .machine.addresses import LOOPBACK, reachable_at, unique_node_id
+from .machine.cgroups import claim_cgroup
+from .machine.examine import Machine
+from .machine.gpu_memory import GpuMemory
+from .machine.network import NetworkChoice, NotYet
+from .machine.network_search import Network, wait_for_network
 from .peer_link import PeerLink
 from .ports import PortError, bind_listener
-from .reports import ReportReceiver
-from .run_files import RUN_DIR_PREFIX, announce, place_of_run_directory
+from .processes.guard import Guard
+from .processes.logs import WorkerLogs
+from .processes.reports import ReportReceiver
+from .processes.worker_store import WorkerStore
 from .service_manager import ServiceManager
-from .status_pages import JOB_PATH, STATUS_PATH, StatusPages
+from .status.pages import JOB_PATH, STATUS_PATH, StatusPages
+from .status.run_files import RUN_DIR_PREFIX, announce, place_of_run_directory
 from .store_link import StoreLink
 from .store_opening import Binder, c10d_listener, open_store
-from .worker_store import WorkerStore
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from ..rendezvous.errors import StoreError, StoreMismatch, StoreRefused
 from ..rendezvous.memory import MemoryStore
 from ..rendezvous.store import Store
-from .config import Config, Endpoint, EtcdConfig, RendezvousConfig
+from .configuration.config import Config, Endpoint, EtcdConfig, RendezvousConfig
 from .events import Event
 from .exits import CannotStart, ExitCode
 from .interruptible import unless_stopped

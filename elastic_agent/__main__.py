@@ -7,7 +7,7 @@ import os
 import sys
 
 from .agent.cli import main
-from .agent.init import go_on_below_init
+from .agent.processes.init import go_on_below_init
 
 
 def start() -> None:

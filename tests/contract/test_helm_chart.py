@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from elastic_agent import __version__
+from elastic_agent.agent.configuration.relations import LEAVING_S
 from elastic_agent.agent.exits import ExitCode
-from elastic_agent.agent.relations import LEAVING_S
 from elastic_agent.agent.run import HOST_LINGERS_S
 from tests.pods import CHART, Manifest, agent_pod, configuration, environment, pods, render, run_helm
 

@@ -11,11 +11,11 @@ from typing import cast
 
 import pytest
 
-from elastic_agent.agent import status_doors
-from elastic_agent.agent.config import Endpoint as Place
-from elastic_agent.agent.config import EtcdConfig, RendezvousConfig, Secret
+from elastic_agent.agent.configuration.config import Endpoint as Place
+from elastic_agent.agent.configuration.config import EtcdConfig, RendezvousConfig, Secret
 from elastic_agent.agent.exits import StatusCode
-from elastic_agent.agent.status_doors import (
+from elastic_agent.agent.status import doors as status_doors
+from elastic_agent.agent.status.doors import (
     AT_ONCE,
     AgentsDoor,
     CannotShow,
@@ -24,7 +24,7 @@ from elastic_agent.agent.status_doors import (
     StoreDoor,
     ask_nodes,
 )
-from elastic_agent.agent.status_pages import JOB_PATH, STATUS_PATH, JobStatus, NodeStatus
+from elastic_agent.agent.status.pages import JOB_PATH, STATUS_PATH, JobStatus, NodeStatus
 from elastic_agent.health.http import HealthServer, Probe
 from elastic_agent.rendezvous.records import SCHEMA, WORLD_KEY, Endpoint, NodeRecord, World, line_up, node_key
 from elastic_agent.rendezvous.store import Put, Store

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from elastic_agent.agent.configuration.kinds import duration
+from elastic_agent.agent.configuration.options import STOP_GRACE
+from elastic_agent.agent.configuration.relations import LEAVING_S
 from elastic_agent.agent.exits import ExitCode
-from elastic_agent.agent.guard import SWEEP_S
-from elastic_agent.agent.kinds import duration
 from elastic_agent.agent.loop import HEARTBEAT_S, STUCK_AFTER_S
-from elastic_agent.agent.options import STOP_GRACE
-from elastic_agent.agent.relations import LEAVING_S
+from elastic_agent.agent.processes.guard import SWEEP_S
 from elastic_agent.agent.run import HOST_LINGERS_S
 
 SHIPPED = Path(__file__).parents[2] / "deploy" / "systemd"

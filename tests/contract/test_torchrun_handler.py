@@ -26,9 +26,9 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from elastic_agent.agent.torchrun import BACKEND, create_handler, creator
-from elastic_agent.agent.torchrun_config import read_parameters
-from elastic_agent.agent.torchrun_handler import EtcdV3Handler
+from elastic_agent.agent.torchrun.creator import BACKEND, create_handler, creator
+from elastic_agent.agent.torchrun.handler import EtcdV3Handler
+from elastic_agent.agent.torchrun.parameters import read_parameters
 from elastic_agent.rendezvous.errors import StoreRefused, StoreUnavailable
 from elastic_agent.rendezvous.ledger import Ledger
 from elastic_agent.rendezvous.memory import MemoryStore
@@ -358,7 +358,7 @@ MEET = """
 import sys
 {before}
 from torch.distributed.elastic.rendezvous import RendezvousParameters
-from elastic_agent.agent.torchrun import create_handler
+from elastic_agent.agent.torchrun.creator import create_handler
 handler = create_handler(RendezvousParameters("etcd-v3", sys.argv[1], sys.argv[2], 1, 1, lease_ttl=60, join_timeout=90))
 print(handler.next_rendezvous().world_size, flush=True)
 sys.exit(3)

@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 
 from elastic_agent.agent.events import Event, HolderSpoke
 from elastic_agent.agent.ports import bind_listener
-from elastic_agent.agent.worker_store import HOLDER, WorkerStore
+from elastic_agent.agent.processes.worker_store import HOLDER, WorkerStore
 
 ADDRESS = "127.0.0.1"
 PATIENCE_S = 60.0

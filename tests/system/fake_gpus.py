@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from elastic_agent.__main__ import start
-from elastic_agent.agent import machine
-from elastic_agent.agent.devices import Device, Inventory
+from elastic_agent.agent.machine import examine as machine
+from elastic_agent.agent.machine.devices import Device, Inventory
 
 ADDRESS = "0000:3b:00.0"
 

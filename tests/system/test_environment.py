@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.affinity import probe_cpus, share
+from elastic_agent.agent.machine.affinity import probe_cpus, share
 
 from .harness import C_LIBRARY_SIGNALS, MARKER, RECORDER, Job
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_agent.agent.devices import Device, probe
+from elastic_agent.agent.machine.devices import Device, probe
 
 from .harness import Job
 

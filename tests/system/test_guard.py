@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent import guard as guard_module
-from elastic_agent.agent import shim as shim_module
-from elastic_agent.agent.guard import Guard
+from elastic_agent.agent.processes import guard as guard_module
+from elastic_agent.agent.processes import shim as shim_module
+from elastic_agent.agent.processes.guard import Guard
 
 from .harness import C_LIBRARY_SIGNALS
 
@@ -44,7 +44,7 @@ CHILDREN = {
 # Stands in for the agent: starts a guard and one worker, says their pids, and waits to be killed.
 AGENT = """
 import os, subprocess, sys, time
-from elastic_agent.agent.guard import Guard
+from elastic_agent.agent.processes.guard import Guard
 incarnation, *command = sys.argv[1:]
 guard = Guard()
 guard.start(incarnation)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_agent.agent.options import WORKER_VARIABLES
+from elastic_agent.agent.configuration.options import WORKER_VARIABLES
 from elastic_agent.worker import (
     Checkpointer,
     CheckpointError,

@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 
 from elastic_agent import __version__
-from elastic_agent.agent import cli, machine
+from elastic_agent.agent import cli
 from elastic_agent.agent.cli import help_text, main
-from elastic_agent.agent.config import Command, Config, NodeCounts
-from elastic_agent.agent.devices import Inventory
+from elastic_agent.agent.configuration.config import Command, Config, NodeCounts
+from elastic_agent.agent.configuration.options import OPTIONS, Source
 from elastic_agent.agent.exits import ExitCode
-from elastic_agent.agent.machine import Machine
-from elastic_agent.agent.network import NetworkChoice
-from elastic_agent.agent.network_search import Network
-from elastic_agent.agent.options import OPTIONS, Source
+from elastic_agent.agent.machine import examine as machine
+from elastic_agent.agent.machine.devices import Inventory
+from elastic_agent.agent.machine.examine import Machine
+from elastic_agent.agent.machine.network import NetworkChoice
+from elastic_agent.agent.machine.network_search import Network
 
 NETWORK = Network(NetworkChoice("lo", "127.0.0.1", "no other node can join"))
 MACHINE = Machine(Inventory((), 2), (), (), NETWORK, ("devices: one", 'odd: "\\" ä\nmin-nodes = 7'))

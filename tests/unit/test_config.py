@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_agent.agent.config import (
+from elastic_agent.agent.configuration.config import (
     Command,
     Config,
     ConfigError,
@@ -23,9 +23,8 @@ from elastic_agent.agent.config import (
     StopConfig,
     TimeoutConfig,
 )
-from elastic_agent.agent.exits import ExitCode
-from elastic_agent.agent.layers import MOST_FILE_BYTES, read_argv
-from elastic_agent.agent.options import (
+from elastic_agent.agent.configuration.layers import MOST_FILE_BYTES, read_argv
+from elastic_agent.agent.configuration.options import (
     ETCD_OPTIONS,
     GROUPS,
     OPTIONS,
@@ -33,9 +32,13 @@ from elastic_agent.agent.options import (
     Option,
     Source,
 )
+from elastic_agent.agent.configuration.resolve import Resolved, resolve
+from elastic_agent.agent.configuration.torchrun_spellings import (
+    IGNORED_RDZV_CONF_KEYS,
+    IGNORED_TORCHRUN_OPTIONS,
+)
+from elastic_agent.agent.exits import ExitCode
 from elastic_agent.agent.ports import PortRange
-from elastic_agent.agent.resolve import Resolved, resolve
-from elastic_agent.agent.torchrun_spellings import IGNORED_RDZV_CONF_KEYS, IGNORED_TORCHRUN_OPTIONS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 

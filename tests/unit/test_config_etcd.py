@@ -12,10 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_agent.agent.config import Config, ConfigError, Endpoint, EtcdConfig, RendezvousConfig, Secret
-from elastic_agent.agent.layers import read_argv
-from elastic_agent.agent.options import ETCD_OPTIONS, SECRET_VARIABLES, Source
-from elastic_agent.agent.resolve import Resolved, resolve
+from elastic_agent.agent.configuration.config import (
+    Config,
+    ConfigError,
+    Endpoint,
+    EtcdConfig,
+    RendezvousConfig,
+    Secret,
+)
+from elastic_agent.agent.configuration.layers import read_argv
+from elastic_agent.agent.configuration.options import ETCD_OPTIONS, SECRET_VARIABLES, Source
+from elastic_agent.agent.configuration.resolve import Resolved, resolve
 
 PASSWORD = "ELASTIC_AGENT_ETCD_PASSWORD"
 CANARY = "canary-7Xq"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.config import ConfigError, DevicePinning, WorkerCount
-from elastic_agent.agent.devices import Device, Inventory, pin, probe, resolve_workers
-from elastic_agent.agent.variables import compose
+from elastic_agent.agent.configuration.config import ConfigError, DevicePinning, WorkerCount
+from elastic_agent.agent.environment.variables import compose
+from elastic_agent.agent.machine.devices import Device, Inventory, pin, probe, resolve_workers
 
 CPU_ONLY = Inventory(cuda=(), cpus=6)
 FOUR_GPUS = Inventory(cuda=tuple(map(Device, "0123")), cpus=64)
@@ -187,7 +187,7 @@ def test_mig_devices_of_the_only_gpu_have_its_address(tmp_path: Path) -> None:
 
 def test_only_the_cpus_of_our_affinity_count() -> None:
     one = min(os.sched_getaffinity(0))
-    code = "from elastic_agent.agent.devices import probe; print(probe({}).cpus)"
+    code = "from elastic_agent.agent.machine.devices import probe; print(probe({}).cpus)"
     pinned = f"import os; os.sched_setaffinity(0, {{{one}}}); {code}"
     answers = [subprocess.check_output([sys.executable, "-c", text], text=True) for text in (code, pinned)]
     assert answers == [f"{len(os.sched_getaffinity(0))}\n", "1\n"]

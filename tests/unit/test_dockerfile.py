@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.layers import tomllib
+from elastic_agent.agent.configuration.layers import tomllib
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,7 +65,7 @@ def test_every_image_has_a_version() -> None:
 def test_the_context_is_what_the_package_needs_and_no_more() -> None:
     assert all((ROOT / path).exists() for path in context())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    folders = {name.rpartition(".")[2] for name in project["tool"]["setuptools"]["packages"]}
+    folders = {name.split(".")[:2][-1] for name in project["tool"]["setuptools"]["packages"]}
     assert {path.name for path in context() if (ROOT / path).is_dir()} == folders
 
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_agent.agent.failures import (
+from elastic_agent.agent.processes.failures import (
     MAX_JSON,
     ErrorReport,
     FailureInvalid,

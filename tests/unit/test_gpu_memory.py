@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent import gpu_memory
-from elastic_agent.agent.devices import Device
 from elastic_agent.agent.events import Event, ReaderSpoke
-from elastic_agent.agent.gpu_memory import ANSWER_S, GpuMemory, watched
+from elastic_agent.agent.machine import gpu_memory
+from elastic_agent.agent.machine.devices import Device
+from elastic_agent.agent.machine.gpu_memory import ANSWER_S, GpuMemory, watched
 
 FAKE_NVML = Path(__file__).parents[1] / "fake_nvml"
 PATIENCE_S = 20.0
@@ -233,7 +233,7 @@ def test_the_reader_dies_with_the_agent(tmp_path: Path) -> None:
     script.write_text(json.dumps({"hangs": True}))
     code = f"""
 import os, time
-from elastic_agent.agent.gpu_memory import GpuMemory
+from elastic_agent.agent.machine.gpu_memory import GpuMemory
 memory = GpuMemory([{ONE!r}], 30.0, os.environ, print, time.monotonic)
 memory.start()
 print(memory._reader.pid, flush=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.guard import find_processes
+from elastic_agent.agent.processes.guard import find_processes
 
 OURS = "ELASTIC_AGENT_INCARNATION=abc"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent import interfaces as module
-from elastic_agent.agent.interfaces import Address, Interface, RdmaPort, interfaces, rdma_ports
+from elastic_agent.agent.machine import interfaces as module
+from elastic_agent.agent.machine.interfaces import Address, Interface, RdmaPort, interfaces, rdma_ports
 
 
 def write(file: Path, text: str) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-import elastic_agent.agent.logs as logs_module
-from elastic_agent.agent.logs import LINE_MAX, TAIL_LINES, Line, LineSplitter, WorkerLogs
+import elastic_agent.agent.processes.logs as logs_module
+from elastic_agent.agent.processes.logs import LINE_MAX, TAIL_LINES, Line, LineSplitter, WorkerLogs
 
 PATIENCE_S = 20.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_agent.agent.measured_store import MeasuredStore
+from elastic_agent.agent.accounting.measured_store import MeasuredStore
 from elastic_agent.health.metrics import STORE_OPERATIONS, STORE_REQUESTS
 from elastic_agent.rendezvous.errors import (
     Compacted,

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.config import ConfigError
+from elastic_agent.agent.configuration.config import ConfigError
+from elastic_agent.agent.environment.variables import compose
 from elastic_agent.agent.exits import ExitCode
-from elastic_agent.agent.interfaces import Address, Interface, RdmaPort
-from elastic_agent.agent.network import (
+from elastic_agent.agent.machine.interfaces import Address, Interface, RdmaPort
+from elastic_agent.agent.machine.network import (
     MOST_LISTED,
     NetworkChoice,
     NotYet,
@@ -20,7 +21,6 @@ from elastic_agent.agent.network import (
     choose,
     network_variables,
 )
-from elastic_agent.agent.variables import compose
 
 
 def an_interface(name: str, *addresses: str, up: bool = True, speed: int | None = None) -> Interface:

@@ -8,9 +8,7 @@ import logging
 
 import pytest
 
-from elastic_agent.agent import network_search
-from elastic_agent.agent.addresses import AddressError
-from elastic_agent.agent.config import (
+from elastic_agent.agent.configuration.config import (
     Backend,
     Command,
     Config,
@@ -21,9 +19,11 @@ from elastic_agent.agent.config import (
     RendezvousConfig,
 )
 from elastic_agent.agent.exits import CannotStart, ExitCode
-from elastic_agent.agent.interfaces import Address, Interface
-from elastic_agent.agent.network import NotYet
-from elastic_agent.agent.network_search import Network, look, wait_for_network
+from elastic_agent.agent.machine import network_search
+from elastic_agent.agent.machine.addresses import AddressError
+from elastic_agent.agent.machine.interfaces import Address, Interface
+from elastic_agent.agent.machine.network import NotYet
+from elastic_agent.agent.machine.network_search import Network, look, wait_for_network
 
 OWN, OTHER = "10.0.0.1", "10.9.0.1"
 HOSTS = {

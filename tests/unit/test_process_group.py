@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_agent.agent.options import WORKER_VARIABLES
-from elastic_agent.agent.torch_settings import PROCESS_GROUP_VARIABLE
+from elastic_agent.agent.configuration.options import WORKER_VARIABLES
+from elastic_agent.agent.environment.torch_settings import PROCESS_GROUP_VARIABLE
 from elastic_agent.worker import init_process_group
 from elastic_agent.worker.process_group import TIMEOUT_VARIABLE
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_agent.agent.events import Event, Reported
-from elastic_agent.agent.reports import ReportReceiver
+from elastic_agent.agent.processes.reports import ReportReceiver
 from elastic_agent.worker import progress
 from elastic_agent.worker.progress import Reporter
 from elastic_agent.worker.reports import (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.run_files import (
+from elastic_agent.agent.status.run_files import (
     RUN_DIR_PREFIX,
     agents_here,
     announce,
@@ -144,12 +144,12 @@ def test_a_service_has_its_run_directory_where_others_find_it(
         ({"RUNTIME_DIRECTORY": "/run/none"}, None),
     ):
         assert place_of_run_directory(given) is place
-    monkeypatch.setattr("elastic_agent.agent.run_files.LONGEST_PLACE", len(str(own)))
-    monkeypatch.setattr("elastic_agent.agent.run_files.SERVICES", tmp_path)
+    monkeypatch.setattr("elastic_agent.agent.status.run_files.LONGEST_PLACE", len(str(own)))
+    monkeypatch.setattr("elastic_agent.agent.status.run_files.SERVICES", tmp_path)
     for given in (str(own), f"{own}:/run/another"):
         assert place_of_run_directory({"RUNTIME_DIRECTORY": given}) == str(own)
     assert own in places()
-    monkeypatch.setattr("elastic_agent.agent.run_files.LONGEST_PLACE", len(str(own)) - 1)
+    monkeypatch.setattr("elastic_agent.agent.status.run_files.LONGEST_PLACE", len(str(own)) - 1)
     assert place_of_run_directory({"RUNTIME_DIRECTORY": str(own)}) is None, "no socket would fit below"
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.failures import WorkerFailure
-from elastic_agent.agent.status_pages import (
+from elastic_agent.agent.processes.failures import WorkerFailure
+from elastic_agent.agent.status.pages import (
     MAX_JOB_BYTES,
     MAX_STATUS_BYTES,
     SCHEMA,

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.status_doors import Answer, Found, Silence
-from elastic_agent.agent.status_pages import Checkpoint, JobStatus, NodeStatus
-from elastic_agent.agent.status_report import JobReport, report
-from elastic_agent.agent.status_text import Screen, lines, span
+from elastic_agent.agent.status.doors import Answer, Found, Silence
+from elastic_agent.agent.status.pages import Checkpoint, JobStatus, NodeStatus
+from elastic_agent.agent.status.report import JobReport, report
+from elastic_agent.agent.status.text import Screen, lines, span
 from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.config import (
+from elastic_agent.agent.configuration.config import (
     EtcdConfig,
     Secret,
 )
@@ -37,7 +37,7 @@ def test_an_agent_with_a_store_in_memory_loads_neither_torch_nor_grpc() -> None:
     code = """
 import queue, sys
 import elastic_agent.agent.run
-from elastic_agent.agent.config import Command, Config
+from elastic_agent.agent.configuration.config import Command, Config
 from elastic_agent.agent.store_opening import open_store
 open_store(Config(Command("script", "train.py")), None, None, queue.SimpleQueue()).grant(5.0)
 sys.exit(" ".join({"torch", "grpc"} & set(sys.modules)) or 0)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.config import ConfigError, TimeoutConfig
-from elastic_agent.agent.failures import Reason, WorkerFailure
-from elastic_agent.agent.layers import read_argv
-from elastic_agent.agent.resolve import resolve
-from elastic_agent.agent.timeouts import WIDENING, WideningPolicy, ladder, widening
+from elastic_agent.agent.configuration.config import ConfigError, TimeoutConfig
+from elastic_agent.agent.configuration.layers import read_argv
+from elastic_agent.agent.configuration.resolve import resolve
+from elastic_agent.agent.environment.timeouts import WIDENING, WideningPolicy, ladder, widening
+from elastic_agent.agent.processes.failures import Reason, WorkerFailure
 from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,

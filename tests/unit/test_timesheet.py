@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_agent.agent.timesheet import NEXT, PHASES, STEPPING, Activity, News, Recovery, Timesheet
+from elastic_agent.agent.accounting.timesheet import (
+    NEXT,
+    PHASES,
+    STEPPING,
+    Activity,
+    News,
+    Recovery,
+    Timesheet,
+)
 from elastic_agent.health.metrics import LOST_TIME_CAUSES, RECOVERY_PHASES
 
 WAITING, STARTUP, PRODUCTIVE, RECOMPUTE = (

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.failures import WorkerFailure
-from elastic_agent.agent.turnover import NOTHING, Turnover, WorldWatch, reason
+from elastic_agent.agent.accounting.turnover import NOTHING, Turnover, WorldWatch, reason
+from elastic_agent.agent.processes.failures import WorkerFailure
 from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 
-from elastic_agent.agent import workers
-from elastic_agent.agent.config import Command
-from elastic_agent.agent.guard import Guard
-from elastic_agent.agent.logs import WorkerLogs
-from elastic_agent.agent.workers import WorkerGroup, WorkerSpec
+from elastic_agent.agent.configuration.config import Command
+from elastic_agent.agent.processes import workers
+from elastic_agent.agent.processes.guard import Guard
+from elastic_agent.agent.processes.logs import WorkerLogs
+from elastic_agent.agent.processes.workers import WorkerGroup, WorkerSpec
 
 
 class Ignored:

@@ -1,0 +1,336 @@
+"""Tells metrics, status pages and log what the main loop does: one place where a transition becomes numbers and words.
+
+Called by the loop, never asked by it. What needs a memory has it elsewhere, as pure state machines: `timesheet` knows
+who owns each second, `step_count` which steps are new, `turnover` what changed between two worlds.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from ...health.checks import Comparison
+from ...health.metrics import Metrics
+from ...rendezvous.decide import Refusal
+from ...rendezvous.participant import Participant
+from ...rendezvous.records import CauseKind, Member, NodeRecord, Phase, Result, World
+from ...worker.reports import LoadReport, Report, SaveReport, StepReport
+from ..processes.workers import WorkerGroup
+from ..status.pages import StatusPages
+from .step_count import Counted, StepCount
+from .timesheet import PHASES, Activity, News, Recovery, Timesheet
+from .turnover import WorldWatch, reason
+
+log = logging.getLogger(__name__)
+
+_RECOVERIES = {
+    CauseKind.FAILURE: "process",
+    CauseKind.LOST: "node",
+    CauseKind.WITHDRAWN: "node",
+    CauseKind.JOIN: "join",
+    CauseKind.LEAVE: "leave",
+}
+
+_RENDEZVOUS_ENDS: Mapping[Result | Refusal, str] = {
+    Refusal.JOIN_TIMEOUT: "timeout",
+    Refusal.DUPLICATE_NODE: "error",
+    Refusal.STORE_MISMATCH: "error",
+}
+
+
+@dataclass(slots=True)
+class _Generation:
+    """What is remembered of the workers that were started last. Instants are monotonic."""
+
+    number: int = 0
+    described: str = ""
+    step: int | None = None
+    """The newest that was reported."""
+    failed: int = 0
+    failed_at: float | None = None
+    stopped_at: float | None = None
+    succeeded: bool = False
+    damaged: int | None = None
+    """The newest checkpoint that a worker found damaged."""
+
+
+class Observer:
+    """See the module's docstring. For the main thread. `now` and `at` are monotonic; `wall_clock` is for dashboards."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        pages: StatusPages,
+        max_failures: int | None,
+        started_at: float,
+        wall_clock: Callable[[], float],
+    ) -> None:
+        """`started_at`: when the agent started."""
+        self._metrics = metrics
+        self._pages = pages
+        self._max_failures = max_failures
+        self._wall_clock = wall_clock
+        self._sheet = Timesheet(started_at)
+        self._steps = StepCount()
+        self._worlds = WorldWatch()
+        self._generation = _Generation()
+        self._recovers_from: CauseKind | None = None
+        self._seeking_since = started_at
+        self._saved_at: float | None = None
+        self._seen: tuple[World | None, tuple[NodeRecord, ...], bool] | None = None
+        self._comparison = Comparison()
+        self._leaving = False
+        self._described = ""
+        self._state = ""
+
+    def compare(self, participant: Participant) -> None:
+        """Before a world is obeyed: its coordinator warns of nodes whose networks differ, once of each difference."""
+        if participant.coordinates and participant.world is not None:
+            for difference in self._comparison.news(participant.world, participant.known_nodes):
+                log.warning("%s", difference)
+
+    def look(self, participant: Participant, group: WorkerGroup | None, now: float) -> None:
+        """After every turn: states and counts as they are now; the log says what is new."""
+        metrics = self._metrics
+        self._enter(self._state_of(participant, group))
+        self._pages.look(participant, group, self._state, now)
+        self._explain_waiting(participant, group)
+        running = group.running if group is not None else 0
+        stopping = group is not None and group.stopping
+        metrics.count_workers(
+            running=0 if stopping else running,
+            stopped=running if stopping else 0,
+            failed=self._generation.failed if group is not None else 0,
+        )
+        metrics.backoff_seconds.set(participant.backoff_s)
+        metrics.lease_age_seconds.set(participant.confirmed_at)
+        self._look_at_nodes(participant)
+        if group is None:
+            self._look_for_next(participant, now)
+        self._sheet.advance(now)
+        lost_s = {activity.value: seconds for activity, seconds in self._sheet.seconds.items()}
+        productive_s = lost_s.pop(Activity.PRODUCTIVE.value)
+        metrics.account(productive_s, lost_s, reports_steps=self._sheet.reports_steps)
+
+    def _look_at_nodes(self, participant: Participant) -> None:
+        world, nodes, coordinates = participant.world, participant.known_nodes, participant.coordinates
+        if self._seen is not None and self._seen[0] is world and self._seen[1:] == (nodes, coordinates):
+            return  # a thousand nodes need not be counted at every turn
+        self._seen = world, nodes, coordinates
+        self._worlds.asked_to_stop(node.incarnation for node in nodes if node.leaving)
+        change = self._worlds.see(world)
+        self._metrics.turn_over(
+            joined=change.joined, left=change.left, lost=change.lost, incident=change.incident
+        )
+        running = world is not None and world.phase is Phase.RUNNING
+        members = {member.incarnation for member in world.members} if world is not None else set()
+        here = {node.incarnation for node in nodes}
+        self._metrics.coordinator.set(coordinates)
+        self._metrics.count_nodes(
+            active=len(members) if running else 0,
+            standby=(len(here - members) if running else 0) if coordinates else None,
+            waiting=(0 if running else len(here)) if coordinates else None,
+            lost=len(members - here) if coordinates else None,
+        )
+
+    def _look_for_next(self, participant: Participant, now: float) -> None:
+        """No worker is here: does this node still seek the next world, and what for does it wait?"""
+        world = participant.world
+        if world is not None and world.phase is not Phase.STOPPING:
+            ours = world.generation <= self._generation.number or world.member(participant.incarnation)
+            if world.phase is Phase.ENDED or not ours:
+                self._hear(News.SET_ASIDE, now)
+        if self._leaving:
+            self._hear(News.SET_ASIDE, now)
+        self._hear(News.HELD_BACK if participant.backoff_s else News.RELEASED, now)
+
+    def _hear(self, news: News, at: float) -> Recovery | None:
+        recovery = self._sheet.hear(news, at)
+        if recovery is not None and self._recovers_from in _RECOVERIES:
+            phases_s = {phase.value: recovery.phases[phase] for phase in PHASES}
+            self._metrics.recovered(_RECOVERIES[self._recovers_from], phases_s)
+        if not self._sheet.recovering:
+            self._recovers_from = None
+        return recovery
+
+    def status(self, participant: Participant, group: WorkerGroup | None) -> str:
+        """One line for whoever asks the service manager how this node is."""
+        if group is None:
+            return f"{self._state}: {participant.waiting_for}"
+        generation = self._generation
+        step = f", step {generation.step}" if generation.step is not None else ""
+        return f"{self._state}: {generation.described}{step}"
+
+    def _explain_waiting(self, participant: Participant, group: WorkerGroup | None) -> None:
+        world = participant.world
+        over = world is not None and world.phase is Phase.ENDED
+        if group is None and not over and participant.waiting_for != self._described:
+            self._described = participant.waiting_for
+            log.info("waiting: %s", self._described)
+
+    def _state_of(self, participant: Participant, group: WorkerGroup | None) -> str:
+        world = participant.world
+        if self._leaving:
+            return "draining"
+        if group is not None:
+            if group.stopping:
+                return "stopping"
+            return "running" if self._steps.stepped else "starting"
+        if world is None or world.phase is Phase.RUNNING:
+            return "joining"
+        if world.phase is Phase.ENDED:
+            return "succeeded" if world.cause.kind is CauseKind.SUCCESS else "failed"
+        return "backoff" if participant.backoff_s else "joining"
+
+    def _enter(self, state: str) -> None:
+        if state != self._state:
+            self._state = state
+            self._metrics.enter_state(state)
+
+    # ---------------------------------------------------------------- workers
+
+    def starting(self, world: World, member: Member, now: float) -> None:
+        metrics, restarts = self._metrics, world.restarts
+        described = f"generation {world.generation}, {len(world.members)} nodes, world size {world.size}"
+        self._generation = _Generation(world.generation, described)
+        self._steps.begin(world.step)
+        if self._sheet.recovering and self._recovers_from is None:
+            self._recovers_from = world.cause.kind
+        self._hear(News.STARTED, now)
+        metrics.enter_world(
+            generation=world.generation,
+            world_size=world.size,
+            group_world_size=len(world.members),
+            duration_s=now - self._seeking_since,
+        )
+        if world.cause.kind is not CauseKind.START:
+            metrics.restarts_total.inc(reason=reason(world.cause))
+        remaining = math.inf if self._max_failures is None else self._max_failures - restarts.failures
+        metrics.restart_budget_remaining.set(remaining, kind="failure")
+        first, last = member.first_rank, member.first_rank + member.slots - 1
+        log.info(
+            "generation %d (%s): %d nodes, %d workers, ranks %d-%d here, master %s:%d, %d failures so far%s",
+            world.generation,
+            world.cause.kind.value,
+            len(world.members),
+            world.size,
+            first,
+            last,
+            world.master.address,
+            world.master.port,
+            restarts.failures,
+            f"; because {world.cause.detail}" if world.cause.detail else "",
+        )
+
+    def started(self, local_ranks: Collection[int]) -> None:
+        """The processes of these workers exist."""
+        self._metrics.worker_starts_total.inc(len(local_ranks))
+        for local_rank in local_ranks:
+            self._metrics.worker_up.set(1, local_rank=local_rank)
+
+    def exited(self, local_rank: int, returncode: int, at: float, *, killed: bool) -> None:
+        """A worker ended, whoever wanted it; `killed`: it had been sent SIGKILL."""
+        self._metrics.worker_exited(local_rank, returncode)
+        stopped_at = self._generation.stopped_at
+        if stopped_at is not None and at >= stopped_at:
+            self._metrics.worker_stop_duration_seconds.observe(
+                at - stopped_at, signal="kill" if killed else "term"
+            )
+
+    def ended(self, local_rank: int, reason: str, at: float) -> None:
+        """A worker ended by itself, and this is why."""
+        self._metrics.worker_exits_total.inc(local_rank=local_rank, reason=reason)
+        if reason == "ok":
+            return
+        generation = self._generation
+        generation.failed += 1
+        if generation.stopped_at is None and generation.failed_at is None:
+            generation.failed_at = at
+            self._hear(News.FAILED, at)
+
+    def stopping(self, now: float) -> None:
+        generation = self._generation
+        generation.stopped_at = now
+        if generation.failed_at is not None:
+            self._metrics.detection_duration_seconds.observe(now - generation.failed_at, kind="process")
+        self._hear(News.STOPPING, now)
+
+    def gone(self, now: float, *, succeeded: bool) -> None:
+        self._generation.succeeded = succeeded
+        self._seeking_since = now
+        self._hear(News.GONE, now)
+        self._metrics.leave_world()
+
+    def leaving(self) -> None:
+        self._leaving = True
+
+    def left(self, why: Result | Refusal) -> None:
+        """This node's part is over. Unless its workers had succeeded, it was looking for a world until now."""
+        if why is not Refusal.ASKED and not self._generation.succeeded:
+            self._metrics.rendezvous_total.inc(result=_RENDEZVOUS_ENDS.get(why, "closed"))
+
+    # ---------------------------------------------------------------- what workers report
+
+    def reported(self, report: Report, at: float) -> None:
+        self._pages.reported(report, at)
+        if isinstance(report, StepReport):
+            self._stepped(report, at)
+        elif isinstance(report, SaveReport):
+            self._saved(report, at)
+        else:
+            self._loaded(report)
+
+    def _stepped(self, report: StepReport, at: float) -> None:
+        first = not self._steps.stepped
+        self._generation.step = report.step
+        self._metrics.progress(report.step, self._wall_clock())
+        self._count(self._steps.done(report.step, at))
+        recovery = self._hear(News.STEPPED_AGAIN if self._steps.catching_up else News.STEPPED, at)
+        if first and recovery is not None:
+            parts = ", ".join(f"{phase.value} {recovery.phases[phase]:.2f} s" for phase in PHASES)
+            log.info(
+                "generation %d: first step is %d, after %.2f s without training (%s)",
+                report.generation,
+                report.step,
+                recovery.duration_s,
+                parts,
+            )
+        elif first:
+            log.info("generation %d: first step is %d", report.generation, report.step)
+
+    def _count(self, counted: Counted) -> None:
+        self._metrics.count_steps(new=counted.new, lost=counted.lost, mean_s=counted.mean_s)
+
+    def _saved(self, report: SaveReport, at: float) -> None:
+        metrics = self._metrics
+        metrics.checkpoint_blocked_seconds_total.inc(report.duration_s)
+        if report.result != "ok":
+            metrics.checkpoint_saves_total.inc(tier="local", result="error")
+            log.warning("checkpoint of step %d failed; training goes on", report.step)
+            return
+        self._count(self._steps.saved(report.step))
+        metrics.checkpoint_saved(
+            tier="local",
+            step=report.step,
+            size_bytes=report.bytes,
+            duration_s=report.duration_s,
+            at_s=self._wall_clock(),
+        )
+        if self._saved_at is not None:
+            metrics.checkpoint_interval_seconds.set(at - self._saved_at)
+        self._saved_at = at
+
+    def _loaded(self, report: LoadReport) -> None:
+        metrics, generation = self._metrics, self._generation
+        if report.result != "none":
+            metrics.checkpoint_loads_total.inc(tier="local", result=report.result)
+        if report.result == "corrupt":
+            metrics.checkpoint_verify_failures_total.inc()
+            generation.damaged = max(report.step, generation.damaged or 0)
+        elif report.result != "error":
+            self._count(self._steps.resumed(report.step))
+            if generation.damaged is not None and report.step < generation.damaged:
+                metrics.checkpoint_fallbacks_total.inc()
+            generation.damaged = None

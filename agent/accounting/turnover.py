@@ -1,0 +1,80 @@
+"""What has changed from one world to the next, as this node sees it: who came, who went and why, what had failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...rendezvous.records import Cause, CauseKind, Phase, World
+from ..processes.failures import FailureInvalid, WorkerFailure
+
+_CHANGES = {
+    CauseKind.JOIN: "join",
+    CauseKind.LEAVE: "leave",
+    CauseKind.LOST: "lost",
+    CauseKind.WITHDRAWN: "lost",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Turnover:
+    """Numbers of nodes; `incident` is the root of the failure that ended a generation."""
+
+    joined: int = 0
+    left: int = 0
+    lost: int = 0
+    incident: str | None = None
+
+
+NOTHING = Turnover()
+
+
+class WorldWatch:
+    """Follows the worlds that this node sees, and tells each change once. A node that rejoins is another one."""
+
+    def __init__(self) -> None:
+        self._world: World | None = None
+        self._asked_to_stop: set[str] = set()
+
+    def asked_to_stop(self, incarnations: Iterable[str]) -> None:
+        """Their going is a leave: this node has read so."""
+        self._asked_to_stop.update(incarnations)
+
+    def see(self, world: World | None) -> Turnover:
+        """The world as it is now; None while this node knows of none."""
+        before = self._world
+        if world is None or world is before:
+            return NOTHING
+        self._world = world
+        if before is None or before.phase is Phase.ENDED or world.generation < before.generation:
+            return NOTHING
+        old, new = ({member.incarnation for member in each.members} for each in (before, world))
+        for each in (before, world):
+            if each.cause.kind is CauseKind.LEAVE:
+                self.asked_to_stop(m.incarnation for m in before.members if m.node == each.cause.node)
+        gone = old - new
+        left = gone & self._asked_to_stop
+        self._asked_to_stop -= gone
+        ended = world.generation > before.generation or world.phase is Phase.ENDED
+        return Turnover(
+            joined=len(new - old),
+            left=len(left),
+            lost=len(gone - left),
+            incident=_incident(world.cause) if ended and world.phase is not Phase.STOPPING else None,
+        )
+
+
+def reason(cause: Cause) -> str:
+    """Why the generation before this one ended: the reason of its root failure, or the kind of change."""
+    change = _CHANGES.get(cause.kind)
+    if change is not None:
+        return change
+    try:
+        failure = WorkerFailure.from_json(cause.failure.detail if cause.failure is not None else "")
+    except FailureInvalid:
+        return "unknown"
+    return failure.reason if failure.reason != "ok" else "unknown"
+
+
+def _incident(cause: Cause) -> str | None:
+    return reason(cause) if cause.kind in (CauseKind.FAILURE, CauseKind.LOST, CauseKind.WITHDRAWN) else None

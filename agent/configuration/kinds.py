@@ -1,0 +1,289 @@
+"""Kinds of settings: how a written text becomes a value, and what to say when it does not.
+
+All sources (command line, environment, file) hand over text, so one kind checks them all. `parse` raises
+`ValueError` for a text it refuses; the error's own text is advice, or empty.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Generic, TypeVar, cast, get_args
+
+from ..ports import PortConfigError, PortRange
+from .config import (
+    MASK,
+    Affinity,
+    Backend,
+    DevicePinning,
+    Endpoint,
+    NetworkProfile,
+    NodeCounts,
+    Secret,
+    WorkerCount,
+)
+
+T_co = TypeVar("T_co", covariant=True)
+
+MOST_NODES = 100_000
+MOST_WORKERS = 4096
+WEEK_S = 7 * 86_400.0
+C10D_PORT = 29400  # torchrun's default for c10d, so that a host name alone means the same to both
+ETCD_PORT = 2379
+
+
+@dataclass(frozen=True, slots=True)
+class Kind(Generic[T_co]):
+    """`parse` raises `ValueError` for a text it refuses; the error's own text is advice, or empty.
+
+    `shown` is how a text may appear in messages, whether it was refused or not: without the secrets in it.
+    """
+
+    expects: str
+    parse: Callable[[str], T_co]
+    shown: Callable[[str], str] = str
+
+
+def whole_number(least: int, most: int, unit: str) -> Kind[int]:
+    def parse(text: str) -> int:
+        # Nine digits are more than any limit here, and keep `int` cheap whatever the text.
+        if re.fullmatch(r"[0-9]{1,9}", text) is None or not least <= int(text) <= most:
+            raise ValueError
+        return int(text)
+
+    return Kind(f"a whole number of {unit} from {least} to {most}", parse)
+
+
+_UNIT_S = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def duration(least_s: float) -> Kind[float]:
+    def parse(text: str) -> float:
+        match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{0,9})?|\.[0-9]{1,9}) ?(ms|s|m|h)?", text)
+        if match is None:
+            raise ValueError
+        value_s = float(match[1]) * _UNIT_S[match[2] or ""]
+        if not least_s <= value_s <= WEEK_S:
+            raise ValueError
+        return value_s
+
+    return Kind(f"a duration from {least_s:g} s to 168 h, in seconds or like 500ms, 30s, 5m", parse)
+
+
+def read_text(text: str) -> str:
+    # A NUL byte cannot be passed to the system in any path, name or argument.
+    if not text or "\0" in text:
+        raise ValueError
+    return text
+
+
+def _identifier(text: str) -> str:
+    if re.fullmatch(r"[A-Za-z0-9._-]{1,64}", text) is None:
+        raise ValueError
+    return text
+
+
+def read_job_id(text: str) -> str | None:
+    # "none" is torchrun's default, found in scripts that never chose an id: jobs would meet by accident.
+    return None if text == "none" else _identifier(text)
+
+
+def _yes_or_no(text: str) -> bool:
+    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if text.lower() not in words:
+        raise ValueError
+    return words[text.lower()]
+
+
+def read_node_counts(text: str) -> NodeCounts:
+    least, colon, most = text.partition(":")
+    parse = whole_number(1, MOST_NODES, "nodes").parse
+    return NodeCounts(parse(least), parse(most if colon else least))
+
+
+def read_worker_count(text: str) -> WorkerCount:
+    if text in ("auto", "gpu", "cpu"):
+        return cast(WorkerCount, text)
+    return whole_number(1, MOST_WORKERS, "workers").parse(text)
+
+
+def read_device_pinning(text: str) -> DevicePinning:
+    if text not in get_args(DevicePinning):
+        raise ValueError
+    return cast(DevicePinning, text)
+
+
+def read_network_profile(text: str) -> NetworkProfile:
+    if text not in get_args(NetworkProfile):
+        raise ValueError
+    return cast(NetworkProfile, text)
+
+
+_TORCHRUNS_AFFINITY = {"node": "numa", "exclusive": "cores"}
+
+
+def read_affinity(text: str) -> Affinity:
+    text = _TORCHRUNS_AFFINITY.get(text, text)
+    if text not in get_args(Affinity):
+        raise ValueError
+    return cast(Affinity, text)
+
+
+def read_backend(text: str) -> Backend:
+    if text in get_args(Backend):
+        return cast(Backend, text)
+    if text == "etcd-v3":  # our name among torchrun's backends, where "etcd" is the old interface
+        return "etcd"
+    if text == "etcd-v2":
+        raise ValueError("etcd 3.6 has removed that interface; use etcd, which speaks version 3")
+    if text == "static":
+        raise ValueError("static rendezvous cannot change the world; use c10d with --rdzv-endpoint")
+    raise ValueError
+
+
+def read_host(text: str) -> str:
+    return text if re.fullmatch(r"[A-Za-z0-9._-]{1,253}", text) else _ipv6(text)
+
+
+def _ipv6(text: str) -> str:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        raise ValueError("check the spelling of the host name or address") from None
+    return text
+
+
+def endpoint(default_port: int) -> Kind[Endpoint]:
+    def parse(text: str) -> Endpoint:
+        host, port = _host_and_port(text)
+        return Endpoint(host, default_port if port is None else port)
+
+    return Kind(f"host or host:port, port 0 to 65535 (default {default_port})", parse)
+
+
+def _host_and_port(text: str) -> tuple[str, int | None]:
+    if not text:
+        raise ValueError("a host is missing")
+    match = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::([0-9]{1,5}))?", text)
+    if match is None:
+        raise ValueError("write an IPv6 address in brackets: [::1]:29400")
+    port = None if match[3] is None else int(match[3])
+    if port is not None and port > 65535:
+        raise ValueError
+    return _ipv6(match[1]) if match[1] else read_host(match[2]), port
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """What --rdzv-endpoint says: hosts with a port where one was written; the URL form names the backend, too."""
+
+    hosts: tuple[tuple[str, int | None], ...]
+    backend: Backend | None = None
+    prefix: str | None = None
+
+    def with_ports(self, default: int) -> StoreAddress:
+        return replace(
+            self, hosts=tuple((host, default if port is None else port) for host, port in self.hosts)
+        )
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """Once every host has its port."""
+        return tuple(Endpoint(host, port) for host, port in self.hosts if port is not None)
+
+    def __str__(self) -> str:
+        scheme = f"{self.backend}://" if self.backend else ""
+        return f"{scheme}{','.join(map(str, self.endpoints))}{self.prefix or ''}"
+
+
+def _read_store_address(text: str) -> StoreAddress:
+    before, url, after = text.partition("://")
+    if "@" in text:
+        raise ValueError(
+            "a user and a password do not belong here: use --etcd-user NAME and --etcd-password-file FILE, or the"
+            " variable ELASTIC_AGENT_ETCD_PASSWORD"
+        )
+    if url and before != "etcd":
+        raise ValueError(
+            "write HOST:PORT,... or etcd://HOST:PORT,...; TLS is used when --etcd-ca FILE is given"
+        )
+    hosts, slash, path = (after if url else text).partition("/")
+    if "?" in text or "#" in text:
+        raise ValueError(
+            "nothing follows the prefix: what a query would say has options of its own (--etcd-ca, ...)"
+        )
+    if slash and not url:
+        raise ValueError("write etcd://HOST:PORT,.../PREFIX to choose the prefix of the keys, else no slash")
+    if path and re.fullmatch(r"[A-Za-z0-9._-]{1,64}(/[A-Za-z0-9._-]{1,64}){0,7}/?", path) is None:
+        raise ValueError(f"write the prefix as up to 8 names between slashes, each of {IDENTIFIER.expects}")
+    places = tuple(_host_and_port(host) for host in hosts.split(","))
+    prefix = f"/{path.rstrip('/')}" if path else None
+    return StoreAddress(places, "etcd" if url else None, prefix)
+
+
+def _without_credentials(text: str) -> str:
+    """Where URLs may hold passwords, before an @ and in a query, nobody knows what is one: then all is left out."""
+    return MASK if re.search(r"[@?#]", text) else text
+
+
+def _read_secret(text: str) -> Secret:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("it is not UTF-8") from None  # the error's own words would quote a part of it
+    return Secret(read_text(text))
+
+
+def _read_user(text: str) -> str:
+    if re.fullmatch(r"[!-~]{1,128}", text) is None:
+        raise ValueError
+    return text
+
+
+def _read_interface(text: str) -> str:
+    if re.fullmatch(r"[!-.0-~]{1,15}", text) is None:
+        raise ValueError
+    return text
+
+
+def read_port_range(text: str) -> PortRange:
+    try:
+        return PortRange.parse(text)
+    except PortConfigError as error:
+        raise ValueError(str(error)) from error
+
+
+def read_arguments(text: str) -> tuple[str, ...]:
+    if "\0" in text:
+        raise ValueError
+    return tuple(shlex.split(text))
+
+
+def read_restarts(text: str) -> int | None:
+    return None if text == "auto" else whole_number(0, 1_000_000, "restarts").parse(text)
+
+
+def read_conf(text: str) -> tuple[tuple[str, str], ...]:
+    pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
+    if not all(key and equals for key, equals, _ in pairs):
+        raise ValueError
+    return tuple((key.strip().replace("-", "_"), value.strip()) for key, _, value in pairs)
+
+
+TEXT = Kind("a text that is not empty and holds no NUL byte", read_text)
+IDENTIFIER = Kind("1 to 64 characters of A-Z a-z 0-9 . _ -", _identifier)
+INTERFACE = Kind("the name of an interface, 1 to 15 printable ASCII characters but no /", _read_interface)
+PATH = Kind(TEXT.expects, lambda text: Path(read_text(text)))
+STORE_ADDRESS = Kind(
+    "HOST or HOST:PORT, with etcd several with commas between, or etcd://HOST:PORT,.../PREFIX;"
+    " ports from 0 to 65535",
+    _read_store_address,
+    _without_credentials,
+)
+SECRET = Kind("a text that is not empty", _read_secret, lambda _: MASK)
+USER = Kind("1 to 128 printable ASCII characters without blanks", _read_user)
+YES_OR_NO = Kind("true or false", _yes_or_no)

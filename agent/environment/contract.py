@@ -1,0 +1,103 @@
+"""What every worker is told of its place: torchrun's contract in full, and what we add to it.
+
+Pure functions, so that what a script will see can be read, tested and printed. Every name that torchrun sets is
+set here with the same spelling and meaning, except that TORCHELASTIC_RESTART_COUNT is one number for the whole job
+(generation - 1), the same on all nodes, where torchrun counts each agent's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...rendezvous.records import Member, World
+from ..configuration.config import Config
+from ..machine.examine import Machine
+from ..machine.network import network_variables
+from ..machine.network_search import Network
+from .timeouts import widening
+from .torch_settings import Facts, torch_settings
+from .variables import Variable
+
+UNLIMITED_RESTARTS = 2**31 - 1
+"""TORCHELASTIC_MAX_RESTARTS is read as a number; this one is never reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """Where one worker stands in its world, and the files that are its own."""
+
+    world: World
+    member: Member
+    local_rank: int
+    error_file: Path
+    reports: Path
+    commits: Path
+    flight_records: Path | None = None
+    """Where torch's flight recorder writes what it knows of this generation's collectives."""
+
+    @property
+    def rank(self) -> int:
+        return self.member.first_rank + self.local_rank
+
+
+def chosen_variables(
+    config: Config, machine: Machine, place: WorkerPlace, *, agent_incarnation: str
+) -> tuple[Variable, ...]:
+    """All that anybody but the user has to say about one worker's environment; the later rooms are the stronger."""
+    facts = Facts(
+        machine.software,
+        machine.profile,
+        config.timeouts,
+        workers=place.member.slots,
+        flight_records=place.flight_records,
+        widening=widening(place.world),
+    )
+    return (
+        *torch_settings(facts),
+        *(network_variables(machine.network.choice) if isinstance(machine.network, Network) else ()),
+        *contract(place, agent_incarnation=agent_incarnation, max_restarts=config.max_restarts),
+        *machine.variables(place.local_rank),
+    )
+
+
+def contract(place: WorkerPlace, *, agent_incarnation: str, max_restarts: int | None) -> tuple[Variable, ...]:
+    """Where the worker stands and whom it meets: nobody may choose these but the agent."""
+    world, member = place.world, place.member
+    node_rank = str(world.members.index(member))
+    restarts = UNLIMITED_RESTARTS if max_restarts is None else max_restarts
+    torchrun = {
+        "RANK": place.rank,
+        "LOCAL_RANK": place.local_rank,
+        "WORLD_SIZE": world.size,
+        "LOCAL_WORLD_SIZE": member.slots,
+        "NODE_RANK": node_rank,
+        "GROUP_RANK": node_rank,
+        "GROUP_WORLD_SIZE": len(world.members),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": place.rank,
+        "ROLE_WORLD_SIZE": world.size,
+        "MASTER_ADDR": world.master.address,
+        "MASTER_PORT": world.master.port,
+        "TORCHELASTIC_RUN_ID": world.job,
+        "TORCHELASTIC_RESTART_COUNT": world.generation - 1,
+        "TORCHELASTIC_MAX_RESTARTS": restarts,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_ERROR_FILE": place.error_file,
+    }
+    ours = {
+        "ELASTIC_AGENT_GENERATION": world.generation,
+        "ELASTIC_AGENT_NODE": member.node,
+        "ELASTIC_AGENT_LOCAL_RANK": place.local_rank,
+        "ELASTIC_AGENT_INCARNATION": agent_incarnation,
+        "ELASTIC_AGENT_REPORTS": place.reports,
+        "ELASTIC_AGENT_COMMITS": place.commits,
+    }
+    return tuple(
+        Variable(name, str(value), reason, yielding=False, by=room)
+        for room, reason, group in (
+            ("torchrun", "its contract: where a worker stands and whom it meets", torchrun),
+            ("elastic-agent", "for the worker library", ours),
+        )
+        for name, value in group.items()
+    )

@@ -1,0 +1,184 @@
+"""`elastic-agent explain-env`: what a worker's environment would hold, who chose each variable, and why.
+
+Takes the options of a run and builds the environment in the same way, for a world that does not exist: what only a
+world can decide is shown as `<rank>`. Starts nothing. Of what the workers merely inherit, only the user's own words
+to NCCL, torch and their like are shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+
+from ...rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, World, line_up
+from ..configuration.config import Config, ConfigError
+from ..configuration.kinds import YES_OR_NO
+from ..configuration.layers import read_argv
+from ..configuration.options import HELP, SECRET_VARIABLES, Option, Source
+from ..exits import ExitCode
+from ..machine.examine import Machine, prepare
+from ..machine.network import NotYet
+from .contract import WorkerPlace, chosen_variables
+from .variables import USER, Variable, settle
+
+_USAGE = """\
+usage: elastic-agent explain-env [--json] [options of a run] SCRIPT [arguments]
+
+Prints the variables that you or the agent choose for a worker, each with its value, who chose it and why. Starts
+nothing; --json prints a list of objects. docs/tuning.md says what to do with it.
+"""
+
+JSON: Option[bool] = Option(
+    "json", YES_OR_NO, "one JSON document instead of text", default="false", flag=True, sources=Source.CLI
+)
+
+NEW_ID = "<new for every start>"
+RUN_DIR = Path("<run dir>")
+GENERATION = "<generation>"
+
+OF_A_WORLD = frozenset(
+    {
+        "RANK",
+        "WORLD_SIZE",
+        "NODE_RANK",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "ROLE_RANK",
+        "ROLE_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RESTART_COUNT",
+        "ELASTIC_AGENT_GENERATION",
+    }
+)
+"""What no worker can know before there is a world."""
+
+THEIRS = ("NCCL_", "TORCH_", "GLOO_", "TP_", "UCX_", "FI_", "CUDA_", "OMP_", "MKL_", "PYTORCH_")
+"""How variables begin that are meant for the libraries this agent has something to say to."""
+
+_COLUMN = 60
+_LEAST, _WIDEST = 40, 100
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """One variable. `value` has one for each worker of the node, with commas between, where they differ."""
+
+    name: str
+    value: str
+    by: str
+    why: str
+
+
+def main(words: Sequence[str]) -> int:
+    """Returns an `ExitCode`."""
+    command_line = read_argv(words, (JSON,))
+    if HELP.name in command_line.given:
+        print(_USAGE, end="")
+        return ExitCode.SUCCESS
+    environ = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
+    try:
+        resolved, machine = prepare(command_line, os.environ, lambda: NEW_ID)
+    except ConfigError as error:
+        print(f"elastic-agent explain-env: {error}", file=sys.stderr)
+        return ExitCode.BAD_CONFIG
+    for warning in resolved.warnings:
+        print(f"elastic-agent explain-env: warning: {warning}", file=sys.stderr)
+    if isinstance(machine.network, NotYet):
+        print(f"elastic-agent explain-env: without the network's: {machine.network.missing}", file=sys.stderr)
+    rows = explain(resolved.config, machine, environ)
+    wants_json = JSON.name in command_line.given and command_line.given[JSON.name].value
+    with contextlib.suppress(BrokenPipeError):  # whoever reads has seen enough
+        print(_json(rows) if wants_json else _text(rows), flush=True)
+    return ExitCode.SUCCESS
+
+
+def explain(config: Config, machine: Machine, environ: Mapping[str, str]) -> tuple[Explained, ...]:
+    """By who chose them, the user first, and by name."""
+    by_name: dict[str, list[Variable]] = {}
+    for local_rank in range(machine.workers):
+        for variable in settle(environ, _chosen(config, machine, local_rank)):
+            by_name.setdefault(variable.name, []).append(variable)
+    rows = [_row(name, variables) for name, variables in by_name.items()]
+    rows += [
+        Explained(name, value, USER, "your own; nobody here has anything to say about it")
+        for name, value in environ.items()
+        if name.startswith(THEIRS) and name not in by_name
+    ]
+    return tuple(sorted(rows, key=lambda row: (row.by != USER, row.by, row.name)))
+
+
+def _row(name: str, variables: Sequence[Variable]) -> Explained:
+    first = variables[0]
+    if name in OF_A_WORLD:
+        value = (
+            f"<{name.removeprefix('ELASTIC_AGENT_').removeprefix('TORCHELASTIC_').lower().replace('_', ' ')}>"
+        )
+    else:
+        value = ", ".join(dict.fromkeys(variable.value for variable in variables))
+    return Explained(name, value, first.by, first.reason)
+
+
+def _chosen(config: Config, machine: Machine, local_rank: int) -> tuple[Variable, ...]:
+    node = NodeRecord(config.node_id or "<node>", "<incarnation>", "", 0, machine.workers)
+    members = line_up((node,))
+    world = World(
+        config.rendezvous.job_id, 1, Phase.RUNNING, members, Endpoint("", 0), Cause(CauseKind.START)
+    )
+    records = None
+    if config.log_dir is not None and machine.software.has_nccl:
+        records = config.log_dir.absolute() / f"gen{GENERATION}" / "flight_records"
+    place = WorkerPlace(
+        world,
+        members[0],
+        local_rank,
+        error_file=RUN_DIR / f"gen{GENERATION}" / "error-<local rank>.json",
+        reports=RUN_DIR / "reports",
+        commits=RUN_DIR / "commits",
+        flight_records=records,
+    )
+    return chosen_variables(config, machine, place, agent_incarnation="<incarnation>")
+
+
+# --- Shown
+
+
+def _json(rows: Sequence[Explained]) -> str:
+    return json.dumps([asdict(row) for row in rows], indent=2)
+
+
+def _text(rows: Sequence[Explained]) -> str:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal need not know the user's letters
+    if not sys.stdout.isatty():
+        return "\n".join(_lines(rows))
+    width = min(_WIDEST, shutil.get_terminal_size((_WIDEST, 24)).columns)
+    return "\n".join(_paragraphs(rows, max(width, _LEAST)))
+
+
+def _lines(rows: Sequence[Explained]) -> Iterator[str]:
+    """One line for each variable, to search in."""
+    for row in rows:
+        assignment = f"{row.name}={_printable(row.value)}"
+        yield f"{assignment:<{_COLUMN}}  # {row.by}: {_printable(row.why)}"
+
+
+def _paragraphs(rows: Sequence[Explained], width: int) -> Iterator[str]:
+    """To read: who and why, and below it the variables of which that is true."""
+    for (by, why), alike in groupby(rows, key=lambda row: (row.by, row.why)):
+        yield from textwrap.wrap(f"{by}: {_printable(why)}", width, subsequent_indent="  ")
+        yield from (f"    {row.name}={_printable(row.value)}" for row in alike)
+
+
+def _printable(text: str) -> str:
+    """On one line, and as nothing that a terminal would obey."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)

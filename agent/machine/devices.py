@@ -1,0 +1,254 @@
+"""Devices: how many workers this node runs, and which CUDA device each of them sees.
+
+`probe` reads once what the node has; `resolve_workers` and `pin` then decide, as pure functions over that
+`Inventory`, before anything starts. CUDA devices are found without torch and without a call into the driver
+(which hangs on a sick GPU), and named as in CUDA_VISIBLE_DEVICES.
+
+Words: *pinning* `index`: a worker sees all devices and LOCAL_RANK selects one. `mask`: it sees only its own, as
+cuda:0, with LOCAL_RANK 0 (torchrun's --virtual-local-rank). `none`: nothing is set, and workers may share devices.
+
+Invariants: under `index` and `mask`, on a node with devices, each worker has one and no two have the same. An entry
+of an outer CUDA_VISIBLE_DEVICES that can be seen not to exist is an error: CUDA would go on with the entries before
+it, and say nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..configuration.config import ConfigError, DevicePinning, Problem, WorkerCount
+from ..environment.variables import Variable
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+ORDER = "CUDA_DEVICE_ORDER"
+BY_ADDRESS = "PCI_BUS_ID"
+
+OTHER_DRIVERS = ("kfd", "dxg", "nvgpu", "nvhost-gpu")
+"""Entries of /dev that show devices which are not counted here (AMD, WSL, Jetson), but obey the same variable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One CUDA device: its `entry` in CUDA_VISIBLE_DEVICES and, if known, its `address` on the PCI bus."""
+
+    entry: str
+    address: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What this agent may use. `cuda` is in the order of cuda:0, 1, ...; `believed` names entries of an outer
+    CUDA_VISIBLE_DEVICES that could not be verified."""
+
+    cuda: tuple[Device, ...]
+    cpus: int
+    believed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedDevice:
+    """The device of one worker and what its environment needs for it; `reason` is the sentence for --check-config."""
+
+    reason: str
+    device: Device | None = None
+    variables: tuple[Variable, ...] = ()
+
+
+def probe(environ: Mapping[str, str], proc: Path = Path("/proc"), dev: Path = Path("/dev")) -> Inventory:
+    """The NVIDIA devices that an outer CUDA_VISIBLE_DEVICES leaves to us, and the CPUs of our affinity mask.
+
+    Raises `ConfigError` for an entry that does not exist.
+    """
+    installed, cpus = _installed(proc, dev), len(os.sched_getaffinity(0))
+    by_address = environ.get(ORDER, BY_ADDRESS) == BY_ADDRESS  # else nobody but the driver knows the order
+    addresses = [gpu.address if by_address else None for gpu in installed]
+    indices = [Device(str(index), address) for index, address in enumerate(addresses)]
+    listed = environ.get(VISIBLE)
+    if listed is None:
+        return Inventory(tuple(indices), cpus)
+    if not installed and any((dev / name).exists() for name in OTHER_DRIVERS):
+        return Inventory((), cpus)
+    cuda, believed = _visible(listed, installed, indices)
+    return Inventory(cuda, cpus, believed)
+
+
+def resolve_workers(nproc: WorkerCount, inventory: Inventory) -> int:
+    """The number of workers that --nproc-per-node asks for: at least 1, or ConfigError."""
+    if nproc == "gpu" and not inventory.cuda:
+        raise _wrong(
+            "--nproc-per-node",
+            nproc,
+            "a CUDA device, but this node has no CUDA device (no /dev/nvidia<N>, or CUDA_VISIBLE_DEVICES hides them)",
+            "check `nvidia-smi -L`, or use --nproc-per-node auto, cpu or a number",
+        )
+    if nproc == "auto":
+        return len(inventory.cuda) or inventory.cpus
+    if nproc == "gpu":
+        return len(inventory.cuda)
+    if nproc == "cpu":
+        return inventory.cpus
+    return nproc
+
+
+def pin(pinning: DevicePinning, local_rank: int, workers: int, inventory: Inventory) -> PinnedDevice:
+    """The device of worker `local_rank` of `workers`; ConfigError if the node has devices, but not for all."""
+    assert 0 <= local_rank < workers, (local_rank, workers)
+    devices = inventory.cuda
+    if pinning == "none":
+        return PinnedDevice("none: devices are left to the script, the environment is not touched")
+    if not devices:
+        mask = " (there is nothing to mask: the same as index)" if pinning == "mask" else ""
+        return PinnedDevice(
+            f"{pinning}: this node has no CUDA device, worker {local_rank} runs on the CPU{mask}"
+        )
+    if workers > len(devices):
+        raise _wrong(
+            "--nproc-per-node",
+            workers,
+            f"at most as many workers as there are CUDA devices: {len(devices)} "
+            f"({','.join(device.entry for device in devices)})",
+            f"lower --nproc-per-node to {len(devices)}, or let workers share devices with --device-pinning none",
+        )
+    device = devices[local_rank]
+    ordered = "the driver's order is by speed, not the one that nvidia-smi shows"
+    order = Variable(ORDER, BY_ADDRESS, ordered, by="devices")
+    if pinning == "mask":
+        reason = (
+            f"mask: worker {local_rank} sees only CUDA device {device.entry}, as cuda:0 with LOCAL_RANK 0"
+        )
+        masked = {VISIBLE: device.entry, "LOCAL_RANK": "0"}
+        overruled = (
+            Variable(name, value, reason, yielding=False, by="devices") for name, value in masked.items()
+        )
+        return PinnedDevice(reason, device, (order, *overruled))
+    if workers > 1 and device.entry.startswith("MIG-"):
+        raise _wrong(
+            "--device-pinning",
+            pinning,
+            f"mask for {workers} workers on MIG devices: CUDA shows one process only the first MIG device of "
+            "CUDA_VISIBLE_DEVICES",
+            "use --device-pinning mask",
+        )
+    return PinnedDevice(
+        f"index: worker {local_rank} sees {len(devices)} CUDA devices and LOCAL_RANK selects cuda:{local_rank}",
+        device,
+        (order,),
+    )
+
+
+def _wrong(origin: str, value: object, expected: str, advice: str) -> ConfigError:
+    return ConfigError([Problem(origin, str(value), expected, advice)])
+
+
+# --- What is installed
+
+
+@dataclass(frozen=True, slots=True)
+class _Gpu:
+    """As far as the driver's /proc tree tells without being asked to do anything."""
+
+    address: str | None = None
+    uuid: str | None = None
+    minor: int | None = None
+
+
+def _installed(proc: Path, dev: Path) -> Sequence[_Gpu]:
+    """The NVIDIA GPUs whose device node we were given, or that the driver shows if there is no node; by address.
+
+    A container may see all of the host's GPUs in /proc, but in /dev only its own; and Slurm's device cgroup leaves
+    nodes that nobody may open, which CUDA does not count: so /dev comes first. On a host the nodes may be made at
+    first use, which may be our workers': then only /proc knows. (So a container that was given none of its host's
+    GPUs, yet sees /proc/driver/nvidia, needs CUDA_VISIBLE_DEVICES set to "".)
+    """
+    known = [_read_gpu(folder) for folder in (proc / "driver/nvidia/gpus").glob("*")]
+    known.sort(key=lambda gpu: [int(part, 16) for part in re.findall("[0-9a-f]+", gpu.address or "")])
+    found = ((re.fullmatch(r"nvidia([0-9]+)", node.name), node) for node in dev.glob("nvidia*"))
+    nodes = {int(match[1]): node for match, node in found if match}
+    if not nodes:
+        return known
+    minors = {minor for minor, node in nodes.items() if os.access(node, os.R_OK | os.W_OK)}
+    ours = [gpu for gpu in known if gpu.minor in minors]
+    return ours if len(ours) == len(minors) else [_Gpu()] * len(minors)
+
+
+def _read_gpu(folder: Path) -> _Gpu:
+    try:
+        lines = (folder / "information").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    uuid, minor = told.get("GPU UUID", ""), told.get("Device Minor", "")
+    known = re.fullmatch(r"GPU-[0-9a-fA-F-]+", uuid)  # question marks, until the GPU is first used
+    return _Gpu(folder.name.lower(), uuid if known else None, int(minor) if minor.isdecimal() else None)
+
+
+# --- What is visible
+
+
+def _visible(
+    listed: str, installed: Sequence[_Gpu], indices: Sequence[Device]
+) -> tuple[tuple[Device, ...], tuple[str, ...]]:
+    """CUDA_VISIBLE_DEVICES as CUDA reads it, and the entries that could not be verified.
+
+    The first entry fixes the kind for all: GPU uuids, MIG uuids (both may be abbreviated), or indices. Empty and
+    `NoDevFiles` hide everything, `-1` hides itself and what stands behind it; a comma at the end means nothing.
+    """
+    if listed.strip() in ("", "NoDevFiles"):
+        return (), ()
+    kind = next((prefix for prefix in ("GPU-", "MIG-") if listed.startswith(prefix)), "")
+    cuda: list[Device] = []
+    believed: list[str] = []
+    seen: set[str] = set()
+    for entry in listed.removesuffix(",").split(","):
+        if entry.strip() == "-1":
+            break
+        found = _by_uuid(entry, kind, installed) if kind else _by_index(entry, indices)
+        if found is None:
+            raise _wrong(
+                VISIBLE,
+                listed,
+                f"devices of this node ({_names(kind, installed)}), but {entry!r} is not one of them",
+                "correct or unset it, or set it to nothing to train without CUDA devices; `nvidia-smi -L` lists them",
+            )
+        device, identity = found
+        if (identity or device.entry) in seen:
+            advice = "correct it: CUDA would show no device at all"
+            raise _wrong(VISIBLE, listed, f"each device once, but {entry!r} comes again", advice)
+        seen.add(identity or device.entry)
+        cuda.append(device)
+        if kind and not identity:
+            believed.append(entry)
+    return tuple(cuda), tuple(believed)
+
+
+def _by_index(entry: str, indices: Sequence[Device]) -> tuple[Device, str] | None:
+    digits = re.fullmatch(r"\s*([0-9]{1,9})\s*", entry)
+    index = int(digits[1]) if digits else len(indices)
+    return (indices[index], "") if index < len(indices) else None
+
+
+def _by_uuid(entry: str, kind: str, installed: Sequence[_Gpu]) -> tuple[Device, str] | None:
+    """The device and its full uuid, empty where it is believed; None if there is no such device for sure.
+
+    Nobody but the driver knows the uuids of MIG devices, and those of GPUs before their first use.
+    """
+    if not entry.startswith(kind) or not installed:
+        return None
+    if kind == "MIG-":
+        return Device(entry, installed[0].address if len(installed) == 1 else None), ""
+    if any(gpu.uuid is None for gpu in installed):
+        return Device(entry), ""
+    found = [gpu for gpu in installed if gpu.uuid and gpu.uuid.lower().startswith(entry.lower())]
+    return (Device(entry, found[0].address), found[0].uuid or "") if len(found) == 1 else None
+
+
+def _names(kind: str, installed: Sequence[_Gpu]) -> str:
+    if not installed:
+        return "it has no CUDA device"
+    if kind:
+        return ", ".join(gpu.uuid or "a GPU whose uuid only the driver knows" for gpu in installed)
+    return ", ".join(map(str, range(len(installed))))

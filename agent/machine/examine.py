@@ -1,0 +1,135 @@
+"""This machine as it was found, and what follows from it for this job: examined once, before anything is started.
+
+`resolve` judges the settings by themselves; here they meet the machine, and `prepare` does both. Each room that finds
+something out (devices, network, ...) has a step in `examine`: it returns what it decided, or raises `ConfigError`, and
+says what it found in *facts*, sentences that --check-config shows below the settings. The problems of all rooms are
+reported together.
+
+Invariant: nothing is started, opened or changed here; two calls on the same machine give the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ..configuration.config import Config, ConfigError, Problem
+from ..configuration.layers import Layer
+from ..configuration.resolve import Resolved, resolve
+from ..environment.timeouts import ladder
+from ..environment.variables import Variable, settle
+from .affinity import CpuShare, probe_cpus, share
+from .devices import Inventory, PinnedDevice, pin, probe, resolve_workers
+from .gpu_memory import watched
+from .interfaces import rdma_ports
+from .network import NotYet
+from .network_search import Network, look
+from .profiles import TCP, Profile, choose_profile
+from .software import CURRENT, Software, find_software
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the rooms decided, and why: it does not change while the agent lives.
+
+    `pinned` and `shares` have an element for each worker, by local rank.
+    """
+
+    inventory: Inventory
+    pinned: tuple[PinnedDevice, ...]
+    shares: tuple[CpuShare, ...]
+    network: Network | NotYet
+    facts: tuple[str, ...] = ()
+    watched: tuple[str, ...] = ()
+    """The GPUs, as NVML knows them, whose memory a restart waits for."""
+    software: Software = CURRENT
+    profile: Profile = TCP
+
+    @property
+    def workers(self) -> int:
+        return len(self.pinned)
+
+    def variables(self, local_rank: int) -> tuple[Variable, ...]:
+        """What the machine has to say about a worker's environment."""
+        return (*self.shares[local_rank].variables, *self.pinned[local_rank].variables)
+
+
+def prepare(
+    command_line: Layer, environ: Mapping[str, str], fresh_id: Callable[[], str]
+) -> tuple[Resolved, Machine]:
+    """What `resolve` and `examine` say. Raises `ConfigError` with the problems of both, as far as both could look."""
+    try:
+        resolved = resolve(command_line, environ, fresh_id)
+    except ConfigError as error:
+        problems, config = list(error.problems), error.config
+        if config is not None:
+            _ask(lambda: examine(config, environ), problems)
+        raise ConfigError(problems) from None
+    return resolved, examine(resolved.config, environ)
+
+
+def examine(config: Config, environ: Mapping[str, str]) -> Machine:
+    """Raises `ConfigError` with the problems of all rooms: print it and end with `ExitCode.BAD_CONFIG`."""
+    problems: list[Problem] = []
+    inventory = _ask(lambda: probe(environ), problems)
+    pinned = _ask(lambda: _pinned(config, inventory), problems) if inventory is not None else None
+    profile = _ask(lambda: choose_profile(config.network_profile, rdma_ports()), problems)
+    network = _ask(lambda: look(config, environ), problems)
+    if inventory is None or pinned is None or profile is None or network is None:
+        raise ConfigError(problems)
+    devices = [each.device for each in pinned]
+    layout = probe_cpus([device.address for device in devices if device and device.address])
+    shares = share(config.affinity, devices, layout)
+    names, memory = watched(
+        [device for device in devices if device] or inventory.cuda, config.gpu_memory_wait_s
+    )
+    software = find_software(environ)
+    facts = (
+        *_device_facts(environ, inventory, pinned, shares),
+        *filter(None, [memory]),
+        _network_fact(config, network),
+        f"network profile {profile.transport}: {profile.reason}",
+        f"workers use {software}",
+        f"timeouts of training: {ladder(config.timeouts)}",
+    )
+    return Machine(inventory, pinned, shares, network, facts, names, software, profile)
+
+
+def _ask(step: Callable[[], T], problems: list[Problem]) -> T | None:
+    """What the step answers; None if it found problems instead, so that the other rooms are still asked."""
+    try:
+        return step()
+    except ConfigError as error:
+        problems += error.problems
+        return None
+
+
+def _pinned(config: Config, inventory: Inventory) -> tuple[PinnedDevice, ...]:
+    workers = resolve_workers(config.nproc_per_node, inventory)
+    return tuple(pin(config.device_pinning, local_rank, workers, inventory) for local_rank in range(workers))
+
+
+def _device_facts(
+    environ: Mapping[str, str],
+    inventory: Inventory,
+    pinned: Sequence[PinnedDevice],
+    shares: Sequence[CpuShare],
+) -> Iterator[str]:
+    cuda = [f"{device.entry} ({device.address or 'at an unknown address'})" for device in inventory.cuda]
+    yield f"devices: {', '.join(cuda) or 'no CUDA device'}; {inventory.cpus} CPUs"
+    if inventory.believed:
+        yield f"  believed, only the driver could tell whether they exist: {', '.join(inventory.believed)}"
+    for local_rank, (device, cpus) in enumerate(zip(pinned, shares, strict=True)):
+        yield f"worker {local_rank}: {device.reason}"
+        yield f"  {cpus.reason}"
+        for variable in settle(environ, cpus.variables):
+            yield f"  {variable.name}={variable.value} ({variable.by}: {variable.reason})"
+
+
+def _network_fact(config: Config, network: Network | NotYet) -> str:
+    if isinstance(network, Network):
+        return f"network: {network.choice}"
+    return f"network: it would wait up to {config.network_wait_s:g} s for {network.missing}: {network.advice}"

@@ -1,0 +1,195 @@
+"""The memory of killed workers' GPUs: no worker is started again before it is really free, or the wait is over.
+
+The driver may give it back seconds after the process is gone, and workers that start meanwhile run out of memory. So a
+*reading* (what no living process accounts for, by device) is taken before the first generation, the *baseline*, and
+then after the end of each until it is back to about that.
+
+Another process does the readings (see `gpu_memory_reader`), and is kept warm, so that memory that is free already costs
+a recovery only the milliseconds of one question, asked while the next world is being agreed. Nothing is waited for
+without a GPU, without nvidia-ml-py, or once the reader has ended or not answered: then it is not asked again.
+
+Invariant: each wait is bounded, by --gpu-memory-wait or, while the reader is silent, by `ANSWER_S` if that is less.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..events import Event, ReaderSpoke
+from ..processes.workers import tied
+from .devices import Device
+
+log = logging.getLogger(__name__)
+
+READER = Path(__file__).with_name("gpu_memory_reader.py")
+
+SLACK_MIB = 512.0
+"""So much more than the baseline is still free: about what a CUDA context takes."""
+
+LOOK_AGAIN_S = 0.1
+
+ANSWER_S = 15.0
+"""A driver that is well needs milliseconds, and seconds for the first answer of a machine with many GPUs."""
+
+
+def watched(devices: Sequence[Device], wait_s: float) -> tuple[tuple[str, ...], str]:
+    """The devices to wait for, as NVML knows them, and the sentence for --check-config; empty without any device."""
+    names = tuple(_name(device) for device in devices)
+    if not names:
+        return (), ""
+    if not wait_s:
+        return (), "GPU memory: a restart does not wait for it"
+    if find_spec("pynvml") is None:
+        return (), "GPU memory: a restart does not wait for it, because nvidia-ml-py is not installed"
+    return names, f"GPU memory: a restart waits up to {wait_s:g} s until {', '.join(names)} have it back"
+
+
+def _name(device: Device) -> str:
+    return device.entry if device.entry.startswith("MIG-") else device.address or device.entry
+
+
+class GpuMemory:
+    """See the module's docstring. For the main thread: the reader dies with the thread that starts it."""
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        wait_s: float,
+        environment: Mapping[str, str],
+        post: Callable[[Event], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """Without `devices` there is never a wait. What the reader says is posted, and to be given to `heard`."""
+        self._devices = devices
+        self._wait_s = wait_s
+        self._environment = environment
+        self._post = post
+        self._clock = clock
+        self._reader: subprocess.Popen[bytes] | None = None
+        self._baseline: Sequence[float] = ()
+        self._reading: Sequence[float] = ()
+        self._since = 0.0
+        self._until: float | None = None
+        """The end of the present wait."""
+        self._most_mib = 0.0
+        """That was seen not to be free in the present wait."""
+        self._asked_at: float | None = None
+        self._look_at: float | None = None
+
+    def start(self) -> None:
+        """Ask for the baseline; until it is known, no worker may start either."""
+        if not self._devices:
+            return
+        self._reader = reader = subprocess.Popen(
+            tied([sys.executable, str(READER), *self._devices]),
+            env=dict(self._environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        threading.Thread(target=self._listen, args=(reader,), name="gpu-memory", daemon=True).start()
+        self.workers_gone(self._clock())
+
+    @property
+    def waiting(self) -> bool:
+        """No worker may be started now."""
+        return self._until is not None
+
+    def workers_gone(self, now: float) -> None:
+        """No process of ours is left that could use a GPU."""
+        if self._reader is not None:
+            self._since, self._until, self._reading, self._most_mib = now, now + self._wait_s, (), 0.0
+            self._ask(now)
+
+    def turn(self, now: float) -> float | None:
+        """Drive the wait on; the instant at which there is more to do."""
+        if self._until is None:
+            return None
+        silent_at = self._asked_at + ANSWER_S if self._asked_at is not None else None
+        if silent_at is not None and now >= silent_at:
+            self._dismiss(f"NVML has not answered for {ANSWER_S:g} s")
+            return None
+        if now >= self._until:
+            self._give_up()
+            return None
+        if self._look_at is not None and now >= self._look_at:
+            self._ask(now)
+        return min(at for at in (self._until, silent_at, self._look_at) if at is not None)
+
+    def heard(self, event: ReaderSpoke, now: float) -> None:
+        """An answer of the reader, or its end."""
+        if self._reader is None or event.pid != self._reader.pid:
+            return
+        try:
+            told = json.loads(event.message) if event.message else "the process that reads it has ended"
+        except ValueError:
+            told = f"the process that reads it says {event.message[:200]!r}"
+        if not isinstance(told, list):
+            self._dismiss(str(told))
+            return
+        self._asked_at = None
+        if self._until is None:
+            return  # the wait was given up
+        self._reading, self._baseline = told, self._baseline or told
+        self._most_mib = max(self._most_mib, self._held_mib)
+        if self._held_mib > SLACK_MIB:
+            self._look_at = now + LOOK_AGAIN_S
+            return
+        if self._most_mib > SLACK_MIB:
+            waited_s = now - self._since
+            log.info("GPU memory: %.0f MiB were given back within %.1f s", self._most_mib, waited_s)
+        self._baseline = [min(pair) for pair in zip(self._baseline, told, strict=True)]
+        self._until = None
+
+    def close(self) -> None:
+        """The agent is ending."""
+        if self._reader is not None:
+            self._reader.kill()
+            self._reader = None
+
+    def _give_up(self) -> None:
+        held = (
+            f"{self._held_mib:.0f} MiB more in use than before" if self._reading else "no answer of NVML yet"
+        )
+        log.warning(
+            "GPU memory: %s, %.1f s after the workers ended; not waiting any longer", held, self._wait_s
+        )
+        self._baseline = self._reading or self._baseline  # it may be somebody else's, and stay
+        self._until = None
+
+    @property
+    def _held_mib(self) -> float:
+        return max(now - before for now, before in zip(self._reading, self._baseline, strict=True))
+
+    def _ask(self, now: float) -> None:
+        assert self._reader is not None
+        assert self._reader.stdin is not None
+        if self._asked_at is not None:
+            return
+        self._asked_at, self._look_at = now, None
+        try:
+            self._reader.stdin.write(b"\n")
+            self._reader.stdin.flush()
+        except OSError:
+            pass  # it has ended, and we shall hear that next
+
+    def _dismiss(self, problem: str) -> None:
+        """It may hang in the driver, where no signal reaches it: nobody waits for its end."""
+        log.warning("GPU memory is not waited for any more: %s", problem)
+        self._until = None
+        self.close()
+
+    def _listen(self, reader: subprocess.Popen[bytes]) -> None:
+        assert reader.stdout is not None
+        message = b"-"
+        while message:
+            message = reader.stdout.readline()
+            self._post(ReaderSpoke(reader.pid, message))

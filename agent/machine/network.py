@@ -1,0 +1,319 @@
+"""The one decision about the network: which interface and which address of this node its job uses.
+
+The store, MASTER_ADDR, the address of metrics and probes, NCCL, gloo and TensorPipe all follow it, so that no two of
+them pick different cables. `choose` is a pure function over what the configuration says (`Wish`) and what was found
+on the machine (`Surroundings`); the user's choice comes first, then the route to the rendezvous, then the default
+route, then the fastest interface that is up. What is only missing for now (an interface that is down, a route that is
+not there) is `NotYet`, for which the caller may wait; what can never work is a `ConfigError`.
+
+Words: *plumbing* is an interface that joins containers or machines of this host, and is alike on every node; it is
+taken only by name. A *tunnel* is taken by name, or where a route leads.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...rendezvous.records import MAX_RDMA_PORTS, NetworkFacts
+from ..configuration.config import ConfigError, Problem
+from ..environment.variables import Variable
+from ..exits import ExitCode
+from .addresses import LOOPBACK, is_loopback
+from .interfaces import IP, Address, Interface, RdmaPort
+
+PLUMBING = (
+    "docker", "br-", "veth", "podman", "lxc", "lxd", "virbr", "vnet",
+    "cni", "cali", "vxlan.calico", "cilium", "flannel", "weave", "kube", "nodelocaldns",
+    "tailscale",
+)  # fmt: skip
+"""How their names begin. Tailscale's is here because it would carry a whole training between neighbours."""
+
+MOST_LISTED = 12
+
+_LEAVE_IT = "correct it, or leave it out"
+
+TUNNELS = ("wg", "tun", "tap", "ppp", "zt", "utun", "nebula", "gre", "ipip")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the configuration says. `towards` is the rendezvous store, or a member of it; None: this node hosts it."""
+
+    interface: str | None = None
+    address: str | None = None
+    towards: str | None = None
+    memory: bool = False
+    """No other node can ever join."""
+    alone: bool = False
+    """One node at a time: it may do without a network."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What was found. `routed` and `default` are this node's source addresses: towards the store, and on the default
+    route; None without such a route."""
+
+    interfaces: tuple[Interface, ...]
+    routed: str | None = None
+    default: str | None = None
+    rdma: tuple[RdmaPort, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkChoice:
+    """The interface of this node's job and its address there; `reason` is the sentence for a person."""
+
+    interface: str
+    address: str
+    reason: str
+    mtu: int = 1500
+    speed_mbps: int | None = None
+    rdma: tuple[RdmaPort, ...] = ()
+    """All ACTIVE ports of the node, not only this interface's."""
+
+    @property
+    def facts(self) -> NetworkFacts:
+        """What other nodes are told."""
+        return NetworkFacts(self.interface, self.speed_mbps or 0, self.mtu, self.rdma_ports[:MAX_RDMA_PORTS])
+
+    @property
+    def family(self) -> str:
+        return "AF_INET6" if ":" in self.address else "AF_INET"
+
+    @property
+    def rdma_ports(self) -> tuple[str, ...]:
+        """As NCCL_IB_HCA names them."""
+        return tuple(map(str, self.rdma))
+
+    def __str__(self) -> str:
+        speed = "speed unknown" if self.speed_mbps is None else f"{self.speed_mbps} Mbit/s"
+        rdma = ", ".join(self.rdma_ports) or "none"
+        return (
+            f"{self.interface}, {self.address} (MTU {self.mtu}, {speed}, RDMA ports: {rdma}): {self.reason}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    """What is missing and may still come, what to do if it does not, and how the agent ends then."""
+
+    missing: str
+    advice: str
+    code: ExitCode = ExitCode.NO_NETWORK
+
+
+def choose(wish: Wish, here: Surroundings) -> NetworkChoice | NotYet:
+    """Raises ConfigError for an interface and an address that this node does not have, or not together."""
+    named = next((interface for interface in here.interfaces if interface.name == wish.interface), None)
+    holder = _interface_of(wish.address, here)
+    problems = _what_is_not_here(wish, named, holder, here)
+    if problems:
+        raise ConfigError(problems)
+    if wish.address is not None and holder is not None:
+        if not holder.up:
+            return _down(holder, f"--local-addr {wish.address}")
+        return _chosen(holder, _ip(wish.address), "you named its address with --local-addr", here)
+    if named is not None:
+        return _by_name(wish, named, here)
+    if wish.memory:
+        return _loopback(LOOPBACK, "no other node can join", here)
+    if wish.towards is not None and is_loopback(wish.towards):
+        reason = f"the rendezvous at {wish.towards} is on this machine's loopback, so all nodes are on this machine"
+        return _loopback(here.routed or LOOPBACK, reason, here)
+    return _by_routes(wish, here)
+
+
+def network_variables(choice: NetworkChoice) -> tuple[Variable, ...]:
+    """What tells the workers' libraries of the choice. On loopback NCCL finds its way alone, as it does on one node;
+    the others would look up the host's name, which takes its time where the name servers do not answer."""
+    reason = f"the interface of {choice.address}, this node's address: {choice.reason}"
+    name = choice.interface
+    exact = (Variable(library, name, reason, by="network") for library in _EXACT_NAMES)
+    if is_loopback(choice.address):
+        return tuple(exact)
+    return (
+        Variable(NCCL_SOCKET_IFNAME, f"={name}", f"exactly this name; {reason}", by="network"),
+        *exact,
+        # Whoever chose NCCL's interface may have chosen one without this family.
+        Variable(
+            NCCL_SOCKET_FAMILY,
+            choice.family,
+            f"the family of {choice.address}; NCCL would take the first it finds",
+            by="network",
+            aliases=(NCCL_SOCKET_IFNAME,),
+        ),
+    )
+
+
+NCCL_SOCKET_IFNAME, NCCL_SOCKET_FAMILY = "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"
+GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME = "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"
+_EXACT_NAMES = (GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME)
+
+
+def _what_is_not_here(
+    wish: Wish, named: Interface | None, holder: Interface | None, here: Surroundings
+) -> list[Problem]:
+    problems = []
+    if wish.interface is not None and named is None:
+        expected = f"an interface of this node, which has {_listed(here.interfaces)}"
+        problems.append(Problem("--network-interface", wish.interface, expected, _LEAVE_IT))
+    if wish.address is not None and holder is None:
+        expected = f"an address of this node, which has {_listed(here.interfaces)}"
+        problems.append(Problem("--local-addr", wish.address, expected, _LEAVE_IT))
+    if named is not None and holder is not None and named != holder:
+        expected = f"the interface of --local-addr {wish.address}, which is {holder.name}"
+        problems.append(Problem("--network-interface", named.name, expected, "keep one of the two options"))
+    return problems
+
+
+def _by_name(wish: Wish, interface: Interface, here: Surroundings) -> NetworkChoice | NotYet:
+    if not interface.up:
+        return _down(interface, f"--network-interface {interface.name}")
+    address = _address_on(interface, wish.towards)
+    if address is None:
+        return _no_address(interface)
+    return _chosen(interface, address.ip, "you named it with --network-interface", here)
+
+
+def _by_routes(wish: Wish, here: Surroundings) -> NetworkChoice | NotYet:
+    passed_over = ""
+    if wish.towards is not None:
+        route = _interface_of(here.routed, here)
+        near = _down_but_near(wish.towards, route, here.interfaces)
+        if near is not None:
+            return _down(near, f"the rendezvous at {wish.towards} is in its subnet")
+        if route is None and not wish.alone:
+            return NotYet(
+                f"a route to the rendezvous at {wish.towards}; there are {_listed(here.interfaces)}",
+                "check cables, routes and --rdzv-endpoint",
+            )
+        if route is not None and not route.loopback:
+            if not route.name.startswith(PLUMBING):
+                return _routed(route, here.routed, f"the route to the rendezvous at {wish.towards}", here)
+            passed_over = (
+                f"; the rendezvous at {wish.towards} is reached over {route.name}, but interfaces like it"
+            )
+            passed_over += f" are taken only by name (--network-interface {route.name})"
+    default = _interface_of(here.default, here)
+    if default is not None and default.up and not default.loopback and not default.name.startswith(PLUMBING):
+        return _routed(default, here.default, f"the default route{passed_over}", here)
+    fastest = _fastest(here.interfaces)
+    if fastest is not None:
+        interface, address = fastest
+        reason = f"the fastest interface that is up, without any default route{passed_over}"
+        return _chosen(interface, address.ip, reason, here)
+    if wish.alone:
+        return _loopback(LOOPBACK, "one node, and no other interface is up", here)
+    return NotYet(
+        f"an interface that other nodes reach; there are {_listed(here.interfaces)}{passed_over}",
+        "bring one up, or choose with --network-interface; if all agents are on this machine, choose "
+        f"--local-addr {LOOPBACK}",
+    )
+
+
+def _routed(
+    interface: Interface, source: str | None, reason: str, here: Surroundings
+) -> NetworkChoice | NotYet:
+    assert source is not None, "a route has a source address"
+    if not interface.up:
+        return _down(interface, reason)
+    if not any(address.routable for address in interface.addresses if address.ip == _ip(source)):
+        return _no_address(interface)
+    return _chosen(interface, _ip(source), reason, here)
+
+
+def _down(interface: Interface, why: str) -> NotYet:
+    return NotYet(
+        f"interface {interface.name} to come up ({why})",
+        f"check the cable and `ip link set {interface.name} up`, or choose another with --network-interface",
+    )
+
+
+def _no_address(interface: Interface) -> NotYet:
+    return NotYet(
+        f"an address that other nodes reach; now there is {interface.state}",
+        f"give {interface.name} an address, or choose another interface with --network-interface",
+    )
+
+
+def _down_but_near(
+    towards: str, route: Interface | None, interfaces: Iterable[Interface]
+) -> Interface | None:
+    """One that is down, but will be the way to `towards` as soon as it is up: the present route is a detour."""
+    target = _ip(towards)
+
+    def near(interface: Interface) -> bool:
+        return any(
+            address.ip.version == target.version and address.shares_subnet(target)
+            for address in interface.addresses
+        )
+
+    if route is not None and near(route):
+        return None
+    candidates = (
+        interface
+        for interface in interfaces
+        if not interface.up and near(interface) and not interface.name.startswith(PLUMBING)
+    )
+    return next(candidates, None)
+
+
+def _fastest(interfaces: Iterable[Interface]) -> tuple[Interface, Address] | None:
+    usable = [
+        (interface, address)
+        for interface in interfaces
+        if interface.up and not interface.loopback and not interface.name.startswith((*PLUMBING, *TUNNELS))
+        if (address := _address_on(interface, None)) is not None
+    ]
+    return max(usable, key=lambda found: found[0].speed_mbps or 0, default=None)
+
+
+def _address_on(interface: Interface, towards: str | None) -> Address | None:
+    """Of the family of `towards` if there is one, else IPv4 before IPv6."""
+    usable = [address for address in interface.addresses if address.routable or interface.loopback]
+    wanted = _ip(towards).version if towards is not None else 4
+    return min(usable, key=lambda address: address.ip.version != wanted, default=None)
+
+
+def _interface_of(source: str | None, here: Surroundings) -> Interface | None:
+    return _holder(_ip(source), here.interfaces) if source is not None else None
+
+
+def _holder(ip: IP, interfaces: Iterable[Interface]) -> Interface | None:
+    """A loopback interface has all of 127.0.0.0/8 without listing it."""
+    return next(
+        (
+            interface
+            for interface in interfaces
+            if any(ip == address.ip for address in interface.addresses)
+            or (ip.version == 4 and ip.is_loopback and interface.loopback)
+        ),
+        None,
+    )
+
+
+def _loopback(address: str, reason: str, here: Surroundings) -> NetworkChoice:
+    found = _holder(_ip(address), here.interfaces)
+    return _chosen(found or Interface("lo", True, mtu=65536), _ip(address), reason, here)
+
+
+def _chosen(interface: Interface, ip: IP, reason: str, here: Surroundings) -> NetworkChoice:
+    scope = f"%{interface.name}" if ip.version == 6 and ip.is_link_local else ""
+    return NetworkChoice(
+        interface.name, f"{ip}{scope}", reason, interface.mtu, interface.speed_mbps, here.rdma
+    )
+
+
+def _ip(address: str) -> IP:
+    return ipaddress.ip_address(address.partition("%")[0])
+
+
+def _listed(interfaces: tuple[Interface, ...]) -> str:
+    """A host with many containers has hundreds of them."""
+    shown = [interface.state for interface in interfaces if not interface.name.startswith("veth")][
+        :MOST_LISTED
+    ]
+    more = len(interfaces) - len(shown)
+    return ", ".join([*shown, *([f"and {more} more"] if more else [])]) or "no interface at all"

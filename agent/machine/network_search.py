@@ -1,0 +1,133 @@
+"""Looks at this machine until there is a network that the job can use, or until there has been time enough.
+
+One look reads the interfaces, resolves the names that the configuration gives, asks the kernel for routes, and lets
+`network.choose` decide. Nothing is opened or changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from ..configuration.config import Config, ConfigError, Endpoint, Problem
+from ..exits import CannotStart, ExitCode
+from .addresses import AddressError, default_source, is_loopback, resolve, source_address
+from .interfaces import interfaces, rdma_ports
+from .network import NCCL_SOCKET_IFNAME, NetworkChoice, NotYet, Surroundings, Wish, choose
+from .socket_names import check_socket_names, nccl_waits_for
+
+log = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What was found. `endpoint` is that of a c10d store, as an address; None: this agent hosts it, or another kind."""
+
+    choice: NetworkChoice
+    endpoint: Endpoint | None = None
+
+
+def look(config: Config, environ: Mapping[str, str]) -> Network | NotYet:
+    """What can be said now. Raises ConfigError with all that can never work. `environ` is what workers inherit."""
+    try:
+        here = interfaces()
+    except OSError as error:
+        if config.rendezvous.backend != "memory":
+            expected = f"a netlink socket, with which NCCL, too, lists the interfaces, but: {error}"
+            advice = "allow it (systemd: RestrictAddressFamilies with AF_NETLINK)"
+            raise ConfigError([Problem("this node's network", None, expected, advice)]) from error
+        here = ()
+    problems = check_socket_names(environ, here)
+    wish = Wish(
+        config.network_interface,
+        memory=config.rendezvous.backend == "memory",
+        alone=config.nodes.max == 1,
+    )
+    unknown: AddressError | None = None
+    places: list[str | None] = []
+    try:
+        if config.local_addr is not None:
+            wish = replace(wish, address=resolve(config.local_addr, 0))
+        if config.rendezvous.backend == "c10d" or wish.address is None:
+            places = _places_of_store(config)
+            wish = replace(wish, towards=_towards(places, len(config.rendezvous.endpoints)))
+    except AddressError as error:
+        unknown = error
+    routed = source_address(wish.towards) if wish.towards is not None else None
+    choice: NetworkChoice | NotYet | None = None
+    try:
+        choice = choose(wish, Surroundings(here, routed, default_source(), rdma_ports()))
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    if unknown is not None:
+        advice = "check --rdzv-endpoint and --local-addr, and /etc/hosts and DNS on this node"
+        return NotYet(f"a host name ({unknown})", advice, ExitCode.BAD_CONFIG)
+    if not isinstance(choice, NetworkChoice):
+        assert choice is not None, "what was refused has been raised"
+        return choice
+    if nccl_waits_for(environ, here):
+        value = f"{NCCL_SOCKET_IFNAME}={environ[NCCL_SOCKET_IFNAME]}"
+        return NotYet(f"an interface of {value} to come up", f"bring it up, or unset {NCCL_SOCKET_IFNAME}")
+    return Network(choice, _endpoint(config, places, choice))
+
+
+def wait_for_network(
+    config: Config, environ: Mapping[str, str], sleep: Callable[[float], None] = time.sleep
+) -> Network:
+    """Looks for as long as --network-wait. Raises CannotStart."""
+    give_up_at = time.monotonic() + config.network_wait_s
+    said = ""
+    while True:
+        try:
+            found = look(config, environ)
+        except ConfigError as error:
+            raise CannotStart(ExitCode.BAD_CONFIG, str(error)) from error
+        if isinstance(found, Network):
+            return found
+        if time.monotonic() >= give_up_at:
+            waited = f"waited {config.network_wait_s:g} s (--network-wait) for {found.missing}"
+            raise CannotStart(found.code, f"{waited}: {found.advice}")
+        if found.missing != said:
+            said = found.missing
+            log.info("waiting up to %g s (--network-wait) for %s", config.network_wait_s, said)
+        sleep(LOOK_AGAIN_S)
+
+
+def _places_of_store(config: Config) -> list[str | None]:
+    """The address of each endpoint that has one; None for this machine's own name. Raises AddressError if all fail."""
+    places: list[str | None] = []
+    errors = []
+    for given in config.rendezvous.endpoints:
+        try:
+            address = resolve(given.host, given.port)
+        except AddressError as error:
+            errors.append(str(error))
+            continue
+        # Debian's /etc/hosts gives a machine's own name a loopback address, where no other node can come.
+        own_name = is_loopback(address) and given.host not in ("localhost", address)
+        places.append(None if own_name else address)
+    if errors and not places:
+        raise AddressError("; ".join(errors))
+    return places
+
+
+def _towards(places: list[str | None], given: int) -> str | None:
+    """The place whose route is this node's way to the others."""
+    distant = [place for place in places if place is not None and not is_loopback(place)]
+    if distant:
+        return next((place for place in distant if source_address(place) is not None), distant[0])
+    # A member on loopback says nothing about the others, so it counts only when all are.
+    return places[0] if places and None not in places and len(places) == given else None
+
+
+def _endpoint(config: Config, places: list[str | None], choice: NetworkChoice) -> Endpoint | None:
+    if config.rendezvous.backend != "c10d" or not places:
+        return None
+    ((given,), (place,)) = config.rendezvous.endpoints, places
+    return Endpoint(choice.address if place is None else place, given.port)

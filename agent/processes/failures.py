@@ -1,0 +1,393 @@
+"""How one worker ended, as data and in words: what failed first, where, with which exception, and where to read on.
+
+What is known comes from three places, the best first: the *error file* that torch's `@record` writes for an uncaught
+exception, the last Python traceback in the worker's stderr, and the *exit*: a return code as `subprocess` counts it
+(negative: ended by that signal). All three are written or caused by the user's program: whatever they hold, reading
+them never raises, and what does not fit is cut.
+
+Invariant: every text in a `WorkerFailure` is bounded, has no control characters but newline and tab, and can be
+encoded. Its JSON form stays within `MAX_JSON` bytes, because it travels through the store to the other nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from ...health.hang import HangWatch
+
+Reason = Literal["ok", "exception", "signal", "oom", "nccl", "hang", "unknown"]
+"""Some of the metric `worker_exits_total`'s values for `reason`. `nccl`: the network between the workers, or NCCL
+itself; `hang`: no exit at all, the agent had waited long enough."""
+
+HANG_SIGNAL = signal.SIGABRT
+"""What ends a worker that hangs: PYTHONFAULTHANDLER makes it print where each of its threads stands."""
+
+MAX_JSON = 4096
+_SCHEMA = 1
+_ERROR_FILE_MAX = 1024 * 1024
+_CAUSE_MAX = 500
+_EXCEPTION_MAX = 2048
+_TRACEBACK_MAX = 16 * 1024
+_FINGERPRINT_MAX = 300
+
+# Bytes that each text may take in the JSON form. With the numbers and the names they stay below MAX_JSON.
+_JSON_BUDGET = {
+    "node": 256,
+    "cause": 400,
+    "exception": 500,
+    "traceback": 1400,
+    "log_tail": 800,
+    "log_file": 500,
+}
+
+_SIGNAL_HINTS = {
+    signal.SIGABRT: "the program gave up: often a C++ exception or NCCL's watchdog",
+    signal.SIGBUS: "often a full /dev/shm, or a mapped file that became shorter",
+    signal.SIGFPE: "arithmetic in native code, such as an integer division by zero",
+    signal.SIGILL: "an instruction that this processor lacks: built for another machine",
+    signal.SIGKILL: "often the kernel's out-of-memory killer or an operator",
+    signal.SIGSEGV: "a fault in native code; `python -X faulthandler` shows where",
+    signal.SIGTERM: "something asked it to stop",
+}
+_OOM_HINT = "the kernel's out-of-memory killer: the workers need more memory than their cgroup may use"
+_CODE_HINTS = {126: "the command could not be run", 127: "the command was not found"}
+
+_TERMINAL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# torch puts "[rank3]: " before each line of an uncaught exception once a process group exists.
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
+# A traceback's frame; faulthandler's `File "x", line 1 in f` has no comma and is no Python exception.
+_FRAME = re.compile(r'^\s+File ".*", line \d+(, in .*)?$')
+# What torch raises when NCCL or its TCPStore fails, and what NCCL's watchdog writes before it aborts the process.
+_NETWORK_EXCEPTION = re.compile(r"DistBackendError|DistNetworkError|NCCL error|nccl(System|Remote)Error")
+_WATCHDOG = re.compile(
+    r"Watchdog caught collective operation timeout|watchdog thread terminated with exception"
+)
+_HEADER = "Traceback (most recent call last):"
+# What changes from run to run in a message: UUIDs, addresses and hashes, names of temporary files, numbers.
+_VARYING = re.compile(
+    r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|\b0x[0-9a-f]+|\b(?=[a-f]*\d)[0-9a-f]+\b|\btmp\w{6,}|\d+",
+    re.IGNORECASE,
+)
+
+
+class FailureInvalid(ValueError):
+    """A text is not the JSON form of a `WorkerFailure`: another program or version wrote it. Show it to nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExitDescription:
+    text: str
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReport:
+    """What an error file or a traceback tells. `note` says why an error file that exists could not be used."""
+
+    exception: str | None = None
+    traceback: str | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFailure:
+    """One worker's end. `cause` is one line that stands alone; `exception` is `Type: message`."""
+
+    rank: int
+    local_rank: int
+    node: str
+    generation: int
+    returncode: int
+    reason: Reason
+    cause: str
+    exception: str | None = None
+    traceback: str | None = None
+    log_tail: tuple[str, ...] = ()
+    log_file: str | None = None
+
+    def to_json(self) -> str:
+        """A small form: the ends of the traceback and of the log, at most `MAX_JSON` bytes of ASCII."""
+        return json.dumps(
+            {
+                "schema": _SCHEMA,
+                "rank": self.rank,
+                "local_rank": self.local_rank,
+                "generation": self.generation,
+                "returncode": self.returncode,
+                "reason": self.reason,
+                "node": _fit(self.node, "node"),
+                "cause": _fit(self.cause, "cause"),
+                "exception": self.exception and _fit(self.exception, "exception"),
+                "traceback": self.traceback and _fit(self.traceback, "traceback", keep_end=True),
+                "log_tail": _fit("\n".join(self.log_tail), "log_tail", keep_end=True),
+                "log_file": self.log_file and _fit(self.log_file, "log_file"),
+            }
+        )
+
+    @staticmethod
+    def from_json(text: str) -> WorkerFailure:
+        """Raises `FailureInvalid` for everything that `to_json` does not write."""
+        if len(text) > MAX_JSON:
+            raise FailureInvalid(
+                f"a worker failure of {len(text)} characters, at most {MAX_JSON} are allowed"
+            )
+        try:
+            fields = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise FailureInvalid(f"a worker failure is not JSON: {error}") from error
+        if not isinstance(fields, dict) or fields.get("schema") != _SCHEMA:
+            raise FailureInvalid(f"a worker failure is not of schema {_SCHEMA}")
+        reason: Any = fields.get("reason")
+        if reason not in get_args(Reason):
+            raise FailureInvalid("a worker failure's 'reason' is unknown")
+        log_tail = _text(fields, "log_tail")
+        return WorkerFailure(
+            rank=_number(fields, "rank", 0, 2**31),
+            local_rank=_number(fields, "local_rank", 0, 2**31),
+            generation=_number(fields, "generation", 0, 2**63),
+            returncode=_number(fields, "returncode", -128, 256),
+            reason=reason,
+            node=_text(fields, "node"),
+            cause=_text(fields, "cause"),
+            exception=_optional_text(fields, "exception"),
+            traceback=_optional_text(fields, "traceback"),
+            log_tail=tuple(log_tail.split("\n")) if log_tail else (),
+            log_file=_optional_text(fields, "log_file"),
+        )
+
+
+def examine(
+    *,
+    rank: int,
+    local_rank: int,
+    node: str,
+    generation: int,
+    returncode: int,
+    error_file: Path | None,
+    log_tail: Sequence[str],
+    log_file: Path | None,
+    oom_killed: bool = False,
+) -> WorkerFailure:
+    """Everything that can be told about this worker's end."""
+    ended = describe_exit(returncode, oom_killed)
+    log_tail = tuple(_clean(line) for line in log_tail)
+    report = (None if error_file is None else read_error_file(error_file)) or ErrorReport()
+    note = f"; {report.note}" if report.note else ""
+    # A worker that a signal ended may have logged, and survived, any number of exceptions before.
+    if report.exception is None and returncode > 0:
+        report = find_traceback(log_tail) or report
+    reason = ended.reason
+    cause = ended.text
+    if report.exception is not None:
+        cause += f": {_first_line(report.exception)}"
+        if reason in ("unknown", "signal"):
+            reason = "nccl" if _NETWORK_EXCEPTION.search(report.exception) else "exception"
+    elif returncode == -signal.SIGABRT and any(_WATCHDOG.search(line) for line in log_tail):
+        reason = "nccl"
+    return WorkerFailure(
+        rank=rank,
+        local_rank=local_rank,
+        node=node,
+        generation=generation,
+        returncode=returncode,
+        reason=reason,
+        cause=_cut(cause + note, _CAUSE_MAX),
+        exception=report.exception,
+        traceback=report.traceback,
+        log_tail=log_tail,
+        log_file=None if log_file is None else _clean(str(log_file)),
+    )
+
+
+def hung(
+    node: str, generation: int, ranks: Mapping[int, int], hang: HangWatch, log_file: Path | None
+) -> WorkerFailure:
+    """The end that the agent makes of workers which do not move, blamed on the hindmost; `ranks` by local rank."""
+    at = ", ".join(f"rank {ranks[local]}: {step}" for local, step in sorted(hang.steps.items()))
+    cause = f"hang: no step or checkpoint reported for {hang.limit_s:g} s (--hang-timeout); last steps: {at}"
+    return WorkerFailure(
+        rank=ranks[hang.hindmost],
+        local_rank=hang.hindmost,
+        node=node,
+        generation=generation,
+        returncode=-HANG_SIGNAL,
+        reason="hang",
+        cause=_cut(cause, _CAUSE_MAX),
+        log_file=None if log_file is None else _clean(str(log_file)),
+    )
+
+
+def describe_exit(returncode: int, oom_killed: bool = False) -> ExitDescription:
+    """`oom_killed`: the kernel counted an out-of-memory kill among the workers meanwhile."""
+    if returncode == 0:
+        return ExitDescription("exit code 0", "ok")
+    if returncode < 0:
+        number = -returncode
+        if number == signal.SIGKILL and oom_killed:
+            return ExitDescription(f"killed by SIGKILL (signal 9; {_OOM_HINT})", "oom")
+        hint = next((f"; {text}" for known, text in _SIGNAL_HINTS.items() if known == number), "")
+        return ExitDescription(f"killed by {_signal_name(number)} (signal {number}{hint})", "signal")
+    if 128 < returncode <= 128 + signal.SIGRTMAX:
+        by = f"a shell's way to say: killed by {_signal_name(returncode - 128)}"
+        return ExitDescription(f"exit code {returncode} ({by})", "signal")
+    hint = f" ({_CODE_HINTS[returncode]})" if returncode in _CODE_HINTS else ""
+    return ExitDescription(f"exit code {returncode}{hint}", "unknown")
+
+
+def read_error_file(path: Path) -> ErrorReport | None:
+    """What torch's `@record` left there; None if there is no such file. Never raises for anything it may hold."""
+    try:
+        content = _read_regular_file(path)
+        report = json.loads(content)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return ErrorReport(note=_clean(f"its error file {path} cannot be read: {error.strerror or error}"))
+    except (ValueError, RecursionError) as error:
+        return ErrorReport(note=_clean(f"its error file {path} is not usable: {error}"))
+    message = report.get("message") if isinstance(report, dict) else None
+    details: object = None
+    if isinstance(message, dict):
+        details = message.get("extraInfo")
+        message = message.get("message")
+    if not isinstance(message, str) or not message:
+        return ErrorReport(note=_clean(f"its error file {path} is not usable: it has no message"))
+    traceback = details.get("py_callstack") if isinstance(details, dict) else None
+    return ErrorReport(
+        exception=_cut(_clean(message), _EXCEPTION_MAX),
+        traceback=_cut_start(_clean(traceback).strip("\n"), _TRACEBACK_MAX)
+        if isinstance(traceback, str)
+        else None,
+    )
+
+
+def find_traceback(lines: Sequence[str]) -> ErrorReport | None:
+    """The last Python traceback in a log's last lines, even if its beginning is no longer among them."""
+    lines = [_RANK_PREFIX.sub("", line) for line in lines]
+    frame = next((at for at in reversed(range(len(lines))) if _FRAME.match(lines[at])), None)
+    if frame is None:
+        return None
+    end = next((at for at in range(frame + 1, len(lines)) if lines[at] and not lines[at][0].isspace()), None)
+    if end is None:
+        return None
+    start = next((at for at in reversed(range(frame)) if lines[at] == _HEADER), 0)
+    return ErrorReport(
+        exception=_cut(lines[end], _EXCEPTION_MAX),
+        traceback=_cut_start("\n".join(lines[start : end + 1]), _TRACEBACK_MAX),
+    )
+
+
+def fingerprint(failure: WorkerFailure) -> str:
+    """The same text for the same failure in another generation, on another rank or node; for crash loops."""
+    ended = f"signal {-failure.returncode}" if failure.returncode < 0 else f"exit code {failure.returncode}"
+    if failure.exception is None:
+        return ended
+    return f"{ended}: {_VARYING.sub('#', _first_line(failure.exception))}"[:_FINGERPRINT_MAX]
+
+
+def summarize(first: WorkerFailure, others: Sequence[WorkerFailure]) -> str:
+    """A block for a tired person: which worker failed first, why, where to read on, and who else failed."""
+    rule = "=" * 80
+    lines = [
+        rule,
+        f"Worker failure in generation {first.generation}: {_who(first)} failed first",
+        f"  cause:    {first.cause}",
+        f"  log file: {first.log_file or 'none (set --log-dir to keep one per rank)'}",
+    ]
+    if first.exception is not None and "\n" in first.exception:
+        lines += ["  exception:", *_indented(first.exception)]
+    shown: set[str] = set()
+    if first.traceback is not None:
+        lines += ["  traceback:", *_indented(first.traceback)]
+        shown.update(first.traceback.split("\n"))
+    last = [line for line in first.log_tail if _RANK_PREFIX.sub("", line) not in shown]
+    if last:
+        lines += ["  last lines of its output:", *_indented("\n".join(last))]
+    if others:
+        lines.append("  failed after it, usually because of it:")
+        lines += [f"    {_who(other)}: {other.cause}" for other in others]
+    return "\n".join([*lines, rule])
+
+
+def _who(failure: WorkerFailure) -> str:
+    return f"rank {failure.rank} (local rank {failure.local_rank} on node {failure.node})"
+
+
+def _indented(text: str) -> list[str]:
+    return [f"    {line}" for line in text.split("\n")]
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "a signal without a name"
+
+
+def _read_regular_file(path: Path) -> bytes:
+    # A worker chose what lies there: no link to elsewhere, and no pipe that would make the agent wait.
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ValueError("it is not a regular file")
+        content = os.read(fd, _ERROR_FILE_MAX + 1)
+    finally:
+        os.close(fd)
+    if not content:
+        raise ValueError("it is empty")
+    if len(content) > _ERROR_FILE_MAX:
+        raise ValueError(f"it is larger than {_ERROR_FILE_MAX} bytes")
+    return content
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
+
+
+def _clean(text: str) -> str:
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return _CONTROL.sub("", _TERMINAL_SEQUENCE.sub("", text))
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _cut_start(text: str, most: int) -> str:
+    return text if len(text) <= most else "..." + text[len(text) - most + 3 :]
+
+
+def _fit(text: str, name: str, *, keep_end: bool = False) -> str:
+    """`text` cut until its JSON form is within the budget of the field `name`."""
+    size, fitting = len(text), text
+    while len(json.dumps(fitting)) > _JSON_BUDGET[name]:
+        size = size * 9 // 10
+        fitting = _cut_start(text, size + 3) if keep_end else _cut(text, size + 3)
+    return fitting
+
+
+def _number(fields: dict[str, Any], name: str, low: int, above: int) -> int:
+    value = fields.get(name)
+    if type(value) is not int or not low <= value < above:
+        raise FailureInvalid(f"a worker failure's {name!r} is not a whole number from {low} to {above - 1}")
+    return value
+
+
+def _text(fields: dict[str, Any], name: str) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str) or len(value) > _JSON_BUDGET[name]:
+        raise FailureInvalid(f"a worker failure's {name!r} is not a text of {_JSON_BUDGET[name]} characters")
+    return _clean(value)
+
+
+def _optional_text(fields: dict[str, Any], name: str) -> str | None:
+    return None if fields.get(name) is None else _text(fields, name)

@@ -1,0 +1,222 @@
+"""The worker processes of one generation on this node: start, notice the end, stop, leave nothing behind.
+
+Each worker is started through `shim` in its own session and group, so that it dies with the agent and can be
+stopped with its children. One thread waits on the workers' pidfds and posts `WorkerExited` within a millisecond
+of an exit; reaping, signals and all state belong to the main thread.
+
+A group is *gone* only when every worker is reaped and no process that they started is left, nor any in the cgroup that
+the group has where the agent may make one: only then may the next generation start (I1).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..configuration.config import Command
+from ..events import Event, WorkerExited
+from .guard import Guard, cgroup_members, empty_cgroup, find_processes, remove_cgroup
+from .logs import WorkerLogs
+
+log = logging.getLogger(__name__)
+
+SHIM = Path(__file__).with_name("shim.py")
+LOCAL_RANK_MACRO = "${local_rank}"
+
+LEFTOVER_PAUSE_S = 0.02
+"""Between two looks for processes that a generation has left behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """One worker as it is to be started."""
+
+    rank: int
+    local_rank: int
+    environment: Mapping[str, str]
+    cpus: tuple[int, ...] = ()
+    """Where it may run; empty for wherever the agent may."""
+
+
+def command_line(command: Command, local_rank: int) -> list[str]:
+    """What a worker executes. Arguments may contain torchrun's `${local_rank}`."""
+    args = [arg.replace(LOCAL_RANK_MACRO, str(local_rank)) for arg in command.args]
+    # Unbuffered, as under torchrun: a killed worker's last words are not lost in a buffer.
+    python = [os.environ.get("PYTHON_EXEC", sys.executable), "-u"]
+    if command.kind == "script":
+        return [*python, command.target, *args]
+    if command.kind == "module":
+        return [*python, "-m", command.target, *args]
+    return [command.target, *args]
+
+
+def tied(command: Sequence[str], cpus: Sequence[int] = (), cgroup: Path | None = None) -> list[str]:
+    """The same command, through the shim: it dies with this process, and with the thread that starts it.
+
+    It runs on these CPUs only, if any are given, and in this cgroup.
+    """
+    kept_to, held_in = ",".join(map(str, cpus)), str(cgroup) if cgroup is not None else ""
+    return [sys.executable, "-I", "-S", str(SHIM), str(os.getpid()), kept_to, held_in, "--", *command]
+
+
+class WorkerGroup:
+    """See the module's docstring. All methods are for the main thread."""
+
+    def __init__(
+        self,
+        generation: int,
+        incarnation: str,
+        guard: Guard,
+        logs: WorkerLogs,
+        post: Callable[[Event], None],
+        clock: Callable[[], float],
+        cgroup: Path | None = None,
+    ) -> None:
+        """`incarnation` is the agent's, by which every process of its workers can be told from others. `cgroup` is
+        made by `start`, for this group alone."""
+        self.generation = generation
+        self.returncodes: dict[int, int] = {}
+        self.ranks: dict[int, int] = {}
+        self.stopping = False
+        self.killed = False
+        """Those that were left after the grace were sent SIGKILL."""
+        self._incarnation = incarnation
+        self._guard = guard
+        self._logs = logs
+        self._post = post
+        self._clock = clock
+        self._cgroup = cgroup
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._kill_at: float | None = None
+        self._behind: set[int] = set()
+
+    def start(self, command: Command, specs: Sequence[WorkerSpec]) -> None:
+        """Raises OSError when a process cannot be made; those started before it have ended then."""
+        try:
+            if self._cgroup is not None:
+                self._cgroup.mkdir()
+            for spec in specs:
+                self._start_one(command, spec)
+            pidfds = {os.pidfd_open(process.pid): local for local, process in self._processes.items()}
+        except OSError:
+            # No thread would ever hear of their end. They have hardly begun: nothing is lost by not asking them first.
+            for process in self._unreaped():
+                self._signal(process, signal.SIGKILL, group=True)
+            for local_rank in self._processes:
+                self.reap(local_rank)
+            raise
+        threading.Thread(target=self._await_exits, args=(pidfds,), name="worker-exits", daemon=True).start()
+
+    def _start_one(self, command: Command, spec: WorkerSpec) -> None:
+        process = subprocess.Popen(
+            tied(command_line(command, spec.local_rank), spec.cpus, self._cgroup),
+            env=dict(spec.environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._processes[spec.local_rank] = process
+        self.ranks[spec.local_rank] = spec.rank
+        self._guard.watch(process.pid)
+        pipes = os.dup(process.stdout.fileno()), os.dup(process.stderr.fileno())
+        process.stdout.close()
+        process.stderr.close()
+        self._logs.attach(self.generation, spec.rank, *pipes)
+
+    def _await_exits(self, pidfds: dict[int, int]) -> None:
+        poll = select.poll()
+        for pidfd in pidfds:
+            poll.register(pidfd, select.POLLIN)
+        while pidfds:
+            for pidfd, _ in poll.poll():
+                at = self._clock()
+                poll.unregister(pidfd)
+                os.close(pidfd)
+                self._post(WorkerExited(self.generation, pidfds.pop(pidfd), at))
+
+    def reap(self, local_rank: int) -> int:
+        """The return code of a worker that has exited: negative for a signal."""
+        returncode = self._processes[local_rank].wait()
+        self.returncodes[local_rank] = returncode
+        return returncode
+
+    @property
+    def running(self) -> int:
+        return len(self._processes) - len(self.returncodes)
+
+    @property
+    def succeeded(self) -> bool:
+        return not self.running and not any(self.returncodes.values())
+
+    def stop(self, grace_s: float, *, gently: bool, asking: signal.Signals = signal.SIGTERM) -> None:
+        """Ask the workers to end, and kill their groups after `grace_s`. Again with less grace: sooner.
+
+        A gentle stop signals only the workers themselves, not their children: a data loader that dies of the
+        same SIGTERM would fail the very checkpoint that the grace is for.
+        """
+        kill_at = self._clock() + grace_s
+        if self._kill_at is None or kill_at < self._kill_at:
+            self._kill_at = kill_at
+        if not self.stopping:
+            self.stopping = True
+            for process in self._unreaped():
+                self._signal(process, asking, group=not gently)
+
+    def gone(self) -> bool:
+        """Drive the stop on, and say whether nothing of this generation is left on this node."""
+        if self.running:
+            if self._kill_at is not None and self._clock() >= self._kill_at:
+                self.killed = True
+                for process in self._unreaped():
+                    self._signal(process, signal.SIGKILL, group=True)
+                self._kill_at = self._clock() + 1.0
+            return False
+        sessions = [process.pid for process in self._processes.values()]
+        leftovers = find_processes(self._incarnation, sessions, generation=self.generation)
+        for pid in leftovers:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        held = cgroup_members(self._cgroup) if self._cgroup is not None else ()
+        if (behind := {*leftovers, *held}) and behind != self._behind:
+            log.info("generation %d left %d processes behind; killing them", self.generation, len(behind))
+        self._behind = behind
+        empty = self._cgroup is None or empty_cgroup(self._cgroup)
+        if leftovers or not empty:
+            return False
+        if self._cgroup is not None:
+            remove_cgroup(self._cgroup)
+        for session in sessions:
+            self._guard.forget(session)
+        return True
+
+    def wake_at(self) -> float | None:
+        """When `gone` next has something to do without an exit."""
+        if self.running:
+            return self._kill_at
+        return self._clock() + LEFTOVER_PAUSE_S
+
+    def _unreaped(self) -> list[subprocess.Popen[bytes]]:
+        return [process for local, process in self._processes.items() if local not in self.returncodes]
+
+    def _signal(self, process: subprocess.Popen[bytes], number: signal.Signals, *, group: bool) -> None:
+        """Safe: an unreaped process keeps its pid, and its group's id with it."""
+        try:
+            if group:
+                os.killpg(process.pid, number)
+            else:
+                os.kill(process.pid, number)
+        except ProcessLookupError:
+            pass  # it has just ended, and its exit is on the way to us

@@ -1,0 +1,1 @@
+"""`elastic-agent status`: the pages that an agent serves, and the command that asks for them."""

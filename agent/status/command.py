@@ -1,0 +1,300 @@
+"""`elastic-agent status`: how a job is, told by an agent or by the store. It only asks, and never joins.
+
+Which door is taken: `--agent` names an agent; an endpoint, on the command line or in a file named there, means the
+store; else all agents on this machine that belong to this user, and where there is none, the store that the
+environment names, if it does. The agent's own command line with `status` before it works: what it would run is left
+aside.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias, TypeVar, cast
+
+from ...rendezvous.records import Endpoint as Address
+from ..cli import option_help
+from ..configuration.config import ConfigError, Endpoint, Problem, RendezvousConfig
+from ..configuration.kinds import YES_OR_NO, Kind, duration, endpoint
+from ..configuration.layers import Layer, read_argv, read_environ
+from ..configuration.options import (
+    CONFIG_FILE,
+    ENDPOINT,
+    ETCD_OPTIONS,
+    GROUPS,
+    HELP,
+    SCRIPT,
+    STANDALONE,
+    Option,
+)
+from ..configuration.resolve import resolve_meeting_place
+from ..exits import StatusCode
+from .doors import AgentsDoor, CannotShow, Door, Found, Silence, StoreDoor, ask_nodes
+from .report import SCHEMA, JobReport, report
+from .run_files import agents_here, places
+from .text import Screen, lines
+
+_USAGE = """\
+usage: elastic-agent status [--json] [--watch[=SECONDS]] [--agent HOST:PORT]
+       elastic-agent status [...] --rdzv-endpoint HOST:PORT --rdzv-id NAME [--etcd-...] [--config FILE.toml]
+
+Shows what a job does and why: its state and generation, the last change and its cause, restarts, checkpoint, and every
+node. Without an endpoint it asks the agents on this machine; with one, the store, with the options of the agents.
+"""
+
+_INTERVAL = "2"
+
+
+def _read_interval(text: str) -> float:
+    return duration(0.1).parse(_INTERVAL if text == "true" else text)
+
+
+def _read_agent(text: str) -> Endpoint:
+    found = endpoint(0).parse(text)
+    if not found.port:
+        raise ValueError("write its port, too: HOST:PORT")
+    return found
+
+
+JSON: Option[bool] = Option(
+    "json",
+    YES_OR_NO,
+    "one JSON document instead of text; with --watch one in each line",
+    default="false",
+    flag=True,
+)
+WATCH: Option[float | None] = Option(
+    "watch",
+    Kind(duration(0.1).expects, _read_interval),
+    f"look again and again, every {_INTERVAL} s or as often as said, until Ctrl-C",
+    metavar="[=DURATION]",
+    flag=True,
+)
+AGENT: Option[Endpoint | None] = Option(
+    "agent",
+    Kind("host:port", _read_agent),
+    "ask the agent whose metrics are served there; its log says where",
+    metavar="HOST:PORT",
+)
+TIMEOUT: Option[float] = Option(
+    "timeout",
+    duration(0.1),
+    "how long the store, and then the agents, may take to answer",
+    metavar="DURATION",
+    default="3s",
+)
+STATUS_OPTIONS: tuple[Option[object], ...] = (AGENT, JSON, WATCH, TIMEOUT)
+
+_OF_THE_STORE = frozenset(o.name for o in (*GROUPS["Rendezvous"], *ETCD_OPTIONS) if o is not STANDALONE)
+
+T = TypeVar("T")
+
+
+def main(words: Sequence[str]) -> int:
+    """Returns a `StatusCode`."""
+    command_line = read_argv(_with_interval_attached(words), STATUS_OPTIONS)
+    if HELP.name in command_line.given:
+        print(help_text())
+        return StatusCode.SHOWN
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what happened is said by us, in one line
+    try:
+        door = choose_door(command_line, os.environ)
+        watch = Watch(door, _value(command_line, TIMEOUT), time.monotonic)
+        screen = _json_screen if _value(command_line, JSON) else _text_screen
+        with _ended_by_ctrl_c():
+            return _show(watch, screen, _value(command_line, WATCH))
+    except ConfigError as error:
+        print(f"elastic-agent status: {error}", file=sys.stderr)
+        return StatusCode.BAD_CONFIG
+    except BrokenPipeError:
+        return StatusCode.OUTPUT_CLOSED
+
+
+@contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """At once and from anywhere: a KeyboardInterrupt may come where Python ignores it, or where it breaks a lock."""
+    before = signal.signal(signal.SIGINT, lambda number, frame: os._exit(StatusCode.INTERRUPTED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def help_text() -> str:
+    options = (*STATUS_OPTIONS, HELP, CONFIG_FILE)
+    store = "Also every option of the agent's rendezvous and of etcd, and their variables; see elastic-agent --help."
+    codes = [f"  {int(code):>3}  {code.meaning}" for code in StatusCode]
+    return "\n".join([_USAGE, *map(option_help, options), "", store, "", "Exit codes:", *codes])
+
+
+# --- Which door
+
+
+def choose_door(command_line: Layer, environ: Mapping[str, str]) -> Door:
+    """Raises ConfigError with all problems of whatever is looked at."""
+    given, timeout_s = command_line.given, _value(command_line, TIMEOUT)
+    agent = _value(command_line, AGENT)
+    about_store = [setting.origin for name, setting in given.items() if name in _OF_THE_STORE]
+    if not about_store and CONFIG_FILE.name not in given and SCRIPT.name in given:
+        advice = "leave it out, or write --agent HOST:PORT to ask one agent"
+        command_line.problems.append(
+            Problem(given[SCRIPT.name].origin, given[SCRIPT.name].text, "only options", advice)
+        )
+    if agent is not None and about_store:
+        advice = f"leave out either it or {', '.join(about_store)}"
+        command_line.problems.append(
+            Problem(given[AGENT.name].origin, given[AGENT.name].text, "an agent or the store to ask", advice)
+        )
+    if agent is not None or not (about_store or CONFIG_FILE.name in given):
+        if command_line.problems:
+            raise ConfigError(command_line.problems)
+    else:
+        meeting_place = resolve_meeting_place(command_line, environ)
+        if meeting_place is not None:
+            return StoreDoor(meeting_place, timeout_s)
+        if about_store:
+            advice = "add --rdzv-endpoint as the agents have it, or ask one of them: --agent HOST:PORT"
+            raise ConfigError([Problem("rdzv-endpoint", None, "the address of the job's store", advice)])
+    if agent is not None:
+        return AgentsDoor(lambda: [Address(agent.host, agent.port)], timeout_s, here=False)
+    here = AgentsDoor(lambda: agents_here(places(), os.getuid()), timeout_s, here=True)
+    if ENDPOINT.name not in read_environ(environ).given:
+        return here
+    return _HereOrStore(here, lambda: resolve_meeting_place(command_line, environ), timeout_s)
+
+
+class _HereOrStore(Door):
+    """The agents on this machine; where there is none, the store that the environment names."""
+
+    def __init__(
+        self, here: Door, meeting_place: Callable[[], RendezvousConfig | None], timeout_s: float
+    ) -> None:
+        self._here = here
+        self._meeting_place = meeting_place
+        self._timeout_s = timeout_s
+        self._store: StoreDoor | None = None
+
+    def jobs(self) -> list[Found]:
+        try:
+            return self._here.jobs()
+        except CannotShow as nothing:
+            if nothing.code is not StatusCode.NO_AGENT:
+                raise
+            if self._store is None:
+                place = self._meeting_place()
+                if place is None:
+                    raise
+                self._store = StoreDoor(place, self._timeout_s)
+        return self._store.jobs()
+
+
+# --- Looking
+
+
+class Watch:
+    """Looks through a door, and remembers since when a node has not answered."""
+
+    def __init__(self, door: Door, timeout_s: float, clock: Callable[[], float]) -> None:
+        self._door = door
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._silent_since: dict[str, float] = {}
+
+    def look(self) -> list[JobReport]:
+        """Raises CannotShow."""
+        jobs = [(found, ask_nodes(found.job, self._timeout_s)) for found in self._door.jobs()]
+        now = self._clock()
+        silent = {
+            incarnation
+            for _, answers in jobs
+            for incarnation, answer in answers.items()
+            if isinstance(answer, Silence)
+        }
+        self._silent_since = {one: self._silent_since.get(one, now) for one in silent}
+        silent_for = {one: now - since for one, since in self._silent_since.items() if since < now}
+        return [report(found, answers, silent_for) for found, answers in jobs]
+
+
+Seen: TypeAlias = list[JobReport] | CannotShow
+"""What one look has brought."""
+
+
+def _show(watch: Watch, screen: Callable[[Seen, float | None], str], interval_s: float | None) -> int:
+    """Once, or until somebody stops it."""
+    while True:
+        seen: Seen
+        try:
+            seen = watch.look()
+        except CannotShow as nothing:
+            seen = nothing
+        text = screen(seen, interval_s)
+        if text:
+            print(text, flush=True)
+        if isinstance(seen, CannotShow) and (interval_s is None or seen.code is StatusCode.BAD_CONFIG):
+            print(f"elastic-agent status: {seen}", file=sys.stderr)
+            return seen.code
+        if interval_s is None:
+            return StatusCode.SHOWN
+        time.sleep(interval_s)
+
+
+def _json_screen(seen: Seen, interval_s: float | None) -> str:
+    """There always is a document, also of a problem."""
+    document: dict[str, Any] = {"schema": SCHEMA, "at": round(time.time(), 3), "jobs": [], "problem": None}
+    if isinstance(seen, CannotShow):
+        document["problem"] = {"code": int(seen.code), "name": seen.code.name, "text": str(seen)}
+    else:
+        document["jobs"] = [job.as_json() for job in seen]
+    return json.dumps(document, indent=2 if interval_s is None else None)
+
+
+def _text_screen(seen: Seen, interval_s: float | None) -> str:
+    """A terminal is drawn anew each time; in a pipe, blocks follow each other."""
+    terminal = sys.stdout.isatty()
+    again = interval_s is not None
+    if isinstance(seen, CannotShow):
+        block = [f"elastic-agent status: {seen}"] if again else []
+    else:
+        size = shutil.get_terminal_size()
+        limits = Screen(
+            width=size.columns if terminal else None,
+            height=(size.lines - 2) // len(seen) if terminal and again else None,
+            colour=terminal and not os.environ.get("NO_COLOR"),
+        )
+        block = [line for job in seen for line in (*lines(job, limits), "")][:-1]
+    if again:
+        moment = f"{time.strftime('%H:%M:%S')}, again every {interval_s:g} s; Ctrl-C ends"
+        block = [*block, "", moment] if terminal else [moment, *block, ""]
+    if not terminal or not again:
+        return "\n".join(block)
+    clear_to_end, clear_below = "\x1b[K", "\x1b[J"
+    return "\x1b[H" + "".join(f"{line}{clear_to_end}\n" for line in block) + clear_below
+
+
+# --- Words
+
+
+def _value(layer: Layer, option: Option[T]) -> T:
+    given = layer.given.get(option.name)
+    return cast(T, given.value if given is not None else option.default_value)
+
+
+def _with_interval_attached(words: Sequence[str]) -> list[str]:
+    """`--watch 5` means `--watch=5`: its value may be left out, which no other option's may."""
+    attached: list[str] = []
+    for word in words:
+        if attached and attached[-1] == "--watch" and re.match(r"[0-9.]", word):
+            attached[-1] += f"={word}"
+        else:
+            attached.append(word)
+    return attached

@@ -1,0 +1,1 @@
+"""Our rendezvous as a plug-in of stock torchrun (entry point `torchrun.handlers`)."""

@@ -1,0 +1,33 @@
+"""Our rendezvous under stock torchrun: `torchrun --rdzv-backend=etcd-v3 --rdzv-endpoint=h1:2379,h2:2379 ...`.
+
+This is the entry point (`torchrun.handlers` in pyproject.toml). torch loads it whenever its rendezvous package is
+imported, for whichever backend, so nothing more is imported here before somebody asks for ours.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+
+BACKEND = "etcd-v3"
+"""The entry point's name: torch refuses a handler that calls itself otherwise."""
+
+
+def creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """What torch calls once, to learn how handlers are made."""
+    return create_handler
+
+
+def create_handler(params: RendezvousParameters) -> RendezvousHandler:
+    """Raises ValueError with everything that is wrong in `params`. Contacts nobody yet."""
+    from ..configuration.options import SECRET_VARIABLES
+    from .handler import EtcdV3Handler
+    from .parameters import read_parameters
+
+    # No worker may inherit a secret (I15).
+    secrets = {name: os.environ.pop(name) for name in SECRET_VARIABLES if name in os.environ}
+    return EtcdV3Handler(read_parameters(params, secrets))

@@ -1,0 +1,294 @@
+"""torch's interface of a rendezvous, over a `Membership`.
+
+torchrun's agent calls it from one thread, and knows three things: `next_rendezvous` when it has no workers,
+`num_nodes_waiting` ten times a second while they run, `shutdown` at the end. What else happened follows from which
+call comes when: a node that asks for the next rendezvous without having been told to stop has lost a worker; one that
+shuts down without an error has finished.
+
+Each world gets a `TCPStore` of its own, served by the agent of its first node on a socket that was bound before the
+world was made, so that no key and no address of an earlier world is ever seen. A place counts as taken when all nodes
+have met there: until then the death of one brings the next world, afterwards torchrun's own exchange follows at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+import threading
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import Store as TorchStore
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from ...rendezvous.decide import Policy, Refusal
+from ...rendezvous.errors import RendezvousError, StoreError
+from ...rendezvous.records import NodeRecord, Phase, Result
+from ...rendezvous.store import Store
+from ..configuration.config import Config
+from ..exits import CannotStart
+from ..machine.addresses import unique_node_id
+from ..machine.network_search import wait_for_network
+from ..ports import PortError, bind_listener
+from ..store_opening import connect_to_etcd
+from .creator import BACKEND
+from .membership import NEVER_GIVE_UP, End, Membership, Place, Status
+from .parameters import in_torchruns_words
+
+log = logging.getLogger(__name__)
+
+MEET_S = 60.0
+"""For the nodes of a new world to reach its store."""
+
+EXCHANGE_S = 60.0
+"""For what torchrun's agents tell each other there, right after they have met."""
+
+
+class EtcdV3Handler(RendezvousHandler):
+    """See the module's docstring."""
+
+    def __init__(self, config: Config, connect: Callable[[], Store] | None = None) -> None:
+        self._config = config
+        self._node = config.node_id or unique_node_id()
+        self._connect = connect or (lambda: connect_to_etcd(config.rendezvous))
+        self._membership: Membership | None = None
+        self._place: Place | None = None
+        self._told_to_stop = False
+        self._closed = False
+        self._left = False
+        self._handled_outside = sys.exc_info()[1]
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return self._config.rendezvous.job_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Raises what torch says: closed, timed out, cannot connect, or another's data in the store."""
+        membership = self._join()
+        if self._closed:
+            raise RendezvousClosedError("this node has closed the rendezvous")
+        self._end_place(End.STOPPED if self._must_stop(membership.status) else End.FAILED)
+        while True:
+            membership.want_place()
+            status = membership.wait(lambda now: now.place is not None or now.leave is not None)
+            if status.place is None or status.problem:
+                raise _refusal(status)
+            self._place = place = status.place
+            store = self._meet(membership, place)
+            if store is not None:
+                master = place.world.master
+                return RendezvousInfo(
+                    PrefixStore(f"{BACKEND}/", store),
+                    place.rank,
+                    len(place.world.members),
+                    RendezvousStoreInfo(master.address, master.port),
+                )
+            self._end_place(End.STOPPED)
+
+    def num_nodes_waiting(self) -> int:
+        """Positive while the workers here must end, whatever the reason: torchrun's agent then restarts them."""
+        if self._membership is None or self._place is None:
+            return 0
+        status = self._membership.status
+        if status.stop or status.problem:
+            self._told_to_stop = True
+            return 1
+        return 0
+
+    def is_closed(self) -> bool:
+        """As far as this node has heard. A job that ended before this node came is no matter: it begins anew."""
+        if self._membership is None or self._closed or self._left:
+            return self._closed or self._left
+        status = self._membership.status
+        ended = status.world is not None and status.world.phase is Phase.ENDED
+        return ended and (status.place is not None or status.leave is not None)
+
+    def set_closed(self) -> None:
+        """Ends the job for all nodes."""
+        try:
+            self._join().end_job(f"torchrun on node {self._node} gave up")
+        except RendezvousError as error:
+            raise RendezvousConnectionError(f"the job could not be closed: {error}") from error
+        self._closed = True
+
+    def shutdown(self) -> bool:
+        """torchrun calls this when its agent has finished, and when it fails: then an exception is under way.
+
+        Who has finished waits for the other nodes, lest they take it for lost and start again.
+        """
+        membership, place = self._membership, self._place
+        error = sys.exc_info()[1]
+        if error is self._handled_outside:
+            error = None
+        try:
+            if membership is not None and place is not None and not self._left:
+                if error is None:
+                    self._end_place(End.SUCCEEDED)
+                    membership.wait(lambda status: not status.finishing)
+                elif isinstance(error, Exception):
+                    self.set_closed()
+            return True
+        except RendezvousConnectionError as refused:
+            log.warning("%s", refused)
+            return False
+        finally:
+            self._leave()
+
+    # ---------------------------------------------------------------- the membership
+
+    def _join(self) -> Membership:
+        if self._left:
+            raise RendezvousClosedError(f"node {self._node} has left the rendezvous")
+        if self._membership is None:
+            self._membership = self._new_membership()
+            # torchrun does not call `shutdown` when a signal ends it.
+            atexit.register(self._leave)
+        return self._membership
+
+    def _new_membership(self) -> Membership:
+        config = self._config
+        rendezvous = config.rendezvous
+        try:
+            address = wait_for_network(config, {}).choice.address
+            store = self._connect()
+            listener = bind_listener(address, 0, "master")
+        except (CannotStart, PortError, StoreError) as error:
+            raise RendezvousConnectionError(in_torchruns_words(str(error))) from error
+        identity = NodeRecord(self._node, uuid.uuid4().hex[:12], address, listener.getsockname()[1], slots=1)
+        policy = Policy(
+            rendezvous.job_id,
+            config.nodes.min,
+            config.nodes.max,
+            rendezvous.last_call_s,
+            rendezvous.join_timeout_s,
+            store_outlives_job=True,
+            restarts=NEVER_GIVE_UP,
+        )
+        membership = Membership(
+            store,
+            identity,
+            policy,
+            listener,
+            lambda: bind_listener(address, 0, "master"),
+            lease_ttl_s=rendezvous.lease_ttl_s,
+        )
+        membership.start()
+        return membership
+
+    def _must_stop(self, status: Status) -> bool:
+        return self._told_to_stop or bool(status.stop or status.problem)
+
+    def _end_place(self, end: End) -> None:
+        if self._membership is not None and self._place is not None:
+            self._membership.give_back(self._place, end)
+        self._place, self._told_to_stop = None, False
+
+    def _leave(self) -> None:
+        if not self._left and self._membership is not None:
+            self._membership.close()
+            atexit.unregister(self._leave)
+        self._left = True
+
+    # ---------------------------------------------------------------- the workers' store
+
+    def _meet(self, membership: Membership, place: Place) -> TorchStore | None:
+        """The world's store as soon as all nodes are there; None when the world has ended before."""
+        meeting = _Meeting(place, membership.wake)
+        meeting.start()
+        try:
+            status = membership.wait(lambda now: now.stop or meeting.store is not None, MEET_S)
+        finally:
+            meeting.abandoned.set()
+        if status.stop or status.problem:
+            return None
+        if meeting.store is None:
+            world = place.world
+            raise RendezvousConnectionError(
+                f"the {len(world.members)} nodes of generation {world.generation} did not meet within {MEET_S:g} s at "
+                f"the store that node {world.members[0].node} serves at {world.master.address} port "
+                f"{world.master.port}{meeting.problem}: check that every node reaches this address, or choose "
+                "others with --local-addr"
+            )
+        return meeting.store
+
+
+class _Meeting(threading.Thread):
+    """Opens the store of one world and waits there for all its nodes. A thread, because a connection to a machine
+    that has just died blocks, and torch offers no way to end that."""
+
+    def __init__(self, place: Place, wake: Callable[[], None]) -> None:
+        super().__init__(name="worker-store", daemon=True)
+        self.store: TorchStore | None = None
+        self.problem = ""
+        self.abandoned = threading.Event()
+        self._place = place
+        self._wake = wake
+
+    def run(self) -> None:
+        try:
+            store = self._open()
+            if self._all_are_there(store):
+                store.set_timeout(timedelta(seconds=EXCHANGE_S))
+                self.store = store
+                self._wake()
+        except Exception as error:
+            self.problem = f" ({error})"
+
+    def _open(self) -> TCPStore:
+        master, listener = self._place.world.master, self._place.listener
+        if listener is None:
+            return TCPStore(
+                master.address,
+                master.port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=MEET_S),
+            )
+        return TCPStore(
+            master.address,
+            master.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+    def _all_are_there(self, store: TCPStore) -> bool:
+        """False when nobody waits for that any more."""
+        meeting = PrefixStore(f"{BACKEND}/meeting/", store)
+        if meeting.add("nodes", 1) == len(self._place.world.members):
+            meeting.set("all", "1")
+        pause_s = 0.001
+        while not meeting.check(["all"]):
+            if self.abandoned.wait(pause_s):
+                return False
+            pause_s = min(2 * pause_s, 0.05)
+        return True
+
+
+def _refusal(status: Status) -> Exception:
+    """What torch's contract has for it."""
+    if status.problem or status.leave is None:
+        return RendezvousStateError(status.problem)
+    why, text = status.leave.why, in_torchruns_words(status.leave.reason)
+    if why is Refusal.JOIN_TIMEOUT:
+        return RendezvousTimeoutError(text)
+    if isinstance(why, Result):
+        return RendezvousClosedError(f"the job has ended: {text}")
+    return RendezvousStateError(text)

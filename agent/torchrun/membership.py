@@ -1,0 +1,325 @@
+"""This node's part in a rendezvous whose workers another program runs: torchrun's agent.
+
+A thread drives the `Participant`, as the main loop does for workers of our own. The other program *wants a place* in
+a world when it has no workers, and *gives it back*, saying how they ended, when they are gone. It asks whether they
+must end whenever it likes: the answer lies ready in a frozen `Status`.
+
+Invariant: only the thread touches the participant. Whoever else asks never waits for the store.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import queue
+import random
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ...rendezvous.decide import Decision, Leave, Policy, Start, Stop, View, decide
+from ...rendezvous.errors import StoreError, StoreUnavailable
+from ...rendezvous.participant import Participant
+from ...rendezvous.records import (
+    MAX_TEXT,
+    WORLD_KEY,
+    Cause,
+    CauseKind,
+    Endpoint,
+    Failure,
+    NodeRecord,
+    Phase,
+    Result,
+    World,
+    line_up,
+)
+from ...rendezvous.restarts import LASTING_S, RestartPolicy
+from ...rendezvous.store import Compare, Put, Store
+from ..events import Event, StoreGone
+from ..store_link import StoreLink, pass_on
+
+log = logging.getLogger(__name__)
+
+NEVER_GIVE_UP = RestartPolicy(max_failures=sys.maxsize)
+"""torchrun counts its restarts itself, and closes the job when they are used up. The back-off is ours."""
+
+LONGEST_TURN_S = 5.0
+"""For the thread to end: it waits for nothing but events."""
+
+CLOSING_TRIES = 20
+"""The world changes a few times in a second at most; each try reads it again."""
+
+
+class End(enum.Enum):
+    """How the workers of a place ended."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    """Because they had to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This node's place in a world. `listener` is bound to the world's master, on the first node only."""
+
+    world: World
+    rank: int
+    listener: socket.socket | None
+
+    @property
+    def generation(self) -> int:
+        return self.world.generation
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What the other program may know, as of the thread's last turn."""
+
+    world: World | None = None
+    place: Place | None = None
+    """Taken and not given back yet."""
+    stop: str = ""
+    """Why the workers of `place` must end; empty while they may go on."""
+    finishing: bool = False
+    """The workers here ended with success, and those of other nodes still run in the same world."""
+    leave: Leave | None = None
+    """There will be no place any more."""
+    problem: str = ""
+    """This thread has ended: by mistake, without a store, or because the node has left."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class _GivenBack:
+    place: Place
+    end: End
+
+
+@dataclass(frozen=True, slots=True)
+class _Closed:
+    pass
+
+
+def decide_for_torchrun(view: View, policy: Policy, now: float) -> Decision:
+    """As everywhere, but a node that has finished takes no further part: torchrun's agent does not start again."""
+    world = view.world
+    finishing = world.generation if world is not None and world.phase is Phase.RUNNING else 0
+
+    def as_seen(node: NodeRecord) -> NodeRecord:
+        return replace(node, leaving=True) if node.succeeded not in (0, finishing) else node
+
+    return decide(replace(view, nodes=tuple(map(as_seen, view.nodes))), policy, now)
+
+
+class Membership:
+    """See the module's docstring. All methods are for the other program's threads."""
+
+    def __init__(
+        self,
+        store: Store,
+        identity: NodeRecord,
+        policy: Policy,
+        listener: socket.socket,
+        new_listener: Callable[[], socket.socket],
+        *,
+        lease_ttl_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        """`listener` is bound to the port that `identity` offers; `new_listener` binds another."""
+        rng = rng or random.SystemRandom()
+        self._store = store
+        self._listener = listener
+        self._new_listener = new_listener
+        self._clock = clock
+        self._events: queue.SimpleQueue[Event | _Wanted | _GivenBack | _Closed] = queue.SimpleQueue()
+        self._participant = Participant(
+            identity, policy, lease_ttl_s=lease_ttl_s, rng=rng, now=clock(), decision=decide_for_torchrun
+        )
+        self._link = StoreLink(store, lease_ttl_s, self._events.put, clock, rng)
+        self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
+        self._changed = threading.Condition()
+        self._status = Status()
+        self._wanted = False
+        self._place: Place | None = None
+        self._taken_at = 0.0
+        self._finished: tuple[int, str] | None = None
+        """Generation and incarnation in which the workers here succeeded."""
+        self._problem = ""
+
+    def start(self) -> None:
+        self._link.start()
+        self._thread.start()
+
+    @property
+    def status(self) -> Status:
+        return self._status
+
+    def wait(self, condition: Callable[[Status], object], timeout_s: float | None = None) -> Status:
+        """Until the condition holds, the time is over, or there is a problem."""
+        with self._changed:
+            self._changed.wait_for(lambda: condition(self._status) or self._status.problem, timeout_s)
+            return self._status
+
+    def wake(self) -> None:
+        """Those who wait look again at their condition, which may hang on more than the status."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def want_place(self) -> None:
+        self._events.put(_Wanted())
+
+    def give_back(self, place: Place, end: End) -> None:
+        """No worker of this place is left here. Returns when that is known to the thread."""
+        self._events.put(_GivenBack(place, end))
+        self.wait(lambda status: status.place is not place)
+
+    def end_job(self, reason: str) -> None:
+        """Nobody shall have a place any more, on any node. Raises StoreError."""
+        identity, policy = self._participant.identity, self._participant.policy
+        for _ in range(CLOSING_TRIES):
+            found = self._store.read((WORLD_KEY,)).entries
+            world = World.from_json(found[0].value) if found else _no_world_yet(policy.job, identity)
+            if world.phase is Phase.ENDED:
+                return
+            failure = Failure(world.generation, reason[:200], reason[:MAX_TEXT])
+            cause = Cause(CauseKind.FAILURE, identity.node, reason[:MAX_TEXT], failure)
+            ended = replace(world, phase=Phase.ENDED, cause=cause, result=Result.RESTARTS_EXHAUSTED)
+            compare = Compare(WORLD_KEY, found[0].mod_revision if found else 0)
+            if self._store.transact((compare,), (Put(WORLD_KEY, ended.to_json()),)).succeeded:
+                return
+        raise StoreUnavailable(f"the world of job {policy.job!r} changes all the time: it could not be ended")
+
+    def close(self) -> None:
+        """Leave at once: nobody waits for the lease to expire."""
+        self._events.put(_Closed())
+        self._thread.join(LONGEST_TURN_S)
+        self._link.close()
+        lease = self._participant.lease
+        try:
+            if lease is not None:
+                self._store.revoke(lease)
+        except StoreError as error:
+            log.warning("left without saying goodbye: %s", error)
+        self._store.close()
+        self._listener.close()
+
+    # ---------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._problem:
+                wake_at = self._turn()
+                timeout_s = None if wake_at is None else max(0.0, wake_at - self._clock())
+                try:
+                    events = [self._events.get(timeout=timeout_s)]
+                    while not self._events.empty():
+                        events.append(self._events.get())
+                except queue.Empty:
+                    continue
+                for event in events:
+                    self._hear(event)
+        except Exception as error:
+            log.exception("the rendezvous thread has ended")
+            self._problem = f"the rendezvous thread has ended: {error!r}"
+        self._publish(replace(self._status, problem=self._problem))
+
+    def _turn(self) -> float | None:
+        """Do all that can be done now; the instant at which there is more to do."""
+        now = self._clock()
+        participant = self._participant
+        while True:
+            request = participant.request(now)
+            if request is not None:
+                self._link.ask(request)
+            if participant.wants_port:
+                self._listener.close()
+                self._listener = self._new_listener()
+                participant.offer_port(self._listener.getsockname()[1])
+                continue
+            order = participant.order(now)
+            if not (isinstance(order, Start) and self._wanted):
+                break
+            self._take(order, now)
+        instants = [participant.wake_at(now)]
+        if self._place is not None:
+            lasting_at = self._taken_at + LASTING_S
+            instants.append(lasting_at)
+            if now >= lasting_at:
+                participant.workers_lasting(self._place.generation)
+        self._link.keep(participant.lease)
+        self._link.follow(participant.subscription)
+        self._publish(
+            Status(
+                participant.world,
+                self._place,
+                order.reason if isinstance(order, Stop) else "",
+                self._is_finishing(now),
+                order if isinstance(order, Leave) else None,
+            )
+        )
+        return min((at for at in instants if at is not None and at > now), default=None)
+
+    def _take(self, start: Start, now: float) -> None:
+        self._participant.workers_started(start.world)
+        rank = start.world.members.index(start.member)
+        self._place = Place(start.world, rank, self._listener if rank == 0 else None)
+        self._taken_at, self._wanted = now, False
+
+    def _is_finishing(self, now: float) -> bool:
+        participant, world = self._participant, self._participant.world
+        return (
+            self._finished is not None
+            and world is not None
+            and world.phase is Phase.RUNNING
+            and self._finished == (world.generation, participant.incarnation)
+            and participant.lease_good(now)
+        )
+
+    def _hear(self, event: Event | _Wanted | _GivenBack | _Closed) -> None:
+        now = self._clock()
+        if isinstance(event, _Wanted):
+            self._wanted = True
+        elif isinstance(event, _Closed):
+            self._problem = "this node has left the rendezvous"
+        elif isinstance(event, _GivenBack):
+            if event.place is self._place:
+                self._end(event.place, event.end, now)
+        elif isinstance(event, StoreGone):
+            self._problem = str(event.error)
+        else:
+            pass_on(event, self._participant, now)
+
+    def _end(self, place: Place, end: End, now: float) -> None:
+        participant, generation = self._participant, place.generation
+        if end is End.FAILED:
+            node = participant.identity.node
+            summary = f"workers on node {node} failed; torchrun on that node says how"
+            participant.workers_failed(Failure(generation, f"workers on node {node}", summary))
+        elif end is End.SUCCEEDED:
+            participant.workers_succeeded(generation)
+            self._finished = (generation, participant.incarnation)
+        self._place = None
+        participant.workers_gone(generation, now)
+
+    def _publish(self, status: Status) -> None:
+        if status == self._status:
+            return
+        if status.stop and not self._status.stop and status.place is not None:
+            log.warning("the workers of generation %d must end: %s", status.place.generation, status.stop)
+        with self._changed:
+            self._status = status
+            self._changed.notify_all()
+
+
+def _no_world_yet(job: str, node: NodeRecord) -> World:
+    master = Endpoint(node.address, node.port)
+    return World(job, 1, Phase.STOPPING, line_up((node,)), master, Cause(CauseKind.START))

@@ -1,0 +1,95 @@
+"""torchrun's parameters of a rendezvous as a `Config`, read and checked by the code that reads our own options.
+
+What is said about them is put into torchrun's words, so that advice can be followed.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ..configuration.config import Config, ConfigError, Problem
+from ..configuration.layers import Layer
+from ..configuration.options import (
+    BACKEND,
+    ENDPOINT,
+    JOB_ID,
+    LOCAL_ADDR,
+    MAX_NODES,
+    MIN_NODES,
+    NO_PYTHON,
+    Option,
+)
+from ..configuration.resolve import resolve
+from ..configuration.torchrun_spellings import IGNORED_RDZV_CONF_KEYS, RDZV_CONF_KEYS
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+PREFIX = "prefix"
+"""A key of `--rdzv-conf` for what our own program takes from the endpoint's URL only."""
+
+KEYS = (*RDZV_CONF_KEYS, PREFIX)
+
+
+def read_parameters(params: RendezvousParameters, secrets: Mapping[str, str]) -> Config:
+    """`secrets` are the variables that hold one. Raises ValueError with all problems."""
+    layer = Layer()
+    layer.put(BACKEND, "etcd", "--rdzv-backend")
+    layer.put(JOB_ID, params.run_id, "--rdzv-id")
+    layer.put(MIN_NODES, str(params.min_nodes), "--nnodes")
+    layer.put(MAX_NODES, str(params.max_nodes), "--nnodes")
+    layer.put(NO_PYTHON, "torchrun", "torchrun")  # it starts the workers, and knows what they are
+    if params.local_addr is not None:
+        layer.put(LOCAL_ADDR, params.local_addr, "--local-addr")
+    conf = {key.replace("-", "_"): str(value) for key, value in params.config.items()}
+    _put_endpoint(layer, params.endpoint, conf.pop(PREFIX, None))
+    for key, text in conf.items():
+        if key in RDZV_CONF_KEYS:
+            layer.put(RDZV_CONF_KEYS[key], text, f"--rdzv-conf {key}")
+        elif key not in IGNORED_RDZV_CONF_KEYS:
+            expected = f"a key of {', '.join(KEYS)}"
+            layer.problems.append(
+                Problem(f"--rdzv-conf {key}", None, expected, "correct it, or leave it out")
+            )
+    try:
+        return resolve(layer, secrets, lambda: uuid.uuid4().hex).config
+    except ConfigError as error:
+        raise ValueError(in_torchruns_words(str(error))) from None
+
+
+def _put_endpoint(layer: Layer, endpoint: str, prefix: str | None) -> None:
+    if prefix is None:
+        layer.put(ENDPOINT, endpoint, "--rdzv-endpoint")
+    elif "/" in endpoint.removeprefix("etcd://"):
+        problem = Problem(
+            f"--rdzv-conf {PREFIX}", prefix, "no other prefix in --rdzv-endpoint", "keep one of the two"
+        )
+        layer.problems.append(problem)
+        layer.broken.add(ENDPOINT.name)
+    else:
+        hosts = endpoint.removeprefix("etcd://")
+        layer.put(ENDPOINT, f"etcd://{hosts}/{prefix.strip('/')}", "--rdzv-endpoint")
+
+
+_WORDS: dict[str, tuple[str, Option[object]]] = {}
+for _key, _option in RDZV_CONF_KEYS.items():
+    _WORDS.setdefault(_option.name, (_key, _option))
+
+
+def in_torchruns_words(text: str) -> str:
+    """Our options as torchrun's user writes them: `--etcd-ca FILE` is `--rdzv-conf ca=FILE`."""
+
+    def reword(match: re.Match[str]) -> str:
+        name, value = match[1], match[2]
+        if name in (MIN_NODES.name, MAX_NODES.name):
+            return "--nnodes"
+        if name not in _WORDS:
+            return match[0]
+        key, option = _WORDS[name]
+        value = "true" if option.flag else value
+        return f"--rdzv-conf {key}={value}" if value else f"--rdzv-conf {key}"
+
+    return re.sub(r"--([a-z-]+)(?: ([A-Z]+)\b)?", reword, text)
