@@ -81,15 +81,18 @@ def read_text(text: str) -> str:
     return text
 
 
-def _identifier(text: str) -> str:
-    if re.fullmatch(r"[A-Za-z0-9._-]{1,64}", text) is None:
-        raise ValueError
-    return text
+def _matching(pattern: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if re.fullmatch(pattern, text) is None:
+            raise ValueError
+        return text
+
+    return parse
 
 
 def read_job_id(text: str) -> str | None:
     # "none" is torchrun's default, found in scripts that never chose an id: jobs would meet by accident.
-    return None if text == "none" else _identifier(text)
+    return None if text == "none" else IDENTIFIER.parse(text)
 
 
 def _yes_or_no(text: str) -> bool:
@@ -238,18 +241,6 @@ def _read_secret(text: str) -> Secret:
     return Secret(read_text(text))
 
 
-def _read_user(text: str) -> str:
-    if re.fullmatch(r"[!-~]{1,128}", text) is None:
-        raise ValueError
-    return text
-
-
-def _read_interface(text: str) -> str:
-    if re.fullmatch(r"[!-.0-~]{1,15}", text) is None:
-        raise ValueError
-    return text
-
-
 def read_port_range(text: str) -> PortRange:
     try:
         return PortRange.parse(text)
@@ -275,8 +266,10 @@ def read_conf(text: str) -> tuple[tuple[str, str], ...]:
 
 
 TEXT = Kind("a text that is not empty and holds no NUL byte", read_text)
-IDENTIFIER = Kind("1 to 64 characters of A-Z a-z 0-9 . _ -", _identifier)
-INTERFACE = Kind("the name of an interface, 1 to 15 printable ASCII characters but no /", _read_interface)
+IDENTIFIER = Kind("1 to 64 characters of A-Z a-z 0-9 . _ -", _matching(r"[A-Za-z0-9._-]{1,64}"))
+INTERFACE = Kind(
+    "the name of an interface, 1 to 15 printable ASCII characters but no /", _matching(r"[!-.0-~]{1,15}")
+)
 PATH = Kind(TEXT.expects, lambda text: Path(read_text(text)))
 STORE_ADDRESS = Kind(
     "HOST or HOST:PORT, with etcd several with commas between, or etcd://HOST:PORT,.../PREFIX;"
@@ -285,5 +278,5 @@ STORE_ADDRESS = Kind(
     _without_credentials,
 )
 SECRET = Kind("a text that is not empty", _read_secret, lambda _: MASK)
-USER = Kind("1 to 128 printable ASCII characters without blanks", _read_user)
+USER = Kind("1 to 128 printable ASCII characters without blanks", _matching(r"[!-~]{1,128}"))
 YES_OR_NO = Kind("true or false", _yes_or_no)

@@ -27,6 +27,7 @@ import pytest
 from elastic_agent.agent.processes.guard import remove_cgroup
 
 from .harness import PATIENCE_S, family
+from .needs import skip_without
 
 REPOSITORY = Path(__file__).parents[2]
 HOME = "/opt/elastic-agent"
@@ -198,11 +199,7 @@ def _a_cgroup() -> Path:
 @contextlib.contextmanager
 def container(folder: Path) -> Iterator[Container]:
     """A booted one, gone at the end. Skips the test where there can be none."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may start a container")
-    missing = [tool for tool in ("systemd-nspawn", "nsenter") if shutil.which(tool) is None]
-    if missing:
-        pytest.skip(f"{' and '.join(missing)} missing: .ci/system-packages systemd")
+    skip_without(("systemd-nspawn", "nsenter"), "systemd", "only root may start a container")
     try:
         made = Container(folder)
     except CannotBoot as reason:

@@ -31,6 +31,8 @@ import pytest
 
 from tests.etcd_servers import Place
 
+from .needs import skip_without
+
 ADDRESSES = ipaddress.ip_network("198.18.0.0/15")
 """Kept for tests of networks. Each network takes 256 of them that no other one on this machine has taken."""
 
@@ -267,11 +269,7 @@ _C = TypeVar("_C", bound=_Closing)
 @contextlib.contextmanager
 def made(make: Callable[[], _C]) -> Iterator[_C]:
     """What `make` makes, and closed at the end. Skips the test where it cannot be made."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may make network namespaces")
-    missing = [tool for tool in ("ip", "nft") if shutil.which(tool) is None]
-    if missing:
-        pytest.skip(f"{' and '.join(missing)} missing: .ci/system-packages network")
+    skip_without(("ip", "nft"), "network", "only root may make network namespaces")
     try:
         thing = make()
     except subprocess.CalledProcessError as error:
