@@ -7,7 +7,7 @@ that a test compares with this file. An attribute is the metric's name without t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from .families import Page
 
@@ -88,6 +88,33 @@ class Metrics(Page):
         }
         place = {"interface": interface, "address": address, "workers": str(slots), "gpus": str(gpus)}
 
+        self._declare_node(build, place)
+        self._declare_rendezvous()
+        self._declare_workers(local_ranks)
+        self._declare_recovery()
+        self._declare_training()
+        self._declare_store()
+        self._declare_checkpoints()
+        self._declare_output()
+
+        self.build_info.set(1, **build)
+        self.node_info.set(1, **place)
+        self.up_since_timestamp_seconds.set(started_at_s)
+        self.coordinator.set(0)
+        self.min_nodes.set(min_nodes)
+        self.max_nodes.set(max_nodes)
+        self.rendezvous_generation.set(0)
+        self.leave_world()
+        self.enter_state("init")
+        self.count_nodes(active=0)
+        self.count_workers()
+        for local_rank in local_ranks:
+            self.worker_up.set(0, local_rank=local_rank)
+        self.backoff_seconds.set(0)
+
+    # The families, as docs/metrics.md lists them.
+
+    def _declare_node(self, build: Mapping[str, str], place: Mapping[str, str]) -> None:
         self.build_info = self._gauge(
             "build_info",
             "Always 1; the labels are the versions of the agent and of what it runs on.",
@@ -111,6 +138,7 @@ class Metrics(Page):
             "coordinator", "1 while this node decides which world comes next, else 0."
         )
 
+    def _declare_rendezvous(self) -> None:
         self.rendezvous_generation = self._gauge(
             "rendezvous_generation",
             "Number of the newest world this node belonged to; 0 before the first.",
@@ -141,6 +169,7 @@ class Metrics(Page):
             kind=MEMBERSHIP_CHANGES,
         )
 
+    def _declare_workers(self, local_ranks: Sequence[str]) -> None:
         self.workers = self._gauge(
             "workers",
             "Workers of this node: running undisturbed; stopped were told to stop and are still there; failed ended by "
@@ -191,6 +220,7 @@ class Metrics(Page):
             "coordinate.",
         )
 
+    def _declare_recovery(self) -> None:
         self.detection_duration_seconds = self._histogram(
             "detection_duration_seconds",
             "Seconds from the exit of a worker of this node that failed to the order to stop its generation.",
@@ -213,6 +243,7 @@ class Metrics(Page):
             phase=RECOVERY_PHASES,
         )
 
+    def _declare_training(self) -> None:
         self.step = self._gauge("step", "Newest training step that a worker of this node reported.")
         self.last_step_timestamp_seconds = self._gauge(
             "last_step_timestamp_seconds", "When the agent heard of that step, in seconds since the epoch."
@@ -251,6 +282,7 @@ class Metrics(Page):
             "has reported a step.",
         )
 
+    def _declare_store(self) -> None:
         self.store_request_duration_seconds = self._histogram(
             "store_request_duration_seconds",
             "Seconds until the rendezvous store answered, for each request that it answered.",
@@ -284,6 +316,7 @@ class Metrics(Page):
             purpose=PORT_PURPOSES,
         )
 
+    def _declare_checkpoints(self) -> None:
         self.checkpoint_saves_total = self._counter(
             "checkpoint_saves_total",
             "Checkpoint saves that rank 0 reported on this node, by result.",
@@ -331,6 +364,7 @@ class Metrics(Page):
             "Generations that went on from an older checkpoint because this node's newer one was damaged.",
         )
 
+    def _declare_output(self) -> None:
         self.log_lines_total = self._counter(
             "log_lines_total", "Lines that this node's workers printed.", stream=LOG_STREAMS
         )
@@ -341,21 +375,6 @@ class Metrics(Page):
             "reports_dropped_total",
             "Reports of this node's workers that the agent could not read or had no time for.",
         )
-
-        self.build_info.set(1, **build)
-        self.node_info.set(1, **place)
-        self.up_since_timestamp_seconds.set(started_at_s)
-        self.coordinator.set(0)
-        self.min_nodes.set(min_nodes)
-        self.max_nodes.set(max_nodes)
-        self.rendezvous_generation.set(0)
-        self.leave_world()
-        self.enter_state("init")
-        self.count_nodes(active=0)
-        self.count_workers()
-        for local_rank in local_ranks:
-            self.worker_up.set(0, local_rank=local_rank)
-        self.backoff_seconds.set(0)
 
     # Transitions that several series tell together.
 

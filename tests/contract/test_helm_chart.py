@@ -109,7 +109,7 @@ def test_names_leave_room_for_an_index(release: str) -> None:
 def test_the_agent_accepts_its_configuration(case: str, tmp_path: Path) -> None:
     """With the pod's own variables; only the files are elsewhere."""
     text = configuration(rendered(case))
-    for path in ("/etc/elastic-agent/tls/ca.crt", "/etc/elastic-agent/tls/tls.crt", "/work/train.py",
+    for path in ("/etc/elastic-agent/tls/ca.crt", "/etc/elastic-agent/tls/tls.crt", "/app/train.py",
                  "/etc/elastic-agent/tls/tls.key", "/etc/elastic-agent/password/password"):  # fmt: skip
         file = tmp_path / path[1:]
         file.parent.mkdir(parents=True, exist_ok=True)
