@@ -114,26 +114,9 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
         gpu_memory = _started(
             stack, GpuMemory(machine.watched, config.gpu_memory_wait_s, environment, events.put, clock)
         )
-        pages = StatusPages(
-            config.rendezvous.job_id,
-            name,
-            incarnation,
-            __version__,
-            lease_ttl_s=config.rendezvous.lease_ttl_s,
-            max_restarts=config.max_restarts,
-            clock=clock,
-        )
+        pages = _pages(config, name, incarnation, clock)
         probes = _Probes(Introduction(name, incarnation, generation=0))
-        server = _started(
-            stack,
-            HealthServer(
-                http,
-                metrics.render,
-                probes.liveness,
-                probes.readiness,
-                {NODE_PATH: probes.introduction, STATUS_PATH: pages.node, JOB_PATH: pages.job},
-            ),
-        )
+        server = _started(stack, _server(http, metrics, probes, pages))
         log.info("metrics, /healthz, /readyz and /node at http://%s", _url(server.address))
         announce(run_dir, server.address)
 
@@ -161,20 +144,9 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
         stack.callback(guard.close)
         worker_store = WorkerStore(environment, events.put)
         stack.callback(worker_store.end)
-        logs = _started(
-            stack,
-            WorkerLogs(config.log_dir, name, sys.stdout.buffer, sys.stderr.buffer, metrics.printed),
-        )
-        reports = _started(
-            stack,
-            ReportReceiver(
-                run_dir / "reports",
-                events.put,
-                lambda: events.qsize() < MAX_WAITING_EVENTS,
-                clock,
-                metrics.reports_dropped_total.inc,
-            ),
-        )
+        console = sys.stdout.buffer, sys.stderr.buffer
+        logs = _started(stack, WorkerLogs(config.log_dir, name, *console, metrics.printed))
+        reports = _started(stack, _receiver(run_dir, events, metrics, clock))
         commits = _started(stack, CommitGate(run_dir / "commits", store, clock))
         link.start()
         loop = Loop(
@@ -260,6 +232,35 @@ def _metrics(
         torch_version=machine.software.torch or "",
         nccl_version=machine.software.nccl or "",
         python_version=platform.python_version(),
+    )
+
+
+def _pages(config: Config, name: str, incarnation: str, clock: Callable[[], float]) -> StatusPages:
+    return StatusPages(
+        config.rendezvous.job_id,
+        name,
+        incarnation,
+        __version__,
+        lease_ttl_s=config.rendezvous.lease_ttl_s,
+        max_restarts=config.max_restarts,
+        clock=clock,
+    )
+
+
+def _server(bind: socket.socket, metrics: Metrics, probes: _Probes, pages: StatusPages) -> HealthServer:
+    json = {NODE_PATH: probes.introduction, STATUS_PATH: pages.node, JOB_PATH: pages.job}
+    return HealthServer(bind, metrics.render, probes.liveness, probes.readiness, json)
+
+
+def _receiver(
+    run_dir: Path, events: queue.SimpleQueue[Event], metrics: Metrics, clock: Callable[[], float]
+) -> ReportReceiver:
+    return ReportReceiver(
+        run_dir / "reports",
+        events.put,
+        lambda: events.qsize() < MAX_WAITING_EVENTS,
+        clock,
+        metrics.reports_dropped_total.inc,
     )
 
 
