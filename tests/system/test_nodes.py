@@ -72,7 +72,8 @@ def test_a_node_beyond_max_nodes_stands_by_and_takes_the_first_free_place(job: J
         lambda: "standing by" in readyz(spare)[1] if spare.says("at http") else False, "c to stand by"
     )
     assert readyz(spare) == (200, f"standing by: generation {old.number} is running\n")
-    assert job.wait_for(lambda: agents["a"].metric("elastic_agent_nodes", state="standby") == 1, "the count")
+    coordinator = next(agent for agent in agents.values() if agent.metric("elastic_agent_coordinator"))
+    assert job.wait_for(lambda: coordinator.metric("elastic_agent_nodes", state="standby") == 1, "the count")
     assert not job.workers("c")
     assert [generation.number for generation in job.generations()][-1] == old.number, "nobody was disturbed"
 
