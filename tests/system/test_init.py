@@ -18,7 +18,8 @@ CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 FIRST, AGENT = 1, 2
 
 # It becomes the child of process 1, and says so before it ends.
-ORPHAN = "(sh -c 'until grep -q \") . 1 \" /proc/$$/stat; do sleep 0.01; done; echo $ELASTIC_AGENT_GENERATION >> {told}' &)"
+ADOPTED = 'until grep -q ") . 1 " /proc/$$/stat; do sleep 0.01; done'
+ORPHAN = f"(sh -c '{ADOPTED}; echo $ELASTIC_AGENT_GENERATION >> {{told}}' &)"
 
 
 @pytest.fixture(autouse=True)
