@@ -64,7 +64,7 @@ def test_of_three_interfaces_the_one_that_leads_to_the_others(job: Job, cabling:
     for number, name in enumerate("ab", 1):
         carrier, environment = trained_over(job, name)
         assert carrier == "eth1"
-        assert environment["MASTER_ADDR"] == "10.9.0.1"
+        assert environment["MASTER_ADDR"] in ("10.9.0.1", "10.9.0.2"), "whoever was first"
         assert environment["NCCL_SOCKET_IFNAME"] == "=eth1"
         assert f"at http://10.9.0.{number}:" in job.agents[number - 1].text
 
@@ -101,7 +101,7 @@ def test_ipv6_alone(job: Job, cabling: Cabling) -> None:
     for name in "ab":
         carrier, environment = trained_over(job, name)
         assert carrier == "eth0"
-        assert environment["MASTER_ADDR"] == "fd09::1"
+        assert environment["MASTER_ADDR"] in ("fd09::1", "fd09::2")
         assert environment["NCCL_SOCKET_FAMILY"] == "AF_INET6"
 
 
