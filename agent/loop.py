@@ -308,9 +308,14 @@ class Loop:
             if world.members[0] == member:
                 self._worker_store.serve(self._listener)
             self._group.start(self._config.command, specs)
+            problem = ""
         except OSError as error:
-            self._fail(f"a worker could not be started: {error}")
+            problem = f"a worker could not be started: {error}"
         self._observer.started(self._group.ranks)
+        if problem:
+            for ended, returncode in self._group.returncodes.items():
+                self._observer.exited(ended, returncode, now, killed=True)
+            self._fail(problem)
 
     def _spec(self, world: World, member: Member, local_rank: int, flight_records: Path | None) -> WorkerSpec:
         directory = self._node.run_dir / f"gen{world.generation}"

@@ -138,3 +138,19 @@ def test_many_kills_in_a_row_are_survived_in_order(job: Job) -> None:
         old = job.wait_for_training(world=2, after=kill)
         assert old.number == kill + 1, "each kill made exactly one new generation"
         kill_and_measure(job, old, kill % 2, world=2)
+
+
+def test_workers_that_cannot_all_be_started_are_ended_and_tried_again(job: Job) -> None:
+    few_files = ("sh", "-c", 'ulimit -n 60; exec "$@"', "sh")
+    agent = job.start("a", "--nproc-per-node=32", "--max-restarts=100", enter=few_files)
+    job.wait_for(lambda: agent.says("a worker could not be started.*\n(.*\n)*.*generation 2"), "another try")
+    job.wait_for(
+        lambda: (
+            agent.metric("elastic_agent_worker_starts_total") > 0
+            and agent.metric("elastic_agent_worker_up") == 0
+        ),
+        "the agent to know that none of those that it started is left",
+    )
+    agent.signal(signal.SIGTERM)
+    assert agent.exit_code() == 143
+    assert not job.processes()
