@@ -41,7 +41,7 @@ from .configuration.options import SECRET_VARIABLES
 from .events import Event, Signalled
 from .exits import CannotStart, ExitCode
 from .interruptible import unless_stopped
-from .loop import Ending, Loop, Node
+from .loop import Ending, Loop
 from .machine.addresses import LOOPBACK, reachable_at, unique_node_id
 from .machine.cgroups import claim_cgroup
 from .machine.examine import Machine
@@ -59,6 +59,7 @@ from .status.pages import JOB_PATH, STATUS_PATH, StatusPages
 from .status.run_files import RUN_DIR_PREFIX, announce, place_of_run_directory
 from .store_link import StoreLink
 from .store_opening import Binder, c10d_listener, open_store
+from .training import Node, Training
 
 log = logging.getLogger(__name__)
 
@@ -149,17 +150,16 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
         reports = _started(stack, _receiver(run_dir, events, metrics, clock))
         commits = _started(stack, CommitGate(run_dir / "commits", store, clock))
         link.start()
+        node = Node(name, incarnation, machine, run_dir, reports.path, commits.path, cgroup, environment)
+        observer = Observer(metrics, pages, config.max_restarts, started_at, time.time)
         loop = Loop(
             config,
-            Node(name, incarnation, machine, run_dir, reports.path, cgroup, environment),
             participant,
+            Training(config, node, participant, guard, worker_store, logs, observer, events.put, clock),
             link,
             PeerLink(events.put, clock),
-            guard,
-            worker_store,
             gpu_memory,
-            logs,
-            Observer(metrics, pages, config.max_restarts, started_at, time.time),
+            observer,
             manager,
             commits,
             events,

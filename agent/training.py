@@ -1,0 +1,307 @@
+"""What trains on this node: the workers of one generation, from the order to start them until nothing of them is left.
+
+Of what they do it tells the `Participant` what the other nodes must know, and the `Observer` what people want to see.
+It decides only what needs nobody else: that a worker has failed, that all are silent for too long, that they have
+lasted. When to start and when to stop a generation is the rendezvous', and reaches it through the main loop.
+
+Owned by the main thread. Instants are seconds on the monotonic clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..health.hang import HangWatch
+from ..rendezvous.participant import Participant
+from ..rendezvous.records import Failure, Member, World
+from ..rendezvous.restarts import LASTING_S
+from ..worker.reports import LoadReport, SaveReport, StepReport
+from .accounting.observer import Observer
+from .configuration.config import Config
+from .environment.contract import WorkerPlace, chosen_variables
+from .environment.timeouts import WIDENING, widening
+from .environment.variables import compose
+from .events import Event, HolderSpoke, Reported, WorkerExited
+from .machine.examine import Machine
+from .processes.failures import HANG_SIGNAL, WorkerFailure, examine, fingerprint, hung, summarize
+from .processes.guard import Guard
+from .processes.logs import WorkerLogs
+from .processes.worker_store import WorkerStore
+from .processes.workers import WorkerGroup, WorkerSpec
+
+log = logging.getLogger(__name__)
+
+DRAIN_LOGS_S = 0.5
+"""How long the last words of a failed worker may take from its pipe to the failure summary."""
+
+AS_ASKED = (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL)
+"""How a worker ends that was told to: by the signal, by a handler or shell that says so, or when its grace is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """This node as found at the start: it does not change while the agent lives."""
+
+    name: str
+    incarnation: str
+    machine: Machine
+    run_dir: Path
+    reports: Path
+    commits: Path
+    cgroup: Path | None
+    """Below it each generation's workers have one of their own."""
+    environment: Mapping[str, str]
+    """What the workers inherit: the agent's own, as it was before the agent changed anything for itself."""
+
+
+class Training:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        config: Config,
+        node: Node,
+        participant: Participant,
+        guard: Guard,
+        worker_store: WorkerStore,
+        logs: WorkerLogs,
+        observer: Observer,
+        post: Callable[[Event], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.group: WorkerGroup | None = None
+        """The workers that exist here."""
+        self._config = config
+        self._node = node
+        self._participant = participant
+        self._guard = guard
+        self._worker_store = worker_store
+        self._logs = logs
+        self._observer = observer
+        self._post = post
+        self._clock = clock
+        self._world: World | None = None
+        self._started_at = 0.0
+        self._hang = HangWatch(None)
+        self._hung = False
+        self._failures: list[WorkerFailure] = []
+
+    @property
+    def undisturbed(self) -> int:
+        """The generation whose workers run here and have not been asked to stop; 0 when there is none."""
+        return self.group.generation if self.group is not None and not self.group.stopping else 0
+
+    def start(self, world: World, member: Member, listener: socket.socket, now: float) -> None:
+        """This node's workers of `world`; `listener` is where their store is served, if that is up to this node."""
+        generation = world.generation
+        self._participant.workers_started(world)
+        self._say_if_widened(world)
+        self._world, self._started_at, self._failures = world, now, []
+        self._hang, self._hung = HangWatch(self._config.timeouts.hang_s), False
+        self._observer.starting(world, member, now)
+        self.group = WorkerGroup(
+            generation,
+            self._node.incarnation,
+            self._guard,
+            self._logs,
+            self._post,
+            self._clock,
+            self._node.cgroup / f"generation-{generation}" if self._node.cgroup is not None else None,
+        )
+        has_nccl = self._node.machine.software.has_nccl
+        records = self._logs.folder(generation, "flight_records") if has_nccl else None
+        specs = [self._spec(world, member, local_rank, records) for local_rank in range(member.slots)]
+        try:
+            if world.members[0] == member:
+                self._worker_store.serve(listener)
+            self.group.start(self._config.command, specs)
+            problem = ""
+        except OSError as error:
+            problem = f"a worker could not be started: {error}"
+        self._observer.started(self.group.ranks)
+        if problem:
+            for ended, returncode in self.group.returncodes.items():
+                self._observer.exited(ended, returncode, now, killed=True)
+            self._fail(self.group, problem)
+
+    def turn(self, now: float) -> bool:
+        """Do what is due. True: nothing of the generation is left here, and the participant knows."""
+        group = self.group
+        if group is None:
+            return False
+        if (group.stopping or group.succeeded) and group.gone():
+            self._finish(group, now)
+            return True
+        if not group.stopping:
+            if now >= self._started_at + LASTING_S:
+                self._participant.workers_lasting(group.generation)
+            if group.running and self._hang.due_at is not None and now >= self._hang.due_at:
+                self._end_hang(group, self._hang)
+        return False
+
+    def wake_at(self) -> tuple[float | None, ...]:
+        """The instants at which `turn` may have something to do without any event."""
+        if self.group is None:
+            return ()
+        if self.group.stopping:
+            return (self.group.wake_at(),)
+        return (self._started_at + LASTING_S, self._hang.due_at)
+
+    def stop(
+        self, grace_s: float, *, gently: bool, reason: str, asking: signal.Signals = signal.SIGTERM
+    ) -> None:
+        """Ask the workers to end, if there are any; see `WorkerGroup.stop`."""
+        group = self.group
+        if group is None:
+            return
+        if not group.stopping:
+            log.info("stopping generation %d: %s", group.generation, reason)
+            self._observer.stopping(self._clock())
+        group.stop(grace_s, gently=gently, asking=asking)
+
+    def show_failure(self, failure: Failure) -> None:
+        """The block for a tired person; the other nodes show what the failing one has put in the store."""
+        mine = [mine for mine in self._failures if mine.generation == failure.generation]
+        first = WorkerFailure.from_json(failure.detail) if failure.detail else None
+        if first is None:
+            log.error("generation %d failed: %s", failure.generation, failure.summary)
+            return
+        here = next((own for own in mine if own.rank == first.rank), None)
+        others = [own for own in mine if own.rank != first.rank]
+        log.error("%s", summarize(here or first, others))
+
+    # ---------------------------------------------------------------- what is heard of them
+
+    def exited(self, event: WorkerExited) -> None:
+        group = self.group
+        if group is None or group.generation != event.generation:
+            return
+        returncode = group.reap(event.local_rank)
+        self._observer.exited(event.local_rank, returncode, event.at, killed=group.killed)
+        if group.stopping and self._hung and returncode == -HANG_SIGNAL:
+            self._observer.ended(event.local_rank, "hang", event.at)
+        elif group.stopping and returncode in AS_ASKED:
+            pass
+        elif returncode == 0:
+            self._observer.ended(event.local_rank, "ok", event.at)
+        else:
+            self._failed(group, event.local_rank, returncode, event.at)
+
+    def holder_spoke(self, event: HolderSpoke) -> None:
+        problem = self._worker_store.heard(event)
+        if problem and self.group is not None and not self.group.stopping:
+            self._fail(self.group, problem)
+
+    def reported(self, event: Reported) -> None:
+        report = event.report
+        if self.group is None or report.generation != self.group.generation:
+            return
+        self._observer.reported(report, event.at)
+        if isinstance(report, StepReport):
+            silence_s = self._hang.stepped(report.local_rank, report.step, event.at)
+        else:
+            silence_s = self._hang.alive(event.at)
+        if silence_s is not None:
+            log.warning("%.1f s without a step: more than half of --hang-timeout, better raise it", silence_s)
+        if isinstance(report, StepReport) or (
+            isinstance(report, SaveReport | LoadReport) and report.result == "ok"
+        ):
+            self._participant.workers_advanced(report.step)
+
+    # ---------------------------------------------------------------- start, failure, end
+
+    def _say_if_widened(self, world: World) -> None:
+        before = widening(self._world) if self._world is not None else 0
+        if widening(world) != before:
+            log.warning(
+                "network timeouts are widened by %d steps of %d, were by %d: %d failures in a row without progress",
+                widening(world),
+                WIDENING.most,
+                before,
+                world.restarts.fruitless,
+            )
+
+    def _spec(self, world: World, member: Member, local_rank: int, flight_records: Path | None) -> WorkerSpec:
+        directory = self._directory(world.generation)
+        directory.mkdir(exist_ok=True)
+        place = WorkerPlace(
+            world,
+            member,
+            local_rank,
+            error_file=self._error_file(world.generation, local_rank),
+            reports=self._node.reports,
+            commits=self._node.commits,
+            flight_records=flight_records,
+        )
+        chosen = chosen_variables(
+            self._config, self._node.machine, place, agent_incarnation=self._node.incarnation
+        )
+        environment = compose(self._node.environment, chosen)
+        return WorkerSpec(place.rank, local_rank, environment, self._node.machine.shares[local_rank].cpus)
+
+    def _directory(self, generation: int) -> Path:
+        """Where the workers of one generation have files of their own."""
+        return self._node.run_dir / f"gen{generation}"
+
+    def _error_file(self, generation: int, local_rank: int) -> Path:
+        return self._directory(generation) / f"error-{local_rank}.json"
+
+    def _failed(self, group: WorkerGroup, local_rank: int, returncode: int, at: float) -> None:
+        """A worker has ended as it should not: find out why, and end the generation with it."""
+        rank = group.ranks[local_rank]
+        self._logs.drain(group.generation, rank, DRAIN_LOGS_S)
+        failure = examine(
+            rank=rank,
+            local_rank=local_rank,
+            node=self._node.name,
+            generation=group.generation,
+            returncode=returncode,
+            error_file=self._error_file(group.generation, local_rank),
+            log_tail=self._logs.tail(group.generation, rank),
+            log_file=self._logs.log_file(group.generation, rank),
+        )
+        self._failures.append(failure)
+        self._observer.ended(local_rank, failure.reason, at)
+        if not group.stopping:
+            log.error("rank %d failed: %s", rank, failure.cause)
+            self._report_failure(
+                Failure(group.generation, fingerprint(failure), failure.cause, detail=failure.to_json())
+            )
+
+    def _fail(self, group: WorkerGroup, what: str) -> None:
+        """The generation fails on this node without a worker to blame."""
+        log.error("%s", what)
+        self._report_failure(Failure(group.generation, what[:200], what[:4000]))
+
+    def _end_hang(self, group: WorkerGroup, hang: HangWatch) -> None:
+        """Workers that are silent for too long: each is made to say where it stands, and that is its end."""
+        log_file = self._logs.log_file(group.generation, group.ranks[hang.hindmost])
+        failure = hung(self._node.name, group.generation, group.ranks, hang, log_file)
+        self._hung = True
+        log.error("%s", failure.cause)
+        told = Failure(group.generation, "hang", failure.cause, detail=failure.to_json())
+        self._report_failure(told, asking=HANG_SIGNAL)
+
+    def _report_failure(self, failure: Failure, asking: signal.Signals = signal.SIGTERM) -> None:
+        self._participant.workers_failed(failure)
+        grace_s = self._config.stop.failure_grace_s
+        gently = asking is HANG_SIGNAL  # a data loader has nothing to say about where training stands
+        self.stop(grace_s, gently=gently, reason=failure.summary, asking=asking)
+
+    def _finish(self, group: WorkerGroup, now: float) -> None:
+        """Nothing of the generation is left here."""
+        self._worker_store.close()
+        if group.succeeded:
+            log.info(
+                "generation %d: all %d workers here ended with success", group.generation, len(group.ranks)
+            )
+            self._participant.workers_succeeded(group.generation)
+        self._logs.detach_generation(group.generation)
+        self.group = None
+        self._observer.gone(now, succeeded=group.succeeded)
+        self._participant.workers_gone(group.generation, now)
