@@ -106,6 +106,7 @@ class Checkpointer:
         CheckpointMismatch when the checkpoint does not fit `state` (some of it may have been changed by then);
         CheckpointError when it broke on its way from the rank that has it.
         """
+        progress.loading()
         group = current_group()
         started_s = time.monotonic()
         step = 0

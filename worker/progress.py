@@ -1,55 +1,200 @@
-"""Tells the node's agent how far this worker is. The agent's socket is named by `ELASTIC_AGENT_REPORTS`.
+"""What this process tells its node's agent as it trains, and what happens between two steps.
 
-Nothing here may ever disturb training: without the variable (torchrun, plain python) every function does nothing;
-with it, a datagram goes out only if that costs no waiting, and is lost without a word otherwise. Only the process
-that the agent started reports: data-loader processes inherit the variable and stay silent.
+A step goes into the page that both share (`page`, named by `ELASTIC_AGENT_PAGE`): two words are written and one is
+read, no system call. Saves and loads are rare and have more to say: they are sent to the agent's socket (`reports`, named by
+`ELASTIC_AGENT_REPORTS`), if that costs no waiting, and are lost without a word otherwise.
+
+Nothing here may ever disturb training: without the variables (torchrun, plain python) nobody is told anything. Only one
+process speaks for a worker: data loaders and other children inherit the variables and stay silent.
 
 The local rank comes from `ELASTIC_AGENT_LOCAL_RANK`: where each worker sees one device, LOCAL_RANK is 0 for all.
+
+No torch here: whoever only calls `step` need not have it.
 """
 
 from __future__ import annotations
 
 import atexit
+import enum
 import logging
 import math
 import multiprocessing
-import operator
 import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import index
 
+from . import page
+from .page import FIRST_AT, FIRST_STEP, LOAD_AT, LOADED_AT, PENDING, STEP, STEPPED_AT, Page, PageError
 from .reports import LoadReport, LoadResult, Report, ReportError, SaveReport, SaveResult, StepReport, encode
 
 logger = logging.getLogger(__name__)
 
 STEP_INTERVAL_S = 0.1
+_now_ns = time.monotonic_ns
+
+
+class Stage(enum.IntEnum):
+    """The order of the listeners of one step."""
+
+    POSITION = 1
+    """Where in the data this step has ended is put down."""
+    STATE = 2
+    """The whole state, with that position, is copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Listener:
+    stage: Stage
+    every: int
+    callback: Callable[[int], None]
+
+
+on_pending: Callable[[int], None] | None = None
+"""Called at the end of a step while a planned change waits for this worker; may raise, which ends the worker."""
+
+keeper: Callable[[int], None] | None = None
+"""Makes the state after this step survive this process: what the newest Checkpointer can do for a drain."""
+
+_listeners: tuple[_Listener, ...] = ()
+_words: memoryview | None = None
+"""Of the page, or private ones. None: this process has not asked for its page yet."""
+_refused = False
+"""A step was no step, and that was said."""
 
 
 def step(step: int) -> None:
     """Tell the agent that optimizer step number `step` has just finished.
 
-    Call it once per optimizer step, on every rank; it costs a microsecond and neither raises nor waits. The agent
-    hears of at most one step per 0.1 s, always of the first, and of the last when the process ends by itself.
+    Call it once per optimizer step, on every rank. It costs a microsecond, waits for nobody, and does not raise for a
+    step that is none: that is said once. A planned change (a node joins or leaves) takes place between two steps, here.
 
         for step in range(start, total_steps):
             train_one(batch)
             elastic_agent.worker.step(step + 1)
     """
-    reporter = _reporter or _start()
-    reporter.step(step)
+    words = _words
+    if words is None:
+        words = _attach()
+    now = _now_ns()
+    try:
+        number = index(step)
+        if number < 0:
+            raise ValueError("steps count from 0")
+        if not words[FIRST_AT]:
+            words[FIRST_STEP] = number
+            words[FIRST_AT] = now
+        words[STEPPED_AT] = now
+        words[STEP] = number
+    except (TypeError, ValueError) as error:
+        _refuse(step, error)
+        return
+    _reporting().step(number)
+    for listener in _listeners:
+        if number % listener.every == 0:
+            listener.callback(number)
+    if words[PENDING] and on_pending is not None:
+        on_pending(number)
 
 
-def checkpoint_save(step: int, result: SaveResult, duration_s: float, size: int) -> None:
-    """Tell the agent how a save ended (rank 0 only)."""
-    reporter = _reporter or _start()
-    reporter.send(lambda g, r: SaveReport(g, r, step, result, duration_s, size))
+def on_step(
+    callback: Callable[[int], None], *, every: int = 1, stage: Stage = Stage.STATE
+) -> Callable[[], None]:
+    """Let `step(n)` call `callback(n)` when n is a multiple of `every`; returns what ends that.
+
+    Those of an earlier stage come first, and of one stage whoever came first. What a callback raises leaves `step`.
+    """
+    if every < 1:
+        raise ValueError(f"every is {every}, expected at least 1")
+    listener = _Listener(stage, every, callback)
+
+    def end() -> None:
+        global _listeners
+        _listeners = tuple(each for each in _listeners if each is not listener)
+
+    global _listeners
+    _listeners = tuple(sorted((*_listeners, listener), key=lambda each: each.stage))
+    return end
+
+
+def loading() -> None:
+    """Tell the agent that a load has begun."""
+    words = _words if _words is not None else _attach()
+    if not words[LOAD_AT]:
+        words[LOAD_AT] = _now_ns()
 
 
 def checkpoint_load(step: int, result: LoadResult, duration_s: float) -> None:
     """Tell the agent how a load, or one file of it, ended."""
-    reporter = _reporter or _start()
-    reporter.send(lambda g, r: LoadReport(g, r, step, result, duration_s))
+    if result in ("ok", "none"):
+        words = _words if _words is not None else _attach()
+        words[LOADED_AT] = _now_ns()
+    _reporting().send(lambda g, r: LoadReport(g, r, step, result, duration_s))
+
+
+def checkpoint_save(step: int, result: SaveResult, duration_s: float, size: int) -> None:
+    """Tell the agent how a save ended (rank 0 only)."""
+    _reporting().send(lambda g, r: SaveReport(g, r, step, result, duration_s, size))
+
+
+def _refuse(step: object, error: Exception) -> None:
+    # The caller's mistake, but a wrong progress report must not end a training run.
+    global _refused
+    if not _refused:
+        _refused = True
+        logger.warning("a step that is none is not counted (said once): step=%r reason=%s", step, error)
+
+
+# ---------------------------------------------------------------- the page
+
+
+def _attach() -> memoryview:
+    # Not at import: spares are forked from a process that has imported this module already.
+    global _words
+    _words = _words_of(_own_environment())
+    return _words
+
+
+def _words_of(environ: Mapping[str, str]) -> memoryview:
+    """The words of this worker's page; private ones where there is none, or another process speaks for the worker."""
+    path = environ.get(page.VARIABLE, "")
+    if not path:
+        return page.private_words()
+    try:
+        words = Page.attach(path, int(environ["ELASTIC_AGENT_GENERATION"])).words
+    except (KeyError, ValueError, OSError, PageError) as error:
+        logger.warning("the agent cannot see this worker's steps: page=%s reason=%r", path, error)
+        return page.private_words()
+    speaker = words[page.ATTACHED]
+    if speaker not in (0, os.getpid()) and _lives(speaker):
+        return page.private_words()
+    words[page.ATTACHED] = os.getpid()
+    return words
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _forked() -> None:
+    """A child of a worker is none. A spare becomes one, but only after it was forked."""
+    global _words, _listeners
+    if _words is not None:
+        _words, _listeners = page.private_words(), ()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+# ---------------------------------------------------------------- reports
 
 
 class Reporter:
@@ -88,7 +233,7 @@ class Reporter:
 
     def _send_step(self, step: int) -> None:
         self._held_back = None
-        self.send(lambda g, r: StepReport(g, r, operator.index(step)))
+        self.send(lambda g, r: StepReport(g, r, index(step)))
 
     def send(self, report: Callable[[int, int], Report]) -> None:
         """Send the report made for this generation and local rank, or drop it."""
@@ -109,10 +254,14 @@ class Reporter:
 _reporter: Reporter | None = None
 
 
-def _start() -> Reporter:
-    # Not at import: spares are forked from a process that has imported this module already.
+def _reporting() -> Reporter:
     global _reporter
-    is_helper = multiprocessing.parent_process() is not None
-    _reporter = Reporter({} if is_helper else os.environ)
-    atexit.register(_reporter.flush)
+    if _reporter is None:
+        _reporter = Reporter(_own_environment())
+        atexit.register(_reporter.flush)
     return _reporter
+
+
+def _own_environment() -> Mapping[str, str]:
+    """What speaks for the worker; nothing in the helper processes that it starts."""
+    return {} if multiprocessing.parent_process() is not None else os.environ

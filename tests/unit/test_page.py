@@ -1,0 +1,110 @@
+"""The page that worker and agent share: what each writes the other reads, and what is no page is said to be none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.worker import page
+from elastic_agent.worker.page import (
+    Page,
+    PageError,
+    PageOfAnotherGeneration,
+    PageOfAnotherVersion,
+    PageTooSmall,
+    Reading,
+)
+
+
+@pytest.fixture
+def ours() -> Iterator[Page]:
+    with closing(Page.make(generation=7)) as made:
+        yield made
+
+
+def test_a_new_page_tells_of_nothing(ours: Page) -> None:
+    assert ours.read() == Reading()
+    assert (ours.words[page.GENERATION], ours.words[page.PENDING]) == (7, 0)
+
+
+def test_what_one_process_writes_the_other_reads(ours: Page) -> None:
+    program = (
+        "import sys; from elastic_agent.worker import page\n"
+        "words = page.Page.attach(sys.argv[1], 7).words\n"
+        "assert words[page.PENDING] == 1\n"
+        "words[page.STEPPED_AT], words[page.STEP] = 2_500_000_000, 2**62\n"
+    )
+    ours.words[page.PENDING] = 1
+    subprocess.run([sys.executable, "-c", program, ours.path], check=True)
+    reading = ours.read()
+    assert (reading.step, reading.stepped_at) == (2**62, 2.5)
+
+
+def test_each_word_is_read_as_what_it_is(ours: Page) -> None:
+    for number, word in enumerate(
+        (page.STEP, page.STEPPED_AT, page.FIRST_STEP, page.FIRST_AT, page.SCRIPT_AT, page.LOAD_AT, page.LOADED_AT),
+        start=1,
+    ):  # fmt: skip
+        ours.words[word] = number * 10**9
+    assert ours.read() == Reading(
+        step=10**9, stepped_at=2.0, first_step=3 * 10**9, first_at=4.0, script_at=5.0, load_at=6.0, loaded_at=7.0
+    )  # fmt: skip
+
+
+def test_the_two_writers_share_no_cache_line() -> None:
+    agent = {page.GENERATION, page.PENDING}
+    worker = {
+        page.ATTACHED, page.STEP, page.STEPPED_AT, page.FIRST_STEP, page.FIRST_AT, page.SCRIPT_AT, page.LOAD_AT,
+        page.LOADED_AT,
+    }  # fmt: skip
+    assert {word // 8 for word in agent}.isdisjoint({word // 8 for word in worker})
+    assert max(worker) < page.SIZE // 8
+
+
+def test_a_file_that_is_too_small_is_no_page(tmp_path: Path) -> None:
+    (tmp_path / "cut").write_bytes(bytes(page.SIZE - 1))
+    with pytest.raises(PageTooSmall, match="127 bytes, a page has 128"):
+        Page.attach(str(tmp_path / "cut"), 7)
+
+
+def test_a_page_of_another_version_is_refused(ours: Page) -> None:
+    ours.words[0] += 1 << 48
+    with pytest.raises(PageOfAnotherVersion, match="same elastic-agent"):
+        Page.attach(ours.path, 7)
+
+
+def test_a_page_of_another_generation_is_refused(ours: Page) -> None:
+    with pytest.raises(PageOfAnotherGeneration, match="generation 7, this process of 6"):
+        Page.attach(ours.path, 6)
+
+
+def test_refusing_leaves_no_descriptor_behind(ours: Page, tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    before = os.listdir("/proc/self/fd")
+    for path in (ours.path, str(tmp_path / "empty")):
+        with pytest.raises(PageError):
+            Page.attach(path, 6)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_nobody_can_cut_it_short_under_the_agent(ours: Page) -> None:
+    with pytest.raises(PermissionError):
+        os.truncate(ours.path, 0)
+
+
+def test_it_is_for_its_owner_only(ours: Page) -> None:
+    assert os.stat(ours.path).st_mode & 0o777 == 0o600
+
+
+def test_a_closed_page_cannot_be_found_and_its_worker_does_not_notice() -> None:
+    ours = Page.make(generation=7)
+    theirs = Page.attach(ours.path, 7)
+    ours.close()
+    theirs.words[page.STEP] = 1
+    assert not os.path.exists(ours.path) or os.stat(ours.path).st_size != page.SIZE

@@ -1,0 +1,169 @@
+"""The memory that one worker shares with its node's agent: a few words, each written by one of them.
+
+    agent    generation, pending, and script_at of a worker that it started as a new process
+    worker   attached, step, stepped_at, first_step, first_at, load_at, loaded_at
+    spare    script_at, when it becomes a worker and the user's script begins
+
+A *word* is a signed number of 8 bytes, written and read whole. An *instant* is nanoseconds of CLOCK_MONOTONIC, which
+all processes of a machine share. Words that tell of the same event have an order: a step's instant is there before its
+number, and the first step before the newest, so that whoever sees a number finds what belongs to it.
+
+The page is anonymous memory that the agent keeps open (`memfd_create`): it is never on a disk, whose writes could hold
+up a step; nothing is left of it when both processes are gone, however they went; and it cannot be cut short under the
+agent's feet. A worker finds it as `/proc/PID/fd/N`, the value of `ELASTIC_AGENT_PAGE`. Every generation has new ones.
+
+What a page says is a hint for metrics and hang detection, as reports are: no decision about correctness rests on it.
+
+No torch here: the agent imports this module.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from dataclasses import dataclass
+
+VARIABLE = "ELASTIC_AGENT_PAGE"
+
+VERSION = 1
+MAGIC = int.from_bytes(b"e-page" + VERSION.to_bytes(2, "little"), "little")
+SIZE = 128
+"""Bytes: a cache line for each end, so that what a worker writes at every step is not in the line that it reads."""
+NO_STEP = -1
+
+_MAGIC = 0
+GENERATION = 1
+PENDING = 2
+"""1 while a planned change waits for this worker to stop between two steps."""
+ATTACHED = 8
+"""The pid of the process that uses the page as the worker; 0 while none does."""
+STEP = 9
+"""The newest finished one, or NO_STEP."""
+STEPPED_AT = 10
+FIRST_STEP = 11
+FIRST_AT = 12
+SCRIPT_AT = 13
+"""The first line of the user's script is about to run; or, of a worker that is no spare, its process was made."""
+LOAD_AT = 14
+"""`Checkpointer.load` was called, for the first time."""
+LOADED_AT = 15
+"""`Checkpointer.load` has returned."""
+
+
+class PageError(RuntimeError):
+    """What is open there cannot be used as this worker's page. The worker goes on without one, and says so once."""
+
+
+class PageTooSmall(PageError):
+    """It was cut short, or is no page at all."""
+
+
+class PageOfAnotherVersion(PageError):
+    """The worker's elastic-agent is not the agent's: let the job's environment have the same version."""
+
+
+class PageOfAnotherGeneration(PageError):
+    """The agent has gone on; this process is a leftover of a generation that is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a page said at one moment. Instants are seconds, monotonic; None: that has not happened."""
+
+    step: int | None = None
+    stepped_at: float | None = None
+    first_step: int | None = None
+    first_at: float | None = None
+    script_at: float | None = None
+    load_at: float | None = None
+    loaded_at: float | None = None
+
+
+class Page:
+    """One page, mapped by this process. The agent makes and closes it; a worker attaches and leaves it mapped."""
+
+    def __init__(self, fd: int, path: str) -> None:
+        """Maps what is open at `fd`, and keeps the descriptor. Raises PageTooSmall and OSError."""
+        self.path = path
+        """Where a worker finds it."""
+        self._fd = fd
+        size = os.fstat(fd).st_size
+        if size < SIZE:
+            raise PageTooSmall(f"{path} has {size} bytes, a page has {SIZE}: it is not this agent's")
+        # In the machine's own order of bytes: nobody else reads it.
+        self.words = memoryview(mmap.mmap(fd, SIZE)).cast("q")
+
+    @classmethod
+    def make(cls, generation: int) -> Page:
+        """A new page for one worker of this generation. Raises OSError."""
+        fd = os.memfd_create("elastic-agent-page", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.fchmod(fd, 0o600)
+            os.ftruncate(fd, SIZE)
+            # Whoever cut it short would end the agent by SIGBUS.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            # Not os.getpid(): a container may see the /proc of another pid namespace.
+            page = cls(fd, f"/proc/{os.readlink('/proc/self')}/fd/{fd}")
+        except BaseException:
+            os.close(fd)
+            raise
+        page.words[GENERATION] = generation
+        page.words[STEP] = NO_STEP
+        page.words[_MAGIC] = MAGIC
+        return page
+
+    @classmethod
+    def attach(cls, path: str, generation: int) -> Page:
+        """The page at `path`, for its worker. Raises PageError and OSError."""
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
+        try:
+            page = cls(fd, path)
+            page._check(generation)
+        except BaseException:
+            os.close(fd)
+            raise
+        return page
+
+    def _check(self, generation: int) -> None:
+        if self.words[_MAGIC] != MAGIC:
+            raise PageOfAnotherVersion(
+                f"{self.path} is no page of version {VERSION}: let job and agent use the same elastic-agent"
+            )
+        if self.words[GENERATION] != generation:
+            raise PageOfAnotherGeneration(
+                f"{self.path} is of generation {self.words[GENERATION]}, this process of {generation}: its time is over"
+            )
+
+    def close(self) -> None:
+        """No worker can attach any more, and this process no longer reads it."""
+        self.words.release()
+        os.close(self._fd)
+
+    def read(self) -> Reading:
+        words = self.words
+        step, stepped_at = words[STEP], words[STEPPED_AT]
+        for _ in range(3):  # a worker that takes no microsecond between two steps is not waited for
+            again = words[STEP]
+            if again == step:
+                break
+            step, stepped_at = again, words[STEPPED_AT]
+        stepped = step != NO_STEP
+        return Reading(
+            step=step if stepped else None,
+            stepped_at=_instant(stepped_at),
+            first_step=words[FIRST_STEP] if stepped else None,
+            first_at=_instant(words[FIRST_AT]),
+            script_at=_instant(words[SCRIPT_AT]),
+            load_at=_instant(words[LOAD_AT]),
+            loaded_at=_instant(words[LOADED_AT]),
+        )
+
+
+def private_words() -> memoryview:
+    """The words of a process that has no page: nobody reads them, and no change is ever pending."""
+    return memoryview(bytearray(SIZE)).cast("q")
+
+
+def _instant(word: int) -> float | None:
+    return word / 1e9 if word else None
