@@ -22,8 +22,10 @@ class RestartPolicy:
 
     `max_failures` is how many failures the whole job survives; None means any number while generations make
     progress, and `max_fruitless` in a row without: the next one ends the job.
-    The wait doubles from `first_backoff_s` for each fruitless failure up to `max_backoff_s`, and is then
-    multiplied by a random factor from 0.5 to 1, so that many jobs hit by one outage do not return in step.
+    The first failure in such a row is retried at once: it may as well be the only one, and of a script that reports
+    no steps every failure looks fruitless. The wait then doubles from `first_backoff_s`, after the second, up to
+    `max_backoff_s`, and is multiplied by a random factor from 0.5 to 1, so that many jobs hit by one outage do not
+    return in step.
     """
 
     max_failures: int | None = None
@@ -67,7 +69,7 @@ def after_failure(
                 now_used, Result.CRASH_LOOP, f"crash loop: {limit}, the last {now_used.alike} the same"
             )
         return GiveUp(now_used, Result.RESTARTS_EXHAUSTED, limit)
-    if now_used.fruitless == 0:
+    if now_used.fruitless <= 1:
         return Retry(now_used, 0.0)
-    longest = min(policy.max_backoff_s, policy.first_backoff_s * 2.0 ** min(now_used.fruitless - 1, 30))
+    longest = min(policy.max_backoff_s, policy.first_backoff_s * 2.0 ** min(now_used.fruitless - 2, 30))
     return Retry(now_used, longest * rng.uniform(0.5, 1.0))

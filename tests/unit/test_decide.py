@@ -298,11 +298,16 @@ def test_the_best_step_outlives_the_node_that_made_it() -> None:
 # ---------------------------------------------------------------- decide: after a failure
 
 FAILED = stopping(A, B, kind=CauseKind.FAILURE)
+FAILED_AGAIN = replace(FAILED, restarts=Restarts(1, 1, "crash", 1))
 STEADY = replace(POLICY, restarts=RestartPolicy(first_backoff_s=8.0))
 
 
-def test_a_fruitless_failure_waits_before_the_next_try() -> None:
-    seen = view(FAILED, SA, SB, since=NOW)
+def test_a_first_failure_is_followed_by_the_next_try_at_once() -> None:
+    assert short(decide(view(FAILED, SA, SB, since=NOW), STEADY, NOW)) == "running 5 [a b] failure a"
+
+
+def test_a_second_fruitless_failure_waits_before_the_next_try() -> None:
+    seen = view(FAILED_AGAIN, SA, SB, since=NOW)
     waits = decide(seen, STEADY, NOW)
     assert isinstance(waits, Wait)
     assert waits.until is not None
@@ -320,9 +325,9 @@ def test_every_coordinator_comes_to_the_same_wait_and_every_generation_to_anothe
         assert isinstance(decision, Wait)
         return decision.until
 
-    assert until(FAILED) == until(FAILED)
-    assert until(FAILED) != until(replace(FAILED, generation=5))
-    assert until(FAILED) != until(replace(FAILED, job="other"))
+    assert until(FAILED_AGAIN) == until(FAILED_AGAIN)
+    assert until(FAILED_AGAIN) != until(replace(FAILED_AGAIN, generation=5))
+    assert until(FAILED_AGAIN) != until(replace(FAILED_AGAIN, job="other"))
 
 
 @pytest.mark.parametrize(
