@@ -50,6 +50,7 @@ from .machine.network import NetworkChoice, NotYet
 from .machine.network_search import Network, wait_for_network
 from .peer_link import PeerLink
 from .ports import PortError, bind_listener
+from .processes.children import Children, adopt_orphans
 from .processes.guard import Guard
 from .processes.logs import WorkerLogs
 from .processes.reports import ReportReceiver
@@ -102,6 +103,9 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
     incarnation = uuid.uuid4().hex[:12]
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     _catch_signals(events)
+    children = Children()
+    if alone := adopt_orphans():
+        log.warning("what workers leave behind is not adopted: %s", alone)
     network = _network(config, machine, environment, events, manager)
     machine = replace(machine, network=network)
     address, endpoint = network.choice.address, network.endpoint
@@ -145,6 +149,7 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
         stack.callback(guard.close)
         worker_store = WorkerStore(environment, events.put)
         stack.callback(worker_store.end)
+        children.knows(lambda: (guard.pid, *gpu_memory.pids, *worker_store.pids))
         console = sys.stdout.buffer, sys.stderr.buffer
         logs = _started(stack, WorkerLogs(config.log_dir, name, *console, metrics.printed))
         reports = _started(stack, _receiver(run_dir, events, metrics, clock))
@@ -155,7 +160,9 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
         loop = Loop(
             config,
             participant,
-            Training(config, node, participant, guard, worker_store, logs, observer, events.put, clock),
+            Training(
+                config, node, participant, guard, worker_store, logs, observer, children, events.put, clock
+            ),
             link,
             PeerLink(events.put, clock),
             gpu_memory,

@@ -28,6 +28,7 @@ from .environment.timeouts import WIDENING, widening
 from .environment.variables import compose
 from .events import Event, HolderSpoke, Reported, WorkerExited
 from .machine.examine import Machine
+from .processes.children import Children
 from .processes.failures import HANG_SIGNAL, WorkerFailure, examine, fingerprint, hung, summarize
 from .processes.guard import Guard
 from .processes.logs import WorkerLogs
@@ -71,6 +72,7 @@ class Training:
         worker_store: WorkerStore,
         logs: WorkerLogs,
         observer: Observer,
+        children: Children,
         post: Callable[[Event], None],
         clock: Callable[[], float],
     ) -> None:
@@ -83,6 +85,8 @@ class Training:
         self._worker_store = worker_store
         self._logs = logs
         self._observer = observer
+        self._children = children
+        children.knows(lambda: self.group.pids if self.group is not None else ())
         self._post = post
         self._clock = clock
         self._world: World | None = None
@@ -112,6 +116,7 @@ class Training:
             self._post,
             self._clock,
             self._node.cgroup / f"generation-{generation}" if self._node.cgroup is not None else None,
+            self._children.strangers,
         )
         has_nccl = self._node.machine.software.has_nccl
         records = self._logs.folder(generation, "flight_records") if has_nccl else None
@@ -131,6 +136,7 @@ class Training:
 
     def turn(self, now: float) -> bool:
         """Do what is due. True: nothing of the generation is left here, and the participant knows."""
+        self._children.bury(now)
         group = self.group
         if group is None:
             return False

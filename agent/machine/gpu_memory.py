@@ -72,6 +72,8 @@ class GpuMemory:
         self._environment = environment
         self._post = post
         self._clock = clock
+        self.pids: tuple[int, ...] = ()
+        """Of the reader, also when it is not heard any more: it may hang in the driver, and then nobody can end it."""
         self._reader: subprocess.Popen[bytes] | None = None
         self._baseline: Sequence[float] = ()
         self._reading: Sequence[float] = ()
@@ -95,6 +97,7 @@ class GpuMemory:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        self.pids = (reader.pid,)
         threading.Thread(target=self._listen, args=(reader,), name="gpu-memory", daemon=True).start()
         self.workers_gone(self._clock())
 

@@ -9,8 +9,9 @@ none, removes the agent's run directory, and exits. It runs as `python -I -S gua
 A process *belongs* to an incarnation when its environment carries the incarnation's marker, when its session is a
 worker's (workers lead their own), or when it descends from such a process. Each rule finds what the others miss: the
 first orphans in sessions of their own, the second a scrubbed environment, the third both while the parent lives. What
-left all three is found only where the agent has a cgroup for its workers (`cgroups`): nobody leaves that. A zombie is
-dead. An agent forgets a session as soon as it is empty: from then on its number may return as somebody else's.
+left all three is found by the living agent, which adopts it (`children`), and after the agent's death only where it has
+a cgroup for its workers (`cgroups`): nobody leaves that. A zombie is dead. An agent forgets a session as soon as it is
+empty: from then on its number may return as somebody else's.
 
 Invariant: the guard never kills pid 1, the agent or itself, nor a process that it did not just see belong.
 
@@ -39,14 +40,16 @@ def find_processes(
     sessions: Collection[int] = (),
     *,
     generation: int | None = None,
+    adopted: Collection[int] = (),
     proc: str | os.PathLike[str] = "/proc",
 ) -> tuple[int, ...]:
     """The living processes that belong to this incarnation's workers, or to those of one `generation`.
 
-    The caller itself and pid 1 are never among them. A process that a worker forked without exec has the environment
-    that its program was started with: its generation shows only if that program was started for one.
+    Those `adopted` belong, too, whatever they look like. The caller itself and pid 1 are never among them. A process
+    that a worker forked without exec has the environment that its program was started with: its generation shows only
+    if that program was started for one.
     """
-    return tuple(sorted(_find(incarnation, generation, sessions, {1, os.getpid()}, proc)))
+    return tuple(sorted(_find(incarnation, generation, sessions, {1, os.getpid()}, proc, adopted)))
 
 
 def cgroup_members(cgroup: str | os.PathLike[str]) -> tuple[int, ...]:
@@ -191,6 +194,7 @@ def _find(
     sessions: Collection[int],
     spared: Collection[int],
     proc: str | os.PathLike[str],
+    adopted: Collection[int] = (),
 ) -> dict[int, str]:
     """Pid and start time of what belongs; together they name a process for ever."""
     markers = [f"ELASTIC_AGENT_INCARNATION={incarnation}"]
@@ -203,7 +207,7 @@ def _find(
     for pid, parent, session, start in _living(proc):
         starts[pid] = start
         children.setdefault(parent, []).append(pid)
-        if session in sessions or wanted <= _environment(pid, proc):
+        if pid in adopted or session in sessions or wanted <= _environment(pid, proc):
             belonging.append(pid)
     found: dict[int, str] = {}
     while belonging:

@@ -60,6 +60,10 @@ class WorkerStore:
         """The holder's, while there is one."""
         return self._holder.process.pid if self._holder is not None else None
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return (self._holder.process.pid,) if self._holder is not None else ()
+
     def serve(self, listener: socket.socket) -> None:
         """Takes over `listener`, until `close`. Raises OSError when no holder can be started."""
         self._serving, self._listener = True, listener

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,9 +79,10 @@ class WorkerGroup:
         post: Callable[[Event], None],
         clock: Callable[[], float],
         cgroup: Path | None = None,
+        strangers: Callable[[], Collection[int]] = tuple,
     ) -> None:
         """`incarnation` is the agent's, by which every process of its workers can be told from others. `cgroup` is
-        made by `start`, for this group alone."""
+        made by `start`, for this group alone. `strangers` tells whom the agent has adopted of its workers' orphans."""
         self.generation = generation
         self.returncodes: dict[int, int] = {}
         self.ranks: dict[int, int] = {}
@@ -94,6 +95,7 @@ class WorkerGroup:
         self._post = post
         self._clock = clock
         self._cgroup = cgroup
+        self._strangers = strangers
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._kill_at: float | None = None
         self._behind: set[int] = set()
@@ -152,6 +154,11 @@ class WorkerGroup:
         return returncode
 
     @property
+    def pids(self) -> Collection[int]:
+        """Of all workers, the ended ones too."""
+        return [process.pid for process in self._processes.values()]
+
+    @property
     def running(self) -> int:
         return len(self._processes) - len(self.returncodes)
 
@@ -182,8 +189,10 @@ class WorkerGroup:
                     self._signal(process, signal.SIGKILL, group=True)
                 self._kill_at = self._clock() + 1.0
             return False
-        sessions = [process.pid for process in self._processes.values()]
-        leftovers = find_processes(self._incarnation, sessions, generation=self.generation)
+        sessions = self.pids
+        leftovers = find_processes(
+            self._incarnation, sessions, generation=self.generation, adopted=self._strangers()
+        )
         for pid in leftovers:
             try:
                 os.kill(pid, signal.SIGKILL)

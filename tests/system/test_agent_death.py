@@ -39,6 +39,23 @@ def test_what_a_worker_leaves_behind_is_gone_before_the_next_generation(job: Job
     assert {worker.generation for worker in job.workers()} == {2}
 
 
+def test_so_is_a_daemon_that_has_forgotten_where_it_comes_from(job: Job) -> None:
+    """Neither its environment nor its session tells whose it is; but it is an orphan, and the agent adopts it."""
+    told = job.folder / "daemons"
+    daemon = f"env -i setsid sh -c 'echo $$ >> {told}; exec /bin/sleep 600' &"
+    job.start("a", script=(RECORDER, f"--child={daemon}"))
+    old = job.wait_for_training(world=1)
+    job.wait_for(lambda: told.exists() and told.read_text().endswith("\n"), "the daemon to run")
+    first = int(told.read_text())
+    os.kill(old.pid(0), signal.SIGKILL)
+    job.wait_for_training(world=1, after=1)
+    job.wait_for(lambda: not Path(f"/proc/{first}").exists(), "it to be killed and buried", ORPHANS_S)
+    job.wait_for(lambda: told.read_text().count("\n") == 2, "the daemon of the second generation to run")
+    job.agents[0].signal(signal.SIGTERM)
+    job.agents[0].exit_code()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in told.read_text().split())
+
+
 def test_a_finished_job_takes_its_workers_daemons_with_it(job: Job) -> None:
     agent = job.start("a", script=(RECORDER, "--child=setsid sleep 600 &", "--steps=5"))
     assert agent.exit_code() == 0

@@ -6,20 +6,33 @@ import os
 import pty
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from .harness import ORPHANS_S, RECORDER, Job
+from .harness import ORPHANS_S, PATIENCE_S, RECORDER, Job
 
 CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 """The process that it starts is number 1 inside, and ends with it; it itself ends with the other's exit code."""
 
 FIRST, AGENT = 1, 2
 
-# It becomes the child of process 1, and says so before it ends.
-ADOPTED = 'until grep -q ") . 1 " /proc/$$/stat; do sleep 0.01; done'
+# It becomes the child of the agent, and says so before it ends.
+ADOPTED = f'until grep -q ") . {AGENT} " /proc/$$/stat; do sleep 0.01; done'
 ORPHAN = f"(sh -c '{ADOPTED}; echo $ELASTIC_AGENT_GENERATION >> {{told}}' &)"
+
+
+# Goes on below init, and ends when no process 3 is left, not even dead: a child of its child, and so of init.
+ORPHANED = """
+import os, subprocess, sys
+from elastic_agent.agent.processes.init import go_on_below_init
+go_on_below_init()
+subprocess.run(["sh", "-c", "sleep 0.1 &"])
+while len([name for name in os.listdir("/proc") if name.isdecimal()]) > 2:
+    pass
+sys.exit(7)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -69,8 +82,15 @@ def test_orphans_are_buried_and_a_workers_own_exit_code_is_not_lost_with_them(jo
     )
     assert "1" in told.read_text().split()
     assert agent.says("rank 1 failed: exit code 7$")
-    first = pid_outside(job, FIRST)
-    job.wait_for(lambda: not zombies_below(first), "every orphan to be buried")
+    agents_own = pid_outside(job, AGENT)
+    job.wait_for(lambda: not zombies_below(agents_own), "every orphan to be buried")
+
+
+def test_init_buries_whom_nobody_below_it_has_adopted() -> None:
+    ran = subprocess.run(
+        [*CONTAINER, sys.executable, "-c", ORPHANED], capture_output=True, timeout=PATIENCE_S
+    )
+    assert (ran.returncode, ran.stdout) == (7, b""), ran
 
 
 def test_sigterm_to_process_1_stops_the_workers_gently_and_nothing_is_left(job: Job) -> None:

@@ -1,0 +1,108 @@
+"""The agent's children by adoption: it takes in its workers' orphans, buries those that end, and tells who lives.
+
+The kernel gives an orphan to the nearest ancestor that asked for it, a *subreaper*, else to process 1. The agent asks:
+so the idle spares of the preloaded process become its own children, whose exit status it can wait for, and so does
+whatever a worker leaves behind, also what has left the worker's session and forgotten its environment (`guard`).
+
+A *stranger* is a child of the agent that none of its rooms knows. Only strangers are ever buried here: who waited for
+any child would take the exit status away from whoever needs it. An orphan always comes to the agent's main thread,
+and this code runs there: a child that another thread starts is never mistaken for one, and one of the main thread's own
+is known before anybody looks again.
+
+Invariants: without the kernel's list of a thread's children (CONFIG_PROC_CHILDREN) the agent adopts nobody: it could
+not tell strangers from its own. And where the process had children before it was an agent (`sidecar & exec
+elastic-agent`), an orphan may be theirs: then it is buried when it ends, but nobody is told of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Callable, Collection
+
+log = logging.getLogger(__name__)
+
+PR_SET_CHILD_SUBREAPER = 36
+
+BURY_EVERY_S = 1.0
+"""A zombie costs nothing but its number."""
+
+
+def adopt_orphans() -> str:
+    """From now on. Why it cannot be; empty if it is so."""
+    if not os.path.exists(_list_of_children()):
+        return "this kernel does not list a process' children (CONFIG_PROC_CHILDREN)"
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        return f"this process cannot adopt orphans: {os.strerror(ctypes.get_errno())}"
+    return ""
+
+
+class Children:
+    """See the module's docstring. For the main thread, after `adopt_orphans`."""
+
+    def __init__(self) -> None:
+        """To be made before this process has started any other."""
+        self._known: list[Callable[[], Collection[int]]] = []
+        self._expected: Callable[[], Collection[int]] = tuple
+        before = tuple(self._unknown())
+        self._had_children = bool(before)
+        self.knows(lambda: before)
+        self._bury_at = 0.0
+
+    def knows(self, pids: Callable[[], Collection[int]]) -> None:
+        """These are waited for by somebody, whenever they are asked for."""
+        self._known.append(pids)
+
+    def expects(self, sessions: Callable[[], Collection[int]]) -> None:
+        """Who comes from one of these sessions will be known soon, and is no orphan of a worker."""
+        self._expected = sessions
+
+    def strangers(self) -> tuple[int, ...]:
+        """Those that live. A zombie is dead."""
+        if self._had_children:
+            return ()
+        found, expected = [], set(self._expected())
+        for pid in self._unknown():
+            state, session = _state_and_session(pid)
+            if state not in ("Z", "X", "") and session not in expected:
+                found.append(pid)
+        if found:
+            self._bury_at = 0.0  # they are to be killed
+        return tuple(found)
+
+    def bury(self, now: float) -> None:
+        """Those that have ended; not more often than is worth the look."""
+        if now < self._bury_at:
+            return
+        self._bury_at = now + BURY_EVERY_S
+        for pid in self._unknown():
+            try:
+                os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:  # no child of ours: it was one a moment ago
+                pass
+
+    def _unknown(self) -> list[int]:
+        try:
+            with open(_list_of_children()) as file:
+                children = list(map(int, file.read().split()))
+        except OSError:  # see the module's docstring: nobody was adopted
+            return []
+        known = {pid for pids in self._known for pid in pids()}
+        return [pid for pid in children if pid not in known]
+
+
+def _list_of_children() -> str:
+    """Of the main thread, whose number is the process' own."""
+    return f"/proc/self/task/{os.getpid()}/children"
+
+
+def _state_and_session(pid: int) -> tuple[str, int]:
+    """An empty state when it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return "", 0
+    return fields[0], int(fields[3])

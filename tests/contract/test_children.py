@@ -1,0 +1,139 @@
+"""What the agent adopts, with real processes: a program that stands where the agent does says what it sees."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+PATIENCE_S = 20.0
+
+AGENT = """
+import json, os, subprocess, sys, time
+from elastic_agent.agent.processes.children import Children, adopt_orphans, _state_and_session
+
+def eventually(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "the condition was not met in time"
+        time.sleep(0.005)
+
+def zombie(pid):
+    return _state_and_session(pid)[0] == "Z"
+
+def worker(command):
+    "Ends at once; what it has started is an orphan then. Its children's numbers are what it prints."
+    started = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, start_new_session=True)
+    children.knows(lambda: (started.pid,))
+    return started, [int(word) for word in started.stdout.readline().split()]
+
+children = Children()
+assert adopt_orphans() == ""
+"""
+
+DAEMON = "env -i setsid /bin/sleep 600 > /dev/null & echo $!"
+
+
+def agent(does: str, *, before: str = "") -> Any:
+    """What the program prints as JSON; `before` runs in the same process before it is an agent."""
+    ran = subprocess.run(
+        [sys.executable, "-c", before + AGENT + does], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+def test_a_daemon_that_has_forgotten_where_it_comes_from_is_a_stranger_until_it_ends() -> None:
+    assert agent(f"""
+first, [daemon] = worker({DAEMON!r})
+first.wait()
+eventually(lambda: children.strangers() == (daemon,))
+os.kill(daemon, 9)
+eventually(lambda: zombie(daemon))
+living = children.strangers()
+children.bury(100.0)
+print(json.dumps([living, os.path.exists(f"/proc/{{daemon}}")]))
+""") == [[], False]
+
+
+def test_the_status_of_a_known_child_is_left_to_whoever_waits_for_it() -> None:
+    assert agent("""
+known, _ = worker("echo; exit 7")
+eventually(lambda: zombie(known.pid))
+children.bury(100.0)
+print(json.dumps([known.wait(), children.strangers()]))
+""") == [7, []]
+
+
+def test_zombies_are_looked_for_not_more_often_than_is_worth_it() -> None:
+    assert agent("""
+children.bury(100.0)
+first, [orphan] = worker("sleep 0.01 & echo $!")
+first.wait()
+eventually(lambda: zombie(orphan))
+children.bury(100.9)
+before = zombie(orphan)
+children.bury(101.1)
+print(json.dumps([before, zombie(orphan)]))
+""") == [True, False]
+
+
+def test_a_child_of_another_thread_is_nobodys_orphan() -> None:
+    assert agent("""
+import threading
+started = []
+def start():
+    started.append(subprocess.Popen(["sleep", "600"]))
+    time.sleep(600)
+threading.Thread(target=start, daemon=True).start()
+eventually(lambda: started)
+print(json.dumps([children.strangers(), started[0].poll()]))
+started[0].kill()
+""") == [[], None]
+
+
+def test_who_comes_from_an_expected_session_is_no_orphan() -> None:
+    assert (
+        agent("""
+first, [orphan] = worker("sleep 600 > /dev/null & echo $!")
+first.wait()
+eventually(lambda: children.strangers() == (orphan,))
+children.expects(lambda: (first.pid,))
+print(json.dumps(children.strangers()))
+os.kill(orphan, 9)
+""")
+        == []
+    )
+
+
+def test_where_there_were_children_before_nobody_is_told_of_an_orphan_but_it_is_buried() -> None:
+    sidecar = "import subprocess; sidecar = subprocess.Popen(['sleep', '600'])\n"
+    assert agent(
+        f"""
+first, [daemon] = worker({DAEMON!r})
+first.wait()
+os.kill(sidecar.pid, 9)
+eventually(lambda: zombie(sidecar.pid))
+strangers = children.strangers()
+os.kill(daemon, 9)
+eventually(lambda: zombie(daemon))
+children.bury(100.0)
+print(json.dumps([strangers, os.path.exists(f"/proc/{{daemon}}"), sidecar.wait()]))
+""",
+        before=sidecar,
+    ) == [[], False, -9]
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_without_the_kernels_list_nobody_is_adopted(missing: bool) -> None:
+    refused = agent(f"""
+from elastic_agent.agent.processes import children as module
+if {missing}:
+    module._list_of_children = lambda: "/proc/self/task/none/children"
+said, seen = module.adopt_orphans(), module.Children().strangers()
+print(json.dumps(["CONFIG_PROC_CHILDREN" in said, list(seen)]))
+""")
+    assert refused == [missing, []]
