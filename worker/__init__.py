@@ -27,19 +27,25 @@ if TYPE_CHECKING:
         Fenced,
         NotPlainData,
         NoUsableCheckpoint,
+        SamplerError,
+        SamplerMismatch,
         SaveFailed,
         StepNotGrowing,
     )
     from .process_group import init_process_group
     from .progress import step
+    from .sampler import ElasticSampler
 
 _HOME = {
     "Checkpointer": "checkpoint",
     "CheckpointError": "errors",
     "CheckpointMismatch": "errors",
+    "ElasticSampler": "sampler",
     "Fenced": "errors",
     "NoUsableCheckpoint": "errors",
     "NotPlainData": "errors",
+    "SamplerError": "errors",
+    "SamplerMismatch": "errors",
     "SaveFailed": "errors",
     "StepNotGrowing": "errors",
     "init_process_group": "process_group",
@@ -50,9 +56,12 @@ __all__ = [
     "CheckpointError",
     "CheckpointMismatch",
     "Checkpointer",
+    "ElasticSampler",
     "Fenced",
     "NoUsableCheckpoint",
     "NotPlainData",
+    "SamplerError",
+    "SamplerMismatch",
     "SaveFailed",
     "StepNotGrowing",
     "init_process_group",

@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint, split by what the caller should do.
+"""What can go wrong with checkpoints and samples, split by what the caller should do.
 
     CheckpointError            something about checkpoints is wrong; the text says what and what to do next
       NoUsableCheckpoint       checkpoints exist, none verifies: a person decides, training must not start at step 0
@@ -9,8 +9,11 @@
         Unconfirmed            the store is away: `save` returns False, and the agent judges how long that may last
       Fenced                   another generation has begun: let this process end, its agent is about to stop it
       BadCheckpoint            one checkpoint on disk does not verify; `load` goes on to the next older one
+    SamplerError               the training loop uses `ElasticSampler` in a way that loses samples: fix the loop
+      SamplerMismatch          the state is of another dataset or order: give the sampler the same ones
 
-All but `BadCheckpoint` leave `Checkpointer` on every rank together, with the same type and the same reason.
+All checkpoint errors but `BadCheckpoint` leave `Checkpointer` on every rank together, with the same type and the same
+reason.
 """
 
 from __future__ import annotations
@@ -56,3 +59,12 @@ class BadCheckpoint(CheckpointError):
         self.step = step
         self.path = path
         self.reason = reason
+
+
+class SamplerError(RuntimeError):
+    """Base of everything `ElasticSampler` raises."""
+
+
+class SamplerMismatch(SamplerError):
+    """The state is not of an epoch that this sampler could go on with. Out of `Checkpointer.load` it comes as the
+    reason of a CheckpointMismatch."""

@@ -1,0 +1,256 @@
+"""Deals out the samples of an epoch to the ranks, and goes on where it was when their number changes.
+
+All ranks know one *order* of the epoch: `torch.randperm` of seed + epoch, as in DistributedSampler. The *position* says
+how many samples of that order are finished, over all ranks together. What is left is dealt like cards, one sample to
+each rank in turn, so that after every step the finished samples are the first ones of the order, however many ranks
+there were. Hence two numbers, epoch and position, are all that must survive a change, and another world deals out the
+rest: no sample is repeated and none is lost.
+
+The position moves in `step()` and not when a sample is drawn: a DataLoader draws ahead, by `prefetch_factor` batches
+for each of its processes, and what nobody has trained on must be dealt again.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+from . import progress
+from .errors import SamplerError, SamplerMismatch
+
+logger = logging.getLogger(__name__)
+
+_CHUNK = 1 << 16
+"""Indices that are turned into Python numbers at a time."""
+
+
+class ElasticSampler(Sampler[int]):
+    """A DistributedSampler whose epoch survives restarts and changes of the world.
+
+        sampler = ElasticSampler(dataset, batch_size=32)
+        loader = DataLoader(dataset, batch_size=32, sampler=sampler, generator=torch.Generator())
+        checkpoints = Checkpointer("runs/x", {"model": model, "optimizer": optimizer, "sampler": sampler})
+        done = checkpoints.load()
+        for epoch in range(sampler.epoch, epochs):
+            sampler.set_epoch(epoch)          # goes on within the epoch that was loaded
+            for batch in loader:
+                train_one(batch)
+                done += 1
+                step(done)                    # here the position moves: call it before save()
+
+    batch_size: samples of one batch of one rank, as the loader has it. After a change it may be another.
+    batches_per_step: batches of one rank for each optimizer step, that is, for each `step()`: above 1 where gradients
+        are accumulated. Batches that are left at the end of an epoch get a step of their own or none.
+    drop_last: what happens at the end of the epoch when the samples do not come out even between the ranks. As in
+        DistributedSampler, False repeats some from the beginning of the order until they do, at most one for each rank
+        but the first; True leaves out as few. The loader's own `drop_last`, about batches, may be used with either.
+    num_replicas, rank: this process's place in the world; the default process group's when left out.
+
+    Every rank gets the same number of batches. One for training only: evaluation wants a DistributedSampler, since
+    every `step()` moves the position of every ElasticSampler that is in use.
+
+    Why the loader has a generator of its own: it draws a seed whenever an iteration begins, from torch's global random
+    numbers otherwise, and a resumed run begins once more often than one that was never stopped.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        *,
+        batch_size: int,
+        batches_per_step: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        for name, value in (("batch_size", batch_size), ("batches_per_step", batches_per_step)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}, expected at least 1")
+        if num_replicas is None or rank is None:
+            own_rank, world_size = _place()
+            num_replicas = world_size if num_replicas is None else num_replicas
+            rank = own_rank if rank is None else rank
+        if not 0 <= rank < num_replicas:
+            raise ValueError(
+                f"rank is {rank}, expected 0 to {num_replicas - 1}: num_replicas is {num_replicas}"
+            )
+        self._length = len(dataset)
+        self._step_samples = num_replicas * batch_size * batches_per_step
+        self._shuffle = shuffle
+        self._seed = seed
+        self._drop_last = drop_last
+        self._world_size = num_replicas
+        self._rank = rank
+        self._epoch = 0
+        self._position = 0
+        self._pass: _Pass | None = None
+        self._warned = False
+        # The listener must not keep a sampler alive that the script has dropped.
+        weakref.finalize(
+            self, progress.on_step(_forwarding(weakref.ref(self)), stage=progress.Stage.POSITION)
+        )
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """Samples of this epoch's order that are finished, over all ranks together."""
+        return self._position
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin `epoch`. For the epoch that is under way, as after a load, this changes nothing."""
+        epoch = operator.index(epoch)
+        if epoch == self._epoch:
+            return
+        self._warn_of_missing_steps()
+        self._epoch, self._position, self._pass = epoch, 0, None
+
+    def __len__(self) -> int:
+        """Samples that are left for this rank in this epoch, counted from the last finished step."""
+        left = self._length - self._position
+        return left // self._world_size if self._drop_last else -(-left // self._world_size)
+
+    def __iter__(self) -> Iterator[int]:
+        before = self._pass
+        if before is not None and before.complete and self._length - self._position < self._step_samples:
+            raise SamplerError(
+                f"epoch {self._epoch} is over, and a second iteration would find nothing left of it: call "
+                "set_epoch(epoch) at the beginning of each epoch"
+            )
+        current = self._pass = _Pass(self._position, len(self))
+        for index in self._deal(current):
+            if self._pass is not current:
+                raise SamplerError(
+                    "this iteration is over, since set_epoch(), load_state_dict() or another iteration has begun anew: "
+                    "take a new iterator from the loader"
+                )
+            current.drawn += 1
+            yield index
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data: the place in the epoch after the last finished step, and what its order is made of."""
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "length": self._length,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken, in a world of any size and with batches of any size.
+
+        Raises SamplerMismatch, and changes nothing, when the order of the epoch is another here: then nobody can say
+        which samples are left.
+        """
+        own = self.state_dict()
+        if not isinstance(state, Mapping) or state.keys() != own.keys():
+            raise SamplerMismatch(
+                f"this is no state of an ElasticSampler, which has {sorted(own)}: {state!r}"
+            )
+        for name, meaning in (("length", "samples"), ("shuffle", "as shuffle"), ("seed", "as seed")):
+            if state[name] != own[name]:
+                raise SamplerMismatch(
+                    f"the epoch that was under way had {state[name]} {meaning}, this sampler has {own[name]}: its "
+                    "order would be another, so that samples would be repeated and lost. Give ElasticSampler the same "
+                    "dataset, shuffle and seed, or leave the sampler out of the state to begin an epoch anew"
+                )
+        for name, most in (("epoch", 2**63 - 1), ("position", self._length)):
+            value = state[name]
+            if type(value) is not int or not 0 <= value <= most:
+                raise SamplerMismatch(f"{name} of the sampler's state is {value!r}, expected 0 to {most}")
+        self._epoch, self._position, self._pass = state["epoch"], state["position"], None
+
+    def _deal(self, part: _Pass) -> Iterator[int]:
+        """This rank's indices of what is left."""
+        if not part.count:
+            return
+        if self._shuffle:
+            generator = torch.Generator()
+            generator.manual_seed(self._seed + self._epoch)
+            order = torch.randperm(self._length, generator=generator)
+        else:
+            order = torch.arange(self._length)
+        first = part.begun_at + self._rank
+        for start in range(0, part.count, _CHUNK):
+            turns = torch.arange(start, min(start + _CHUNK, part.count))
+            # Only the last turn can go beyond the end, and begins the order again there.
+            yield from order[(first + turns * self._world_size) % self._length].tolist()
+
+    def _advance(self) -> None:
+        """One optimizer step is finished."""
+        if self._pass is None:
+            return  # no sample has been drawn since the epoch was set or loaded: it was a step of something else
+        drawn = self._pass.begun_at + self._world_size * self._pass.drawn
+        wanted = self._position + self._step_samples
+        if wanted > drawn and not self._pass.complete:
+            self._warn(
+                f"step() finishes {self._step_samples} samples over all ranks, and {drawn - self._position} were drawn"
+            )
+        self._position = min(wanted, drawn, self._length)
+
+    def _warn_of_missing_steps(self) -> None:
+        if self._pass is None or not self._pass.complete:
+            return
+        drawn = min(self._length, self._pass.begun_at + self._world_size * self._pass.drawn)
+        if drawn - self._position >= self._step_samples:
+            self._warn(
+                f"epoch {self._epoch} ended after {drawn} samples over all ranks, and step() has finished "
+                f"{self._position}"
+            )
+
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "after a change samples would be repeated or lost: %s. Give ElasticSampler the loader's batch_size and "
+                "the batches_per_step of your loop, and call step() once per optimizer step",
+                what,
+            )
+
+
+class _Pass:
+    """One iteration over what was left at `begun_at`: this rank draws `count` samples."""
+
+    def __init__(self, begun_at: int, count: int) -> None:
+        self.begun_at = begun_at
+        self.count = count
+        self.drawn = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.drawn == self.count
+
+
+def _forwarding(sampler: weakref.ref[ElasticSampler]) -> Callable[[int], None]:
+    def advance(step: int) -> None:
+        alive = sampler()
+        if alive is not None:
+            alive._advance()
+
+    return advance
+
+
+def _place() -> tuple[int, int]:
+    """Rank and world size of this process."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size != "1":
+        raise SamplerError(
+            f"WORLD_SIZE is {world_size} but there is no process group, so every rank would train on all samples: call "
+            "init_process_group() before ElasticSampler(), or give it num_replicas and rank"
+        )
+    return 0, 1
