@@ -1,0 +1,30 @@
+"""docs/worker.md tells the truth about the example and names everything that the library has."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+from elastic_agent import worker
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/worker.md").read_text()
+
+
+def code(name: str) -> list[str]:
+    """The lines of an example without its docstring."""
+    return (ROOT / "examples" / name).read_text().split('"""\n', 1)[1].splitlines()
+
+
+def test_the_page_shows_what_the_library_changes_in_a_plain_script() -> None:
+    whole = difflib.unified_diff(code("plain_ddp.py"), code("elastic_ddp.py"), n=1, lineterm="")
+    shown = re.search(r"```diff\n(.*?)```", PAGE, re.DOTALL)
+    assert shown is not None
+    expected = [line for line in whole if not line.startswith(("---", "+++"))]
+    assert shown[1].splitlines() == expected, "\n".join(expected)
+
+
+def test_the_page_names_everything() -> None:
+    missing = [name for name in worker.__all__ if not re.search(rf"\b{name}\b", PAGE)]
+    assert missing == []
