@@ -20,7 +20,7 @@ from ..health.hang import HangWatch
 from ..rendezvous.participant import Participant
 from ..rendezvous.records import Failure, Member, World
 from ..rendezvous.restarts import LASTING_S
-from ..worker.reports import LoadReport, SaveReport, StepReport
+from ..worker.page import Reading
 from .accounting.observer import Observer
 from .configuration.config import Config
 from .environment.contract import WorkerPlace, chosen_variables
@@ -32,6 +32,7 @@ from .processes.children import Children
 from .processes.failures import HANG_SIGNAL, WorkerFailure, examine, fingerprint, hung, summarize
 from .processes.guard import Guard
 from .processes.logs import WorkerLogs
+from .processes.worker_pages import WorkerPages
 from .processes.worker_store import WorkerStore
 from .processes.workers import WorkerGroup, WorkerSpec
 
@@ -90,6 +91,9 @@ class Training:
         self._post = post
         self._clock = clock
         self._world: World | None = None
+        self._pages = WorkerPages(0)
+        self._read: Mapping[int, Reading] = {}
+        """What the pages said at the last look."""
         self._started_at = 0.0
         self._hang = HangWatch(None)
         self._hung = False
@@ -107,6 +111,7 @@ class Training:
         self._say_if_widened(world)
         self._world, self._started_at, self._failures = world, now, []
         self._hang, self._hung = HangWatch(self._config.timeouts.hang_s), False
+        self._pages, self._read = WorkerPages(generation), {}
         self._observer.starting(world, member, now)
         self.group = WorkerGroup(
             generation,
@@ -120,11 +125,13 @@ class Training:
         )
         has_nccl = self._node.machine.software.has_nccl
         records = self._logs.folder(generation, "flight_records") if has_nccl else None
-        specs = [self._spec(world, member, local_rank, records) for local_rank in range(member.slots)]
         try:
+            specs = [self._spec(world, member, local_rank, records) for local_rank in range(member.slots)]
             if world.members[0] == member:
                 self._worker_store.serve(listener)
             self.group.start(self._config.command, specs)
+            for spec in specs:
+                self._pages.process_made(spec.local_rank, self._clock())
             problem = ""
         except OSError as error:
             problem = f"a worker could not be started: {error}"
@@ -140,6 +147,7 @@ class Training:
         group = self.group
         if group is None:
             return False
+        self._look()
         if (group.stopping or group.succeeded) and group.gone():
             self._finish(group, now)
             return True
@@ -166,6 +174,7 @@ class Training:
         if group is None:
             return
         if not group.stopping:
+            self._look()
             log.info("stopping generation %d: %s", group.generation, reason)
             self._observer.stopping(self._clock())
         group.stop(grace_s, gently=gently, asking=asking)
@@ -188,6 +197,7 @@ class Training:
         if group is None or group.generation != event.generation:
             return
         returncode = group.reap(event.local_rank)
+        self._look()
         self._observer.exited(event.local_rank, returncode, event.at, killed=group.killed)
         if group.stopping and self._hung and returncode == -HANG_SIGNAL:
             self._observer.ended(event.local_rank, "hang", event.at)
@@ -207,17 +217,34 @@ class Training:
         report = event.report
         if self.group is None or report.generation != self.group.generation:
             return
+        self._look()
         self._observer.reported(report, event.at)
-        if isinstance(report, StepReport):
-            silence_s = self._hang.stepped(report.local_rank, report.step, event.at)
-        else:
-            silence_s = self._hang.alive(event.at)
+        self._warn_of_silence(self._hang.alive(event.at))
+        if report.result == "ok":
+            self._participant.workers_advanced(report.step)
+
+    def _look(self) -> None:
+        """At the workers' pages. Before anything else that one does is judged: they tell what was before it."""
+        now, before, read = self._clock(), self._read, self._pages.read()
+        self._read = read
+        if read == before:
+            self._hang.silent(now)
+            return
+        self._observer.trained(read.values(), now)
+        stepped = [
+            (reading.stepped_at, reading.step, local_rank)
+            for local_rank, reading in read.items()
+            if reading.stepped_at is not None
+            and reading.step is not None
+            and (local_rank not in before or before[local_rank].stepped_at != reading.stepped_at)
+        ]
+        for at, step, local_rank in sorted(stepped):
+            self._warn_of_silence(self._hang.stepped(local_rank, step, at))
+            self._participant.workers_advanced(step)
+
+    def _warn_of_silence(self, silence_s: float | None) -> None:
         if silence_s is not None:
             log.warning("%.1f s without a step: more than half of --hang-timeout, better raise it", silence_s)
-        if isinstance(report, StepReport) or (
-            isinstance(report, SaveReport | LoadReport) and report.result == "ok"
-        ):
-            self._participant.workers_advanced(report.step)
 
     # ---------------------------------------------------------------- start, failure, end
 
@@ -240,6 +267,7 @@ class Training:
             member,
             local_rank,
             error_file=self._error_file(world.generation, local_rank),
+            page=self._pages.make(local_rank),
             reports=self._node.reports,
             commits=self._node.commits,
             flight_records=flight_records,
@@ -308,6 +336,7 @@ class Training:
             )
             self._participant.workers_succeeded(group.generation)
         self._logs.detach_generation(group.generation)
+        self._pages.close()
         self.group = None
         self._observer.gone(now, succeeded=group.succeeded)
         self._participant.workers_gone(group.generation, now)

@@ -160,11 +160,11 @@ class Histogram(Family):
         self._counts = {series: [0] * (len(self.buckets) + 1) for series in self._all_series()}
         self._sums = dict.fromkeys(self._counts, 0.0)
 
-    def observe(self, value: float, /, **labels: object) -> None:
+    def observe(self, value: float, /, *, times: int = 1, **labels: object) -> None:
         series = self._series(labels)
         with self._lock:
-            self._counts[series][bisect_left(self.buckets, value)] += 1
-            self._sums[series] += value
+            self._counts[series][bisect_left(self.buckets, value)] += times
+            self._sums[series] += value * times
 
     def samples(self) -> Iterator[Sample]:
         bounds = [*(f"{bound:g}" for bound in self.buckets), "+Inf"]

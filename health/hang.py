@@ -1,7 +1,7 @@
-"""Hang detection: the workers of one generation on this node have stopped to report anything.
+"""Hang detection: the workers of one generation on this node do nothing any more that anybody could see.
 
 Judged is silence, nothing else. It counts from the first step on, so that compilation, data loading and the first
-collectives may take their time; from then on it must be longer than anything that happens between two reports. A
+collectives may take their time; from then on it must be longer than anything that happens between two steps. A
 worker whose collective waits for a worker elsewhere is as silent as the one that is the reason for it.
 """
 
@@ -12,24 +12,37 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class HangWatch:
-    """`limit_s` None: nothing is ever due. Instants are monotonic."""
+    """`limit_s` None: nothing is ever due. Instants are monotonic: those at which it happened, not was seen."""
 
     limit_s: float | None
     steps: dict[int, int] = field(default_factory=dict)
-    """The newest step of each worker that has reported one, by local rank."""
+    """The newest step of each worker that has finished one, by local rank."""
     _heard_at: float = 0.0
+    _silence_s: float = 0.0
+    """The longest since then that is certain."""
     _warned: bool = False
 
-    def stepped(self, local_rank: int, step: int, now: float) -> float | None:
-        """A worker has reported a step. Returns the silence before it if that came near the limit, once."""
-        silence_s = self.alive(now)
-        self.steps[local_rank] = step
-        return silence_s
+    def stepped(self, local_rank: int, step: int, at: float) -> float | None:
+        """A worker has finished a step. Returns the silence before it if that came near the limit, once.
 
-    def alive(self, now: float) -> float | None:
+        Of several steps only the newest may be seen: how long those before it took is not known then.
+        """
+        before = self.steps.get(local_rank)
+        near_s = self._hear(at, exact=before is not None and step == before + 1)
+        self.steps[local_rank] = step
+        return near_s
+
+    def alive(self, at: float) -> float | None:
         """A worker has reported something else: no first step, but as good as one afterwards. Returns as `stepped`."""
-        silence_s = now - self._heard_at
-        self._heard_at = now
+        return self._hear(at, exact=True)
+
+    def silent(self, now: float) -> None:
+        """Nothing new is to be seen."""
+        self._silence_s = max(self._silence_s, now - self._heard_at)
+
+    def _hear(self, at: float, *, exact: bool) -> float | None:
+        silence_s = max(self._silence_s, at - self._heard_at) if exact else self._silence_s
+        self._heard_at, self._silence_s = max(self._heard_at, at), 0.0
         near = bool(self.steps) and self.limit_s is not None and silence_s > self.limit_s / 2
         if not near or self._warned:
             return None

@@ -34,8 +34,8 @@ INCIDENT_REASONS = (*FAILURE_REASONS, "lost")
 BUDGET_KINDS = ("failure",)
 DETECTION_KINDS = ("process",)
 RECOVERY_KINDS = ("process", "node", "join", "leave")
-RECOVERY_PHASES = ("detect", "stop", "rendezvous", "backoff", "startup")
-LOST_TIME_CAUSES = (*RECOVERY_PHASES, "recompute", "waiting")
+RECOVERY_PHASES = ("detect", "stop", "rendezvous", "backoff", "start", "init", "load", "step")
+LOST_TIME_CAUSES = ("detect", "stop", "rendezvous", "backoff", "startup", "recompute", "waiting")
 STOP_SIGNALS = ("term", "kill")
 STORE_REQUESTS = ("grant", "keep_alive", "revoke", "transact", "read")
 STORE_OPERATIONS = (*STORE_REQUESTS, "watch")
@@ -236,50 +236,54 @@ class Metrics(Page):
         )
         self.recovery_phase_duration_seconds = self._histogram(
             "recovery_phase_duration_seconds",
-            "The parts of recovery_duration_seconds, each observed once per recovery: detect until the order to stop, "
-            "stop until no worker is left, rendezvous until the next start without backoff (which only the "
-            "coordinator can tell apart), startup until the first step.",
+            "The parts of recovery_duration_seconds, each observed once per recovery that had it: detect until the "
+            "order to stop, stop until no worker is left, rendezvous until the next start without backoff (which only "
+            "the coordinator can tell apart), start until each worker's script has begun (the process was made, where "
+            "it is no spare), init until each has called Checkpointer.load(), load until it has returned, step until "
+            "the first step was done. Without a load init lasts until then; without steps there is none of these.",
             RECOVERY_BUCKETS_S,
             phase=RECOVERY_PHASES,
         )
 
     def _declare_training(self) -> None:
-        self.step = self._gauge("step", "Newest training step that a worker of this node reported.")
+        self.step = self._gauge("step", "Newest training step that a worker of this node finished.")
         self.last_step_timestamp_seconds = self._gauge(
-            "last_step_timestamp_seconds", "When the agent heard of that step, in seconds since the epoch."
+            "last_step_timestamp_seconds", "When that step was finished, in seconds since the epoch."
         )
         self.steps_total = self._counter(
             "steps_total",
-            "New training steps that this node's workers reported: beyond the highest one before.",
+            "New training steps that this node's workers finished: beyond the highest one before.",
         )
         self.step_duration_seconds = self._histogram(
             "step_duration_seconds",
-            "Seconds per training step, observed once per report: the mean since the report before, which is at least "
-            "0.1 s ago; what is between two steps, such as a checkpoint, is included.",
+            "Seconds per training step, each step but the first of a generation observed once, as the mean of those "
+            "that were finished since the agent looked last, a second ago; what is between two steps, such as a "
+            "checkpoint, is included.",
             STEP_BUCKETS_S,
         )
         self.lost_steps_total = self._counter(
             "lost_steps_total",
-            "Training steps that this node's workers had reported and that the next generation had to do again.",
+            "Training steps that this node's workers had finished and that the next generation had to do again.",
         )
         self.productive_time_seconds_total = self._counter(
             "productive_time_seconds_total",
-            "Seconds that this node's workers spent on new steps and finished them: between two reported steps of a "
-            "generation, without recompute. Checkpoints saved in between are included.",
+            "Seconds that this node's workers spent on new steps and finished them: between the first and the newest "
+            "step of a generation, without recompute. Checkpoints saved in between are included.",
         )
         self.lost_time_seconds_total = self._counter(
             "lost_time_seconds_total",
             "All other seconds since the agent started, by cause: detect since the last finished step until the order "
-            "to stop; stop, rendezvous, backoff and startup as in recovery_phase_duration_seconds; recompute until "
-            "the highest step reached before is reached again; waiting before the first world, next to a world that "
-            "runs without this node, and after the last. Workers that report no steps stay in startup.",
+            "to stop; stop, rendezvous and backoff as in recovery_phase_duration_seconds; startup: its start, init, "
+            "load and step together; recompute until the highest step reached before is reached again; waiting before "
+            "the first world, next to a world that runs without this node, and after the last. Workers that do not "
+            "call step() stay in startup.",
             cause=LOST_TIME_CAUSES,
         )
         self.goodput_ratio = self._gauge(
             "goodput_ratio",
             "productive_time_seconds_total / (productive_time_seconds_total + lost_time_seconds_total of all causes) "
             "from the agent's start to the last finished step while workers step, else to now; absent until a worker "
-            "has reported a step.",
+            "has finished a step.",
         )
 
     def _declare_store(self) -> None:
@@ -453,12 +457,12 @@ class Metrics(Page):
             if reports_steps:
                 self.goodput_ratio.set(productive_s / (productive_s + sum(lost_s.values())))
 
-    def count_steps(self, *, new: int, lost: int, mean_s: float | None) -> None:
+    def count_steps(self, *, new: int, lost: int, timed: int, mean_s: float) -> None:
+        """`timed` steps took `mean_s` each."""
         with self._lock:
             self.steps_total.inc(new)
             self.lost_steps_total.inc(lost)
-            if mean_s is not None:
-                self.step_duration_seconds.observe(mean_s)
+            self.step_duration_seconds.observe(mean_s, times=timed)
 
     def printed(self, stream: str, lines: int, size: int) -> None:
         """Workers have printed so many lines and bytes."""
@@ -467,7 +471,7 @@ class Metrics(Page):
             self.log_bytes_total.inc(size, stream=stream)
 
     def progress(self, step: int, at_s: float) -> None:
-        """A worker reported `step` at `at_s`, seconds since the epoch."""
+        """A worker finished `step` at `at_s`, seconds since the epoch."""
         with self._lock:
             self.step.set(step)
             self.last_step_timestamp_seconds.set(at_s)

@@ -1,7 +1,7 @@
 """The memory that one worker shares with its node's agent: a few words, each written by one of them.
 
     agent    generation, pending, and script_at of a worker that it started as a new process
-    worker   attached, step, stepped_at, first_step, first_at, load_at, loaded_at
+    worker   attached, step, stepped_at, first_step, first_at, load_at, loaded_at, loaded_step
     spare    script_at, when it becomes a worker and the user's script begins
 
 A *word* is a signed number of 8 bytes, written and read whole. An *instant* is nanoseconds of CLOCK_MONOTONIC, which
@@ -28,8 +28,8 @@ VARIABLE = "ELASTIC_AGENT_PAGE"
 
 VERSION = 1
 MAGIC = int.from_bytes(b"e-page" + VERSION.to_bytes(2, "little"), "little")
-SIZE = 128
-"""Bytes: a cache line for each end, so that what a worker writes at every step is not in the line that it reads."""
+SIZE = 192
+"""Bytes: the first cache line is the agent's, so that what a worker writes at every step is not in what it reads."""
 NO_STEP = -1
 
 _MAGIC = 0
@@ -49,6 +49,8 @@ LOAD_AT = 14
 """`Checkpointer.load` was called, for the first time."""
 LOADED_AT = 15
 """`Checkpointer.load` has returned."""
+LOADED_STEP = 16
+"""What it returned."""
 
 
 class PageError(RuntimeError):
@@ -78,6 +80,7 @@ class Reading:
     script_at: float | None = None
     load_at: float | None = None
     loaded_at: float | None = None
+    loaded_step: int | None = None
 
 
 class Page:
@@ -148,7 +151,7 @@ class Page:
             if again == step:
                 break
             step, stepped_at = again, words[STEPPED_AT]
-        stepped = step != NO_STEP
+        stepped, loaded_at = step != NO_STEP, _instant(words[LOADED_AT])
         return Reading(
             step=step if stepped else None,
             stepped_at=_instant(stepped_at),
@@ -156,7 +159,8 @@ class Page:
             first_at=_instant(words[FIRST_AT]),
             script_at=_instant(words[SCRIPT_AT]),
             load_at=_instant(words[LOAD_AT]),
-            loaded_at=_instant(words[LOADED_AT]),
+            loaded_at=loaded_at,
+            loaded_step=words[LOADED_STEP] if loaded_at is not None else None,
         )
 
 

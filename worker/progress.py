@@ -1,8 +1,8 @@
 """What this process tells its node's agent as it trains, and what happens between two steps.
 
 A step goes into the page that both share (`page`, named by `ELASTIC_AGENT_PAGE`): two words are written and one is
-read, no system call. Saves and loads are rare and have more to say: they are sent to the agent's socket (`reports`, named by
-`ELASTIC_AGENT_REPORTS`), if that costs no waiting, and are lost without a word otherwise.
+read, no system call. Saves and loads are rare and have more to say: they are sent to the agent's socket (`reports`,
+named by `ELASTIC_AGENT_REPORTS`), if that costs no waiting, and are lost without a word otherwise.
 
 Nothing here may ever disturb training: without the variables (torchrun, plain python) nobody is told anything. Only one
 process speaks for a worker: data loaders and other children inherit the variables and stay silent.
@@ -14,10 +14,8 @@ No torch here: whoever only calls `step` need not have it.
 
 from __future__ import annotations
 
-import atexit
 import enum
 import logging
-import math
 import multiprocessing
 import os
 import socket
@@ -27,12 +25,22 @@ from dataclasses import dataclass
 from operator import index
 
 from . import page
-from .page import FIRST_AT, FIRST_STEP, LOAD_AT, LOADED_AT, PENDING, STEP, STEPPED_AT, Page, PageError
-from .reports import LoadReport, LoadResult, Report, ReportError, SaveReport, SaveResult, StepReport, encode
+from .page import (
+    FIRST_AT,
+    FIRST_STEP,
+    LOAD_AT,
+    LOADED_AT,
+    LOADED_STEP,
+    PENDING,
+    STEP,
+    STEPPED_AT,
+    Page,
+    PageError,
+)
+from .reports import LoadReport, LoadResult, Report, ReportError, SaveReport, SaveResult, encode
 
 logger = logging.getLogger(__name__)
 
-STEP_INTERVAL_S = 0.1
 _now_ns = time.monotonic_ns
 
 
@@ -91,7 +99,6 @@ def step(step: int) -> None:
     except (TypeError, ValueError) as error:
         _refuse(step, error)
         return
-    _reporting().step(number)
     for listener in _listeners:
         if number % listener.every == 0:
             listener.callback(number)
@@ -130,6 +137,7 @@ def checkpoint_load(step: int, result: LoadResult, duration_s: float) -> None:
     """Tell the agent how a load, or one file of it, ended."""
     if result in ("ok", "none"):
         words = _words if _words is not None else _attach()
+        words[LOADED_STEP] = step
         words[LOADED_AT] = _now_ns()
     _reporting().send(lambda g, r: LoadReport(g, r, step, result, duration_s))
 
@@ -198,12 +206,9 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class Reporter:
-    """Sends this process's reports; `environ` says where to and as whom, `clock` is monotonic seconds."""
+    """Sends this process's reports; `environ` says where to and as whom."""
 
-    def __init__(self, environ: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._next_s = -math.inf
-        self._held_back: int | None = None
+    def __init__(self, environ: Mapping[str, str]) -> None:
         self._pid = os.getpid()
         self._address = environ.get("ELASTIC_AGENT_REPORTS", "")
         self._socket: socket.socket | None = None
@@ -215,25 +220,6 @@ class Reporter:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         except (KeyError, ValueError, OSError) as error:
             logger.warning("no reports to the agent: address=%s reason=%r", self._address, error)
-
-    def step(self, step: int) -> None:
-        if self._socket is None:
-            return
-        now_s = self._clock()
-        if now_s < self._next_s:
-            self._held_back = step
-            return
-        self._next_s = now_s + STEP_INTERVAL_S
-        self._send_step(step)
-
-    def flush(self) -> None:
-        """Send the step that was held back, if it was the last one."""
-        if self._held_back is not None:
-            self._send_step(self._held_back)
-
-    def _send_step(self, step: int) -> None:
-        self._held_back = None
-        self.send(lambda g, r: StepReport(g, r, index(step)))
 
     def send(self, report: Callable[[int, int], Report]) -> None:
         """Send the report made for this generation and local rank, or drop it."""
@@ -256,9 +242,7 @@ _reporter: Reporter | None = None
 
 def _reporting() -> Reporter:
     global _reporter
-    if _reporter is None:
-        _reporter = Reporter(_own_environment())
-        atexit.register(_reporter.flush)
+    _reporter = _reporter or Reporter(_own_environment())
     return _reporter
 
 

@@ -1,8 +1,10 @@
-"""What a worker tells the agent of its node: three small messages, each one datagram of JSON.
+"""What a worker tells the agent of its checkpoints: two small messages, each one datagram of JSON.
 
-    {"v": 1, "kind": "step", "generation": 7, "local_rank": 0, "step": 120}
-    {"v": 1, "kind": "checkpoint_save", ..., "step": 120, "result": "ok", "duration_s": 0.8, "bytes": 4096}
+    {"v": 1, "kind": "checkpoint_save", "generation": 7, "local_rank": 0, "step": 120, "result": "ok",
+     "duration_s": 0.8, "bytes": 4096}
     {"v": 1, "kind": "checkpoint_load", ..., "step": 120, "result": "ok", "duration_s": 0.3}
+
+Its steps are no messages but words in memory (`page`).
 
 Both ends use this file: `progress` in the worker encodes, the agent decodes. An illegal message cannot exist: the
 constructors check every field, and `decode` accepts nothing that they would not. Reports are hints for metrics and
@@ -26,19 +28,6 @@ LoadResult = Literal["ok", "corrupt", "error", "none"]
 
 class ReportError(ValueError):
     """A report is malformed; the text names the field. The agent counts and drops it."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """The worker has finished optimizer step number `step`."""
-
-    kind: ClassVar[str] = "step"
-    generation: int
-    local_rank: int
-    step: int
-
-    def __post_init__(self) -> None:
-        _check_counts(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +67,8 @@ class LoadReport:
         _check_outcome(self.result, get_args(LoadResult), self.duration_s)
 
 
-Report = StepReport | SaveReport | LoadReport
-_KINDS: dict[str, type[Report]] = {cls.kind: cls for cls in (StepReport, SaveReport, LoadReport)}
+Report = SaveReport | LoadReport
+_KINDS: dict[str, type[Report]] = {cls.kind: cls for cls in (SaveReport, LoadReport)}
 
 
 def encode(report: Report) -> bytes:

@@ -1,7 +1,8 @@
 """Tells metrics, status pages and log what the main loop does: one place where a transition becomes numbers and words.
 
 Called by the loop, never asked by it. What needs a memory has it elsewhere, as pure state machines: `timesheet` knows
-who owns each second, `step_count` which steps are new, `turnover` what changed between two worlds.
+who owns each second, `headway` how far the workers are, `step_count` which steps are new, `turnover` what changed
+between two worlds.
 """
 
 from __future__ import annotations
@@ -9,18 +10,20 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...health.checks import Comparison
 from ...health.metrics import Metrics
 from ...rendezvous.decide import Refusal
 from ...rendezvous.participant import Participant
 from ...rendezvous.records import CauseKind, Member, NodeRecord, Phase, Result, World
-from ...worker.reports import LoadReport, Report, SaveReport, StepReport
+from ...worker.page import Reading
+from ...worker.reports import LoadReport, Report, SaveReport
 from ..processes.workers import WorkerGroup
 from ..status.pages import StatusPages
+from .headway import Headway, Step, headway
 from .step_count import Counted, StepCount
-from .timesheet import PHASES, Activity, News, Recovery, Timesheet
+from .timesheet import STARTUP, Activity, News, Recovery, Timesheet
 from .turnover import WorldWatch, reason
 
 log = logging.getLogger(__name__)
@@ -46,8 +49,9 @@ class _Generation:
 
     number: int = 0
     described: str = ""
-    step: int | None = None
-    """The newest that was reported."""
+    because: str = ""
+    """What ended the one before."""
+    headway: Headway = field(default_factory=Headway)
     failed: int = 0
     failed_at: float | None = None
     stopped_at: float | None = None
@@ -110,9 +114,13 @@ class Observer:
         if group is None:
             self._look_for_next(participant, now)
         self._sheet.advance(now)
-        lost_s = {activity.value: seconds for activity, seconds in self._sheet.seconds.items()}
-        productive_s = lost_s.pop(Activity.PRODUCTIVE.value)
-        metrics.account(productive_s, lost_s, reports_steps=self._sheet.reports_steps)
+        seconds = dict(self._sheet.seconds)
+        productive_s = seconds.pop(Activity.PRODUCTIVE)
+        startup_s = sum(seconds.pop(activity) for activity in STARTUP)
+        lost_s = {activity.value: spent_s for activity, spent_s in seconds.items()}
+        metrics.account(
+            productive_s, {**lost_s, "startup": startup_s}, reports_steps=self._sheet.reports_steps
+        )
 
     def _look_at_nodes(self, participant: Participant) -> None:
         world, nodes, coordinates = participant.world, participant.known_nodes, participant.coordinates
@@ -149,7 +157,7 @@ class Observer:
     def _hear(self, news: News, at: float) -> Recovery | None:
         recovery = self._sheet.hear(news, at)
         if recovery is not None and self._recovers_from in _RECOVERIES:
-            phases_s = {phase.value: recovery.phases[phase] for phase in PHASES}
+            phases_s = {phase.value: seconds for phase, seconds in recovery.phases.items()}
             self._metrics.recovered(_RECOVERIES[self._recovers_from], phases_s)
         if not self._sheet.recovering:
             self._recovers_from = None
@@ -160,7 +168,8 @@ class Observer:
         if group is None:
             return f"{self._state}: {participant.waiting_for}"
         generation = self._generation
-        step = f", step {generation.step}" if generation.step is not None else ""
+        newest = generation.headway.newest
+        step = f", step {newest.number}" if newest is not None else ""
         return f"{self._state}: {generation.described}{step}"
 
     def _explain_waiting(self, participant: Participant, group: WorkerGroup | None) -> None:
@@ -194,7 +203,7 @@ class Observer:
     def starting(self, world: World, member: Member, now: float) -> None:
         metrics, restarts = self._metrics, world.restarts
         described = f"generation {world.generation}, {len(world.members)} nodes, world size {world.size}"
-        self._generation = _Generation(world.generation, described)
+        self._generation = _Generation(world.generation, described, world.cause.detail)
         self._steps.begin(world.step)
         if self._sheet.recovering and self._recovers_from is None:
             self._recovers_from = world.cause.kind
@@ -271,37 +280,60 @@ class Observer:
         if why is not Refusal.ASKED and not self._generation.succeeded:
             self._metrics.rendezvous_total.inc(result=_RENDEZVOUS_ENDS.get(why, "closed"))
 
-    # ---------------------------------------------------------------- what workers report
+    # ---------------------------------------------------------------- what workers do
+
+    def trained(self, readings: Collection[Reading], now: float) -> None:
+        """What the pages of this generation's workers say now."""
+        generation, here = self._generation, headway(readings)
+        before, generation.headway = generation.headway, here
+        if before == here:
+            return
+        if before.began_at is None and here.began_at is not None:
+            self._hear(News.BEGAN, here.began_at)
+        if before.load_at is None and here.load_at is not None:
+            self._hear(News.LOADING, here.load_at)
+        if before.loaded is None and here.loaded is not None:
+            self._count(self._steps.resumed(here.loaded.number))
+            self._hear(News.LOADED, here.loaded.at)
+        if before.first is None and here.first is not None:
+            self._began_to_step(here.first)
+        if here.newest is not None and here.newest != before.newest:
+            self._stepped(here.newest)
+            self._pages.stepped(here.newest.number, here.newest.at)
+            self._metrics.progress(here.newest.number, self._wall_clock() - (now - here.newest.at))
+
+    def _began_to_step(self, first: Step) -> None:
+        recovery = self._stepped(first)
+        if recovery is None:
+            log.info("generation %d: first step is %d", self._generation.number, first.number)
+            return
+        log.info(
+            "generation %d: first step is %d, after %.3f s without training (%s)%s",
+            self._generation.number,
+            first.number,
+            recovery.duration_s,
+            ", ".join(f"{phase.value} {seconds:.3f}" for phase, seconds in recovery.phases.items()),
+            f" because {self._generation.because}" if self._generation.because else "",
+        )
+
+    def _stepped(self, step: Step) -> Recovery | None:
+        counted = self._steps.done(step.number, step.at)
+        self._count(counted)
+        if counted.caught_up_at is not None:
+            self._hear(News.STEPPED, counted.caught_up_at)
+        return self._hear(News.STEPPED_AGAIN if self._steps.catching_up else News.STEPPED, step.at)
+
+    def _count(self, counted: Counted) -> None:
+        self._metrics.count_steps(
+            new=counted.new, lost=counted.lost, timed=counted.timed, mean_s=counted.mean_s
+        )
 
     def reported(self, report: Report, at: float) -> None:
         self._pages.reported(report, at)
-        if isinstance(report, StepReport):
-            self._stepped(report, at)
-        elif isinstance(report, SaveReport):
+        if isinstance(report, SaveReport):
             self._saved(report, at)
         else:
             self._loaded(report)
-
-    def _stepped(self, report: StepReport, at: float) -> None:
-        first = not self._steps.stepped
-        self._generation.step = report.step
-        self._metrics.progress(report.step, self._wall_clock())
-        self._count(self._steps.done(report.step, at))
-        recovery = self._hear(News.STEPPED_AGAIN if self._steps.catching_up else News.STEPPED, at)
-        if first and recovery is not None:
-            parts = ", ".join(f"{phase.value} {recovery.phases[phase]:.2f} s" for phase in PHASES)
-            log.info(
-                "generation %d: first step is %d, after %.2f s without training (%s)",
-                report.generation,
-                report.step,
-                recovery.duration_s,
-                parts,
-            )
-        elif first:
-            log.info("generation %d: first step is %d", report.generation, report.step)
-
-    def _count(self, counted: Counted) -> None:
-        self._metrics.count_steps(new=counted.new, lost=counted.lost, mean_s=counted.mean_s)
 
     def _saved(self, report: SaveReport, at: float) -> None:
         metrics = self._metrics
@@ -330,7 +362,6 @@ class Observer:
             metrics.checkpoint_verify_failures_total.inc()
             generation.damaged = max(report.step, generation.damaged or 0)
         elif report.result != "error":
-            self._count(self._steps.resumed(report.step))
             if generation.damaged is not None and report.step < generation.damaged:
                 metrics.checkpoint_fallbacks_total.inc()
             generation.damaged = None

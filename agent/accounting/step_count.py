@@ -1,11 +1,11 @@
-"""Counts steps as this node's workers report them: which are new, which were lost and are done again.
+"""Counts the steps of this node's workers: which are new, which were lost and are done again.
 
 The *position* is the newest step that the state in the workers' memory contains. It goes up with each step that is
 done, and down when a generation begins at an older checkpoint; what lies between was lost. The *highest* step is the
 highest position that the job has ever had, on any node as far as this one knows; only steps beyond it are new.
 
-Reports are hints: throttled, so that one stands for all steps since the one before, and lost without a word. Workers of
-one node report the same steps; who comes second says nothing.
+Of many steps only the newest is seen when somebody looks; it stands for all since the look before, each of which took
+as long as the others. The workers of one node do the same steps: what one has finished says nothing new of the next.
 """
 
 from __future__ import annotations
@@ -15,11 +15,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What one report adds. `mean_s`: seconds per step since the report before, if that is of this generation."""
+    """What one look adds."""
 
     new: int = 0
     lost: int = 0
-    mean_s: float | None = None
+    timed: int = 0
+    """Steps of which it is known how long they took."""
+    mean_s: float = 0.0
+    """Seconds that each of these took."""
+    caught_up_at: float | None = None
+    """The instant, before that of the look, when the highest step had been done again."""
 
 
 class StepCount:
@@ -28,21 +33,21 @@ class StepCount:
     def __init__(self) -> None:
         self.highest = 0
         self.stepped = False
-        """A worker of this generation has reported a step."""
+        """A worker of this generation has finished a step."""
         self._position: int | None = None
         self._resumed = False
-        self._reported: tuple[int, float] | None = None
+        self._seen: tuple[int, float] | None = None
 
     @property
     def catching_up(self) -> bool:
-        """The step after the one that was reported last has been done before."""
+        """The step after the newest one has been done before."""
         return self._position is not None and self._position < self.highest
 
     def begin(self, highest: int) -> None:
-        """Another generation starts; `highest` is the highest step that any node had reported before."""
+        """Another generation starts; `highest` is the highest step that any node had done before."""
         self.highest = max(self.highest, highest)
         self.stepped = self._resumed = False
-        self._reported = None
+        self._seen = None
 
     def resumed(self, step: int) -> Counted:
         """The generation goes on from here: it has loaded the checkpoint of this step."""
@@ -55,18 +60,23 @@ class StepCount:
         return Counted(lost=lost)
 
     def done(self, step: int, at: float) -> Counted:
-        """A worker reported at `at` that it has finished this step."""
+        """A worker finished this step at `at`; the first one of a generation must be told."""
         lost = self.resumed(max(0, step - 1)).lost
         self.stepped = True
-        mean_s = None
-        if self._reported is not None and step > self._reported[0]:
-            mean_s = (at - self._reported[1]) / (step - self._reported[0])
-        if self._reported is None or step > self._reported[0]:
-            self._reported = (step, at)
-        return Counted(self._reach(step), lost, mean_s)
+        seen, highest = self._seen, self.highest
+        if seen is not None and step <= seen[0]:
+            return Counted(lost=lost)
+        self._seen = (step, at)
+        new = self._reach(step)
+        if seen is None:
+            return Counted(new, lost)
+        timed = step - seen[0]
+        mean_s = max(0.0, at - seen[1]) / timed
+        caught_up_at = seen[1] + (highest - seen[0]) * mean_s if seen[0] < highest < step else None
+        return Counted(new, lost, timed, mean_s, caught_up_at)
 
     def saved(self, step: int) -> Counted:
-        """A checkpoint of this step was committed: it is done, whether or not its report was held back."""
+        """A checkpoint of this step was committed: it is done, whether or not anybody has looked since."""
         return Counted(self._reach(step) if self.stepped else 0)
 
     def _reach(self, step: int) -> int:

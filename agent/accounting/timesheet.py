@@ -24,12 +24,18 @@ from dataclasses import dataclass
 
 
 class Activity(enum.Enum):
-    """The values are those of the metrics' labels."""
+    """The values are those of the metrics' labels; those of STARTUP are one cause of lost time."""
 
     WAITING = "waiting"
     """Nothing ran here before that is to go on: before the first world, next to a world without us, after the last."""
-    STARTUP = "startup"
-    """Workers run, and this generation has not reported a step: they load, or never report."""
+    START = "start"
+    """Processes are made, or spares take their place, until the script of each has begun."""
+    INIT = "init"
+    """The scripts run, and say nothing: they import, meet each other, build the model, or never use our library."""
+    LOAD = "load"
+    """They load a checkpoint."""
+    FIRST_STEP = "step"
+    """They have loaded and are at the first step of this generation."""
     PRODUCTIVE = "productive"
     RECOMPUTE = "recompute"
     """Steps are done again that an earlier generation had done."""
@@ -45,7 +51,11 @@ class News(enum.Enum):
     """What a sheet can hear."""
 
     STARTED = enum.auto()
-    """Workers run."""
+    """Workers are to run."""
+    BEGAN = enum.auto()
+    """The script of each worker runs."""
+    LOADING = enum.auto()
+    LOADED = enum.auto()
     STEPPED = enum.auto()
     """A step is done, and the one after it is new."""
     STEPPED_AGAIN = enum.auto()
@@ -63,16 +73,24 @@ class News(enum.Enum):
     """The job goes on without this node, or is over."""
 
 
-TRAINING = (Activity.STARTUP, Activity.PRODUCTIVE, Activity.RECOMPUTE)
-"""Workers run undisturbed."""
+STARTUP = (Activity.START, Activity.INIT, Activity.LOAD, Activity.FIRST_STEP)
+"""Workers run, and this generation has not finished a step."""
 
 STEPPING = (Activity.PRODUCTIVE, Activity.RECOMPUTE)
 
-PHASES = (Activity.DETECT, Activity.STOP, Activity.RENDEZVOUS, Activity.BACKOFF, Activity.STARTUP)
+TRAINING = (*STARTUP, *STEPPING)
+"""Workers run undisturbed."""
+
+STANDSTILL = (Activity.DETECT, Activity.STOP, Activity.RENDEZVOUS, Activity.BACKOFF)
+
+PHASES = (*STANDSTILL, *STARTUP)
 """What a recovery consists of."""
 
 NEXT: Mapping[News, Mapping[Activity, Activity]] = {
-    News.STARTED: dict.fromkeys((Activity.WAITING, Activity.RENDEZVOUS, Activity.BACKOFF), Activity.STARTUP),
+    News.STARTED: dict.fromkeys((Activity.WAITING, Activity.RENDEZVOUS, Activity.BACKOFF), Activity.START),
+    News.BEGAN: {Activity.START: Activity.INIT},
+    News.LOADING: dict.fromkeys((Activity.START, Activity.INIT), Activity.LOAD),
+    News.LOADED: {Activity.LOAD: Activity.FIRST_STEP},
     News.STEPPED: dict.fromkeys(TRAINING, Activity.PRODUCTIVE),
     News.STEPPED_AGAIN: dict.fromkeys(TRAINING, Activity.RECOMPUTE),
     News.FAILED: dict.fromkeys(TRAINING, Activity.DETECT),
@@ -86,7 +104,8 @@ NEXT: Mapping[News, Mapping[Activity, Activity]] = {
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Seconds of each of PHASES."""
+    """Seconds of each of PHASES that there was, in their order. Those of STARTUP depend on what the workers tell:
+    without steps a recovery is over when they start; without a load all until the first step is INIT."""
 
     phases: Mapping[Activity, float]
 
@@ -103,8 +122,10 @@ class Timesheet:
         self.seconds = dict.fromkeys(Activity, 0.0)
         self.booked_until = now
         self.reports_steps = False
-        """A worker has ever reported one."""
+        """A worker has ever finished one that could be seen."""
         self._before_recovery: Mapping[Activity, float] | None = None
+        self._passed: set[Activity] = set()
+        """What this recovery has left behind."""
 
     @property
     def recovering(self) -> bool:
@@ -119,6 +140,8 @@ class Timesheet:
         """What happened at `at`. The recovery that is over with it, if one is."""
         self.advance(at)
         before, self.activity = self.activity, NEXT[news].get(self.activity, self.activity)
+        if self.activity is not before:
+            self._passed.add(before)
         if before in STEPPING:
             if self.activity in STEPPING and news in (News.STEPPED, News.STEPPED_AGAIN):
                 self._book(before, at)
@@ -126,10 +149,11 @@ class Timesheet:
                 self._book(Activity.STOP if news is News.GONE else Activity.DETECT, at)
         self.reports_steps |= news in (News.STEPPED, News.STEPPED_AGAIN)
         if self.activity in (Activity.DETECT, Activity.STOP):
-            self._before_recovery = self._before_recovery or dict(self.seconds)
+            if self._before_recovery is None:
+                self._before_recovery, self._passed = dict(self.seconds), set()
         elif self.activity is Activity.WAITING:
             self._before_recovery = None
-        elif self.activity in TRAINING and not (self.activity is Activity.STARTUP and self.reports_steps):
+        elif self.activity in TRAINING and not (self.activity in STARTUP and self.reports_steps):
             return self._recovered()
         return None
 
@@ -143,4 +167,5 @@ class Timesheet:
         before, self._before_recovery = self._before_recovery, None
         if before is None:
             return None
-        return Recovery({phase: self.seconds[phase] - before[phase] for phase in PHASES})
+        there = (phase for phase in PHASES if phase in STANDSTILL or phase in self._passed)
+        return Recovery({phase: self.seconds[phase] - before[phase] for phase in there})

@@ -31,6 +31,7 @@ class WorkerPlace:
     member: Member
     local_rank: int
     error_file: Path
+    page: str
     reports: Path
     commits: Path
     flight_records: Path | None = None
@@ -90,6 +91,7 @@ def contract(place: WorkerPlace, *, agent_incarnation: str, max_restarts: int | 
         "ELASTIC_AGENT_NODE": member.node,
         "ELASTIC_AGENT_LOCAL_RANK": place.local_rank,
         "ELASTIC_AGENT_INCARNATION": agent_incarnation,
+        "ELASTIC_AGENT_PAGE": place.page,
         "ELASTIC_AGENT_REPORTS": place.reports,
         "ELASTIC_AGENT_COMMITS": place.commits,
     }

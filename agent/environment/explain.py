@@ -142,6 +142,7 @@ def _chosen(config: Config, machine: Machine, local_rank: int) -> tuple[Variable
         members[0],
         local_rank,
         error_file=RUN_DIR / f"gen{GENERATION}" / "error-<local rank>.json",
+        page="/proc/<agent>/fd/<page>",
         reports=RUN_DIR / "reports",
         commits=RUN_DIR / "commits",
         flight_records=records,

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from ...rendezvous.fields import Fields
 from ...rendezvous.participant import Participant
 from ...rendezvous.records import MAX_RECORD_BYTES, MAX_TEXT, NodeRecord, Phase, World
-from ...worker.reports import LoadReport, Report, SaveReport, StepReport
+from ...worker.reports import LoadReport, Report, SaveReport
 from ..processes.failures import FailureInvalid, WorkerFailure
 from ..processes.workers import WorkerGroup
 
@@ -237,12 +237,14 @@ class StatusPages:
             coordinator=participant.coordinator,
         )
 
+    def stepped(self, step: int, at: float) -> None:
+        """A worker of the present generation has finished this step."""
+        self._progress = replace(self._progress, step=step, step_at=at)
+
     def reported(self, report: Report, now: float) -> None:
         """A worker of the present generation has."""
         progress = self._progress
-        if isinstance(report, StepReport):
-            self._progress = replace(progress, step=report.step, step_at=now)
-        elif isinstance(report, SaveReport) and report.result == "ok":
+        if isinstance(report, SaveReport) and report.result == "ok":
             self._progress = replace(progress, checkpoint=report.step, checkpoint_at=now)
         elif isinstance(report, LoadReport) and report.result == "ok" and report.step != progress.checkpoint:
             self._progress = replace(progress, checkpoint=report.step, checkpoint_at=None)

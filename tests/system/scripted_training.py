@@ -14,12 +14,13 @@ import socket
 import sys
 import time
 
-import torch.distributed as dist
+BEGAN_AT = time.monotonic()
 
-from elastic_agent.worker import Checkpointer, step
+import torch.distributed as dist  # noqa: E402
+
+from elastic_agent.worker import Checkpointer, step  # noqa: E402
 
 STEP_S = 0.25
-"""Longer than the agent's ear needs between two reports, so that it hears of every step."""
 SAVE_EVERY = 4
 
 
@@ -27,8 +28,8 @@ def main(directory: str, last_steps: list[int]) -> None:
     generation, rank = int(os.environ["ELASTIC_AGENT_GENERATION"]), int(os.environ["RANK"])
     history = os.open(os.environ["SYSTEM_TEST_HISTORY"], os.O_WRONLY | os.O_APPEND)
 
-    def record(what: str, **more: object) -> None:
-        common = {"what": what, "at": time.monotonic(), "generation": generation, "rank": rank}
+    def record(what: str, at: float | None = None, **more: object) -> None:
+        common = {"what": what, "at": at or time.monotonic(), "generation": generation, "rank": rank}
         node = os.environ["ELASTIC_AGENT_NODE"]
         os.write(history, json.dumps({**common, "node": node, **more}).encode() + b"\n")
 
@@ -36,7 +37,11 @@ def main(directory: str, last_steps: list[int]) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     dist.init_process_group("gloo")
     checkpoints = Checkpointer(directory, {"known": {"generation": generation}})
-    for done in range(checkpoints.load() + 1, last_steps[generation - 1] + 1):
+    record("began", BEGAN_AT)
+    record("loading")
+    start = checkpoints.load()
+    record("loaded")
+    for done in range(start + 1, last_steps[generation - 1] + 1):
         time.sleep(STEP_S)
         print(f"step {done}")
         record("step", step=done)

@@ -16,7 +16,13 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic_agent.health.metrics import FAILURE_REASONS, INCIDENT_REASONS, RECOVERY_PHASES, RESTART_REASONS
+from elastic_agent.health.metrics import (
+    FAILURE_REASONS,
+    INCIDENT_REASONS,
+    LOST_TIME_CAUSES,
+    RECOVERY_PHASES,
+    RESTART_REASONS,
+)
 
 from .harness import PATIENCE_S, Agent, Job
 
@@ -26,6 +32,9 @@ PLAN = {1: 6, 2: 10, 3: 12, 4: 14, 5: 16}
 AGAIN = {2: (5, 6), 3: (5, 10), 5: (13, 14)}
 """First and last step that a generation does again."""
 OPTIONS = ("--nnodes=1:2", "--last-call=60", "--lease-ttl=4")
+STARTUP = ("start", "init", "load", "step")
+MOMENTS_S = 0.25
+"""What passes between a worker's note of an instant and the event itself, four times on two busy cores."""
 CLOCKS_S = 1.0
 """How far the agent's view of the whole story may be from the workers', on two busy cores."""
 
@@ -94,8 +103,14 @@ class Story:
 
     def seconds(self, generation: int, first: int, last: int, node: str) -> float:
         """Between the ends of these two steps, as the node's worker saw it."""
-        ends = {r["step"]: r["at"] for r in self._job.history(what="step", generation=generation, node=node)}
-        return float(ends[last] - ends[first])
+        return self.step_at(generation, last, node) - self.step_at(generation, first, node)
+
+    def step_at(self, generation: int, step: int, node: str) -> float:
+        return self.instant(generation, node, what="step", step=step)
+
+    def instant(self, generation: int, node: str, **what: object) -> float:
+        [record] = self._job.history(generation=generation, node=node, **what)
+        return float(record["at"])
 
 
 @pytest.fixture
@@ -125,6 +140,7 @@ def test_every_number_is_what_happened(job: Job, story: Story) -> None:
     check_workers(page)
     check_steps_and_checkpoints(page)
     check_time(page, story)
+    check_timeline(page, story)
     check_what_was_printed(page, job.folder / "a")
 
 
@@ -210,8 +226,8 @@ def check_workers(page: Page) -> None:
 
 def check_steps_and_checkpoints(page: Page) -> None:
     assert page.all_of("steps_total", "lost_steps_total") == [16, 2 + 6 + 2]
-    reports = {1: 6, 2: 6, 3: 8, 4: 2, 5: 4}
-    assert page.of("step_duration_seconds_count") == sum(number - 1 for number in reports.values())
+    steps = {1: 6, 2: 6, 3: 8, 4: 2, 5: 4}
+    assert page.of("step_duration_seconds_count") == sum(number - 1 for number in steps.values())
     assert page.of("step_duration_seconds_bucket", le="0.1") == 0
     assert page.counted("checkpoint_saves_total", "result", ("ok", "error", "corrupt")) == {"ok": 5}
     assert page.counted("checkpoint_loads_total", "result", ("ok", "error", "corrupt")) == {
@@ -227,7 +243,7 @@ def check_steps_and_checkpoints(page: Page) -> None:
 
 
 def check_time(page: Page, story: Story) -> None:
-    lost_s = page.counted("lost_time_seconds_total", "cause", (*RECOVERY_PHASES, "recompute", "waiting"))
+    lost_s = page.counted("lost_time_seconds_total", "cause", LOST_TIME_CAUSES)
     productive_s, all_lost_s, up_since = page.all_of(
         "productive_time_seconds_total", "lost_time_seconds_total", "up_since_timestamp_seconds"
     )
@@ -241,9 +257,10 @@ def check_time(page: Page, story: Story) -> None:
 
     for phase in ("stop", "rendezvous"):
         assert lost_s[phase] == pytest.approx(page.of("recovery_phase_duration_seconds_sum", phase=phase))
-    startup_s = page.of("recovery_phase_duration_seconds_sum", phase="startup")
-    assert startup_s is not None
-    assert lost_s["startup"] > startup_s, "the first start is no recovery"
+    recovered_s = [page.of("recovery_phase_duration_seconds_sum", phase=phase) for phase in STARTUP]
+    assert lost_s["startup"] > sum(seconds or 0.0 for seconds in recovered_s), (
+        "the first start is no recovery"
+    )
     assert "backoff" not in lost_s, "all made progress"
     assert page.of("recovery_phase_duration_seconds_sum", phase="detect") == 0, "nothing failed on this node"
     assert lost_s["detect"] >= 1.0, "workers stood still at their last step; once until a lease had ended"
@@ -252,6 +269,24 @@ def check_time(page: Page, story: Story) -> None:
     new = {1: 1, **{generation: last for generation, (_, last) in AGAIN.items()}, 4: 13}
     new_s = sum(story.seconds(each, first, PLAN[each], node="a") for each, first in new.items())
     assert productive_s == pytest.approx(new_s, abs=CLOCKS_S)
+
+
+def check_timeline(page: Page, story: Story) -> None:
+    """The parts of all four recoveries that a's worker can tell the time of."""
+    start_s, init_s, load_s, step_s = (
+        page.of("recovery_phase_duration_seconds_sum", phase=phase) for phase in STARTUP
+    )
+    first_steps = {2: 5, 3: 5, 4: 13, 5: 13}
+    began, loading, loaded = (
+        sum(story.instant(generation, "a", what=what) for generation in first_steps)
+        for what in ("began", "loading", "loaded")
+    )
+    stepped = sum(story.step_at(generation, step, "a") for generation, step in first_steps.items())
+    assert load_s == pytest.approx(loaded - loading, abs=MOMENTS_S)
+    assert step_s == pytest.approx(stepped - loaded, abs=MOMENTS_S)
+    assert init_s is not None
+    assert start_s is not None
+    assert -MOMENTS_S < init_s + start_s - (loading - began) < 4 * CLOCKS_S, "what runs before the first line"
 
 
 def check_what_was_printed(page: Page, folder: Path) -> None:

@@ -68,7 +68,9 @@ def test_a_load_is_seen_from_its_begin_to_its_end(ours: Page) -> None:
     progress.checkpoint_load(4, "corrupt", 0.1)
     assert ours.read() == begun, "the next older one is tried"
     progress.checkpoint_load(3, "ok", 0.2)
-    assert (ours.read().loaded_at or 0) >= begun.load_at
+    loaded = ours.read()
+    assert (loaded.loaded_at or 0) >= begun.load_at
+    assert loaded.loaded_step == 3
     progress.loading()
     assert ours.read().load_at == begun.load_at, "the first one tells how long the script took to get there"
 

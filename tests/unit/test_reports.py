@@ -24,13 +24,11 @@ from elastic_agent.worker.reports import (
     Report,
     ReportError,
     SaveReport,
-    StepReport,
     decode,
     encode,
 )
 
 REPORTS: list[Report] = [
-    StepReport(7, 1, 120),
     SaveReport(7, 0, 120, "ok", 0.25, 4096),
     SaveReport(7, 0, 120, "error", 3, 0),
     LoadReport(0, 3, 0, "none", 0.0),
@@ -52,36 +50,36 @@ def test_the_wire_format_is_the_published_one() -> None:
     }  # fmt: skip
 
 
-LOAD = {"v": 1, "kind": "checkpoint_load", "generation": 7, "local_rank": 0, "step": 1, "result": "ok"}
-STEP = {"v": 1, "kind": "step", "generation": 7, "local_rank": 0, "step": 1}
+BARE = {"v": 1, "kind": "checkpoint_load", "generation": 7, "local_rank": 0, "step": 1, "result": "ok"}
+LOAD = {**BARE, "duration_s": 1}
 
 
 @pytest.mark.parametrize(
     "datagram",
     [
         b"", b"\xff\xfe", b"1", b"[]", b"[" * 4000, b"null", b" " * (MAX_BYTES + 1),
-        json.dumps({**STEP, "v": 2}).encode(),
-        json.dumps({**STEP, "v": True}).encode(),
-        json.dumps({**STEP, "kind": "stop"}).encode(),
-        json.dumps({**STEP, "kind": ["step"]}).encode(),
-        json.dumps({**STEP, "step": -1}).encode(),
-        json.dumps({**STEP, "step": 2**63}).encode(),
-        json.dumps({**STEP, "step": 1.0}).encode(),
-        json.dumps({**STEP, "step": True}).encode(),
-        json.dumps({**STEP, "step": "1"}).encode(),
-        json.dumps({**STEP, "generation": None}).encode(),
-        json.dumps({**STEP, "local_rank": -1}).encode(),
-        json.dumps({**STEP, "extra": 1}).encode(),
-        json.dumps({key: value for key, value in STEP.items() if key != "step"}).encode(),
-        json.dumps(LOAD).encode(),
+        json.dumps({**LOAD, "v": 2}).encode(),
+        json.dumps({**LOAD, "v": True}).encode(),
+        json.dumps({**LOAD, "kind": "step"}).encode(),
+        json.dumps({**LOAD, "kind": ["step"]}).encode(),
+        json.dumps({**LOAD, "step": -1}).encode(),
+        json.dumps({**LOAD, "step": 2**63}).encode(),
+        json.dumps({**LOAD, "step": 1.0}).encode(),
+        json.dumps({**LOAD, "step": True}).encode(),
+        json.dumps({**LOAD, "step": "1"}).encode(),
+        json.dumps({**LOAD, "generation": None}).encode(),
+        json.dumps({**LOAD, "local_rank": -1}).encode(),
+        json.dumps({**LOAD, "extra": 1}).encode(),
+        json.dumps({key: value for key, value in LOAD.items() if key != "step"}).encode(),
+        json.dumps(BARE).encode(),
         json.dumps({**LOAD, "duration_s": -1}).encode(),
         json.dumps({**LOAD, "duration_s": "1"}).encode(),
         json.dumps({**LOAD, "duration_s": 10**400}).encode(),
         json.dumps({**LOAD, "duration_s": float("nan")}).encode(),
         json.dumps({**LOAD, "duration_s": float("inf")}).encode(),
-        json.dumps({**LOAD, "duration_s": 1, "result": "fine"}).encode(),
-        json.dumps({**LOAD, "duration_s": 1, "result": ["ok"]}).encode(),
-        json.dumps({**LOAD, "kind": "checkpoint_save", "duration_s": 1, "bytes": 1, "result": "none"}).encode(),
+        json.dumps({**LOAD, "result": "fine"}).encode(),
+        json.dumps({**LOAD, "result": ["ok"]}).encode(),
+        json.dumps({**LOAD, "kind": "checkpoint_save", "bytes": 1, "result": "none"}).encode(),
     ],
 )  # fmt: skip
 def test_a_malformed_report_is_refused(datagram: bytes) -> None:
@@ -95,8 +93,8 @@ JSON = st.recursive(SCALARS, st.lists, max_leaves=3)
 
 
 @settings(deadline=None)
-@given(st.binary() | st.dictionaries(st.sampled_from([*LOAD, "duration_s", "bytes"]), JSON).map(
-    lambda changes: json.dumps({**LOAD, "duration_s": 1, **changes}).encode()
+@given(st.binary() | st.dictionaries(st.sampled_from([*LOAD, "bytes"]), JSON).map(
+    lambda changes: json.dumps({**LOAD, **changes}).encode()
 ))  # fmt: skip
 def test_whatever_arrives_is_a_report_or_a_report_error(datagram: bytes) -> None:
     try:
@@ -133,84 +131,62 @@ def agent(tmp_path: Path) -> Agent:
     return Agent(tmp_path)
 
 
-def test_the_first_step_is_reported_and_then_one_per_interval(agent: Agent) -> None:
-    now_s = 1000.0
-    reporter = Reporter(agent.environ, lambda: now_s)
-    for step in range(1, 31):
-        reporter.step(step)
-        now_s += 1 / 64  # seven steps are the first that take longer than the interval
-    assert agent.received() == [StepReport(7, 3, step) for step in (1, 8, 15, 22, 29)]
-
-
-def test_the_last_step_is_reported_when_the_process_ends_by_itself(agent: Agent) -> None:
-    program = "from elastic_agent.worker import step\nfor number in range(1, 5): step(number)\n"
-    subprocess.run([sys.executable, "-c", program], env={**os.environ, **agent.environ}, check=True)
-    assert agent.received() == [StepReport(7, 3, 1), StepReport(7, 3, 4)]
-
-
-def test_a_step_that_was_reported_is_not_reported_again_at_the_end(agent: Agent) -> None:
-    reporter = Reporter(agent.environ)
-    reporter.step(1)
-    reporter.flush()
-    assert agent.received() == [StepReport(7, 3, 1)]
+def loaded(step: int) -> LoadReport:
+    return LoadReport(7, 3, step, "ok", 0.5)
 
 
 def test_a_forked_child_does_not_report(agent: Agent) -> None:
     reporter = Reporter(agent.environ)
     child = os.fork()
     if child == 0:
-        reporter.step(1)
+        reporter.send(lambda g, r: loaded(1))
         os._exit(0)
     assert os.waitpid(child, 0) == (child, 0)
     assert agent.received() == []
-    reporter.step(2)
-    assert agent.received() == [StepReport(7, 3, 2)]
+    reporter.send(lambda g, r: loaded(2))
+    assert agent.received() == [loaded(2)]
 
 
 def test_a_data_loader_child_does_not_report(agent: Agent, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import multiprocessing\n"
-        "from elastic_agent.worker import step\n"
+        "from elastic_agent.worker.progress import checkpoint_load\n"
         "if __name__ == '__main__':\n"
         "    for method in ('fork', 'spawn'):\n"
-        "        child = multiprocessing.get_context(method).Process(target=step, args=(1,))\n"
+        "        context = multiprocessing.get_context(method)\n"
+        "        child = context.Process(target=checkpoint_load, args=(1, 'ok', 0.5))\n"
         "        child.start(); child.join(); assert child.exitcode == 0\n"
-        "    step(2)\n"
+        "    checkpoint_load(2, 'ok', 0.5)\n"
     )
     subprocess.run([sys.executable, script], env={**os.environ, **agent.environ}, check=True)
-    assert agent.received() == [StepReport(7, 3, 2)]
+    assert agent.received() == [loaded(2)]
 
 
 def test_reports_go_on_when_the_agent_comes_back(agent: Agent, tmp_path: Path) -> None:
-    now_s = 0.0
-    reporter = Reporter(agent.environ, lambda: now_s)
+    reporter = Reporter(agent.environ)
     agent.socket.close()
-    reporter.step(1)  # nobody listens
+    reporter.send(lambda g, r: loaded(1))  # nobody listens
     (tmp_path / "reports").unlink()
-    now_s += 1
-    reporter.step(2)  # no such socket
+    reporter.send(lambda g, r: loaded(2))  # no such socket
     returned = Agent(tmp_path)
-    now_s += 1
-    reporter.step(3)
-    assert returned.received() == [StepReport(7, 3, 3)]
+    reporter.send(lambda g, r: loaded(3))
+    assert returned.received() == [loaded(3)]
 
 
 def test_a_full_queue_does_not_block(agent: Agent) -> None:
-    now_s = 0.0
-    reporter = Reporter(agent.environ, lambda: now_s)
-    for step in range(10_000):
-        reporter.step(step)
-        now_s += 1
+    reporter = Reporter(agent.environ)
+    for _ in range(10_000):
+        reporter.send(lambda g, r: loaded(1))
     assert 0 < len(agent.received()) < 10_000
 
 
-def test_a_wrong_step_ends_the_reports_and_not_the_training(
+def test_a_wrong_report_ends_the_reports_and_not_the_training(
     agent: Agent, caplog: pytest.LogCaptureFixture
 ) -> None:
     reporter = Reporter(agent.environ)
-    reporter.step("12")  # type: ignore[arg-type]
-    reporter.step(13)
+    reporter.send(lambda g, r: loaded("12"))  # type: ignore[arg-type]
+    reporter.send(lambda g, r: loaded(13))
     assert agent.received() == []
     assert "no more reports" in caplog.text
 
@@ -221,13 +197,13 @@ def test_a_wrong_step_ends_the_reports_and_not_the_training(
 def test_a_wrong_environment_is_named_and_ignored(
     agent: Agent, caplog: pytest.LogCaptureFixture, change: dict[str, str]
 ) -> None:
-    Reporter({**agent.environ, **change}).step(1)
+    Reporter({**agent.environ, **change}).send(lambda g, r: loaded(1))
     assert agent.received() == []
     assert "no reports to the agent" in caplog.text
 
 
 def test_without_an_agent_nothing_happens(caplog: pytest.LogCaptureFixture) -> None:
-    Reporter({}).step(1)
+    Reporter({}).send(lambda g, r: loaded(1))
     assert caplog.text == ""
 
 
@@ -235,11 +211,10 @@ def test_the_functions_report_as_the_environment_says(agent: Agent, monkeypatch:
     monkeypatch.setattr(progress, "_reporter", None)
     for name, value in agent.environ.items():
         monkeypatch.setenv(name, value)
-    progress.step(5)
     progress.checkpoint_save(5, "ok", 0.5, 100)
     progress.checkpoint_load(5, "corrupt", 0.5)
     assert agent.received() == [
-        StepReport(7, 3, 5), SaveReport(7, 3, 5, "ok", 0.5, 100), LoadReport(7, 3, 5, "corrupt", 0.5)
+        SaveReport(7, 3, 5, "ok", 0.5, 100), LoadReport(7, 3, 5, "corrupt", 0.5)
     ]  # fmt: skip
 
 
@@ -251,13 +226,13 @@ def test_the_agent_counts_what_it_cannot_read_or_has_no_room_for(agent: Agent, t
     )
     receiver.start()
     reporter = Reporter({**agent.environ, "ELASTIC_AGENT_REPORTS": str(tmp_path / "receiver")})
-    reporter.step(1)
-    assert told.get(timeout=20) == Reported(StepReport(7, 3, 1), at=12.5)
+    reporter.send(lambda g, r: loaded(1))
+    assert told.get(timeout=20) == Reported(loaded(1), at=12.5)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
         stranger.sendto(b"not a report", str(tmp_path / "receiver"))
     assert told.get(timeout=20) is None
     room = False
-    reporter.send(lambda g, r: StepReport(g, r, 2))
+    reporter.send(lambda g, r: loaded(2))
     assert told.get(timeout=20) is None
     receiver.close()
 

@@ -30,7 +30,7 @@ from elastic_agent.rendezvous.records import (
     World,
     line_up,
 )
-from elastic_agent.worker.reports import LoadReport, SaveReport, StepReport
+from elastic_agent.worker.reports import LoadReport, SaveReport
 
 STATUS = NodeStatus(
     job="digits",
@@ -272,7 +272,6 @@ def loaded(step: int, result: Any = "ok") -> LoadReport:
         ([saved(5), loaded(5)], Checkpoint(5, 2.0)),
         ([saved(5), loaded(5, "corrupt"), loaded(4)], Checkpoint(4, None)),
         ([loaded(5), saved(5)], Checkpoint(5, 1.0)),
-        ([saved(5), StepReport(1, 0, 7)], Checkpoint(5, 2.0)),
     ],
     ids=lambda value: str(value) if isinstance(value, Checkpoint) else None,
 )
@@ -285,9 +284,11 @@ def test_the_checkpoint_is_the_one_to_go_on_from(
     assert status_of(pages).checkpoint == expected
 
 
-def test_a_step_has_the_age_of_its_newest_report(pages: StatusPages, clock: Clock) -> None:
+def test_a_step_is_as_old_as_its_end_and_no_checkpoint(pages: StatusPages, clock: Clock) -> None:
+    pages.reported(saved(5), clock())
     for step in (7, 8):
-        pages.reported(StepReport(1, 0, step), clock())
+        pages.stepped(step, clock() - 0.25)
         clock.now += 1.5
     status = status_of(pages)
-    assert (status.step, status.step_s) == (8, 1.5)
+    assert (status.step, status.step_s) == (8, 1.75)
+    assert status.checkpoint == Checkpoint(5, 3.0)

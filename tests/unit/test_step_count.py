@@ -1,4 +1,4 @@
-"""Which steps are new, which are lost, how long one takes: from reports that are throttled, late or missing."""
+"""Which steps are new, which are lost, how long one takes: from looks now and then at the newest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic_agent.agent.accounting.step_count import Counted, StepCount
 
 
 def train(count: StepCount, *steps: int, at: float = 0.0) -> Counted:
-    """What these reports, one a second, add in all."""
+    """What these looks, one a second, add in all."""
     counted = [count.done(step, at + second) for second, step in enumerate(steps)]
     return Counted(sum(each.new for each in counted), sum(each.lost for each in counted))
 
@@ -21,7 +21,7 @@ def begun(highest: int = 0) -> StepCount:
     return count
 
 
-def test_a_report_stands_for_all_steps_since_the_one_before() -> None:
+def test_a_look_stands_for_all_steps_since_the_one_before() -> None:
     assert train(begun(), 1, 2, 9, 10) == Counted(new=10)
 
 
@@ -45,7 +45,7 @@ def test_what_lies_between_the_checkpoint_and_the_last_step_is_lost_and_not_new_
     assert (lost + counted.lost, counted.new) == (7, 3)
 
 
-def test_no_step_is_lost_where_the_checkpoint_is_newer_than_the_last_report() -> None:
+def test_no_step_is_lost_where_the_checkpoint_is_newer_than_the_last_look() -> None:
     count = begun()
     train(count, 1, 8)
     assert count.saved(10) == Counted(new=2)
@@ -72,6 +72,24 @@ def test_a_node_that_came_later_counts_what_is_new_to_the_job() -> None:
     assert train(count, *range(11, 20)) == Counted(new=2)
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "caught_up_at"),
+    [
+        pytest.param((11, 100.0), (20, 109.0), 101.0, id="in between"),
+        pytest.param((11, 100.0), (12, 101.0), None, id="with the look"),
+        pytest.param((12, 100.0), (20, 108.0), None, id="before"),
+    ],
+)
+def test_when_the_highest_step_was_done_again_is_told(
+    first: tuple[int, float], then: tuple[int, float], caught_up_at: float | None
+) -> None:
+    count = begun(highest=12)
+    count.resumed(10)
+    assert count.done(*first).caught_up_at is None
+    assert count.done(*then).caught_up_at == caught_up_at
+    assert not count.catching_up
+
+
 def test_it_is_catching_up_until_the_highest_step_is_done_again() -> None:
     count = begun(highest=12)
     count.resumed(10)
@@ -82,7 +100,7 @@ def test_it_is_catching_up_until_the_highest_step_is_done_again() -> None:
     assert not count.catching_up
 
 
-def test_the_ranks_of_a_node_report_the_same_steps() -> None:
+def test_the_ranks_of_a_node_do_the_same_steps() -> None:
     count = begun()
     assert [count.done(step, 0.0).new for step in (1, 1, 3, 2, 3, 4)] == [1, 0, 2, 0, 0, 1]
 
@@ -98,17 +116,17 @@ def test_every_rank_tells_of_the_load_and_it_counts_once() -> None:
     ]
 
 
-def test_a_step_takes_the_mean_between_two_reports_of_one_generation() -> None:
+def test_each_step_but_the_first_takes_the_mean_since_the_look_before() -> None:
     count = begun()
-    assert count.done(1, 10.0).mean_s is None
-    assert count.done(5, 12.0).mean_s == 0.5
-    assert count.done(5, 12.5).mean_s is None
-    assert count.done(6, 13.0).mean_s == 1.0
+    assert count.done(1, 10.0).timed == 0
+    assert count.done(5, 12.0) == Counted(new=4, timed=4, mean_s=0.5)
+    assert count.done(5, 12.5).timed == 0
+    assert count.done(6, 13.0) == Counted(new=1, timed=1, mean_s=1.0)
     count.begin(6)
-    assert count.done(7, 60.0).mean_s is None
+    assert count.done(7, 60.0).timed == 0
 
 
-def test_saves_say_nothing_where_no_step_is_reported() -> None:
+def test_saves_say_nothing_where_no_step_is_done() -> None:
     count = begun()
     assert count.saved(100) == Counted()
     assert not count.stepped
@@ -118,7 +136,7 @@ def test_saves_say_nothing_where_no_step_is_reported() -> None:
 def test_new_steps_add_up_to_the_highest_and_lost_ones_to_what_is_redone(
     generations: list[list[int]], data: st.DataObject
 ) -> None:
-    """Each generation goes on from a step that was done, and reports every so many of its steps, always the first."""
+    """Each generation goes on from a step that was done; every so many of its steps are seen, always the first."""
     count = StepCount()
     new = lost = done = highest = 0
     redone = 0

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from elastic_agent.agent.accounting.timesheet import (
     NEXT,
     PHASES,
+    STARTUP,
     STEPPING,
     Activity,
     News,
@@ -19,17 +20,16 @@ from elastic_agent.agent.accounting.timesheet import (
 )
 from elastic_agent.health.metrics import LOST_TIME_CAUSES, RECOVERY_PHASES
 
-WAITING, STARTUP, PRODUCTIVE, RECOMPUTE = (
-    Activity.WAITING,
-    Activity.STARTUP,
-    Activity.PRODUCTIVE,
-    Activity.RECOMPUTE,
-)
+WAITING, PRODUCTIVE, RECOMPUTE = Activity.WAITING, Activity.PRODUCTIVE, Activity.RECOMPUTE
+START, INIT, LOAD, FIRST_STEP = STARTUP
 DETECT, STOP, RENDEZVOUS, BACKOFF = Activity.DETECT, Activity.STOP, Activity.RENDEZVOUS, Activity.BACKOFF
 
 WAYS = {
     WAITING: (),
-    STARTUP: (News.STARTED,),
+    START: (News.STARTED,),
+    INIT: (News.STARTED, News.BEGAN),
+    LOAD: (News.STARTED, News.LOADING),
+    FIRST_STEP: (News.STARTED, News.LOADING, News.LOADED),
     PRODUCTIVE: (News.STARTED, News.STEPPED),
     RECOMPUTE: (News.STARTED, News.STEPPED_AGAIN),
     DETECT: (News.STARTED, News.FAILED),
@@ -40,22 +40,26 @@ WAYS = {
 """How to get to each activity."""
 
 EXPECTED = {
-    (WAITING, News.STARTED): STARTUP,
-    (RENDEZVOUS, News.STARTED): STARTUP,
-    (BACKOFF, News.STARTED): STARTUP,
-    (STARTUP, News.STEPPED): PRODUCTIVE,
+    (WAITING, News.STARTED): START,
+    (RENDEZVOUS, News.STARTED): START,
+    (BACKOFF, News.STARTED): START,
+    (START, News.BEGAN): INIT,
+    (START, News.LOADING): LOAD,
+    (INIT, News.LOADING): LOAD,
+    (LOAD, News.LOADED): FIRST_STEP,
+    **dict.fromkeys(product(STARTUP, [News.STEPPED]), PRODUCTIVE),
     (RECOMPUTE, News.STEPPED): PRODUCTIVE,
-    (STARTUP, News.STEPPED_AGAIN): RECOMPUTE,
+    **dict.fromkeys(product(STARTUP, [News.STEPPED_AGAIN]), RECOMPUTE),
     (PRODUCTIVE, News.STEPPED_AGAIN): RECOMPUTE,
-    (STARTUP, News.FAILED): DETECT,
+    **dict.fromkeys(product(STARTUP, [News.FAILED]), DETECT),
     (PRODUCTIVE, News.FAILED): DETECT,
     (RECOMPUTE, News.FAILED): DETECT,
-    (STARTUP, News.STOPPING): STOP,
+    **dict.fromkeys(product(STARTUP, [News.STOPPING]), STOP),
     (PRODUCTIVE, News.STOPPING): STOP,
     (RECOMPUTE, News.STOPPING): STOP,
     (DETECT, News.STOPPING): STOP,
     (STOP, News.GONE): RENDEZVOUS,
-    (STARTUP, News.GONE): WAITING,
+    **dict.fromkeys(product(STARTUP, [News.GONE]), WAITING),
     (PRODUCTIVE, News.GONE): WAITING,
     (RECOMPUTE, News.GONE): WAITING,
     (RENDEZVOUS, News.HELD_BACK): BACKOFF,
@@ -81,13 +85,17 @@ def test_what_each_news_makes_of_each_activity(activity: Activity, news: News) -
 
 
 def test_the_labels_of_the_metrics_are_the_activities() -> None:
-    assert {activity.value for activity in Activity} == {"productive", *LOST_TIME_CAUSES}
+    startup = {activity.value for activity in STARTUP}
+    assert {activity.value for activity in Activity} - startup == {"productive", *LOST_TIME_CAUSES} - {
+        "startup"
+    }
     assert tuple(phase.value for phase in PHASES) == RECOVERY_PHASES
     assert set(NEXT) == set(News)
 
 
 FAILURE_HERE = [
     (10.0, News.STARTED),
+    (10.5, News.BEGAN),
     (12.0, News.STEPPED),
     (13.0, News.STEPPED),
     (39.0, News.STEPPED),
@@ -97,6 +105,9 @@ FAILURE_HERE = [
     (42.0, News.HELD_BACK),
     (45.0, News.RELEASED),
     (45.25, News.STARTED),
+    (45.5, News.BEGAN),
+    (46.5, News.LOADING),
+    (48.0, News.LOADED),
     (48.25, News.STEPPED_AGAIN),
     (50.25, News.STEPPED_AGAIN),
     (53.25, News.STEPPED),
@@ -110,7 +121,10 @@ def test_each_second_belongs_to_what_happened_in_it() -> None:
     sheet.advance(60.0)
     assert sheet.seconds == {
         WAITING: 6.0,
-        STARTUP: 2.0 + 3.0,
+        START: 0.5 + 0.25,
+        INIT: 1.5 + 1.0,
+        LOAD: 1.5,
+        FIRST_STEP: 0.25,
         PRODUCTIVE: 27.0 + 1.0,
         RECOMPUTE: 5.0,
         DETECT: 1.0 + 0.5,
@@ -146,21 +160,75 @@ def test_the_time_since_the_last_step_is_booked_when_it_is_known_what_it_was_goo
 
 def test_a_recovery_ends_with_the_first_step_whether_it_is_new_or_not() -> None:
     [recovery] = hear(Timesheet(4.0), *FAILURE_HERE)
-    assert recovery.phases == {DETECT: 0.5, STOP: 1.0, RENDEZVOUS: 0.75, BACKOFF: 3.0, STARTUP: 3.0}
+    assert list(recovery.phases.items()) == [
+        (DETECT, 0.5),
+        (STOP, 1.0),
+        (RENDEZVOUS, 0.75),
+        (BACKOFF, 3.0),
+        (START, 0.25),
+        (INIT, 1.0),
+        (LOAD, 1.5),
+        (FIRST_STEP, 0.25),
+    ]
     assert recovery.duration_s == 48.25 - 40.0
+
+
+@pytest.mark.parametrize(
+    ("told", "phases"),
+    [
+        pytest.param([], {START: 3.0}, id="nothing"),
+        pytest.param([(45.5, News.BEGAN)], {START: 0.25, INIT: 2.75}, id="no load"),
+        pytest.param(
+            [(46.25, News.LOADING)], {START: 1.0, LOAD: 2.0}, id="a load that another step overtook"
+        ),
+        pytest.param(
+            [(45.5, News.BEGAN), (46.5, News.LOADING), (47.0, News.LOADED)],
+            {START: 0.25, INIT: 1.0, LOAD: 0.5, FIRST_STEP: 1.25},
+            id="all",
+        ),
+    ],
+)
+def test_what_nobody_told_is_no_phase_of_the_recovery(
+    told: list[tuple[float, News]], phases: dict[Activity, float]
+) -> None:
+    before = [*FAILURE_HERE[:10], (45.25, News.STARTED)]
+    [recovery] = hear(Timesheet(4.0), *before, *told, (48.25, News.STEPPED))
+    assert {phase: s for phase, s in recovery.phases.items() if phase in STARTUP} == phases
+    assert recovery.duration_s == 48.25 - 40.0
+
+
+def test_what_is_told_when_workers_step_changes_nothing() -> None:
+    sheet = Timesheet(0.0)
+    hear(
+        sheet,
+        (1.0, News.STARTED),
+        (3.0, News.STEPPED),
+        (3.5, News.LOADING),
+        (4.0, News.LOADED),
+        (5.0, News.STEPPED),
+    )
+    assert sheet.seconds[PRODUCTIVE] == 2.0
 
 
 def test_generations_tried_in_vain_belong_to_the_recovery() -> None:
     tried = [
         (45.25, News.STARTED),
+        (45.75, News.BEGAN),
         (46.25, News.FAILED),
         (46.5, News.STOPPING),
         (47.0, News.GONE),
         (47.5, News.STARTED),
         (50.0, News.STEPPED),
     ]
-    [recovery] = hear(Timesheet(4.0), *FAILURE_HERE[:9], *tried)
-    assert recovery.phases == {DETECT: 0.75, STOP: 1.5, RENDEZVOUS: 1.25, BACKOFF: 3.0, STARTUP: 3.5}
+    [recovery] = hear(Timesheet(4.0), *FAILURE_HERE[:10], *tried)
+    assert recovery.phases == {
+        DETECT: 0.75,
+        STOP: 1.5,
+        RENDEZVOUS: 1.25,
+        BACKOFF: 3.0,
+        START: 0.5 + 2.5,
+        INIT: 0.5,
+    }
     assert recovery.duration_s == 10.0
 
 
@@ -174,7 +242,10 @@ def test_without_steps_a_recovery_ends_when_the_workers_start() -> None:
         (9.0, News.STOPPING),
     ]
     [recovery] = hear(sheet, *story)
-    assert (recovery.duration_s, recovery.phases[STARTUP]) == (3.0, 0.0)
+    assert (recovery.duration_s, recovery.phases) == (
+        3.0,
+        {DETECT: 0.0, STOP: 1.0, RENDEZVOUS: 2.0, BACKOFF: 0.0},
+    )
     assert sheet.activity is STOP
     assert sheet.recovering
 
@@ -188,7 +259,7 @@ def test_without_steps_a_recovery_ends_when_the_workers_start() -> None:
 )
 def test_a_recovery_that_comes_to_nothing_is_none(ending: list[tuple[float, News]]) -> None:
     sheet = Timesheet(4.0)
-    assert hear(sheet, *FAILURE_HERE[:7], *ending) == []
+    assert hear(sheet, *FAILURE_HERE[:8], *ending) == []
     assert not sheet.recovering
     assert hear(sheet, (60.0, News.STARTED), (61.0, News.STEPPED)) == []
 
@@ -199,7 +270,7 @@ def test_an_instant_that_is_booked_already_stays_booked() -> None:
     sheet.advance(10.0)
     hear(sheet, (9.5, News.FAILED), (9.75, News.STOPPING))
     sheet.advance(11.0)
-    assert (sheet.seconds[STARTUP], sheet.seconds[DETECT], sheet.seconds[STOP]) == (9.0, 0.0, 1.0)
+    assert (sheet.seconds[START], sheet.seconds[DETECT], sheet.seconds[STOP]) == (9.0, 0.0, 1.0)
 
 
 @given(
