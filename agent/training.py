@@ -135,6 +135,7 @@ class Training:
             problem = ""
         except OSError as error:
             problem = f"a worker could not be started: {error}"
+            self._pages.close()  # what is scarce may be the very descriptors that they hold
         self._observer.started(self.group.ranks)
         if problem:
             for ended, returncode in self.group.returncodes.items():

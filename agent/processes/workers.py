@@ -164,7 +164,7 @@ class WorkerGroup:
 
     @property
     def succeeded(self) -> bool:
-        return not self.running and not any(self.returncodes.values())
+        return bool(self.returncodes) and not self.running and not any(self.returncodes.values())
 
     def stop(self, grace_s: float, *, gently: bool, asking: signal.Signals = signal.SIGTERM) -> None:
         """Ask the workers to end, and kill their groups after `grace_s`. Again with less grace: sooner.

@@ -141,7 +141,12 @@ def test_many_kills_in_a_row_are_survived_in_order(job: Job) -> None:
 
 
 def test_workers_that_cannot_all_be_started_are_ended_and_tried_again(job: Job) -> None:
-    few_files = ("sh", "-c", 'ulimit -n 60; exec "$@"', "sh")
+    few_files = (
+        "sh",
+        "-c",
+        'ulimit -n 124; exec "$@"',
+        "sh",
+    )  # enough for their pages, of two descriptors each
     agent = job.start("a", "--nproc-per-node=32", "--max-restarts=100", enter=few_files)
     job.wait_for(lambda: agent.says("a worker could not be started.*\n(.*\n)*.*generation 2"), "another try")
     job.wait_for(

@@ -29,14 +29,15 @@ class Logs(Ignored):
             os.close(pipe)
 
 
+@pytest.mark.parametrize("before_it", [0, 2])
 def test_a_worker_that_cannot_be_started_leaves_nobody_whose_end_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, before_it: int
 ) -> None:
     started: list[subprocess.Popen[bytes]] = []
     start = subprocess.Popen
 
     def popen(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
-        if len(started) == 2:
+        if len(started) == before_it:
             raise BlockingIOError("Resource temporarily unavailable")
         started.append(start(*args, **kwargs))
         return started[-1]
@@ -53,7 +54,7 @@ def test_a_worker_that_cannot_be_started_leaves_nobody_whose_end_is_waited_for(
     specs = [WorkerSpec(rank, rank, dict(os.environ)) for rank in range(3)]
     with pytest.raises(BlockingIOError):
         group.start(Command("binary", "sleep", ("300",)), specs)
-    assert [process.returncode for process in started] == [-9, -9]
+    assert [process.returncode for process in started] == [-9] * before_it
     group.stop(1.0, gently=False)
     assert group.gone()
-    assert not group.succeeded
+    assert not group.succeeded, "also where no worker could be started: none has done its work"
