@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types check format sim benchmark scale gpu clean
+.PHONY: help demo test lint types check format sim benchmark torchft scale gpu clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -45,8 +45,17 @@ SEEDS ?= 100000
 sim: $(READY)  ## the long simulation: SEEDS=100000 seeds
 	SIMULATOR_SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/sim -k no_seed --timeout 0
 
-benchmark: $(READY)  ## recovery times next to torchrun's, in one run
+benchmark: $(READY)  ## what faults cost, next to torchrun (and torchft, after `make torchft`), in one run
+	@.ci/system-packages etcd
+	@.ci/system-packages network
 	$(BIN)/python benchmarks/recovery.py
+
+# In a folder of its own, beside the torch that is installed: nothing but the benchmark shall find it.
+TORCHFT := build/torchft
+torchft: $(READY)  ## fetch torchft for the benchmark
+	$(BIN)/pip install --quiet --disable-pip-version-check --target $(TORCHFT) --no-deps torchft
+	$(BIN)/pip install --quiet --disable-pip-version-check --target $(TORCHFT) --upgrade \
+	    opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
 
 scale: $(READY)  ## seconds until N nodes form a world, next to torchrun's
 	@.ci/system-packages etcd

@@ -1,4 +1,4 @@
-"""What the lines of a run say: recovery, outage and steps redone, their medians, and the table of all runs.
+"""What the lines of a run say: recovery, outage and steps redone, their medians, and the tables of all runs.
 
 Pure functions over plain data; `recovery.py` does the running. Instants are seconds of one monotonic clock.
 
@@ -11,11 +11,12 @@ Pure functions over plain data; `recovery.py` does the running. Instants are sec
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from report import markdown, ratio, spread
+from report import markdown, ratio, short, spread
 
 # --- One run: from its lines to its figures
 
@@ -32,9 +33,9 @@ class Step:
     pid: int
 
     @property
-    def place(self) -> tuple[int, int]:
+    def place(self) -> tuple[int, int, int]:
         """Tells a process in the new world from one in the old, whatever numbers a system gives its worlds."""
-        return self.pid, self.world_size
+        return self.pid, self.world_size, self.generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def recovery(steps: Sequence[Step], fault_s: float, world_size: int, lasting: in
     return Recovery(recovery_s, _longest_gap((step.at_s for step in steps), fault_s), _redone(old, new))
 
 
-def _count(steps: Iterable[Step]) -> Counter[tuple[int, int]]:
+def _count(steps: Iterable[Step]) -> Counter[tuple[int, int, int]]:
     return Counter(step.place for step in steps)
 
 
@@ -93,56 +94,105 @@ def _redone(old: Sequence[Step], new: Sequence[Step]) -> int:
     return sum(count - (number not in seen) for number, count in times.items())
 
 
+def timelines(logs: Iterable[str]) -> list[str]:
+    """What elastic-agents say of their recoveries, each log's last line of that, without who says it."""
+    found = (re.findall(r"generation \d+: (first new step .*)", log)[-1:] for log in logs)
+    return [line for lines in found for line in lines]
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     scenario: str
     system: str
     repetition: int
     outcome: str
-    """recovered, hung, died or unsteady."""
-    result: Recovery | None
+    """recovered or measured; or hung, died, unsteady."""
+    figures: Mapping[str, float]
+    """By the names in `FIGURES`; empty if there was nothing to measure."""
     load: float
     """The machine's load average as the run began."""
+    timeline: tuple[str, ...] = ()
+    """The agents' own words on where the time went, one line for each."""
 
 
-# --- All runs: medians and the table
+def figures_of(result: Recovery) -> dict[str, float]:
+    named = {"recovery": result.recovery_s, "outage": result.outage_s, "redone": result.redone}
+    return {name: value for name, value in named.items() if value is not None}
 
-RECOVERY = "to the first new step, s"
-OUTAGE = "outage, s"
-TIMES = (RECOVERY, OUTAGE)
-METRICS: Mapping[str, Callable[[Recovery], float | None]] = {
-    RECOVERY: lambda result: result.recovery_s,
-    OUTAGE: lambda result: result.outage_s,
-    "steps redone": lambda result: result.redone,
+
+# --- All runs: medians and the tables
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    title: str
+    has_ratio: bool = True
+
+
+FIGURES: Mapping[str, Figure] = {
+    "recovery": Figure("to the first new step, s"),
+    "outage": Figure("outage, s"),
+    "redone": Figure("steps redone", has_ratio=False),
+    "agent_mb": Figure("agent alone, MB"),
+    "node_mb": Figure("whole node, MB"),
+    "idle_cpu": Figure("processor beside the workers, s a minute"),
 }
 
 
-def table(runs: Sequence[Run], scenarios: Mapping[str, str], systems: Sequence[str], ours: str) -> str:
-    """Markdown: a row for each scenario and metric, a column for each system, and theirs divided by `ours`.
+def table(
+    runs: Sequence[Run],
+    scenarios: Mapping[str, str],
+    systems: Sequence[str],
+    ours: Sequence[str],
+    goals: Mapping[tuple[str, str], str],
+) -> str:
+    """Markdown: a row for each scenario and figure, a column for each system, and theirs divided by ours.
 
-    `scenarios` maps names to titles; it and `systems` give the order. What no run tells anything of is left out.
+    `ours` are variants of one system, the one to compare with last. `scenarios` maps names to titles; it and `systems`
+    give the order. What no run tells anything of is left out.
     """
     systems = [name for name in systems if any(run.system == name for run in runs)]
-    others = [name for name in systems if name != ours and ours in systems]
-    rows = [["scenario", "what", *systems, *(f"{name} / ours" for name in others)]]
+    best = next((name for name in reversed(ours) if name in systems), None)
+    others = [name for name in systems if best is not None and name not in ours]
+    rows = [["scenario", "what", *systems, *(f"{name} / ours" for name in others), "goal"]]
     for scenario, title in scenarios.items():
         chosen = {
             name: [run for run in runs if (run.scenario, run.system) == (scenario, name)] for name in systems
         }
-        for metric, value_of in METRICS.items():
-            values = {name: _values(chosen[name], value_of) for name in systems}
-            if not any(values.values()) and (metric != RECOVERY or not any(chosen.values())):
+        known = {name for ran in chosen.values() for run in ran for name in run.figures}
+        if any(chosen.values()) and not known:
+            known = {"recovery"}  # where nobody recovered, that is to be seen
+        for name, figure in FIGURES.items():
+            if name not in known:
                 continue
-            cells = [_cell(values[name], chosen[name]) for name in systems]
-            ratios = [ratio(values[name], values[ours]) or "-" if metric in TIMES else "" for name in others]
-            rows.append([title, metric, *cells, *ratios])
+            values = {system: _values(chosen[system], name) for system in systems}
+            cells = [_cell(values[system], chosen[system]) for system in systems]
+            ratios = [
+                ratio(values[other], values[best]) or "-" if best and figure.has_ratio else ""
+                for other in others
+            ]
+            rows.append([title, figure.title, *cells, *ratios, goals.get((scenario, name), "")])
     return markdown(rows)
 
 
-def _values(runs: Iterable[Run], value_of: Callable[[Recovery], float | None]) -> list[float]:
-    values = (value_of(run.result) for run in runs if run.result is not None)
-    return [value for value in values if value is not None]
+def timeline_list(runs: Sequence[Run], scenarios: Mapping[str, str]) -> str:
+    """Markdown: what the agents said of the median run of each scenario, those of the slowest agent first."""
+    lines = []
+    for scenario, title in scenarios.items():
+        told = sorted(
+            (run for run in runs if run.scenario == scenario and run.timeline and "recovery" in run.figures),
+            key=lambda run: run.figures["recovery"],
+        )
+        if told:
+            median = told[(len(told) - 1) // 2]
+            seen = f"{short(median.figures['recovery'])} s as the benchmark saw it"
+            lines.append(f"- {title} ({median.system}, {seen}): {max(median.timeline, key=len)}")
+    return "\n".join(lines)
+
+
+def _values(runs: Iterable[Run], name: str) -> list[float]:
+    return [run.figures[name] for run in runs if name in run.figures]
 
 
 def _cell(values: Sequence[float], runs: Sequence[Run]) -> str:
-    return spread(values, Counter(run.outcome for run in runs if run.result is None), len(runs))
+    return spread(values, Counter(run.outcome for run in runs if not run.figures), len(runs))
