@@ -1,0 +1,288 @@
+"""What importing does to a process, written down while it happens, so that it can be undone and done again elsewhere.
+
+A `Recording` is made round the imports of the preloaded process. For each module that is loaded it knows, in order:
+
+- which modules its body imports, those too that were there already: what a fresh process has in `sys.modules`
+  after importing it is what can be reached from it;
+- which variables of the environment it reads;
+- what else it leaves behind: functions for the end of the process, filters for warnings, warnings, variables of the
+  environment, text on the standard streams. Of these none is in effect when the recording ends but the first, which
+  whoever is forked from this process has to undo (atexit._clear).
+
+A module's doing is all that happens while its body runs, also in functions of others that it calls. C code that reads
+the environment is not seen: `replays` knows those variables by name.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import importlib
+import itertools
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+OTHERS = ""
+"""The doer where no module is being loaded."""
+
+STREAMS = (1, 2)
+
+
+@dataclass(slots=True)
+class Doings:
+    """Of one module; see above."""
+
+    imports: dict[str, None] = field(default_factory=dict)
+    reads: dict[str, None] = field(default_factory=dict)
+    endings: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    finalizers: dict[Any, Any] = field(default_factory=dict)
+    """Of weakref.finalize: entries of its registry."""
+    filters: list[Any] = field(default_factory=list)
+    """As they stand in warnings.filters: the first of them came last."""
+    warned: list[warnings.WarningMessage] = field(default_factory=list)
+    set: dict[str, str] = field(default_factory=dict)
+    printed: list[tuple[int, bytes]] = field(default_factory=list)
+
+
+class Recording:
+    """Everything that was imported `with` it."""
+
+    def __init__(self) -> None:
+        self.modules: dict[str, ModuleType] = {}
+        """All that came into sys.modules, in its order."""
+        self.doings: dict[str, Doings] = {}
+        self._loading: list[str] = []
+        self._finalizers = 0
+        self._undo = contextlib.ExitStack()
+
+    def of(self, name: str) -> Doings:
+        return self.doings.setdefault(name, Doings())
+
+    @property
+    def current(self) -> Doings:
+        return self.of(self._loading[-1] if self._loading else OTHERS)
+
+    def __enter__(self) -> Recording:
+        before = frozenset(sys.modules) - {"atexit", "warnings"}  # which the recording itself has imported
+        undo = self._undo
+        undo.callback(self._take_modules, before)
+        undo.enter_context(self._watching_imports())
+        undo.enter_context(self._watching_environment())
+        undo.enter_context(self._watching_endings())
+        self._captured = undo.enter_context(_captured_streams())
+        self._warned = undo.enter_context(warnings.catch_warnings(record=True))
+        # All of them: which are shown is decided by the filters of the process that a module is given to.
+        warnings.simplefilter("always")
+        self._filters: list[Any] = list(warnings.filters)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._settle(OTHERS)
+        self._undo.close()
+
+    def _take_modules(self, before: frozenset[str]) -> None:
+        main = sys.modules["__main__"]  # multiprocessing gives it another name
+        self.modules = {
+            n: module for n, module in sys.modules.items() if n not in before and module is not main
+        }
+        # Some come without being loaded: made by their parent, or by C code.
+        for name in self.modules:
+            parent = name.rpartition(".")[0]
+            if name not in self.doings and parent in self.modules:
+                self.of(parent).imports[name] = None
+
+    # --- Who does something
+
+    @contextlib.contextmanager
+    def loading(self, name: str) -> Iterator[None]:
+        self._settle(self._loading[-1] if self._loading else OTHERS)
+        self.of(name)
+        self._loading.append(name)
+        try:
+            yield
+        finally:
+            self._settle(name)
+            self._loading.pop()
+
+    def _settle(self, name: str) -> None:
+        """What lies in the common places since the last time is the doing of `name`."""
+        doer = self.of(name)
+        doer.warned += self._warned
+        self._warned.clear()
+        if warnings.filters != self._filters:
+            known = {id(entry) for entry in self._filters}
+            doer.filters[:0] = [entry for entry in warnings.filters if id(entry) not in known]
+            self._filters = list(warnings.filters)
+        if (finalize := _finalize()) is not None and len(finalize._registry) > self._finalizers:
+            doer.finalizers.update(itertools.islice(finalize._registry.items(), self._finalizers, None))
+            self._finalizers = len(finalize._registry)
+        doer.printed += self._captured()
+
+    # --- What is watched
+
+    @contextlib.contextmanager
+    def _watching_imports(self) -> Iterator[None]:
+        true_import, true_gcd_import = builtins.__import__, importlib._bootstrap._gcd_import  # type: ignore[attr-defined]
+
+        def note(name: str) -> None:
+            if self._loading:
+                imports = self.current.imports
+                imports[name] = None
+
+        def recorded_import(
+            name: str,
+            globals: Any = None,
+            locals: Any = None,
+            fromlist: Sequence[str] | None = (),
+            level: int = 0,
+        ) -> ModuleType:
+            module = true_import(name, globals, locals, fromlist or (), level)
+            if not fromlist and not level:
+                note(name)
+            else:
+                base = getattr(module, "__name__", name)
+                note(base)
+                for item in fromlist or ():
+                    if f"{base}.{item}" in sys.modules:
+                        note(f"{base}.{item}")
+            return module
+
+        def recorded_gcd_import(name: str, package: str | None = None, level: int = 0) -> ModuleType:
+            module: ModuleType = true_gcd_import(name, package, level)
+            note(getattr(module, "__name__", name))
+            return module
+
+        # The import system's own frames do not count where a warning says who caused it: neither shall this one.
+        for function in (recorded_import, recorded_gcd_import):
+            function.__code__ = function.__code__.replace(co_filename="<recording importlib._bootstrap>")
+        finder = _Finder(self)
+        sys.meta_path.insert(0, finder)
+        builtins.__import__ = recorded_import
+        importlib._bootstrap._gcd_import = recorded_gcd_import  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            builtins.__import__ = true_import
+            importlib._bootstrap._gcd_import = true_gcd_import  # type: ignore[attr-defined]
+            sys.meta_path.remove(finder)
+
+    @contextlib.contextmanager
+    def _watching_environment(self) -> Iterator[None]:
+        kind = type(os.environ)
+        get, put, remove = kind.__getitem__, kind.__setitem__, kind.__delitem__
+        before = dict(os.environ)
+
+        def recorded_get(environ: Any, key: Any) -> Any:
+            self.current.reads[os.fsdecode(key)] = None
+            return get(environ, key)
+
+        def recorded_put(environ: Any, key: Any, value: Any) -> None:
+            put(environ, key, value)
+            self.current.set[os.fsdecode(key)] = os.fsdecode(value)
+
+        kind.__getitem__, kind.__setitem__ = recorded_get, recorded_put  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            kind.__getitem__, kind.__setitem__ = get, put  # type: ignore[method-assign]
+            for name in set(os.environ) - set(before):
+                remove(os.environ, name)
+            os.environ.update(before)
+
+    @contextlib.contextmanager
+    def _watching_endings(self) -> Iterator[None]:
+        register = atexit.register
+
+        def recorded_register(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+            if not recording:  # a module may have kept us by name
+                return register(function, *args, **kwargs)
+            if getattr(function, "__self__", None) is not _finalize() or function.__name__ != "_exitfunc":
+                self.current.endings.append((function, args, kwargs))
+            return function
+
+        recording = True
+        atexit.register = recorded_register  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            recording = False
+            atexit.register = register
+            for doer in self.doings.values():
+                for function, args, kwargs in doer.endings:
+                    register(function, *args, **kwargs)
+
+
+def _finalize() -> Any:
+    """weakref.finalize, if anybody has imported it: it registers one function for the end, and keeps a list itself."""
+    return getattr(sys.modules.get("weakref"), "finalize", None)
+
+
+class _Finder:
+    """Lets the others find, and tells the recording when what they have found is loaded."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        spec = found_by_others(self, name, path, target)
+        if spec is not None and hasattr(spec.loader, "__dict__") and not isinstance(spec.loader, type):
+            self._watch(name, spec.loader)
+        return spec
+
+    def _watch(self, name: str, loader: Any) -> None:
+        create, execute = getattr(loader, "create_module", None), getattr(loader, "exec_module", None)
+        if create is None or execute is None:
+            return
+
+        def recorded_create(spec: ModuleSpec) -> Any:
+            with self._recording.loading(name):
+                return create(spec)
+
+        def recorded_execute(module: ModuleType) -> Any:
+            # The loader is the module's from now on, and no trace of us may stay.
+            del loader.create_module, loader.exec_module
+            with self._recording.loading(name):
+                return execute(module)
+
+        loader.create_module, loader.exec_module = recorded_create, recorded_execute
+
+
+def found_by_others(finder: object, name: str, path: Any, target: Any) -> ModuleSpec | None:
+    """What the import system would find without this finder."""
+    for other in list(sys.meta_path):
+        if other is not finder and hasattr(other, "find_spec"):
+            spec: ModuleSpec | None = other.find_spec(name, path, target)
+            if spec is not None:
+                return spec
+    return None
+
+
+@contextlib.contextmanager
+def _captured_streams() -> Iterator[Callable[[], list[tuple[int, bytes]]]]:
+    """The standard streams go to files; the value tells what was written there since it was last called."""
+    with contextlib.ExitStack() as stack:
+        files = {number: os.memfd_create(f"stream {number}") for number in STREAMS}
+        read = dict.fromkeys(STREAMS, 0)
+
+        def written() -> list[tuple[int, bytes]]:
+            found = []
+            for number, file in files.items():
+                if size := os.fstat(file).st_size - read[number]:
+                    found.append((number, os.pread(file, size, read[number])))
+                    read[number] += size
+            return found
+
+        for number, file in files.items():
+            kept = os.dup(number)
+            os.dup2(file, number)
+            stack.callback(os.close, kept)
+            stack.callback(os.dup2, kept, number)
+            stack.callback(os.close, file)
+        yield written

@@ -1,0 +1,273 @@
+"""What a process reads only once, at its start or while a library is loaded; and what to do where a worker's differs.
+
+A forked worker has an environment of its own, but the preloaded process has read parts of its environment already. For
+what Python and C code read so early, RULES says what follows when a worker has another value: the same effect can
+still be had (a replay), or the worker must start cold. Variables that Python code reads while a module is loaded need
+no rule to be noticed, `recording` saw them: without a rule they, too, mean a cold start.
+
+Asked three times. `obstacle`: before a worker is started, what of its environment, or of what its script sets itself,
+asks for a cold start. `at_import`: modules of the stash are being given to a script, which may have set variables in
+whatever way; what can be replayed is replayed now, the rest can only be told. `renew`: what must not be equal in two
+processes, and is in two forks.
+
+Standard library only, and no module of the stash by name: what is replayed is done to the modules that are given.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fnmatch
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+Modules = Mapping[str, ModuleType]
+
+AT_START = ""
+"""In place of a module: read when the process started, so that a script's own setting changes nothing."""
+
+UNSET = ""
+"""How a variable that is not set is written where values are matched."""
+
+ANY_NUMBER = r"[1-9]\d*"
+
+
+class CannotReplay(Exception):
+    """This value, here, after all: the message is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """For variables that are read when `read_by` is loaded."""
+
+    names: tuple[str, ...]
+    """Patterns like a shell's."""
+    read_by: str
+    replay: Callable[[Modules], None] | None = None
+    """To be called with the modules that are given; it reads os.environ. Raises CannotReplay. None: there is none."""
+    values: str = r"(?s).*"
+    """A pattern for the whole of a value that can be replayed."""
+
+    def replays(self, value: str | None) -> bool:
+        return self.replay is not None and re.fullmatch(self.values, value or UNSET) is not None
+
+
+# --- Replays
+
+
+def _nothing(modules: Modules) -> None:
+    """It is read when it is used, or by nothing that workers do."""
+
+
+def _time_zone(modules: Modules) -> None:
+    time.tzset()
+
+
+def _threads_of_torch(modules: Modules) -> None:
+    modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def _threads_of_openblas(modules: Modules) -> None:
+    """As many as OpenBLAS would have taken, by its own order of precedence, when it was loaded."""
+    cpus = len(os.sched_getaffinity(0))
+    wishes = (
+        os.environ.get(name, "") for name in ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
+    )
+    threads = min(next((int(wish) for wish in wishes if re.fullmatch(ANY_NUMBER, wish)), cpus), cpus)
+    for library in _loaded_libraries("openblas"):
+        loaded = ctypes.CDLL(library)
+        setters = (f"{p}openblas_set_num_threads{s}" for p in ("", "scipy_") for s in ("", "64_"))
+        setter = next((getattr(loaded, name) for name in setters if hasattr(loaded, name)), None)
+        if setter is None:
+            raise CannotReplay(f"{os.path.basename(library)} cannot be told its number of threads")
+        setter(threads)
+
+
+def _loaded_libraries(word: str) -> list[str]:
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
+        paths = {line.split(maxsplit=5)[5].rstrip("\n") for line in file if "/" in line}
+    return sorted(path for path in paths if word in os.path.basename(path))
+
+
+def _log_level_of_torch(modules: Modules) -> None:
+    for library in _loaded_libraries("libc10.so"):
+        loaded: Any = ctypes.CDLL(library)
+        try:
+            read_level = loaded._ZN3c1011initLoggingEv  # c10::initLogging()
+        except AttributeError:
+            break
+        read_level()
+        return
+    raise CannotReplay("torch's log level cannot be read again")
+
+
+def _debug_level_of_torch(modules: Modules) -> None:
+    modules["torch.distributed"].set_debug_level_from_env()
+
+
+def _logs_of_torch(modules: Modules) -> None:
+    modules["torch._logging._internal"]._init_logs()
+
+
+RULES = (
+    Rule(("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONBREAKPOINT", "PYTHONSTARTUP"), AT_START, _nothing),
+    Rule(("TZ",), AT_START, _time_zone),
+    Rule(("PYTHON*", "LD_*", "GLIBC_TUNABLES", "MALLOC_*", "LANG", "LC_*", "OPENSSL_*"), AT_START),
+    Rule(("OMP_NUM_THREADS",), "torch", _threads_of_torch, ANY_NUMBER),
+    Rule(("MKL_NUM_THREADS",), "torch", _nothing, UNSET),  # unset: MKL does as OpenMP
+    Rule(("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS"), "numpy", _threads_of_openblas),
+    Rule(("TORCH_CPP_LOG_LEVEL",), "torch", _log_level_of_torch),
+    Rule(("TORCH_DISTRIBUTED_DEBUG",), "torch.distributed", _debug_level_of_torch),
+    Rule(("TORCH_LOGS", "TORCH_LOGS_OUT"), "torch._logging._internal", _logs_of_torch),
+    Rule(
+        ("OMP_*", "GOMP_*", "ACC_*", "KMP_*", "MKL_*", "MKLDNN_*", "DNNL_*", "ONEDNN_*", "I_MPI_*"), "torch"
+    ),
+    Rule(("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_*", "TORCH_LINALG_PREFER_*"), "torch"),
+    Rule(("TORCH_ROCM_*", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_CUSTOM_TERMINATE"), "torch"),
+    Rule(("PYTORCH_API_USAGE_STDERR", "KINETO_*"), "torch"),
+    Rule(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"), "torch"),
+    Rule(("OPENBLAS_*", "NPY_*", "GFORTRAN_*", "OMP_ADAPTIVE"), "numpy"),
+)
+"""For each variable the first that fits, and of those after it that name it in full, all."""
+
+
+def rules_for(name: str, rules: Iterable[Rule] = RULES) -> tuple[Rule, ...]:
+    fitting = [rule for rule in rules if any(fnmatch.fnmatchcase(name, pattern) for pattern in rule.names)]
+    return tuple(rule for rule in fitting if rule is fitting[0] or name in rule.names)
+
+
+# --- Before a worker is started
+
+
+def obstacle(
+    base: Mapping[str, str],
+    worker: Mapping[str, str],
+    script: str | None = None,
+    reads: Collection[str] = (),
+) -> str:
+    """Why a worker with this environment must start cold, when modules were loaded in the environment `base`, and
+    read these variables of it; empty if it need not. `script` is the file that it will run, if that is known."""
+    for name in sorted(_different(base, worker)):
+        rules = rules_for(name)
+        if not all(rule.replays(worker.get(name)) for rule in rules) or (name in reads and not rules):
+            return f"{name} is {_said(worker.get(name))}, and {_said(base.get(name))} where its modules were loaded"
+    if script is None:
+        return ""
+    if too_late := _set_too_late(script, reads):
+        return f"{script} sets {too_late}, which has an effect only before its modules are loaded"
+    return ""
+
+
+def _different(base: Mapping[str, str], worker: Mapping[str, str]) -> set[str]:
+    return {name for name in {*base, *worker} if base.get(name) != worker.get(name)}
+
+
+def _said(value: str | None) -> str:
+    return "not set" if value is None else repr(value)
+
+
+_SETTING = re.compile(
+    r"""environb?\s*\[\s*b?["'](\w+)["']\s*\]\s*=(?!=)|(?:setdefault|putenv)\(\s*b?["'](\w+)["']"""
+)
+_UPDATING = re.compile(r"environb?\s*(?:\.update\(|\|=)")
+_WORD = re.compile(r"\b[A-Z][A-Z0-9_]{2,}\b")
+
+
+def _set_too_late(script: str, reads: Collection[str]) -> str:
+    """A variable that the text of the script sets, as far as that can be seen, and that cannot be replayed; or an
+    empty word. A script that cannot be read has none: Python says so itself."""
+    try:
+        with open(script, encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    except OSError:
+        return ""
+    names: set[str] = {first or second for first, second in _SETTING.findall(text)}
+    if _UPDATING.search(text):
+        names |= set(_WORD.findall(text))
+    for name in sorted(names):
+        rules = [rule for rule in rules_for(name) if rule.read_by != AT_START]
+        if any(rule.replay is None for rule in rules) or (name in reads and not rules_for(name)):
+            return name
+    return ""
+
+
+# --- When modules are given to a script
+
+
+def at_start(base: Mapping[str, str], worker: Mapping[str, str]) -> None:
+    """In the new process, which has its environment already, before its script begins."""
+    for name in _different(base, worker):
+        for rule in rules_for(name):
+            if rule.read_by == AT_START and rule.replay is not None:
+                rule.replay({})
+
+
+def at_import(given: Modules, reads: Collection[str], base: Mapping[str, str]) -> Iterator[str]:
+    """Replays what these modules would have read now, and renews them. Yields what differs from a fresh import."""
+    replays: dict[Callable[[Modules], None], None] = {}
+    for name in sorted(_different(base, os.environ)):
+        rules = rules_for(name)
+        due = [rule for rule in rules if rule.read_by in given]
+        value = os.environ.get(name)
+        if not all(rule.replays(value) for rule in due) or (name in reads and not rules):
+            yield f"{name} is {_said(value)} only since its readers were loaded, and changes them no more"
+        else:
+            replays.update({rule.replay: None for rule in due if rule.replay is not None})
+    for replay in replays:
+        try:
+            replay(given)
+        except CannotReplay as problem:
+            yield str(problem)
+    for name, renew in RENEWALS.items():
+        if name in given:
+            renew(given[name])
+
+
+# --- What must not be equal in two forks
+
+
+TORCH_SEED = 67280421310721
+"""With which older versions of torch begin in every process."""
+
+
+def _renew_torch(torch: Any) -> None:
+    if torch.default_generator.initial_seed() != TORCH_SEED:
+        torch.default_generator.seed()
+
+
+def _renew_numpy(random: Any) -> None:
+    random.seed()
+
+
+def _renew_multiprocessing(multiprocessing: Any) -> None:
+    sys.modules["__mp_main__"] = sys.modules["__main__"]
+
+
+def _renew_process(process: Any) -> None:
+    process._current_process._config["authkey"] = process.AuthenticationString(os.urandom(32))
+    process.ORIGINAL_DIR = os.path.abspath(os.getcwd())
+
+
+def _renew_threading(threading: Any) -> None:
+    threading.main_thread()._set_native_id()
+
+
+def _renew_logging(logging: Any) -> None:
+    """Records tell the time since logging was imported."""
+    logging._startTime = time.time() if isinstance(logging._startTime, float) else time.time_ns()
+
+
+RENEWALS: Mapping[str, Callable[[Any], None]] = {
+    "torch": _renew_torch,
+    "numpy.random": _renew_numpy,
+    "multiprocessing": _renew_multiprocessing,
+    "multiprocessing.process": _renew_process,
+    "threading": _renew_threading,
+    "logging": _renew_logging,
+}
+"""By module; each is called with it when it is given. (`random` renews itself in every fork.)"""

@@ -1,0 +1,246 @@
+"""The modules that the preloaded process has imported, kept for the scripts of the processes forked from it.
+
+A fresh process knows only what Python needs to start, so a worker's `sys.modules` is emptied down to that (`hide`).
+When the script imports something that lies in the stash, it gets the very module, and with it all that a fresh import
+of it would have brought (`recording`): nothing less, since modules rely on each other's imports, and no more, since
+scripts ask `"torch" in sys.modules`. Only then does whatever else the import leaves behind come into effect, and what
+the modules read from the environment when they were loaded is compared with what they would read now (`replays`).
+
+A module is given only if the script's own import would have found the same file: a `numpy.py` beside the script is the
+script's `numpy`. It is given once: who deletes it from `sys.modules` or reloads it gets it loaded again, as ever.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.machinery
+import os
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from . import replays
+from .recording import Recording, found_by_others
+
+DEFAULT_PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.utils.data.distributed",
+    # What DistributedDataParallel(...), the first backward pass, and torch.save import when they are first called.
+    "torch._dynamo",
+    "torch._dynamo.polyfills.loader",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization.config",
+    "torch.distributed.elastic.multiprocessing.errors",
+    "elastic_agent.worker",
+    "elastic_agent.worker.checkpoint",
+)
+"""What makes the construction of DDP, its first steps and checkpoints import nothing."""
+
+
+NOT_DOUBLED = ("__main__", "atexit", "warnings")
+"""Python's own, which it looks for by name."""
+
+
+@dataclass(slots=True)
+class Stash:
+    """See the module's docstring. Made by `preload`."""
+
+    fresh: frozenset[str]
+    """The names in sys.modules of a process that has just started."""
+    recording: Recording
+    base: Mapping[str, str]
+    """The environment that the modules have read."""
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """Names that could not be imported, and why."""
+    path: tuple[str, ...] = ()
+    """sys.path, while they were."""
+    files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Size and time of change of each file of source, as they were loaded; not of Python's own."""
+    hidden: dict[str, ModuleType] = field(default_factory=dict)
+    tell: Callable[[str], None] = lambda problem: None
+    """Hears of each difference to a fresh process that is found too late to be avoided."""
+
+    # --- In the preloaded process
+
+    def changed(self) -> tuple[str, ...]:
+        """The files that are no longer what was loaded."""
+        return tuple(path for path, known in self.files.items() if _version(path) != known)
+
+    def reads(self) -> frozenset[str]:
+        """The variables of the environment that any module has read while it was loaded."""
+        return frozenset(name for doings in self.recording.doings.values() for name in doings.reads)
+
+    # --- In a forked one
+
+    def hide(self) -> None:
+        """From now on sys.modules is that of a fresh process. Those who still need others must hold them already."""
+        for name in [name for name in sys.modules if name not in self.fresh]:
+            del sys.modules[name]
+        self.hidden = dict(self.recording.modules)
+        if "weakref" in self.hidden:
+            finalize: Any = self.hidden["weakref"].finalize
+            finalize._registry.clear()
+            finalize._registered_with_atexit = False
+        for name, module in self.hidden.items():
+            parent, _, child = name.rpartition(".")
+            holder = self.hidden.get(parent) or sys.modules.get(parent)
+            if holder is not None and holder.__dict__.get(child) is module:
+                delattr(holder, child)
+        sys.meta_path.insert(0, _Giver(self))
+
+    def shadowed(self, folders: Iterable[str]) -> tuple[str, ...]:
+        """The stashed modules in whose place something in one of these folders, which sys.path has, is imported."""
+        tops = {name for name in self.recording.modules if "." not in name}
+        lying_there = set()
+        for folder in folders:
+            try:
+                lying_there |= {entry.partition(".")[0] for entry in os.listdir(folder or ".")}
+            except OSError:
+                continue
+        found = []
+        for name in tops & lying_there:
+            spec = importlib.machinery.PathFinder.find_spec(name)
+            known = getattr(self.recording.modules[name], "__spec__", None)
+            if spec is not None and known is not None and spec.origin != known.origin and known.has_location:
+                found.append(name)
+        return tuple(sorted(found))
+
+    def given_with(self, name: str) -> list[str]:
+        """What is still hidden of all that a fresh import of `name` brings, in the order of a fresh sys.modules."""
+        doings, hidden = self.recording.doings, self.hidden
+        found, ahead = {name}, [name]
+        while ahead:
+            doer = doings.get(ahead.pop())
+            for imported in doer.imports if doer is not None else ():
+                while imported in hidden and imported not in found:
+                    found.add(imported)
+                    ahead.append(imported)
+                    imported = imported.rpartition(".")[0]  # a package comes with each of its modules
+        return [each for each in hidden if each in found]
+
+    def give(self, name: str) -> None:
+        names = self.given_with(name)
+        doings = [self.recording.doings[each] for each in names if each in self.recording.doings]
+        given = {each: self.hidden.pop(each) for each in names}
+        sys.modules.update({each: module for each, module in given.items() if each not in sys.modules})
+        for each, module in given.items():
+            parent, _, child = each.rpartition(".")
+            if parent in sys.modules and sys.modules[each] is module:
+                setattr(sys.modules[parent], child, module)
+        for problem in replays.at_import(given, {n: None for doer in doings for n in doer.reads}, self.base):
+            self.tell(problem)
+            warnings.warn(f"elastic-agent: {problem}", RuntimeWarning, stacklevel=2)
+        for doer in doings:
+            for variable, value in doer.set.items():
+                if os.environ.get(variable) == self.base.get(variable):
+                    os.environ[variable] = value
+            warnings.filters[:0] = [entry for entry in doer.filters if entry not in warnings.filters]  # type: ignore[index]
+            if doer.finalizers:
+                finalize: Any = sys.modules["weakref"].finalize
+                finalize._registry.update(doer.finalizers)
+                if not finalize._registered_with_atexit:
+                    finalize._registered_with_atexit = True
+                    atexit.register(finalize._exitfunc)
+            for function, args, kwargs in doer.endings:
+                atexit.register(function, *args, **kwargs)
+            for warned in doer.warned:
+                _warn_again(warned)
+            for number, text in doer.printed:
+                os.write(number, text)
+
+
+class _Giver:
+    """Finds what lies in the stash, when it is the file that all others find, too."""
+
+    def __init__(self, stash: Stash) -> None:
+        self._stash = stash
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        stash = self._stash
+        module = stash.hidden.get(name)
+        if module is None or target is not None:
+            return None
+        known = module.__spec__
+        spec = found_by_others(self, name, path, target)
+        if known is None:
+            return spec
+        if spec is None or spec.origin != known.origin:
+            return spec
+        loader: Any = spec.loader
+        if isinstance(loader, type) or not hasattr(loader, "__dict__"):
+            loader = _Loader()
+            spec.loader = loader
+
+        def create(spec: ModuleSpec) -> ModuleType:
+            return module
+
+        def execute(module: ModuleType) -> None:
+            module.__spec__ = known  # the import system has put its own there
+            stash.give(name)
+
+        loader.create_module, loader.exec_module = create, execute
+        return spec
+
+
+class _Loader:
+    """In place of one that is a class, and so can have no functions of its own: for modules built into Python."""
+
+
+def preload(names: Sequence[str], fresh: Collection[str]) -> Stash:
+    """Imports these modules. `fresh` are the names in sys.modules before this process had imported anything."""
+    base = dict(os.environ)
+    skipped = {}
+    # Ours stay ours: what scripts are given was loaded for them, and the recording saw all of it.
+    ours = {
+        name: module for name, module in sys.modules.items() if name not in fresh and name not in NOT_DOUBLED
+    }
+    for name in ours:
+        del sys.modules[name]
+    with Recording() as recording:
+        for name in names:
+            try:
+                importlib.import_module(name)
+            except (Exception, SystemExit) as error:
+                skipped[name] = f"{type(error).__name__}: {error}"
+    for name, module in ours.items():
+        sys.modules.setdefault(name, module)
+    return Stash(
+        frozenset(fresh),
+        recording,
+        base,
+        skipped,
+        path=tuple(sys.path),
+        files=_sources(recording.modules.values()),
+    )
+
+
+def _sources(modules: Iterable[ModuleType]) -> dict[str, tuple[int, int]]:
+    python = os.path.dirname(os.__file__)
+    found = {}
+    for module in modules:
+        path = getattr(module, "__file__", None)
+        if not path or (path.startswith(python) and "-packages" not in path):
+            continue
+        if (version := _version(path)) is not None:
+            found[path] = version
+    return found
+
+
+def _version(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
+
+
+def _warn_again(warned: warnings.WarningMessage) -> None:
+    message: Any = warned.message
+    warnings.warn_explicit(message, warned.category, warned.filename, warned.lineno, source=warned.source)
