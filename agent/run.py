@@ -35,6 +35,7 @@ from ..rendezvous.restarts import RestartPolicy
 from ..rendezvous.store import Store
 from .accounting.measured_store import MeasuredStore
 from .accounting.observer import Observer
+from .checkpoints.folder import make_folder
 from .commit_gate import CommitGate
 from .configuration.config import Config, Endpoint
 from .configuration.options import SECRET_VARIABLES
@@ -115,6 +116,9 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
 
     with contextlib.ExitStack() as stack:
         run_dir = Path(stack.enter_context(_run_directory()))
+        memory = make_folder(None)
+        if memory is not None:
+            stack.callback(memory.close)
         listener, http, store_listener = _listeners(config, endpoint, address, bind)
         gpu_memory = _started(
             stack, GpuMemory(machine.watched, config.gpu_memory_wait_s, environment, events.put, clock)
@@ -145,7 +149,7 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
         link = StoreLink(store, lease_ttl_s, events.put, clock, rng)
         cgroup = claim_cgroup(incarnation)
         guard = Guard()
-        guard.start(incarnation, run_dir, cgroup)
+        guard.start(incarnation, [run_dir] if memory is None else [run_dir, memory.path], cgroup)
         stack.callback(guard.close)
         worker_store = WorkerStore(environment, events.put)
         stack.callback(worker_store.end)
@@ -155,7 +159,9 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
         reports = _started(stack, _receiver(run_dir, events, metrics, clock))
         commits = _started(stack, CommitGate(run_dir / "commits", store, clock))
         link.start()
-        node = Node(name, incarnation, machine, run_dir, reports.path, commits.path, cgroup, environment)
+        node = Node(
+            name, incarnation, machine, run_dir, reports.path, commits.path, memory, cgroup, environment
+        )
         observer = Observer(metrics, pages, config.max_restarts, started_at, time.time)
         loop = Loop(
             config,

@@ -22,6 +22,7 @@ from ..rendezvous.records import Failure, Member, World
 from ..rendezvous.restarts import LASTING_S
 from ..worker.page import Reading
 from .accounting.observer import Observer
+from .checkpoints.folder import MemoryFolder
 from .configuration.config import Config
 from .environment.contract import WorkerPlace, chosen_variables
 from .environment.timeouts import WIDENING, widening
@@ -55,6 +56,7 @@ class Node:
     run_dir: Path
     reports: Path
     commits: Path
+    memory: MemoryFolder | None
     cgroup: Path | None
     """Below it each generation's workers have one of their own."""
     environment: Mapping[str, str]
@@ -272,6 +274,7 @@ class Training:
             reports=self._node.reports,
             commits=self._node.commits,
             flight_records=flight_records,
+            memory=self._node.memory,
         )
         chosen = chosen_variables(
             self._config, self._node.machine, place, agent_incarnation=self._node.incarnation

@@ -12,47 +12,37 @@ are opened with `weights_only=True`, and a state that could not be opened so is 
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import logging
 import operator
 import os
 import struct
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from . import errors, progress, rng
+from . import progress, rng
 from .collectives import Group, current_group
 from .errors import (
+    BadCheckpoint,
     CheckpointError,
     CheckpointMismatch,
-    NotPlainData,
-    NoUsableCheckpoint,
     SaveFailed,
     StepNotGrowing,
     Unconfirmed,
 )
-from .files import CheckpointFiles, Manifest, VerifiedCheckpoint, digest
+from .files import CheckpointFiles
+from .layout import CannotLayOut
+from .memory import memory_of
 from .permit import Permit
+from .restore import Loaded, Restore, because, raise_together
+from .slots import NoRoom, SlotsBusy
+from .states import Stateful, load_into, prove_loadable, state_of
 
 logger = logging.getLogger(__name__)
 
-_MAX_REASON_CHARS = 500
 _CALL = struct.Struct("!q")  # what a rank brings to save(): the step, followed by the rank's random state
-
-
-class Stateful(Protocol):
-    """Anything whose state can be taken out and put back: modules, optimizers, schedulers, samplers, scalers."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any, /) -> Any: ...
 
 
 class Checkpointer:
@@ -73,6 +63,9 @@ class Checkpointer:
         many saves in a row have failed. 1 means raise at the first. Saves that fail because the rendezvous store is
         away do not count: how long that may last is for the agent to judge.
 
+    memory_every: copy the state to this node's memory at every so many steps that the script tells `worker.step`; a
+        restart then begins at the newest copy, and costs at most so many steps. None: only when it is saved.
+
     The directory may be shared by all nodes or local to each; only rank 0 writes to it. After `load`, tensors
     reach the parts' `load_state_dict` on the CPU: modules and optimizers copy them to where theirs are, and
     optimizers keep the tensors that belong on the CPU there.
@@ -85,6 +78,7 @@ class Checkpointer:
         *,
         keep: int = 2,
         max_failed_saves: int = 10,
+        memory_every: int | None = None,
     ) -> None:
         if max_failed_saves < 1:
             raise ValueError(f"max_failed_saves is {max_failed_saves}, expected at least 1")
@@ -94,6 +88,11 @@ class Checkpointer:
         self._failed_saves = 0
         # Steps up to this one are not saved again; None until load() or save() has found out.
         self._floor: int | None = None
+        self._memory = memory_of(os.environ, self._files.directory)
+        self._without_memory = ""
+        if memory_every is not None:
+            progress.on_step(self._remember_quietly, every=memory_every, stage=progress.Stage.STATE)
+        progress.keeper = self._keep
 
     def load(self) -> int:
         """Load the newest checkpoint that any rank has whole; returns the number of steps it holds.
@@ -109,27 +108,28 @@ class Checkpointer:
         progress.loading()
         group = current_group()
         started_s = time.monotonic()
+
+        def bad(one: BadCheckpoint) -> None:
+            logger.warning(
+                "checkpoint does not verify, trying the next older one: step=%d reason=%s", one.step, one
+            )
+            progress.checkpoint_load(one.step, "corrupt", time.monotonic() - started_s)
+
         step = 0
         try:
-            with contextlib.ExitStack() as stack:
-                mine, reasons = self._look(started_s)
-                if mine is not None:
-                    stack.enter_context(mine.stream)
-                offer = Offer(mine.manifest if mine else None, reasons)
-                offers = [Offer.from_json(raw) for raw in group.gather(offer.to_json())]
-                owner = choose_owner(offers)
-                if owner is None:
-                    self._floor = -1
-                    progress.checkpoint_load(0, "none", time.monotonic() - started_s)
-                    return 0
-                step = owner.manifest.step
-                self._load_from(group, owner, offers, mine)
+            with Restore(group, self._files, self._memory, bad) as restore:
+                owner = restore.choose()
+                if owner is not None:
+                    step = owner.what.step
+                    restore.load(lambda loaded: self._apply(loaded, group))
         except CheckpointError:
             progress.checkpoint_load(step, "error", time.monotonic() - started_s)
             raise
         # The step just loaded may be saved again: where the files came from another node this is its second copy.
         self._floor = step - 1
-        progress.checkpoint_load(step, "ok", time.monotonic() - started_s)
+        if self._memory is not None:
+            self._memory.base = step
+        progress.checkpoint_load(step, "ok" if owner is not None else "none", time.monotonic() - started_s)
         return step
 
     def save(self, step: int) -> bool:
@@ -155,22 +155,22 @@ class Checkpointer:
             )
 
         error: CheckpointError | None = None
+        size = 0
+        try:
+            size = self._save_here(step, [call[_CALL.size :] for call in calls], group)
+        except CheckpointError as refusal:
+            error = refusal
+        except OSError as refusal:
+            error = because(
+                SaveFailed, f"step {step} not saved in {self._files.directory}: {refusal}", refusal
+            )
+        except Exception as failure:
+            # The other ranks are waiting: they must hear of this before it ends this one.
+            error = because(CheckpointError, f"step {step} not saved: {failure!r}", failure)
         if group.rank == 0:
-            size = 0
-            try:
-                size = self._commit(step, [call[_CALL.size :] for call in calls])
-            except CheckpointError as refusal:
-                error = refusal
-            except OSError as refusal:
-                error = _because(
-                    SaveFailed, f"step {step} not saved in {self._files.directory}: {refusal}", refusal
-                )
-            except Exception as failure:
-                # The other ranks are waiting: they must hear of this before it ends rank 0.
-                error = _because(CheckpointError, f"step {step} not saved: {failure!r}", failure)
             progress.checkpoint_save(step, "error" if error else "ok", time.monotonic() - started_s, size)
         try:
-            _raise_together(group, error)
+            raise_together(group, error)
         except SaveFailed as refusal:
             if not isinstance(refusal, Unconfirmed):
                 self._failed_saves += 1
@@ -187,8 +187,71 @@ class Checkpointer:
         self._floor = step
         return True
 
-    def _commit(self, step: int, rng_by_rank: Sequence[bytes]) -> int:
-        """Make the checkpoint of `step` exist; returns its size. Rank 0 only."""
+    def remember(self, step: int, *, haste: bool = False) -> bool:
+        """Copy the state after `step` finished steps to this node's memory; False when there is no room for it.
+
+        Only this process's part of it: no rank waits for another, but a copy counts once every rank has called it
+        for that step. What is remembered outlives this process, and is lost with the agent.
+
+        haste: some rank has failed and will not call it: the copy counts without that rank's random state.
+
+        Raises NotPlainData when some part's state could not be loaded again.
+        """
+        memory = self._memory
+        if memory is None:
+            return False
+        step = operator.index(step)
+        random_state = rng.capture()
+        memory.note(step, random_state)
+        return not memory.is_keeper or self._copy(
+            {"step": step, "state": self._states()},
+            room_for_random_state=_room_for(random_state),
+            haste=haste,
+        )
+
+    def _remember_quietly(self, step: int) -> None:
+        self.remember(step)
+
+    def _keep(self, step: int) -> None:
+        """Every rank: let the state after `step` outlive this process. Returns when it does, on all of them."""
+        remembered = self.remember(step)
+        if self._memory is not None:
+            self._memory.settle()
+        if not all(current_group().gather(b"1" if remembered else b"")):
+            self.save(step)
+
+    def _copy(self, payload: dict[str, Any], *, room_for_random_state: int = 0, haste: bool = False) -> bool:
+        """Copy a state to memory; False when that cannot be, which is said when it begins and when it ends."""
+        assert self._memory is not None
+        try:
+            self._memory.put(payload, room_for_random_state=room_for_random_state, haste=haste)
+        except (NoRoom, SlotsBusy, CannotLayOut) as refusal:
+            if type(refusal).__name__ != self._without_memory:
+                self._without_memory = type(refusal).__name__
+                logger.warning("no copy in memory, only what is on disk survives: reason=%s", refusal)
+            return False
+        if self._without_memory:
+            self._without_memory = ""
+            logger.warning("copies in memory again: step=%d", payload["step"])
+        return True
+
+    def _save_here(self, step: int, random_states: Sequence[bytes], group: Group) -> int:
+        """This rank's part of a save; returns the size of the checkpoint."""
+        copies = self._memory is not None and self._memory.is_keeper
+        if group.rank != 0 and not copies:
+            return 0
+        if group.rank == 0:
+            self._check_grows(step)
+        payload = {
+            "step": step,
+            "state": self._states(),
+            "rng": [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in random_states],
+        }
+        if copies:
+            self._copy(payload)
+        return self._commit(payload) if group.rank == 0 else 0
+
+    def _check_grows(self, step: int) -> None:
         if self._floor is None:
             # save() without load(): the directory itself says how far the run has come.
             self._floor = max(self._files.steps(), default=-1)
@@ -197,74 +260,25 @@ class Checkpointer:
                 f"step {step} is not beyond step {self._floor}, the newest in {self._files.directory}: "
                 "call load() first and continue from what it returns, or use another directory"
             )
-        payload = {
-            "step": step,
-            "state": {name: _state_of(part) for name, part in self._state.items()},
-            "rng": [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in rng_by_rank],
-        }
+
+    def _commit(self, payload: dict[str, Any]) -> int:
+        """Make the checkpoint exist on disk; returns its size. Rank 0 only."""
         manifest = self._files.write(
-            step,
+            payload["step"],
             generation=int(os.environ.get("ELASTIC_AGENT_GENERATION", "0")),
-            world_size=len(rng_by_rank),
+            world_size=len(payload["rng"]),
             serialize=lambda sink: torch.save(payload, sink),
         )
-        self._prove_loadable(manifest)
+        prove_loadable(os.path.join(self._files.directory, manifest.file), manifest.step)
         permit = Permit(os.environ.get("ELASTIC_AGENT_COMMITS", ""), manifest.generation)
         self._files.publish(manifest, permit.check)
         return manifest.size
 
-    def _prove_loadable(self, manifest: Manifest) -> None:
-        # Mapping the file reads its structure and none of its gigabytes, with the very rules that load() obeys.
-        path = os.path.join(self._files.directory, manifest.file)
-        try:
-            torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except OSError:
-            raise
-        except Exception as error:
-            raise NotPlainData(
-                f"step {manifest.step} not saved: torch.load(weights_only=True) refuses some part's state; let its "
-                f"state_dict() return tensors, numbers, strings, lists and dicts only: {_what_was_refused(error)}"
-            ) from error
+    def _states(self) -> dict[str, Any]:
+        return {name: state_of(part) for name, part in self._state.items()}
 
-    def _look(self, started_s: float) -> tuple[VerifiedCheckpoint | None, list[str]]:
-        """The newest good checkpoint in this rank's directory, and what is wrong with those before it."""
-        try:
-            found, bad = self._files.find()
-        except OSError as error:
-            return None, [f"{self._files.directory}: {error}"]
-        for one in bad:
-            logger.warning(
-                "checkpoint does not verify, trying the next older one: step=%d reason=%s", one.step, one
-            )
-            progress.checkpoint_load(one.step, "corrupt", time.monotonic() - started_s)
-        return found, [str(one) for one in bad]
-
-    def _load_from(
-        self, group: Group, owner: Owner, offers: Sequence[Offer], mine: VerifiedCheckpoint | None
-    ) -> None:
-        """Load the owner's checkpoint on every rank, or raise on every rank."""
-        wanted = owner.manifest
-        has_it = mine is not None and mine.manifest.sha256 == wanted.sha256
-        stream: io.BufferedReader | io.BytesIO = mine.stream if mine is not None and has_it else io.BytesIO()
-        error: CheckpointError | None = None
-        try:
-            if any(offer.manifest is None or offer.manifest.sha256 != wanted.sha256 for offer in offers):
-                group.send(stream, wanted.size, source=owner.rank)
-            stream.seek(0)
-            if not has_it and digest(stream) != wanted.sha256:
-                raise CheckpointError(
-                    f"step {wanted.step} broke on its way from rank {owner.rank}: start again"
-                )
-            self._apply(torch.load(stream, map_location="cpu", weights_only=True), group)
-        except CheckpointError as refusal:
-            error = refusal
-        except Exception as failure:
-            # A rank that left alone would leave the others waiting.
-            error = _because(CheckpointError, f"step {wanted.step} cannot be loaded: {failure!r}", failure)
-        _raise_together(group, error)
-
-    def _apply(self, payload: Mapping[str, Any], group: Group) -> None:
-        saved, step = payload["state"], payload["step"]
+    def _apply(self, loaded: Loaded, group: Group) -> None:
+        saved, step = loaded.payload["state"], loaded.payload["step"]
         if saved.keys() != self._state.keys():
             raise CheckpointMismatch(
                 f"the checkpoint of step {step} in {self._files.directory} holds {sorted(saved)}, this script's state "
@@ -272,99 +286,24 @@ class Checkpointer:
             )
         for name, part in self._state.items():
             try:
-                _load_into(part, saved[name])
+                load_into(part, saved[name], mapped=loaded.mapped)
             except Exception as error:
                 raise CheckpointMismatch(
                     f"{name!r} of step {step} in {self._files.directory} does not fit this script: {error}"
                 ) from error
-        if len(payload["rng"]) == group.world_size:
-            rng.restore(bytes(payload["rng"][group.rank].tolist()))
-        else:
+        if loaded.world_size != group.world_size:
             logger.warning(
                 "random states not restored, the world size changed: step=%d saved=%d now=%d",
                 step,
-                len(payload["rng"]),
+                loaded.world_size,
                 group.world_size,
             )
+        elif loaded.random_state is not None:
+            rng.restore(loaded.random_state)
+        else:
+            logger.warning("random state not restored, nobody has kept it: step=%d rank=%d", step, group.rank)
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """What one rank found in its directory: its newest good checkpoint, and what does not verify."""
-
-    manifest: Manifest | None
-    bad: list[str]
-
-    def to_json(self) -> bytes:
-        manifest = self.manifest.to_json().decode() if self.manifest else None
-        return json.dumps([manifest, [reason[:_MAX_REASON_CHARS] for reason in self.bad]]).encode()
-
-    @classmethod
-    def from_json(cls, raw: bytes) -> Offer:
-        manifest, bad = json.loads(raw)
-        return cls(Manifest.from_json(manifest) if manifest else None, bad)
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """The rank whose checkpoint is loaded."""
-
-    rank: int
-    manifest: Manifest
-
-
-def choose_owner(offers: Sequence[Offer]) -> Owner | None:
-    """Who has the newest step: of one step the newest generation's, of equals the lowest rank's.
-
-    None when nobody has ever had a checkpoint. Raises NoUsableCheckpoint when some exist and none is good.
-    """
-    good = [Owner(rank, offer.manifest) for rank, offer in enumerate(offers) if offer.manifest is not None]
-    if good:
-        return max(good, key=lambda owner: (owner.manifest.step, owner.manifest.generation, -owner.rank))
-    bad = [f"rank {rank}: {reason}" for rank, offer in enumerate(offers) for reason in offer.bad]
-    if bad:
-        raise NoUsableCheckpoint(
-            "checkpoints exist and none verifies; not starting again from step 0 by itself. Restore one, or delete "
-            f"them to start again. {'; '.join(bad)}"
-        )
-    return None
-
-
-def _raise_together(group: Group, error: CheckpointError | None) -> None:
-    """Raise on every rank when one has an error: its own there, and the first rank's on those without."""
-    note = json.dumps([type(error).__name__, str(error)[:_MAX_REASON_CHARS]]).encode() if error else b""
-    notes = group.gather(note)
-    if error is not None:
-        raise error
-    for rank, note in enumerate(notes):
-        if note:
-            name, text = json.loads(note)
-            raise getattr(errors, name)(f"rank {rank}: {text}")
-
-
-def _because(kind: type[CheckpointError], text: str, cause: Exception) -> CheckpointError:
-    error = kind(text)
-    error.__cause__ = cause
-    return error
-
-
-def _state_of(part: Stateful | dict[str, Any]) -> Any:
-    return dict(part) if isinstance(part, dict) else _unwrapped(part).state_dict()
-
-
-def _load_into(part: Stateful | dict[str, Any], state: Any) -> None:
-    if isinstance(part, dict):
-        part.clear()
-        part.update(state)
-    else:
-        _unwrapped(part).load_state_dict(state)
-
-
-def _unwrapped(part: Stateful) -> Stateful:
-    return part.module if isinstance(part, DistributedDataParallel | DataParallel) else part
-
-
-def _what_was_refused(error: Exception) -> str:
-    # torch explains at length how to switch the protection off; what it refused is in one line of that.
-    lines = [line.strip() for line in str(error).splitlines() if "Unsupported" in line]
-    return (lines or [repr(error)])[0][:_MAX_REASON_CHARS]
+def _room_for(random_state: bytes) -> int:
+    """Another rank's may be longer. What stays empty is below what torch allows behind the end of an archive."""
+    return min(len(random_state) + len(random_state) // 4, 60_000) // 8 * 8

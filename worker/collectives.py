@@ -7,6 +7,7 @@ the default process group, on the device its backend needs, and is a plain copy 
 from __future__ import annotations
 
 import os
+import zlib
 from dataclasses import dataclass
 from io import BufferedReader, BytesIO
 
@@ -36,18 +37,19 @@ class Group:
         rows = self._all_gather(torch.frombuffer(padded, dtype=torch.uint8))
         return [_bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
-    def send(self, stream: BufferedReader | BytesIO, size: int, *, source: int) -> None:
-        """Copy the `size` bytes of the source rank's stream into the stream of every other rank.
+    def send(self, stream: BufferedReader | BytesIO | None, size: int, *, source: int) -> int:
+        """Copy the `size` bytes of the source rank's stream into that of every other rank which has one.
 
-        A source that cannot read goes on sending, so that nobody waits for ever, and raises OSError at the end:
-        receivers must check the digest.
+        Returns the checksum of what went by: a source that cannot read goes on sending, so that nobody waits for
+        ever, and raises OSError at the end. Receivers must compare it, or a digest that they know.
         """
         error: OSError | None = None
         buffer = bytearray(min(size, CHUNK_BYTES))
         on_host = torch.frombuffer(buffer, dtype=torch.uint8)
+        crc = 0
         for offset in range(0, size, CHUNK_BYTES):
             length = min(CHUNK_BYTES, size - offset)
-            if self.rank == source and error is None:
+            if self.rank == source and stream is not None and error is None:
                 try:
                     stream.readinto(memoryview(buffer)[:length])
                 except OSError as failure:
@@ -55,10 +57,14 @@ class Group:
             chunk = on_host[:length].to(self.device)
             dist.broadcast(chunk, source)
             if self.rank != source:
+                if stream is None:
+                    continue
                 on_host[:length].copy_(chunk)
                 stream.write(memoryview(buffer)[:length])
+            crc = zlib.crc32(memoryview(buffer)[:length], crc)
         if error is not None:
             raise error
+        return crc
 
     def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         mine = tensor.to(self.device)

@@ -122,6 +122,17 @@ class CheckpointFiles:
         except FileNotFoundError:
             return []
 
+    def newest_manifest(self) -> Manifest | None:
+        """What the newest checkpoint claims to be: its data was not looked at. Raises OSError."""
+        try:
+            with self._opened() as dir_fd:
+                for step in _manifest_steps(dir_fd):
+                    with contextlib.suppress(ValueError):
+                        return _read_manifest(dir_fd, step)
+        except FileNotFoundError:
+            pass
+        return None
+
     def find(self) -> tuple[VerifiedCheckpoint | None, list[BadCheckpoint]]:
         """The newest checkpoint that verifies, and every newer one that does not."""
         bad: list[BadCheckpoint] = []

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...rendezvous.records import Member, World
+from ..checkpoints.folder import MemoryFolder
 from ..configuration.config import Config
 from ..machine.examine import Machine
 from ..machine.network import network_variables
@@ -36,6 +37,8 @@ class WorkerPlace:
     commits: Path
     flight_records: Path | None = None
     """Where torch's flight recorder writes what it knows of this generation's collectives."""
+    memory: MemoryFolder | None = None
+    """Where the worker library keeps the newest state."""
 
     @property
     def rank(self) -> int:
@@ -95,6 +98,8 @@ def contract(place: WorkerPlace, *, agent_incarnation: str, max_restarts: int | 
         "ELASTIC_AGENT_REPORTS": place.reports,
         "ELASTIC_AGENT_COMMITS": place.commits,
     }
+    if place.memory is not None:
+        ours |= {"ELASTIC_AGENT_MEMORY": place.memory.path, "ELASTIC_AGENT_MEMORY_BYTES": place.memory.limit}
     return tuple(
         Variable(name, str(value), reason, yielding=False, by=room)
         for room, reason, group in (

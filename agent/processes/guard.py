@@ -3,8 +3,8 @@
 A worker dies with the agent by its parent-death signal, but its children do not: data loaders, launchers, daemons.
 The guard holds the read end of a pipe whose write end only the agent has. End-of-file means that the agent is gone,
 however it went; then the guard kills every process that belongs to the agent's workers until two looks in a row find
-none, removes the agent's run directory, and exits. It runs as `python -I -S guard.py INCARNATION RUN_DIR CGROUP`
-(the last two may be empty) and reads `session SID` and `forget SID` lines.
+none, removes the agent's folders, and exits. It runs as `python -I -S guard.py INCARNATION CGROUP FOLDER...` (CGROUP
+may be empty) and reads `session SID` and `forget SID` lines.
 
 A process *belongs* to an incarnation when its environment carries the incarnation's marker, when its session is a
 worker's (workers lead their own), or when it descends from such a process. Each rule finds what the others miss: the
@@ -24,7 +24,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Guard:
 
     def __init__(self) -> None:
         self._incarnation = ""
-        self._run_dir = ""
+        self._folders: tuple[str, ...] = ()
         self._cgroup = ""
         self._sessions: set[int] = set()
         self._process: subprocess.Popen[bytes] | None = None
@@ -114,13 +114,13 @@ class Guard:
     def start(
         self,
         incarnation: str,
-        run_dir: str | os.PathLike[str] = "",
+        folders: Iterable[str | os.PathLike[str]] = (),
         cgroup: str | os.PathLike[str] | None = None,
     ) -> None:
-        """`run_dir` is the agent's own folder of temporary files, `cgroup` that of all its workers: nobody else can
-        remove them after a SIGKILL."""
+        """`folders` are the agent's own, of temporary files, `cgroup` that of all its workers: nobody else can remove
+        them after a SIGKILL."""
         self._incarnation = incarnation
-        self._run_dir = os.fspath(run_dir)
+        self._folders = tuple(os.fspath(folder) for folder in folders)
         self._cgroup = os.fspath(cgroup) if cgroup is not None else ""
         self._launch()
 
@@ -160,7 +160,7 @@ class Guard:
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-I", "-S", os.path.abspath(__file__)),
-                *(self._incarnation, self._run_dir, self._cgroup),
+                *(self._incarnation, self._cgroup, *self._folders),
             ],
             stdin=read,
             stdout=subprocess.DEVNULL,
@@ -272,7 +272,7 @@ def _sweep(incarnation: str, sessions: Collection[int], spared: Collection[int],
         )
 
 
-def _main(incarnation: str, run_dir: str = "", cgroup: str = "") -> None:
+def _main(incarnation: str, cgroup: str = "", *folders: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     spared = {1, os.getpid(), os.getppid()}
@@ -288,10 +288,11 @@ def _main(incarnation: str, run_dir: str = "", cgroup: str = "") -> None:
                 sessions.discard(int(sid))
     _sweep(incarnation, sessions, spared, cgroup)
     remove_cgroup(cgroup)
-    if run_dir:
+    if folders:
         import shutil
 
-        shutil.rmtree(run_dir, ignore_errors=True)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

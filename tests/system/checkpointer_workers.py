@@ -24,7 +24,15 @@ import torch._dynamo  # what DDP imports at its first use: a second less for eac
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_agent.worker import Checkpointer, CheckpointError, collectives, files
+from elastic_agent.worker import (
+    Checkpointer,
+    CheckpointError,
+    collectives,
+    files,
+    layout,
+    progress,
+    slots,
+)
 
 WORLD_DEADLINE_S = 40.0
 
@@ -44,6 +52,45 @@ def load(rank: int, directory: str, chunk_bytes: int = 64) -> dict[str, Any]:
     meta = {"text": "as the script set it"}
     result = attempt(Checkpointer(directory, {"meta": meta}).load)
     return {**result, "meta": meta["text"], "next": draw()}
+
+
+def remember(
+    rank: int, directory: str, steps: list[int], node: str = "a", local_rank: int = 0, text: str = ""
+) -> dict[str, Any]:
+    """Remember some steps, as a rank of that node; no rank waits for another."""
+    be_of_node(node, local_rank)
+    meta: dict[str, Any] = {}
+    checkpoints = Checkpointer(directory, {"meta": meta})
+    for step in steps:
+        draw()
+        meta["text"] = text or f"after {step}"
+        checkpoints.remember(step)
+    return {"next": draw()}
+
+
+def recall(rank: int, directory: str, node: str = "a", local_rank: int = 0) -> dict[str, Any]:
+    """Load, as a rank of that node, and tell what it has in memory then."""
+    be_of_node(node, local_rank)
+    answer = load(rank, directory)
+    kept = [
+        [one.step, one.generation, not one.gaps]
+        for one in slots.Slots(memory_of(node), directory).headers().values()
+    ]
+    return {**answer, "kept": sorted(kept)}
+
+
+def be_of_node(node: str, local_rank: int) -> None:
+    os.makedirs(memory_of(node), exist_ok=True)
+    os.environ.update(
+        ELASTIC_AGENT_MEMORY=memory_of(node),
+        ELASTIC_AGENT_MEMORY_BYTES=str(1 << 30),
+        ELASTIC_AGENT_NODE=node,
+        ELASTIC_AGENT_LOCAL_RANK=str(local_rank),
+    )
+
+
+def memory_of(node: str) -> str:
+    return os.path.join(os.environ["TEST_MEMORY"], node)
 
 
 def load_while_the_disk_rots(rank: int, directory: str, error: bool) -> dict[str, Any]:
@@ -130,11 +177,19 @@ def leave_save(rank: int, directory: str) -> dict[str, Any]:
 
 
 def train(
-    rank: int, directory: str, journal: str, steps: int, every: int, victim: int = -1, event: int = 0
+    rank: int,
+    directory: str,
+    journal: str,
+    steps: int,
+    every: int,
+    victim: int = -1,
+    event: int = 0,
+    memory_every: int | None = None,
 ) -> dict[str, Any]:
     """Train to the end, or die: rank `victim` kills itself at its `event`-th event.
 
-    Events are the phases of a step and every call to the operating system that a save makes.
+    Events are the phases of a step, every call to the operating system that a save or a copy to memory makes, and
+    each tensor that is copied there.
     """
     left = event
 
@@ -154,6 +209,10 @@ def train(
     files.os = Overlay(
         **{name: eventful(getattr(os, name)) for name in ("open", "write", "fsync", "rename", "unlink")}
     )
+    slots.os = Overlay(
+        **{name: eventful(getattr(os, name)) for name in ("open", "rename", "unlink", "ftruncate")}
+    )
+    layout.torch = Overlay(torch, empty=eventful(torch.empty))
     seed(rank)
     # The same initial weights everywhere come from DDP; the draws of the ranks differ.
     model = DistributedDataParallel(
@@ -174,6 +233,7 @@ def train(
             "sampler": sampler,
             "totals": totals,
         },
+        memory_every=memory_every,
     )
     start = checkpoints.load()
     with open(journal, "a", buffering=1) as lines:
@@ -191,6 +251,9 @@ def train(
             dist.all_reduce(shared)
             totals["loss"] += shared.item()
             happens()
+            progress.step(step + 1)
+            if memory_every and rank == 0:
+                lines.write(f"remembered {step + 1}\n")
             if (step + 1) % every == 0 and checkpoints.save(step + 1):
                 lines.write(f"saved {step + 1}\n")
     bits = hashlib.sha256()
@@ -225,13 +288,13 @@ class Sampler:
 
 
 class Overlay:
-    """The `os` module with some functions replaced."""
+    """A module, `os` if no other is named, with some functions replaced."""
 
-    def __init__(self, **replaced: Callable[..., Any]) -> None:
-        self.__dict__.update(replaced)
+    def __init__(self, module: Any = os, /, **replaced: Callable[..., Any]) -> None:
+        self.__dict__.update(replaced, _module=module)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
+        return getattr(self._module, name)
 
 
 def attempt(action: Callable[[], Any]) -> dict[str, Any]:
@@ -255,7 +318,9 @@ def draw() -> list[float]:
 
 
 def run_rank(request: dict[str, Any], rank: int, answer_fd: int) -> None:
-    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), **request["env"]})
+    os.environ.update(
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "ELASTIC_AGENT_LOCAL_RANK": str(rank), **request["env"]}
+    )
     dist.init_process_group(
         "gloo", init_method=f"file://{request['store']}", rank=rank, world_size=len(request["args"])
     )

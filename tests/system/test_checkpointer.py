@@ -39,7 +39,12 @@ class Worlds:
             "scenario": scenario,
             "args": args,
             "store": str(next(self._stores)),
-            "env": {"WORLD_SIZE": str(len(args)), "ELASTIC_AGENT_GENERATION": "1", **env},
+            "env": {
+                "WORLD_SIZE": str(len(args)),
+                "ELASTIC_AGENT_GENERATION": "1",
+                "ELASTIC_AGENT_NODE": "a",
+                **env,
+            },
         }
         print(json.dumps(request), file=self._process.stdin, flush=True)
         answer: list[dict[str, Any]] = json.loads(self._process.stdout.readline())
@@ -201,6 +206,74 @@ def test_no_rank_leaves_save_before_the_checkpoint_exists(worlds: Worlds, tmp_pa
     assert all("step-000000000010.json" in answer["visible"] for answer in answers)
 
 
+def remembering(node: str, local_rank: int, steps: list[int], **more: Any) -> dict[str, Any]:
+    return {"directory": "/runs/x", "node": node, "local_rank": local_rank, "steps": steps, **more}
+
+
+def recalling(*places: tuple[str, int]) -> list[dict[str, Any]]:
+    return [{"directory": "/runs/x", "node": node, "local_rank": local_rank} for node, local_rank in places]
+
+
+def test_all_ranks_go_on_from_what_was_remembered_each_with_its_own_random_state(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    env = {"TEST_MEMORY": str(tmp_path)}
+    args = [remembering(node, rank, [1, 2]) for node in "ab" for rank in (0, 1)]
+    drawn = [answer["next"] for answer in worlds.answers("remember", args, **env)]
+    answers = worlds.answers("recall", recalling(("a", 0), ("a", 1), ("b", 0), ("b", 1)), **env)
+    assert [answer["returned"] for answer in answers] == [2] * 4
+    assert [answer["meta"] for answer in answers] == ["after 2"] * 4
+    assert [answer["next"] for answer in answers] == drawn
+    assert len({tuple(draws) for draws in drawn}) == 4
+
+
+def test_a_node_that_has_nothing_is_sent_the_state_and_keeps_it(worlds: Worlds, tmp_path: Path) -> None:
+    env = {"TEST_MEMORY": str(tmp_path)}
+    args = [remembering("a", rank, [1, 2]) for rank in (0, 1)]
+    drawn = [answer["next"] for answer in worlds.answers("remember", args, **env)]
+    for others in ("a", "c"):
+        answers = worlds.answers("recall", recalling(("b", 0), (others, 0)), **env)
+        assert [(answer["returned"], answer["meta"]) for answer in answers] == [(2, "after 2")] * 2
+        assert [answer["next"] for answer in answers] == drawn
+        assert answers[0]["kept"] == [[2, 1, True]], "with every rank's random state"
+
+
+def test_without_the_random_state_of_a_lost_node_the_others_have_theirs(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    env = {"TEST_MEMORY": str(tmp_path)}
+    args = [remembering(node, 0, [1, 2]) for node in "ab"]
+    drawn = [answer["next"] for answer in worlds.answers("remember", args, **env)]
+    answers = worlds.answers("recall", recalling(("c", 0), ("b", 0)), **env)
+    assert [answer["meta"] for answer in answers] == ["after 2"] * 2
+    assert answers[1]["next"] == drawn[1]
+    assert "random state not restored, nobody has kept it: step=2 rank=0" in worlds.errors.read_text()
+
+
+def test_a_step_that_some_rank_did_not_come_to_does_not_count(worlds: Worlds, tmp_path: Path) -> None:
+    env = {"TEST_MEMORY": str(tmp_path)}
+    worlds.answers("remember", [remembering("a", 0, [1, 2]), remembering("a", 1, [1])], **env)
+    answers = worlds.answers("recall", recalling(("a", 0), ("a", 1)), **env)
+    assert [answer["meta"] for answer in answers] == ["after 1"] * 2
+
+
+def test_a_node_that_went_on_alone_does_not_bring_its_past_back(worlds: Worlds, tmp_path: Path) -> None:
+    """Generation 1 has remembered step 12 on b only; a began generation 2 at step 10 and came to 11."""
+    env = {"TEST_MEMORY": str(tmp_path)}
+    worlds.answers("remember", [remembering("a", 0, [10]), remembering("b", 0, [10, 12])], **env)
+    old = {**env, "ELASTIC_AGENT_GENERATION": "2"}
+    worlds.answers("remember", [remembering("a", 0, [11], text="the present")], **old)
+    now = {**env, "ELASTIC_AGENT_GENERATION": "3"}
+    answers = worlds.answers("recall", recalling(("a", 0), ("b", 0)), **now)
+    assert [(answer["returned"], answer["meta"]) for answer in answers] == [(11, "the present")] * 2
+
+
+def test_files_that_some_nodes_have_reach_the_others(worlds: Worlds, tmp_path: Path) -> None:
+    saved(worlds, tmp_path / "some", 10, ranks=3)
+    answers = worlds.answers("load", in_directories(tmp_path / "some", tmp_path / "some", tmp_path / "none"))
+    assert [answer["meta"] for answer in answers] == ["after 10"] * 3
+
+
 STEPS, EVERY = 80, 3
 EVENTS_PER_STEP = {0: 30, 1: 3}  # at least; rank 0 writes the checkpoints, too
 
@@ -216,26 +289,37 @@ def train_args(directory: Path, journal: Path, **kill: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("memory_every", [None, 1])
 def test_five_kills_change_not_one_bit(
-    worlds: Worlds, undisturbed: list[Any], tmp_path: Path, seed: int
+    worlds: Worlds, undisturbed: list[Any], tmp_path: Path, seed: int, memory_every: int | None
 ) -> None:
     draw = random.Random(seed)
     directory, journal = tmp_path / "checkpoints", tmp_path / "journal"
-    for _ in range(5):
+    args = train_args(directory, journal)
+    env: dict[str, str] = {}
+    if memory_every:
+        args["memory_every"] = memory_every
+        (tmp_path / "memory").mkdir()
+        env = {"ELASTIC_AGENT_MEMORY": str(tmp_path / "memory"), "ELASTIC_AGENT_MEMORY_BYTES": str(1 << 30)}
+    for generation in range(1, 6):
+        env["ELASTIC_AGENT_GENERATION"] = str(generation)
         victim = draw.randrange(2)
         event = draw.randrange(1, 15 * EVENTS_PER_STEP[victim])
-        ended = worlds.run("train", [train_args(directory, journal, victim=victim, event=event)] * 2)
+        ended = worlds.run("train", [{**args, "victim": victim, "event": event}] * 2, **env)
         assert ended[victim]["status"] == -signal.SIGKILL, "a run without its fault proves nothing"
         assert ended[1 - victim]["status"] == 1
 
-    final = worlds.answers("train", [train_args(directory, journal)] * 2)
+    final = worlds.answers("train", [args] * 2, **{**env, "ELASTIC_AGENT_GENERATION": "6"})
     assert final == undisturbed
 
-    committed = 0
+    committed = remembered = 0
     for line in journal.read_text().splitlines():
         what, step = line.split()
         assert int(step) >= committed, f"{line}, though {committed} had been committed"
+        assert what != "start" or int(step) >= remembered - 1, f"{line}, though {remembered} was in memory"
         if what == "saved":
             committed = int(step)
+        elif what == "remembered":
+            remembered = int(step)
     assert committed == STEPS // EVERY * EVERY
     assert len([name for name in os.listdir(directory) if name.endswith(".json")]) == 2

@@ -24,9 +24,7 @@ from elastic_agent.worker import (
     rng,
 )
 from elastic_agent.worker import permit as permit_module
-from elastic_agent.worker.checkpoint import Offer, Owner, choose_owner
 from elastic_agent.worker.commits import Answer, Granted, Question, Refused, Undecided
-from elastic_agent.worker.files import Manifest
 from elastic_agent.worker.reports import MAX_BYTES, LoadReport, Report, SaveReport, decode
 
 numpy = pytest.importorskip("numpy")
@@ -208,28 +206,6 @@ def test_an_unconfirmed_generation_saves_nothing_and_ends_nothing(
     assert "the store is away" in caplog.text
     assert Checkpointer(tmp_path, {}).load() == 7
     assert not list(tmp_path.glob("tmp-*"))
-
-
-def manifest(step: int, generation: int = 1) -> Manifest:
-    return Manifest(step, generation, 2, f"step-{step:012d}-{'a' * 16}.pt", 1, "a" * 64)
-
-
-@pytest.mark.parametrize(
-    ("offers", "owner"),
-    [
-        ([None], None),
-        ([manifest(1), manifest(1)], 0),
-        ([None, manifest(1), manifest(1)], 1),
-        ([manifest(1), manifest(2)], 1),
-        ([manifest(2, generation=1), manifest(1, generation=9)], 0),
-        ([manifest(2, generation=1), manifest(2, generation=2), manifest(2, generation=2)], 1),
-    ],
-)
-def test_who_owns_the_checkpoint(offers: list[Manifest | None], owner: int | None) -> None:
-    chosen = choose_owner([Offer(offer, []) for offer in offers])
-    assert (chosen.rank if chosen else None) == owner
-    if chosen:
-        assert chosen == Owner(chosen.rank, offers[chosen.rank])  # type: ignore[arg-type]
 
 
 def test_the_agent_hears_of_saves_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

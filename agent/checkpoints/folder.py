@@ -1,0 +1,84 @@
+"""The folder in memory that holds this node's newest states: the agent's own, so that it outlives every worker.
+
+Nobody else may enter it. The agent removes it when it ends, and the guard when the agent could not.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "elastic-agent-"
+
+YOUNG_S = 60.0
+
+DEFAULT_SHARE = 0.5
+"""Of the shared memory: the workers' data loaders and NCCL need theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFolder:
+    """`limit` is the most bytes that the copies of all workers here may take."""
+
+    path: Path
+    limit: int
+    lock: int
+    """A descriptor that is locked while the agent lives, so that others can tell what nobody has removed."""
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self.lock)
+
+
+def make_folder(limit: int | None, place: Path = SHARED_MEMORY) -> MemoryFolder | None:
+    """None, and the log says why, when checkpoints go to disk only. `limit` None: a share of what there is; 0: off."""
+    if limit == 0:
+        return None
+    try:
+        remove_abandoned(place)
+        found = os.statvfs(place)
+        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+        lock = _lock(path)
+    except OSError as error:
+        log.warning("no checkpoints in memory, they go to disk only: %s", error)
+        return None
+    if limit is None:
+        limit = int(found.f_blocks * found.f_frsize * DEFAULT_SHARE)
+    log.info("checkpoints in memory: at most %.1f GiB in %s", limit / 2**30, path)
+    return MemoryFolder(path, limit, lock)
+
+
+def remove_abandoned(place: Path) -> None:
+    """What agents left whose guard was killed with them: memory that nobody else would ever give back."""
+    for path in place.glob(f"{PREFIX}*"):
+        try:
+            found = path.lstat()
+            # A new one is locked a moment after it was made.
+            if found.st_uid != os.getuid() or time.time() - found.st_ctime < YOUNG_S:
+                continue
+            lock = _lock(path)
+        except OSError:  # it lives, it has just gone, or is nobody's folder
+            continue
+        log.warning("removing what an agent that was killed has left in memory: %s", path)
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _lock(path: Path) -> int:
+    """Raises OSError when another has it."""
+    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock

@@ -1,0 +1,57 @@
+"""Checkpoints in memory under real agents: they outlive the workers, and nothing outlives the agent."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from .harness import ORPHANS_S, Generation, Job
+
+SCRIPT = Path(__file__).with_name("remembering.py")
+
+
+def expect_to_go_on_where_it_was(job: Job, generation: int, killed_after: int, *ranks: int) -> None:
+    """Every one of these ranks has the bits, with its random numbers, that it had after that step before."""
+    for rank in ranks:
+        loaded = job.wait_for(
+            lambda rank=rank: job.history(what="loaded", generation=generation, rank=rank),
+            "the state to be loaded",
+        )[0]
+        assert loaded["step"] >= killed_after - 1, "a step was lost that all had remembered"
+        before = job.history(what="step", generation=generation - 1, rank=rank, step=loaded["step"])
+        assert [one["bits"] for one in before] == [loaded["bits"]]
+
+
+def kill(job: Job, training: Generation, rank: int) -> int:
+    """After some steps; how many all ranks had done then."""
+    job.wait_for(lambda: len(job.history(what="step", generation=training.number)) > 20, "some steps")
+    steps = [
+        max(one["step"] for one in job.history(what="step", generation=training.number, rank=each))
+        for each in training.starts
+    ]
+    os.kill(training.pid(rank), signal.SIGKILL)
+    return min(steps)
+
+
+def test_a_killed_worker_costs_no_step_and_not_one_bit(job: Job) -> None:
+    agent = job.start("a", "--nproc-per-node=2", script=(SCRIPT, job.folder))
+    for generation, rank in ((1, 0), (2, 1)):
+        training = job.wait_for_training(world=2, after=generation - 1)
+        folder = Path(training.starts[0]["env"]["ELASTIC_AGENT_MEMORY"])
+        assert folder.stat().st_mode & 0o777 == 0o700
+        done = kill(job, training, rank)
+        expect_to_go_on_where_it_was(job, generation + 1, done, 0, 1)
+    (job.folder / "finish").touch()
+    assert agent.exit_code() == 0
+    assert not folder.exists()
+    assert not (job.folder / "disk-of-a").exists(), "nothing of this was on disk"
+
+
+def test_a_killed_agent_leaves_nothing_in_memory(job: Job) -> None:
+    agent = job.start("a", script=(SCRIPT, job.folder))
+    training = job.wait_for_training(world=1)
+    folder = Path(training.starts[0]["env"]["ELASTIC_AGENT_MEMORY"])
+    job.wait_for(lambda: list(folder.glob("*/*.pt")), "a copy in memory")
+    agent.kill()
+    job.wait_for(lambda: not folder.exists(), "the memory to be given back", ORPHANS_S)

@@ -1,0 +1,340 @@
+"""States in this node's memory, in one process: what is put in comes out again, bit by bit, and nobody keeps it."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_agent.agent.configuration.options import WORKER_VARIABLES
+from elastic_agent.worker import Checkpointer, NotPlainData, progress, slots
+from elastic_agent.worker.layout import CannotLayOut, lay_out
+from elastic_agent.worker.slots import Slots
+
+
+@pytest.fixture(autouse=True)
+def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in WORKER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "memory").mkdir()
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "ELASTIC_AGENT_MEMORY": str(tmp_path / "memory"),
+        "ELASTIC_AGENT_MEMORY_BYTES": str(1 << 30),
+        "ELASTIC_AGENT_NODE": "a",
+        "ELASTIC_AGENT_LOCAL_RANK": "0",
+        "ELASTIC_AGENT_GENERATION": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(progress, "_listeners", ())
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Slots:
+    return Slots(str(tmp_path / "memory"), str(tmp_path / "disk"))
+
+
+class Training:
+    """A model with tied weights, an optimizer with state, and plain data."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64), torch.nn.Dropout())
+        self.model[1].weight = self.model[0].weight
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.meta: dict[str, Any] = {"step": 0, "table": torch.zeros(1000)}
+        self.meta["part of it"] = self.meta["table"][10:20]
+        state = {"model": self.model, "optimizer": self.optimizer, "meta": self.meta}
+        self.checkpoints = Checkpointer(directory, state, **options)
+
+    def train(self, until: int) -> None:
+        for step in range(self.meta["step"] + 1, until + 1):
+            self.optimizer.zero_grad()
+            self.model(torch.rand(4, 64) + random.random()).square().sum().backward()
+            self.optimizer.step()
+            self.meta["table"][step] = step
+            self.meta["step"] = step
+            progress.step(step)
+
+    def bits(self) -> bytes:
+        buffer = io.BytesIO()
+        torch.save([self.model.state_dict(), self.optimizer.state_dict(), self.meta], buffer)
+        return buffer.getvalue()
+
+
+def test_what_was_remembered_comes_back_bit_by_bit(tmp_path: Path) -> None:
+    first = Training(tmp_path / "disk")
+    first.train(5)
+    assert first.checkpoints.remember(5)
+    at_five = first.bits()
+    drawn = random.random(), torch.rand(1)
+    first.train(7)
+
+    second = Training(tmp_path / "disk")
+    assert second.checkpoints.load() == 5
+    assert second.bits() == at_five
+    assert (random.random(), torch.rand(1)) == drawn
+    second.train(7)
+    assert not list((tmp_path).glob("disk/*")), "nothing of this was on disk"
+
+
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    random.seed(1)
+    undisturbed = Training(tmp_path / "disk", memory_every=2)
+    undisturbed.train(6)
+    state = random.getstate(), torch.get_rng_state()
+    undisturbed.train(7)
+    resumed = Training(tmp_path / "disk")
+    assert resumed.checkpoints.load() == 6
+    assert random.getstate() == state[0]
+    assert torch.equal(torch.get_rng_state(), state[1])
+    resumed.train(7)
+    assert resumed.bits() == undisturbed.bits()
+
+
+def test_nothing_that_was_loaded_lives_in_the_slot(tmp_path: Path) -> None:
+    """The optimizer keeps tensors it is given on the CPU, and plain data is kept whole."""
+    first = Training(tmp_path / "disk")
+    first.train(3)
+    first.checkpoints.remember(3)
+    second = Training(tmp_path / "disk")
+    second.checkpoints.load()
+    loaded = second.bits()
+    first.train(20)
+    for step in (20, 21, 22):
+        first.checkpoints.remember(step)
+    assert second.bits() == loaded
+
+
+def test_shared_memory_stays_shared(tmp_path: Path) -> None:
+    first = Training(tmp_path / "disk")
+    first.checkpoints.remember(1)
+    second = Training(tmp_path / "disk")
+    second.checkpoints.load()
+    second.meta["table"][15] = 7.0
+    assert second.meta["part of it"][5] == 7.0
+
+
+def test_a_slot_holds_the_bytes_that_torch_would_write(tmp_path: Path, opened: Slots) -> None:
+    training = Training(tmp_path / "disk")
+    training.train(2)
+    training.checkpoints.save(2)
+    (name,) = opened.headers()
+    with opened.hold(name) as held:
+        kept = held.stream.read()
+        path = Path(opened.folder) / f"{name}.pt"
+        assert torch.load(path, weights_only=True)["step"] == 2
+    (written,) = (tmp_path / "disk").glob("*.pt")
+    content = written.read_bytes()
+    differing = sum(one != other for one, other in zip(kept, content, strict=True))
+    # Of a tensor's bytes torch computes no CRC when it leaves them out, and reads none: it stands in three places.
+    storages = len(lay_out(torch.load(io.BytesIO(kept), weights_only=True)).storages)
+    assert differing <= 12 * storages
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"empty": torch.zeros(0)},
+        {
+            "scalar": torch.tensor(3),
+            "half": torch.ones(3, dtype=torch.bfloat16),
+            "bool": torch.tensor([True]),
+        },
+        {"complex": torch.ones(2, dtype=torch.complex64), "row": torch.arange(12).reshape(3, 4).t()},
+        {"sparse": torch.eye(3).to_sparse()},
+        {"all": [(torch.ones(1), {"deep": torch.ones(2)}, None)], "big": 2**80, "text": "é" * 1000},
+    ],
+    ids=lambda state: ",".join(state) or "nothing",
+)
+def test_any_state_that_torch_can_load_can_be_kept(tmp_path: Path, state: dict[str, Any]) -> None:
+    Checkpointer(tmp_path / "disk", {"state": state}).remember(1)
+    loaded: dict[str, Any] = {}
+    assert Checkpointer(tmp_path / "disk", {"state": loaded}).load() == 1
+    assert str(loaded) == str(state)
+
+
+def test_a_state_that_is_code_is_refused_whenever_it_comes(tmp_path: Path, opened: Slots) -> None:
+    meta: dict[str, Any] = {"where": "x"}
+    checkpoints = Checkpointer(tmp_path / "disk", {"meta": meta})
+    checkpoints.remember(1)
+    checkpoints.remember(2)
+    meta["where"] = Path("x")
+    with pytest.raises(NotPlainData, match="pathlib"):
+        checkpoints.remember(3)
+    assert [header.step for header in opened.headers().values()] == [2]
+    meta["where"] = "y"
+    assert checkpoints.remember(4)
+
+
+def test_every_nth_step_is_remembered(tmp_path: Path, opened: Slots) -> None:
+    Training(tmp_path / "disk", memory_every=3).train(7)
+    assert sorted(header.step for header in opened.headers().values()) == [3, 6]
+
+
+def test_a_save_is_remembered_too_and_needs_no_records(tmp_path: Path, opened: Slots) -> None:
+    training = Training(tmp_path / "disk")
+    training.train(1)
+    training.checkpoints.save(1)
+    (header,) = opened.headers().values()
+    assert (header.step, header.gaps) == (1, ())
+    drawn = torch.rand(1)
+    torch.manual_seed(9)
+    for file in (tmp_path / "disk").iterdir():
+        file.unlink()
+    assert Training(tmp_path / "disk").checkpoints.load() == 1
+    assert torch.rand(1) == drawn
+
+
+def test_a_state_too_large_for_the_limit_goes_to_disk_only_and_that_is_said_once(
+    tmp_path: Path, opened: Slots, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ELASTIC_AGENT_MEMORY_BYTES", str(1 << 20))
+    meta = {"table": torch.zeros(1 << 20)}
+    checkpoints = Checkpointer(tmp_path / "disk", {"meta": meta})
+    assert [checkpoints.remember(step) for step in (1, 2)] == [False, False]
+    assert checkpoints.save(3)
+    assert caplog.text.count("no copy in memory") == 1
+    assert "--memory-checkpoints" in caplog.text
+    assert opened.headers() == {}
+    meta["table"] = torch.zeros(10)
+    assert checkpoints.remember(4)
+    assert "copies in memory again" in caplog.text
+
+
+def test_full_memory_goes_to_disk_only_until_there_is_room(
+    tmp_path: Path, opened: Slots, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = Checkpointer(tmp_path / "disk", {"meta": {}})
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slots.os, "posix_fallocate", full)
+        assert not checkpoints.remember(1)
+    assert "No space left" in caplog.text
+    assert checkpoints.remember(2)
+
+
+def test_without_an_agent_there_is_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ELASTIC_AGENT_MEMORY")
+    checkpoints = Checkpointer(tmp_path / "disk", {}, memory_every=1)
+    assert not checkpoints.remember(1)
+    progress.step(1)
+    assert checkpoints.load() == 0
+
+
+def test_a_torch_that_tells_too_little_means_disk_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda _storage: "cpu")
+    with pytest.raises(CannotLayOut, match="left out 1 storages of 0"):
+        lay_out({"x": torch.ones(3)})
+    assert not Checkpointer(tmp_path / "disk", {"meta": {"x": torch.ones(3)}}).remember(1)
+    assert "left out" in caplog.text
+
+
+def flip_a_bit_of_the_newest(opened: Slots) -> None:
+    name = opened.newest_first()[0]
+    header = opened.headers()[name]
+    with opened.hold(name) as held:
+        sums = slots.sums_of(held.stream, header.size)
+        opened.put_header(name, slots.Header(*[*[getattr(header, f) for f in header.__slots__][:-1], sums]))
+    path = Path(opened.folder) / f"{name}.pt"
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+def cut_the_newest(opened: Slots) -> None:
+    os.truncate(Path(opened.folder) / f"{opened.newest_first()[0]}.pt", 100)
+
+
+def remove_the_newest(opened: Slots) -> None:
+    os.unlink(Path(opened.folder) / f"{opened.newest_first()[0]}.pt")
+
+
+@pytest.mark.parametrize("spoil", [flip_a_bit_of_the_newest, cut_the_newest, remove_the_newest])
+def test_a_spoilt_copy_gives_way_to_the_one_before_loudly(
+    tmp_path: Path, opened: Slots, spoil: Callable[[Slots], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = Checkpointer(tmp_path / "disk", {"meta": {}})
+    for step in (1, 2):
+        checkpoints.remember(step)
+    spoil(opened)
+    again = Checkpointer(tmp_path / "disk", {"meta": {}})
+    assert again.load() == 1
+    assert "a copy in memory is left aside: step=2" in caplog.text
+    assert again.remember(2)
+
+
+def test_spoilt_copies_only_give_way_to_the_disk(tmp_path: Path, opened: Slots) -> None:
+    checkpoints = Checkpointer(tmp_path / "disk", {"meta": {}})
+    checkpoints.save(10)
+    for step in (11, 12):
+        checkpoints.remember(step)
+    cut_the_newest(opened)
+    opened.drop(lambda age: age == (1, 12))
+    cut_the_newest(opened)
+    assert Checkpointer(tmp_path / "disk", {"meta": {}}).load() == 10
+
+
+def test_a_disk_that_only_claims_to_be_newer_does_not_win(tmp_path: Path) -> None:
+    checkpoints = Checkpointer(tmp_path / "disk", {"meta": {}})
+    checkpoints.save(10)
+    checkpoints.remember(11)
+    checkpoints.save(12)
+    checkpoints.remember(13)
+    checkpoints.remember(14)  # the copies of the saves are gone
+    checkpoints.save(20)
+    checkpoints.remember(21)
+    checkpoints.remember(22)
+    slots_here = Slots(os.environ["ELASTIC_AGENT_MEMORY"], str(tmp_path / "disk"))
+    slots_here.drop(lambda age: age > (1, 20))
+    (data,) = (tmp_path / "disk").glob("step-000000000020-*.pt")
+    os.truncate(data, 5)
+    checkpoints.remember(13)
+    assert Checkpointer(tmp_path / "disk", {"meta": {}}).load() == 13
+
+
+def test_the_disk_is_not_read_when_the_memory_is_newer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpointer(tmp_path / "disk", {"meta": {}})
+    checkpoints.save(10)
+    checkpoints.remember(11)
+    again = Checkpointer(tmp_path / "disk", {"meta": {}})
+    monkeypatch.setattr(again._files, "find", lambda: pytest.fail("reads the disk"))
+    assert again.load() == 11
+
+
+def test_the_newest_checkpointer_keeps_the_state_for_a_drain(
+    tmp_path: Path, opened: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Checkpointer(tmp_path / "disk", {"meta": {}})
+    assert progress.keeper is not None
+    progress.keeper(7)
+    assert [header.step for header in opened.headers().values()] == [7]
+    monkeypatch.delenv("ELASTIC_AGENT_MEMORY")
+    Checkpointer(tmp_path / "other", {"meta": {}})
+    progress.keeper(8)
+    assert Checkpointer(tmp_path / "other", {"meta": {}}).load() == 8
+
+
+def test_two_checkpointers_do_not_disturb_each_other(tmp_path: Path) -> None:
+    one, other = (Checkpointer(tmp_path / name, {"meta": {"is": name}}) for name in ("one", "other"))
+    one.remember(1)
+    other.remember(2)
+    for name, step in (("one", 1), ("other", 2)):
+        meta: dict[str, Any] = {}
+        assert Checkpointer(tmp_path / name, {"meta": meta}).load() == step
+        assert meta == {"is": name}

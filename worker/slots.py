@@ -1,0 +1,436 @@
+"""This node's copies in memory: two slots for the state, and each rank's random state beside them.
+
+The agent owns a folder in memory (`ELASTIC_AGENT_MEMORY`), which outlives its workers and ends with it. Below it each
+checkpoint directory has one:
+
+    a.pt, b.pt       the slots: the bytes of a checkpoint file, which `torch.load` reads
+    a.json, b.json   their headers: what the slot holds, and a checksum of the header itself
+    rng-3-0, ...     the random state of rank 3 after each of its last two remembered steps
+
+Invariant: a header that can be read tells the truth about its slot, whenever who writes it is killed. For the writer
+removes the header before it changes a byte of the slot, and renames the new one into place after the last. It takes
+the slot that does not hold the newest state, so that a crash in the middle of a copy costs the older one only.
+
+One process of a node writes: the worker with local rank 0; every rank writes its own random state. Whoever reads a
+slot while workers train (the disk writer) holds a shared `flock` on it, and a slot that is held is not overwritten.
+With one slot held the writer has the other one only: then a crash in the middle of a copy leaves the held one.
+
+A slot keeps its pages from one state to the next: memory that is there already costs one copy to fill, where new
+memory costs five times that. No torch here: the disk writer imports this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import re
+import stat
+import struct
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from io import BufferedReader
+
+FOLDER_VARIABLE = "ELASTIC_AGENT_MEMORY"
+LIMIT_VARIABLE = "ELASTIC_AGENT_MEMORY_BYTES"
+
+SCHEMA = 1
+NAMES = ("a", "b")
+PIECE_BYTES = 16 << 20
+"""What one checksum covers: pieces are summed by several threads at once."""
+
+_GRAIN = 64 << 10
+_RECORD = struct.Struct("<8sIqqq")
+_RECORD_MAGIC = b"e-rng" + SCHEMA.to_bytes(3, "little")
+_RECORD_NAME = re.compile(r"rng-(\d{1,9})-[01]")
+_MAX_HEADER_BYTES = 4 << 20
+_MAX_RECORD_BYTES = 1 << 20
+
+
+class NoRoom(RuntimeError):
+    """The state does not fit into memory now; the text says what would help. Training goes on without a copy."""
+
+
+class SlotsBusy(RuntimeError):
+    """Both slots are being read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a slot holds.
+
+    `base` is the step from which the generation went on, so that it can be told which older steps it has abandoned.
+    `gaps` are the places, as offset and length, at which the random state of each rank is still to be filled in. A
+    copy with gaps counts once every rank has written its own down, but for one that was taken in `haste`, when some
+    rank had failed already.
+    `sums` are the checksums of its pieces; empty: nobody has computed them.
+    """
+
+    step: int
+    generation: int
+    base: int
+    world_size: int
+    size: int
+    gaps: tuple[tuple[int, int], ...] = ()
+    haste: bool = False
+    sums: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, least in (("step", 0), ("generation", 0), ("base", 0), ("world_size", 1), ("size", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value < 2**63:
+                raise ValueError(f"header: {name} is {value!r}, expected an integer of at least {least}")
+        if type(self.haste) is not bool:
+            raise ValueError(f"header: haste is {self.haste!r}, expected true or false")
+        for gap in self.gaps:
+            if not (len(gap) == 2 and all(type(one) is int and one >= 0 for one in gap)):
+                raise ValueError(f"header: {gap!r} is no offset and length")
+            if sum(gap) > self.size:
+                raise ValueError(f"header: the gap {gap!r} lies outside the {self.size} bytes of the state")
+        if self.gaps and len(self.gaps) != self.world_size:
+            raise ValueError(f"header: {len(self.gaps)} gaps for {self.world_size} ranks")
+        if any(type(one) is not int for one in self.sums):
+            raise ValueError("header: a checksum that is no integer")
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """The greater is the newer: a generation goes on from what was before, or abandons what of it was later."""
+        return self.generation, self.step
+
+    def to_json(self) -> bytes:
+        body = {"schema": SCHEMA, **asdict(self)}
+        return json.dumps({**body, "check": _check(body)}).encode()
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> Header:
+        """Read a header; ValueError says what is wrong with it."""
+        try:
+            body = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"header is not JSON: {error}") from error
+        if not isinstance(body, dict):
+            raise ValueError(f"header is a JSON {type(body).__name__}, expected an object")
+        schema = body.get("schema")
+        if type(schema) is not int or schema != SCHEMA:
+            raise ValueError(f"header has schema {schema!r}, this version reads {SCHEMA}")
+        if body.pop("check", None) != _check(body):
+            raise ValueError("header does not match its own checksum")
+        del body["schema"]
+        if body.keys() != {field.name for field in fields(cls)}:
+            raise ValueError(f"header has the keys {sorted(body)}")
+        if not isinstance(body["gaps"], list) or not isinstance(body["sums"], list):
+            raise ValueError("header: gaps or sums is no list")
+        body["gaps"] = tuple(tuple(gap) if isinstance(gap, list) else () for gap in body["gaps"])
+        return cls(**{**body, "sums": tuple(body["sums"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The random state of one rank after a step."""
+
+    age: tuple[int, int]
+    """Of the state that belongs to it: generation and step."""
+    world_size: int
+    state: bytes
+
+    def to_bytes(self) -> bytes:
+        head = _RECORD.pack(_RECORD_MAGIC, zlib.crc32(self.state), *self.age, self.world_size)
+        return head + self.state
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Record:
+        """Raises ValueError."""
+        try:
+            magic, crc, generation, step, world_size = _RECORD.unpack_from(raw)
+        except struct.error as error:
+            raise ValueError(f"record of {len(raw)} bytes") from error
+        state = raw[_RECORD.size :]
+        if magic != _RECORD_MAGIC or crc != zlib.crc32(state):
+            raise ValueError("record of another version, or it does not match its own checksum")
+        return cls((generation, step), world_size, state)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A slot that cannot be overwritten while it is open; `stream` is at its beginning."""
+
+    name: str
+    header: Header
+    stream: BufferedReader
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # A lock would outlive its descriptor wherever the file is mapped.
+        fcntl.flock(self.stream.fileno(), fcntl.LOCK_UN)
+        self.stream.close()
+
+    @property
+    def path(self) -> str:
+        """The very file that is open, by a name for those who open files themselves."""
+        return f"/proc/self/fd/{self.stream.fileno()}"
+
+
+class Slots:
+    """The two slots of one checkpoint directory on this node."""
+
+    def __init__(self, memory: str, directory: str) -> None:
+        """`memory` is the agent's folder, `directory` the path by which the script knows the checkpoints."""
+        self.folder = os.path.join(memory, hashlib.sha256(os.fsencode(directory)).hexdigest()[:16])
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self.folder, 0o700)
+        # All else is below what is open here, whatever takes its name later.
+        self._dir_fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        os.close(self._dir_fd)
+
+    # ---------------------------------------------------------------- reading
+
+    def headers(self) -> dict[str, Header]:
+        """By slot, those that can be believed; what is wrong with the others is told by `problems`."""
+        found = {}
+        for name in NAMES:
+            with contextlib.suppress(OSError, ValueError):
+                found[name] = self._header(name)
+        return found
+
+    def problems(self) -> list[str]:
+        """Of headers that are there and cannot be believed."""
+        found = []
+        for name in NAMES:
+            try:
+                self._header(name)
+            except FileNotFoundError:
+                pass
+            except (OSError, ValueError) as error:
+                found.append(f"{self.folder}/{name}.json: {error}")
+        return found
+
+    def newest_first(self) -> list[str]:
+        headers = self.headers()
+        return sorted(headers, key=lambda name: headers[name].age, reverse=True)
+
+    def hold(self, name: str) -> Held:
+        """Keep a slot as it is and open it. Raises OSError, ValueError when it does not hold what its header says."""
+        fd = os.open(
+            f"{name}.pt", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._dir_fd
+        )
+        stream = os.fdopen(fd, "rb")
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            header = self._header(name)  # only now: before the lock it could be about to go
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_size != header.size:
+                raise ValueError(f"{found.st_size} bytes long, the header says {header.size}")
+        except BaseException:
+            stream.close()
+            raise
+        return Held(name, header, stream)
+
+    def _header(self, name: str) -> Header:
+        return Header.from_json(self._read(f"{name}.json", _MAX_HEADER_BYTES))
+
+    # ---------------------------------------------------------------- writing
+
+    def begin(self, size: int) -> Opened:
+        """Open a slot for a state of `size` bytes. From here until `seal` that slot holds nothing.
+
+        Raises SlotsBusy; OSError when there is not so much memory, and then the slot gives back what it had.
+        """
+        headers = self.headers()
+        # The one without a header first, then the older: never the newest, unless the other is being read. Of a step
+        # that was remembered and then saved, the copy with gaps.
+        order = sorted(
+            NAMES,
+            key=lambda name: (
+                (headers[name].age, not headers[name].gaps) if name in headers else ((-1, -1), False)
+            ),
+        )
+        for name in order:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            fd = os.open(f"{name}.pt", flags, 0o600, dir_fd=self._dir_fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                continue
+            try:
+                self._remove(f"{name}.json")
+                _reserve(fd, size)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(fd, 0)
+                os.close(fd)
+                raise
+            return Opened(name, fd, size)
+        raise SlotsBusy(f"both slots in {self.folder} are being read")
+
+    def seal(self, opened: Opened, header: Header) -> None:
+        """From here on the slot holds what `header` says, all of which was written; others may read it."""
+        self.put_header(opened.name, header)
+        opened.close()
+
+    def put_header(self, name: str, header: Header) -> None:
+        """Only for whoever keeps the slot from being overwritten."""
+        self._replace(f"{name}.json", header.to_json())
+
+    def fill(self, held: Held, records: dict[int, bytes]) -> Header:
+        """Put the random states of all ranks into the slot itself, as far as they fit; returns its new header."""
+        header = held.header
+        known = [records.get(rank, b"") for rank in range(header.world_size)]
+        if not header.gaps or any(
+            not 0 < len(raw) <= gap[1] for raw, gap in zip(known, header.gaps, strict=True)
+        ):
+            return header
+        fd = os.open(f"{held.name}.pt", os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._dir_fd)
+        try:
+            for raw, (offset, length) in zip(known, header.gaps, strict=True):
+                os.pwrite(fd, raw.ljust(length, b"\0"), offset)
+        finally:
+            os.close(fd)
+        filled = Header(header.step, header.generation, header.base, header.world_size, header.size)
+        self.put_header(held.name, filled)
+        return filled
+
+    def taken(self) -> int:
+        """The memory in bytes that both slots have."""
+        return sum(self._blocks(name) for name in NAMES) * 512
+
+    def _blocks(self, name: str) -> int:
+        try:
+            return os.stat(f"{name}.pt", dir_fd=self._dir_fd, follow_symlinks=False).st_blocks
+        except OSError:
+            return 0
+
+    def drop(self, unwanted: Callable[[tuple[int, int]], bool]) -> None:
+        """Copies of such an age are nobody's any more."""
+        for name, header in self.headers().items():
+            if unwanted(header.age):
+                self._remove(f"{name}.json")
+
+    def clear(self) -> None:
+        """Give the memory back, but for what is being read."""
+        for name in NAMES:
+            with contextlib.suppress(OSError):
+                self._remove(f"{name}.json")
+                os.unlink(f"{name}.pt", dir_fd=self._dir_fd)
+
+    # ---------------------------------------------------------------- random states
+
+    def put_record(self, rank: int, record: Record) -> None:
+        """Write down `rank`'s random state beside that of its step before."""
+        ages = {name: self._record_age(name) for name in (f"rng-{rank}-0", f"rng-{rank}-1")}
+        same = [name for name, age in ages.items() if age == record.age]
+        self._replace(same[0] if same else min(ages, key=lambda name: ages[name]), record.to_bytes())
+
+    def records(self, age: tuple[int, int], world_size: int) -> dict[int, bytes]:
+        """By rank, the random states that were written down here for that state of that world."""
+        found = {}
+        for name in os.listdir(self._dir_fd):
+            if match := _RECORD_NAME.fullmatch(name):
+                with contextlib.suppress(OSError, ValueError):
+                    record = self._record(name)
+                    if (record.age, record.world_size) == (age, world_size):
+                        found[int(match[1])] = record.state
+        return found
+
+    def _record_age(self, name: str) -> tuple[int, int]:
+        try:
+            return self._record(name).age
+        except (OSError, ValueError):
+            return (-1, -1)
+
+    def _record(self, name: str) -> Record:
+        return Record.from_bytes(self._read(name, _MAX_RECORD_BYTES))
+
+    # ---------------------------------------------------------------- files
+
+    def _read(self, name: str, most: int) -> bytes:
+        # O_NONBLOCK: a named pipe in the place of a file must fail to verify, not hang the load.
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._dir_fd)
+        with os.fdopen(fd, "rb") as stream:
+            raw = stream.read(most + 1)
+        if len(raw) > most:
+            raise ValueError(f"{name} is longer than {most} bytes")
+        return raw
+
+    def _replace(self, name: str, content: bytes) -> None:
+        temporary = f"tmp-{name}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(temporary, flags, 0o600, dir_fd=self._dir_fd)
+        with os.fdopen(fd, "wb") as stream:
+            stream.write(content)
+        os.rename(temporary, name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._dir_fd)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A slot that is being written; nobody else has it."""
+
+    name: str
+    fd: int
+    size: int
+
+    @property
+    def path(self) -> str:
+        return f"/proc/self/fd/{self.fd}"
+
+    def trim(self) -> None:
+        """To the very bytes of the state: what reads an archive looks for its end."""
+        os.ftruncate(self.fd, self.size)
+
+    def close(self) -> None:
+        # A lock would outlive its descriptor, since the slot stays mapped.
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+        os.close(self.fd)
+
+
+def room_for(size: int) -> int:
+    """The bytes that a slot takes for a state of `size`: a little more, since the next may be a little larger."""
+    return -(-size // _GRAIN) * _GRAIN + _GRAIN
+
+
+def sums_of(stream: BufferedReader, size: int) -> tuple[int, ...]:
+    """The checksums of the pieces of a slot."""
+    if not size:
+        return ()
+    with (
+        mmap.mmap(stream.fileno(), size, prot=mmap.PROT_READ) as mapping,
+        memoryview(mapping) as view,
+        ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads,
+    ):
+
+        def sum_from(offset: int) -> int:
+            with view[offset : offset + PIECE_BYTES] as piece:
+                return zlib.crc32(piece)
+
+        return tuple(threads.map(sum_from, range(0, size, PIECE_BYTES)))
+
+
+def _reserve(fd: int, size: int) -> None:
+    """Make all pages of the slot exist: a full memory is an error here, and SIGBUS where the pages are written."""
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(f"the slot is no file (mode {found.st_mode:o})")
+    wanted = room_for(size)
+    if found.st_size > wanted:
+        os.ftruncate(fd, wanted)
+    # What was written before is there, but for holes that a writer may have died over.
+    there = found.st_size if found.st_blocks * 512 >= found.st_size else 0
+    if there < wanted:
+        os.posix_fallocate(fd, there, wanted - there)
+
+
+def _check(body: dict[str, object]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
