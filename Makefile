@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types check format sim benchmark torchft scale gpu clean
+.PHONY: help demo test lint types check format sim benchmark torchft scale steps gpu clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -56,6 +56,9 @@ torchft: $(READY)  ## fetch torchft for the benchmark
 	$(BIN)/pip install --quiet --disable-pip-version-check --target $(TORCHFT) --no-deps torchft
 	$(BIN)/pip install --quiet --disable-pip-version-check --target $(TORCHFT) --upgrade \
 	    opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
+
+steps: $(READY)  ## what step() costs, next to an empty Python call
+	$(BIN)/python benchmarks/step_overhead.py
 
 scale: $(READY)  ## seconds until N nodes form a world, next to torchrun's
 	@.ci/system-packages etcd

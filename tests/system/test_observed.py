@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,24 @@ import subprocess
 import pytest
 
 from .harness import RECORDER, Job
+
+STEPS_UNTIL_KILLED = """
+import os, signal, time
+from elastic_agent.worker import step
+def at(name): print(name, "at", time.monotonic(), flush=True)
+if os.environ["ELASTIC_AGENT_GENERATION"] == "1":
+    step(1)
+    at("first")
+    for done in range(2, 251):
+        time.sleep(0.002)
+        step(done)
+    at("end")
+    os.kill(os.getpid(), signal.SIGKILL)
+at("begin")
+step(251)
+at("again")
+time.sleep(600)
+"""
 
 SAVE_ONCE = """
 import sys, time, torch
@@ -100,3 +119,30 @@ def test_a_real_checkpoint_shows_in_the_metrics(job: Job) -> None:
     job.wait_for(lambda: agent.metric(saves[0], **saves[1]) == 2, "the second generation to save")
     loads = agent.metric("elastic_agent_checkpoint_loads_total", tier="local", result="ok")
     assert (loads, agent.metric("elastic_agent_checkpoint_last_step", tier="local")) == (1, 2)
+
+
+def test_what_a_worker_did_until_it_was_killed_is_counted_and_what_came_then_told(job: Job) -> None:
+    script = job.folder / "steps_until_killed.py"
+    script.write_text(STEPS_UNTIL_KILLED)
+    agent = job.start("a", script=(script,))
+    told = job.wait_for_text(
+        agent, r"generation 2: first step is 251, after (\S+) s without training \((.*)\) because .*SIGKILL"
+    )
+    at = {
+        name: float(job.wait_for_text(agent, rf"{name} at (\S+)")[1])
+        for name in ("first", "end", "begin", "again")
+    }
+
+    assert agent.metric("elastic_agent_steps_total") == 251
+    assert agent.metric("elastic_agent_step_duration_seconds_count") == 249
+    worked_s = at["end"] - at["first"]
+    assert agent.metric("elastic_agent_productive_time_seconds_total") == pytest.approx(worked_s, abs=0.05)
+    assert agent.metric("elastic_agent_step_duration_seconds_sum") == pytest.approx(worked_s, abs=0.05)
+    assert agent.metric("elastic_agent_lost_steps_total") == 0
+
+    duration_s, phases = float(told[1]), dict(re.findall(r"(\w+) (\S+?)(?:,|$)", told[2]))
+    assert list(phases) == ["detect", "stop", "rendezvous", "backoff", "start", "init"], "no load, no more"
+    assert sum(map(float, phases.values())) == pytest.approx(duration_s, abs=0.004)
+    assert duration_s == pytest.approx(at["again"] - at["end"], abs=0.1)
+    assert float(phases["init"]) > at["again"] - at["begin"] - 0.001
+    assert agent.metric("elastic_agent_recovery_duration_seconds_sum") == pytest.approx(duration_s, abs=0.001)

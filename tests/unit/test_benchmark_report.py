@@ -16,6 +16,6 @@ def test_inserting_a_table_replaces_the_one_before_and_nothing_else() -> None:
         insert("no markers", "| new |", "table")
 
 
-@pytest.mark.parametrize("place", ["table", "scale"])
+@pytest.mark.parametrize("place", ["table", "scale", "step"])
 def test_the_readme_has_a_place_for_each_table(place: str) -> None:
     assert "| new |" in insert(README.read_text(), "| new |", place)
