@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types check format sim benchmark torchft scale steps gpu clean
+.PHONY: help demo test lint types check format sim soak benchmark torchft scale steps gpu clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -44,6 +44,12 @@ format: $(READY)  ## let ruff rewrite what it can
 SEEDS ?= 100000
 sim: $(READY)  ## the long simulation: SEEDS=100000 seeds
 	SIMULATOR_SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/sim -k no_seed --timeout 0
+
+KILLS ?= 200
+SEED ?= 1
+soak: $(READY)  ## KILLS=200 kills in a row of random workers, agents and nodes, drawn from SEED=1
+	@.ci/system-packages etcd
+	SOAK_KILLS=$(KILLS) SOAK_SEED=$(SEED) $(BIN)/python -m pytest tests/chaos -s
 
 benchmark: $(READY)  ## what faults cost, next to torchrun (and torchft, after `make torchft`), in one run
 	@.ci/system-packages etcd

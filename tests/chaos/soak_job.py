@@ -1,0 +1,67 @@
+"""What the soak trains: small, and hard to repeat, as each rank draws data and dropout from a random state of its own.
+
+It writes the records that the harness reads, and `load` and `saved` beside them. Shortly before its last step it waits
+for the file `enough`, so that it cannot end before the last fault.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic_agent.worker import Checkpointer, step
+
+SAVE_EVERY = 5
+LAST_STEPS = 10
+"""Those that are taken only when it is enough."""
+
+
+def main(folder: Path, steps: int, step_s: float) -> None:
+    generation, rank, world = (
+        int(os.environ[name]) for name in ("ELASTIC_AGENT_GENERATION", "RANK", "WORLD_SIZE")
+    )
+    history = os.open(os.environ["SYSTEM_TEST_HISTORY"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def record(what: str, **more: object) -> None:
+        about = {"what": what, "at": time.monotonic(), "generation": generation, "rank": rank, "world": world}
+        about |= {"node": os.environ["ELASTIC_AGENT_NODE"], "pid": os.getpid(), **more}
+        os.write(history, json.dumps(about).encode() + b"\n")
+
+    record("start", env={name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")})
+    dist.init_process_group("gloo")
+    torch.manual_seed(rank)
+    # DDP's first step has other buckets than those after it: each restart would have one in which the gradients of
+    # three ranks are added up in another order. With this they are not.
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1))
+    model = DistributedDataParallel(layers, find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    checkpoints = Checkpointer(folder / "checkpoints", {"model": model, "optimizer": optimizer})
+    done = checkpoints.load()
+    record("load", step=done)
+    while done < steps:
+        while done == steps - LAST_STEPS and not (folder / "enough").exists():
+            time.sleep(0.01)
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        done += 1
+        record("step", step=done)
+        step(done)
+        time.sleep(step_s)
+        if done % SAVE_EVERY == 0 and checkpoints.save(done) and rank == 0:
+            record("saved", step=done)
+    bits = b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values())
+    record("result", step=done, weights=hashlib.sha256(bits).hexdigest(), drawn=torch.rand(1).item())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

@@ -1,0 +1,66 @@
+"""Many kills in a row: no hang, no orphan, no step that is not accounted for, and the very weights of a quiet run.
+
+`make soak` asks for 200; a few, always the same ones, are among all tests. What a `Job` checks by itself is checked
+here, too: never two generations on a node, dense ranks, no process that outlives its agent.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.etcd_servers import EtcdCluster, etcd_cluster
+from tests.system.harness import Job, Record
+
+from .soak import NODES, SCRIPT, Kind, Soak, mistakes, plan, steps_for
+from .soak_job import SAVE_EVERY
+
+KILLS = int(os.environ.get("SOAK_KILLS", "4"))
+SEED = int(os.environ.get("SOAK_SEED", "1"))
+
+
+@pytest.fixture
+def etcd() -> Iterator[EtcdCluster]:
+    with etcd_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path)
+    yield job
+    job.close()
+
+
+def undisturbed(folder: Path, steps: int) -> list[Record]:
+    """The results by rank of as many ranks on one node, without any fault."""
+    folder.mkdir()
+    (folder / "enough").touch()
+    job = Job(folder)
+    script = (SCRIPT, folder, str(steps), "0")
+    workers = f"--nproc-per-node={len(NODES)}"
+    agent = job.start("quiet", workers, script=script, environment={"OMP_NUM_THREADS": "1"})
+    code = agent.exit_code(300)
+    found = results(job)
+    job.close()
+    assert code == 0, agent.text
+    return found
+
+
+def results(job: Job) -> list[Record]:
+    found = sorted(job.history(what="result"), key=lambda result: int(result["rank"]))
+    return [{name: one[name] for name in ("rank", "step", "weights", "drawn")} for one in found]
+
+
+@pytest.mark.timeout(120 + 60 * KILLS)
+def test_kills_in_a_row_change_not_one_bit(job: Job, etcd: EtcdCluster, tmp_path: Path) -> None:
+    faults = plan(SEED, KILLS)
+    Soak(job, etcd, SEED, faults).run()
+    generations = [generation.number for generation in job.generations()]
+    assert len(generations) > KILLS, "each fault ends a generation, or the run is invalid"
+    assert {fault.kind for fault in faults} == set(Kind), "every kind of fault is used, or the run is invalid"
+    assert not mistakes(job.history(), most_lost=SAVE_EVERY)
+    assert results(job) == undisturbed(tmp_path / "quiet", steps_for(faults))

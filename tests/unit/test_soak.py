@@ -1,0 +1,76 @@
+"""What the soak draws, and its books on histories written by hand: a checker that finds nothing is worse than none."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chaos.soak import MOST_STEPS, NODES, Kind, mistakes, plan, steps_for
+from tests.chaos.soak_job import SAVE_EVERY
+
+
+def test_a_seed_draws_the_same_faults_again_and_another_seed_others() -> None:
+    assert plan(3, 50) == plan(3, 50) != plan(4, 50)
+
+
+@pytest.mark.parametrize("count", [4, 5, 6, 200])
+def test_every_kind_of_fault_is_drawn_half_of_them_workers(count: int) -> None:
+    faults = plan(1, count)
+    assert len(faults) == count
+    assert {fault.kind for fault in faults} == set(Kind)
+    assert count // 2 <= sum(fault.kind is Kind.WORKER for fault in faults) <= (count + 1) // 2
+
+
+def test_many_faults_hit_every_node_and_each_after_a_checkpoint() -> None:
+    faults = plan(1, 200)
+    assert {fault.node for fault in faults} == set(NODES)
+    assert {fault.after_steps for fault in faults} == set(range(SAVE_EVERY + 1, MOST_STEPS + 1))
+    assert steps_for(faults) > sum(fault.after_steps for fault in faults)
+
+
+def event(what: str, generation: int, rank: int, step: int) -> dict[str, object]:
+    return {"what": what, "generation": generation, "rank": rank, "step": step}
+
+
+def generation(number: int, begin: int, end: int, *, saved: bool = True) -> list[dict[str, object]]:
+    """Two ranks from one step to another, saving every two."""
+    events = [event("load", number, rank, begin) for rank in (0, 1)]
+    for step in range(begin + 1, end + 1):
+        events += [event("step", number, rank, step) for rank in (0, 1)]
+        events += [event("saved", number, 0, step)] if saved and step % 2 == 0 else []
+    return events
+
+
+GOOD = [*generation(1, 0, 5), *generation(2, 4, 9), *generation(3, 8, 10)]
+
+
+def test_a_history_that_loses_no_more_than_an_interval_is_in_order() -> None:
+    assert mistakes(GOOD, most_lost=2) == []
+
+
+@pytest.mark.parametrize(
+    ("history", "most_lost", "said"),
+    [
+        (GOOD, 0, "generation 2 began at 4 and lost 1 steps of 5"),
+        ([*GOOD, *generation(4, 8, 12)], 5, "generation 4 began at 8, though 10 was saved"),
+        ([*generation(1, 0, 3), *generation(2, 1, 3)], 5, "generation 2 began at 1, though 2 was saved"),
+        ([*generation(1, 2, 3, saved=False), *generation(2, 1, 2)], 5, "an earlier one at 2"),
+        ([*GOOD, event("load", 4, 0, 10), event("load", 4, 1, 8)], 5, "rank 1 began at 8, another at 10"),
+        ([*GOOD, event("step", 3, 0, 12)], 5, "generation 3: rank 0 did 12 after 10"),
+        ([*GOOD, event("step", 3, 1, 10)], 5, "generation 3: rank 1 did 10 after 10"),
+        ([*GOOD, event("step", 4, 1, 11)], 5, "generation 4: rank 1 did 11 after None"),
+        ([*GOOD, event("saved", 3, 0, 8)], 5, "generation 3: saved 8 after 10"),
+    ],
+    ids=[
+        "lost",
+        "older",
+        "not saved",
+        "backwards",
+        "not together",
+        "left out",
+        "twice",
+        "without load",
+        "again",
+    ],
+)
+def test_what_is_wrong_is_found(history: list[dict[str, object]], most_lost: int, said: str) -> None:
+    assert any(said in mistake for mistake in mistakes(history, most_lost)), mistakes(history, most_lost)
