@@ -13,8 +13,8 @@ does what it is told, all in lines of JSON. Instants are of the monotonic clock,
     {"do": "rejoin", "fail": ...}        the same for generation 2, after a node (here, if `fail`) reported a failure
 
 A real agent has a machine for itself. What N agents in one process would add to that is taken away: garbage is not
-collected (each collection would look at what all of them know), few requests of a process are under way at once, and
-gRPC does not wake each waiting stream ten times a second. Nothing that one agent does is left out.
+collected (each collection would look at what all of them know), and few requests of a process are under way at once.
+Nothing that one agent does is left out.
 """
 
 from __future__ import annotations
@@ -59,8 +59,6 @@ NODES_PER_CONNECTION = 50
 """A thousand connections from one process to itself are not what is measured."""
 AT_ONCE = 4
 """Requests of a process under way: hundreds of threads that compete for one interpreter only slow it down."""
-GRPC_WAKES_S = 10.0
-"""gRPC's own 0.1 s would be ten thousand wake-ups a second for a thousand streams."""
 MONITOR_S = 0.1
 """torchrun's agents look so often whether somebody waits to join."""
 FIRST_PORT = 20000
@@ -324,12 +322,7 @@ def _identity(number: int) -> NodeRecord:
 
 def connect_etcd(host: str, port: int) -> Store:
     from elastic_agent.rendezvous.etcd import EtcdAccess, EtcdStore
-    from elastic_agent.rendezvous.etcd_rpc import load
 
-    load()
-    import grpc._common
-
-    grpc._common.MAXIMUM_WAIT_TIMEOUT = GRPC_WAKES_S
     return EtcdStore.connect(EtcdAccess(((host, port),)), JOB, lease_ttl_s=LEASE_TTL_S, timeout_s=CONNECT_S)
 
 

@@ -23,6 +23,10 @@ WHILE_LOADING = {
     "GRPC_VERBOSITY": "NONE",  # it writes to stderr what we say in our own words
 }
 
+WAKES_S = 10.0
+"""gRPC wakes a thread that waits for an answer now and then, for Python to handle signals. Its own 0.1 s is for Python 2,
+whose waits no signal interrupts, and was a fifth of what an idle agent cost. An answer wakes the thread at once."""
+
 _loading = threading.Lock()
 
 
@@ -41,8 +45,10 @@ def load() -> Rpc:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
                 import grpc
+                import grpc._common
                 from etcd3 import etcdrpc
 
+                grpc._common.MAXIMUM_WAIT_TIMEOUT = WAKES_S
                 grpc.insecure_channel(
                     "ipv4:127.0.0.1:1"
                 ).close()  # it reads its settings with the first channel

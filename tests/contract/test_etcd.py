@@ -311,6 +311,21 @@ def test_while_every_member_is_away_the_agents_threads_hardly_use_the_processor(
     link.close()
 
 
+def test_a_watch_that_has_nothing_to_tell_wakes_nobody(single: EtcdCluster, connect: Connect) -> None:
+    store = connect(single)
+    watch = store.watch(("quiet",), store.read(()).revision)
+    assert watch.next(0.1) == ()
+    [reader] = [thread for thread in threading.enumerate() if thread.name == "etcd-watch"]
+    before = times_woken(reader)
+    threading.Event().wait(2.0)
+    assert times_woken(reader) - before <= 4, "gRPC's own way would be twenty"
+
+
+def times_woken(thread: threading.Thread) -> int:
+    status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+    return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+
 def test_closing_ends_calls_that_wait_for_an_answer(single: EtcdCluster, connect: Connect) -> None:
     store = connect(single)
     single.freeze(0)
