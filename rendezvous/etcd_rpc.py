@@ -24,8 +24,8 @@ WHILE_LOADING = {
 }
 
 WAKES_S = 10.0
-"""gRPC wakes a thread that waits for an answer now and then, for Python to handle signals. Its own 0.1 s is for Python 2,
-whose waits no signal interrupts, and was a fifth of what an idle agent cost. An answer wakes the thread at once."""
+"""gRPC wakes a thread that waits for an answer now and then, so that Python can handle signals. Its own 0.1 s is for
+Python 2, whose waits no signal interrupts, and was a fifth of an idle agent's cost. An answer wakes it at once."""
 
 _loading = threading.Lock()
 
