@@ -19,7 +19,6 @@ import atexit
 import builtins
 import contextlib
 import importlib
-import itertools
 import os
 import sys
 import warnings
@@ -28,6 +27,8 @@ from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+from .registries import Growth
 
 OTHERS = ""
 """The doer where no module is being loaded."""
@@ -42,13 +43,13 @@ class Doings:
     imports: dict[str, None] = field(default_factory=dict)
     reads: dict[str, None] = field(default_factory=dict)
     endings: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-    finalizers: dict[Any, Any] = field(default_factory=dict)
-    """Of weakref.finalize: entries of its registry."""
+    entered: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    """In lists of Python's own modules: see `registries`."""
     filters: list[Any] = field(default_factory=list)
     """As they stand in warnings.filters: the first of them came last."""
-    warned: list[warnings.WarningMessage] = field(default_factory=list)
     set: dict[str, str] = field(default_factory=dict)
-    printed: list[tuple[int, bytes]] = field(default_factory=list)
+    said: list[tuple[int, bytes] | warnings.WarningMessage] = field(default_factory=list)
+    """Text on a stream, by its descriptor; and warnings."""
 
 
 class Recording:
@@ -59,7 +60,7 @@ class Recording:
         """All that came into sys.modules, in its order."""
         self.doings: dict[str, Doings] = {}
         self._loading: list[str] = []
-        self._finalizers = 0
+        self._growth = Growth()
         self._undo = contextlib.ExitStack()
 
     def of(self, name: str) -> Doings:
@@ -77,7 +78,8 @@ class Recording:
         undo.enter_context(self._watching_environment())
         undo.enter_context(self._watching_endings())
         self._captured = undo.enter_context(_captured_streams())
-        self._warned = undo.enter_context(warnings.catch_warnings(record=True))
+        undo.enter_context(warnings.catch_warnings())
+        warnings.showwarning = self._note_warning  # type: ignore[assignment]
         # All of them: which are shown is decided by the filters of the process that a module is given to.
         warnings.simplefilter("always")
         self._filters: list[Any] = list(warnings.filters)
@@ -92,17 +94,21 @@ class Recording:
         self.modules = {
             n: module for n, module in sys.modules.items() if n not in before and module is not main
         }
-        # Some come without being loaded: made by their parent, or by C code.
-        for name in self.modules:
+        # Some come without being loaded: made by their parent, or by another, which is put behind them once loaded.
+        loaded, behind = frozenset(self.doings), OTHERS
+        for name in reversed(self.modules):
             parent = name.rpartition(".")[0]
-            if name not in self.doings and parent in self.modules:
-                self.of(parent).imports[name] = None
+            if name in loaded:
+                behind = name
+            else:
+                self.of(parent if parent in self.modules else behind).imports[name] = None
 
     # --- Who does something
 
     @contextlib.contextmanager
     def loading(self, name: str) -> Iterator[None]:
         self._settle(self._loading[-1] if self._loading else OTHERS)
+        self.current.imports[name] = None
         self.of(name)
         self._loading.append(name)
         try:
@@ -114,16 +120,19 @@ class Recording:
     def _settle(self, name: str) -> None:
         """What lies in the common places since the last time is the doing of `name`."""
         doer = self.of(name)
-        doer.warned += self._warned
-        self._warned.clear()
         if warnings.filters != self._filters:
             known = {id(entry) for entry in self._filters}
             doer.filters[:0] = [entry for entry in warnings.filters if id(entry) not in known]
             self._filters = list(warnings.filters)
-        if (finalize := _finalize()) is not None and len(finalize._registry) > self._finalizers:
-            doer.finalizers.update(itertools.islice(finalize._registry.items(), self._finalizers, None))
-            self._finalizers = len(finalize._registry)
-        doer.printed += self._captured()
+        for keeper, entries in self._growth.new().items():
+            doer.entered.setdefault(keeper, {}).update(entries)
+        doer.said += self._captured()
+
+    def _note_warning(
+        self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object
+    ) -> None:
+        self.current.said += self._captured()
+        self.current.said.append(warnings.WarningMessage(message, category, filename, lineno))
 
     # --- What is watched
 
@@ -144,14 +153,11 @@ class Recording:
             level: int = 0,
         ) -> ModuleType:
             module = true_import(name, globals, locals, fromlist or (), level)
-            if not fromlist and not level:
-                note(name)
-            else:
-                base = getattr(module, "__name__", name)
-                note(base)
-                for item in fromlist or ():
-                    if f"{base}.{item}" in sys.modules:
-                        note(f"{base}.{item}")
+            base = getattr(module, "__name__", name) if level else name
+            note(base)
+            for item in fromlist or ():
+                if f"{base}.{item}" in sys.modules:
+                    note(f"{base}.{item}")
             return module
 
         def recorded_gcd_import(name: str, package: str | None = None, level: int = 0) -> ModuleType:
@@ -203,7 +209,7 @@ class Recording:
         def recorded_register(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
             if not recording:  # a module may have kept us by name
                 return register(function, *args, **kwargs)
-            if getattr(function, "__self__", None) is not _finalize() or function.__name__ != "_exitfunc":
+            if getattr(function, "__qualname__", "") != "finalize._exitfunc":  # `registries` does that
                 self.current.endings.append((function, args, kwargs))
             return function
 
@@ -217,11 +223,6 @@ class Recording:
             for doer in self.doings.values():
                 for function, args, kwargs in doer.endings:
                     register(function, *args, **kwargs)
-
-
-def _finalize() -> Any:
-    """weakref.finalize, if anybody has imported it: it registers one function for the end, and keeps a list itself."""
-    return getattr(sys.modules.get("weakref"), "finalize", None)
 
 
 class _Finder:

@@ -68,8 +68,25 @@ def _time_zone(modules: Modules) -> None:
     time.tzset()
 
 
-def _threads_of_torch(modules: Modules) -> None:
-    modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+def _threads_of_openmp(modules: Modules) -> None:
+    """Torch takes as many as MKL does, which takes no more than there are cores."""
+    threads = int(os.environ["OMP_NUM_THREADS"])
+    if modules["torch"].backends.mkl.is_available():
+        threads = min(threads, _cores())
+    for library in [path for name in ("libgomp", "libomp", "libiomp") for path in _loaded_libraries(name)]:
+        ctypes.CDLL(library).omp_set_num_threads(threads)
+
+
+def _cores() -> int:
+    """Of those CPUs on which this process may run: several may be threads of one core."""
+    siblings = set()
+    for cpu in os.sched_getaffinity(0):
+        try:
+            with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as file:
+                siblings.add(file.read())
+        except OSError:
+            siblings.add(str(cpu))
+    return len(siblings)
 
 
 def _threads_of_openblas(modules: Modules) -> None:
@@ -118,7 +135,7 @@ RULES = (
     Rule(("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONBREAKPOINT", "PYTHONSTARTUP"), AT_START, _nothing),
     Rule(("TZ",), AT_START, _time_zone),
     Rule(("PYTHON*", "LD_*", "GLIBC_TUNABLES", "MALLOC_*", "LANG", "LC_*", "OPENSSL_*"), AT_START),
-    Rule(("OMP_NUM_THREADS",), "torch", _threads_of_torch, ANY_NUMBER),
+    Rule(("OMP_NUM_THREADS",), "torch", _threads_of_openmp, ANY_NUMBER),
     Rule(("MKL_NUM_THREADS",), "torch", _nothing, UNSET),  # unset: MKL does as OpenMP
     Rule(("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS"), "numpy", _threads_of_openblas),
     Rule(("TORCH_CPP_LOG_LEVEL",), "torch", _log_level_of_torch),
@@ -253,6 +270,10 @@ def _renew_process(process: Any) -> None:
     process.ORIGINAL_DIR = os.path.abspath(os.getcwd())
 
 
+def _renew_tempfile(tempfile: Any) -> None:
+    tempfile.tempdir = None
+
+
 def _renew_threading(threading: Any) -> None:
     threading.main_thread()._set_native_id()
 
@@ -267,6 +288,7 @@ RENEWALS: Mapping[str, Callable[[Any], None]] = {
     "numpy.random": _renew_numpy,
     "multiprocessing": _renew_multiprocessing,
     "multiprocessing.process": _renew_process,
+    "tempfile": _renew_tempfile,
     "threading": _renew_threading,
     "logging": _renew_logging,
 }

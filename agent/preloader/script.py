@@ -119,12 +119,9 @@ def _take_streams() -> None:
     for stream, descriptor, mode in ((sys.stdin, 0, "r"), (sys.stdout, 1, "w"), (sys.stderr, 2, "w")):
         text: Any = stream
         encoding, errors, name = text.encoding, text.errors, text.name
-        buffer = text.buffer
-        raw = getattr(buffer, "raw", buffer)
-        raw.__init__(descriptor, mode + "b", closefd=False)
-        raw.name = name
-        if raw is not buffer:
-            buffer.__init__(raw)
+        buffered = -1 if mode == "r" else 0
+        buffer: Any = open(descriptor, mode + "b", buffered, closefd=False)  # noqa: SIM115
+        getattr(buffer, "raw", buffer).name = name
         writing = {"line_buffering": text.line_buffering, "write_through": text.write_through}
         text.__init__(buffer, encoding, errors, newline="\n", **writing)
         text.mode = mode
@@ -139,9 +136,7 @@ def _take_interpreter(start: Start, stash: Stash) -> None:
         if hasattr(finder, "invalidate_caches"):
             finder.invalidate_caches()
     atexit._clear()
-    # The last of all that is called at exit. Python ends by collecting what lies in cycles: so shall it here.
-    atexit.register(gc.unfreeze)
-    gc.enable()
+    gc.enable()  # what the preloaded process has frozen stays so: to look through it would copy all of it
     stash.hide()
     # Kept for ever: what the script never asked for is not to be taken apart at its end.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(stash))
@@ -218,9 +213,7 @@ def _end_well(result: int, *_: object) -> None:
 
 def _absolute(script: str) -> str:
     """As Python makes the name of a script absolute: nothing else in it is changed."""
-    if os.path.isabs(script):
-        return script
-    return os.path.join(os.getcwd(), script.removeprefix("./"))
+    return os.path.join(os.getcwd(), script)
 
 
 def _module_hook(start: Start) -> Any:

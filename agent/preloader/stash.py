@@ -24,7 +24,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from . import replays
+from . import registries, replays
 from .recording import Recording, found_by_others
 
 DEFAULT_PRELOAD = (
@@ -55,7 +55,7 @@ class Stash:
     fresh: frozenset[str]
     """The names in sys.modules of a process that has just started."""
     recording: Recording
-    base: Mapping[str, str]
+    base: dict[str, str]
     """The environment that the modules have read."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Names that could not be imported, and why."""
@@ -64,6 +64,8 @@ class Stash:
     files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Size and time of change of each file of source, as they were loaded; not of Python's own."""
     hidden: dict[str, ModuleType] = field(default_factory=dict)
+    bound: set[str] = field(default_factory=set)
+    """Those of the hidden modules that are attributes of their packages: not of all is this so."""
     tell: Callable[[str], None] = lambda problem: None
     """Hears of each difference to a fresh process that is found too late to be avoided."""
 
@@ -84,19 +86,17 @@ class Stash:
         for name in [name for name in sys.modules if name not in self.fresh]:
             del sys.modules[name]
         self.hidden = dict(self.recording.modules)
-        if "weakref" in self.hidden:
-            finalize: Any = self.hidden["weakref"].finalize
-            finalize._registry.clear()
-            finalize._registered_with_atexit = False
+        registries.empty(self.hidden)
         for name, module in self.hidden.items():
             parent, _, child = name.rpartition(".")
             holder = self.hidden.get(parent) or sys.modules.get(parent)
             if holder is not None and holder.__dict__.get(child) is module:
                 delattr(holder, child)
+                self.bound.add(name)
         sys.meta_path.insert(0, _Giver(self))
 
-    def shadowed(self, folders: Iterable[str]) -> tuple[str, ...]:
-        """The stashed modules in whose place something in one of these folders, which sys.path has, is imported."""
+    def shadowed(self, folders: Sequence[str]) -> tuple[str, ...]:
+        """The stashed modules in whose place something is imported, when these folders come first on sys.path."""
         tops = {name for name in self.recording.modules if "." not in name}
         lying_there = set()
         for folder in folders:
@@ -106,9 +106,9 @@ class Stash:
                 continue
         found = []
         for name in tops & lying_there:
-            spec = importlib.machinery.PathFinder.find_spec(name)
-            known = getattr(self.recording.modules[name], "__spec__", None)
-            if spec is not None and known is not None and spec.origin != known.origin and known.has_location:
+            spec = importlib.machinery.PathFinder.find_spec(name, list(folders))
+            # A folder without __init__.py gives way to any module further down the path, and the built-in come first.
+            if spec is not None and spec.loader is not None and name not in sys.builtin_module_names:
                 found.append(name)
         return tuple(sorted(found))
 
@@ -132,28 +132,21 @@ class Stash:
         sys.modules.update({each: module for each, module in given.items() if each not in sys.modules})
         for each, module in given.items():
             parent, _, child = each.rpartition(".")
-            if parent in sys.modules and sys.modules[each] is module:
+            if each in self.bound and sys.modules[each] is module:
                 setattr(sys.modules[parent], child, module)
-        for problem in replays.at_import(given, {n: None for doer in doings for n in doer.reads}, self.base):
-            self.tell(problem)
-            warnings.warn(f"elastic-agent: {problem}", RuntimeWarning, stacklevel=2)
         for doer in doings:
             for variable, value in doer.set.items():
                 if os.environ.get(variable) == self.base.get(variable):
-                    os.environ[variable] = value
+                    os.environ[variable] = self.base[variable] = value
             warnings.filters[:0] = [entry for entry in doer.filters if entry not in warnings.filters]  # type: ignore[index]
-            if doer.finalizers:
-                finalize: Any = sys.modules["weakref"].finalize
-                finalize._registry.update(doer.finalizers)
-                if not finalize._registered_with_atexit:
-                    finalize._registered_with_atexit = True
-                    atexit.register(finalize._exitfunc)
+            registries.enter(doer.entered)
             for function, args, kwargs in doer.endings:
                 atexit.register(function, *args, **kwargs)
-            for warned in doer.warned:
-                _warn_again(warned)
-            for number, text in doer.printed:
-                os.write(number, text)
+            for said in doer.said:
+                _say_again(said)
+        for problem in replays.at_import(given, {n: None for doer in doings for n in doer.reads}, self.base):
+            self.tell(problem)
+            warnings.warn(f"elastic-agent: {problem}", RuntimeWarning, stacklevel=3)
 
 
 class _Giver:
@@ -241,6 +234,10 @@ def _version(path: str) -> tuple[int, int] | None:
     return found.st_size, found.st_mtime_ns
 
 
-def _warn_again(warned: warnings.WarningMessage) -> None:
-    message: Any = warned.message
-    warnings.warn_explicit(message, warned.category, warned.filename, warned.lineno, source=warned.source)
+def _say_again(said: tuple[int, bytes] | warnings.WarningMessage) -> None:
+    if isinstance(said, tuple):
+        descriptor, text = said
+        os.write(descriptor, text)
+    else:
+        message: Any = said.message
+        warnings.warn_explicit(message, said.category, said.filename, said.lineno)

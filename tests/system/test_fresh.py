@@ -1,0 +1,278 @@
+"""A script in a fork of a preloaded process does what it does under a fresh `python -u`: the table of `fresh_cases`.
+
+Each case is run both ways in the same folder, and exit code, output and files are compared. What is random, or an
+address, is not printed by the cases or made equal here. One preloaded process, which has imported torch, serves all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent.preloader.start import Start
+from elastic_agent.agent.preloader.stash import DEFAULT_PRELOAD
+
+from .fresh_cases import IMPORTS, LIGHT, TORCH, Case, script
+
+PRELOADER = Path(__file__).resolve().parents[2] / "agent/preloader"
+PRELOADED = Path(__file__).with_name("preloaded.py")
+PATIENCE_S = 60.0
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    code: int
+    stdout: str
+    stderr: str
+    files: Mapping[str, str]
+
+
+class Preloaded:
+    """Runs scripts, one after the other, in forks of a process that has torch."""
+
+    def __init__(self, names: tuple[str, ...], more: Mapping[str, str] | None = None) -> None:
+        self.environment = {**_environment(), **ONE_THREAD, **(more or {})}
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", str(PRELOADED), str(PRELOADER), *names],
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._answer() == "ready"
+
+    def start(self, start: Start, stdout: Path, stderr: Path, told: Path) -> int:
+        asked = {
+            "start": json.loads(start.to_json()),
+            "stdout": str(stdout),
+            "stderr": str(stderr),
+            "told": str(told),
+        }
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        return int(self._answer())
+
+    def wait(self) -> int:
+        return int(self._answer())
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def preloaded() -> Iterator[Preloaded]:
+    preloaded = Preloaded(DEFAULT_PRELOAD)
+    yield preloaded
+    preloaded.close()
+
+
+@pytest.fixture(scope="module")
+def lightly_preloaded() -> Iterator[Preloaded]:
+    preloaded = Preloaded(
+        ("numpy", "asyncio", "concurrent.futures.thread", "multiprocessing.pool", "logging.handlers")
+    )
+    yield preloaded
+    preloaded.close()
+
+
+class Bench:
+    """Where one case is run, both ways."""
+
+    def __init__(self, folder: Path, preloaded: Preloaded) -> None:
+        folder.mkdir(exist_ok=True)
+        self.work = folder / "work"
+        self._folder = folder
+        self._preloaded = preloaded
+
+    @property
+    def told(self) -> str:
+        """What the last warm run had to say against itself."""
+        path = self._folder / "told"
+        return path.read_text() if path.exists() else ""
+
+    def cold(self, case: Case) -> Outcome:
+        self._lay_out(case)
+        stdout, stderr = self._folder / "stdout", self._folder / "stderr"
+        with open(stdout, "wb") as out, open(stderr, "wb") as err:
+            process = subprocess.Popen(
+                [sys.executable, *self._start(case).command],
+                env=self._environment(case),
+                cwd=self.work,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+            self._signal(case, process.pid, stdout)
+            return self._outcome(process.wait(PATIENCE_S), stdout, stderr)
+
+    def warm(self, case: Case) -> Outcome:
+        self._lay_out(case)
+        stdout, stderr = self._folder / "stdout", self._folder / "stderr"
+        pid = self._preloaded.start(self._start(case), stdout, stderr, self._folder / "told")
+        self._signal(case, pid, stdout)
+        return self._outcome(self._preloaded.wait(), stdout, stderr)
+
+    def _start(self, case: Case) -> Start:
+        return Start(case.kind, case.target, case.args, self._environment(case), str(self.work))
+
+    def _environment(self, case: Case) -> dict[str, str]:
+        return {**self._preloaded.environment, **case.environment}
+
+    def _lay_out(self, case: Case) -> None:
+        for path in (self.work, *(self._folder / name for name in ("stdout", "stderr", "told"))):
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.exists():
+                path.unlink()
+        self.work.mkdir()
+        for name, text in case.files.items():
+            path = self.work / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text.encode("utf-8", "surrogateescape"))
+        for name, target in case.links.items():
+            (self.work / name).symlink_to(target)
+
+    def _signal(self, case: Case, pid: int, stdout: Path) -> None:
+        if case.signal is None:
+            return
+        deadline = time.monotonic() + PATIENCE_S
+        while not (stdout.exists() and b"ready\n" in stdout.read_bytes() and _sleeps(pid)):
+            assert time.monotonic() < deadline, "the script never said that it is ready for the signal"
+            time.sleep(0.005)
+        os.kill(pid, case.signal)
+
+    def _outcome(self, code: int, stdout: Path, stderr: Path) -> Outcome:
+        files = {
+            str(path.relative_to(self.work)): _same_everywhere(path.read_text(errors="surrogateescape"))
+            for path in sorted(self.work.rglob("*"))
+            if path.is_file() and "__pycache__" not in path.parts
+        }
+        out, err = (_same_everywhere(path.read_text(errors="surrogateescape")) for path in (stdout, stderr))
+        return Outcome(code, out, err, files)
+
+
+def _sleeps(pid: int) -> bool:
+    """Where it will be when a signal comes must be the same each time."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV_"))}
+
+
+def _same_everywhere(text: str) -> str:
+    text = re.sub(r"0x[0-9a-f]+", "0x..", text)
+    text = re.sub(r"\[([IWE])\d+ [\d:.]+ ", r"[\1.. ", text)  # of torch's log
+    return re.sub(r'("timestamp": )"?\d+"?', r"\1..", text)
+
+
+@pytest.mark.parametrize("case", LIGHT, ids=lambda case: case.name)
+def test_a_fork_behaves_as_a_fresh_process(tmp_path: Path, lightly_preloaded: Preloaded, case: Case) -> None:
+    compare(Bench(tmp_path, lightly_preloaded), case)
+
+
+@pytest.mark.parametrize("case", [*IMPORTS, *TORCH], ids=lambda case: case.name)
+def test_a_fork_that_has_torch_behaves_so_too(tmp_path: Path, preloaded: Preloaded, case: Case) -> None:
+    compare(Bench(tmp_path, preloaded), case)
+
+
+def compare(bench: Bench, case: Case) -> None:
+    cold, warm = bench.cold(case), bench.warm(case)
+    assert warm == cold
+    assert bool(bench.told) == case.starts_cold, bench.told
+    assert case.proof in cold.stdout + cold.stderr + json.dumps(dict(cold.files)), (
+        "the case has not shown its point"
+    )
+
+
+EACH_ITS_OWN = """
+import json, random, numpy, torch, multiprocessing, tempfile, uuid, secrets
+from numpy.random import default_rng
+print(json.dumps([
+    random.random(), numpy.random.rand(), default_rng().random(), torch.rand(1).item(), torch.initial_seed(),
+    bytes(multiprocessing.current_process().authkey).hex(), uuid.uuid4().hex, secrets.token_hex(),
+    tempfile.mktemp(), torch.randperm(1000).sum().item() and torch.randperm(1000).tolist(),
+]))
+"""
+
+
+def test_what_is_drawn_by_lot_differs_between_two_forks(tmp_path: Path, preloaded: Preloaded) -> None:
+    bench, case = Bench(tmp_path, preloaded), Case("lots", {"train.py": EACH_ITS_OWN})
+    first, second = (json.loads(bench.warm(case).stdout) for _ in range(2))
+    assert [
+        number for number, (one, other) in enumerate(zip(first, second, strict=True)) if one == other
+    ] == []
+
+
+SET_TOO_LATE = """
+import os
+for name in ["GOMP_CPU_AFFINITY", "TORCHINDUCTOR_MAX_AUTOTUNE"]:
+    os.environ[name] = "0"
+import torch._inductor.config
+print("went on")
+"""
+
+
+def test_what_was_set_too_late_is_told_to_the_script_and_to_the_agent(
+    tmp_path: Path, preloaded: Preloaded
+) -> None:
+    bench = Bench(tmp_path, preloaded)
+    outcome = bench.warm(Case("too late", {"train.py": SET_TOO_LATE}))
+    assert outcome.stdout == "went on\n"
+    for name in ("GOMP_CPU_AFFINITY", "TORCHINDUCTOR_MAX_AUTOTUNE"):
+        assert name in bench.told
+        assert name in outcome.stderr
+
+
+def test_what_importing_says_is_said_to_the_script_that_imports(tmp_path: Path) -> None:
+    package = tmp_path / "site"
+    package.mkdir()
+    (package / "talker.py").write_text(
+        "import warnings, sys\nprint('hello')\nprint('oh', file=sys.stderr)\nwarnings.warn('careful')\n"
+        "warnings.warn('old', DeprecationWarning)\nwarnings.filterwarnings('ignore', 'not this')\n"
+    )
+    case = script(
+        "talker",
+        "import warnings\nprint('first')\nimport talker\nwarnings.warn('not this')\nprint(len(warnings.filters))",
+        "careful",
+    )
+    talking = Preloaded(("talker",), {"PYTHONPATH": str(package)})
+    try:
+        compare(Bench(tmp_path / "bench", talking), case)
+    finally:
+        talking.close()
+
+
+def test_a_file_that_has_changed_is_found(tmp_path: Path) -> None:
+    ours = tmp_path / "ours.py"
+    ours.write_text("x = 1")
+    find = (
+        "import sys; known = frozenset(sys.modules)\n"
+        "from elastic_agent.agent.preloader import stash\n"
+        "found = stash.preload(['ours', 'nowhere.to_be_found'], known)\n"
+        "print(list(found.skipped), found.changed()); open(sys.argv[1], 'a').write(' '); print(found.changed())"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", find, str(ours)], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert told.stdout.splitlines() == ["['nowhere.to_be_found'] ()", f"('{ours}',)"]
