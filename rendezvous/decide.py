@@ -88,6 +88,8 @@ class Wait:
     until: float | None = None
     backoff_s: float = 0.0
     """The whole pause before the next try after a failure without progress, while it lasts."""
+    short_of_nodes: bool = False
+    """Nothing but more nodes can end this."""
 
 
 Decision: TypeAlias = Publish | Wait
@@ -185,7 +187,8 @@ def _close(view: View, policy: Policy, now: float, generation: int = 1) -> Decis
         here = _named(chosen) or "none"
         missing = policy.min_nodes - len(chosen)
         lost = f"; last: {world.cause.detail}" if world is not None and world.cause.detail else ""
-        return Wait(f"waiting for {missing} more of at least {policy.min_nodes} nodes (here: {here}{lost})")
+        reason = f"waiting for {missing} more of at least {policy.min_nodes} nodes (here: {here}{lost})"
+        return Wait(reason, short_of_nodes=True)
     quiet_at = _quiet_at(newcomers, view, policy)
     if newcomers and len(chosen) < policy.max_nodes and now < quiet_at:
         return Wait(f"last call: {len(chosen)} nodes are here, up to {policy.max_nodes} may come", quiet_at)

@@ -317,7 +317,8 @@ class Participant:
             return WriteWorld(compare, decision.world, roster.records_of_gone)
         self._wake_at, self.backoff_s = decision.until, decision.backoff_s
         self.waiting_for = decision.reason
-        return None
+        # It may be waiting for the next agent of just that node, who cannot come before the name is free.
+        return next((Evict(record) for record in roster.records_of_gone if decision.short_of_nodes), None)
 
     def _record(self, port: int) -> NodeRecord:
         session = self._session

@@ -58,7 +58,11 @@ class WriteWorld:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Delete the record of a coordinator that is gone, so that the next oldest node takes its place."""
+    """Delete the record of a node that is gone.
+
+    Of the coordinator, so that the next oldest node takes its place; of another while no world can be written with
+    which it would go, so that the node's next agent gets its name.
+    """
 
     compare: Compare
 

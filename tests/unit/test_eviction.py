@@ -20,7 +20,7 @@ from elastic_agent.rendezvous.records import (
 )
 from elastic_agent.rendezvous.requests import Read, WriteWorld
 
-from .bench import POLICY, Bench, Peer
+from .bench import POLICY, TICK_S, Bench, Peer
 
 
 @pytest.fixture
@@ -77,6 +77,29 @@ def test_a_member_whose_agent_has_ended_is_evicted_with_the_next_world(bench: Be
     assert world is not None
     assert world.cause.detail == "node c is gone: its agent has ended"
     assert a.generation == b.generation == world.generation == 3
+
+
+def test_a_node_that_all_wait_for_gets_its_name_back_as_soon_as_its_old_agent_is_found_to_be_gone(
+    bench: Bench,
+) -> None:
+    """A service manager has started it again at once. Its lease would have gone on for seconds."""
+    everybody = replace(POLICY, min_nodes=3)
+    a, b, c = bench.joined("a", "b", "c", policy=everybody)
+    bench.kill(c)
+    fail(b)
+    again = bench.join("c", everybody, life=2)
+    bench.settle()
+    bench.now += ASK_AFTER_S
+    ask(a, Absence.REFUSED)
+    bench.settle()
+    assert "c" not in bench.records(), "no world can be closed without it, and still it is evicted"
+    bench.after(TICK_S)
+    assert bench.members() == ["a", "b", "c"]
+    assert a.generation == b.generation == again.generation > 1
+    world = bench.world()
+    assert world is not None
+    assert world.cause.detail == "node c is gone: its agent has ended"
+    assert world.restarts.failures == 0, "lost nodes cost no budget"
 
 
 @pytest.mark.parametrize("finding", [Absence.SILENT, Introduction("c", "c-1", 1)])
