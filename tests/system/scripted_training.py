@@ -35,6 +35,9 @@ def main(directory: str, last_steps: list[int]) -> None:
 
     if generation == 1 and rank == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.environ.pop(
+        "ELASTIC_AGENT_MEMORY", None
+    )  # a damaged file is to be missed, so nobody may remember what was in it
     dist.init_process_group("gloo")
     checkpoints = Checkpointer(directory, {"known": {"generation": generation}})
     record("began", BEGAN_AT)
