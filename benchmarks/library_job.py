@@ -1,7 +1,7 @@
 """The training job of the recovery benchmark with elastic-agent's worker library: `ddp_job.py`, and few lines changed.
 
-The same model, steps and lines. Checkpoints come as often, and are taken and loaded by `Checkpointer`; `step` tells the
-agent of every step, so that a planned change can wait for the end of one.
+The same model, steps and lines. Checkpoints come as often, and are taken and loaded by `Checkpointer`, which copies the
+state of every step to the node's memory; `step` tells the agent of every step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def main() -> None:
     generation = os.environ["TORCHELASTIC_RESTART_COUNT"]
     model = DistributedDataParallel(torch.nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    checkpoints = Checkpointer(args.directory / "checkpoints", {"model": model, "optimizer": optimizer})
+    state = {"model": model, "optimizer": optimizer}
+    checkpoints = Checkpointer(args.directory / "checkpoints", state, memory_every=1)
     done = checkpoints.load()
     steps = os.open(args.directory / "steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     while True:  # whoever started the job ends it

@@ -96,7 +96,10 @@ def _redone(old: Sequence[Step], new: Sequence[Step]) -> int:
 
 def timelines(logs: Iterable[str]) -> list[str]:
     """What elastic-agents say of their recoveries, each log's last line of that, without who says it."""
-    found = (re.findall(r"generation \d+: (first new step .*)", log)[-1:] for log in logs)
+    found = (
+        re.findall(r"generation \d+: first step is \d+, after (.* s without training \([^)]*\))", log)[-1:]
+        for log in logs
+    )
     return [line for lines in found for line in lines]
 
 

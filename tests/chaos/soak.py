@@ -13,7 +13,7 @@ import enum
 import os
 import random
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,21 +71,23 @@ class Soak:
         self._steps = steps_for(faults)
         job.use_etcd(etcd)
 
-    def run(self) -> None:
-        """All faults, and then to the end of the training."""
+    def run(self) -> dict[int, Fault]:
+        """All faults, and then to the end of the training. Returns by which fault each generation was ended."""
         for node in NODES:
             self._start(node)
-        before = 0
+        before, ended = 0, {}
         for number, fault in enumerate(self._faults, 1):
             try:
                 before = self._one(fault, before)
             except AssertionError as error:
                 raise AssertionError(self._where(number, fault, str(error))) from error
+            ended[before] = fault
             if number % 10 == 0:
                 print(f"{number} of {len(self._faults)} faults, generation {before}", flush=True)
         (self._job.folder / "enough").touch()
         for node in NODES:
             assert agent_of(self._job, node).exit_code(PATIENCE_S) == 0, f"seed {self._seed}: agent {node}"
+        return ended
 
     def _one(self, fault: Fault, before: int) -> int:
         """Wait for its moment, let it happen; the generation that it ended."""
@@ -140,15 +142,21 @@ def kill_all(pids: Iterable[int]) -> None:
 # --- The books
 
 
-def mistakes(history: Sequence[Record], most_lost: int) -> list[str]:
+def most_lost(fault: Fault | None) -> int:
+    """How many finished steps may be done again. A worker leaves all but its last step in its node's memory; with an
+    agent that is gone, and what all have saved together may be preferred."""
+    return 1 if fault is not None and fault.kind is Kind.WORKER else SAVE_EVERY
+
+
+def mistakes(history: Sequence[Record], most_lost: Callable[[int], int]) -> list[str]:
     """What is wrong with what the training did, in words; `history` is in the order of events.
 
     Within a generation all ranks begin at the same step and do each of the following once. No generation begins
-    before a step that was reported as saved, nor before where an earlier one began (I6, I7). None loses more steps
-    than `most_lost`.
+    before a step that was reported as saved, nor before where an earlier one began (I6, I7). The end of a generation
+    costs no more steps than `most_lost` says of it, and those that were not saved because that was refused.
     """
     found: list[str] = []
-    saved = began = reached = 0
+    saved = began = reached = refused = newest = 0
     loads: dict[int, int] = {}
     last: dict[tuple[int, int], int] = {}
     for event in history:
@@ -162,10 +170,10 @@ def mistakes(history: Sequence[Record], most_lost: int) -> list[str]:
                 found.append(f"generation {generation} began at {step}, though {saved} was saved")
             if step < began:
                 found.append(f"generation {generation} began at {step}, an earlier one at {began}")
-            if reached - step > most_lost:
-                found.append(
-                    f"generation {generation} began at {step} and lost {reached - step} steps of {reached}"
-                )
+            if generation > newest:
+                if reached - step > most_lost(newest) + refused:
+                    found.append(f"generation {newest} lost {reached - step} steps: {step + 1} to {reached}")
+                newest = generation
             began = max(began, step)
             last[generation, rank] = step
         elif what == "step":
@@ -178,5 +186,7 @@ def mistakes(history: Sequence[Record], most_lost: int) -> list[str]:
         elif what == "saved":
             if step <= saved:
                 found.append(f"generation {generation}: saved {step} after {saved}")
-            saved = max(saved, step)
+            saved, refused = max(saved, step), 0
+        elif what == "not saved":
+            refused += SAVE_EVERY
     return found

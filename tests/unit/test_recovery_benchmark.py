@@ -117,12 +117,14 @@ def test_survivors_that_keep_running_are_in_another_world_after_the_loss_and_aft
 
 def test_what_the_agents_say_of_the_last_recovery_is_found_in_their_logs() -> None:
     said = [
-        "12:00:00.000 [a] generation 2: first new step 0.300 s after the fault: detect 0.1\n"
-        "12:00:01.000 [a] generation 3: first new step 0.184 s after the fault: detect 0.002\n"
+        "12:00:00.000 [a] generation 1: first step is 1\n"
+        "12:00:00.000 [a] generation 2: first step is 9, after 0.300 s without training (detect 0.100) because of b\n"
+        "12:00:01.000 [a] generation 3: first step is 17, after 0.184 s without training (detect 0.002, stop 0.031)"
+        " because killed by SIGKILL (signal 9)\n"
         "12:00:02.000 [a] stopping generation 3: node b joining\n",
-        "12:00:00.000 [b] generation 3 (failure): 2 nodes\n",
+        "12:00:00.000 [b] generation 3: first step is 17\n",
     ]
-    assert figures.timelines(said) == ["first new step 0.184 s after the fault: detect 0.002"]
+    assert figures.timelines(said) == ["0.184 s without training (detect 0.002, stop 0.031)"]
 
 
 def run(scenario: str, system: str, *results: object) -> list[object]:

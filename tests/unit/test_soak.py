@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chaos.soak import MOST_STEPS, NODES, Kind, mistakes, plan, steps_for
+from tests.chaos.soak import MOST_STEPS, NODES, Fault, Kind, mistakes, most_lost, plan, steps_for
 from tests.chaos.soak_job import SAVE_EVERY
 
 
@@ -44,13 +44,26 @@ GOOD = [*generation(1, 0, 5), *generation(2, 4, 9), *generation(3, 8, 10)]
 
 
 def test_a_history_that_loses_no_more_than_an_interval_is_in_order() -> None:
-    assert mistakes(GOOD, most_lost=2) == []
+    assert mistakes(GOOD, lambda _: 2) == []
+
+
+def test_steps_whose_save_was_refused_may_be_lost_too() -> None:
+    refused = [*generation(1, 0, 3), event("not saved", 1, 0, 4), *generation(2, 2, 4)]
+    assert mistakes(refused, lambda _: 0) == []
+    assert mistakes([*refused, *generation(3, 3, 4)], lambda _: 0)
+
+
+def test_what_may_be_lost_depends_on_what_ended_the_generation() -> None:
+    assert mistakes(GOOD, {0: 0, 1: 1, 2: 1}.__getitem__) == []
+    assert mistakes(GOOD, {0: 0, 1: 1, 2: 0}.__getitem__) == ["generation 2 lost 1 steps: 9 to 9"]
+    worker, agent = (Fault(kind, "a", 6) for kind in (Kind.WORKER, Kind.AGENT))
+    assert [most_lost(fault) for fault in (worker, agent, None)] == [1, SAVE_EVERY, SAVE_EVERY]
 
 
 @pytest.mark.parametrize(
-    ("history", "most_lost", "said"),
+    ("history", "allowed", "said"),
     [
-        (GOOD, 0, "generation 2 began at 4 and lost 1 steps of 5"),
+        (GOOD, 0, "generation 1 lost 1 steps: 5 to 5"),
         ([*GOOD, *generation(4, 8, 12)], 5, "generation 4 began at 8, though 10 was saved"),
         ([*generation(1, 0, 3), *generation(2, 1, 3)], 5, "generation 2 began at 1, though 2 was saved"),
         ([*generation(1, 2, 3, saved=False), *generation(2, 1, 2)], 5, "an earlier one at 2"),
@@ -72,5 +85,6 @@ def test_a_history_that_loses_no_more_than_an_interval_is_in_order() -> None:
         "again",
     ],
 )
-def test_what_is_wrong_is_found(history: list[dict[str, object]], most_lost: int, said: str) -> None:
-    assert any(said in mistake for mistake in mistakes(history, most_lost)), mistakes(history, most_lost)
+def test_what_is_wrong_is_found(history: list[dict[str, object]], allowed: int, said: str) -> None:
+    found = mistakes(history, lambda _: allowed)
+    assert any(said in mistake for mistake in found), found
