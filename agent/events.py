@@ -13,6 +13,7 @@ from ..rendezvous.peers import Finding, Peer
 from ..rendezvous.requests import Answer, Request, Subscription
 from ..rendezvous.store import Change, LeaseId
 from ..worker.reports import Report
+from ..worker.salvage import FromWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,15 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True)
+class GuardSpoke:
+    """A worker that guards its last step has said this. Nothing: it guards no more."""
+
+    generation: int
+    local_rank: int
+    message: FromWorker | None
+
+
+@dataclass(frozen=True, slots=True)
 class Signalled:
     number: int
 
@@ -118,5 +128,6 @@ Event: TypeAlias = (
     | HolderSpoke
     | ReaderSpoke
     | Reported
+    | GuardSpoke
     | Signalled
 )

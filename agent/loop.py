@@ -23,6 +23,7 @@ from .commit_gate import CommitGate, Standing
 from .configuration.config import Config
 from .events import (
     Event,
+    GuardSpoke,
     HolderSpoke,
     Probed,
     ReaderSpoke,
@@ -226,6 +227,8 @@ class Loop:
             self._participant.probed(event.peer, event.finding, event.asked_at, now)
         elif isinstance(event, WorkerExited):
             self._training.exited(event)
+        elif isinstance(event, GuardSpoke):
+            self._training.guard_spoke(event, now)
         elif isinstance(event, HolderSpoke):
             self._training.holder_spoke(event)
         elif isinstance(event, ReaderSpoke):

@@ -56,6 +56,7 @@ from .processes.guard import Guard
 from .processes.logs import WorkerLogs
 from .processes.reports import ReportReceiver
 from .processes.worker_store import WorkerStore
+from .salvage_gate import SalvageGate
 from .service_manager import ServiceManager
 from .status.pages import JOB_PATH, STATUS_PATH, StatusPages
 from .status.run_files import RUN_DIR_PREFIX, announce, place_of_run_directory
@@ -158,16 +159,36 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
         logs = _started(stack, WorkerLogs(config.log_dir, name, *console, metrics.printed))
         reports = _started(stack, _receiver(run_dir, events, metrics, clock))
         commits = _started(stack, CommitGate(run_dir / "commits", store, clock))
+        salvage_gate = _started(stack, SalvageGate(run_dir / "salvage", events.put))
         link.start()
         node = Node(
-            name, incarnation, machine, run_dir, reports.path, commits.path, memory, cgroup, environment
+            name,
+            incarnation,
+            machine,
+            run_dir,
+            reports.path,
+            commits.path,
+            salvage_gate.path,
+            memory,
+            cgroup,
+            environment,
         )
         observer = Observer(metrics, pages, config.max_restarts, started_at, time.time)
         loop = Loop(
             config,
             participant,
             Training(
-                config, node, participant, guard, worker_store, logs, observer, children, events.put, clock
+                config,
+                node,
+                participant,
+                guard,
+                worker_store,
+                logs,
+                observer,
+                children,
+                salvage_gate,
+                events.put,
+                clock,
             ),
             link,
             PeerLink(events.put, clock),

@@ -27,7 +27,7 @@ from .configuration.config import Config
 from .environment.contract import WorkerPlace, chosen_variables
 from .environment.timeouts import WIDENING, widening
 from .environment.variables import compose
-from .events import Event, HolderSpoke, Reported, WorkerExited
+from .events import Event, GuardSpoke, HolderSpoke, Reported, WorkerExited
 from .machine.examine import Machine
 from .processes.children import Children
 from .processes.failures import HANG_SIGNAL, WorkerFailure, examine, fingerprint, hung, summarize
@@ -36,6 +36,8 @@ from .processes.logs import WorkerLogs
 from .processes.worker_pages import WorkerPages
 from .processes.worker_store import WorkerStore
 from .processes.workers import WorkerGroup, WorkerSpec
+from .salvage import Orders, Salvage
+from .salvage_gate import SalvageGate
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +58,21 @@ class Node:
     run_dir: Path
     reports: Path
     commits: Path
+    salvage: Path
     memory: MemoryFolder | None
     cgroup: Path | None
     """Below it each generation's workers have one of their own."""
     environment: Mapping[str, str]
     """What the workers inherit: the agent's own, as it was before the agent changed anything for itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stopping:
+    """How the workers are to be asked to end."""
+
+    grace_s: float
+    gently: bool
+    asking: signal.Signals
 
 
 class Training:
@@ -76,6 +88,7 @@ class Training:
         logs: WorkerLogs,
         observer: Observer,
         children: Children,
+        salvage_gate: SalvageGate,
         post: Callable[[Event], None],
         clock: Callable[[], float],
     ) -> None:
@@ -89,6 +102,7 @@ class Training:
         self._logs = logs
         self._observer = observer
         self._children = children
+        self._salvage_gate = salvage_gate
         children.knows(lambda: self.group.pids if self.group is not None else ())
         self._post = post
         self._clock = clock
@@ -100,6 +114,9 @@ class Training:
         self._hang = HangWatch(None)
         self._hung = False
         self._failures: list[WorkerFailure] = []
+        self._salvage = Salvage(0, 0.0)
+        self._postponed: _Stopping | None = None
+        """What the workers are told once their last step has been kept."""
 
     @property
     def undisturbed(self) -> int:
@@ -114,6 +131,8 @@ class Training:
         self._world, self._started_at, self._failures = world, now, []
         self._hang, self._hung = HangWatch(self._config.timeouts.hang_s), False
         self._pages, self._read = WorkerPages(generation), {}
+        self._salvage = Salvage(generation, self._config.stop.just_in_time_grace_s)
+        self._postponed = None
         self._observer.starting(world, member, now)
         self.group = WorkerGroup(
             generation,
@@ -151,6 +170,10 @@ class Training:
         if group is None:
             return False
         self._look()
+        self._tell(self._salvage.turn(now))
+        if self._postponed is not None and not self._salvage.under_way:
+            group.stop(self._postponed.grace_s, gently=self._postponed.gently, asking=self._postponed.asking)
+            self._postponed = None
         if (group.stopping or group.succeeded) and group.gone():
             self._finish(group, now)
             return True
@@ -166,8 +189,8 @@ class Training:
         if self.group is None:
             return ()
         if self.group.stopping:
-            return (self.group.wake_at(),)
-        return (self._started_at + LASTING_S, self._hang.due_at)
+            return (self.group.wake_at(), self._salvage.wake_at())
+        return (self._started_at + LASTING_S, self._hang.due_at, self._salvage.wake_at())
 
     def stop(
         self, grace_s: float, *, gently: bool, reason: str, asking: signal.Signals = signal.SIGTERM
@@ -180,7 +203,13 @@ class Training:
             self._look()
             log.info("stopping generation %d: %s", group.generation, reason)
             self._observer.stopping(self._clock())
-        group.stop(grace_s, gently=gently, asking=asking)
+            if not gently and asking is not HANG_SIGNAL:
+                self._tell(self._salvage.begin(self._clock()))
+        if self._salvage.under_way:
+            group.expect_end()
+            self._postponed = _Stopping(grace_s, gently, asking)
+        else:
+            group.stop(grace_s, gently=gently, asking=asking)
 
     def show_failure(self, failure: Failure) -> None:
         """The block for a tired person; the other nodes show what the failing one has put in the store."""
@@ -200,6 +229,7 @@ class Training:
         if group is None or group.generation != event.generation:
             return
         returncode = group.reap(event.local_rank)
+        self._tell(self._salvage.gone(event.local_rank, event.at))
         self._look()
         self._observer.exited(event.local_rank, returncode, event.at, killed=group.killed)
         if group.stopping and self._hung and returncode == -HANG_SIGNAL:
@@ -210,6 +240,14 @@ class Training:
             self._observer.ended(event.local_rank, "ok", event.at)
         else:
             self._failed(group, event.local_rank, returncode, event.at)
+
+    def guard_spoke(self, event: GuardSpoke, now: float) -> None:
+        if event.generation != self._salvage.generation:
+            return
+        if event.message is None:
+            self._tell(self._salvage.gone(event.local_rank, now))
+        else:
+            self._tell(self._salvage.heard(event.local_rank, event.message, now))
 
     def holder_spoke(self, event: HolderSpoke) -> None:
         problem = self._worker_store.heard(event)
@@ -249,6 +287,10 @@ class Training:
         if silence_s is not None:
             log.warning("%.1f s without a step: more than half of --hang-timeout, better raise it", silence_s)
 
+    def _tell(self, orders: Orders) -> None:
+        for local_rank, message in orders:
+            self._salvage_gate.tell(self._salvage.generation, local_rank, message)
+
     # ---------------------------------------------------------------- start, failure, end
 
     def _say_if_widened(self, world: World) -> None:
@@ -273,6 +315,7 @@ class Training:
             page=self._pages.make(local_rank),
             reports=self._node.reports,
             commits=self._node.commits,
+            salvage=self._node.salvage,
             flight_records=flight_records,
             memory=self._node.memory,
         )

@@ -12,17 +12,19 @@ are opened with `weights_only=True`, and a state that could not be opened so is 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
 import os
 import struct
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from . import progress, rng
+from . import journal, progress, rng, salvage
 from .collectives import Group, current_group
 from .errors import (
     BadCheckpoint,
@@ -33,6 +35,7 @@ from .errors import (
     Unconfirmed,
 )
 from .files import CheckpointFiles
+from .just_in_time import JustInTime, modules_in
 from .layout import CannotLayOut
 from .memory import memory_of
 from .permit import Permit
@@ -90,6 +93,7 @@ class Checkpointer:
         self._floor: int | None = None
         self._memory = memory_of(os.environ, self._files.directory)
         self._without_memory = ""
+        self._copying = threading.Lock()
         if memory_every is not None:
             progress.on_step(self._remember_quietly, every=memory_every, stage=progress.Stage.STATE)
         progress.keeper = self._keep
@@ -209,6 +213,37 @@ class Checkpointer:
             haste=haste,
         )
 
+    def just_in_time(self) -> contextlib.AbstractContextManager[None]:
+        """Put this round the training loop: when another rank dies, no finished step is lost.
+
+            with checkpoints.just_in_time():
+                for step in range(checkpoints.load(), total_steps):
+                    ...
+
+        The survivors then save the state of the last `step()` to memory before they leave; how, and what it asks of
+        the loop: see `just_in_time`. Without an agent, or without room in its memory, this does nothing.
+        """
+        memory, address = self._memory, os.environ.get(salvage.VARIABLE, "")
+        if memory is None or not address:
+            return contextlib.nullcontext()
+        try:
+            return JustInTime(self._state, memory.folder, memory.place, address, self._salvage)
+        except OSError as error:
+            logger.warning("no save just in time: reason=%s", error)
+            return contextlib.nullcontext()
+
+    def _salvage(self, step: int, states: dict[str, Any]) -> bool:
+        """Copy the states of a failed generation to memory, in a thread of its own."""
+        assert self._memory is not None
+        room = _room_for(rng.capture())
+        # On a GPU in a stream of its own: the usual one waits for a collective that never ends.
+        on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch left it without annotations
+        beside = torch.cuda.stream(torch.cuda.Stream()) if on_gpu else contextlib.nullcontext()  # type: ignore[no-untyped-call]
+        with beside:
+            copied = self._copy({"step": step, "state": states}, room_for_random_state=room, haste=True)
+        self._memory.settle()
+        return copied
+
     def _remember_quietly(self, step: int) -> None:
         self.remember(step)
 
@@ -224,7 +259,8 @@ class Checkpointer:
         """Copy a state to memory; False when that cannot be, which is said when it begins and when it ends."""
         assert self._memory is not None
         try:
-            self._memory.put(payload, room_for_random_state=room_for_random_state, haste=haste)
+            with self._copying:
+                self._memory.put(payload, room_for_random_state=room_for_random_state, haste=haste)
         except (NoRoom, SlotsBusy, CannotLayOut) as refusal:
             if type(refusal).__name__ != self._without_memory:
                 self._without_memory = type(refusal).__name__
@@ -298,10 +334,26 @@ class Checkpointer:
                 loaded.world_size,
                 group.world_size,
             )
+        elif loaded.salvaged and self._restore_own(loaded, group):
+            pass
         elif loaded.random_state is not None:
             rng.restore(loaded.random_state)
         else:
             logger.warning("random state not restored, nobody has kept it: step=%d rank=%d", step, group.rank)
+
+    def _restore_own(self, loaded: Loaded, group: Group) -> bool:
+        """What this rank alone knew when another one failed: its random state, and the buffers of its modules."""
+        if self._memory is None:
+            return False
+        step = loaded.payload["step"]
+        entry = journal.find(self._memory.folder, group.rank, group.world_size, loaded.generation, step)
+        if entry is None:
+            return False
+        rng.restore_snapshot(entry.random_state)
+        buffers = journal.Buffers(modules_in(self._state))
+        if entry.buffers and len(entry.buffers) == buffers.size:
+            buffers.restore(torch.frombuffer(bytearray(entry.buffers), dtype=torch.uint8))
+        return True
 
 
 def _room_for(random_state: bytes) -> int:

@@ -94,6 +94,11 @@ class NodeMemory:
         self._proven = False
 
     @property
+    def folder(self) -> str:
+        """What the ranks of this node keep of one Checkpointer; it outlives them."""
+        return self._slots.folder
+
+    @property
     def is_keeper(self) -> bool:
         """Whether this rank copies the state for all of its node."""
         return self.place.local_rank == 0

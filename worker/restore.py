@@ -43,6 +43,10 @@ class Loaded:
     """When it was saved."""
     mapped: bool
     """The tensors are the memory's own, and not to be kept."""
+    salvaged: bool = False
+    """Survivors of a failure have saved it: what each rank alone knew is in its journal."""
+    generation: int = 0
+    """Of whose memory it came; 0 from a disk."""
 
 
 class Restore:
@@ -187,7 +191,7 @@ class Restore:
             payload, mapped = torch.load(received, map_location="cpu", weights_only=True), False
         here = wanted if held is None else held.header
         state = records.get(group.rank) if here.gaps else _random_state(payload, group.rank)
-        apply(Loaded(payload, state, wanted.world_size, mapped))
+        apply(Loaded(payload, state, wanted.world_size, mapped, wanted.haste, wanted.generation))
         if memory is not None and memory.is_keeper:
             self._keep(memory, wanted, received if held is None else None, records)
 

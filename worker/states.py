@@ -33,7 +33,7 @@ Part = Stateful | dict[str, Any]
 
 
 def state_of(part: Part) -> Any:
-    return dict(part) if isinstance(part, dict) else _unwrapped(part).state_dict()
+    return dict(part) if isinstance(part, dict) else unwrapped(part).state_dict()
 
 
 def load_into(part: Part, state: Any, *, mapped: bool) -> None:
@@ -42,7 +42,7 @@ def load_into(part: Part, state: Any, *, mapped: bool) -> None:
         part.clear()
         part.update(copy.deepcopy(state) if mapped else state)
         return
-    part = _unwrapped(part)
+    part = unwrapped(part)
     if not mapped:
         part.load_state_dict(state)
     elif not isinstance(part, torch.nn.Module | torch.optim.Optimizer):
@@ -77,7 +77,7 @@ def _tensors(state: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _unwrapped(part: Stateful) -> Stateful:
+def unwrapped(part: Stateful) -> Stateful:
     return part.module if isinstance(part, DistributedDataParallel | DataParallel) else part
 
 

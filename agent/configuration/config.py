@@ -90,6 +90,7 @@ class StopConfig:
 
     grace_s: float = 30.0
     failure_grace_s: float = 1.0
+    just_in_time_grace_s: float = 2.0  # before that, for workers that guard their last step
     service_limit_s: float | None = None  # from SIGTERM to the agent until all is killed; None: never
 
 

@@ -344,6 +344,14 @@ FAILURE_GRACE: Option[float] = Option(
     metavar="DURATION",
     default="1s",
 )
+JUST_IN_TIME_GRACE: Option[float] = Option(
+    "just-in-time-grace",
+    duration(0.0),
+    "another worker failed: how long workers that guard their last step (Checkpointer.just_in_time) may take to"
+    " keep it before --failure-grace begins; 0 keeps nothing",
+    metavar="DURATION",
+    default="2s",
+)
 SERVICE_STOP_LIMIT: Option[float | None] = Option(
     "service-stop-limit",
     duration(1.0),
@@ -476,7 +484,13 @@ GROUPS: dict[str, tuple[Option[object], ...]] = {
         ETCD_INSECURE,
         STORE_OUTAGE_GRACE,
     ),
-    "Restarts and stopping": (MAX_RESTARTS, STOP_GRACE, FAILURE_GRACE, SERVICE_STOP_LIMIT),
+    "Restarts and stopping": (
+        MAX_RESTARTS,
+        STOP_GRACE,
+        FAILURE_GRACE,
+        JUST_IN_TIME_GRACE,
+        SERVICE_STOP_LIMIT,
+    ),
     "Timeouts of training": (HANG_TIMEOUT, PROCESS_GROUP_TIMEOUT),
     "Network and logs": (
         LOCAL_ADDR,
@@ -505,6 +519,7 @@ WORKER_VARIABLES = frozenset(
         "ELASTIC_AGENT_GENERATION",
         "ELASTIC_AGENT_REPORTS",
         "ELASTIC_AGENT_COMMITS",
+        "ELASTIC_AGENT_SALVAGE",
         "ELASTIC_AGENT_PAGE",
         "ELASTIC_AGENT_MEMORY",
         "ELASTIC_AGENT_MEMORY_BYTES",

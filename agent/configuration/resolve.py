@@ -49,6 +49,7 @@ from .options import (
     HTTP_ADDRESS,
     JOB_ID,
     JOIN_TIMEOUT,
+    JUST_IN_TIME_GRACE,
     LAST_CALL,
     LEASE_TTL,
     LOCAL_ADDR,
@@ -242,7 +243,10 @@ def _config(settings: Settings, command: Command) -> Config:
         port_range=settings[PORT_RANGE].value,
         max_restarts=settings[MAX_RESTARTS].value,
         stop=StopConfig(
-            settings[STOP_GRACE].value, settings[FAILURE_GRACE].value, settings[SERVICE_STOP_LIMIT].value
+            settings[STOP_GRACE].value,
+            settings[FAILURE_GRACE].value,
+            settings[JUST_IN_TIME_GRACE].value,
+            settings[SERVICE_STOP_LIMIT].value,
         ),
         timeouts=TimeoutConfig(settings[HANG_TIMEOUT].value, settings[PROCESS_GROUP_TIMEOUT].value),
         network_profile=settings[NETWORK_PROFILE].value,

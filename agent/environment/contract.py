@@ -35,6 +35,7 @@ class WorkerPlace:
     page: str
     reports: Path
     commits: Path
+    salvage: Path
     flight_records: Path | None = None
     """Where torch's flight recorder writes what it knows of this generation's collectives."""
     memory: MemoryFolder | None = None
@@ -97,6 +98,7 @@ def contract(place: WorkerPlace, *, agent_incarnation: str, max_restarts: int | 
         "ELASTIC_AGENT_PAGE": place.page,
         "ELASTIC_AGENT_REPORTS": place.reports,
         "ELASTIC_AGENT_COMMITS": place.commits,
+        "ELASTIC_AGENT_SALVAGE": place.salvage,
     }
     if place.memory is not None:
         ours |= {"ELASTIC_AGENT_MEMORY": place.memory.path, "ELASTIC_AGENT_MEMORY_BYTES": place.memory.limit}

@@ -145,6 +145,7 @@ def _chosen(config: Config, machine: Machine, local_rank: int) -> tuple[Variable
         page="/proc/<agent>/fd/<page>",
         reports=RUN_DIR / "reports",
         commits=RUN_DIR / "commits",
+        salvage=RUN_DIR / "salvage",
         flight_records=records,
     )
     return chosen_variables(config, machine, place, agent_incarnation="<incarnation>")

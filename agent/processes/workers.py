@@ -97,6 +97,7 @@ class WorkerGroup:
         self._cgroup = cgroup
         self._strangers = strangers
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._asked = False
         self._kill_at: float | None = None
         self._behind: set[int] = set()
 
@@ -166,6 +167,10 @@ class WorkerGroup:
     def succeeded(self) -> bool:
         return bool(self.returncodes) and not self.running and not any(self.returncodes.values())
 
+    def expect_end(self) -> None:
+        """The generation is over, and whoever ends from now on has not failed; nobody is asked to, yet."""
+        self.stopping = True
+
     def stop(self, grace_s: float, *, gently: bool, asking: signal.Signals = signal.SIGTERM) -> None:
         """Ask the workers to end, and kill their groups after `grace_s`. Again with less grace: sooner.
 
@@ -175,8 +180,9 @@ class WorkerGroup:
         kill_at = self._clock() + grace_s
         if self._kill_at is None or kill_at < self._kill_at:
             self._kill_at = kill_at
-        if not self.stopping:
-            self.stopping = True
+        self.stopping = True
+        if not self._asked:
+            self._asked = True
             for process in self._unreaped():
                 self._signal(process, asking, group=not gently)
 

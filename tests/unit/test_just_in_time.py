@@ -1,0 +1,457 @@
+"""The guard in the worker, with an agent of the test's own: what it keeps, and what it refuses to."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic_agent.agent.configuration.options import WORKER_VARIABLES
+from elastic_agent.worker import Checkpointer, ElasticSampler, progress, rng, step
+from elastic_agent.worker.journal import Buffers, Journal, find
+from elastic_agent.worker.just_in_time import of_a_collective
+from elastic_agent.worker.memory import Place
+from elastic_agent.worker.salvage import (
+    Broken,
+    FromAgent,
+    Go,
+    Guarding,
+    Held,
+    Hold,
+    Keep,
+    Kept,
+    Lines,
+    Message,
+    encode,
+)
+
+numpy = pytest.importorskip("numpy")
+
+PATIENCE_S = 10.0
+GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:42688")
+
+
+class Agent:
+    """What the guard of one worker is connected to."""
+
+    def __init__(self, path: Path) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._listener.settimeout(PATIENCE_S)
+        self._lines = Lines()
+        self._heard: list[Message] = []
+
+    def accept(self) -> None:
+        self._connection, _ = self._listener.accept()
+        self._connection.settimeout(PATIENCE_S)
+        assert self.hears() == Guarding(1, 0)
+
+    def hears(self) -> Message | None:
+        """None when the guard has ended."""
+        while not self._heard:
+            data = self._connection.recv(4096)
+            if not data:
+                return None
+            self._heard += self._lines.add(data)
+        return self._heard.pop(0)
+
+    def says(self, message: FromAgent) -> None:
+        self._connection.sendall(encode(message))
+
+    def asks(self, message: FromAgent) -> Message | None:
+        self.says(message)
+        return self.hears()
+
+    def silent(self, for_s: float = 0.1) -> bool:
+        self._connection.settimeout(for_s)
+        try:
+            return not self._connection.recv(1, socket.MSG_PEEK)
+        except TimeoutError:
+            return True
+        finally:
+            self._connection.settimeout(PATIENCE_S)
+
+
+class Script:
+    """A training script that can be stopped anywhere within a step."""
+
+    def __init__(self, directory: Path) -> None:
+        torch.manual_seed(3)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(), torch.nn.Linear(4, 1)
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.sampler = ElasticSampler(range(100), batch_size=1)
+        self.feed = iter(self.sampler)
+        self.meta: dict[str, Any] = {"begun": 0}
+        self.parts = {
+            "model": self.model, "optimizer": self.optimizer, "sampler": self.sampler, "meta": self.meta
+        }  # fmt: skip
+        self.checkpoints = Checkpointer(directory, self.parts)
+        self.done = 0
+
+    def forward_and_backward(self) -> None:
+        next(self.feed)
+        self.meta["begun"] += 1
+        self.optimizer.zero_grad()
+        self.model(torch.randn(8, 4)).square().mean().backward()
+
+    def step(self) -> None:
+        self.done += 1
+        step(self.done)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.forward_and_backward()
+            self.optimizer.step()
+            self.step()
+
+    def state(self) -> dict[str, Any]:
+        states = {
+            name: dict(part) if isinstance(part, dict) else part.state_dict()
+            for name, part in self.parts.items()
+        }
+        return copy.deepcopy(states)
+
+
+def draws() -> list[Any]:
+    return [random.random(), random.gauss(0, 1), numpy.random.normal(), torch.rand(3).tolist()]
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Agent:
+    for name in WORKER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "memory").mkdir()
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "ELASTIC_AGENT_MEMORY": str(tmp_path / "memory"),
+        "ELASTIC_AGENT_MEMORY_BYTES": str(1 << 30),
+        "ELASTIC_AGENT_NODE": "a",
+        "ELASTIC_AGENT_LOCAL_RANK": "0",
+        "ELASTIC_AGENT_GENERATION": "1",
+        "ELASTIC_AGENT_SALVAGE": str(tmp_path / "salvage"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(progress, "_listeners", ())
+    return Agent(tmp_path / "salvage")
+
+
+@pytest.fixture
+def script(tmp_path: Path, agent: Agent) -> Script:
+    return Script(tmp_path / "disk")
+
+
+@contextlib.contextmanager
+def elsewhere(work: Callable[[], object]) -> Iterator[threading.Thread]:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    yield thread
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+# --- What is kept
+
+
+def test_what_forward_has_changed_is_put_back_to_the_boundary(
+    script: Script, agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with script.checkpoints.just_in_time():
+        agent.accept()
+        script.train(3)
+        at_the_boundary = script.state()
+        expected = rng.snapshot()
+        script.forward_and_backward()  # and here the collective of the gradients does not end
+        assert not equal(script.state(), at_the_boundary)
+        assert agent.asks(Hold(1.0)) == Held(3)
+        assert agent.asks(Keep(1.0)) == Kept(3)
+        agent.says(Go())
+
+    monkeypatch.setenv("ELASTIC_AGENT_GENERATION", "2")
+    resumed = Script(tmp_path / "disk")
+    assert resumed.checkpoints.load() == 3
+    assert equal(resumed.state(), at_the_boundary)
+    drawn = draws()
+    rng.restore_snapshot(expected)
+    assert draws() == drawn
+
+
+def test_a_step_that_is_being_made_is_ended_first(script: Script, agent: Agent) -> None:
+    with script.checkpoints.just_in_time():
+        agent.accept()
+        script.train(1)
+        script.forward_and_backward()
+        script.optimizer.step()
+        agent.says(Hold(PATIENCE_S))
+        assert agent.silent(), "between the optimizer and step() nothing is whole"
+        script.step()
+        assert agent.hears() == Held(2)
+        agent.says(Go())
+
+
+def test_no_update_begins_while_it_is_held(script: Script, agent: Agent) -> None:
+    with script.checkpoints.just_in_time():
+        agent.accept()
+        script.train(1)
+        assert agent.asks(Hold(1.0)) == Held(1)
+        before = script.state()["model"]
+
+        with elsewhere(lambda: script.train(1)) as thread:
+            thread.join(0.1)
+            assert thread.is_alive()
+            assert equal(script.model[0].weight, before["0.weight"])
+            assert agent.asks(Keep(1.0)) == Kept(1)
+            agent.says(Go())
+        assert not equal(script.model[0].weight, before["0.weight"])
+
+
+def test_an_update_that_does_not_end_is_not_waited_for(script: Script, agent: Agent) -> None:
+    with script.checkpoints.just_in_time():
+        agent.accept()
+        script.train(1)
+        script.forward_and_backward()
+        script.optimizer.step()
+        assert agent.asks(Hold(0.05)) == Held(None)
+        assert agent.asks(Keep(0.05)) == Kept(None)
+        script.step()
+        agent.says(Go())
+
+
+def test_before_the_first_step_there_is_nothing_to_keep(script: Script, agent: Agent) -> None:
+    with script.checkpoints.just_in_time():
+        agent.accept()
+        script.forward_and_backward()
+        assert agent.asks(Hold(1.0)) == Held(None)
+        agent.says(Go())
+
+
+def test_another_optimizer_counts_too(script: Script, agent: Agent) -> None:
+    """One that is not in the state may still change what is."""
+    other = torch.optim.SGD(script.model.parameters(), lr=0.1)
+    with script.checkpoints.just_in_time():
+        agent.accept()
+        script.train(1)
+        script.forward_and_backward()
+        other.step()
+        assert agent.asks(Hold(0.05)) == Held(None)
+        agent.says(Go())
+
+
+def test_a_buffer_that_a_module_has_exchanged_is_put_back_too(
+    script: Script, agent: Agent, tmp_path: Path
+) -> None:
+    norm = script.model[1]
+    with script.checkpoints.just_in_time():
+        agent.accept()
+        script.train(1)
+        norm.running_mean = torch.full((4,), 7.0)
+        script.train(1)
+        kept = norm.running_mean.clone()
+        norm.running_mean.fill_(9.0)
+        assert agent.asks(Hold(1.0)) == Held(2)
+        assert agent.asks(Keep(1.0)) == Kept(2)
+        agent.says(Go())
+    resumed = Script(tmp_path / "disk")
+    resumed.checkpoints.load()
+    assert torch.equal(resumed.model[1].running_mean, kept)
+
+
+def test_buffers_of_another_size_end_it(
+    script: Script, agent: Agent, caplog: pytest.LogCaptureFixture
+) -> None:
+    with script.checkpoints.just_in_time():
+        agent.accept()
+        script.train(1)
+        script.model[1].running_mean = torch.zeros(5)
+        script.done += 1
+        step(script.done)
+        assert agent.asks(Hold(1.0)) == Held(None)
+        agent.says(Go())
+    assert "changed their size" in caplog.text
+
+
+# --- Ways in and out
+
+
+def test_an_error_of_a_collective_waits_until_the_state_is_kept(script: Script, agent: Agent) -> None:
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with script.checkpoints.just_in_time():
+                script.train(2)
+                script.forward_and_backward()
+                raise GLOO
+        except RuntimeError as error:
+            raised.append(error)
+
+    with elsewhere(run) as thread:
+        agent.accept()
+        assert agent.hears() == Broken()
+        assert agent.asks(Hold(1.0)) == Held(2)
+        assert agent.asks(Keep(1.0)) == Kept(2)
+        assert thread.is_alive()
+        agent.says(Go())
+        assert agent.hears() is None
+    assert raised == [GLOO]
+
+
+def test_an_error_in_the_middle_of_an_update_keeps_nothing(script: Script, agent: Agent) -> None:
+    def run() -> None:
+        with contextlib.suppress(RuntimeError), script.checkpoints.just_in_time():
+            script.train(2)
+            script.forward_and_backward()
+            script.optimizer.step()
+            raise GLOO
+
+    with elsewhere(run):
+        agent.accept()
+        assert agent.hears() == Broken()
+        assert agent.asks(Hold(PATIENCE_S)) == Held(None)
+        agent.says(Go())
+
+
+@pytest.mark.parametrize("error", [ValueError("my own"), RuntimeError("shapes differ"), SystemExit(83)])
+def test_the_scripts_own_end_is_no_reason_to_wait(script: Script, agent: Agent, error: BaseException) -> None:
+    def run() -> None:
+        with script.checkpoints.just_in_time():
+            agent.accept()
+            script.train(1)
+            raise error
+
+    with pytest.raises(type(error)):
+        run()
+    assert agent.hears() is None
+    assert len(progress._listeners) == 1, "the sampler's own"
+
+
+def test_an_agent_that_has_ended_is_not_waited_for(script: Script, agent: Agent) -> None:
+    def run() -> None:
+        with script.checkpoints.just_in_time():
+            agent.accept()
+            agent._connection.close()
+            raise GLOO
+
+    with pytest.raises(RuntimeError, match="gloo"):
+        run()
+
+
+def test_without_an_agent_nothing_happens(
+    script: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("ELASTIC_AGENT_SALVAGE")
+    with script.checkpoints.just_in_time():
+        script.train(1)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (GLOO, True),
+        (dist.DistBackendError("NCCL error in: ..."), True),
+        (dist.DistNetworkError("The client socket has timed out"), True),
+        (RuntimeError("NCCL communicator was aborted on rank 1"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("gloo"), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_whose_error_it_is(error: BaseException, expected: bool) -> None:
+    assert of_a_collective(error) is expected
+    wrapped = TypeError("in a trainer")
+    wrapped.__cause__ = error
+    assert of_a_collective(wrapped) is expected
+
+
+# --- The journal
+
+
+def place(generation: int, world_size: int = 2) -> Place:
+    return Place("a", generation, 1, 1, world_size)
+
+
+def test_the_journal_knows_two_boundaries_and_the_step_under_way(tmp_path: Path) -> None:
+    module = torch.nn.BatchNorm1d(2)
+    buffers = Buffers([module])
+    assert buffers.size == 2 * 4 + 2 * 4 + 8
+    journal = Journal(str(tmp_path), place(7), buffers.size)
+
+    def at(step: int) -> float | None:
+        entry = find(str(tmp_path), 1, 2, 7, step)
+        if entry is None:
+            return None
+        assert entry.random_state == snapshots[step]
+        return torch.frombuffer(bytearray(entry.buffers), dtype=torch.float32)[0].item()
+
+    snapshots: dict[int, bytes] = {}
+    assert at(1) is None
+    for newest in range(1, 5):
+        module.running_mean.fill_(newest - 0.5)  # type: ignore[union-attr, operator]
+        torch.manual_seed(100 + newest)
+        snapshots[newest] = rng.snapshot()
+        journal.under_way(buffers)
+        assert at(newest) == newest - 0.5, "killed now, the others may still finish this step"
+        module.running_mean.fill_(newest)  # type: ignore[union-attr, operator]
+        torch.manual_seed(newest)
+        snapshots[newest] = rng.snapshot()
+        journal.finished(newest, buffers)
+        assert at(newest) == newest
+        assert at(newest - 1) == (newest - 1 if newest > 1 else None)
+        assert at(newest - 2) is None
+        assert at(newest + 1) is None, "no other can be there while this one has not begun its backward"
+    assert find(str(tmp_path), 1, 2, 8, 4) is None, "another generation"
+    assert find(str(tmp_path), 1, 3, 7, 4) is None, "another world"
+    assert find(str(tmp_path), 0, 2, 7, 4) is None, "another rank"
+
+
+def test_a_generation_does_not_believe_what_an_older_one_had_under_way(tmp_path: Path) -> None:
+    buffers = Buffers([])
+    old = Journal(str(tmp_path), place(7), 0)
+    old.finished(3, buffers)
+    old.under_way(buffers)
+    assert find(str(tmp_path), 1, 2, 7, 4) is not None
+    new = Journal(str(tmp_path), place(8), 0)
+    assert find(str(tmp_path), 1, 2, 8, 4) is None
+    new.under_way(buffers)
+    assert find(str(tmp_path), 1, 2, 8, 4) is not None
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 100, b"\0" * 4096, b"x" * 300_000])
+def test_what_is_no_journal(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "journal-1").write_bytes(content)
+    assert find(str(tmp_path), 1, 2, 7, 4) is None
+
+
+def test_a_snapshot_restores_every_generator() -> None:
+    draws()  # leaves half of a Gaussian pair behind
+    taken = rng.snapshot()
+    drawn = draws()
+    for seed in (1, 2):
+        random.seed(seed)
+        numpy.random.seed(seed)
+        torch.manual_seed(seed)
+        rng.restore_snapshot(taken)
+        assert draws() == drawn

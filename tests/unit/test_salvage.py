@@ -1,0 +1,286 @@
+"""Who keeps the last step of a failed generation: the decisions, the messages, and the gate."""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_agent.agent.events import Event, GuardSpoke
+from elastic_agent.agent.salvage import Orders, Salvage
+from elastic_agent.agent.salvage_gate import SalvageGate
+from elastic_agent.worker.salvage import (
+    FROM_AGENT,
+    FROM_WORKER,
+    MAX_BYTES,
+    Broken,
+    FromAgent,
+    Go,
+    Guarding,
+    Held,
+    Hold,
+    Keep,
+    Kept,
+    Lines,
+    Message,
+    MessageError,
+    decode,
+    encode,
+)
+
+GRACE_S = 2.0
+
+
+def guarded(*local_ranks: int, grace_s: float = GRACE_S) -> Salvage:
+    salvage = Salvage(7, grace_s)
+    for local_rank in local_ranks:
+        assert salvage.heard(local_rank, Guarding(7, local_rank), 0.0) == []
+    return salvage
+
+
+def told(orders: Orders) -> dict[int, type[FromAgent]]:
+    return {local_rank: type(message) for local_rank, message in orders}
+
+
+# --- Decisions
+
+
+def test_the_newest_whole_step_is_kept_by_one_and_then_all_go() -> None:
+    salvage = guarded(0, 1, 2)
+    assert salvage.begin(10.0) == [(0, Hold(1.0)), (1, Hold(1.0)), (2, Hold(1.0))]
+    assert salvage.under_way
+    assert salvage.heard(0, Held(4), 10.01) == []
+    assert salvage.heard(1, Held(5), 10.02) == []
+    ((keeper, order),) = salvage.heard(2, Held(5), 10.5)
+    assert (keeper, order) == (1, Keep(1.5))
+    assert told(salvage.heard(1, Kept(5), 10.6)) == {0: Go, 1: Go, 2: Go}
+    assert salvage.over
+    assert not salvage.under_way
+
+
+def test_nobody_guards_so_nobody_is_waited_for() -> None:
+    salvage = Salvage(7, GRACE_S)
+    assert salvage.begin(10.0) == []
+    assert not salvage.under_way
+    assert salvage.over
+
+
+def test_no_grace_no_waiting() -> None:
+    salvage = guarded(0, grace_s=0.0)
+    assert told(salvage.begin(10.0)) == {0: Go}
+    assert not salvage.under_way
+
+
+def test_nobody_is_whole() -> None:
+    salvage = guarded(0, 1)
+    salvage.begin(10.0)
+    salvage.heard(0, Held(None), 10.0)
+    assert told(salvage.heard(1, Held(None), 10.1)) == {0: Go, 1: Go}
+    assert salvage.over
+
+
+def test_one_that_does_not_answer_is_waited_for_half_of_the_grace() -> None:
+    salvage = guarded(0, 1)
+    salvage.begin(10.0)
+    assert salvage.heard(0, Held(4), 10.1) == []
+    assert salvage.wake_at() == 11.0
+    assert salvage.turn(10.99) == []
+    assert told(salvage.turn(11.0)) == {0: Keep}
+    assert salvage.wake_at() == 12.0
+    assert told(salvage.turn(12.0)) == {0: Go, 1: Go}
+
+
+@pytest.mark.parametrize("how", ["fails", "dies"])
+def test_another_one_keeps_it_when_the_first_cannot(how: str) -> None:
+    salvage = guarded(0, 1)
+    salvage.begin(10.0)
+    salvage.heard(0, Held(5), 10.0)
+    assert told(salvage.heard(1, Held(4), 10.0)) == {0: Keep}
+    orders = salvage.heard(0, Kept(None), 10.1) if how == "fails" else salvage.gone(0, 10.1)
+    assert told(orders) == {1: Keep}
+    assert told(salvage.heard(1, Kept(4), 10.2)) == ({0: Go, 1: Go} if how == "fails" else {1: Go})
+
+
+def test_the_last_that_could_be_waited_for_dies() -> None:
+    salvage = guarded(0, 1)
+    salvage.begin(10.0)
+    salvage.heard(0, Held(5), 10.0)
+    assert told(salvage.gone(1, 10.1)) == {0: Keep}
+    assert salvage.gone(0, 10.2) == []
+    assert salvage.over
+
+
+def test_a_broken_collective_begins_it_and_who_comes_late_goes_at_once() -> None:
+    salvage = guarded(0, 1)
+    assert told(salvage.heard(1, Broken(), 10.0)) == {0: Hold, 1: Hold}
+    assert salvage.begin(10.1) == [], "the generation's failure comes to be known meanwhile"
+    assert salvage.heard(0, Broken(), 10.1) == []
+    salvage.heard(0, Held(5), 10.2)
+    salvage.heard(1, Held(5), 10.2)
+    salvage.heard(0, Kept(5), 10.3)
+    assert told(salvage.heard(0, Broken(), 10.4)) == {0: Go}
+    assert told(salvage.heard(2, Guarding(7, 2), 10.4)) == {2: Go}
+    assert salvage.begin(10.5) == []
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    guards=st.integers(1, 4),
+    happens=st.lists(
+        st.tuples(
+            st.integers(0, 3),
+            st.one_of(
+                st.just("gone"),
+                st.just(Broken()),
+                st.builds(Held, st.none() | st.integers(3, 5)),
+                st.builds(Kept, st.none() | st.integers(3, 5)),
+            ),
+            st.floats(0.0, 0.5),
+        ),
+        max_size=20,
+    ),
+)
+def test_whatever_happens_it_ends_in_time_and_all_are_let_go(
+    guards: int, happens: list[tuple[int, Message | str, float]]
+) -> None:
+    salvage = guarded(*range(guards))
+    alive, now = set(range(guards)), 0.0
+    gone: set[int] = set()
+    orders = salvage.begin(now)
+    for local_rank, what, pause in happens:
+        now += pause
+        orders += salvage.turn(now)
+        if what == "gone":
+            alive.discard(local_rank)
+            gone.add(local_rank)
+            orders += salvage.gone(local_rank, now)
+        elif local_rank in alive:
+            orders += salvage.heard(local_rank, what, now)  # type: ignore[arg-type]
+        assert salvage.over or salvage.wake_at() is not None
+    orders += salvage.turn(max(now, GRACE_S))
+    assert salvage.over
+    assert alive <= {local_rank for local_rank, message in orders if isinstance(message, Go)}
+    keeps = [local_rank for local_rank, message in orders if isinstance(message, Keep)]
+    assert len(keeps) == len(set(keeps)), "nobody is asked twice"
+
+
+# --- Messages
+
+MESSAGES: list[Message] = [
+    Guarding(7, 1), Broken(), Held(120), Held(None), Kept(0), Kept(None), Hold(2.0), Keep(0), Go()
+]  # fmt: skip
+
+
+def test_messages_survive_the_wire_in_any_pieces() -> None:
+    stream = b"".join(map(encode, MESSAGES))
+    for size in (1, 7, len(stream)):
+        lines, heard = Lines(), []
+        for begin in range(0, len(stream), size):
+            heard += lines.add(stream[begin : begin + size])
+        assert heard == MESSAGES
+    assert {type(message) for message in MESSAGES} == {*FROM_WORKER, *FROM_AGENT}
+    assert max(map(len, map(encode, MESSAGES))) <= MAX_BYTES
+    assert json.loads(encode(Guarding(7, 1))) == {
+        "v": 1,
+        "said": "guarding",
+        "generation": 7,
+        "local_rank": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"[]",
+        b'{"said": "go"}',
+        b'{"v": 2, "said": "go"}',
+        b'{"v": true, "said": "go"}',
+        b'{"v": 1, "said": "stay"}',
+        b'{"v": 1, "said": ["go"]}',
+        b'{"v": 1, "said": "go", "more": 1}',
+        b'{"v": 1, "said": "held"}',
+        b'{"v": 1, "said": "held", "step": -1}',
+        b'{"v": 1, "said": "held", "step": true}',
+        b'{"v": 1, "said": "kept", "step": 1.0}',
+        b'{"v": 1, "said": "hold", "within_s": NaN}',
+        b'{"v": 1, "said": "hold", "within_s": Infinity}',
+        b'{"v": 1, "said": "keep", "within_s": "1"}',
+        b'{"v": 1, "said": "guarding", "generation": 1, "local_rank": null}',
+        b"[" * 100000,
+    ],
+)
+def test_what_is_no_message(line: bytes) -> None:
+    with pytest.raises(MessageError):
+        decode(line)
+
+
+def test_a_line_without_an_end_is_refused() -> None:
+    with pytest.raises(MessageError, match="more than"):
+        Lines().add(b"x" * (MAX_BYTES + 1))
+
+
+# --- The gate
+
+
+@pytest.fixture
+def events() -> queue.SimpleQueue[Event]:
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def gate(tmp_path: Path, events: queue.SimpleQueue[Event]) -> Iterator[SalvageGate]:
+    gate = SalvageGate(tmp_path / "salvage", events.put)
+    gate.start()
+    yield gate
+    gate.close()
+
+
+def worker(gate: SalvageGate) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(10)
+    connection.connect(str(gate.path))
+    return connection
+
+
+def test_the_gate_passes_on_who_says_what_and_tells_each_its_own(
+    gate: SalvageGate, events: queue.SimpleQueue[Event]
+) -> None:
+    workers = [worker(gate) for _ in range(2)]
+    for local_rank, connection in enumerate(workers):
+        connection.sendall(encode(Guarding(7, local_rank)))
+        assert events.get(timeout=10) == GuardSpoke(7, local_rank, Guarding(7, local_rank))
+    workers[1].sendall(encode(Broken()) + encode(Held(3)))
+    assert [events.get(timeout=10) for _ in range(2)] == [
+        GuardSpoke(7, 1, Broken()),
+        GuardSpoke(7, 1, Held(3)),
+    ]
+    gate.tell(7, 1, Keep(1.0))
+    gate.tell(7, 0, Go())
+    gate.tell(8, 0, Hold(1.0))  # nobody of that generation is here
+    assert Lines().add(workers[1].recv(4096)) == [Keep(1.0)]
+    assert Lines().add(workers[0].recv(4096)) == [Go()]
+    workers[0].close()
+    assert events.get(timeout=10) == GuardSpoke(7, 0, None)
+    gate.tell(7, 0, Go())
+
+
+@pytest.mark.parametrize("data", [b"nonsense\n", encode(Broken()), encode(Guarding(7, 0)) + encode(Go())])
+def test_the_gate_ends_a_connection_that_does_not_speak_its_language(
+    gate: SalvageGate, events: queue.SimpleQueue[Event], data: bytes
+) -> None:
+    connection = worker(gate)
+    connection.sendall(data)
+    assert connection.recv(4096) == b""
+    other = worker(gate)
+    other.sendall(encode(Guarding(7, 5)))
+    heard = []
+    while not heard or heard[-1] != GuardSpoke(7, 5, Guarding(7, 5)):
+        heard.append(events.get(timeout=10))
+    assert len(heard) <= 3

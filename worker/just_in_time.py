@@ -1,0 +1,238 @@
+"""Saves the last finished step of a generation that has failed, before its survivors leave.
+
+When a rank dies, the others wait in a collective or get its error. Their weights and optimizers are those of the last
+*boundary*: the end of the newest `step()`. A step is changed into the next one by the optimizer only, and all that
+follows it up to `step()`; during that *update* the state is not whole. So this guard marks where an update begins (a
+hook on all optimizers of torch) and ends (`step`), and keeps aside what else changes between two boundaries: random
+states and buffers (see `journal`), and what plain dicts hold.
+
+When the generation fails, the agent says "hold" to a thread that has been waiting for nothing else. It takes the lock
+that an update needs, so that none can begin, and tells which boundary the state is of; whoever is in an update ends it
+first. One worker of a node, whose boundary is the newest, is then told to copy its state to memory. A worker whose
+collective has raised waits for that at the end of the guard; one whose collective never returns can be left where it
+is, for the copy is the thread's. The agent waits for all this no longer than `--just-in-time-grace`.
+
+On a GPU a boundary is one for the GPU too: `step()` waits until it has finished the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from . import progress
+from .journal import Buffers, Journal
+from .memory import Place
+from .salvage import (
+    Broken,
+    FromWorker,
+    Go,
+    Guarding,
+    Held,
+    Hold,
+    Keep,
+    Kept,
+    Lines,
+    Message,
+    MessageError,
+    encode,
+)
+from .states import Part, state_of, unwrapped
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 60.0
+"""A worker whose collective has failed hears "go" from its agent, or that it has ended; this is for neither."""
+
+_COLLECTIVE = re.compile(
+    r"gloo|nccl|process ?group|collective|connection (closed|reset) by peer", re.IGNORECASE
+)
+
+
+class JustInTime:
+    """See the module's docstring, and `Checkpointer.just_in_time`."""
+
+    def __init__(
+        self,
+        state: Mapping[str, Part],
+        folder: str,
+        place: Place,
+        address: str,
+        keep: Callable[[int, dict[str, Any]], bool],
+    ) -> None:
+        """`keep(step, states)` copies the states of all parts to memory, from any thread. Raises OSError."""
+        self._state = dict(state)
+        self._modules = modules_in(state)
+        self._buffers = Buffers(self._modules)
+        self._journal = Journal(folder, place, self._buffers.size)
+        self._place = place
+        self._address = address
+        self._keep = keep
+        self._boundary: int | None = None
+        """The newest, as long as the state of this process can be brought back to it."""
+        self._dicts: dict[str, dict[str, Any]] = {}
+        self._update = threading.Lock()
+        """Held through an update, and by the thread once it was told to hold."""
+        self._updating = False
+        self._holding = False
+        self._lost = False
+        """The buffers have changed their size: they could not be put back."""
+        self._go = threading.Event()
+        self._ends: list[Callable[[], object]] = []
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    def __enter__(self) -> None:
+        try:
+            self._socket.connect(self._address)
+            self._say(Guarding(self._place.generation, self._place.local_rank))
+        except OSError as error:
+            logger.warning("no save just in time: the agent cannot be reached: reason=%s", error)
+            return
+        self._ends = [
+            progress.on_step(self._finished, stage=progress.Stage.STATE),
+            register_optimizer_step_pre_hook(self._begins).remove,
+            *[hook.remove for hook in self._hooks()],
+        ]
+        threading.Thread(target=self._listen, name="just-in-time", daemon=True).start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._ends and error is not None and of_a_collective(error):
+            self._end_update(whole=False)
+            try:
+                self._say(Broken())
+                self._go.wait(PATIENCE_S)
+            except OSError:
+                pass  # the agent has ended, and so will this process
+        for end in self._ends:
+            end()
+        self._ends = []
+        with contextlib.suppress(OSError):  # it is connected no more
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread; closing alone does not
+        self._socket.close()
+
+    # ---------------------------------------------------------------- what the training loop runs into
+
+    def _begins(self, *_: object) -> None:
+        """An optimizer is about to change the weights."""
+        if not self._updating:
+            self._update.acquire()
+            self._updating = True
+
+    def _finished(self, step: int) -> None:
+        """This is a boundary."""
+        self._begins()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch left it without annotations
+            torch.cuda.synchronize()
+        self._write_down(lambda: self._journal.finished(step, self._buffers))
+        self._dicts = {name: dict(part) for name, part in self._state.items() if isinstance(part, dict)}
+        self._boundary = step if not self._lost else None
+        self._end_update(whole=True)
+
+    def _backward(self, _: object) -> None:
+        """Whatever the other ranks still need of this one for their step comes after this."""
+        self._write_down(lambda: self._journal.under_way(self._buffers))
+
+    def _end_update(self, *, whole: bool) -> None:
+        if self._updating:
+            if not whole:
+                self._boundary = None
+            self._updating = False
+            self._update.release()
+
+    def _hooks(self) -> Iterator[Any]:
+        """On one weight of each module: the last one is usually the first to get its gradient."""
+        for module in self._modules:
+            weights = [weight for weight in module.parameters() if weight.requires_grad]
+            for weight in weights[-1:]:
+                yield weight.register_post_accumulate_grad_hook(self._backward)  # type: ignore[no-untyped-call]
+
+    def _write_down(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except ValueError as error:
+            if not self._lost:
+                self._lost = True
+                logger.warning("no save just in time any more: reason=%s", error)
+
+    # ---------------------------------------------------------------- what the agent runs into
+
+    def _listen(self) -> None:
+        lines = Lines()
+        try:
+            while data := self._socket.recv(4096):
+                for message in lines.add(data):
+                    self._obey(message)
+        except (OSError, MessageError) as error:
+            logger.warning("no save just in time: reason=%s", error)
+        finally:
+            self._release()
+
+    def _obey(self, message: Message) -> None:
+        if isinstance(message, Hold):
+            self._holding = self._holding or self._update.acquire(timeout=message.within_s)
+            self._say(Held(self._boundary if self._holding else None))
+        elif isinstance(message, Keep):
+            self._say(Kept(self._copy()))
+        elif isinstance(message, Go):
+            self._release()
+
+    def _release(self) -> None:
+        if self._holding:
+            self._holding = False
+            self._update.release()
+        self._go.set()
+
+    def _copy(self) -> int | None:
+        """The boundary whose state is in memory now."""
+        step = self._boundary
+        if not self._holding or step is None:
+            return None
+        try:
+            return step if self._keep(step, self._states()) else None
+        except Exception as error:
+            logger.warning("step %d was not kept: reason=%r", step, error)
+            return None
+
+    def _states(self) -> dict[str, Any]:
+        """As they were at the boundary."""
+        kept = self._buffers.kept(self._journal.newest_buffers())
+        states = {name: self._dicts.get(name, state_of(part)) for name, part in self._state.items()}
+        for name, part in self._state.items():
+            if isinstance(part, dict) or unwrapped(part) not in self._modules:
+                continue
+            for key, value in states[name].items():
+                if isinstance(value, torch.Tensor) and value.data_ptr() in kept:
+                    states[name][key] = kept[value.data_ptr()]
+        return states
+
+    def _say(self, message: FromWorker) -> None:
+        self._socket.sendall(encode(message))
+
+
+def modules_in(state: Mapping[str, Part]) -> list[torch.nn.Module]:
+    parts = [unwrapped(part) for part in state.values() if not isinstance(part, dict)]
+    return [part for part in parts if isinstance(part, torch.nn.Module)]
+
+
+def of_a_collective(error: BaseException) -> bool:
+    """Whether it is of torch.distributed. gloo's errors are plain RuntimeErrors, and tell it in their text."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, dist.DistError) or (
+            isinstance(cause, RuntimeError) and _COLLECTIVE.search(str(cause))
+        ):
+            return True
+        cause = cause.__cause__
+    return False
