@@ -70,7 +70,7 @@ def _time_zone(modules: Modules) -> None:
 
 def _threads_of_openmp(modules: Modules) -> None:
     """Torch takes as many as MKL does, which takes no more than there are cores."""
-    threads = int(os.environ["OMP_NUM_THREADS"])
+    threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
     if modules["torch"].backends.mkl.is_available():
         threads = min(threads, _cores())
     for library in [path for name in ("libgomp", "libomp", "libiomp") for path in _loaded_libraries(name)]:
@@ -135,8 +135,7 @@ RULES = (
     Rule(("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONBREAKPOINT", "PYTHONSTARTUP"), AT_START, _nothing),
     Rule(("TZ",), AT_START, _time_zone),
     Rule(("PYTHON*", "LD_*", "GLIBC_TUNABLES", "MALLOC_*", "LANG", "LC_*", "OPENSSL_*"), AT_START),
-    Rule(("OMP_NUM_THREADS",), "torch", _threads_of_openmp, ANY_NUMBER),
-    Rule(("MKL_NUM_THREADS",), "torch", _nothing, UNSET),  # unset: MKL does as OpenMP
+    Rule(("OMP_NUM_THREADS",), "torch", _threads_of_openmp, f"({ANY_NUMBER})?"),
     Rule(("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS"), "numpy", _threads_of_openblas),
     Rule(("TORCH_CPP_LOG_LEVEL",), "torch", _log_level_of_torch),
     Rule(("TORCH_DISTRIBUTED_DEBUG",), "torch.distributed", _debug_level_of_torch),

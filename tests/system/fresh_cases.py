@@ -17,7 +17,8 @@ class Case:
     target: str = SCRIPT
     args: tuple[str, ...] = ()
     kind: str = "script"
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    """None: not set."""
     links: Mapping[str, str] = field(default_factory=dict)
     signal: signal.Signals | None = None
     """Sent when the script has said `ready`."""
@@ -94,7 +95,7 @@ IDENTITY = (
         import tempfile, time; print(tempfile.gettempdir(), time.tzname, os.getcwd(), oct(os.umask(0)))
         """,
         "of this worker",
-        environment={"A_MARK": "of this worker", "TZ": "Asia/Kolkata"},
+        environment={"A_MARK": "of this worker", "TZ": "Asia/Kolkata", "LEFT": None},
     ),
     script(
         "descriptors and signals",
@@ -588,7 +589,7 @@ TORCH = (
             dist.destroy_process_group()
         """,
         "<function spawn at",
-        environment={"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"},
+        environment={"OMP_NUM_THREADS": None, "OPENBLAS_NUM_THREADS": None},
     ),
     script(
         "settings by the script",

@@ -8,10 +8,13 @@ import sys
 
 FRESH = frozenset(sys.modules)  # not even __future__ more than any process has
 
+import atexit  # noqa: E402
+import faulthandler  # noqa: E402
 import gc  # noqa: E402
 import importlib  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
+import signal  # noqa: E402
 import types  # noqa: E402
 
 
@@ -27,6 +30,12 @@ def main(folder: str, names: list[str]) -> None:
     gc.freeze()
     assert not known.skipped, known.skipped
     assert len(os.listdir("/proc/self/task")) == 1
+    # A real one has its own ways, too, which nobody shall see in its children.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    atexit.register(print, "the end of the preloaded process")
+    faulthandler.enable()
     print("ready")
     for line in sys.stdin:
         asked = json.loads(line)

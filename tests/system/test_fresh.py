@@ -28,7 +28,8 @@ PRELOADER = Path(__file__).resolve().parents[2] / "agent/preloader"
 PRELOADED = Path(__file__).with_name("preloaded.py")
 PATIENCE_S = 60.0
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+ITS_OWN = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LEFT": "behind"}
+"""What the preloaded process has in its environment; the first two, so that it has one thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Preloaded:
     """Runs scripts, one after the other, in forks of a process that has torch."""
 
     def __init__(self, names: tuple[str, ...], more: Mapping[str, str] | None = None) -> None:
-        self.environment = {**_environment(), **ONE_THREAD, **(more or {})}
+        self.environment = {**_environment(), **ITS_OWN, **(more or {})}
         self._process = subprocess.Popen(
             [sys.executable, "-u", str(PRELOADED), str(PRELOADER), *names],
             env=self.environment,
@@ -136,7 +137,8 @@ class Bench:
         return Start(case.kind, case.target, case.args, self._environment(case), str(self.work))
 
     def _environment(self, case: Case) -> dict[str, str]:
-        return {**self._preloaded.environment, **case.environment}
+        wanted = {**self._preloaded.environment, **case.environment}
+        return {name: value for name, value in wanted.items() if value is not None}
 
     def _lay_out(self, case: Case) -> None:
         for path in (self.work, *(self._folder / name for name in ("stdout", "stderr", "told"))):

@@ -20,7 +20,7 @@ BASE = {"OMP_NUM_THREADS": "1", "HOME": "/root"}
         ({"HOME": "/home"}, False),
         ({"OMP_NUM_THREADS": "4"}, False),
         ({"OMP_NUM_THREADS": "4,2"}, True),
-        ({"OMP_NUM_THREADS": None}, True),
+        ({"OMP_NUM_THREADS": None}, False),
         ({"OPENBLAS_NUM_THREADS": "2"}, False),
         ({"MKL_NUM_THREADS": "2"}, True),
         ({"OMP_PROC_BIND": "true"}, True),
