@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..health.http import Probe
-from ..rendezvous.decide import Leave, Refusal, Start, Stop
+from ..rendezvous.decide import Drain, Leave, Refusal, Start, Stop
 from ..rendezvous.participant import Participant
 from ..rendezvous.records import Phase, Result
 from .accounting.observer import Observer
@@ -131,7 +131,7 @@ class Loop:
             return Probe(True, f"running generation {undisturbed}")
         if self._gpu_memory.waiting:
             return Probe(False, "waiting for the killed workers' GPU memory to be free")
-        if world is not None and world.phase is Phase.RUNNING and self._participant.lease_good(self._clock()):
+        if world is not None and world.trains and self._participant.lease_good(self._clock()):
             return Probe(True, f"standing by: generation {world.generation} is running")
         return Probe(False, f"waiting: {self._participant.waiting_for}")
 
@@ -185,6 +185,8 @@ class Loop:
                 return False
             training.start(order.world, order.member, self._listener, now)
             return True
+        elif isinstance(order, Drain):
+            return self._participant.workers_told(order.generation)
         elif isinstance(order, Stop):
             grace_s = stop.grace_s if order.planned else stop.failure_grace_s
             training.stop(grace_s, gently=order.planned, reason=order.reason)

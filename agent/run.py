@@ -147,6 +147,7 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
         )
         lease_ttl_s = config.rendezvous.lease_ttl_s
         participant = Participant(identity, _policy(config), lease_ttl_s=lease_ttl_s, rng=rng, now=clock())
+        participant.warmed()
         link = StoreLink(store, lease_ttl_s, events.put, clock, rng)
         cgroup = claim_cgroup(incarnation)
         guard = Guard()

@@ -10,7 +10,7 @@ import ipaddress
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ..rendezvous.records import NodeRecord, Phase, World
+from ..rendezvous.records import NodeRecord, World
 
 MOST_NAMED = 5
 """Of the nodes that have the same value; the others are counted."""
@@ -39,7 +39,7 @@ class Comparison:
 
     def news(self, world: World, nodes: Iterable[NodeRecord]) -> tuple[str, ...]:
         """`nodes` are all that are known, members of the world or not."""
-        if world.phase is not Phase.RUNNING or world.generation == self._generation:
+        if not world.trains or world.generation == self._generation:
             return ()
         self._generation, before = world.generation, self._said
         members = {member.incarnation for member in world.members}

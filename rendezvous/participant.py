@@ -28,7 +28,7 @@ from .decide import (
     Policy,
     Publish,
     Refusal,
-    Start,
+    Stay,
     Stop,
     View,
     decide,
@@ -58,6 +58,9 @@ log = logging.getLogger(__name__)
 LEAVE_TOGETHER_S = 3.0
 """How long a leaving node waits for the coordinator to stop everybody, before it stops its workers alone."""
 
+LINGER_S = 1.0
+"""How long a leaving node whose workers have ended waits for the others beyond the time of a drain."""
+
 DUPLICATE_TTLS = 3.0
 """A record under our name that outlives so many times to live belongs to a live agent, not to a dead one; longer
 than the store needs, since late keep-alives of the dead may still arrive and clocks differ in rate."""
@@ -78,6 +81,10 @@ class _Session:
     started: int = 0
     settled: int = 0
     succeeded: int = 0
+    draining: int = 0
+    listening: int = 0
+    drained: int = 0
+    kept: int = 0
     failure: Failure | None = None
     lasting: int = 0
 
@@ -114,6 +121,9 @@ class Participant:
         self._generation = 0
         self._started_world: World
         self._leaving_since: float | None = None
+        self._warm = False
+        self._drain: tuple[int, float] | None = None
+        """The newest generation that drains or has drained, and the instant at which this node first saw so."""
         self._idle_since: float | None = now
         self._refusal: Leave | None = None
         self._duplicate_until: float | None = None
@@ -133,6 +143,11 @@ class Participant:
     def world(self) -> World | None:
         """As this node last saw it."""
         return self._session.roster.world
+
+    @property
+    def world_revision(self) -> int:
+        """Of the key `world`, when it held that."""
+        return self._session.roster.world_revision
 
     @property
     def world_since(self) -> float:
@@ -203,6 +218,7 @@ class Participant:
     def order(self, now: float) -> Order:
         """What this node must do now. Repeated until the driver reports that it is done."""
         leaving_for = now - self._leaving_since if self._leaving_since is not None else 0.0
+        over_at = self._drain_over_at(now)
         local = Local(
             incarnation=self._session.incarnation,
             generation=self._generation,
@@ -211,13 +227,15 @@ class Participant:
             came_after_end=self._came_after_end,
             leaving=self._leaving_since is not None,
             leave_alone=leaving_for >= LEAVE_TOGETHER_S,
+            drain_over=over_at is not None and now >= over_at,
+            wait_over=over_at is not None and now >= over_at + LINGER_S,
         )
         if self._refusal is not None:
             if self._generation:
                 return Stop(self._generation, False, self._refusal.reason)
             return self._refusal
         order = follow(self.world, local)
-        if isinstance(order, Start | Stop | Leave):
+        if not isinstance(order, Stay):
             return order
         give_up_at = self._give_up_at(now)
         if give_up_at is not None and now >= give_up_at:
@@ -232,12 +250,24 @@ class Participant:
             instants += [*self._session.proof.instants(now), self._session.roster.peers.wake_at()]
         if self._leaving_since is not None:
             instants.append(self._leaving_since + LEAVE_TOGETHER_S)
+        over_at = self._drain_over_at(now)
+        if over_at is not None:
+            instants += [over_at, over_at + LINGER_S]
         return min((at for at in instants if at is not None and at > now), default=None)
+
+    def _drain_over_at(self, now: float) -> float | None:
+        """When the time of the drain that is under way ends; it begins when this node first hears of it."""
+        world = self.world
+        if world is None or not world.drains:
+            return None
+        if self._drain is None or self._drain[0] != world.generation:
+            self._drain = world.generation, now
+        return self._drain[1] + self.policy.drain_timeout_s
 
     def _give_up_at(self, now: float) -> float | None:
         """The end of the join timeout: it runs while nothing trains here and no world is known for sure to run."""
         world = self.world
-        running = world is not None and world.phase is Phase.RUNNING and self.lease_good(now)
+        running = world is not None and world.trains and self.lease_good(now)
         if self._generation or running:
             self._idle_since = None
         elif self._idle_since is None:
@@ -307,7 +337,15 @@ class Participant:
         roster = self._session.roster
         gone = roster.peers.gone
         live = tuple(node for node in roster.nodes if node.incarnation not in gone)
-        view = View(live, roster.world, roster.world_since, roster.arrivals, gone, self._came_after_end)
+        view = View(
+            live,
+            roster.world,
+            roster.world_since,
+            roster.arrivals,
+            roster.warm_since,
+            gone,
+            self._came_after_end,
+        )
         decision = self._decide(view, self.policy, now)
         if isinstance(decision, Publish) and roster.nodes_are_behind:
             return roster.question
@@ -327,6 +365,11 @@ class Participant:
             incarnation=session.incarnation,
             port=port,
             leaving=self._leaving_since is not None,
+            warm=self._warm,
+            draining=session.draining,
+            listening=session.listening,
+            drained=session.drained,
+            kept=session.kept,
             settled=session.settled,
             succeeded=session.succeeded,
             failure=session.failure,
@@ -337,7 +380,8 @@ class Participant:
     def _settle_unstarted(self) -> None:
         """A generation that was stopped before this node started it has no workers here either."""
         world = self.world
-        if world is None or world.phase is not Phase.STOPPING or self._generation:
+        stops = world is not None and world.phase in (Phase.DRAINING, Phase.STOPPING)
+        if world is None or not stops or self._generation:
             return
         if world.member(self.incarnation) is not None and self._session.settled < world.generation:
             self._settle(world)
@@ -497,6 +541,30 @@ class Participant:
 
     def workers_succeeded(self, generation: int) -> None:
         self._session.succeeded = generation
+
+    def workers_told(self, generation: int) -> bool:
+        """Every worker here that looks at its flag sees from now on that a planned change waits for it.
+
+        True when that is news, and so something to tell the others.
+        """
+        known, self._session.draining = self._session.draining, generation
+        return known != generation
+
+    def workers_listen(self, generation: int) -> bool:
+        """Every worker here has looked at its flag at the end of a step, and so will at the next. True: as above."""
+        known, self._session.listening = self._session.listening, generation
+        return known != generation
+
+    def workers_drained(self, generation: int, *, kept: bool) -> None:
+        """Every worker here has ended by itself at the step that all have agreed on, or the next generation can do
+        without it. `kept`: this node has the state after that step."""
+        self._session.drained = generation
+        if kept:
+            self._session.kept = generation
+
+    def warmed(self) -> None:
+        """Workers can start here at once. Until then a world that trains does not wait for this node."""
+        self._warm = True
 
     def offer_port(self, port: int) -> None:
         """`port` is bound and listening at this node's address, and no generation has ever been given it."""

@@ -104,7 +104,7 @@ def slow_to_stop(world: World, nodes: Iterable[NodeRecord], incarnation: str) ->
 def slow_to_go_on(world: World, coordinator: NodeRecord, mine: NodeRecord) -> Suspects:
     """For a member that has nothing left to do in this generation: the coordinator, whose turn it is."""
     failed = mine.failure is not None and mine.failure.generation == world.generation
-    done = failed if world.phase is Phase.RUNNING else mine.settled >= world.generation
+    done = failed if world.trains else mine.settled >= world.generation
     if not done or coordinator.http is None or world.phase is Phase.ENDED:
         return {}
     for place, member in enumerate(world.members[:MOST_WHO_ASK]):

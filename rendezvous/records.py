@@ -1,5 +1,5 @@
-"""What nodes tell each other: in the store one `NodeRecord` per node and one `World` per job, and an `Introduction`
-from node to node.
+"""What nodes tell each other: in the store one `NodeRecord` per node, one `World` and one `StopAt` per job, and an
+`Introduction` from node to node.
 
 All are small frozen values with one JSON form and one validating reader each (`from_json`), because anybody who
 can reach the store or a port can write there: unknown schema, wrong types, sizes and ranges raise `RecordInvalid`,
@@ -16,7 +16,7 @@ from typing import Any
 from .errors import RecordInvalid
 from .fields import NAME, Fields
 
-SCHEMA = 4
+SCHEMA = 5
 """Version of all records. A reader refuses any other: half an understanding is worse than none."""
 
 MAX_RECORD_BYTES = 512 * 1024
@@ -25,6 +25,7 @@ MAX_TEXT = 4096
 """Characters of a text for people; a longer one is refused, so its writer cuts it."""
 MAX_RDMA_PORTS = 64
 WORLD_KEY = "world"
+STOP_KEY = "stop_at"
 INTRODUCTION = "the answer of a peer"
 """Stands for the key in what is said of an introduction that cannot be read."""
 NODES_PREFIX = "nodes/"
@@ -99,6 +100,16 @@ class NodeRecord:
     hosts_store: bool = False
     """The rendezvous store ends with this node."""
     leaving: bool = False
+    warm: bool = False
+    """Workers can start here at once: what takes seconds has been done before anybody needs it."""
+    draining: int = 0
+    """The generation whose workers here have all been told that a planned change waits for them."""
+    listening: int = 0
+    """The generation whose workers here have all asked for such news at a step's end, and so will again."""
+    drained: int = 0
+    """The generation whose workers here have ended by themselves at the step that all agreed on, or need not."""
+    kept: int = 0
+    """The generation whose state after that step this node keeps."""
     settled: int = 0
     """No worker of this generation or of an earlier one is left on this node, and `port` is fresh since."""
     succeeded: int = 0
@@ -131,6 +142,11 @@ class NodeRecord:
             network=fields.optional("network", NetworkFacts.read),
             hosts_store=fields.boolean("hosts_store"),
             leaving=fields.boolean("leaving"),
+            warm=fields.boolean("warm"),
+            draining=fields.integer("draining"),
+            listening=fields.integer("listening"),
+            drained=fields.integer("drained"),
+            kept=fields.integer("kept"),
             settled=fields.integer("settled"),
             succeeded=fields.integer("succeeded"),
             failure=fields.optional("failure", _failure),
@@ -159,6 +175,8 @@ class Member:
 class Phase(enum.Enum):
     RUNNING = "running"
     """The members train."""
+    DRAINING = "draining"
+    """They train on, and tell their workers that a planned change waits; when all have been told, they stop."""
     STOPPING = "stopping"
     """The members stop their workers and say so; the next generation closes when all have, or are gone."""
     ENDED = "ended"
@@ -222,6 +240,20 @@ class World:
     step: int = 0
     """Highest step that any node had reported before this generation: it makes progress by passing it."""
     result: Result | None = None
+    drained: bool = False
+    """While STOPPING: the workers end by themselves at the step that `StopAt` names, and nobody signals them."""
+    rescuer: str = ""
+    """The member that brings the state after the last step to disk now: no generation goes on with it at once."""
+
+    @property
+    def trains(self) -> bool:
+        """Its members' workers go on from step to step."""
+        return self.phase in (Phase.RUNNING, Phase.DRAINING)
+
+    @property
+    def drains(self) -> bool:
+        """A planned change is under way in which nobody signals the workers."""
+        return self.phase is Phase.DRAINING or self.drained
 
     @property
     def size(self) -> int:
@@ -250,6 +282,8 @@ class World:
             restarts=fields.one("restarts", _restarts),
             step=fields.integer("step"),
             result=None if fields.value("result") is None else fields.choice("result", Result),
+            drained=fields.boolean("drained"),
+            rescuer=fields.text("rescuer", 128),
         )
         if not world.members:
             raise RecordInvalid(WORLD_KEY, "it has no members")
@@ -258,9 +292,31 @@ class World:
                 raise RecordInvalid(WORLD_KEY, "it lists a node twice")
         if (world.phase is Phase.ENDED) != (world.result is not None):
             raise RecordInvalid(WORLD_KEY, f"phase {world.phase.value!r} with result {world.result}")
+        if world.drained and world.phase is not Phase.STOPPING:
+            raise RecordInvalid(
+                WORLD_KEY, f"phase {world.phase.value!r} while its workers stop by themselves"
+            )
         if world.cause.kind is CauseKind.FAILURE and world.cause.failure is None:
             raise RecordInvalid(WORLD_KEY, "its cause is a failure that it does not name")
         return world
+
+
+@dataclass(frozen=True, slots=True)
+class StopAt:
+    """Under `STOP_KEY`: all workers of `generation` end after this step, which none of them can have passed."""
+
+    generation: int
+    step: int
+    paused: bool = False
+    """Rank 0 said so between two steps: others may be in the next one already, and wait there for rank 0 in vain."""
+
+    def to_json(self) -> str:
+        return _dump(self)
+
+    @staticmethod
+    def from_json(text: str) -> StopAt:
+        fields = _fields(STOP_KEY, text)
+        return StopAt(fields.integer("generation", 1), fields.integer("step"), fields.boolean("paused"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +361,7 @@ def _fields(key: str, text: str) -> Fields:
     return Fields.of_text(key, text, SCHEMA, MAX_RECORD_BYTES)
 
 
-def _dump(record: NodeRecord | World | Introduction) -> str:
+def _dump(record: NodeRecord | World | StopAt | Introduction) -> str:
     return json.dumps({"v": SCHEMA, **_plain(record)}, separators=(",", ":"))
 
 

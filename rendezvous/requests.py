@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .records import WORLD_KEY, NodeRecord, World
+from .records import STOP_KEY, WORLD_KEY, NodeRecord, StopAt, World
 from .store import Compare, Delete, LeaseId, Outcome, Put, Snapshot
 
 
@@ -75,7 +75,24 @@ class Evict:
         return (Delete(self.compare.key),)
 
 
-Transaction: TypeAlias = WriteRecord | WriteWorld | Evict
+@dataclass(frozen=True, slots=True)
+class WriteStop:
+    """Say where the workers stop, while the world is still the one that waits for it."""
+
+    world: Compare
+    compare: Compare
+    stop: StopAt
+
+    @property
+    def compares(self) -> tuple[Compare, ...]:
+        return (self.world, self.compare)
+
+    @property
+    def writes(self) -> tuple[Put | Delete, ...]:
+        return (Put(STOP_KEY, self.stop.to_json()),)
+
+
+Transaction: TypeAlias = WriteRecord | WriteWorld | WriteStop | Evict
 Request: TypeAlias = Grant | Read | Transaction
 Answer: TypeAlias = LeaseId | Snapshot | Outcome
 

@@ -32,6 +32,8 @@ class Roster:
         """The watch that keeps this up to date; None until everything has been read."""
         self.arrivals: dict[str, float] = {}
         """Instant at which this node first saw each incarnation."""
+        self.warm_since: dict[str, float] = {}
+        """And at which it first saw it warm."""
         self.peers = Peers()
         self._job = job
         self._own_key = node_key(node)
@@ -158,6 +160,8 @@ class Roster:
         self.peers.gone.discard(record.incarnation)
         self._nodes[key] = (entry, record)
         self.arrivals.setdefault(record.incarnation, now)
+        if record.warm:
+            self.warm_since.setdefault(record.incarnation, now)
 
 
 def _same_key_life(old: Entry, new: Entry | None) -> bool:

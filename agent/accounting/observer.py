@@ -132,7 +132,7 @@ class Observer:
         self._metrics.turn_over(
             joined=change.joined, left=change.left, lost=change.lost, incident=change.incident
         )
-        running = world is not None and world.phase is Phase.RUNNING
+        running = world is not None and world.trains
         members = {member.incarnation for member in world.members} if world is not None else set()
         here = {node.incarnation for node in nodes}
         self._metrics.coordinator.set(coordinates)
@@ -187,7 +187,7 @@ class Observer:
             if group.stopping:
                 return "stopping"
             return "running" if self._steps.stepped else "starting"
-        if world is None or world.phase is Phase.RUNNING:
+        if world is None or world.trains:
             return "joining"
         if world.phase is Phase.ENDED:
             return "succeeded" if world.cause.kind is CauseKind.SUCCESS else "failed"

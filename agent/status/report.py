@@ -228,7 +228,7 @@ def _state(world: World | None, told: Iterable[NodeStatus]) -> str:
         return "waiting"
     if world.phase is Phase.ENDED:
         return "succeeded" if world.result is Result.SUCCEEDED else "failed"
-    if world.phase is Phase.RUNNING:
+    if world.trains:
         return "running"
     told = list(told)
     return "waiting" if told and not any(status.workers for status in told) else "stopping"

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ...rendezvous.decide import Decision, Leave, Policy, Start, Stop, View, decide
+from ...rendezvous.decide import Decision, Drain, Leave, Policy, Start, Stop, View, decide
 from ...rendezvous.errors import StoreError, StoreUnavailable
 from ...rendezvous.participant import Participant
 from ...rendezvous.records import (
@@ -111,7 +111,7 @@ class _Closed:
 def decide_for_torchrun(view: View, policy: Policy, now: float) -> Decision:
     """As everywhere, but a node that has finished takes no further part: torchrun's agent does not start again."""
     world = view.world
-    finishing = world.generation if world is not None and world.phase is Phase.RUNNING else 0
+    finishing = world.generation if world is not None and world.trains else 0
 
     def as_seen(node: NodeRecord) -> NodeRecord:
         return replace(node, leaving=True) if node.succeeded not in (0, finishing) else node
@@ -144,6 +144,7 @@ class Membership:
         self._participant = Participant(
             identity, policy, lease_ttl_s=lease_ttl_s, rng=rng, now=clock(), decision=decide_for_torchrun
         )
+        self._participant.warmed()
         self._link = StoreLink(store, lease_ttl_s, self._events.put, clock, rng)
         self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
         self._changed = threading.Condition()
@@ -246,6 +247,8 @@ class Membership:
                 participant.offer_port(self._listener.getsockname()[1])
                 continue
             order = participant.order(now)
+            if isinstance(order, Drain) and participant.workers_told(order.generation):
+                continue  # torchrun's workers look at no flag: they will be signalled
             if not (isinstance(order, Start) and self._wanted):
                 break
             self._take(order, now)
@@ -279,7 +282,7 @@ class Membership:
         return (
             self._finished is not None
             and world is not None
-            and world.phase is Phase.RUNNING
+            and world.trains
             and self._finished == (world.generation, participant.incarnation)
             and participant.lease_good(now)
         )

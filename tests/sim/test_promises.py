@@ -25,6 +25,7 @@ MUST_HAPPEN = (
     "fault outage",
     "fault crash",
     "fault reject",
+    "fault leave",
     "request lost",
     "reply lost",
     "lease expired",
@@ -44,6 +45,13 @@ MUST_HAPPEN = (
     "world by lost",
     "world by join",
     "world by withdrawn",
+    "world by leave",
+    "drained",
+    "stop published",
+    "stop published in a pause",
+    "stranded",
+    "rescued",
+    "planned change without loss",
 )
 """A batch in which one of these never happened has not tested what it claims to."""
 
@@ -68,13 +76,12 @@ def test_no_seed_breaks_a_promise(workers: multiprocessing.pool.Pool) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(workers: multiprocessing.pool.Pool, bug: str) -> None:
-    tries = [(seed, bug) for seed in range(200)]
-    caught = [
-        verdict
-        for verdict in workers.starmap(try_seed, tries, chunksize=CHUNK)
-        if (verdict.broken or "").startswith("I")
-    ]
-    assert caught, f"200 seeds did not notice: {bug}"
+    for first in range(0, 200, CHUNK):
+        tries = [(seed, bug) for seed in range(first, first + CHUNK)]
+        verdicts = workers.starmap(try_seed, tries, chunksize=CHUNK // 5)
+        if any((verdict.broken or "").startswith("I") for verdict in verdicts):
+            return
+    pytest.fail(f"200 seeds did not notice: {bug}")
 
 
 def test_the_same_seed_gives_the_same_run() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from elastic_agent.rendezvous.decide import Leave, Order, Policy, Start, Stay, Stop
+from elastic_agent.rendezvous.decide import Drain, Leave, Order, Policy, Start, Stay, Stop
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavailable
 from elastic_agent.rendezvous.ledger import Ledger
 from elastic_agent.rendezvous.participant import Participant
@@ -52,6 +52,8 @@ class Peer:
         """Whom this node wants to be asked directly; nobody does it unless the test does."""
         self.orders: list[Order] = []
         self.obedient = True
+        self.listens = False
+        """Its workers end by themselves when they are asked to."""
         http = Endpoint(f"host-{name}", 80)
         identity = NodeRecord(name, f"{name}-{life}", f"host-{name}", self.ports, slots, http)
         self.part = Participant(
@@ -62,6 +64,7 @@ class Peer:
             now=bench.now,
             retry=RetryPolicy(0.0, 1.0),
         )
+        self.part.warmed()
         self.watched: Subscription | None = None
         self.seen_to = 0
 
@@ -130,11 +133,25 @@ class Peer:
         if isinstance(order, Leave):
             self.orders += [order] if order not in self.orders else []
             return False
+        if isinstance(order, Drain) and self.obedient:
+            return self.drain(order)
         self.orders.append(order)
         if self.obedient and isinstance(order, Start):
             self.part.workers_started(order.world)
         elif self.obedient and isinstance(order, Stop):
             self.part.workers_gone(order.generation, self.bench.now)
+        return True
+
+    def drain(self, order: Drain) -> bool:
+        news = self.part.workers_told(order.generation)
+        if self.listens:
+            news |= self.part.workers_listen(order.generation)
+        if self.listens and order.stopping:
+            self.part.workers_drained(order.generation, kept=True)
+            self.part.workers_gone(order.generation, self.bench.now)
+        elif not news:
+            return False
+        self.orders.append(order)
         return True
 
     # ------------------------------------------------------------ what a test looks at

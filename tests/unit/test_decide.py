@@ -10,6 +10,7 @@ import pytest
 
 from elastic_agent.rendezvous.decide import (
     Decision,
+    Drain,
     Leave,
     Local,
     Order,
@@ -45,10 +46,11 @@ SETTLED = 4
 CRASH = Failure(4, "crash", "rank 0 raised ValueError")
 OLD_CRASH = replace(CRASH, generation=3)
 
-A = NodeRecord("a", "a-1", "host-a", 4001, slots=2)
-B = NodeRecord("b", "b-1", "host-b", 4002, slots=1)
-C = NodeRecord("c", "c-1", "host-c", 4003, slots=3)
-D = NodeRecord("d", "d-1", "host-d", 4004, slots=1)
+A = NodeRecord("a", "a-1", "host-a", 4001, slots=2, warm=True)
+B = NodeRecord("b", "b-1", "host-b", 4002, slots=1, warm=True)
+C = NodeRecord("c", "c-1", "host-c", 4003, slots=3, warm=True)
+D = NodeRecord("d", "d-1", "host-d", 4004, slots=1, warm=True)
+COLD = replace(C, warm=False)
 HOST = replace(B, hosts_store=True)
 
 SA, SB, SC = (replace(node, settled=SETTLED, port=node.port + 100) for node in (A, B, C))
@@ -78,7 +80,7 @@ def stopping(*nodes: NodeRecord, kind: CauseKind = CauseKind.JOIN, **changes: ob
 def view(world: World | None, *nodes: NodeRecord, since: float = NOW, **arrived: float) -> View:
     """These nodes, oldest first; they arrived long ago unless `arrived` says when."""
     arrivals = {node.incarnation: arrived.get(node.node, 0.0) for node in nodes}
-    return View(nodes, world, since, arrivals)
+    return View(nodes, world, since, arrivals, warm_since=arrivals)
 
 
 def short(decision: Decision) -> str:
@@ -154,17 +156,17 @@ AB = running(A, B)
         (view(AB, A), "stopping 4 [a b] lost b", "node b is gone"),
         (view(AB, A, replace(B, incarnation="b-2")), "stopping 4 [a b] lost b", "node b is gone"),
         (view(AB, replace(A, leaving=True)), "stopping 4 [a b] lost b", "node b is gone"),
-        # a member leaves
-        (view(AB, A, replace(B, leaving=True)), "stopping 4 [a b] leave b", "node b was asked to stop"),
+        # a member leaves; one that has stopped its workers already leaves nothing to agree on
+        (view(AB, A, replace(B, leaving=True)), "draining 4 [a b] leave b", "node b was asked to stop"),
         (view(AB, A, replace(SB, leaving=True)), "stopping 4 [a b] leave b", "node b was asked to stop"),
         (
             view(AB, A, replace(HOST, leaving=True)),
-            "ended 4 [a b] leave b",
+            "draining 4 [a b] leave b",
             "hosts the c10d rendezvous store",
         ),
         (
             view(AB, A, B, replace(C, hosts_store=True, leaving=True)),
-            "ended 4 [a b] leave c",
+            "draining 4 [a b] leave c",
             "hosts the c10d rendezvous store",
         ),
         # a member stopped by itself
@@ -181,12 +183,16 @@ AB = running(A, B)
         (view(AB, replace(A, failure=CRASH), replace(SB, succeeded=4)), "stopping 4 [a b] failure a", ""),
         (view(AB, replace(SB, succeeded=4)), "stopping 4 [a b] lost a", ""),
         # a newcomer
-        (view(AB, A, B, C, c=NOW), "stopping 4 [a b] join c", "c joining"),
-        (view(AB, A, B, C, D), "stopping 4 [a b] join c", "c, d joining"),
+        (view(AB, A, B, C, c=NOW), "draining 4 [a b] join c", "c joining"),
+        (view(AB, A, B, C, D), "draining 4 [a b] join c", "c, d joining"),
         (view(AB, A, B, replace(C, leaving=True)), "wait", "generation 4 is running on 2 nodes"),
         (view(ABC, A, B, C, D), "wait", "d standing by: the world has all 3 nodes of --max-nodes"),
         (view(running(A), A, B, b=99.5), "wait until 100.5", "last call before b joins"),
-        (view(running(A), A, B, b=99.0), "stopping 4 [a] join b", "b joining"),
+        (view(running(A), A, B, b=99.0), "draining 4 [a] join b", "b joining"),
+        # one that is not ready keeps nobody waiting: neither the others nor a newcomer that is
+        (view(AB, A, B, COLD), "wait", "c getting ready to join"),
+        (view(AB, A, B, COLD, D), "draining 4 [a b] join d", "d joining"),
+        (view(running(A), A, COLD, B, b=99.5), "wait until 100.5", "last call before b joins"),
     ],
 )
 def test_what_ends_a_running_generation(seen: View, decision: str, reason: str) -> None:
@@ -195,7 +201,7 @@ def test_what_ends_a_running_generation(seen: View, decision: str, reason: str) 
 
 def test_the_end_says_how() -> None:
     done = decide(view(AB, replace(SA, succeeded=4), replace(SB, succeeded=4)), POLICY, NOW)
-    host_left = decide(view(AB, A, replace(HOST, leaving=True)), POLICY, NOW)
+    host_left = decide(view(stopping(A, B), SA, replace(SB, hosts_store=True, leaving=True)), POLICY, NOW)
     assert isinstance(done, Publish)
     assert isinstance(host_left, Publish)
     assert (done.world.result, host_left.world.result) == (Result.SUCCEEDED, Result.STORE_HOST_LEFT)
@@ -225,6 +231,162 @@ def test_a_new_run_begins_where_the_numbers_of_the_last_one_end() -> None:
     alone = decide(replace(view(ended, again[0]), came_after_end=True), POLICY, NOW)
     assert short(alone) == "wait"
     assert "waiting for 1 more" in alone.reason
+
+
+def test_the_last_call_over_a_newcomer_begins_when_it_is_ready() -> None:
+    seen = replace(view(running(A), A, B, b=90.0), warm_since={B.incarnation: 99.5})
+    check(seen, POLICY, "wait until 100.5", "last call before b joins")
+
+
+# ---------------------------------------------------------------- decide: a planned change
+
+DRAINING = replace(ABC, phase=Phase.DRAINING, cause=Cause(CauseKind.LEAVE, "c", "node c was asked to stop"))
+FRESH = replace(DRAINING, step=0)
+"""No worker of the job has ever told of a step."""
+DRAINED = replace(DRAINING, phase=Phase.STOPPING, drained=True)
+TA, TB, TC = (replace(node, draining=4) for node in (A, B, C))
+"""They have told their workers."""
+LA, LB, LC = (replace(node, listening=4) for node in (TA, TB, TC))
+"""And these look at their flags."""
+KA, KB, KC = (replace(node, draining=4, listening=4, drained=4, kept=4, settled=4) for node in (A, B, C))
+"""Their workers have ended at the agreed step."""
+GOING = {"leaving": True}
+
+
+def drained(decision: Decision) -> str:
+    """As `short`, and whether the workers end by themselves."""
+    by_themselves = isinstance(decision, Publish) and decision.world.drained
+    rescuer = (
+        f", {decision.world.rescuer} rescues"
+        if isinstance(decision, Publish) and decision.world.rescuer
+        else ""
+    )
+    return short(decision) + (", drained" if by_themselves else "") + rescuer
+
+
+@pytest.mark.parametrize(
+    ("seen", "decision", "reason"),
+    [
+        # all must have told their workers
+        (view(DRAINING, A, B, C), "wait", "waiting for a, b, c to tell its workers"),
+        (view(DRAINING, LA, B, LC), "wait", "waiting for b to tell its workers"),
+        (view(DRAINING, LA, replace(LB, draining=3), LC), "wait", "waiting for b to tell its workers"),
+        # and then it depends on whether the workers listen
+        (
+            view(DRAINING, LA, LB, LC),
+            "stopping 4 [a b c] leave c, drained",
+            "all workers stop at the same step",
+        ),
+        (
+            view(DRAINING, LA, LB, replace(TC, listening=3)),
+            "wait until 103",
+            "the workers of c to end a step",
+        ),
+        (view(DRAINING, TA, TB, TC), "wait until 103", "the workers of a, b, c to end a step"),
+        (view(DRAINING, LA, LB, TC, since=97.0), "stopping 4 [a b c] leave c", "node c was asked to stop"),
+        (view(DRAINING, TA, TB, TC, since=97.0), "stopping 4 [a b c] leave c", "node c was asked to stop"),
+        (view(FRESH, TA, TB, TC), "stopping 4 [a b c] leave c", "node c was asked to stop"),
+        (view(FRESH, LA, TB, TC), "wait until 103", "the workers of b, c to end a step"),
+        (view(FRESH, TA, replace(TB, step=3), TC), "wait until 103", "the workers of a, b, c to end a step"),
+        # who has finished with success has nobody to tell
+        (
+            view(DRAINING, LA, LB, replace(SC, succeeded=4)),
+            "stopping 4 [a b c] leave c, drained",
+            "all workers stop at the same step",
+        ),
+        (
+            view(DRAINING, *(replace(node, succeeded=4) for node in (SA, SB, SC))),
+            "ended 4 [a b c] success",
+            "every worker ended with success",
+        ),
+        # whatever breaks the generation ends the drain with it
+        (view(DRAINING, LA, LB, replace(LC, failure=CRASH)), "stopping 4 [a b c] failure c", CRASH.summary),
+        (view(DRAINING, LA, LB), "stopping 4 [a b c] lost c", "node c is gone"),
+        (view(DRAINING, LA, LB, replace(SC, draining=4)), "stopping 4 [a b c] leave c", "asked to stop"),
+        (view(DRAINING, LA, LB, SC), "stopping 4 [a b c] leave c", "asked to stop"),
+        # a second node that leaves meanwhile, or a joiner that comes or dies, changes nothing
+        (view(DRAINING, LA, LB, replace(TC, **GOING)), "wait until 103", ""),
+        (view(DRAINING, LA, replace(LB, **GOING), LC, D), "stopping 4 [a b c] leave c, drained", ""),
+    ],
+)
+def test_a_planned_change_waits_until_all_workers_know(seen: View, decision: str, reason: str) -> None:
+    made = decide(seen, POLICY, NOW)
+    assert drained(made) == decision
+    assert reason in made.reason
+
+
+@pytest.mark.parametrize(
+    ("seen", "decision", "reason"),
+    [
+        (view(DRAINED, LA, LB, LC), "wait", "waiting for a, b, c to stop generation 4"),
+        (view(DRAINED, KA, LB, replace(KC, **GOING)), "wait", "waiting for b to stop generation 4"),
+        (view(DRAINED, KA, KB, replace(KC, **GOING)), "running 5 [a b] leave c", "2 nodes are ready"),
+        (
+            view(DRAINED, KA, KB, replace(KC, **GOING), D, d=NOW),
+            "running 5 [a b d] leave c",
+            "3 nodes are ready",
+        ),
+        # some may have finished the whole training on the way
+        (
+            view(DRAINED, *(replace(node, succeeded=4) for node in (SA, SB, SC))),
+            "ended 4 [a b c] success",
+            "every worker ended with success",
+        ),
+        (view(DRAINED, KA, KB, replace(SC, succeeded=4)), "running 5 [a b c] leave c", ""),
+        # whatever breaks the generation: the others need not wait for the time of a drain
+        (view(DRAINED, KA, LB, replace(LC, failure=CRASH)), "stopping 4 [a b c] failure c", CRASH.summary),
+        (view(DRAINED, KA, LB), "stopping 4 [a b c] lost c", "node c is gone"),
+        (view(DRAINED, KA, LB, replace(SC, draining=4)), "stopping 4 [a b c] leave c", "asked to stop"),
+        # the next cannot start: who leaves need not wait, and somebody brings what all have in memory to disk
+        (
+            view(DRAINED, KA, replace(KB, **GOING), replace(KC, **GOING)),
+            "stopping 4 [a b c] leave c, a-1 rescues",
+            "waiting for 1 more of at least 2 nodes (here: a",
+        ),
+        # it could, but the state is kept by nobody who stays: first to disk, and only then on
+        (
+            view(DRAINED, replace(KA, kept=3), replace(KB, **GOING), replace(KC, **GOING), D),
+            "stopping 4 [a b c] leave c, b-1 rescues",
+            "2 nodes are ready",
+        ),
+        (
+            view(replace(DRAINED, drained=False, rescuer="b-1"), SA, replace(KB, **GOING), D),
+            "wait",
+            "node b brings the state to disk before it leaves",
+        ),
+        (
+            view(replace(DRAINED, drained=False, rescuer="b-1"), SA, D),
+            "running 5 [a d] leave c",
+            "2 nodes are ready",
+        ),
+        # the job ends with its store
+        (
+            view(DRAINED, replace(KA, hosts_store=True, **GOING), KB, KC),
+            "stopping 4 [a b c] leave c, a-1 rescues",
+            "hosts the c10d rendezvous store",
+        ),
+        (
+            view(
+                replace(DRAINED, drained=False, rescuer="b-1"), replace(KA, hosts_store=True, **GOING), KB, KC
+            ),
+            "ended 4 [a b c] leave a, b-1 rescues",
+            "hosts the c10d rendezvous store",
+        ),
+    ],
+)
+def test_how_a_drain_ends(seen: View, decision: str, reason: str) -> None:
+    made = decide(seen, POLICY, NOW)
+    assert drained(made) == decision
+    assert reason in made.reason
+
+
+def test_a_world_that_can_go_on_waits_for_nobody() -> None:
+    """Whoever is late, or not ready, is invited when it runs."""
+    policy = replace(POLICY, max_nodes=5)
+    check(view(DRAINED, KA, KB, KC, D, d=NOW), policy, "running 5 [a b c d] leave c", "4 nodes are ready")
+    check(view(DRAINED, KA, KB, KC, replace(D, warm=False)), policy, "running 5 [a b c] leave c", "3 nodes")
+    alone = view(replace(DRAINED, members=line_up((A,))), KA, replace(D, warm=False))
+    check(alone, replace(policy, min_nodes=2), "running 5 [a d] leave c", "2 nodes are ready")
 
 
 # ---------------------------------------------------------------- decide: between two generations
@@ -459,20 +621,46 @@ def lives(node: NodeRecord) -> Iterator[tuple[bool, NodeRecord | None]]:
         )
 
 
+def lives_in_a_drain(node: NodeRecord) -> Iterator[tuple[bool, NodeRecord | None]]:
+    told = replace(node, draining=4)
+    kept = replace(told, listening=4, drained=4, kept=4, settled=4)
+    yield from ((False, None), (False, node), (False, replace(node, warm=False)), (True, None))
+    for record in (
+        *(node, told, replace(told, listening=4), replace(told, settled=4), replace(told, failure=CRASH)),
+        *(kept, replace(kept, kept=0), replace(told, settled=4, succeeded=4)),
+    ):
+        yield True, record
+        yield True, replace(record, leaving=True)
+
+
+CHANGES = {
+    Phase.RUNNING: (Phase.DRAINING, Phase.STOPPING, Phase.ENDED),
+    Phase.DRAINING: (Phase.STOPPING, Phase.ENDED),
+    Phase.STOPPING: (Phase.STOPPING, Phase.ENDED, Phase.RUNNING),
+}
+
+
 def check_promises(seen: View, policy: Policy, decision: Decision) -> None:
     assert decide(seen, policy, NOW) == decision, "two coordinators decide differently"
     assert decision.reason
     before, live = seen.world, {node.incarnation: node for node in seen.nodes}
     if isinstance(decision, Wait):
-        assert before is None or before.phase is not Phase.RUNNING or not broken(before, live)
+        assert before is None or not (before.trains or before.drained) or not broken(before, live)
         return
     world = decision.world
     assert World.from_json(world.to_json()) == world
+    assert before is None or world.phase in CHANGES[before.phase]
     if world.phase is not Phase.RUNNING:
         assert before is not None
-        assert before.phase is Phase.RUNNING or world.phase is Phase.ENDED
+        assert (before.phase, before.drained) != (world.phase, world.drained), "nothing would change"
         kept = replace(world, phase=before.phase, cause=before.cause, result=None, restarts=before.restarts)
+        kept = replace(kept, drained=before.drained, rescuer=before.rescuer)
         assert kept == before, "only the phase and its reason change inside a generation"
+        if world.drained:
+            training = [live[m.incarnation] for m in world.members if live[m.incarnation].succeeded != 4]
+            assert all(node.draining == node.listening == 4 for node in training), "some would not stop"
+        if world.rescuer:
+            assert live[world.rescuer].kept == 4
         return
     assert before is None or before.phase is Phase.STOPPING
     assert world.generation == (before.generation + 1 if before is not None else 1)
@@ -485,7 +673,11 @@ def check_promises(seen: View, policy: Policy, decision: Decision) -> None:
     old = [member.incarnation for member in before.members] if before is not None else []
     assert before is None or all(live[i].settled >= before.generation for i in old if i in live)
     stayed = [i for i in old if i in live and not live[i].leaving]
-    came = [i for i in live if i not in old and not live[i].leaving]
+    goes_on = before is not None and len(stayed) >= policy.min_nodes
+    came = [i for i in live if i not in old and not live[i].leaving and (live[i].warm or not goes_on)]
+    if before is not None and before.drained:
+        keepers = [node for node in seen.nodes if node.kept == before.generation]
+        assert not keepers or not all(node.leaving for node in keepers), "the state would be lost"
     assert [node.incarnation for node in chosen] == (stayed + came)[: policy.max_nodes]
 
 
@@ -495,11 +687,12 @@ def broken(world: World, live: dict[str, NodeRecord]) -> bool:
 
 
 @pytest.mark.parametrize("limits", [(1, 1), (1, 3), (2, 2), (2, 3), (3, 3)])
-@pytest.mark.parametrize("phase", ["none", "running", "stopping", "failed"])
+@pytest.mark.parametrize("phase", ["none", "running", "draining", "drained", "stopping", "failed"])
 def test_every_small_combination_keeps_the_promises(phase: str, limits: tuple[int, int]) -> None:
     policy = Policy("job", *limits, restarts=RestartPolicy(first_backoff_s=0.0))
     published = 0
-    for combination in itertools.product(lives(A), lives(HOST), lives(C)):
+    each = lives_in_a_drain if phase in ("draining", "drained") else lives
+    for combination in itertools.product(each(A), each(HOST), each(C)):
         places = zip((A, HOST, C), combination, strict=True)
         inside = [node for node, (is_member, _) in places if is_member][::-1]
         nodes = [record for _, record in combination if record is not None]
@@ -509,6 +702,10 @@ def test_every_small_combination_keeps_the_promises(phase: str, limits: tuple[in
             seen = view(None, *nodes)
         elif phase == "running":
             seen = view(running(*inside), *nodes)
+        elif phase == "draining":
+            seen = view(running(*inside, phase=Phase.DRAINING, cause=DRAINING.cause), *nodes)
+        elif phase == "drained":
+            seen = view(stopping(*inside, drained=True), *nodes)
         else:
             kind = CauseKind.FAILURE if phase == "failed" else CauseKind.LOST
             seen = view(stopping(*inside, kind=kind), *nodes)
@@ -529,6 +726,9 @@ DONE = replace(ABC, phase=Phase.ENDED, result=Result.SUCCEEDED, cause=Cause(Caus
 HOST_LEFT = replace(
     DONE, result=Result.STORE_HOST_LEFT, cause=Cause(CauseKind.LEAVE, "b", "its host has left")
 )
+
+
+TOO_LATE = "node c was asked to stop; the workers did not end by themselves in time"
 
 
 def stop(reason: str, planned: bool = False) -> Stop:
@@ -574,6 +774,38 @@ WORLD_LOST = "the rendezvous store has lost the world that runs here"
         (DONE, BUSY, stop("done")),
         (HOST_LEFT, BUSY, stop("its host has left", planned=True)),
         (ABC, replace(BUSY, leaving=True), Stay()),
+        # a drain: the workers are told, then left alone, and signalled only when its time is over
+        (DRAINING, BUSY, Drain(4, False, "node c was asked to stop")),
+        (
+            DRAINING,
+            replace(BUSY, leaving=True, leave_alone=True),
+            Drain(4, False, "node c was asked to stop"),
+        ),
+        (DRAINED, BUSY, Drain(4, True, "node c was asked to stop")),
+        (DRAINING, replace(BUSY, drain_over=True), stop(TOO_LATE, planned=True)),
+        (DRAINED, replace(BUSY, drain_over=True), stop(TOO_LATE, planned=True)),
+        (DRAINED, replace(BUSY, lease_good=False), stop(UNCONFIRMED)),
+        (replace(DRAINED, drained=False), BUSY, stop("node c was asked to stop", planned=True)),
+        (replace(DRAINED, generation=5), BUSY, stop("generation 5 has replaced it")),
+        # who leaves stays until the others have what they go on with
+        (DRAINING, IDLE, Stay()),
+        (DRAINED, replace(IDLE, leaving=True), Stay()),
+        (DRAINED, replace(IDLE, leaving=True, drain_over=True), Stay()),
+        (
+            DRAINED,
+            replace(IDLE, leaving=True, wait_over=True),
+            Leave(Refusal.ASKED, "this node was asked to stop"),
+        ),
+        (
+            DRAINED,
+            replace(IDLE, leaving=True, incarnation="d-1"),
+            Leave(Refusal.ASKED, "this node was asked to stop"),
+        ),
+        (
+            replace(DRAINED, drained=False),
+            replace(IDLE, leaving=True),
+            Leave(Refusal.ASKED, "this node was asked to stop"),
+        ),
         (
             ABC,
             replace(BUSY, leaving=True, leave_alone=True),
@@ -589,7 +821,7 @@ WORLDS: list[World | None] = [
     None,
     *(
         replace(world, generation=generation)
-        for world in (ABC, WITHOUT_US, STOPPED, stopping(B, C), DONE, HOST_LEFT)
+        for world in (ABC, WITHOUT_US, DRAINING, DRAINED, STOPPED, stopping(B, C), DONE, HOST_LEFT)
         for generation in (3, 4, 5)
     ),
 ]
@@ -598,17 +830,20 @@ FLAGS = (True, False)
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"{w.phase.value} {w.generation}" if w else "none")
 def test_stopping_comes_first_whatever_else_is_true(world: World | None) -> None:
-    for generation, started, good, leaving, alone, late in itertools.product(
-        (0, 4), (0, 4, 5), FLAGS, FLAGS, FLAGS, FLAGS
+    for generation, started, good, leaving, alone, over, late in itertools.product(
+        (0, 4), (0, 4, 5), FLAGS, FLAGS, FLAGS, FLAGS, FLAGS
     ):
-        local = Local("a-1", generation, started, good, leaving, alone, late)
+        local = Local("a-1", generation, started, good, leaving, alone, over, over, late)
         order = follow(world, local)
         if generation:
-            assert isinstance(order, Stop | Stay), "workers end before anything else happens"
-            assert not isinstance(order, Stop) or order.generation == generation
+            assert isinstance(order, Stop | Drain | Stay), "workers end before anything else happens"
+            assert isinstance(order, Stay) or order.generation == generation
             ours = world is not None and world.generation == generation and world.member("a-1") is not None
-            fine = world is not None and ours and good and world.phase is Phase.RUNNING
-            assert isinstance(order, Stay) == (fine and not (leaving and alone))
+            fine = world is not None and ours and good
+            assert isinstance(order, Stay) == (
+                fine and world.phase is Phase.RUNNING and not (leaving and alone)
+            )
+            assert isinstance(order, Drain) == (fine and world.drains and not over)
         elif isinstance(order, Start):
             assert good
             assert not leaving
@@ -619,4 +854,6 @@ def test_stopping_comes_first_whatever_else_is_true(world: World | None) -> None
         else:
             assert isinstance(order, Leave | Stay)
             ended = world is not None and world.result is not None
-            assert isinstance(order, Leave) == ((ended and not late) or leaving)
+            ours = world is not None and world.member("a-1") is not None
+            waits = world is not None and world.drains and ours and not over
+            assert isinstance(order, Leave) == ((ended and not late) or (leaving and not waits))

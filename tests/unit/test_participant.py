@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.rendezvous.decide import Leave, Refusal, Start, Stay, Stop
+from elastic_agent.rendezvous.decide import Drain, Leave, Refusal, Start, Stay, Stop
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreUnavailable
 from elastic_agent.rendezvous.ledger import Ledger
 from elastic_agent.rendezvous.participant import DUPLICATE_TTLS, LEAVE_TOGETHER_S, Participant
@@ -798,6 +798,158 @@ def test_a_node_without_workers_leaves_at_once(bench: Bench) -> None:
     bench.settle()
     a.part.leave(bench.now)
     assert a.left() == Leave(Refusal.ASKED, "this node was asked to stop")
+
+
+# ---------------------------------------------------------------- draining
+
+
+@pytest.fixture
+def listeners(bench: Bench) -> list[Peer]:
+    """Three nodes whose workers end by themselves."""
+    peers = bench.joined("a", "b", "c")
+    for peer in peers:
+        peer.listens = True
+    return peers
+
+
+def test_workers_that_listen_are_told_and_never_signalled(bench: Bench, listeners: list[Peer]) -> None:
+    a, b, c = listeners
+    signalled = [peer.stops() for peer in listeners]
+    b.part.leave(bench.now)
+    bench.settle()
+    assert [peer.stops() for peer in listeners] == signalled
+    why = "node b was asked to stop"
+    for peer in listeners:
+        drains = [order for order in peer.orders if isinstance(order, Drain) and order.generation == 2]
+        assert drains == [Drain(2, False, why), Drain(2, True, why)]
+    assert (bench.members(), a.generation, c.generation) == (["a", "c"], 3, 3)
+    assert b.left() == Leave(Refusal.ASKED, "this node was asked to stop")
+
+
+def test_nobody_stops_before_every_node_has_told_its_workers(bench: Bench, listeners: list[Peer]) -> None:
+    a, b, c = listeners
+    c.obedient = False
+    b.part.leave(bench.now)
+    bench.settle()
+    assert (bench.phase(), c.order) == (Phase.DRAINING, Drain(2, False, "node b was asked to stop"))
+    assert a.record is not None
+    assert (a.record.draining, a.record.listening) == (2, 2)
+    c.part.workers_told(2)
+    bench.settle()
+    assert bench.phase() is Phase.DRAINING, "its workers may not have heard of it"
+    c.part.workers_listen(2)
+    bench.settle()
+    world = bench.world()
+    assert world is not None
+    assert (world.phase, world.drained) == (Phase.STOPPING, True)
+
+
+def test_a_node_that_leaves_stays_until_the_others_have_what_they_go_on_with(
+    bench: Bench, listeners: list[Peer]
+) -> None:
+    _, b, c = listeners
+    c.obedient = False
+    b.part.leave(bench.now)
+    bench.settle()
+    c.part.workers_told(2)
+    c.part.workers_listen(2)
+    bench.settle()
+    assert b.generation == 0
+    assert b.order == Stay()
+    c.obedient = True
+    bench.settle()
+    assert bench.members() == ["a", "c"]
+    assert b.left().why is Refusal.ASKED
+
+
+def test_a_drain_ends_in_time(bench: Bench, listeners: list[Peer]) -> None:
+    """Workers that listen and never come to the agreed step are signalled, and nobody waits for them any longer."""
+    a, b, c = listeners
+    c.obedient = a.obedient = False
+    b.part.leave(bench.now)
+    bench.settle()
+    for peer in (a, c):
+        peer.part.workers_told(2)
+        peer.part.workers_listen(2)
+    bench.settle()
+    wake_at = c.part.wake_at(bench.now)
+    bench.after(POLICY.drain_timeout_s - TICK_S)
+    assert wake_at is not None
+    assert isinstance(c.order, Drain)
+    bench.after(TICK_S)
+    late = "node b was asked to stop; the workers did not end by themselves in time"
+    assert c.order == a.order == Stop(2, True, late)
+    assert b.order == Stay()
+    c.part.workers_gone(2, bench.now)
+    bench.settle()
+    assert a.order == Stop(2, True, "node b was asked to stop"), (
+        "c has ended its workers: nobody comes to the step"
+    )
+    a.part.workers_gone(2, bench.now)
+    bench.settle()
+    assert bench.members() == ["a", "c"]
+
+
+@pytest.mark.parametrize("drained", [False, True], ids=["draining", "drained"])
+def test_a_failure_during_a_drain_is_a_failure_at_once(
+    bench: Bench, listeners: list[Peer], drained: bool
+) -> None:
+    a, b, c = listeners
+    a.obedient = c.obedient = False
+    b.part.leave(bench.now)
+    bench.settle()
+    for peer in (a, c) if drained else (c,):
+        peer.part.workers_told(2)
+        peer.part.workers_listen(2)
+    bench.settle()
+    assert bench.phase() is (Phase.STOPPING if drained else Phase.DRAINING)
+    c.part.workers_failed(Failure(2, "crash", "rank 4 raised"))
+    bench.settle()
+    assert a.order == c.order == Stop(2, False, "rank 4 raised")
+    assert b.left().why is Refusal.ASKED
+
+
+def test_a_node_lost_during_a_drain_ends_it(bench: Bench, listeners: list[Peer]) -> None:
+    a, b, c = listeners
+    a.obedient = False
+    b.part.leave(bench.now)
+    bench.settle()
+    a.part.workers_told(2)
+    a.part.workers_listen(2)
+    bench.settle()
+    bench.kill(c)
+    bench.ledger.revoke(c.part.lease or 0)
+    bench.settle()
+    assert a.order == Stop(2, False, "node c is gone: its lease ended")
+
+
+def test_a_cold_node_is_not_waited_for(bench: Bench) -> None:
+    bench.joined("a", "b")
+    d = bench.join("d")
+    d.part._warm = False
+    bench.settle()
+    assert (bench.members(), d.generation) == (["a", "b"], 0)
+    d.part.warmed()
+    bench.settle()
+    assert bench.members() == ["a", "b", "d"]
+
+
+def test_one_of_those_who_all_leave_brings_the_state_to_disk(bench: Bench, listeners: list[Peer]) -> None:
+    for peer in listeners:
+        peer.part.leave(bench.now)
+    bench.join("d")
+    bench.settle()
+    world = bench.world()
+    assert world is not None
+    assert (world.phase, world.rescuer) == (Phase.STOPPING, "a-1")
+    bench.after(1.0)
+    assert bench.world() == world, "the state is still in the memory of those who leave"
+    for peer in listeners:
+        assert peer.left().why is Refusal.ASKED
+        bench.kill(peer)
+        bench.ledger.revoke(peer.part.lease or 0)
+    (_,) = bench.joined("e")
+    assert bench.members() == ["d", "e"]
 
 
 # ---------------------------------------------------------------- join timeout

@@ -28,6 +28,7 @@ from elastic_agent.rendezvous.records import (
     Phase,
     Restarts,
     Result,
+    StopAt,
     World,
     line_up,
     node_key,
@@ -44,6 +45,11 @@ NODE = NodeRecord(
     network=NetworkFacts("eth0", 100_000, 9000, ("mlx5_0:1", "mlx5_1:1")),
     hosts_store=True,
     leaving=True,
+    warm=True,
+    draining=3,
+    listening=3,
+    drained=3,
+    kept=3,
     settled=3,
     succeeded=2,
     failure=FAILURE,
@@ -61,9 +67,10 @@ WORLD = World(
     step=17,
 )
 INTRODUCTION = Introduction("a", "a-1", 3, confirmed_s=0.25, whole_s=1.5)
+STOP = StopAt(3, 17, paused=True)
 ENDED = replace(WORLD, phase=Phase.ENDED, result=Result.CRASH_LOOP)
 
-Record = NodeRecord | World | Introduction
+Record = NodeRecord | World | StopAt | Introduction
 Tree = dict[str, Any]
 Path = tuple[str | int, ...]
 
@@ -89,6 +96,7 @@ Read = Callable[[str], Record]
 READERS: dict[str, tuple[Record, Read]] = {
     "node": (NODE, read_node),
     "world": (WORLD, World.from_json),
+    "stop": (STOP, StopAt.from_json),
     "introduction": (INTRODUCTION, Introduction.from_json),
 }
 
@@ -152,6 +160,11 @@ nodes = st.builds(
     network=st.none() | networks,
     hosts_store=st.booleans(),
     leaving=st.booleans(),
+    warm=st.booleans(),
+    draining=numbers,
+    listening=numbers,
+    drained=numbers,
+    kept=numbers,
     settled=numbers,
     succeeded=numbers,
     failure=st.none() | failures,
@@ -182,6 +195,8 @@ def worlds(draw: st.DrawFn) -> World:
         restarts=draw(st.builds(Restarts, numbers, numbers, st.text(max_size=50), numbers)),
         step=draw(numbers),
         result=draw(st.sampled_from(Result)) if phase is Phase.ENDED else None,
+        drained=phase is Phase.STOPPING and draw(st.booleans()),
+        rescuer=draw(st.just("") | names),
     )
 
 
@@ -252,6 +267,11 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("network", "rdma_ports"): [None, 1, "x", {}, [1], [None], [["x"]], ["x" * 81], ["x"] * 65],
         ("hosts_store",): FLAG,
         ("leaving",): FLAG,
+        ("warm",): FLAG,
+        ("draining",): number(),
+        ("listening",): number(),
+        ("drained",): number(),
+        ("kept",): number(),
         ("settled",): number(),
         ("succeeded",): number(),
         ("failure",): OBJECT,
@@ -285,6 +305,13 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("restarts", "alike"): number(),
         ("step",): number(),
         ("result",): [1, True, [], {}, "", "other"],
+        ("drained",): FLAG,
+        ("rescuer",): text(128),
+    },
+    "stop": {
+        ("generation",): number(1),
+        ("step",): number(),
+        ("paused",): FLAG,
     },
     "introduction": {
         ("node",): NAME,
@@ -361,6 +388,11 @@ def test_the_largest_values_pass() -> None:
         network,
         True,
         True,
+        True,
+        BIG,
+        BIG,
+        BIG,
+        BIG,
         BIG,
         BIG,
         failure,
@@ -403,6 +435,7 @@ def members(*places: Member) -> World:
         (replace(WORLD, result=Result.SUCCEEDED), "phase 'stopping' with result"),
         (replace(ENDED, result=None), "phase 'ended' with result None"),
         (replace(WORLD, cause=Cause(CauseKind.FAILURE, "a", "why")), "a failure that it does not name"),
+        (replace(WORLD, phase=Phase.DRAINING, drained=True), "phase 'draining' while its workers stop"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -411,7 +444,7 @@ def test_a_world_that_contradicts_itself_is_refused(world: World, problem: str) 
 
 
 @pytest.mark.parametrize("kind", READERS)
-@pytest.mark.parametrize("version", [None, 0, 3, 5, "4", True, 4.0, [], "missing"])
+@pytest.mark.parametrize("version", [None, 0, 4, 6, "5", True, 5.0, [], "missing"])
 def test_another_schema_version_is_refused(kind: str, version: Any) -> None:
     record, read = READERS[kind]
     root = {**tree(record), "v": version}

@@ -1,0 +1,183 @@
+"""The checkers of the simulator: what has happened, and which promise it breaks, at the very event that breaks it."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from elastic_agent.rendezvous.decide import (
+    Policy,
+    Start,
+)
+from elastic_agent.rendezvous.records import (
+    Phase,
+    World,
+)
+from elastic_agent.rendezvous.store import LeaseId
+
+from .node import LEASE_TTL_S, STOPS_IN_S, SimNode
+from .training import INTERVAL, Script, Team
+
+
+class PromiseBroken(AssertionError):
+    """A checker saw a promise broken; the message names it, the seed and the virtual time."""
+
+
+class Checks:
+    """What a simulation remembers of its run, for those who judge it."""
+
+    def __init__(self, seed: int, bug: str | None, policy: Policy, script: Script, tell: bool) -> None:
+        self.seed = seed
+        self.bug = bug
+        self.policy = policy
+        self.script = script
+        self.tell = tell
+        self.now = 0.0
+        self.nodes: list[SimNode] = []
+        self.seen: Counter[str] = Counter()
+        self.story: deque[str] = deque(maxlen=400)
+        self.committed_step = 0
+        self.outage_until = -1e9
+        self.disturbed_until = 0.0
+        """Faults and what follows from them; a promise about planned changes alone says nothing before."""
+        self.teams: dict[int, Team] = {}
+        self.worlds: dict[int, World] = {}
+        self.world_revisions: dict[int, int] = {}
+        self.starts: set[tuple[str, int]] = set()
+        self.ports: dict[tuple[str, int], int] = {}
+        self.drain_began: dict[int, float] = {}
+        self.drained: set[int] = set()
+        self.all_stepped: set[int] = set()
+        """Generations all of whose workers had finished a step when a planned change was announced."""
+
+    def broken(self, promise: str, what: str) -> None:
+        raise PromiseBroken(
+            f"{promise}: {what} (seed {self.seed}, t = {self.now:.3f} s; replay: "
+            f"python -m tests.sim.simulator {self.seed}{f' --bug {self.bug!r}' if self.bug else ''})"
+        )
+
+    def note(self, what: str) -> None:
+        line = f"{self.now:9.3f}  {what}"
+        self.story.append(line)
+        if self.tell:
+            print(line)
+
+    def check_world(self, world: World, revision: int) -> None:
+        names = " ".join(member.node for member in world.members)
+        self.note(f"world {world.generation} {world.phase.value} [{names}] {world.cause.kind.value}")
+        newest = max(self.worlds, default=0)
+        known = self.worlds.get(world.generation)
+        if world.phase is Phase.RUNNING:
+            if known is not None:
+                self.broken("I2", f"generation {world.generation} was published twice")
+            if world.generation != newest + 1:
+                self.broken("I2", f"generation {world.generation} follows {newest}")
+            endpoint = (world.master.address, world.master.port)
+            if endpoint in self.ports:
+                was = self.ports[endpoint]
+                self.broken("I2", f"generation {world.generation} gets the endpoint of generation {was}")
+            self.ports[endpoint] = world.generation
+            self.check_warm(world)
+            self.worlds[world.generation] = world
+            self.world_revisions[world.generation] = revision
+            self.seen[f"world by {world.cause.kind.value}"] += 1
+            return
+        if known is None or world.generation != newest:
+            self.broken("I2", f"generation {world.generation} is stopped, {newest} is the newest")
+        if world.phase is Phase.DRAINING:
+            self.drain_began[world.generation] = self.now
+            team = self.teams.get(world.generation)
+            if team is not None and team.complete and all(worker.stepped for worker in team.workers.values()):
+                self.all_stepped.add(world.generation)
+        elif world.drained:
+            self.drained.add(world.generation)
+            self.seen["drained"] += 1
+
+    def check_start(self, node: SimNode, order: Start) -> None:
+        generation = order.world.generation
+        self.note(f"{node.name} starts {generation}")
+        if node.worker is not None and node.worker.alive:
+            old = node.worker.generation
+            self.broken("I1", f"{node.name} starts {generation} while workers of {old} are alive")
+        if (node.name, generation) in self.starts:
+            self.broken("I4", f"{node.name} starts generation {generation} twice")
+        self.starts.add((node.name, generation))
+        agreed = self.worlds[generation]
+        if (order.world.members, order.world.master) != (agreed.members, agreed.master):
+            self.broken("I3", f"{node.name} sees another generation {generation} than the others")
+        ranks = [m.first_rank + local for m in order.world.members for local in range(m.slots)]
+        if ranks != list(range(order.world.size)):
+            self.broken("I3", f"ranks {ranks} of generation {generation}")
+
+    def check_warm(self, world: World) -> None:
+        """Those who can go on wait for nobody who is not ready (I8)."""
+        before = self.worlds.get(world.generation - 1)
+        if before is None:
+            return
+        old = {member.incarnation for member in before.members}
+        stay = [member for member in world.members if member.incarnation in old]
+        nodes = {node.name: node for node in self.nodes}
+        came = [(nodes[m.node], m.incarnation.split(".")[0]) for m in world.members if m not in stay]
+        cold = [node.name for node, life in came if life == f"{node.name}-{node.lives}" and not node.warm]
+        if len(stay) >= self.policy.min_nodes and cold:
+            self.broken("I8", f"generation {world.generation} waits for {cold}, not warm yet")
+
+    def check_load(self, team: Team, step: int) -> None:
+        """What a generation begins with: I7 of the one before, and I8 if its end was planned and undisturbed."""
+        past, generation = team.past, team.world.generation
+        self.note(f"generation {generation} loads step {step}")
+        if step < self.committed_step:
+            self.broken("I6", f"step {step} is loaded, {self.committed_step} was committed")
+        if past is None or not past.complete:
+            return
+        old, new = past.workers.values(), team.workers
+        everywhere = min(worker.step for worker in old)
+        kept = any(w.node.name in new and w.life == new[w.node.name].life for w in old)
+        if kept and step < everywhere - everywhere % INTERVAL:
+            self.broken("I7", f"step {step} is loaded after all had finished {everywhere}")
+        began = self.drain_began.get(past.world.generation)
+        if began is None or began < self.disturbed_until or self.now < self.disturbed_until:
+            return
+        furthest = max(worker.step for worker in old)
+        ends = {worker.ended_at for worker in old}
+        was, drained = past.world.generation, past.world.generation in self.drained
+        self.seen["planned change"] += 1
+        if self.script.listens and was in self.all_stepped and not drained:
+            self.broken("I8", f"the workers of generation {was} were not asked to end")
+        if drained:
+            if step != furthest or ends - {furthest, None}:
+                self.broken("I8", f"step {step} is loaded; ended at {ends}, the furthest finished {furthest}")
+            if None in ends and self.script.evaluates == "nobody":
+                self.broken("I8", f"not all workers of generation {was} came to the same end")
+            self.seen["planned change without loss"] += 1
+
+    def check_stopped(self, lease: LeaseId) -> None:
+        """I10, for whoever was able to stop: not paused, and not going on with the others through an outage.
+
+        A world of one cannot tell that from being cut off.
+        """
+        for node in self.nodes:
+            awake = node.paused is None and self.now > node.resumed_at + 2 * STOPS_IN_S
+            outage = self.now < self.outage_until + 2 * LEASE_TTL_S
+            alone = node.worker is not None and len(node.worker.team.world.members) == 1
+            goes_on = self.policy.store_outage_grace_s and (outage or alone)
+            if (
+                node.running
+                and node.agent.lease == lease
+                and node.worker is not None
+                and awake
+                and not goes_on
+            ):
+                self.broken("I10", f"{node.name} still has workers, and its lease is gone")
+
+    def check_converged(self) -> None:
+        if not self.worlds:
+            self.broken("I11", "no world was ever formed")
+        world = self.worlds[max(self.worlds)]
+        running = {node.name: node.worker.generation for node in self.nodes if node.worker is not None}
+        want = min(len(self.nodes), self.policy.max_nodes)
+        if len(world.members) != want or set(running) != {member.node for member in world.members}:
+            self.broken(
+                "I11", f"after the calm generation {world.generation} runs on {running}, wanted {want} nodes"
+            )
+        if set(running.values()) != {world.generation}:
+            self.broken("I11", f"after the calm the nodes run {running}")
