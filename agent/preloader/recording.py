@@ -35,6 +35,9 @@ OTHERS = ""
 
 STREAMS = (1, 2)
 
+PATCHED = ("atexit", "warnings")
+"""Modules that a recording changes: they are there from its begin, and imported when somebody imports them."""
+
 
 @dataclass(slots=True)
 class Doings:
@@ -71,7 +74,7 @@ class Recording:
         return self.of(self._loading[-1] if self._loading else OTHERS)
 
     def __enter__(self) -> Recording:
-        before = frozenset(sys.modules) - {"atexit", "warnings"}  # which the recording itself has imported
+        before = frozenset(sys.modules).difference(PATCHED)
         undo = self._undo
         undo.callback(self._take_modules, before)
         undo.enter_context(self._watching_imports())
@@ -100,7 +103,7 @@ class Recording:
             parent = name.rpartition(".")[0]
             if name in loaded:
                 behind = name
-            else:
+            elif name not in PATCHED:
                 self.of(parent if parent in self.modules else behind).imports[name] = None
 
     # --- Who does something

@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from . import registries, replays
-from .recording import Recording, found_by_others
+from .recording import PATCHED, Recording, found_by_others
 
 DEFAULT_PRELOAD = (
     "torch",
@@ -44,8 +44,7 @@ DEFAULT_PRELOAD = (
 """What makes the construction of DDP, its first steps and checkpoints import nothing."""
 
 
-NOT_DOUBLED = ("__main__", "atexit", "warnings")
-"""Python's own, which it looks for by name."""
+NOT_DOUBLED = ("__main__", *PATCHED)
 
 
 @dataclass(slots=True)
