@@ -174,8 +174,10 @@ class JustInTime:
             while data := self._socket.recv(4096):
                 for message in lines.add(data):
                     self._obey(message)
-        except (OSError, MessageError) as error:
-            logger.warning("no save just in time: reason=%s", error)
+        except OSError:
+            pass  # the agent has ended, or the guard
+        except MessageError as error:
+            logger.warning("no save just in time any more: reason=%s", error)
         finally:
             self._release()
 

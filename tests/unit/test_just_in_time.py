@@ -198,6 +198,25 @@ def test_what_forward_has_changed_is_put_back_to_the_boundary(
     assert draws() == drawn
 
 
+def test_who_has_no_journal_gets_the_buffers_of_the_boundary_from_whoever_kept_them(
+    script: Script, agent: Agent, tmp_path: Path
+) -> None:
+    """In another world, or on another node."""
+    with script.checkpoints.just_in_time():
+        agent.accept()
+        script.train(2)
+        at_the_boundary = script.state()
+        script.forward_and_backward()
+        assert agent.asks(Hold(1.0)) == Held(2)
+        assert agent.asks(Keep(1.0)) == Kept(2)
+        agent.says(Go())
+    (journal,) = tmp_path.glob("memory/*/journal-0")
+    journal.unlink()
+    resumed = Script(tmp_path / "disk")
+    assert resumed.checkpoints.load() == 2
+    assert equal(resumed.state(), at_the_boundary)
+
+
 def test_a_step_that_is_being_made_is_ended_first(script: Script, agent: Agent) -> None:
     with script.checkpoints.just_in_time():
         agent.accept()
