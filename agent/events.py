@@ -94,6 +94,16 @@ class ReaderSpoke:
 
 
 @dataclass(frozen=True, slots=True)
+class WriterWanted:
+    """There is an order to write a checkpoint, and no process to do it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriterEnded:
+    """The process that writes checkpoints has ended."""
+
+
+@dataclass(frozen=True, slots=True)
 class Reported:
     """A worker's report, and when it was received."""
 
@@ -127,6 +137,8 @@ Event: TypeAlias = (
     | WorkerExited
     | HolderSpoke
     | ReaderSpoke
+    | WriterWanted
+    | WriterEnded
     | Reported
     | GuardSpoke
     | Signalled

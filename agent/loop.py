@@ -19,6 +19,7 @@ from ..rendezvous.decide import Drain, Leave, Refusal, Start, Stop
 from ..rendezvous.participant import Participant
 from ..rendezvous.records import Phase, Result
 from .accounting.observer import Observer
+from .checkpoints.disk_writer import DiskWriter
 from .commit_gate import CommitGate, Standing
 from .configuration.config import Config
 from .events import (
@@ -31,6 +32,8 @@ from .events import (
     Signalled,
     StoreGone,
     WorkerExited,
+    WriterEnded,
+    WriterWanted,
 )
 from .exits import ExitCode
 from .machine.gpu_memory import GpuMemory
@@ -76,6 +79,7 @@ class Loop:
         link: StoreLink,
         peers: PeerLink,
         gpu_memory: GpuMemory,
+        disk_writer: DiskWriter,
         observer: Observer,
         manager: ServiceManager,
         commits: CommitGate,
@@ -91,6 +95,7 @@ class Loop:
         self._link = link
         self._peers = peers
         self._gpu_memory = gpu_memory
+        self._disk_writer = disk_writer
         self._observer = observer
         self._manager = manager
         self._commits = commits
@@ -235,6 +240,8 @@ class Loop:
             self._training.holder_spoke(event)
         elif isinstance(event, ReaderSpoke):
             self._gpu_memory.heard(event, now)
+        elif isinstance(event, WriterWanted | WriterEnded):
+            self._disk_writer.heard(event)
         elif isinstance(event, Reported):
             self._training.reported(event)
         elif isinstance(event, Signalled):

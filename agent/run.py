@@ -35,6 +35,7 @@ from ..rendezvous.restarts import RestartPolicy
 from ..rendezvous.store import Store
 from .accounting.measured_store import MeasuredStore
 from .accounting.observer import Observer
+from .checkpoints.disk_writer import DiskWriter
 from .checkpoints.folder import make_folder
 from .commit_gate import CommitGate
 from .configuration.config import Config, Endpoint
@@ -69,6 +70,10 @@ log = logging.getLogger(__name__)
 HOST_LINGERS_S = 15.0
 """How long the node that hosts the store keeps it up for the others to read how the job ended: above their lease's
 time to live, after which a silent one is known to be gone."""
+
+LAST_SAVE_S = 10.0
+"""How long the end waits for a save that a worker had ordered before it was stopped. One that ended by itself has
+waited for it."""
 
 MAX_WAITING_EVENTS = 10_000
 """Reports are dropped while so many events wait; everything else is bounded by what the loop itself has asked."""
@@ -117,7 +122,7 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
 
     with contextlib.ExitStack() as stack:
         run_dir = Path(stack.enter_context(_run_directory()))
-        memory = make_folder(None)
+        memory = make_folder(None, run_dir / "writes")
         if memory is not None:
             stack.callback(memory.close)
         listener, http, store_listener = _listeners(config, endpoint, address, bind)
@@ -155,12 +160,15 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
         stack.callback(guard.close)
         worker_store = WorkerStore(environment, events.put)
         stack.callback(worker_store.end)
-        children.knows(lambda: (guard.pid, *gpu_memory.pids, *worker_store.pids))
         console = sys.stdout.buffer, sys.stderr.buffer
         logs = _started(stack, WorkerLogs(config.log_dir, name, *console, metrics.printed))
         reports = _started(stack, _receiver(run_dir, events, metrics, clock))
         commits = _started(stack, CommitGate(run_dir / "commits", store, clock))
         salvage_gate = _started(stack, SalvageGate(run_dir / "salvage", events.put))
+        disk_writer = _started(
+            stack, DiskWriter(run_dir / "writes", commits.path, reports.path, environment, events.put)
+        )
+        children.knows(lambda: (guard.pid, *gpu_memory.pids, *worker_store.pids, *disk_writer.pids))
         link.start()
         node = Node(
             name,
@@ -194,6 +202,7 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
             link,
             PeerLink(events.put, clock),
             gpu_memory,
+            disk_writer,
             observer,
             manager,
             commits,
@@ -204,6 +213,7 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
         )
         probes.loop = loop
         ending = loop.run()
+        disk_writer.finish(LAST_SAVE_S)
         manager.stopping("leaving the rendezvous")
         link.close()
         _depart(store, participant, ending, stays_for_others=store_listener is not None)

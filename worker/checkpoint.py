@@ -19,17 +19,19 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from . import journal, progress, rng, salvage
 from .collectives import Group, current_group
+from .disk import Disk
 from .errors import (
     BadCheckpoint,
     CheckpointError,
     CheckpointMismatch,
+    NotSaved,
     SaveFailed,
     StepNotGrowing,
     Unconfirmed,
@@ -38,10 +40,11 @@ from .files import CheckpointFiles
 from .just_in_time import JustInTime, modules_in
 from .layout import CannotLayOut
 from .memory import memory_of
-from .permit import Permit
+from .reports import SaveResult
 from .restore import Loaded, Restore, because, raise_together
-from .slots import NoRoom, SlotsBusy
+from .slots import Header, Held, NoRoom, Slots, SlotsBusy
 from .states import Stateful, load_into, prove_loadable, state_of
+from .writes import ADDRESS_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +97,12 @@ class Checkpointer:
         self._memory = memory_of(os.environ, self._files.directory)
         self._without_memory = ""
         self._copying = threading.Lock()
+        self._disk = Disk(
+            self._files,
+            int(os.environ.get("ELASTIC_AGENT_GENERATION", "0")),
+            os.environ.get("ELASTIC_AGENT_COMMITS", ""),
+            os.environ.get(ADDRESS_VARIABLE, ""),
+        )
         if memory_every is not None:
             progress.on_step(self._remember_quietly, every=memory_every, stage=progress.Stage.STATE)
         progress.keeper = self._keep
@@ -133,15 +142,20 @@ class Checkpointer:
         self._floor = step - 1
         if self._memory is not None:
             self._memory.base = step
+        if group.rank == 0 and owner is not None and isinstance(owner.what, Header):
+            self._write_what_was_loaded(owner.what)
         progress.checkpoint_load(step, "ok" if owner is not None else "none", time.monotonic() - started_s)
         return step
 
     def save(self, step: int) -> bool:
-        """Save the state after `step` finished steps; True when it is durable. Every rank must call it.
+        """Save the state after `step` finished steps. Every rank must call it, and all return or raise the same.
 
-        No rank returns before rank 0 is done, and all return or raise the same. False means that the disk refused,
-        or that nobody could confirm this generation, that a warning said so, and that training may go on with the
-        older checkpoints intact.
+        Where this node has room in memory, training waits for the copy only, and the disk writer makes it durable while
+        it goes on: True says that it is in memory. What became of it is told by `wait`, or by the next save, which
+        waits for it. Elsewhere True says that it is durable.
+
+        False means that the disk refused this save or the one before, or that nobody could confirm this generation,
+        that a warning said so, and that training may go on with the older checkpoints intact.
 
         Raises Fenced when this generation is over, which its agent is about to tell in its own way; SaveFailed after
         `max_failed_saves` refusals in a row; StepNotGrowing when `step` is not beyond the newest saved one (the step
@@ -149,46 +163,24 @@ class Checkpointer:
         CheckpointError when ranks ask for different steps.
         """
         group = current_group()
-        started_s = time.monotonic()
         step = operator.index(step)
-        calls = group.gather(_CALL.pack(step) + rng.capture())
-        steps = {rank: _CALL.unpack_from(call)[0] for rank, call in enumerate(calls)}
-        if len(set(steps.values())) > 1:
-            raise CheckpointError(
-                f"ranks save different steps, by rank: {steps}; call save() in the same iteration"
-            )
-
-        error: CheckpointError | None = None
-        size = 0
+        random_states = self._random_states(step, group)
         try:
-            size = self._save_here(step, [call[_CALL.size :] for call in calls], group)
-        except CheckpointError as refusal:
-            error = refusal
-        except OSError as refusal:
-            error = because(
-                SaveFailed, f"step {step} not saved in {self._files.directory}: {refusal}", refusal
-            )
-        except Exception as failure:
-            # The other ranks are waiting: they must hear of this before it ends this one.
-            error = because(CheckpointError, f"step {step} not saved: {failure!r}", failure)
-        if group.rank == 0:
-            progress.checkpoint_save(step, "error" if error else "ok", time.monotonic() - started_s, size)
-        try:
-            raise_together(group, error)
-        except SaveFailed as refusal:
-            if not isinstance(refusal, Unconfirmed):
-                self._failed_saves += 1
-            if self._failed_saves >= self._max_failed_saves:
-                raise
-            logger.warning(
-                "checkpoint not saved, training goes on: failed=%d limit=%d reason=%s",
-                self._failed_saves,
-                self._max_failed_saves,
-                refusal,
-            )
+            self._agree(group, lambda: self._save_and_tell(step, random_states, group))
+        except (NotSaved, Unconfirmed):
             return False
-        self._failed_saves = 0
         self._floor = step
+        return True
+
+    def wait(self) -> bool:
+        """Return when the newest save is durable; False when it was refused. Every rank must call it.
+
+        Raises what `save` raises. At the end of the script rank 0 waits by itself.
+        """
+        try:
+            self._agree(current_group(), self._hear_of_the_last_write)
+        except (NotSaved, Unconfirmed):
+            return False
         return True
 
     def remember(self, step: int, *, haste: bool = False) -> bool:
@@ -207,6 +199,7 @@ class Checkpointer:
         step = operator.index(step)
         random_state = rng.capture()
         memory.note(step, random_state)
+        self._disk.turn()
         return not memory.is_keeper or self._copy(
             {"step": step, "state": self._states()},
             room_for_random_state=_room_for(random_state),
@@ -248,19 +241,38 @@ class Checkpointer:
         self.remember(step)
 
     def _keep(self, step: int) -> None:
-        """Every rank: let the state after `step` outlive this process. Returns when it does, on all of them."""
-        remembered = self.remember(step)
-        if self._memory is not None:
-            self._memory.settle()
-        if not all(current_group().gather(b"1" if remembered else b"")):
-            self.save(step)
+        """Every rank: let the state after `step` outlive this process, which is about to end.
 
-    def _copy(self, payload: dict[str, Any], *, room_for_random_state: int = 0, haste: bool = False) -> bool:
+        Nobody waits for the disk: the writer has a copy to write, and whoever goes on from it orders that again. Only
+        where some node has no room for a copy must the checkpoint be durable first.
+        """
+        group = current_group()
+        random_states = self._random_states(step, group)
+        memory = self._memory
+        copied = memory is not None
+        if memory is not None and memory.is_keeper:
+            then = self._disk.leave if group.rank == 0 and self._disk.writes_behind else None
+            copied = self._copy(self._payload(step, random_states), then=then)
+            memory.settle()
+        if all(group.gather(b"copied" if copied else b"")):
+            self._disk.leaving = True
+        elif self._floor is None or step > self._floor:
+            self.save(step)
+            self.wait()
+
+    def _copy(
+        self,
+        payload: dict[str, Any],
+        *,
+        room_for_random_state: int = 0,
+        haste: bool = False,
+        then: Callable[[Slots, Held], None] | None = None,
+    ) -> bool:
         """Copy a state to memory; False when that cannot be, which is said when it begins and when it ends."""
         assert self._memory is not None
         try:
             with self._copying:
-                self._memory.put(payload, room_for_random_state=room_for_random_state, haste=haste)
+                self._memory.put(payload, room_for_random_state=room_for_random_state, haste=haste, then=then)
         except (NoRoom, SlotsBusy, CannotLayOut) as refusal:
             if type(refusal).__name__ != self._without_memory:
                 self._without_memory = type(refusal).__name__
@@ -271,21 +283,63 @@ class Checkpointer:
             logger.warning("copies in memory again: step=%d", payload["step"])
         return True
 
-    def _save_here(self, step: int, random_states: Sequence[bytes], group: Group) -> int:
-        """This rank's part of a save; returns the size of the checkpoint."""
-        copies = self._memory is not None and self._memory.is_keeper
-        if group.rank != 0 and not copies:
-            return 0
+    def _save_and_tell(self, step: int, random_states: Sequence[bytes], group: Group) -> None:
+        """This rank's part of a save. The agent hears how it ended, of a write behind from the disk writer."""
+        started_s = time.monotonic()
+        result: SaveResult = "error"
+        size: int | None = 0
+        try:
+            size = self._save_here(step, random_states, group)
+            result = "ok"
+        finally:
+            if group.rank == 0 and size is not None:
+                progress.checkpoint_save(step, result, time.monotonic() - started_s, size)
+
+    def _save_here(self, step: int, random_states: Sequence[bytes], group: Group) -> int | None:
+        """The size of the checkpoint that is on disk now; None if that is up to others."""
+        memory = self._memory if self._memory is not None and self._memory.is_keeper else None
+        if group.rank != 0 and memory is None:
+            return None
         if group.rank == 0:
             self._check_grows(step)
-        payload = {
-            "step": step,
-            "state": self._states(),
-            "rng": [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in random_states],
-        }
-        if copies:
-            self._copy(payload)
-        return self._commit(payload) if group.rank == 0 else 0
+            try:
+                # The next may take its place on the disk and in memory only when this one's end is known.
+                self._hear_of_the_last_write()
+            except (NotSaved, Unconfirmed):
+                pass  # which was said; this one may fare better
+        payload = self._payload(step, random_states)
+        writes_behind = group.rank == 0 and self._disk.writes_behind
+        copied = memory is not None and self._copy(payload, then=self._disk.begin if writes_behind else None)
+        if copied and writes_behind:
+            self._disk.turn()  # if nobody could be asked, it is written now
+            return None
+        return self._commit(payload) if group.rank == 0 else None
+
+    def _hear_of_the_last_write(self) -> None:
+        """Rank 0: wait for the end of a write behind, and raise if it was refused. There may have been none."""
+        if self._memory is not None:
+            self._memory.settle()
+        outcome = self._disk.finish()
+        if outcome is not None:
+            self._count(outcome.refusal())
+
+    def _count(self, refusal: CheckpointError | None) -> None:
+        """Rank 0: let training go on after a refused save, but not after too many. Raises what `save` raises."""
+        if refusal is None:
+            self._failed_saves = 0
+            return
+        if not isinstance(refusal, SaveFailed):
+            raise refusal
+        self._failed_saves += not isinstance(refusal, Unconfirmed)
+        if self._failed_saves >= self._max_failed_saves:
+            raise SaveFailed(str(refusal)) from refusal
+        logger.warning(
+            "checkpoint not saved, training goes on: failed=%d limit=%d reason=%s",
+            self._failed_saves,
+            self._max_failed_saves,
+            refusal,
+        )
+        raise refusal if isinstance(refusal, Unconfirmed) else NotSaved(str(refusal)) from refusal
 
     def _check_grows(self, step: int) -> None:
         if self._floor is None:
@@ -297,18 +351,64 @@ class Checkpointer:
                 "call load() first and continue from what it returns, or use another directory"
             )
 
+    def _write_what_was_loaded(self, wanted: Header) -> None:
+        """Rank 0: what is only in memory is durable soon, also if the generation that saved it ended in the middle."""
+        memory = self._memory
+        if memory is None or not self._disk.writes_behind:
+            return
+        try:
+            on_disk = self._files.newest_manifest()
+            if (on_disk is None or on_disk.step != wanted.step) and memory.is_whole(wanted.age):
+                self._disk.begin(*memory.lend(wanted.age))
+        except (OSError, ValueError) as error:
+            logger.warning("the loaded state is not brought to disk: step=%d reason=%s", wanted.step, error)
+
     def _commit(self, payload: dict[str, Any]) -> int:
-        """Make the checkpoint exist on disk; returns its size. Rank 0 only."""
-        manifest = self._files.write(
-            payload["step"],
-            generation=int(os.environ.get("ELASTIC_AGENT_GENERATION", "0")),
-            world_size=len(payload["rng"]),
-            serialize=lambda sink: torch.save(payload, sink),
-        )
-        prove_loadable(os.path.join(self._files.directory, manifest.file), manifest.step)
-        permit = Permit(os.environ.get("ELASTIC_AGENT_COMMITS", ""), manifest.generation)
-        self._files.publish(manifest, permit.check)
-        return manifest.size
+        """Rank 0: make the checkpoint exist on disk while all wait."""
+        step, size = payload["step"], 0
+        refusal: CheckpointError | None = None
+        try:
+            size = self._disk.commit(
+                step,
+                len(payload["rng"]),
+                lambda sink: torch.save(payload, sink),
+                lambda manifest: prove_loadable(os.path.join(self._files.directory, manifest.file), step),
+            )
+        except CheckpointError as error:
+            refusal = error
+        except OSError as error:
+            refusal = because(SaveFailed, f"step {step} not saved in {self._files.directory}: {error}", error)
+        self._count(refusal)
+        return size
+
+    def _agree(self, group: Group, part: Callable[[], None]) -> None:
+        """Do this rank's part, wait for the others, and raise on every rank when one has an error."""
+        error: CheckpointError | None = None
+        try:
+            part()
+        except CheckpointError as refusal:
+            error = refusal
+        except Exception as failure:
+            # The other ranks are waiting: they must hear of this before it ends this one.
+            error = because(CheckpointError, f"not saved: {failure!r}", failure)
+        raise_together(group, error)
+
+    def _random_states(self, step: int, group: Group) -> list[bytes]:
+        """Of all ranks, by rank, which must have come to the same step."""
+        calls = group.gather(_CALL.pack(step) + rng.capture())
+        steps = {rank: _CALL.unpack_from(call)[0] for rank, call in enumerate(calls)}
+        if len(set(steps.values())) > 1:
+            raise CheckpointError(
+                f"ranks save different steps, by rank: {steps}; call save() in the same iteration"
+            )
+        return [call[_CALL.size :] for call in calls]
+
+    def _payload(self, step: int, random_states: Sequence[bytes]) -> dict[str, Any]:
+        return {
+            "step": step,
+            "state": self._states(),
+            "rng": [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in random_states],
+        }
 
     def _states(self) -> dict[str, Any]:
         return {name: state_of(part) for name, part in self._state.items()}

@@ -6,6 +6,7 @@
       StepNotGrowing           `save` was asked for a step that is already committed: fix the training loop
       NotPlainData             a state cannot be loaded again without running code: fix that object's `state_dict`
       SaveFailed               the checkpoint was refused too often: look at the disk
+        NotSaved               not yet too often: `save` returns False
         Unconfirmed            the store is away: `save` returns False, and the agent judges how long that may last
       Fenced                   another generation has begun: let this process end, its agent is about to stop it
       BadCheckpoint            one checkpoint on disk does not verify; `load` goes on to the next older one
@@ -45,6 +46,10 @@ class SaveFailed(CheckpointError):
 
 class Unconfirmed(SaveFailed):
     """Nobody could say whether this process's generation may still commit. Never leaves `save`."""
+
+
+class NotSaved(SaveFailed):
+    """The checkpoint was refused, and not yet too often. Never leaves `save`."""
 
 
 class Fenced(CheckpointError):

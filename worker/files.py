@@ -109,10 +109,14 @@ class CheckpointFiles:
         if keep < 1:
             raise ValueError(f"keep is {keep}, expected at least 1 checkpoint to retain")
         self.directory = os.path.abspath(directory)
-        self._keep = keep
+        self.keep = keep
         # Steps that this object wrote or verified. What nobody looked at does not count as a good one to fall
         # back to, so it can never push a good one out of the newest `keep`.
-        self._good: set[int] = set()
+        self.good: set[int] = set()
+
+    def trust(self, *steps: int) -> None:
+        """Another has just written or verified these."""
+        self.good.update(steps)
 
     def steps(self) -> list[int]:
         """Every step that has a manifest, newest first, verified or not; empty when there is no directory."""
@@ -158,7 +162,7 @@ class CheckpointFiles:
                     raise
         except (OSError, ValueError) as error:
             raise BadCheckpoint(step, os.path.join(self.directory, name), str(error)) from error
-        self._good.add(step)
+        self.good.add(step)
         return VerifiedCheckpoint(manifest, stream)
 
     def write(
@@ -197,7 +201,7 @@ class CheckpointFiles:
                     os.unlink(temporary, dir_fd=dir_fd)
                 raise
             os.fsync(dir_fd)
-            self._good.add(manifest.step)
+            self.good.add(manifest.step)
             try:
                 self._prune(dir_fd, manifest.step, may_change)
             except (OSError, CheckpointError) as error:
@@ -207,10 +211,10 @@ class CheckpointFiles:
     def _prune(self, dir_fd: int, newest: int, may_change: Callable[[], None]) -> None:
         # A manifest beyond the newest commit belongs to a past that the run fell back from: were it left, a disk
         # that reads again would bring that past back and undo the commits made since.
-        self._good = set(sorted(step for step in self._good if step <= newest)[-self._keep :])
-        enough = len(self._good) == self._keep
+        self.good = set(sorted(step for step in self.good if step <= newest)[-self.keep :])
+        enough = len(self.good) == self.keep
         for step in _manifest_steps(dir_fd):
-            if step > newest or (enough and step not in self._good):
+            if step > newest or (enough and step not in self.good):
                 may_change()
                 os.unlink(_manifest_name(step), dir_fd=dir_fd)
         remaining = set(_manifest_steps(dir_fd))

@@ -13,7 +13,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -110,8 +110,17 @@ class NodeMemory:
         place = self.place
         self._slots.put_record(place.rank, Record((place.generation, step), place.world_size, random_state))
 
-    def put(self, payload: dict[str, Any], *, room_for_random_state: int = 0, haste: bool = False) -> None:
+    def put(
+        self,
+        payload: dict[str, Any],
+        *,
+        room_for_random_state: int = 0,
+        haste: bool = False,
+        then: Callable[[Slots, Held], None] | None = None,
+    ) -> None:
         """Local rank 0: copy a state into a slot, with room for all ranks' random states if it does not hold them.
+
+        `then` is given the copy when it is complete, by another thread if a GPU copies.
 
         Raises NoRoom, SlotsBusy, CannotLayOut; what `prove_loadable` raises; what the states' own pickling raises.
         """
@@ -147,11 +156,11 @@ class NodeMemory:
             raise
         if events:
             self._copying = threading.Thread(
-                target=self._seal_after, args=(opened, header, events), name="memory-copy"
+                target=self._seal, args=(opened, header, events, then), name="memory-copy"
             )
             self._copying.start()
         else:
-            self._slots.seal(opened, header)
+            self._seal(opened, header, events, then)
 
     def put_bytes(self, stream: BinaryIO, header: Header) -> None:
         """Local rank 0: keep a state that has come from another node. Raises NoRoom, SlotsBusy."""
@@ -172,7 +181,13 @@ class NodeMemory:
             self._copying.join()
             self._copying = None
 
-    def _seal_after(self, opened: Opened, header: Header, events: list[torch.cuda.Event]) -> None:
+    def _seal(
+        self,
+        opened: Opened,
+        header: Header,
+        events: list[torch.cuda.Event],
+        then: Callable[[Slots, Held], None] | None,
+    ) -> None:
         try:
             for event in events:
                 event.synchronize()
@@ -181,8 +196,10 @@ class NodeMemory:
                 "a copy to memory did not end, the older one is kept: step=%d reason=%r", header.step, error
             )
             opened.close()
-        else:
-            self._slots.seal(opened, header)
+            return
+        self._slots.seal(opened, header)
+        if then is not None:
+            then(self._slots, self._slots.hold(opened.name))
 
     def _begin(self, size: int) -> Opened:
         both = 2 * room_for(size)
@@ -220,16 +237,27 @@ class NodeMemory:
 
         Raises OSError, ValueError when it is not what was offered.
         """
+        held = self._hold(age)
+        if self.is_keeper and held.header.sums and sums_of(held.stream, held.header.size) != held.header.sums:
+            held.stream.close()
+            raise ValueError(f"{held.name}.pt in {self._slots.folder} does not match its checksums")
+        return held
+
+    def _hold(self, age: tuple[int, int]) -> Held:
         # A step may have been remembered and then saved: the copy without gaps has all that the other has.
         found = sorted(self._slots.headers().items(), key=lambda one: len(one[1].gaps))
         for name, header in found:
             if header.age == age:
-                held = self._slots.hold(name)
-                if self.is_keeper and header.sums and sums_of(held.stream, header.size) != header.sums:
-                    held.stream.close()
-                    raise ValueError(f"{name}.pt in {self._slots.folder} does not match its checksums")
-                return held
+                return self._slots.hold(name)
         raise ValueError(f"step {age[1]} of generation {age[0]} is not in {self._slots.folder} any more")
+
+    def is_whole(self, age: tuple[int, int]) -> bool:
+        """Whether a copy of that state is here which needs no records."""
+        return any(header.age == age and not header.gaps for header in self._slots.headers().values())
+
+    def lend(self, age: tuple[int, int]) -> tuple[Slots, Held]:
+        """For the disk: that copy, which is not overwritten until it is closed. Raises as `hold`."""
+        return self._slots, self._hold(age)
 
     def drop(self, age: tuple[int, int]) -> None:
         """Local rank 0: that copy cannot be read, and nobody shall be offered it again."""

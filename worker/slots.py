@@ -182,6 +182,7 @@ class Slots:
 
     def __init__(self, memory: str, directory: str) -> None:
         """`memory` is the agent's folder, `directory` the path by which the script knows the checkpoints."""
+        self.memory = memory
         self.folder = os.path.join(memory, hashlib.sha256(os.fsencode(directory)).hexdigest()[:16])
         with contextlib.suppress(FileExistsError):
             os.mkdir(self.folder, 0o700)

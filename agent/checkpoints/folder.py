@@ -27,10 +27,12 @@ DEFAULT_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class MemoryFolder:
-    """`limit` is the most bytes that the copies of all workers here may take."""
+    """`limit` is the most bytes that the copies of all workers here may take; at the socket `writes` the workers order
+    a copy to be written to disk."""
 
     path: Path
     limit: int
+    writes: Path
     lock: int
     """A descriptor that is locked while the agent lives, so that others can tell what nobody has removed."""
 
@@ -39,7 +41,7 @@ class MemoryFolder:
         os.close(self.lock)
 
 
-def make_folder(limit: int | None, place: Path = SHARED_MEMORY) -> MemoryFolder | None:
+def make_folder(limit: int | None, writes: Path, place: Path = SHARED_MEMORY) -> MemoryFolder | None:
     """None, and the log says why, when checkpoints go to disk only. `limit` None: a share of what there is; 0: off."""
     if limit == 0:
         return None
@@ -54,7 +56,7 @@ def make_folder(limit: int | None, place: Path = SHARED_MEMORY) -> MemoryFolder 
     if limit is None:
         limit = int(found.f_blocks * found.f_frsize * DEFAULT_SHARE)
     log.info("checkpoints in memory: at most %.1f GiB in %s", limit / 2**30, path)
-    return MemoryFolder(path, limit, lock)
+    return MemoryFolder(path, limit, writes, lock)
 
 
 def remove_abandoned(place: Path) -> None:

@@ -101,7 +101,11 @@ def contract(place: WorkerPlace, *, agent_incarnation: str, max_restarts: int | 
         "ELASTIC_AGENT_SALVAGE": place.salvage,
     }
     if place.memory is not None:
-        ours |= {"ELASTIC_AGENT_MEMORY": place.memory.path, "ELASTIC_AGENT_MEMORY_BYTES": place.memory.limit}
+        ours |= {
+            "ELASTIC_AGENT_MEMORY": place.memory.path,
+            "ELASTIC_AGENT_MEMORY_BYTES": place.memory.limit,
+            "ELASTIC_AGENT_WRITES": place.memory.writes,
+        }
     return tuple(
         Variable(name, str(value), reason, yielding=False, by=room)
         for room, reason, group in (

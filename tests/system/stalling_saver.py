@@ -73,6 +73,7 @@ def main(folder: Path, where: str) -> None:
         signal.signal(signal.SIGTERM, lambda *_: record("sigterm"))
     record("start", env=dict(os.environ))
     watch_publishing(folder, where)
+    del os.environ["ELASTIC_AGENT_MEMORY"]  # this process is to write by itself
     dist.init_process_group("gloo")
     checkpoints = Checkpointer(folder / "checkpoints", {"model": torch.nn.Linear(2, 1)})
     step = checkpoints.load()

@@ -6,6 +6,8 @@ import os
 import signal
 from pathlib import Path
 
+from elastic_agent.worker.files import CheckpointFiles
+
 from .harness import ORPHANS_S, Generation, Job
 
 SCRIPT = Path(__file__).with_name("remembering.py")
@@ -45,7 +47,30 @@ def test_a_killed_worker_costs_no_step_and_not_one_bit(job: Job) -> None:
     (job.folder / "finish").touch()
     assert agent.exit_code() == 0
     assert not folder.exists()
-    assert not (job.folder / "disk-of-a").exists(), "nothing of this was on disk"
+    last = job.history(what="loaded", generation=3, rank=0)[0]["step"]
+    assert max(CheckpointFiles(job.folder / "disk-of-a", keep=2).steps()) == last, (
+        "what was loaded is durable at the end"
+    )
+
+
+def test_a_save_is_durable_though_rank_0_is_killed_right_after_it(job: Job) -> None:
+    job.start("a", script=(SCRIPT, job.folder, "5"))
+    training = job.wait_for_training(world=1)
+    job.wait_for(lambda: job.history(what="saved"), "the save to return")
+    os.kill(training.pid(0), signal.SIGKILL)
+    files = CheckpointFiles(job.folder / "disk-of-a", keep=2)
+    job.wait_for(lambda: files.steps() and files.steps()[0] >= 5, "the save, or what came of it, on the disk")
+    found, bad = files.find()
+    assert found is not None
+    found.stream.close()
+    assert not bad
+
+
+def test_a_save_right_before_the_end_is_durable_when_the_job_has_ended(job: Job) -> None:
+    (job.folder / "finish").touch()
+    agent = job.start("a", script=(SCRIPT, job.folder, "1"))
+    assert agent.exit_code() == 0
+    assert CheckpointFiles(job.folder / "disk-of-a", keep=2).steps() == [1]
 
 
 def test_a_killed_agent_leaves_nothing_in_memory(job: Job) -> None:

@@ -1,0 +1,378 @@
+"""Saves that a process of the agent brings to disk: the real one, with a commit gate that says what the test wants."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_agent.agent.checkpoints import disk_writer as disk_writer_module
+from elastic_agent.agent.checkpoints.disk_writer import DiskWriter
+from elastic_agent.agent.configuration.options import WORKER_VARIABLES
+from elastic_agent.agent.events import Event, WriterEnded, WriterWanted
+from elastic_agent.worker import Checkpointer, Fenced, SaveFailed, disk, progress
+from elastic_agent.worker.commits import (
+    Answer,
+    Granted,
+    MessageError,
+    Refused,
+    Undecided,
+    encode_answer,
+    receive_line,
+)
+from elastic_agent.worker.reports import MAX_BYTES, SaveReport, decode
+
+PATIENCE_S = 20.0
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.005)
+    return found
+
+
+class Gate(threading.Thread):
+    """Answers who asks whether a generation may commit; first waits for `open`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(name="gate", daemon=True)
+        self.answer: Answer = Granted(60.0)
+        self.open = threading.Event()
+        self.open.set()
+        self.asked = 0
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(str(path))
+        self._socket.listen()
+
+    def run(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError, MessageError):  # who asked was killed
+                receive_line(connection, 5.0)
+                self.asked += 1
+                self.open.wait()
+                connection.sendall(encode_answer(self.answer))
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class Agent:
+    """The agent's side: its disk writer, whose process this thread starts, as the main loop would."""
+
+    def __init__(self, folder: Path) -> None:
+        self.gate = Gate(folder / "commits")
+        self.gate.start()
+        self._reports = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._reports.bind(str(folder / "reports"))
+        self._reports.settimeout(PATIENCE_S)
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.writer = DiskWriter(
+            folder / "writes", folder / "commits", folder / "reports", dict(os.environ), self._events.put
+        )
+        self.writer.start()
+
+    def turn(self, expected: type[Event] = WriterWanted) -> None:
+        event = self._events.get(timeout=PATIENCE_S)
+        assert isinstance(event, expected)
+        self.writer.heard(event)  # type: ignore[arg-type]
+
+    def heard(self) -> SaveReport:
+        while True:
+            report = decode(self._reports.recv(MAX_BYTES + 1))
+            if isinstance(report, SaveReport):
+                return report
+
+    def close(self) -> None:
+        self.gate.open.set()
+        self.writer.close()
+        self.gate.close()
+        self._reports.close()
+
+
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
+    for name in WORKER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setattr(disk_writer_module, "PAUSE_S", 0.0)
+    monkeypatch.setattr(progress, "_reporter", None)
+    monkeypatch.setattr(disk.atexit, "register", lambda _: None)
+    agent = Agent(tmp_path)
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "ELASTIC_AGENT_MEMORY": str(tmp_path / "memory"),
+        "ELASTIC_AGENT_MEMORY_BYTES": str(1 << 30),
+        "ELASTIC_AGENT_WRITES": str(tmp_path / "writes"),
+        "ELASTIC_AGENT_COMMITS": str(tmp_path / "commits"),
+        "ELASTIC_AGENT_REPORTS": str(tmp_path / "reports"),
+        "ELASTIC_AGENT_NODE": "a",
+        "ELASTIC_AGENT_LOCAL_RANK": "0",
+        "ELASTIC_AGENT_GENERATION": "7",
+    }.items():
+        monkeypatch.setenv(name, value)
+    yield agent
+    agent.close()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "disk"
+
+
+def on_disk(directory: Path) -> list[int]:
+    return sorted(int(path.stem.removeprefix("step-")) for path in directory.glob("step-*.json"))
+
+
+def test_a_save_returns_before_the_disk_is_done_and_is_durable_in_the_end(
+    agent: Agent, directory: Path
+) -> None:
+    agent.gate.open.clear()
+    checkpoints = Checkpointer(directory, {"meta": {"table": torch.arange(1000)}})
+    assert checkpoints.save(10)
+    agent.turn()
+    wait_for(lambda: agent.gate.asked, "the writer to ask whether it may commit")
+    assert on_disk(directory) == []
+    agent.gate.open.set()
+    assert checkpoints.wait()
+    assert on_disk(directory) == [10]
+    report = agent.heard()
+    (data,) = directory.glob("*.pt")
+    assert (report.generation, report.step, report.result) == (7, 10, "ok")
+    assert report.bytes == data.stat().st_size
+    assert torch.equal(torch.load(data, weights_only=True)["state"]["meta"]["table"], torch.arange(1000))
+
+
+def test_training_copies_on_while_a_save_is_written_and_the_slot_is_left_alone(
+    agent: Agent, directory: Path
+) -> None:
+    agent.gate.open.clear()
+    meta = {"table": torch.zeros(1000)}
+    checkpoints = Checkpointer(directory, {"meta": meta})
+    checkpoints.save(10)
+    agent.turn()
+    for step in range(11, 20):
+        meta["table"] += 1
+        assert checkpoints.remember(step)
+    agent.gate.open.set()
+    assert checkpoints.wait()
+    (data,) = directory.glob("*.pt")
+    assert not torch.load(data, weights_only=True)["state"]["meta"]["table"].any()
+    assert Checkpointer(directory, {"meta": meta}).load() == 19
+
+
+def test_the_next_save_waits_for_the_one_before(agent: Agent, directory: Path) -> None:
+    checkpoints = Checkpointer(directory, {"meta": {}})
+    assert checkpoints.save(1)
+    agent.turn()
+    for step in range(2, 6):
+        assert checkpoints.save(step)
+        assert on_disk(directory)[-1] == step - 1
+    assert checkpoints.wait()
+    assert on_disk(directory) == [4, 5], "two are kept"
+
+
+def test_what_a_dead_rank_0_has_ordered_is_written_all_the_same(agent: Agent, directory: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        Checkpointer(directory, {"meta": {}}).save(10)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert on_disk(directory) == []
+    agent.turn()
+    assert agent.heard().result == "ok"
+    assert on_disk(directory) == [10]
+
+
+def test_the_end_of_the_agent_waits_for_what_was_ordered(agent: Agent, directory: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        Checkpointer(directory, {"meta": {}}).save(10)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    agent.writer.finish(PATIENCE_S)
+    assert on_disk(directory) == [10]
+    assert agent.writer.pids == ()
+
+
+def test_the_end_of_the_agent_does_not_wait_for_ever(
+    agent: Agent, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent.gate.open.clear()
+    Checkpointer(directory, {"meta": {}}).save(10)
+    agent.turn()
+    wait_for(lambda: agent.gate.asked, "the writer to ask")
+    agent.writer.finish(0.2)
+    assert "a save may not be on disk" in caplog.text
+
+
+def test_a_save_of_the_past_is_refused_and_said_at_the_next(agent: Agent, directory: Path) -> None:
+    agent.gate.answer = Refused("generation 8 has replaced it")
+    checkpoints = Checkpointer(directory, {"meta": {}})
+    assert checkpoints.save(10)
+    agent.turn()
+    with pytest.raises(Fenced, match="generation 7 is over"):
+        checkpoints.save(20)
+    assert on_disk(directory) == []
+
+
+def test_an_unconfirmed_save_ends_nothing_however_often(agent: Agent, directory: Path) -> None:
+    agent.gate.answer = Undecided("the store is away")
+    checkpoints = Checkpointer(directory, {"meta": {}}, max_failed_saves=1)
+    assert checkpoints.save(1)
+    agent.turn()
+    assert checkpoints.save(2)
+    assert not checkpoints.wait()
+    agent.gate.answer = Granted(60.0)
+    assert checkpoints.save(3)
+    assert checkpoints.wait()
+    assert on_disk(directory) == [3]
+
+
+def test_a_disk_that_refuses_ends_training_at_the_limit_only(agent: Agent, directory: Path) -> None:
+    directory.write_text("no directory")
+    checkpoints = Checkpointer(directory, {"meta": {}}, max_failed_saves=3)
+    checkpoints._floor = -1
+    assert checkpoints.save(1)
+    agent.turn()
+    assert checkpoints.save(2)
+    assert checkpoints.save(3)
+    with pytest.raises(SaveFailed, match="step 3 not saved"):
+        checkpoints.save(4)
+    assert [agent.heard().result for _ in range(3)] == ["error"] * 3
+
+
+def test_a_writer_that_dies_makes_rank_0_write_and_the_next_is_written_behind_again(
+    agent: Agent, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent.gate.open.clear()
+    checkpoints = Checkpointer(directory, {"meta": {}})
+    checkpoints.save(10)
+    agent.turn()
+    wait_for(lambda: agent.gate.asked, "the writer to ask")
+    os.kill(agent.writer.pids[0], signal.SIGKILL)
+    agent.turn(WriterEnded)
+    agent.gate.open.set()
+    assert checkpoints.remember(11)
+    assert "this process writes its checkpoint itself: step=10" in caplog.text
+    assert on_disk(directory) == [10]
+    caplog.clear()
+    assert checkpoints.save(20)
+    agent.turn()
+    assert checkpoints.wait()
+    assert on_disk(directory) == [10, 20]
+    assert "itself" not in caplog.text
+
+
+def test_a_writer_that_stands_still_is_not_waited_for_and_changes_nothing_when_it_wakes(
+    agent: Agent, directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(disk, "LEAST_S", 0.3)
+    agent.gate.open.clear()
+    checkpoints = Checkpointer(directory, {"meta": {}})
+    checkpoints.save(10)
+    agent.turn()
+    wait_for(lambda: agent.gate.asked, "the writer to ask")
+    (pid,) = agent.writer.pids
+    os.kill(pid, signal.SIGSTOP)
+    agent.gate.open.set()
+    assert checkpoints.wait()
+    assert "itself: step=10" in caplog.text
+    monkeypatch.delenv("ELASTIC_AGENT_WRITES")
+    further = Checkpointer(directory, {"meta": {}})
+    further._disk._writer = ""
+    assert further.load() == 10
+    for step in (20, 30):
+        assert further.save(step)
+    os.kill(pid, signal.SIGCONT)
+    reports = [agent.heard() for _ in range(4)]
+    assert [(one.step, one.result) for one in reports if one.result == "error"] == [(10, "error")]
+    assert on_disk(directory) == [20, 30]
+
+
+def test_without_a_writer_rank_0_writes_at_once(
+    agent: Agent, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELASTIC_AGENT_WRITES", str(directory))
+    checkpoints = Checkpointer(directory, {"meta": {}})
+    assert checkpoints.save(10)
+    assert on_disk(directory) == [10]
+
+
+def test_what_was_loaded_from_memory_is_brought_to_disk(
+    agent: Agent, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The generation that saved it ended in the middle: only the present one may commit."""
+    agent.gate.answer = Refused("generation 8 has replaced it")
+    Checkpointer(directory, {"meta": {}}).save(10)
+    agent.turn()
+    assert agent.heard().result == "error"
+    agent.gate.answer = Granted(60.0)
+    monkeypatch.setenv("ELASTIC_AGENT_GENERATION", "8")
+    checkpoints = Checkpointer(directory, {"meta": {}})
+    assert checkpoints.load() == 10
+    assert checkpoints.wait()
+    assert on_disk(directory) == [10]
+    report = agent.heard()
+    assert (report.generation, report.step, report.result) == (8, 10, "ok")
+
+
+def test_a_slot_that_was_written_knows_its_checksums(agent: Agent, directory: Path) -> None:
+    checkpoints = Checkpointer(directory, {"meta": {"table": torch.zeros(100_000)}})
+    checkpoints.save(10)
+    agent.turn()
+    checkpoints.wait()
+    assert checkpoints._memory is not None
+    (header,) = checkpoints._memory._slots.headers().values()
+    assert header.sums
+
+
+def test_a_drain_does_not_wait_for_the_disk(agent: Agent, directory: Path) -> None:
+    agent.gate.open.clear()
+    checkpoints = Checkpointer(directory, {"meta": {}})
+    checkpoints.save(10)
+    agent.turn()
+    assert progress.keeper is not None
+    progress.keeper(11)
+    checkpoints._disk._finish_at_exit()
+    assert on_disk(directory) == []
+    agent.gate.open.set()
+    assert [(agent.heard().step, agent.heard().step)] == [(10, 11)]
+    assert on_disk(directory) == [10, 11]
+
+
+def test_nonsense_on_the_socket_disturbs_nobody(agent: Agent, directory: Path) -> None:
+    for line in (b"", b"x\n", b"{}\n", b'{"v": 1, "memory": 1}\n', b"[" * 5000 + b"\n", b"y" * 9000):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.connect(str(agent.writer.path))
+            client.sendall(line)
+    agent.turn()
+    checkpoints = Checkpointer(directory, {"meta": {}})
+    checkpoints.save(10)
+    assert checkpoints.wait()
+
+
+def test_the_writer_needs_no_torch_and_starts_in_no_time(agent: Agent, directory: Path) -> None:
+    checkpoints = Checkpointer(directory, {"meta": {}})
+    checkpoints.save(10)
+    agent.turn()
+    checkpoints.wait()
+    (pid,) = agent.writer.pids
+    assert "torch" not in Path(f"/proc/{pid}/maps").read_text()

@@ -1,0 +1,194 @@
+"""Rank 0's way to a durable checkpoint: in the background where the state is in memory, and else while all wait.
+
+One write at a time is under way. The slot that is written is held by this process until it knows the outcome, so that
+no later copy takes it. The writer belongs to the agent and goes on when this process dies. If the writer dies, cannot
+be reached, or is not done after a time that any disk would do, this process takes the write back and does it itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import select
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from . import progress
+from .commits import MessageError, receive_line
+from .errors import CheckpointError
+from .files import CheckpointFiles, Manifest
+from .permit import Permit
+from .slots import Held, Slots
+from .writes import CANCEL, Order, OrderError, Outcome, decode, encode, write_copy
+
+logger = logging.getLogger(__name__)
+
+LEAST_S = 60.0
+SLOWEST_BYTES_PER_S = 10e6
+"""Of a disk that works. A write that takes longer than both say is taken back."""
+ASKING_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    slots: Slots
+    held: Held
+    connection: socket.socket | None
+    """None: nobody could be asked."""
+    deadline: float
+
+
+class Disk:
+    """The checkpoint directory, as rank 0 of one generation writes to it."""
+
+    def __init__(
+        self,
+        files: CheckpointFiles,
+        generation: int,
+        commits: str,
+        writer: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`commits` and `writer` are the addresses of the agent's sockets, empty where there is none."""
+        self.files = files
+        self.leaving = False
+        """This process ends for a planned change: whoever comes next has work to do, and brings to disk what is not."""
+        self._generation = generation
+        self._commits = commits
+        self._writer = writer
+        self._clock = clock
+        self._under_way: _UnderWay | None = None
+        self._outcome: Outcome | None = None
+        """Of a write that has ended, and that nobody has asked for."""
+        atexit.register(self._finish_at_exit)
+
+    @property
+    def writes_behind(self) -> bool:
+        """Whether there is somebody to write while training goes on."""
+        return bool(self._writer)
+
+    def commit(
+        self,
+        step: int,
+        world_size: int,
+        serialize: Callable[[BinaryIO], object],
+        prove: Callable[[Manifest], None],
+    ) -> int:
+        """Make a checkpoint of what `serialize` writes, now. Returns its size.
+
+        Raises OSError, and what `prove` and the permit raise.
+        """
+        manifest = self.files.write(
+            step, generation=self._generation, world_size=world_size, serialize=serialize
+        )
+        prove(manifest)
+        self.files.publish(manifest, self._permit())
+        return manifest.size
+
+    def begin(self, slots: Slots, held: Held) -> None:
+        """Let the writer bring this copy to the disk. `held` is closed when the outcome is known, see `finish`."""
+        assert self._under_way is None, "one write at a time"
+        patience_s = max(LEAST_S, held.header.size / SLOWEST_BYTES_PER_S)
+        connection = self._ask(slots, held)
+        self._under_way = _UnderWay(slots, held, connection, self._clock() + patience_s)
+
+    def leave(self, slots: Slots, held: Held) -> None:
+        """Let the writer bring this copy to the disk when it is done with what it has. Nobody here will hear of it."""
+        with held:
+            connection = self._ask(slots, held)
+            if connection is not None:
+                connection.close()
+
+    def turn(self) -> None:
+        """Take note of the end of a write, if it has ended. Does not wait, unless this process must write."""
+        write = self._under_way
+        if write is not None and (
+            write.connection is None
+            or self._clock() >= write.deadline
+            or select.select([write.connection], [], [], 0)[0]
+        ):
+            self._outcome = self.finish()
+
+    def finish(self) -> Outcome | None:
+        """Wait for the end of the newest write. What became of it, told once; None: there was none."""
+        write, outcome = self._under_way, self._outcome
+        self._outcome = None
+        if write is None:
+            return outcome
+        outcome = self._hear(write) or self._write_here(write)
+        if not outcome.error:
+            self.files.trust(outcome.step)
+        self._under_way = None
+        with write.held:
+            if write.connection is not None:
+                write.connection.close()
+        return outcome
+
+    def _finish_at_exit(self) -> None:
+        """The script is done: what was saved last is durable before anybody can take this for the end of the job.
+
+        Where it ends in an error nobody is kept waiting.
+        """
+        if self.leaving or getattr(sys, "last_value", None) is not None:
+            return
+        outcome = self.finish()
+        if outcome is not None and outcome.error:
+            logger.error("the newest save is not on disk: step=%d reason=%s", outcome.step, outcome.reason)
+
+    def _ask(self, slots: Slots, held: Held) -> socket.socket | None:
+        order = Order(
+            slots.memory,
+            self.files.directory,
+            held.name,
+            held.header.step,
+            held.header.generation,
+            self._generation,
+            self.files.keep,
+            sorted(self.files.good),
+        )
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(ASKING_S)
+            connection.connect(self._writer)
+            connection.sendall(encode(order))
+        except OSError as error:
+            logger.warning("the disk writer cannot be asked: step=%d reason=%s", order.step, error)
+            connection.close()
+            return None
+        return connection
+
+    def _hear(self, write: _UnderWay) -> Outcome | None:
+        """None: the writer will not do it."""
+        if write.connection is None:
+            return None
+        try:
+            return decode(Outcome, receive_line(write.connection, write.deadline - self._clock()))
+        except (OSError, MessageError, OrderError) as error:
+            logger.warning(
+                "the disk writer has not done its work: step=%d reason=%s", write.held.header.step, error
+            )
+            return None
+
+    def _write_here(self, write: _UnderWay) -> Outcome:
+        header = write.held.header
+        logger.warning("training waits while this process writes its checkpoint itself: step=%d", header.step)
+        if write.connection is not None:
+            try:
+                write.connection.settimeout(ASKING_S)
+                write.connection.sendall(CANCEL)
+            except OSError:
+                pass  # it is gone already
+        started_s, size, refusal = self._clock(), 0, None
+        try:
+            size = write_copy(self.files, write.slots, write.held, self._generation, self._permit()).size
+        except (CheckpointError, OSError, ValueError) as error:
+            refusal = Outcome.of(header.step, error, self.files.directory)
+        progress.checkpoint_save(header.step, "error" if refusal else "ok", self._clock() - started_s, size)
+        return refusal or Outcome(header.step, size)
+
+    def _permit(self) -> Callable[[], None]:
+        return Permit(self._commits, self._generation).check
