@@ -86,6 +86,13 @@ class HolderSpoke:
 
 
 @dataclass(frozen=True, slots=True)
+class Stirred:
+    """The preloaded process, or a spare, has something to say or has ended: its socket can be read."""
+
+    descriptor: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReaderSpoke:
     """The process that reads the GPUs' memory has said this. Nothing: it has ended."""
 
@@ -139,6 +146,7 @@ Event: TypeAlias = (
     | ReaderSpoke
     | WriterWanted
     | WriterEnded
+    | Stirred
     | Reported
     | GuardSpoke
     | Signalled

@@ -22,9 +22,9 @@ def unless_stopped(
     doing: str,
     on_wait: Callable[[], None] = lambda: None,
 ) -> T:
-    """What `work` returns or raises; CannotStart as soon as there is an event, which can only be a signal.
+    """What `work` returns or raises; CannotStart as soon as a signal is among the events.
 
-    `on_wait` is called all the while, ten times a second.
+    The others stay for the main loop. `on_wait` is called all the while, ten times a second.
     """
     done: Future[T] = Future()
 
@@ -35,15 +35,23 @@ def unless_stopped(
             done.set_exception(error)
 
     threading.Thread(target=run, name=doing.replace(" ", "-"), daemon=True).start()
-    while True:
-        try:
-            return done.result(timeout=0.1)
-        except FutureTimeout:
-            on_wait()
-            if not events.empty():
-                raise CannotStart(_stopped_by(events.get()), f"stopped while {doing}") from None
+    kept: list[Event] = []
+    try:
+        while True:
+            try:
+                return done.result(timeout=0.1)
+            except FutureTimeout:
+                on_wait()
+                while not events.empty():
+                    event = events.get()
+                    if isinstance(event, Signalled):
+                        raise CannotStart(_stopped_by(event), f"stopped while {doing}") from None
+                    kept.append(event)
+    finally:
+        for event in kept:
+            events.put(event)
 
 
-def _stopped_by(event: Event) -> ExitCode:
-    interrupted = isinstance(event, Signalled) and event.number == signal.SIGINT
+def _stopped_by(event: Signalled) -> ExitCode:
+    interrupted = event.number == signal.SIGINT
     return ExitCode.STOPPED_BY_SIGINT if interrupted else ExitCode.STOPPED_BY_SIGTERM

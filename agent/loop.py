@@ -30,6 +30,7 @@ from .events import (
     ReaderSpoke,
     Reported,
     Signalled,
+    Stirred,
     StoreGone,
     WorkerExited,
     WriterEnded,
@@ -186,7 +187,7 @@ class Loop:
             if training.group is None:
                 self._ending = self._doom
         elif isinstance(order, Start):
-            if self._gpu_memory.waiting:
+            if self._gpu_memory.waiting or not training.prepared(order.world, order.member, now):
                 return False
             training.start(order.world, order.member, self._listener, now)
             return True
@@ -238,6 +239,8 @@ class Loop:
             self._training.guard_spoke(event, now)
         elif isinstance(event, HolderSpoke):
             self._training.holder_spoke(event)
+        elif isinstance(event, Stirred):
+            self._training.stirred(event, now)
         elif isinstance(event, ReaderSpoke):
             self._gpu_memory.heard(event, now)
         elif isinstance(event, WriterWanted | WriterEnded):

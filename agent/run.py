@@ -45,18 +45,21 @@ from .exits import CannotStart, ExitCode
 from .interruptible import unless_stopped
 from .loop import Ending, Loop
 from .machine.addresses import LOOPBACK, reachable_at, unique_node_id
-from .machine.cgroups import claim_cgroup
+from .machine.cgroups import claim_cgroup, own_cgroup
 from .machine.examine import Machine
 from .machine.gpu_memory import GpuMemory
 from .machine.network import NetworkChoice, NotYet
 from .machine.network_search import Network, wait_for_network
+from .machine.scarce_memory import read_memory
 from .peer_link import PeerLink
 from .ports import PortError, bind_listener
+from .preloader.spares import Spares
 from .processes.children import Children, adopt_orphans
 from .processes.guard import Guard
 from .processes.logs import WorkerLogs
 from .processes.reports import ReportReceiver
 from .processes.worker_store import WorkerStore
+from .processes.workers import job_python
 from .salvage_gate import SalvageGate
 from .service_manager import ServiceManager
 from .status.pages import JOB_PATH, STATUS_PATH, StatusPages
@@ -126,9 +129,17 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
         if memory is not None:
             stack.callback(memory.close)
         listener, http, store_listener = _listeners(config, endpoint, address, bind)
+        cgroup = claim_cgroup(incarnation)
+        guard = Guard()
+        guard.start(incarnation, [run_dir] if memory is None else [run_dir, memory.path], cgroup)
+        stack.callback(guard.close)
         gpu_memory = _started(
             stack, GpuMemory(machine.watched, config.gpu_memory_wait_s, environment, events.put, clock)
         )
+        spares = _spares(config, machine, incarnation, environment, events, clock)
+        stack.callback(spares.close)
+        if config.preload and config.command.kind != "binary" and not alone:
+            spares.start()
         pages = _pages(config, name, incarnation, clock)
         probes = _Probes(Introduction(name, incarnation, generation=0))
         server = _started(stack, _server(http, metrics, probes, pages))
@@ -152,13 +163,8 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
         )
         lease_ttl_s = config.rendezvous.lease_ttl_s
         participant = Participant(identity, _policy(config), lease_ttl_s=lease_ttl_s, rng=rng, now=clock())
-        participant.warmed()
         link = StoreLink(store, lease_ttl_s, events.put, clock, rng)
-        cgroup = claim_cgroup(incarnation)
-        guard = Guard()
-        guard.start(incarnation, [run_dir] if memory is None else [run_dir, memory.path], cgroup)
-        stack.callback(guard.close)
-        worker_store = WorkerStore(environment, events.put)
+        worker_store = WorkerStore(environment, spares, events.put)
         stack.callback(worker_store.end)
         console = sys.stdout.buffer, sys.stderr.buffer
         logs = _started(stack, WorkerLogs(config.log_dir, name, *console, metrics.printed))
@@ -168,7 +174,9 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
         disk_writer = _started(
             stack, DiskWriter(run_dir / "writes", commits.path, reports.path, environment, events.put)
         )
-        children.knows(lambda: (guard.pid, *gpu_memory.pids, *worker_store.pids, *disk_writer.pids))
+        children.knows(lambda: (guard.pid, *gpu_memory.pids, *worker_store.pids))
+        children.knows(lambda: (*disk_writer.pids, *spares.pids))
+        children.expects(lambda: spares.sessions)
         link.start()
         node = Node(
             name,
@@ -192,6 +200,7 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
                 participant,
                 guard,
                 worker_store,
+                spares,
                 logs,
                 observer,
                 children,
@@ -277,6 +286,27 @@ def _metrics(
         torch_version=machine.software.torch or "",
         nccl_version=machine.software.nccl or "",
         python_version=platform.python_version(),
+    )
+
+
+def _spares(
+    config: Config,
+    machine: Machine,
+    incarnation: str,
+    environment: Mapping[str, str],
+    events: queue.SimpleQueue[Event],
+    clock: Callable[[], float],
+) -> Spares:
+    """By its mark the guard finds the preloaded process, too."""
+    cgroup = own_cgroup()
+    return Spares(
+        job_python(environment),
+        config.preload.words,
+        machine.workers + 1,
+        {**environment, "ELASTIC_AGENT_INCARNATION": incarnation},
+        events.put,
+        clock,
+        lambda: read_memory(cgroup),
     )
 
 

@@ -27,8 +27,9 @@ from .configuration.config import Config
 from .environment.contract import WorkerPlace, chosen_variables
 from .environment.timeouts import WIDENING, widening
 from .environment.variables import compose
-from .events import Event, GuardSpoke, HolderSpoke, Reported, WorkerExited
+from .events import Event, GuardSpoke, HolderSpoke, Reported, Stirred, WorkerExited
 from .machine.examine import Machine
+from .preloader.spares import Spares
 from .processes.children import Children
 from .processes.failures import HANG_SIGNAL, WorkerFailure, examine, fingerprint, hung, summarize
 from .processes.guard import Guard
@@ -85,6 +86,7 @@ class Training:
         participant: Participant,
         guard: Guard,
         worker_store: WorkerStore,
+        spares: Spares,
         logs: WorkerLogs,
         observer: Observer,
         children: Children,
@@ -99,6 +101,7 @@ class Training:
         self._participant = participant
         self._guard = guard
         self._worker_store = worker_store
+        self._spares = spares
         self._logs = logs
         self._observer = observer
         self._children = children
@@ -117,6 +120,7 @@ class Training:
         self._salvage = Salvage(0, 0.0)
         self._postponed: _Stopping | None = None
         """What the workers are told once their last step has been kept."""
+        self._spares_due_at: float | None = None
 
     @property
     def undisturbed(self) -> int:
@@ -150,22 +154,34 @@ class Training:
             specs = [self._spec(world, member, local_rank, records) for local_rank in range(member.slots)]
             if world.members[0] == member:
                 self._worker_store.serve(listener)
-            self.group.start(self._config.command, specs)
+            self.group.start(self._config.command, specs, self._spares)
             for spec in specs:
                 self._pages.process_made(spec.local_rank, self._clock())
             problem = ""
         except OSError as error:
             problem = f"a worker could not be started: {error}"
             self._pages.close()  # what is scarce may be the very descriptors that they hold
+        self._spares.workers_started(now)
+        self._say_how_started(self.group, self._clock() - now)
         self._observer.started(self.group.ranks)
         if problem:
             for ended, returncode in self.group.returncodes.items():
                 self._observer.exited(ended, returncode, now, killed=True)
             self._fail(self.group, problem)
 
+    def prepared(self, world: World, member: Member, now: float) -> bool:
+        """Whether there is no more to wait for before `start`: spares, as far as there will be any."""
+        if self._config.command.kind == "binary":
+            return True
+        holder = world.members[0] == member and not self._worker_store.pids
+        return self._spares.prepared(member.slots + holder, now)
+
     def turn(self, now: float) -> bool:
         """Do what is due. True: nothing of the generation is left here, and the participant knows."""
         self._children.bury(now)
+        self._spares_due_at = self._spares.turn(now)
+        if self._spares.loaded:
+            self._participant.warmed()
         group = self.group
         if group is None:
             return False
@@ -186,11 +202,12 @@ class Training:
 
     def wake_at(self) -> tuple[float | None, ...]:
         """The instants at which `turn` may have something to do without any event."""
+        due_at = self._spares_due_at
         if self.group is None:
-            return ()
+            return (due_at,)
         if self.group.stopping:
-            return (self.group.wake_at(), self._salvage.wake_at())
-        return (self._started_at + LASTING_S, self._hang.due_at, self._salvage.wake_at())
+            return (due_at, self.group.wake_at(), self._salvage.wake_at())
+        return (due_at, self._started_at + LASTING_S, self._hang.due_at, self._salvage.wake_at())
 
     def stop(
         self, grace_s: float, *, gently: bool, reason: str, asking: signal.Signals = signal.SIGTERM
@@ -249,6 +266,9 @@ class Training:
         else:
             self._tell(self._salvage.heard(event.local_rank, event.message, now))
 
+    def stirred(self, event: Stirred, now: float) -> None:
+        self._spares.heard(event, now)
+
     def holder_spoke(self, event: HolderSpoke) -> None:
         problem = self._worker_store.heard(event)
         if problem and self.group is not None and not self.group.stopping:
@@ -304,6 +324,21 @@ class Training:
                 world.restarts.fruitless,
             )
 
+    def _say_how_started(self, group: WorkerGroup, took_s: float) -> None:
+        warm = len(group.ranks) - len(group.cold)
+        if warm:
+            log.info("generation %d: %d workers from spares in %.3f s", group.generation, warm, took_s)
+        if group.cold and self._config.preload:
+            reasons = "; ".join(dict.fromkeys(group.cold.values()))
+            log.info("generation %d: %d workers start cold: %s", group.generation, len(group.cold), reasons)
+
+    def _obstacle(self, environment: Mapping[str, str]) -> str:
+        """Why no spare can be a worker in this environment; empty if one can."""
+        command = self._config.command
+        if command.kind == "binary":
+            return "the command is a program of its own"
+        return ""
+
     def _spec(self, world: World, member: Member, local_rank: int, flight_records: Path | None) -> WorkerSpec:
         directory = self._directory(world.generation)
         directory.mkdir(exist_ok=True)
@@ -323,7 +358,8 @@ class Training:
             self._config, self._node.machine, place, agent_incarnation=self._node.incarnation
         )
         environment = compose(self._node.environment, chosen)
-        return WorkerSpec(place.rank, local_rank, environment, self._node.machine.shares[local_rank].cpus)
+        cpus = self._node.machine.shares[local_rank].cpus
+        return WorkerSpec(place.rank, local_rank, environment, cpus, self._obstacle(environment))
 
     def _directory(self, generation: int) -> Path:
         """Where the workers of one generation have files of their own."""

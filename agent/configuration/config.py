@@ -103,6 +103,20 @@ class TimeoutConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Preload:
+    """What the preloaded process imports, which workers are forked from; without any word there is none."""
+
+    words: tuple[str, ...] = ("default",)
+    """Names of modules; default: torch, and what DDP imports at its first use."""
+
+    def __str__(self) -> str:
+        return ",".join(self.words) or "none"
+
+    def __bool__(self) -> bool:
+        return bool(self.words)
+
+
+@dataclass(frozen=True, slots=True)
 class Command:
     """What every worker runs. `target` is a path, a module name or a program, as `kind` says."""
 
@@ -121,6 +135,7 @@ class Config:
     device_pinning: DevicePinning = "index"
     affinity: Affinity = "none"
     gpu_memory_wait_s: float = 30.0  # 0: a restart does not wait for it
+    preload: Preload = Preload()
     rendezvous: RendezvousConfig = RendezvousConfig()
     node_id: str | None = None  # None: the agent makes one that no other agent has
     local_addr: str | None = None  # None: the address that other nodes reach is found out

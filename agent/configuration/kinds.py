@@ -23,6 +23,7 @@ from .config import (
     Endpoint,
     NetworkProfile,
     NodeCounts,
+    Preload,
     Secret,
     WorkerCount,
 )
@@ -134,6 +135,17 @@ def read_affinity(text: str) -> Affinity:
     if text not in get_args(Affinity):
         raise ValueError
     return cast(Affinity, text)
+
+
+def read_preload(text: str) -> Preload:
+    words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+    if words == ("none",):
+        return Preload(())
+    if not all(part.isidentifier() for word in words for part in word.split(".")):
+        raise ValueError
+    if "none" in words:
+        raise ValueError("none stands alone")
+    return Preload(words)
 
 
 def read_backend(text: str) -> Backend:

@@ -21,7 +21,9 @@ from .options import (
     MAX_NODES,
     MIN_NODES,
     NNODES,
+    NO_PRELOAD,
     OPTIONS,
+    PRELOAD,
     RDZV_CONF,
     SCRIPT,
     TARGETS,
@@ -95,6 +97,9 @@ class Layer:
         elif option is VIRTUAL_LOCAL_RANK:
             if value:
                 self.put(DEVICE_PINNING, "mask", origin)
+        elif option is NO_PRELOAD:
+            if value:
+                self.put(PRELOAD, "none", origin)
         else:
             self.given[option.name] = Setting(value, origin, option.kind.shown(text))
 

@@ -25,6 +25,7 @@ from .config import (
     Endpoint,
     NetworkProfile,
     NodeCounts,
+    Preload,
     Secret,
     WorkerCount,
 )
@@ -55,6 +56,7 @@ from .kinds import (
     read_network_profile,
     read_node_counts,
     read_port_range,
+    read_preload,
     read_restarts,
     read_worker_count,
     whole_number,
@@ -188,6 +190,23 @@ GPU_MEMORY_WAIT: Option[float] = Option(
     "a restart waits at most so long until killed workers' GPU memory is free again, 0 is off; needs nvidia-ml-py",
     metavar="DURATION",
     default="30s",
+)
+PRELOAD: Option[Preload] = Option(
+    "preload",
+    Kind("names of modules with commas between, default among them or alone, or none", read_preload),
+    "a process imports these modules in advance, and workers are forked from it within milliseconds. default: torch,"
+    " and what DistributedDataParallel imports when it is first used; none: each worker imports all by itself, as under"
+    " torchrun",
+    metavar="NAMES",
+    default="default",
+)
+NO_PRELOAD: Option[bool] = Option(
+    "no-preload",
+    YES_OR_NO,
+    "short for --preload none",
+    default="false",
+    flag=True,
+    shorthand=True,
 )
 NODE_ID: Option[str | None] = Option(
     "node-id",
@@ -471,6 +490,8 @@ GROUPS: dict[str, tuple[Option[object], ...]] = {
         VIRTUAL_LOCAL_RANK,
         AFFINITY,
         GPU_MEMORY_WAIT,
+        PRELOAD,
+        NO_PRELOAD,
         NODE_ID,
     ),
     "Rendezvous": (BACKEND, ENDPOINT, JOB_ID, STANDALONE, JOIN_TIMEOUT, LAST_CALL, LEASE_TTL, RDZV_CONF),

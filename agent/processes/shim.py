@@ -22,23 +22,8 @@ PR_SET_PDEATHSIG = 1
 
 def main(agent_pid: int, cpus: str, cgroup: str, command: list[str]) -> int:
     """Returns only when the command could not be started."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        return _refuse(f"cannot be tied to the agent's life: {os.strerror(ctypes.get_errno())}", 1)
-    if os.getppid() != agent_pid:  # it died before the line above: the signal will never come
-        return _refuse(f"agent {agent_pid} is gone; not starting {command[0]!r}", 1)
-    if cgroup:
-        try:
-            with open(os.path.join(cgroup, "cgroup.procs"), "w") as file:
-                file.write("0")
-        except OSError as error:
-            return _refuse(f"cannot enter the cgroup {cgroup}: {error.strerror}", 1)
-    if cpus:
-        try:
-            os.sched_setaffinity(0, map(int, cpus.split(",")))
-        except OSError as error:
-            advice = "were they taken away since the agent began? Start it again, or use --affinity none"
-            return _refuse(f"cannot run on the CPUs {cpus} ({error.strerror}): {advice}", 1)
+    if problem := tie(agent_pid) or place(cpus, cgroup):
+        return _refuse(f"{problem}; not starting {command[0]!r}", 1)
     # Python ignores SIGPIPE and SIGXFSZ, and what is ignored stays so through exec; handlers do not.
     for number in signal.valid_signals():
         if signal.getsignal(number) == signal.SIG_IGN:
@@ -49,6 +34,33 @@ def main(agent_pid: int, cpus: str, cgroup: str, command: list[str]) -> int:
     except OSError as error:
         code = 127 if isinstance(error, (FileNotFoundError, NotADirectoryError)) else 126
         return _refuse(f"cannot run {command[0]!r}: {error.strerror}", code)
+
+
+def tie(agent_pid: int) -> str:
+    """From now on this child of the agent dies with it. Why that cannot be; empty if it is so."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        return f"cannot be tied to the agent's life: {os.strerror(ctypes.get_errno())}"
+    if os.getppid() != agent_pid:  # it died before the line above: the signal will never come
+        return f"agent {agent_pid} is gone"
+    return ""
+
+
+def place(cpus: str, cgroup: str) -> str:
+    """Enters the cgroup and keeps to these CPUs. Why that cannot be; empty if it is so."""
+    if cgroup:
+        try:
+            with open(os.path.join(cgroup, "cgroup.procs"), "w") as file:
+                file.write("0")
+        except OSError as error:
+            return f"cannot enter the cgroup {cgroup}: {error.strerror}"
+    if cpus:
+        try:
+            os.sched_setaffinity(0, map(int, cpus.split(",")))
+        except OSError as error:
+            advice = "were they taken away since the agent began? Start it again, or use --affinity none"
+            return f"cannot run on the CPUs {cpus} ({error.strerror}): {advice}"
+    return ""
 
 
 def _refuse(problem: str, code: int) -> int:

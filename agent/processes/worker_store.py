@@ -6,7 +6,8 @@ port in between, and a worker that connects before the store is up waits in the 
 retrying half a second later.
 
 Importing torch costs two seconds and 150 MB, so another process serves the stores: the *holder* (see `store_holder`),
-started when this node is master for the first time and kept for the generations after. A socket is handed over as
+started when this node is master for the first time and kept for the generations after: a spare that becomes it, or
+else a process of its own. A socket is handed over as
 soon as the holder is ready for it, and closed here then. If the holder ends, the generation that it serves fails; if it
 serves none, nobody need know. The next generation gets another.
 
@@ -16,6 +17,8 @@ has ended are refused, never left to wait.
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -27,7 +30,7 @@ from pathlib import Path
 from ..events import Event, HolderSpoke
 from .failures import describe_exit
 from .store_holder import CLOSE, LONGEST_MESSAGE, READY, SERVE
-from .workers import tied
+from .workers import Process, Spares, tied
 
 HOLDER = Path(__file__).with_name("store_holder.py")
 
@@ -36,19 +39,24 @@ HOLDER = Path(__file__).with_name("store_holder.py")
 class _Holder:
     """The process, our end of the socket pair, and what was heard from it."""
 
-    process: subprocess.Popen[bytes]
+    process: Process
     channel: socket.socket
     ready: bool = False
     last_words: str = ""
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
 
 class WorkerStore:
     """See the module's docstring. For the main thread: the holder dies with the thread that starts it."""
 
-    def __init__(self, environment: Mapping[str, str], post: Callable[[Event], None]) -> None:
+    def __init__(self, environment: Mapping[str, str], spares: Spares, post: Callable[[Event], None]) -> None:
         """`environment` is what the workers inherit. What the holder says is posted, and to be given to `heard`."""
         # It computes nothing, and of a client that is cut off torch would write pages of C++ frames.
         self._environment = {**environment, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        self._spares = spares
         self._post = post
         self._holder: _Holder | None = None
         self._serving = False
@@ -58,11 +66,11 @@ class WorkerStore:
     @property
     def pid(self) -> int | None:
         """The holder's, while there is one."""
-        return self._holder.process.pid if self._holder is not None else None
+        return self._holder.pid if self._holder is not None else None
 
     @property
     def pids(self) -> tuple[int, ...]:
-        return (self._holder.process.pid,) if self._holder is not None else ()
+        return (self._holder.pid,) if self._holder is not None else ()
 
     def serve(self, listener: socket.socket) -> None:
         """Takes over `listener`, until `close`. Raises OSError when no holder can be started."""
@@ -75,7 +83,7 @@ class WorkerStore:
     def heard(self, event: HolderSpoke) -> str:
         """Why the store that is to be served is not; empty if nothing is wrong."""
         holder = self._holder
-        if holder is None or holder.process.pid != event.pid:
+        if holder is None or holder.pid != event.pid:
             return ""
         if event.message == READY:
             holder.ready = True
@@ -85,9 +93,8 @@ class WorkerStore:
         if event.message:
             holder.last_words = event.message.decode(errors="replace")
             return ""
-        self._end_holder()
+        ended = describe_exit(self._end_holder()).text
         self._close_listener()
-        ended = describe_exit(holder.process.returncode).text
         words = holder.last_words or f"the process {event.pid} that served it ended: {ended}"
         return f"the workers' store is gone: {words}" if self._serving else ""
 
@@ -111,13 +118,7 @@ class WorkerStore:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
-                process = subprocess.Popen(
-                    tied([sys.executable, str(HOLDER)]),
-                    env=self._environment,
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
+                process = self._start_warm(theirs) or self._start_cold(theirs)
         except OSError:
             ours.close()
             self._close_listener()
@@ -126,6 +127,24 @@ class WorkerStore:
         threading.Thread(
             target=self._listen, args=(process.pid, ours), name="worker-store", daemon=True
         ).start()
+
+    def _start_warm(self, channel: socket.socket) -> Process | None:
+        while spare := self._spares.take():
+            try:
+                spare.become({"store": str(HOLDER)}, [channel.fileno()])
+            except OSError:  # it has just ended; as an orphan, it is buried
+                continue
+            return spare
+        return None
+
+    def _start_cold(self, channel: socket.socket) -> Process:
+        return subprocess.Popen(
+            tied([sys.executable, str(HOLDER)]),
+            env=self._environment,
+            stdin=channel.fileno(),
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def _listen(self, pid: int, channel: socket.socket) -> None:
         message = b"-"
@@ -151,10 +170,11 @@ class WorkerStore:
             self._listener.close()
             self._listener = None
 
-    def _end_holder(self) -> None:
-        """It has nothing to finish."""
+    def _end_holder(self) -> int:
+        """It has nothing to finish. Its return code, if it had one of its own."""
         assert self._holder is not None
-        self._holder.process.kill()
-        self._holder.process.wait()
+        os.kill(self._holder.pid, signal.SIGKILL)  # it is our child, and not yet reaped
+        returncode = self._holder.process.wait()
         self._holder.channel.close()
         self._holder = None
+        return returncode

@@ -1,8 +1,9 @@
 """The worker processes of one generation on this node: start, notice the end, stop, leave nothing behind.
 
-Each worker is started through `shim` in its own session and group, so that it dies with the agent and can be
-stopped with its children. One thread waits on the workers' pidfds and posts `WorkerExited` within a millisecond
-of an exit; reaping, signals and all state belong to the main thread.
+A worker is a *spare* that becomes one (`preloader`), which takes milliseconds, or starts *cold*, through `shim`. Either
+way it has its own session and group, dies with the agent and can be stopped with its children. One thread waits on the
+workers' pidfds and posts `WorkerExited` within a millisecond of an exit; reaping, signals and all state belong to the
+main thread.
 
 A group is *gone* only when every worker is reaped and no process that they started is left, nor any in the cgroup that
 the group has where the agent may make one: only then may the next generation start (I1).
@@ -20,6 +21,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from ..configuration.config import Command
 from ..events import Event, WorkerExited
@@ -35,6 +37,28 @@ LEFTOVER_PAUSE_S = 0.02
 """Between two looks for processes that a generation has left behind."""
 
 
+class Process(Protocol):
+    """A child of the agent: `subprocess.Popen`, or a spare."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def wait(self) -> int:
+        """Its return code, negative for a signal."""
+
+
+class Spare(Process, Protocol):
+    def become(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+        """Raises OSError when it has ended."""
+
+
+class Spares(Protocol):
+    why_cold: str
+
+    def take(self) -> Spare | None:
+        """None where there is none, for the reason `why_cold`."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
     """One worker as it is to be started."""
@@ -44,13 +68,15 @@ class WorkerSpec:
     environment: Mapping[str, str]
     cpus: tuple[int, ...] = ()
     """Where it may run; empty for wherever the agent may."""
+    cold: str = ""
+    """Why no spare can be this worker; empty if one can."""
 
 
 def command_line(command: Command, local_rank: int) -> list[str]:
     """What a worker executes. Arguments may contain torchrun's `${local_rank}`."""
-    args = [arg.replace(LOCAL_RANK_MACRO, str(local_rank)) for arg in command.args]
+    args = arguments(command, local_rank)
     # Unbuffered, as under torchrun: a killed worker's last words are not lost in a buffer.
-    python = [os.environ.get("PYTHON_EXEC", sys.executable), "-u"]
+    python = [job_python(os.environ), "-u"]
     if command.kind == "script":
         return [*python, command.target, *args]
     if command.kind == "module":
@@ -58,13 +84,27 @@ def command_line(command: Command, local_rank: int) -> list[str]:
     return [command.target, *args]
 
 
+def arguments(command: Command, local_rank: int) -> list[str]:
+    return [arg.replace(LOCAL_RANK_MACRO, str(local_rank)) for arg in command.args]
+
+
+def job_python(environ: Mapping[str, str]) -> str:
+    """The interpreter of the workers; torchrun's variable may name another than ours."""
+    return environ.get("PYTHON_EXEC", sys.executable)
+
+
 def tied(command: Sequence[str], cpus: Sequence[int] = (), cgroup: Path | None = None) -> list[str]:
     """The same command, through the shim: it dies with this process, and with the thread that starts it.
 
     It runs on these CPUs only, if any are given, and in this cgroup.
     """
-    kept_to, held_in = ",".join(map(str, cpus)), str(cgroup) if cgroup is not None else ""
-    return [sys.executable, "-I", "-S", str(SHIM), str(os.getpid()), kept_to, held_in, "--", *command]
+    shim = [sys.executable, "-I", "-S", str(SHIM), str(os.getpid())]
+    return [*shim, *_place(cpus, cgroup), "--", *command]
+
+
+def _place(cpus: Sequence[int], cgroup: Path | None) -> tuple[str, str]:
+    """As `shim` is told."""
+    return ",".join(map(str, cpus)), str(cgroup) if cgroup is not None else ""
 
 
 class WorkerGroup:
@@ -87,6 +127,8 @@ class WorkerGroup:
         self.returncodes: dict[int, int] = {}
         self.ranks: dict[int, int] = {}
         self.stopping = False
+        self.cold: dict[int, str] = {}
+        """Why, of those that did not start from a spare."""
         self.killed = False
         """Those that were left after the grace were sent SIGKILL."""
         self._incarnation = incarnation
@@ -96,18 +138,18 @@ class WorkerGroup:
         self._clock = clock
         self._cgroup = cgroup
         self._strangers = strangers
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, Process] = {}
         self._asked = False
         self._kill_at: float | None = None
         self._behind: set[int] = set()
 
-    def start(self, command: Command, specs: Sequence[WorkerSpec]) -> None:
+    def start(self, command: Command, specs: Sequence[WorkerSpec], spares: Spares) -> None:
         """Raises OSError when a process cannot be made; those started before it have ended then."""
         try:
             if self._cgroup is not None:
                 self._cgroup.mkdir()
             for spec in specs:
-                self._start_one(command, spec)
+                self._start_one(command, spec, spares)
             pidfds = {os.pidfd_open(process.pid): local for local, process in self._processes.items()}
         except OSError:
             # No thread would ever hear of their end. They have hardly begun: nothing is lost by not asking them first.
@@ -118,24 +160,59 @@ class WorkerGroup:
             raise
         threading.Thread(target=self._await_exits, args=(pidfds,), name="worker-exits", daemon=True).start()
 
-    def _start_one(self, command: Command, spec: WorkerSpec) -> None:
-        process = subprocess.Popen(
-            tied(command_line(command, spec.local_rank), spec.cpus, self._cgroup),
-            env=dict(spec.environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert process.stdout is not None
-        assert process.stderr is not None
+    def _start_one(self, command: Command, spec: WorkerSpec, spares: Spares) -> None:
+        (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+        try:
+            process = self._start_warm(command, spec, spares, out_end, err_end)
+            if process is None:
+                process = self._start_cold(command, spec, out_end, err_end)
+        except OSError:
+            os.close(out)
+            os.close(err)
+            raise
+        finally:
+            os.close(out_end)
+            os.close(err_end)
         self._processes[spec.local_rank] = process
         self.ranks[spec.local_rank] = spec.rank
         self._guard.watch(process.pid)
-        pipes = os.dup(process.stdout.fileno()), os.dup(process.stderr.fileno())
-        process.stdout.close()
-        process.stderr.close()
-        self._logs.attach(self.generation, spec.rank, *pipes)
+        self._logs.attach(self.generation, spec.rank, out, err)
+
+    def _start_warm(
+        self, command: Command, spec: WorkerSpec, spares: Spares, out: int, err: int
+    ) -> Process | None:
+        """None when no spare can be this worker."""
+        if spec.cold:
+            self.cold[spec.local_rank] = spec.cold
+            return None
+        cpus, cgroup = _place(spec.cpus, self._cgroup)
+        start = {
+            "kind": command.kind,
+            "target": command.target,
+            "args": arguments(command, spec.local_rank),
+            "environment": dict(spec.environment),
+            "cwd": os.getcwd(),
+        }
+        cold = tied(command_line(command, spec.local_rank), spec.cpus, self._cgroup)
+        message = {"start": start, "cpus": cpus, "cgroup": cgroup, "cold": cold}
+        while spare := spares.take():
+            try:
+                spare.become(message, [out, err])
+            except OSError:  # it has just ended; as an orphan, it is buried
+                continue
+            return spare
+        self.cold[spec.local_rank] = spares.why_cold
+        return None
+
+    def _start_cold(self, command: Command, spec: WorkerSpec, out: int, err: int) -> Process:
+        return subprocess.Popen(
+            tied(command_line(command, spec.local_rank), spec.cpus, self._cgroup),
+            env=dict(spec.environment),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
 
     def _await_exits(self, pidfds: dict[int, int]) -> None:
         poll = select.poll()
@@ -223,15 +300,15 @@ class WorkerGroup:
             return self._kill_at
         return self._clock() + LEFTOVER_PAUSE_S
 
-    def _unreaped(self) -> list[subprocess.Popen[bytes]]:
+    def _unreaped(self) -> list[Process]:
         return [process for local, process in self._processes.items() if local not in self.returncodes]
 
-    def _signal(self, process: subprocess.Popen[bytes], number: signal.Signals, *, group: bool) -> None:
+    def _signal(self, process: Process, number: signal.Signals, *, group: bool) -> None:
         """Safe: an unreaped process keeps its pid, and its group's id with it."""
-        try:
-            if group:
+        if group:
+            try:
                 os.killpg(process.pid, number)
-            else:
-                os.kill(process.pid, number)
-        except ProcessLookupError:
-            pass  # it has just ended, and its exit is on the way to us
+                return
+            except ProcessLookupError:
+                pass  # a spare that has not yet heard what it is to be, and leads no group
+        os.kill(process.pid, number)

@@ -21,6 +21,7 @@ from torch.distributed import TCPStore
 from elastic_agent.agent.events import Event, HolderSpoke
 from elastic_agent.agent.ports import bind_listener
 from elastic_agent.agent.processes.worker_store import HOLDER, WorkerStore
+from tests.spare_keeper import SpareKeeper, adopting
 
 ADDRESS = "127.0.0.1"
 PATIENCE_S = 60.0
@@ -30,13 +31,20 @@ PATIENCE_S = 60.0
 class Node:
     """What is left of an agent when only its workers' store matters."""
 
-    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self, environment: Mapping[str, str] = os.environ, keeper: SpareKeeper | None = None
+    ) -> None:
+        """With a `keeper` the holder is one of its spares."""
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.store = WorkerStore(environment, self.events.put)
+        self.keeper = keeper
+        spares = keeper.spares if keeper is not None else NoSpares()
+        self.store = WorkerStore(environment, spares, self.events.put)
         self.problems: list[str] = []
 
     def serve(self) -> socket.socket:
         """A generation begins."""
+        if (keeper := self.keeper) is not None and not self.store.pids:
+            keeper.hear_until(lambda: keeper.prepared(1))
         listener = bind_listener(ADDRESS, 0, "master")
         self.port = listener.getsockname()[1]
         self.store.serve(listener)
@@ -71,9 +79,25 @@ class Node:
         os.waitid(os.P_PID, self.store.pid, os.WEXITED | os.WNOWAIT)
 
 
-@pytest.fixture
-def node() -> Iterator[Node]:
-    node = Node()
+class NoSpares:
+    why_cold = "there are none"
+
+    def take(self) -> None:
+        return None
+
+
+@pytest.fixture(scope="module")
+def keeper() -> Iterator[SpareKeeper]:
+    with adopting():
+        keeper = SpareKeeper("torch.distributed", wanted=0).start()
+        yield keeper
+        keeper.spares.close()
+
+
+@pytest.fixture(params=["cold", "warm"])
+def node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    """The holder is a process of its own, or a spare."""
+    node = Node(keeper=request.getfixturevalue("keeper") if request.param == "warm" else None)
     yield node
     node.store.end()
 
@@ -176,7 +200,8 @@ def test_the_holder_does_not_see_the_agents_modules_by_their_bare_names(tmp_path
     node.store.end()
 
 
-def test_without_a_holder_nobody_listens(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_holder_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node()
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(OSError):
         node.serve()

@@ -304,11 +304,13 @@ class Job:
     ) -> Agent:
         """An agent with just these options. `script` is what its workers run, with arguments.
 
-        `enter` are words before its command that bring it to another place, and keep its pid.
+        Nothing is preloaded unless an option says what: most scripts here need no torch, which would be imported
+        beside them. `enter` are words before its command that bring it to another place, and keep its pid.
         """
         log = self.folder / f"{name}-{len(self.agents)}.log"
         interpreter = [*enter, sys.executable, "-m", "elastic_agent"]
-        command = [*interpreter, f"--node-id={name}", *options, *map(str, script)]
+        cold = () if any(option.startswith("--preload") for option in options) else ("--no-preload",)
+        command = [*interpreter, f"--node-id={name}", *cold, *options, *map(str, script)]
         surroundings = {**os.environ, MARKER: self.id, "SYSTEM_TEST_HISTORY": str(self._history)}
         agent = Agent(name, command, {**surroundings, **(environment or {})}, log)
         self.agents.append(agent)

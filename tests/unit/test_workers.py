@@ -29,6 +29,13 @@ class Logs(Ignored):
             os.close(pipe)
 
 
+class NoSpares:
+    why_cold = "there are none"
+
+    def take(self) -> None:
+        return None
+
+
 @pytest.mark.parametrize("before_it", [0, 2])
 def test_a_worker_that_cannot_be_started_leaves_nobody_whose_end_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, before_it: int
@@ -53,7 +60,7 @@ def test_a_worker_that_cannot_be_started_leaves_nobody_whose_end_is_waited_for(
     )
     specs = [WorkerSpec(rank, rank, dict(os.environ)) for rank in range(3)]
     with pytest.raises(BlockingIOError):
-        group.start(Command("binary", "sleep", ("300",)), specs)
+        group.start(Command("binary", "sleep", ("300",)), specs, NoSpares())
     assert [process.returncode for process in started] == [-9] * before_it
     group.stop(1.0, gently=False)
     assert group.gone()

@@ -1,0 +1,296 @@
+"""The preloaded process: imports what workers import, once, and forks *spares* that wait to become workers.
+
+`spares` starts it, through `shim`, as `python -u process.py AGENT_PID`, with one end of a socket pair as its standard
+input (`wire`). It is told what to import, answers what came of it, and from then on is asked for spares, each with its
+own socket to the agent. It is never the parent of a spare: it forks a *nursery*, which forks the spares and ends, so
+that they become children of the agent, which adopts orphans. From then on a spare has nothing to do with this process:
+it dies with the agent, survives this process, and waits for the one message that says what it shall be.
+
+A fork has its parent's memory, and of its threads only the one that forked. So before each fork this process makes
+sure that it has one thread, no CUDA context, and that what it has imported is what lies on disk. It never computes
+anything: OpenMP's threads do not survive a fork either. What it finds wrong it says, and forks no more.
+
+Invariants: a spare hears one message, and closes its socket when it has; there is no second one. What it was told to be
+and cannot be as a fork it becomes by exec, with the same pid, session, cgroup and descriptors.
+
+In the job's interpreter, which need not know this package: standard library, and what lies beside this file.
+"""
+
+from __future__ import annotations
+
+import sys
+
+FRESH = frozenset(sys.modules) - {"__future__"}
+"""What a process has imported that has just started. Asked for before anything else is imported."""
+
+import contextlib  # noqa: E402
+import gc  # noqa: E402
+import importlib.util  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+import select  # noqa: E402
+import signal  # noqa: E402
+import socket  # noqa: E402
+import sysconfig  # noqa: E402
+from collections.abc import Iterable, Sequence  # noqa: E402
+from dataclasses import dataclass  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import TYPE_CHECKING, Any, NoReturn  # noqa: E402
+
+if TYPE_CHECKING:
+    from . import stash
+
+HERE = Path(__file__).resolve().parent
+PACKAGE = "elastic_agent_preloader"
+"""The name by which the modules of this folder know each other here."""
+
+CHECK_EVERY_S = 5.0
+"""An idle process looks so often whether it is still fit."""
+
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""By this process: a service manager may signal all that it started, while workers in their grace go on."""
+
+
+class Unfit(Exception):
+    """No spares can be forked; the message says why. `stale`: another process, started now, could."""
+
+    def __init__(self, why: str, *, stale: bool = False) -> None:
+        super().__init__(why)
+        self.stale = stale
+
+
+def main(agent_pid: int) -> None:
+    """Until the agent closes its end, or has ended. In a spare: until it is told what to become."""
+    channel = socket.socket(fileno=os.dup(0))
+    channel.set_inheritable(False)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    load_package()
+    from elastic_agent_preloader import stash, wire  # type: ignore[import-not-found]
+
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    received = wire.receive(channel)
+    if received is None:
+        return
+    gc.disable()
+    known = stash.preload(_expanded(received[0]["load"], stash.DEFAULT_PRELOAD), FRESH)
+    gc.collect()
+    gc.freeze()
+    try:
+        check_fit(known)
+        wire.send(channel, {"loaded": len(known.recording.modules), "skipped": dict(known.skipped)})
+        born = _serve(channel, known)
+    except Unfit as unfit:
+        wire.send(channel, {"unfit": str(unfit), "stale": unfit.stale})
+        return
+    if born is not None:
+        live(born, known, agent_pid)
+
+
+def _serve(channel: socket.socket, known: stash.Stash) -> Newborn | None:
+    """None at the end of this process' work. Raises Unfit."""
+    from elastic_agent_preloader import wire
+
+    while True:
+        asked, _, _ = select.select([channel], [], [], CHECK_EVERY_S)
+        received = wire.receive(channel) if asked else ({}, [])
+        if received is None:
+            return None
+        check_fit(known)
+        if received[1] and (born := fork_spares(received[1])) is not None:
+            channel.close()
+            return born
+
+
+def _expanded(words: Sequence[str], default: Sequence[str]) -> list[str]:
+    """Names of modules: the word default stands for several."""
+    return [name for word in words for name in (default if word == "default" else (word,))]
+
+
+def _said(unfit: Unfit) -> dict[str, Any]:
+    return {"unfit": str(unfit), "stale": unfit.stale}
+
+
+def load_package() -> None:
+    """Makes the modules beside this file importable, by a name that nobody else uses and from nowhere else."""
+    sys.modules[PACKAGE] = _module(PACKAGE, HERE / "__init__.py")
+    # Python looks first where this file lies, but what lies here is nobody's by its bare name.
+    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != str(HERE)]
+
+
+def check_fit(known: stash.Stash) -> None:
+    """Raises Unfit when a fork would not be like a process that imports all of this now."""
+    threads = os.listdir("/proc/self/task")
+    if len(threads) > 1:
+        names = ", ".join(sorted(map(_name_of_thread, threads)))
+        raise Unfit(f"it has {len(threads)} threads ({names}), of which a fork has only one")
+    cuda = sys.modules.get("torch.cuda")
+    if cuda is not None and cuda.is_initialized():
+        raise Unfit("it has a CUDA context, which no fork can use")
+    if changed := known.changed():
+        raise Unfit(f"{changed[0]} has changed since it was imported", stale=True)
+
+
+def _name_of_thread(thread: str) -> str:
+    try:
+        return Path("/proc/self/task", thread, "comm").read_text().strip()
+    except OSError:
+        return "?"
+
+
+# --- Birth
+
+
+@dataclass(frozen=True, slots=True)
+class Newborn:
+    """Here a new process goes on. It has its own socket to the agent, and a pipe that ends when the agent is its
+    parent."""
+
+    channel: socket.socket
+    orphaned: int
+
+
+def fork_spares(sockets: Sequence[int]) -> Newborn | None:
+    """One for each socket. In this process None; where the system lets none be made the agent sees the socket closed.
+
+    It returns in each spare, too: who begins a script there must leave all Python code behind.
+    """
+    orphaned, parent = os.pipe()
+    try:
+        nursery = os.fork()
+    except OSError as error:
+        print(f"elastic-agent: no spare can be forked: {error.strerror}", file=sys.stderr, flush=True)
+        nursery = -1
+    if nursery == 0:
+        born = _fill_nursery(sockets)
+        os.close(parent)
+        return Newborn(born, orphaned)
+    for descriptor in sockets:
+        os.close(descriptor)
+    if nursery > 0:
+        os.waitpid(nursery, 0)
+    # Only now: when the nursery can be waited for, its children have got their new parent.
+    os.close(parent)
+    os.close(orphaned)
+    return None
+
+
+def _fill_nursery(sockets: Sequence[int]) -> socket.socket:
+    """Returns in the spares only."""
+    for mine in sockets:
+        try:
+            child = os.fork()
+        except OSError:
+            os._exit(1)
+        if child == 0:
+            for other in sockets:
+                if other != mine:
+                    os.close(other)
+            return socket.socket(fileno=mine)
+    os._exit(0)
+
+
+def live(born: Newborn, known: stash.Stash, agent_pid: int) -> NoReturn:
+    """A spare, from its birth until it hears what it shall become."""
+    from elastic_agent_preloader import wire
+
+    for number in IGNORED:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, default)
+    os.read(born.orphaned, 1)
+    os.close(born.orphaned)
+    if problem := SHIM.tie(agent_pid):
+        _refuse(problem)
+    wire.send(born.channel, {"ready": os.getpid()})
+    received = wire.receive(born.channel)
+    if received is None:
+        os._exit(0)
+    message, descriptors = received
+    if "store" in message:
+        born.channel.close()
+        _serve_stores(message["store"], descriptors[0])
+    become_worker(message, descriptors, born.channel, known)
+
+
+def _refuse(problem: str) -> NoReturn:
+    os.write(2, f"elastic-agent: {problem}\n".encode())
+    os._exit(1)
+
+
+def _serve_stores(holder: str, channel: int) -> NoReturn:
+    """The spare becomes the holder of the workers' stores (`store_holder`), which takes its orders on `channel`."""
+    from elastic_agent_preloader import shown
+
+    os.setsid()
+    os.dup2(channel, 0)
+    os.close(channel)
+    with contextlib.suppress(OSError):  # then ps shows it as one of us
+        shown.show([sys.executable, holder], os.environ)
+    # Of a client that is cut off torch would write pages of C++ frames; what goes wrong is said on the channel.
+    for stream in (1, 2):
+        os.dup2(nothing := os.open(os.devnull, os.O_RDWR), stream)
+        os.close(nothing)
+    _module("store_holder", Path(holder)).main()
+    os._exit(0)
+
+
+# --- A worker
+
+
+def become_worker(
+    message: dict[str, Any], descriptors: list[int], channel: socket.socket, known: stash.Stash
+) -> NoReturn:
+    """Ends as the script ends."""
+    from elastic_agent_preloader import script, start, wire
+
+    os.setsid()
+    for number, descriptor in enumerate(descriptors, 1):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    if problem := SHIM.place(message["cpus"], message["cgroup"]):
+        _refuse(problem)
+
+    def tell(problem: str) -> None:
+        try:
+            wire.send(channel, {"problem": problem})
+        except OSError:  # the agent has ended, or the script runs already
+            pass
+
+    told = start.Start.from_json(json.dumps(message["start"]))
+    if changed := _own(known.changed()):
+        tell(f"{changed[0]} has changed since it was imported")
+        os.chdir(told.cwd)
+        os.execve(message["cold"][0], message["cold"], dict(told.environment))
+    try:
+        script.run(told, known, tell)
+    except script.Become:
+        channel.close()
+        raise
+    raise AssertionError("what `run` does is not to be returned from")
+
+
+def _own(paths: Iterable[str]) -> list[str]:
+    """Those that are edited by hand: what is installed is looked at in the background, and before each fork."""
+    installed = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+    return [path for path in paths if not path.startswith(installed)]
+
+
+def _module(name: str, path: Path) -> Any:
+    """What lies there, executed now; where it is a package, its modules can be imported."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SHIM = _module("shim", HERE.parent / "processes" / "shim.py")
+"""It does for a process that is started cold what is done here for a spare."""
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,321 @@
+"""A real preloaded process, with cheap modules in place of torch, and what becomes of its spares. The test stands where
+the agent does, and adopts them as it does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_agent.agent.machine.scarce_memory import MIB, Memory
+from elastic_agent.agent.preloader import spares as module
+from elastic_agent.agent.preloader import supply
+from elastic_agent.agent.preloader.spares import Spare
+from elastic_agent.agent.processes.workers import tied
+from tests.spare_keeper import PLENTY, SpareKeeper, adopting
+
+
+@pytest.fixture(autouse=True)
+def _adopting(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    caplog.set_level(logging.INFO)
+    with adopting():
+        yield
+
+
+@pytest.fixture
+def agent() -> Iterator[SpareKeeper]:
+    agent = SpareKeeper("json").start()
+    yield agent
+    agent.spares.close()
+
+
+def run(spare: Spare, script: Path | str, *args: str, **more: Any) -> str:
+    """What it prints as a worker, on both streams."""
+    start = {
+        "kind": "script",
+        "target": str(script),
+        "args": args,
+        "environment": dict(os.environ),
+        "cwd": os.getcwd(),
+    }
+    command = tied([sys.executable, "-u", str(script), *args])
+    read, write = os.pipe()
+    spare.become({"start": start, "cpus": "", "cgroup": "", "cold": command, **more}, [write, write])
+    os.close(write)
+    with open(read) as printed:
+        return printed.read()
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(text)
+    return path
+
+
+def state(pid: int) -> str:
+    """As the kernel writes it, X for one that is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+def gone(pid: int) -> bool:
+    """Or dead, and not yet buried."""
+    return state(pid) in "ZX"
+
+
+def test_spares_are_children_of_the_agent_and_their_exit_status_is_its_own(
+    agent: SpareKeeper, tmp_path: Path
+) -> None:
+    agent.hear_until_ready()
+    exits = script(tmp_path, "import os, sys; print(os.getpid(), os.getppid(), os.getsid(0)); sys.exit(7)")
+    spare = agent.take()
+    assert run(spare, exits).split() == [str(spare.pid), str(os.getpid()), str(spare.pid)]
+    assert spare.wait() == 7
+    killed = agent.take()
+    assert "no" in run(
+        killed, script(tmp_path, "import os; print('no', flush=True); os.kill(os.getpid(), 11)")
+    )
+    assert killed.wait() == -signal.SIGSEGV
+
+
+def test_a_spare_is_handed_out_once_and_others_take_its_place_when_all_is_calm(agent: SpareKeeper) -> None:
+    agent.hear_until_ready()
+    first, second = agent.take(), agent.take()
+    assert first.pid != second.pid
+    assert agent.spares.take() is None
+    assert agent.spares.why_cold == "no spare was ready"
+    agent.spares.workers_started(agent.clock())
+    agent.spares.turn(agent.clock())
+    assert agent.spares.sessions != []
+    started = agent.clock()
+    agent.hear_until_ready()
+    assert agent.clock() - started > supply.CALM_S - 0.1, "the cores belong to who has just started"
+    for spare in (first, second):
+        os.kill(spare.pid, signal.SIGKILL)
+        spare.wait()
+
+
+def test_a_start_waits_for_the_imports_and_for_spares_that_are_forked_when_needed(agent: SpareKeeper) -> None:
+    assert not agent.prepared(4), "the imports are going on"
+    agent.hear_until(lambda: agent.prepared(4))
+    assert agent.spares.ready == 4, "twice as many as are kept"
+
+
+def test_a_spare_that_somebody_has_stopped_or_killed_is_not_handed_out(agent: SpareKeeper) -> None:
+    agent.hear_until_ready()
+    stopped, killed = [pid for pid in agent.spares.pids if pid != agent.preloaded]
+    os.kill(stopped, signal.SIGSTOP)
+    os.kill(killed, signal.SIGKILL)
+    agent.hear_until(lambda: (state(stopped), gone(killed)) == ("T", True))
+    assert agent.spares.take() is None
+    agent.hear_until(lambda: gone(stopped))
+
+
+def test_who_kills_idle_spares_gets_others_to_kill_but_not_without_a_pause(agent: SpareKeeper) -> None:
+    agent.hear_until_ready()
+    before = set(agent.spares.pids)
+    for pid in before - {agent.preloaded}:
+        os.kill(pid, signal.SIGKILL)
+    agent.hear_until(lambda: agent.spares.ready == 0)
+    killed_at = agent.clock()
+    agent.hear_until_ready()
+    assert agent.clock() - killed_at > supply.CALM_S - 0.1
+    assert set(agent.spares.pids) & before == {agent.preloaded}
+
+
+def test_spares_outlive_the_preloaded_process_and_another_one_takes_its_place(
+    agent: SpareKeeper, tmp_path: Path
+) -> None:
+    agent.hear_until_ready()
+    first = agent.preloaded
+    os.kill(first, signal.SIGKILL)
+    agent.hear_until(lambda: first not in agent.spares.sessions and agent.spares.sessions != [])
+    assert agent.spares.ready == 2
+    spare = agent.take()
+    assert run(spare, script(tmp_path, "print('lives')")) == "lives\n"
+    assert spare.wait() == 0
+    agent.hear_until_ready()
+
+
+@pytest.mark.parametrize("when", ["importing", "ready"])
+def test_nobody_waits_for_ever_for_a_preloaded_process_that_stands_still(
+    when: str, agent: SpareKeeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    if when == "ready":
+        agent.hear_until_ready()
+    os.kill(first := agent.preloaded, signal.SIGSTOP)
+    assert not agent.prepared(4)
+    limit_s = supply.FORKING_S if when == "ready" else supply.LOADING_S
+    agent.late_s += limit_s - 1.0
+    assert not agent.prepared(4)
+    agent.late_s += 1.0
+    assert agent.prepared(4), "cold, as far as there are no spares"
+    assert "the preloaded process is gone: it has not" in caplog.text
+    agent.hear_until_ready()
+    agent.hear_until(lambda: gone(first))
+    assert agent.preloaded != first
+
+
+def test_a_preloaded_process_that_nobody_has_listened_to_for_long_has_not_hung(agent: SpareKeeper) -> None:
+    """The agent was looking for its store meanwhile, or stood still itself."""
+    while agent.events.empty():
+        time.sleep(0.01)
+    first = agent.preloaded
+    agent.late_s += supply.LOADING_S
+    assert not agent.prepared(2), "they are forked now"
+    agent.hear_until(lambda: agent.prepared(2))
+    assert agent.preloaded == first
+    assert agent.spares.ready == 2
+
+
+def test_a_process_that_ends_at_once_is_tried_again_after_growing_pauses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "fatal.py").write_text("import os; print('oh no', flush=True); os._exit(9)")
+    agent = SpareKeeper("fatal", PYTHONPATH=str(tmp_path)).start()
+    agent.hear_until(lambda: caplog.text.count("is gone: exit code 9") == 2)
+    assert agent.prepared(2), "nobody waits for the third attempt"
+    assert "exit code 9" in agent.spares.why_cold
+    agent.late_s += 1.5
+    agent.hear_until(lambda: caplog.text.count("is gone: exit code 9") == 3)
+    agent.spares.close()
+
+
+def test_a_module_that_cannot_be_imported_is_named_and_the_others_are_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "broken.py").write_text("raise RuntimeError('half installed')")
+    agent = SpareKeeper("broken", "no.such.module", "json", PYTHONPATH=str(tmp_path)).start()
+    agent.hear_until_ready()
+    assert "not preloaded: broken (RuntimeError: half installed)" in caplog.text
+    assert "not preloaded: no.such.module (ModuleNotFoundError: No module named 'no')" in caplog.text
+    agent.spares.close()
+
+
+def test_a_second_thread_makes_all_starts_cold_and_the_log_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "threaded.py").write_text(
+        "import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
+    )
+    agent = SpareKeeper("threaded", PYTHONPATH=str(tmp_path)).start()
+    agent.hear_until(lambda: agent.prepared(2))
+    assert "it has 2 threads" in agent.spares.why_cold
+    assert "workers start cold from now on" in caplog.text
+    agent.hear_until(lambda: agent.spares.sessions == [])
+    agent.late_s += 1000.0
+    agent.spares.turn(agent.clock())
+    assert agent.spares.sessions == [], "it would be the same again"
+    agent.spares.close()
+
+
+def test_an_edited_module_is_what_the_next_worker_imports(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    edited = tmp_path / "edited.py"
+    edited.write_text("word = 'old'")
+    agent = SpareKeeper("edited", PYTHONPATH=str(tmp_path)).start()
+    agent.hear_until_ready()
+    says = script(tmp_path, "import edited; print(edited.word)")
+    os.environ["PYTHONPATH"] = str(tmp_path)
+    try:
+        assert run(taken := agent.take(), says) == "old\n"
+        assert taken.wait() == 0
+        edited.write_text("word = 'new one'")
+        # Forked before the change: it finds out by itself, and starts cold with the same pid.
+        assert run(taken := agent.take(), says) == "new one\n"
+        assert taken.wait() == 0
+        agent.hear_until(lambda: f"{edited} has changed" in caplog.text)
+        # No more are forked from what is out of date.
+        agent.hear_until(lambda: "preloading again" in caplog.text)
+        agent.hear_until_ready()
+        assert run(taken := agent.take(), says) == "new one\n"
+        assert taken.wait() == 0
+    finally:
+        del os.environ["PYTHONPATH"]
+        agent.spares.close()
+
+
+def test_scarce_memory_drops_the_spares_and_they_come_back_or_are_made_when_needed(
+    agent: SpareKeeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent.hear_until_ready()
+    idle = set(agent.spares.pids) - {agent.preloaded}
+    agent.memory = (Memory(10 * MIB, 1000 * MIB),)
+    agent.late_s += module.MEMORY_EVERY_S
+    agent.hear_until(lambda: all(map(gone, idle)))
+    assert "memory is scarce: this machine has 10 MiB left of 1000 MiB; 2 spares are dropped" in caplog.text
+    agent.late_s += supply.CALM_S
+    agent.spares.turn(agent.clock())
+    assert agent.spares.ready == 0
+    agent.hear_until(lambda: agent.prepared(2))
+    assert agent.spares.ready == 2, "a start gets them all the same"
+    agent.take(), agent.take()
+    agent.memory = PLENTY
+    agent.late_s += module.MEMORY_EVERY_S
+    agent.hear_until_ready()
+    assert "memory is not scarce any more" in caplog.text
+
+
+def test_the_environment_of_a_worker_may_be_longer_than_any_socket_takes(
+    agent: SpareKeeper, tmp_path: Path
+) -> None:
+    agent.hear_until_ready()
+    says = script(
+        tmp_path, "import os, sys; print(sum(map(len, os.environ.values())), sum(map(len, sys.argv)))"
+    )
+    long = {f"LONG_{number}": "x" * 100_000 for number in range(15)}
+    os.environ.update(long)
+    try:
+        printed = run(spare := agent.take(), says, *(["y" * 100_000] * 5))
+    finally:
+        for name in long:
+            del os.environ[name]
+    assert int(printed.split()[0]) > 1_500_000
+    assert int(printed.split()[1]) > 500_000
+    assert spare.wait() == 0
+
+
+def test_a_worker_keeps_to_its_cpus_and_a_place_that_is_not_there_is_told(
+    agent: SpareKeeper, tmp_path: Path
+) -> None:
+    agent.hear_until_ready()
+    says = script(tmp_path, "import os; print(os.sched_getaffinity(0))")
+    last = max(os.sched_getaffinity(0))
+    assert run(first := agent.take(), says, cpus=str(last)) == f"{{{last}}}\n"
+    assert first.wait() == 0
+    assert "cannot enter the cgroup" in run(second := agent.take(), says, cgroup=str(tmp_path / "none"))
+    assert second.wait() == 1
+
+
+def test_closing_ends_all_of_them(agent: SpareKeeper) -> None:
+    agent.hear_until_ready()
+    pids = list(agent.spares.pids)
+    agent.spares.close()
+    agent.hear_until(lambda: all(map(gone, pids)))
+
+
+def test_service_managers_signals_to_all_do_not_end_the_preloaded_process(agent: SpareKeeper) -> None:
+    agent.hear_until_ready()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(agent.preloaded, number)
+    agent.hear_until(lambda: agent.prepared(4))
+    assert agent.spares.ready == 4
+
+
+def test_an_interpreter_that_is_not_there_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    agent = SpareKeeper("json")
+    agent.spares._python = "/nonexistent/python"
+    agent.start()
+    agent.hear_until(lambda: "is gone: exit code 127" in caplog.text)
+    assert "the preloaded process says: elastic-agent: cannot run '/nonexistent/python'" in caplog.text
+    agent.spares.close()

@@ -1,0 +1,83 @@
+"""Where only an agent's spares matter: what stands in its place, adopts them, and hears what they say."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from elastic_agent.agent.events import Event, Stirred
+from elastic_agent.agent.machine.scarce_memory import MIB, Memory
+from elastic_agent.agent.preloader.spares import Spare, Spares
+from elastic_agent.agent.processes.children import PR_SET_CHILD_SUBREAPER, adopt_orphans
+
+PATIENCE_S = 60.0
+"""Importing torch takes two seconds, and many more on a busy machine."""
+
+PLENTY = (Memory(1000 * MIB, 1000 * MIB),)
+
+
+@contextmanager
+def adopting() -> Iterator[None]:
+    """This process is to its orphans what an agent is."""
+    assert adopt_orphans() == ""
+    yield
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+class SpareKeeper:
+    """What is left of one when only its spares matter."""
+
+    def __init__(self, *names: str, wanted: int = 2, **environment: str) -> None:
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.memory = PLENTY
+        self.late_s = 0.0
+        self.spares = Spares(
+            sys.executable,
+            names,
+            wanted,
+            {**os.environ, **environment},
+            self.events.put,
+            self.clock,
+            lambda: self.memory,
+        )
+
+    def clock(self) -> float:
+        return time.monotonic() + self.late_s
+
+    def start(self) -> SpareKeeper:
+        self.spares.start()
+        return self
+
+    def hear_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline
+            self.spares.turn(self.clock())
+            try:
+                event = self.events.get(timeout=0.01)
+            except queue.Empty:
+                continue
+            assert isinstance(event, Stirred)
+            self.spares.heard(event, self.clock())
+
+    def hear_until_ready(self, count: int = 2) -> None:
+        self.hear_until(lambda: self.spares.ready == count)
+
+    def prepared(self, count: int) -> bool:
+        return self.spares.prepared(count, self.clock())
+
+    @property
+    def preloaded(self) -> int:
+        """The number of the preloaded process."""
+        [pid, *_] = self.spares.sessions
+        return pid
+
+    def take(self) -> Spare:
+        spare = self.spares.take()
+        assert spare is not None, self.spares.why_cold
+        return spare

@@ -1,0 +1,142 @@
+"""Workers that were forked from a preloaded process, in real jobs: they live, end and are stopped like all others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from .harness import RECORDER, Agent, Job, Process, family
+
+WARM = "--preload=json"
+NOTHING_LEFT_S = 1.0
+
+
+def preloaded(job: Job, agent: Agent) -> Process:
+    """The one that runs now."""
+
+    def found() -> Process | None:
+        for process in job.processes():
+            command = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+            parent = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1]
+            session = os.getsid(process.pid)
+            if b"/preloader/process.py" in command and int(parent) == agent.pid and session == process.pid:
+                return process
+        return None
+
+    process = job.wait_for(found, "the preloaded process to run")
+    assert process is not None
+    return process
+
+
+def spares(job: Job, agent: Agent) -> set[int]:
+    session = preloaded(job, agent).pid
+    return {process.pid for process in job.processes() if os.getsid(process.pid) == session} - {session}
+
+
+def from_spares(agent: Agent, generation: int, workers: int) -> bool:
+    return agent.says(rf"generation {generation}: {workers} workers from spares in ") is not None
+
+
+def test_eight_workers_come_from_spares_and_so_do_those_after_them(job: Job) -> None:
+    agent = job.start("a", WARM, "--nproc-per-node=8", script=(RECORDER, "--fault=1:3:5:7"))
+    job.wait_for_training(world=8, after=1)
+    assert from_spares(agent, 1, 8)
+    assert from_spares(agent, 2, 8)
+    assert agent.says("rank 3 failed: exit code 7$")
+    sessions = {worker.pid: os.getsid(worker.pid) for worker in job.workers()}
+    assert len(sessions) == 8
+    assert all(pid == session for pid, session in sessions.items()), "each leads its own"
+    assert all(
+        Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:3] == [b"-u", str(RECORDER).encode()]
+        for pid in sessions
+    )
+
+
+@pytest.mark.parametrize("options", [(WARM,), ()], ids=["warm", "cold"])
+@pytest.mark.parametrize(
+    ("faults", "code", "says"),
+    [
+        (["*:0:3:raise"], 1, r"rank 0 failed: exit code 1: RuntimeError: planned by the test"),
+        (["*:1:3:segv"], 1, r"rank 1 failed: killed by SIGSEGV"),
+        (["*:0:3:0", "*:1:3:0"], 0, r"all 2 workers here ended with success"),
+    ],
+)
+def test_how_a_worker_ends_is_told_the_same_way(
+    job: Job, options: tuple[str, ...], faults: list[str], code: int, says: str
+) -> None:
+    script = (RECORDER, *(f"--fault={fault}" for fault in faults))
+    agent = job.start("a", *options, "--nproc-per-node=2", "--max-restarts=0", script=script)
+    assert agent.exit_code() == code
+    assert agent.says(says)
+    assert from_spares(agent, 1, 2) == bool(options)
+
+
+def test_workers_and_spares_outlive_the_preloaded_process(job: Job) -> None:
+    agent = job.start("a", WARM, "--nproc-per-node=2")
+    old = job.wait_for_training(world=2)
+    first = preloaded(job, agent).pid
+    job.wait_for(lambda: len(spares(job, agent)) >= 2, "spares for the next generation")
+    os.kill(first, signal.SIGKILL)
+    job.wait_for_text(agent, "the preloaded process is gone: killed by SIGKILL")
+    os.kill(old.pid(0), signal.SIGKILL)
+    job.wait_for_training(world=2, after=old.number)
+    assert from_spares(agent, 2, 2)
+    assert [generation.number for generation in job.generations()] == [1, 2]
+    assert preloaded(job, agent).pid != first
+
+
+def test_a_preloaded_process_that_stands_still_is_waited_for_only_so_long(job: Job) -> None:
+    agent = job.start("a", WARM, "--nproc-per-node=2")
+    old = job.wait_for_training(world=2)
+    first = preloaded(job, agent).pid
+    os.kill(first, signal.SIGSTOP)
+    os.kill(old.pid(0), signal.SIGKILL)
+    new = job.wait_for_training(world=2, after=old.number)
+    job.wait_for_text(agent, "the preloaded process is gone: it has not forked")
+    assert preloaded(job, agent).pid != first
+    job.wait_for(lambda: len(spares(job, agent)) >= 2, "spares of its successor")
+    os.kill(new.pid(1), signal.SIGKILL)
+    job.wait_for_training(world=2, after=new.number)
+    assert from_spares(agent, 3, 2)
+
+
+def test_after_sigkill_of_the_agent_nothing_is_left_within_a_second(job: Job) -> None:
+    agent = job.start("a", WARM, "--nproc-per-node=2")
+    job.wait_for_training(world=2)
+    job.wait_for(lambda: len(spares(job, agent)) >= 2, "idle spares")
+    assert len(family(agent.pid)) >= 1 + 2 + 2 + 3, "workers, spares, preloaded process, holder and guard"
+    agent.signal(signal.SIGKILL)
+    killed_at = time.monotonic()
+    job.wait_for(lambda: not job.processes(), "everything of the killed agent to end", NOTHING_LEFT_S)
+    assert time.monotonic() - killed_at < NOTHING_LEFT_S
+
+
+def test_an_agent_that_is_asked_to_stop_leaves_nothing_and_waits_for_nothing(job: Job) -> None:
+    agent = job.start("a", WARM, "--nproc-per-node=2", "--stop-grace=1h")
+    job.wait_for_text(agent, "2 workers from spares")
+    agent.signal(signal.SIGTERM)  # they have hardly begun
+    assert agent.exit_code(within_s=10.0) == 128 + signal.SIGTERM
+    assert not job.processes()
+    assert not agent.says("killed what its workers left")
+
+
+def test_what_a_forked_worker_leaves_behind_is_gone_before_the_next_generation(job: Job) -> None:
+    """Forks without exec show the environment that the kernel was told of, and sessions are as of any worker."""
+    children = ("setsid sleep 600 &", "(setsid sh -c 'sleep 600 & wait' &)", "exec sleep 600")
+    agent = job.start("a", WARM, script=(RECORDER, *(f"--child={child}" for child in children)))
+    old = job.wait_for_training(world=1)
+    job.wait_for(lambda: len(job.workers()) >= 5, "worker and children")
+    os.kill(old.pid(0), signal.SIGKILL)
+    job.wait_for_training(world=1, after=1)
+    assert from_spares(agent, 2, 1)
+    assert {worker.generation for worker in job.workers()} == {2}
+
+
+def test_a_command_that_is_no_python_starts_as_ever(job: Job) -> None:
+    agent = job.start("a", WARM, "--no-python", script=("python3", RECORDER, "--steps=3"))
+    assert agent.exit_code() == 0
+    assert not agent.says("preloaded")

@@ -1,0 +1,45 @@
+"""Work before the main loop runs: a signal ends the wait, and nothing else does."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+
+import pytest
+
+from elastic_agent.agent.events import Event, Signalled, Stirred
+from elastic_agent.agent.exits import CannotStart, ExitCode
+from elastic_agent.agent.interruptible import unless_stopped
+
+
+def test_events_that_are_no_signals_stay_for_the_main_loop_in_their_order() -> None:
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    found = threading.Event()
+    asked = 0
+
+    def look() -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 3:
+            found.set()
+
+    events.put(Stirred(4))
+    events.put(Stirred(5))
+    assert unless_stopped(lambda: found.wait(30), events, "looking", look)
+    assert [events.get_nowait(), events.get_nowait()] == [Stirred(4), Stirred(5)]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, ExitCode.STOPPED_BY_SIGINT), (signal.SIGTERM, ExitCode.STOPPED_BY_SIGTERM)],
+)
+def test_a_signal_behind_other_events_ends_the_wait(number: int, code: ExitCode) -> None:
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    for event in (Stirred(4), Signalled(number)):
+        events.put(event)
+    never = threading.Event()
+    with pytest.raises(CannotStart, match="stopped while looking") as refusal:
+        unless_stopped(lambda: never.wait(30), events, "looking")
+    assert refusal.value.code is code
+    never.set()
