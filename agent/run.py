@@ -125,7 +125,7 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
 
     with contextlib.ExitStack() as stack:
         run_dir = Path(stack.enter_context(_run_directory()))
-        memory = make_folder(None, run_dir / "writes")
+        memory = make_folder(config.memory_checkpoints, run_dir / "writes")
         if memory is not None:
             stack.callback(memory.close)
         listener, http, store_listener = _listeners(config, endpoint, address, bind)

@@ -323,7 +323,7 @@ class Metrics(Page):
     def _declare_checkpoints(self) -> None:
         self.checkpoint_saves_total = self._counter(
             "checkpoint_saves_total",
-            "Checkpoint saves that rank 0 reported on this node, by result.",
+            "Saves to disk that rank 0 reported on this node, and copies to this node's memory, by result.",
             tier=CHECKPOINT_TIERS,
             result=CHECKPOINT_RESULTS,
         )
@@ -352,12 +352,12 @@ class Metrics(Page):
         )
         self.checkpoint_interval_seconds = self._gauge(
             "checkpoint_interval_seconds",
-            "Seconds between the two newest successful saves that were reported on this node.",
+            "Seconds between the two newest successful saves to disk that were reported on this node.",
         )
         self.checkpoint_blocked_seconds_total = self._counter(
             "checkpoint_blocked_seconds_total",
-            "Seconds for which training stood in Checkpointer.save(), successful or not, as rank 0 reported on this "
-            "node.",
+            "Seconds for which training stood still for saves and copies to memory, successful or not, as rank 0 and "
+            "the first worker of this node reported; not while the disk was written behind it.",
         )
         self.checkpoint_verify_failures_total = self._counter(
             "checkpoint_verify_failures_total",

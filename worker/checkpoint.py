@@ -40,7 +40,7 @@ from .files import CheckpointFiles
 from .just_in_time import JustInTime, modules_in
 from .layout import CannotLayOut
 from .memory import memory_of
-from .reports import SaveResult
+from .reports import SaveResult, Tier
 from .restore import Loaded, Restore, because, raise_together
 from .slots import Header, Held, NoRoom, Slots, SlotsBusy
 from .states import Stateful, load_into, prove_loadable, state_of
@@ -97,6 +97,8 @@ class Checkpointer:
         self._memory = memory_of(os.environ, self._files.directory)
         self._without_memory = ""
         self._copying = threading.Lock()
+        self._copied_s = 0.0
+        """For which training stood still in the newest copy to memory."""
         self._disk = Disk(
             self._files,
             int(os.environ.get("ELASTIC_AGENT_GENERATION", "0")),
@@ -144,7 +146,10 @@ class Checkpointer:
             self._memory.base = step
         if group.rank == 0 and owner is not None and isinstance(owner.what, Header):
             self._write_what_was_loaded(owner.what)
-        progress.checkpoint_load(step, "ok" if owner is not None else "none", time.monotonic() - started_s)
+        tier: Tier = "memory" if owner is not None and isinstance(owner.what, Header) else "local"
+        progress.checkpoint_load(
+            step, "ok" if owner is not None else "none", time.monotonic() - started_s, tier
+        )
         return step
 
     def save(self, step: int) -> bool:
@@ -270,14 +275,24 @@ class Checkpointer:
     ) -> bool:
         """Copy a state to memory; False when that cannot be, which is said when it begins and when it ends."""
         assert self._memory is not None
+        started_s = time.monotonic()
+        size = 0
         try:
             with self._copying:
-                self._memory.put(payload, room_for_random_state=room_for_random_state, haste=haste, then=then)
+                size = self._memory.put(
+                    payload, room_for_random_state=room_for_random_state, haste=haste, then=then
+                )
         except (NoRoom, SlotsBusy, CannotLayOut) as refusal:
             if type(refusal).__name__ != self._without_memory:
                 self._without_memory = type(refusal).__name__
                 logger.warning("no copy in memory, only what is on disk survives: reason=%s", refusal)
             return False
+        finally:
+            self._copied_s = time.monotonic() - started_s
+            result: SaveResult = "ok" if size else "error"
+            progress.checkpoint_save(
+                payload["step"], result, self._copied_s, size, tier="memory", blocked_s=self._copied_s
+            )
         if self._without_memory:
             self._without_memory = ""
             logger.warning("copies in memory again: step=%d", payload["step"])
@@ -285,15 +300,16 @@ class Checkpointer:
 
     def _save_and_tell(self, step: int, random_states: Sequence[bytes], group: Group) -> None:
         """This rank's part of a save. The agent hears how it ended, of a write behind from the disk writer."""
-        started_s = time.monotonic()
+        started_s, self._copied_s = time.monotonic(), 0.0
         result: SaveResult = "error"
         size: int | None = 0
         try:
             size = self._save_here(step, random_states, group)
             result = "ok"
         finally:
+            blocked_s = time.monotonic() - started_s
             if group.rank == 0 and size is not None:
-                progress.checkpoint_save(step, result, time.monotonic() - started_s, size)
+                progress.checkpoint_save(step, result, blocked_s, size, blocked_s=blocked_s - self._copied_s)
 
     def _save_here(self, step: int, random_states: Sequence[bytes], group: Group) -> int | None:
         """The size of the checkpoint that is on disk now; None if that is up to others."""

@@ -187,7 +187,8 @@ class Disk:
             size = write_copy(self.files, write.slots, write.held, self._generation, self._permit()).size
         except (CheckpointError, OSError, ValueError) as error:
             refusal = Outcome.of(header.step, error, self.files.directory)
-        progress.checkpoint_save(header.step, "error" if refusal else "ok", self._clock() - started_s, size)
+        took_s = self._clock() - started_s
+        progress.checkpoint_save(header.step, "error" if refusal else "ok", took_s, size, blocked_s=took_s)
         return refusal or Outcome(header.step, size)
 
     def _permit(self) -> Callable[[], None]:

@@ -21,6 +21,7 @@ import torch
 
 from .layout import lay_out
 from .offers import Copy
+from .room import room
 from .slots import (
     FOLDER_VARIABLE,
     LIMIT_VARIABLE,
@@ -36,6 +37,9 @@ from .slots import (
 from .states import is_plain, prove_loadable
 
 logger = logging.getLogger(__name__)
+
+LEAST_FREE = 0.05
+"""The share of the memory that stays free for others."""
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
@@ -117,8 +121,10 @@ class NodeMemory:
         room_for_random_state: int = 0,
         haste: bool = False,
         then: Callable[[Slots, Held], None] | None = None,
-    ) -> None:
+    ) -> int:
         """Local rank 0: copy a state into a slot, with room for all ranks' random states if it does not hold them.
+
+        Returns the size of the state in bytes.
 
         `then` is given the copy when it is complete, by another thread if a GPU copies.
 
@@ -161,6 +167,7 @@ class NodeMemory:
             self._copying.start()
         else:
             self._seal(opened, header, events, then)
+        return layout.size
 
     def put_bytes(self, stream: BinaryIO, header: Header) -> None:
         """Local rank 0: keep a state that has come from another node. Raises NoRoom, SlotsBusy."""
@@ -208,10 +215,31 @@ class NodeMemory:
                 f"two copies of the state take {both} bytes, and {self._limit} are allowed: raise "
                 "--memory-checkpoints, and the size of /dev/shm if need be"
             )
+        self._check_room(both)
         try:
             return self._slots.begin(size)
         except OSError as error:
             raise NoRoom(f"no memory for a copy of {size} bytes in {self._slots.folder}: {error}") from error
+
+    def _check_room(self, both: int) -> None:
+        """A slot grows only while enough is left for others, and is given back when they have too little.
+
+        The newest copy is kept even then: nobody can tell whether its state is anywhere else.
+        """
+        taken = self._slots.taken()
+        now = room()
+        if now is None:
+            return
+        least = int(LEAST_FREE * now.total)
+        grows = max(0, both - taken)
+        if now.left < least // 2:
+            self._slots.drop_older()
+        elif not grows or now.left - grows >= least:
+            return
+        raise NoRoom(
+            f"{now.left >> 20} MiB of memory are left of {now.total >> 20}, a copy would take {grows >> 20} more, and "
+            f"{least >> 20} are to be left: give the job more memory, or use --memory-checkpoints off"
+        )
 
     def _mapped(self, opened: Opened) -> _Mapping:
         mapping = self._mappings.pop(opened.name, None)

@@ -37,7 +37,7 @@ from .page import (
     Page,
     PageError,
 )
-from .reports import LoadReport, LoadResult, Report, ReportError, SaveReport, SaveResult, encode
+from .reports import LoadReport, LoadResult, Report, ReportError, SaveReport, SaveResult, Tier, encode
 
 logger = logging.getLogger(__name__)
 
@@ -133,18 +133,26 @@ def loading() -> None:
         words[LOAD_AT] = _now_ns()
 
 
-def checkpoint_load(step: int, result: LoadResult, duration_s: float) -> None:
+def checkpoint_load(step: int, result: LoadResult, duration_s: float, tier: Tier = "local") -> None:
     """Tell the agent how a load, or one file of it, ended."""
     if result in ("ok", "none"):
         words = _words if _words is not None else _attach()
         words[LOADED_STEP] = step
         words[LOADED_AT] = _now_ns()
-    _reporting().send(lambda g, r: LoadReport(g, r, step, result, duration_s))
+    _reporting().send(lambda g, r: LoadReport(g, r, step, result, duration_s, tier))
 
 
-def checkpoint_save(step: int, result: SaveResult, duration_s: float, size: int) -> None:
-    """Tell the agent how a save ended (rank 0 only)."""
-    _reporting().send(lambda g, r: SaveReport(g, r, step, result, duration_s, size))
+def checkpoint_save(
+    step: int,
+    result: SaveResult,
+    duration_s: float,
+    size: int,
+    *,
+    tier: Tier = "local",
+    blocked_s: float = 0.0,
+) -> None:
+    """Tell the agent how a save to disk (rank 0 only) or a copy to memory (local rank 0) ended."""
+    _reporting().send(lambda g, r: SaveReport(g, r, step, result, duration_s, size, tier, blocked_s))
 
 
 def _refuse(step: object, error: Exception) -> None:

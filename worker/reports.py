@@ -1,8 +1,8 @@
 """What a worker tells the agent of its checkpoints: two small messages, each one datagram of JSON.
 
-    {"v": 1, "kind": "checkpoint_save", "generation": 7, "local_rank": 0, "step": 120, "result": "ok",
-     "duration_s": 0.8, "bytes": 4096}
-    {"v": 1, "kind": "checkpoint_load", ..., "step": 120, "result": "ok", "duration_s": 0.3}
+    {"v": 2, "kind": "checkpoint_save", "generation": 7, "local_rank": 0, "step": 120, "result": "ok",
+     "duration_s": 0.8, "bytes": 4096, "tier": "memory", "blocked_s": 0.8}
+    {"v": 2, "kind": "checkpoint_load", ..., "step": 120, "result": "ok", "duration_s": 0.3, "tier": "local"}
 
 Its steps are no messages but words in memory (`page`).
 
@@ -19,11 +19,13 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import ClassVar, Literal, get_args
 
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 4096
 
 SaveResult = Literal["ok", "error"]
 LoadResult = Literal["ok", "corrupt", "error", "none"]
+Tier = Literal["memory", "local"]
+"""Where a checkpoint is: in the node's memory, or on disk."""
 
 
 class ReportError(ValueError):
@@ -32,7 +34,11 @@ class ReportError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """Rank 0 has tried to commit the checkpoint of `step`; `bytes` is the size of what was committed."""
+    """The checkpoint of `step` was to be made; `bytes` is its size if that went well.
+
+    On disk: by rank 0, or by the disk writer in its place. In memory: by the first rank of this node. Training stood
+    still for `blocked_s` of it.
+    """
 
     kind: ClassVar[str] = "checkpoint_save"
     generation: int
@@ -41,10 +47,12 @@ class SaveReport:
     result: SaveResult
     duration_s: float
     bytes: int
+    tier: Tier = "local"
+    blocked_s: float = 0.0
 
     def __post_init__(self) -> None:
         _check_counts(self)
-        _check_outcome(self.result, get_args(SaveResult), self.duration_s)
+        _check_outcome(self.result, get_args(SaveResult), self.tier, self.duration_s, self.blocked_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +69,11 @@ class LoadReport:
     step: int
     result: LoadResult
     duration_s: float
+    tier: Tier = "local"
 
     def __post_init__(self) -> None:
         _check_counts(self)
-        _check_outcome(self.result, get_args(LoadResult), self.duration_s)
+        _check_outcome(self.result, get_args(LoadResult), self.tier, self.duration_s)
 
 
 Report = SaveReport | LoadReport
@@ -104,9 +113,12 @@ def _check_counts(report: Report) -> None:
             raise ReportError(f"{report.kind} report: {name} is {value!r}, expected an integer from 0 on")
 
 
-def _check_outcome(result: str, results: tuple[str, ...], duration_s: float) -> None:
+def _check_outcome(result: str, results: tuple[str, ...], tier: str, *durations_s: float) -> None:
     if result not in results:
         raise ReportError(f"report: result is {result!r}, expected one of {results}")
-    # The upper bound refuses infinity too; NaN fails every comparison.
-    if type(duration_s) not in (int, float) or not 0 <= duration_s < 2**63:
-        raise ReportError(f"report: duration_s is {duration_s!r}, expected seconds from 0 on")
+    if tier not in get_args(Tier):
+        raise ReportError(f"report: tier is {tier!r}, expected one of {get_args(Tier)}")
+    for duration_s in durations_s:
+        # The upper bound refuses infinity too; NaN fails every comparison.
+        if type(duration_s) not in (int, float) or not 0 <= duration_s < 2**63:
+            raise ReportError(f"report: a duration is {duration_s!r}, expected seconds from 0 on")

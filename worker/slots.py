@@ -316,12 +316,16 @@ class Slots:
             if unwanted(header.age):
                 self._remove(f"{name}.json")
 
-    def clear(self) -> None:
-        """Give the memory back, but for what is being read."""
-        for name in NAMES:
+    def drop_older(self) -> None:
+        """Give back the memory of the slot that does not hold the newest state, unless it is being read."""
+        for name in set(NAMES) - set(self.newest_first()[:1]):
             with contextlib.suppress(OSError):
-                self._remove(f"{name}.json")
-                os.unlink(f"{name}.pt", dir_fd=self._dir_fd)
+                fd = os.open(f"{name}.pt", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._dir_fd)
+                with os.fdopen(fd, "rb+"):
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    self._remove(f"{name}.json")
+                    os.ftruncate(fd, 0)
+                    fcntl.flock(fd, fcntl.LOCK_UN)
 
     # ---------------------------------------------------------------- random states
 

@@ -337,19 +337,22 @@ class Observer:
 
     def _saved(self, report: SaveReport, at: float) -> None:
         metrics = self._metrics
-        metrics.checkpoint_blocked_seconds_total.inc(report.duration_s)
+        metrics.checkpoint_blocked_seconds_total.inc(report.blocked_s)
         if report.result != "ok":
-            metrics.checkpoint_saves_total.inc(tier="local", result="error")
-            log.warning("checkpoint of step %d failed; training goes on", report.step)
+            metrics.checkpoint_saves_total.inc(tier=report.tier, result="error")
+            if report.tier == "local":  # the worker says it once of its memory
+                log.warning("checkpoint of step %d failed; training goes on", report.step)
             return
         self._count(self._steps.saved(report.step))
         metrics.checkpoint_saved(
-            tier="local",
+            tier=report.tier,
             step=report.step,
             size_bytes=report.bytes,
             duration_s=report.duration_s,
             at_s=self._wall_clock(),
         )
+        if report.tier != "local":
+            return
         if self._saved_at is not None:
             metrics.checkpoint_interval_seconds.set(at - self._saved_at)
         self._saved_at = at
@@ -357,7 +360,7 @@ class Observer:
     def _loaded(self, report: LoadReport) -> None:
         metrics, generation = self._metrics, self._generation
         if report.result != "none":
-            metrics.checkpoint_loads_total.inc(tier="local", result=report.result)
+            metrics.checkpoint_loads_total.inc(tier=report.tier, result=report.result)
         if report.result == "corrupt":
             metrics.checkpoint_verify_failures_total.inc()
             generation.damaged = max(report.step, generation.damaged or 0)

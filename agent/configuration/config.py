@@ -146,6 +146,7 @@ class Config:
     stop: StopConfig = StopConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
     network_profile: NetworkProfile = "auto"
+    memory_checkpoints: int | None = None  # bytes; 0: on disk only; None: a share of the shared memory
     log_dir: Path | None = None  # None: workers' output goes to the console only
     http_address: Endpoint | None = (
         None  # None: where other nodes reach this one (memory: loopback), any free port

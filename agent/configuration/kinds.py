@@ -75,6 +75,24 @@ def duration(least_s: float) -> Kind[float]:
     return Kind(f"a duration from {least_s:g} s to 168 h, in seconds or like 500ms, 30s, 5m", parse)
 
 
+_UNIT_BYTES = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def _read_size(text: str) -> int:
+    if text == "off":
+        return 0
+    match = re.fullmatch(r"([0-9]{1,16}(?:\.[0-9]{0,3})?) ?(KiB|MiB|GiB|TiB)?", text)
+    if match is None:
+        raise ValueError
+    size = float(match[1]) * _UNIT_BYTES[match[2] or ""]
+    if not 0 <= size < 2**60:
+        raise ValueError
+    return int(size)
+
+
+SIZE = Kind("a size in bytes or like 512MiB and 1.5GiB; 0 or off for none", _read_size)
+
+
 def read_text(text: str) -> str:
     # A NUL byte cannot be passed to the system in any path, name or argument.
     if not text or "\0" in text:

@@ -38,6 +38,7 @@ from .kinds import (
     MOST_WORKERS,
     PATH,
     SECRET,
+    SIZE,
     STORE_ADDRESS,
     TEXT,
     USER,
@@ -371,6 +372,13 @@ JUST_IN_TIME_GRACE: Option[float] = Option(
     metavar="DURATION",
     default="2s",
 )
+MEMORY_CHECKPOINTS: Option[int | None] = Option(
+    "memory-checkpoints",
+    SIZE,
+    "memory in /dev/shm for the workers' newest states (Checkpointer), two copies of each; off: checkpoints are only on"
+    " disk, and training waits for it (default: half of /dev/shm)",
+    metavar="SIZE",
+)
 SERVICE_STOP_LIMIT: Option[float | None] = Option(
     "service-stop-limit",
     duration(1.0),
@@ -510,6 +518,7 @@ GROUPS: dict[str, tuple[Option[object], ...]] = {
         STOP_GRACE,
         FAILURE_GRACE,
         JUST_IN_TIME_GRACE,
+        MEMORY_CHECKPOINTS,
         SERVICE_STOP_LIMIT,
     ),
     "Timeouts of training": (HANG_TIMEOUT, PROCESS_GROUP_TIMEOUT),

@@ -244,6 +244,8 @@ class StatusPages:
     def reported(self, report: Report, now: float) -> None:
         """A worker of the present generation has."""
         progress = self._progress
+        if report.tier != "local":
+            return  # what is in memory ends with the agent
         if isinstance(report, SaveReport) and report.result == "ok":
             self._progress = replace(progress, checkpoint=report.step, checkpoint_at=now)
         elif isinstance(report, LoadReport) and report.result == "ok" and report.step != progress.checkpoint:

@@ -96,7 +96,7 @@ class Agent:
     def heard(self) -> SaveReport:
         while True:
             report = decode(self._reports.recv(MAX_BYTES + 1))
-            if isinstance(report, SaveReport):
+            if isinstance(report, SaveReport) and report.tier == "local":
                 return report
 
     def close(self) -> None:

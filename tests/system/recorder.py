@@ -85,7 +85,7 @@ def go_on(checkpoint: str, step: int, *, saves: bool) -> None:
         with open(f"{checkpoint}.new", "w") as file:
             size = file.write(str(step))
         os.replace(file.name, checkpoint)
-        progress.checkpoint_save(step, "ok", 0.001, size)
+        progress.checkpoint_save(step, "ok", 0.001, size, blocked_s=0.001)
 
 
 def await_all_ranks(generation: int, world: int) -> None:

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from elastic_agent.agent.configuration.options import WORKER_VARIABLES
-from elastic_agent.worker import Checkpointer, NotPlainData, progress, slots
+from elastic_agent.worker import Checkpointer, NotPlainData, memory, progress, slots
 from elastic_agent.worker.layout import CannotLayOut, lay_out
+from elastic_agent.worker.room import Room
 from elastic_agent.worker.slots import Slots
 
 
@@ -223,6 +224,34 @@ def test_full_memory_goes_to_disk_only_until_there_is_room(
         assert not checkpoints.remember(1)
     assert "No space left" in caplog.text
     assert checkpoints.remember(2)
+
+
+def test_a_machine_short_of_memory_gives_back_the_older_copy_and_keeps_the_newest(
+    tmp_path: Path, opened: Slots, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = Checkpointer(tmp_path / "disk", {"meta": {"table": torch.zeros(100_000)}})
+    for step in (1, 2):
+        checkpoints.remember(step)
+    before = opened.taken()
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "room", lambda: Room(left=1 << 20, total=1 << 30))
+        assert not checkpoints.remember(3)
+        assert "1 MiB of memory are left of 1024" in caplog.text
+        assert [header.step for header in opened.headers().values()] == [2]
+        assert 0 < opened.taken() <= before // 2
+        assert checkpoints.save(4), "on disk"
+    assert checkpoints.remember(5)
+    assert "copies in memory again: step=5" in caplog.text
+
+
+def test_a_slot_does_not_take_the_last_memory(
+    tmp_path: Path, opened: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "room", lambda: Room(left=100 << 20, total=1 << 30))
+    large = Checkpointer(tmp_path / "disk", {"meta": {"table": torch.zeros(10 << 20)}})
+    assert not large.remember(1), "80 MiB more would leave less than 5 %"
+    assert opened.taken() == 0
+    assert Checkpointer(tmp_path / "disk", {"meta": {"table": torch.zeros(1 << 20)}}).remember(1)
 
 
 def test_without_an_agent_there_is_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

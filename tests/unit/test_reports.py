@@ -31,6 +31,7 @@ from elastic_agent.worker.reports import (
 REPORTS: list[Report] = [
     SaveReport(7, 0, 120, "ok", 0.25, 4096),
     SaveReport(7, 0, 120, "error", 3, 0),
+    SaveReport(7, 0, 120, "ok", 3, 10, "memory", 0.1),
     LoadReport(0, 3, 0, "none", 0.0),
     LoadReport(2**62, 3, 2**62, "corrupt", 1e9),
 ]
@@ -45,21 +46,22 @@ def test_a_report_survives_the_wire(report: Report) -> None:
 
 def test_the_wire_format_is_the_published_one() -> None:
     assert json.loads(encode(SaveReport(7, 0, 120, "ok", 0.25, 4096))) == {
-        "v": 1, "kind": "checkpoint_save", "generation": 7, "local_rank": 0,
-        "step": 120, "result": "ok", "duration_s": 0.25, "bytes": 4096,
+        "v": 2, "kind": "checkpoint_save", "generation": 7, "local_rank": 0,
+        "step": 120, "result": "ok", "duration_s": 0.25, "bytes": 4096, "tier": "local", "blocked_s": 0.0,
     }  # fmt: skip
 
 
-BARE = {"v": 1, "kind": "checkpoint_load", "generation": 7, "local_rank": 0, "step": 1, "result": "ok"}
-LOAD = {**BARE, "duration_s": 1}
+BARE = {"v": 2, "kind": "checkpoint_load", "generation": 7, "local_rank": 0, "step": 1, "result": "ok"}
+LOAD = {**BARE, "duration_s": 1, "tier": "memory"}
 
 
 @pytest.mark.parametrize(
     "datagram",
     [
         b"", b"\xff\xfe", b"1", b"[]", b"[" * 4000, b"null", b" " * (MAX_BYTES + 1),
-        json.dumps({**LOAD, "v": 2}).encode(),
+        json.dumps({**LOAD, "v": 1}).encode(),
         json.dumps({**LOAD, "v": True}).encode(),
+        json.dumps({**LOAD, "tier": "tape"}).encode(),
         json.dumps({**LOAD, "kind": "step"}).encode(),
         json.dumps({**LOAD, "kind": ["step"]}).encode(),
         json.dumps({**LOAD, "step": -1}).encode(),
