@@ -1,7 +1,7 @@
 """The training job of the recovery benchmark with elastic-agent's worker library: `ddp_job.py`, and few lines changed.
 
-The same model, steps and lines. Checkpoints come as often, and are taken and loaded by `Checkpointer`, which copies the
-state of every step to the node's memory; `step` tells the agent of every step.
+The same model, steps and lines. Checkpoints come as often, and are taken and loaded by `Checkpointer`, which also saves
+when another rank has died; `step` tells the agent of every step.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ def main() -> None:
     model = DistributedDataParallel(torch.nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     state = {"model": model, "optimizer": optimizer}
-    checkpoints = Checkpointer(args.directory / "checkpoints", state, memory_every=1)
+    checkpoints = Checkpointer(args.directory / "checkpoints", state)
     done = checkpoints.load()
     steps = os.open(args.directory / "steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    while True:  # whoever started the job ends it
-        time.sleep(args.step_s)
-        optimizer.zero_grad()
-        model(torch.ones(4, 8)).square().mean().backward()
-        optimizer.step()
-        done += 1
-        line = f"{time.monotonic():.6f} {done} {rank} {world_size} {generation} {os.getpid()}\n"
-        os.write(steps, line.encode())
-        step(done)
-        if done % args.checkpoint_every == 0:
-            checkpoints.save(done)
+    with checkpoints.just_in_time():
+        while True:  # whoever started the job ends it
+            time.sleep(args.step_s)
+            optimizer.zero_grad()
+            model(torch.ones(4, 8)).square().mean().backward()
+            optimizer.step()
+            done += 1
+            line = f"{time.monotonic():.6f} {done} {rank} {world_size} {generation} {os.getpid()}\n"
+            os.write(steps, line.encode())
+            step(done)
+            if done % args.checkpoint_every == 0:
+                checkpoints.save(done)
 
 
 if __name__ == "__main__":

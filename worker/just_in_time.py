@@ -52,7 +52,8 @@ from .states import Part, state_of, unwrapped
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
-"""A worker whose collective has failed hears "go" from its agent, or that it has ended; this is for neither."""
+"""A worker whose collective has failed hears "go" from its agent, or that it has ended; this is for neither. And a copy
+that is being made ends."""
 
 _COLLECTIVE = re.compile(
     r"gloo|nccl|process ?group|collective|connection (closed|reset) by peer", re.IGNORECASE
@@ -90,6 +91,7 @@ class JustInTime:
         self._go = threading.Event()
         self._ends: list[Callable[[], object]] = []
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener = threading.Thread(target=self._listen, name="just-in-time", daemon=True)
 
     def __enter__(self) -> None:
         try:
@@ -103,7 +105,7 @@ class JustInTime:
             register_optimizer_step_pre_hook(self._begins).remove,
             *[hook.remove for hook in self._hooks()],
         ]
-        threading.Thread(target=self._listen, name="just-in-time", daemon=True).start()
+        self._listener.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -120,6 +122,9 @@ class JustInTime:
         self._ends = []
         with contextlib.suppress(OSError):  # it is connected no more
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread; closing alone does not
+        if self._listener.ident is not None:
+            # Tensors may die with it. While Python ends, torch would end the process for that (SIGABRT).
+            self._listener.join(PATIENCE_S)
         self._socket.close()
 
     # ---------------------------------------------------------------- what the training loop runs into

@@ -143,9 +143,9 @@ def kill_all(pids: Iterable[int]) -> None:
 
 
 def most_lost(fault: Fault | None) -> int:
-    """How many finished steps may be done again. A worker leaves all but its last step in its node's memory; with an
-    agent that is gone, and what all have saved together may be preferred."""
-    return 1 if fault is not None and fault.kind is Kind.WORKER else SAVE_EVERY
+    """How many steps that all ranks had finished may be done again: none when a worker dies, as the others save in time.
+    With an agent the memory of its node is gone, too, and an older state may be the newest that is whole."""
+    return 0 if fault is not None and fault.kind is Kind.WORKER else SAVE_EVERY
 
 
 def mistakes(history: Sequence[Record], most_lost: Callable[[int], int]) -> list[str]:
@@ -156,7 +156,7 @@ def mistakes(history: Sequence[Record], most_lost: Callable[[int], int]) -> list
     costs no more steps than `most_lost` says of it, and those that were not saved because that was refused.
     """
     found: list[str] = []
-    saved = began = reached = refused = newest = 0
+    saved = began = refused = newest = 0
     loads: dict[int, int] = {}
     last: dict[tuple[int, int], int] = {}
     for event in history:
@@ -171,8 +171,11 @@ def mistakes(history: Sequence[Record], most_lost: Callable[[int], int]) -> list
             if step < began:
                 found.append(f"generation {generation} began at {step}, an earlier one at {began}")
             if generation > newest:
-                if reached - step > most_lost(newest) + refused:
-                    found.append(f"generation {newest} lost {reached - step} steps: {step + 1} to {reached}")
+                finished = min((at for (where, _), at in last.items() if where == newest), default=0)
+                if finished - step > most_lost(newest) + refused:
+                    found.append(
+                        f"generation {newest} lost {finished - step} steps: {step + 1} to {finished}"
+                    )
                 newest = generation
             began = max(began, step)
             last[generation, rank] = step
@@ -182,7 +185,6 @@ def mistakes(history: Sequence[Record], most_lost: Callable[[int], int]) -> list
                     f"generation {generation}: rank {rank} did {step} after {last.get((generation, rank))}"
                 )
             last[generation, rank] = step
-            reached = max(reached, step)
         elif what == "saved":
             if step <= saved:
                 found.append(f"generation {generation}: saved {step} after {saved}")

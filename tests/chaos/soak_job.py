@@ -46,24 +46,25 @@ def main(folder: Path, steps: int, step_s: float) -> None:
     model = DistributedDataParallel(layers, find_unused_parameters=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}
-    checkpoints = Checkpointer(folder / "checkpoints", state, memory_every=1)
+    checkpoints = Checkpointer(folder / "checkpoints", state)
     done = checkpoints.load()
     record("load", step=done)
-    while done < steps:
-        while done == steps - LAST_STEPS and not (folder / "enough").exists():
-            time.sleep(0.01)
-        torch.manual_seed(world * done + rank)
-        optimizer.zero_grad()
-        model(torch.randn(4, 8)).square().mean().backward()
-        optimizer.step()
-        done += 1
-        record("step", step=done)
-        step(done)
-        time.sleep(step_s)
-        if done % SAVE_EVERY == 0:
-            saved = checkpoints.save(done)
-            if rank == 0:
-                record("saved" if saved else "not saved", step=done)
+    with checkpoints.just_in_time():
+        while done < steps:
+            while done == steps - LAST_STEPS and not (folder / "enough").exists():
+                time.sleep(0.01)
+            torch.manual_seed(world * done + rank)
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            done += 1
+            record("step", step=done)
+            step(done)
+            time.sleep(step_s)
+            if done % SAVE_EVERY == 0:
+                saved = checkpoints.save(done)
+                if rank == 0:
+                    record("saved" if saved else "not saved", step=done)
     bits = b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values())
     record("result", step=done, weights=hashlib.sha256(bits).hexdigest())
     dist.destroy_process_group()

@@ -7,6 +7,7 @@ import copy
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from elastic_agent.agent.configuration.options import WORKER_VARIABLES
 from elastic_agent.worker import Checkpointer, ElasticSampler, progress, rng, step
 from elastic_agent.worker.journal import Buffers, Journal, find
-from elastic_agent.worker.just_in_time import of_a_collective
+from elastic_agent.worker.just_in_time import JustInTime, of_a_collective
 from elastic_agent.worker.memory import Place
 from elastic_agent.worker.salvage import (
     Broken,
@@ -364,6 +365,21 @@ def test_the_scripts_own_end_is_no_reason_to_wait(script: Script, agent: Agent, 
         run()
     assert agent.hears() is None
     assert len(progress._listeners) == 1, "the sampler's own"
+
+
+def test_no_thread_outlives_the_guard(script: Script, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds tensors, and what lets go of the last one while Python ends is ended by torch, with the process."""
+    release = JustInTime._release
+
+    def slow(self: JustInTime) -> None:
+        time.sleep(0.2)
+        release(self)
+
+    monkeypatch.setattr(JustInTime, "_release", slow)
+    with script.checkpoints.just_in_time():
+        agent.accept()
+        script.train(1)
+    assert "just-in-time" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_an_agent_that_has_ended_is_not_waited_for(script: Script, agent: Agent) -> None:

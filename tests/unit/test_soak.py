@@ -53,11 +53,16 @@ def test_steps_whose_save_was_refused_may_be_lost_too() -> None:
     assert mistakes([*refused, *generation(3, 3, 4)], lambda _: 0)
 
 
+def test_a_step_that_one_rank_alone_has_finished_may_be_done_again() -> None:
+    torn = [*generation(1, 0, 4), event("step", 1, 1, 5), *generation(2, 4, 6)]
+    assert mistakes(torn, lambda _: 0) == []
+
+
 def test_what_may_be_lost_depends_on_what_ended_the_generation() -> None:
     assert mistakes(GOOD, {0: 0, 1: 1, 2: 1}.__getitem__) == []
     assert mistakes(GOOD, {0: 0, 1: 1, 2: 0}.__getitem__) == ["generation 2 lost 1 steps: 9 to 9"]
     worker, agent = (Fault(kind, "a", 6) for kind in (Kind.WORKER, Kind.AGENT))
-    assert [most_lost(fault) for fault in (worker, agent, None)] == [1, SAVE_EVERY, SAVE_EVERY]
+    assert [most_lost(fault) for fault in (worker, agent, None)] == [0, SAVE_EVERY, SAVE_EVERY]
 
 
 @pytest.mark.parametrize(
