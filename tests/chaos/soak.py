@@ -143,8 +143,11 @@ def kill_all(pids: Iterable[int]) -> None:
 
 
 def most_lost(fault: Fault | None) -> int:
-    """How many steps that all ranks had finished may be done again: none when a worker dies, as the others save in time.
-    With an agent the memory of its node is gone, too, and an older state may be the newest that is whole."""
+    """How many steps that all have finished may be done again.
+
+    None when a worker dies, as the others save just in time. With an agent the memory of its node is gone, too, and an
+    older state may be the newest that is whole.
+    """
     return 0 if fault is not None and fault.kind is Kind.WORKER else SAVE_EVERY
 
 
