@@ -30,7 +30,8 @@ PATIENCE_S = 60.0
 STEP_S = 0.01
 MOST_STEPS = 20
 """Between two faults; at least so many that a checkpoint is among them."""
-OPTIONS = ("--nnodes=3", "--max-restarts=1000000", "--last-call=0")
+PRELOAD = "--preload=default"
+OPTIONS = (PRELOAD, "--nnodes=3", "--max-restarts=1000000", "--last-call=0")
 
 
 class Kind(enum.Enum):

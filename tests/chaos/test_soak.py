@@ -15,7 +15,7 @@ import pytest
 from tests.etcd_servers import EtcdCluster, etcd_cluster
 from tests.system.harness import Job, Record
 
-from .soak import NODES, SCRIPT, Kind, Soak, mistakes, most_lost, plan, steps_for
+from .soak import NODES, PRELOAD, SCRIPT, Kind, Soak, mistakes, most_lost, plan, steps_for
 
 KILLS = int(os.environ.get("SOAK_KILLS", "4"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))
@@ -41,7 +41,7 @@ def undisturbed(folder: Path, steps: int) -> list[Record]:
     job = Job(folder)
     script = (SCRIPT, folder, str(steps), "0")
     workers = f"--nproc-per-node={len(NODES)}"
-    agent = job.start("quiet", workers, script=script, environment={"OMP_NUM_THREADS": "1"})
+    agent = job.start("quiet", PRELOAD, workers, script=script, environment={"OMP_NUM_THREADS": "1"})
     code = agent.exit_code(300)
     found = results(job)
     job.close()
