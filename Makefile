@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types check format sim soak benchmark torchft scale steps gpu clean
+.PHONY: help demo test lint types check format sim soak benchmark torchft scale steps checkpoints gpu clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -65,6 +65,9 @@ torchft: $(READY)  ## fetch torchft for the benchmark
 
 steps: $(READY)  ## what step() costs, next to an empty Python call
 	$(BIN)/python benchmarks/step_overhead.py
+
+checkpoints: $(READY)  ## how long a checkpoint holds up training, next to torch's own
+	$(BIN)/python benchmarks/checkpoint.py
 
 scale: $(READY)  ## seconds until N nodes form a world, next to torchrun's
 	@.ci/system-packages etcd
