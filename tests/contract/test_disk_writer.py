@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from elastic_agent.agent.checkpoints import disk_writer as disk_writer_module
+from elastic_agent.agent.checkpoints import writer as writer_module
 from elastic_agent.agent.checkpoints.disk_writer import DiskWriter
 from elastic_agent.agent.configuration.options import WORKER_VARIABLES
 from elastic_agent.agent.events import Event, WriterEnded, WriterWanted
-from elastic_agent.worker import Checkpointer, Fenced, SaveFailed, disk, progress
+from elastic_agent.worker import Checkpointer, Fenced, SaveFailed, disk, progress, writes
 from elastic_agent.worker.commits import (
     Answer,
     Granted,
@@ -31,6 +32,7 @@ from elastic_agent.worker.commits import (
     receive_line,
 )
 from elastic_agent.worker.reports import MAX_BYTES, SaveReport, decode
+from elastic_agent.worker.slots import Slots
 
 PATIENCE_S = 20.0
 
@@ -305,6 +307,23 @@ def test_a_writer_that_stands_still_is_not_waited_for_and_changes_nothing_when_i
     reports = [agent.heard() for _ in range(4)]
     assert [(one.step, one.result) for one in reports if one.result == "error"] == [(10, "error")]
     assert on_disk(directory) == [20, 30]
+
+
+def test_what_rank_0_has_taken_back_is_not_published(agent: Agent, directory: Path) -> None:
+    """Also by a writer that stood still where nothing else could stop it: the data in place, the manifest still to come."""
+    checkpoints = Checkpointer(directory, {"meta": {}})
+    checkpoints.remember(10)
+    memory = checkpoints._memory
+    assert memory is not None
+    ours, theirs = socket.socketpair()
+    with ours, theirs, memory.hold((7, 10)) as held:
+        order = writes.Order(memory._slots.memory, str(directory), held.name, 10, 7, 7, 2, [])
+        taken = writer_module._Taken(order, theirs, (Slots(order.memory, order.directory), held), 0.0)
+        ours.sendall(writes.CANCEL)
+        outcome = writer_module._Writer(os.environ["ELASTIC_AGENT_COMMITS"], "")._carry_out(taken)
+    assert outcome.error == "SaveFailed"
+    assert "no longer waits" in outcome.reason
+    assert on_disk(directory) == []
 
 
 def test_without_a_writer_rank_0_writes_at_once(
