@@ -286,7 +286,6 @@ def test_a_writer_that_dies_makes_rank_0_write_and_the_next_is_written_behind_ag
 def test_a_writer_that_stands_still_is_not_waited_for_and_changes_nothing_when_it_wakes(
     agent: Agent, directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(disk, "LEAST_S", 0.3)
     agent.gate.open.clear()
     checkpoints = Checkpointer(directory, {"meta": {}})
     checkpoints.save(10)
@@ -295,6 +294,7 @@ def test_a_writer_that_stands_still_is_not_waited_for_and_changes_nothing_when_i
     (pid,) = agent.writer.pids
     os.kill(pid, signal.SIGSTOP)
     agent.gate.open.set()
+    checkpoints._disk._clock = lambda: time.monotonic() + 2 * disk.LEAST_S
     assert checkpoints.wait()
     assert "itself: step=10" in caplog.text
     monkeypatch.delenv("ELASTIC_AGENT_WRITES")
@@ -310,13 +310,14 @@ def test_a_writer_that_stands_still_is_not_waited_for_and_changes_nothing_when_i
 
 
 def test_what_rank_0_has_taken_back_is_not_published(agent: Agent, directory: Path) -> None:
-    """Also by a writer that stood still where nothing else could stop it: the data in place, the manifest still to come."""
+    """Also by a writer that stood still where nothing else stops it: the data in place, the manifest to come."""
     checkpoints = Checkpointer(directory, {"meta": {}})
     checkpoints.remember(10)
     memory = checkpoints._memory
     assert memory is not None
     ours, theirs = socket.socketpair()
-    with ours, theirs, memory.hold((7, 10)) as held:
+    held = memory.hold((7, 10))
+    with ours, theirs:
         order = writes.Order(memory._slots.memory, str(directory), held.name, 10, 7, 7, 2, [])
         taken = writer_module._Taken(order, theirs, (Slots(order.memory, order.directory), held), 0.0)
         ours.sendall(writes.CANCEL)
