@@ -32,23 +32,40 @@ import select  # noqa: E402
 import signal  # noqa: E402
 import socket  # noqa: E402
 import sysconfig  # noqa: E402
-from collections.abc import Iterable, Sequence  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
 from dataclasses import dataclass  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any, NoReturn  # noqa: E402
 
-if TYPE_CHECKING:
-    from . import stash
-
 HERE = Path(__file__).resolve().parent
-PACKAGE = "elastic_agent_preloader"
-"""The name by which the modules of this folder know each other here."""
 
 CHECK_EVERY_S = 5.0
 """An idle process looks so often whether it is still fit."""
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """By this process: a service manager may signal all that it started, while workers in their grace go on."""
+
+
+def _module(name: str, path: Path) -> Any:
+    """What lies there, executed now; where it is a package, its modules can be imported."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if TYPE_CHECKING:
+    from ..processes import shim, store_holder
+    from . import script, shown, start, stash, wire
+else:
+    # By names that nobody else uses, and now: later sys.modules is not ours any more.
+    _module("elastic_agent_preloader", HERE / "__init__.py")
+    from elastic_agent_preloader import script, shown, start, stash, wire
+
+    shim = _module("elastic_agent_shim", HERE.parent / "processes" / "shim.py")
+    store_holder = _module("elastic_agent_store_holder", HERE.parent / "processes" / "store_holder.py")
 
 
 class Unfit(Exception):
@@ -66,21 +83,17 @@ def main(agent_pid: int) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.close(nothing)
-    load_package()
-    from elastic_agent_preloader import stash, wire  # type: ignore[import-not-found]
-
+    # Python looks first where this file lies, but what lies here is nobody's by its bare name.
+    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != str(HERE)]
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     received = wire.receive(channel)
     if received is None:
         return
-    gc.disable()
-    known = stash.preload(_expanded(received[0]["load"], stash.DEFAULT_PRELOAD), FRESH)
-    gc.collect()
-    gc.freeze()
+    known = Imported(received[0]["load"])
     try:
-        check_fit(known)
-        wire.send(channel, {"loaded": len(known.recording.modules), "skipped": dict(known.skipped)})
+        known.check()
+        wire.send(channel, {"loaded": known.count, "skipped": dict(known.stash.skipped)})
         born = _serve(channel, known)
     except Unfit as unfit:
         wire.send(channel, {"unfit": str(unfit), "stale": unfit.stale})
@@ -89,48 +102,51 @@ def main(agent_pid: int) -> None:
         live(born, known, agent_pid)
 
 
-def _serve(channel: socket.socket, known: stash.Stash) -> Newborn | None:
+def _serve(channel: socket.socket, known: Imported) -> Newborn | None:
     """None at the end of this process' work. Raises Unfit."""
-    from elastic_agent_preloader import wire
-
     while True:
         asked, _, _ = select.select([channel], [], [], CHECK_EVERY_S)
         received = wire.receive(channel) if asked else ({}, [])
         if received is None:
             return None
-        check_fit(known)
+        known.check()
         if received[1] and (born := fork_spares(received[1])) is not None:
             channel.close()
             return born
 
 
-def _expanded(words: Sequence[str], default: Sequence[str]) -> list[str]:
-    """Names of modules: the word default stands for several."""
-    return [name for word in words for name in (default if word == "default" else (word,))]
+class Imported:
+    """What this process has imported. Forks have it too, and copy each page of it that they touch."""
 
+    def __init__(self, words: Sequence[str]) -> None:
+        """Imports these modules; the word default stands for several."""
+        gc.disable()
+        names = [name for word in words for name in (stash.DEFAULT_PRELOAD if word == "default" else (word,))]
+        self.stash = stash.preload(names, FRESH)
+        self.count = len(self.stash.recording.modules)
+        self._cuda = sys.modules.get("torch.cuda")
+        self.store_kind = getattr(sys.modules.get("torch.distributed"), "TCPStore", None)
+        installed = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+        self._edited = {path: was for path, was in self.stash.files.items() if not path.startswith(installed)}
+        self.stash.hide()
+        gc.collect()
+        gc.freeze()
 
-def _said(unfit: Unfit) -> dict[str, Any]:
-    return {"unfit": str(unfit), "stale": unfit.stale}
+    def check(self) -> None:
+        """Raises Unfit when a fork would not be like a process that imports all of this now."""
+        threads = os.listdir("/proc/self/task")
+        if len(threads) > 1:
+            names = ", ".join(sorted(map(_name_of_thread, threads)))
+            raise Unfit(f"it has {len(threads)} threads ({names}), of which a fork has only one")
+        if self._cuda is not None and self._cuda.is_initialized():
+            raise Unfit("it has a CUDA context, which no fork can use")
+        if changed := self.stash.changed():
+            raise Unfit(f"{changed[0]} has changed since it was imported", stale=True)
 
-
-def load_package() -> None:
-    """Makes the modules beside this file importable, by a name that nobody else uses and from nowhere else."""
-    sys.modules[PACKAGE] = _module(PACKAGE, HERE / "__init__.py")
-    # Python looks first where this file lies, but what lies here is nobody's by its bare name.
-    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != str(HERE)]
-
-
-def check_fit(known: stash.Stash) -> None:
-    """Raises Unfit when a fork would not be like a process that imports all of this now."""
-    threads = os.listdir("/proc/self/task")
-    if len(threads) > 1:
-        names = ", ".join(sorted(map(_name_of_thread, threads)))
-        raise Unfit(f"it has {len(threads)} threads ({names}), of which a fork has only one")
-    cuda = sys.modules.get("torch.cuda")
-    if cuda is not None and cuda.is_initialized():
-        raise Unfit("it has a CUDA context, which no fork can use")
-    if changed := known.changed():
-        raise Unfit(f"{changed[0]} has changed since it was imported", stale=True)
+    def edited(self) -> str:
+        """A file that people edit and that has changed; empty if there is none. What is installed is only checked
+        in the background, and before each fork."""
+        return next((path for path, was in self._edited.items() if stash.version(path) != was), "")
 
 
 def _name_of_thread(thread: str) -> str:
@@ -192,17 +208,15 @@ def _fill_nursery(sockets: Sequence[int]) -> socket.socket:
     os._exit(0)
 
 
-def live(born: Newborn, known: stash.Stash, agent_pid: int) -> NoReturn:
+def live(born: Newborn, known: Imported, agent_pid: int) -> NoReturn:
     """A spare, from its birth until it hears what it shall become."""
-    from elastic_agent_preloader import wire
-
     for number in IGNORED:
         if signal.getsignal(number) is signal.SIG_IGN:
             default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             signal.signal(number, default)
     os.read(born.orphaned, 1)
     os.close(born.orphaned)
-    if problem := SHIM.tie(agent_pid):
+    if problem := shim.tie(agent_pid):
         _refuse(problem)
     wire.send(born.channel, {"ready": os.getpid()})
     received = wire.receive(born.channel)
@@ -211,7 +225,7 @@ def live(born: Newborn, known: stash.Stash, agent_pid: int) -> NoReturn:
     message, descriptors = received
     if "store" in message:
         born.channel.close()
-        _serve_stores(message["store"], descriptors[0])
+        _serve_stores(descriptors[0], known)
     become_worker(message, descriptors, born.channel, known)
 
 
@@ -220,20 +234,18 @@ def _refuse(problem: str) -> NoReturn:
     os._exit(1)
 
 
-def _serve_stores(holder: str, channel: int) -> NoReturn:
-    """The spare becomes the holder of the workers' stores (`store_holder`), which takes its orders on `channel`."""
-    from elastic_agent_preloader import shown
-
+def _serve_stores(channel: int, known: Imported) -> NoReturn:
+    """The spare becomes the holder of the workers' stores, which takes its orders on `channel`."""
     os.setsid()
     os.dup2(channel, 0)
     os.close(channel)
     with contextlib.suppress(OSError):  # then ps shows it as one of us
-        shown.show([sys.executable, holder], os.environ)
+        shown.show([sys.executable, store_holder.__file__], os.environ)
     # Of a client that is cut off torch would write pages of C++ frames; what goes wrong is said on the channel.
     for stream in (1, 2):
         os.dup2(nothing := os.open(os.devnull, os.O_RDWR), stream)
         os.close(nothing)
-    _module("store_holder", Path(holder)).main()
+    store_holder.main(known.store_kind)
     os._exit(0)
 
 
@@ -241,16 +253,14 @@ def _serve_stores(holder: str, channel: int) -> NoReturn:
 
 
 def become_worker(
-    message: dict[str, Any], descriptors: list[int], channel: socket.socket, known: stash.Stash
+    message: dict[str, Any], descriptors: list[int], channel: socket.socket, known: Imported
 ) -> NoReturn:
     """Ends as the script ends."""
-    from elastic_agent_preloader import script, start, wire
-
     os.setsid()
     for number, descriptor in enumerate(descriptors, 1):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    if problem := SHIM.place(message["cpus"], message["cgroup"]):
+    if problem := shim.place(message["cpus"], message["cgroup"]):
         _refuse(problem)
 
     def tell(problem: str) -> None:
@@ -260,36 +270,15 @@ def become_worker(
             pass
 
     told = start.Start.from_json(json.dumps(message["start"]))
-    if changed := _own(known.changed()):
-        tell(f"{changed[0]} has changed since it was imported")
+    if edited := known.edited():
+        tell(f"{edited} has changed since it was imported")
         os.chdir(told.cwd)
         os.execve(message["cold"][0], message["cold"], dict(told.environment))
     try:
-        script.run(told, known, tell)
+        script.run(told, known.stash, tell)
     except script.Become:
         channel.close()
         raise
-    raise AssertionError("what `run` does is not to be returned from")
-
-
-def _own(paths: Iterable[str]) -> list[str]:
-    """Those that are edited by hand: what is installed is looked at in the background, and before each fork."""
-    installed = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-    return [path for path in paths if not path.startswith(installed)]
-
-
-def _module(name: str, path: Path) -> Any:
-    """What lies there, executed now; where it is a package, its modules can be imported."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-SHIM = _module("shim", HERE.parent / "processes" / "shim.py")
-"""It does for a process that is started cold what is done here for a spare."""
 
 
 if __name__ == "__main__":

@@ -54,6 +54,10 @@ class Doings:
     said: list[tuple[int, bytes] | warnings.WarningMessage] = field(default_factory=list)
     """Text on a stream, by its descriptor; and warnings."""
 
+    @property
+    def leaves_something(self) -> bool:
+        return any((self.reads, self.endings, self.entered, self.filters, self.set, self.said))
+
 
 class Recording:
     """Everything that was imported `with` it."""

@@ -17,7 +17,9 @@ from __future__ import annotations
 import atexit
 import builtins
 import ctypes
+import faulthandler
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -43,8 +45,9 @@ class Become(BaseException):
 def run(start: Start, stash: Stash, tell: Callable[[str], None] = lambda problem: None) -> NoReturn:
     """Raises Become, or executes the same command anew when it cannot be had otherwise.
 
-    To be called in a process with one thread, whose first three descriptors are the worker's, and which has no others
-    that stay open. `tell` hears why a worker starts cold, and of differences that were found too late for that.
+    To be called after `stash.hide`, in a process with one thread, whose first three descriptors are the worker's, and
+    which has no others that stay open. `tell` hears why a worker starts cold, and of differences that were found too
+    late for that.
     """
     os.chdir(start.cwd)
     if problem := obstacle(start, stash):
@@ -63,7 +66,7 @@ def run(start: Start, stash: Stash, tell: Callable[[str], None] = lambda problem
 def obstacle(start: Start, stash: Stash) -> str:
     """Why this cannot be run in a fork of this process; empty if it can. To be asked in the worker's directory."""
     script = start.target if start.kind == SCRIPT else None
-    if problem := replays.obstacle(stash.base, start.environment, script, stash.reads()):
+    if problem := replays.obstacle(stash.base, start.environment, script, stash.reads):
         return problem
     if script is not None and (not os.path.isfile(script) or not os.access(script, os.R_OK)):
         return f"{script} is no file that can be read"
@@ -99,8 +102,6 @@ def _take_environment(start: Start, stash: Stash) -> None:
 
 
 def _take_signals(start: Start) -> None:
-    import faulthandler
-
     faulthandler.disable()
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
@@ -137,15 +138,12 @@ def _take_interpreter(start: Start, stash: Stash) -> None:
             finder.invalidate_caches()
     atexit._clear()
     gc.enable()  # what the preloaded process has frozen stays so: to look through it would copy all of it
-    stash.hide()
     # Kept for ever: what the script never asked for is not to be taken apart at its end.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(stash))
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(sys.modules["__main__"]))
     sys.modules["__main__"] = _fresh_main()
     if start.environment.get("PYTHONFAULTHANDLER") or sys.flags.dev_mode:
-        import faulthandler
-
-        faulthandler.enable()
+        importlib.import_module("faulthandler").enable()  # the script's, which Python has imported
 
 
 def _first_on_path(start: Start) -> str:

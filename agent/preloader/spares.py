@@ -55,8 +55,9 @@ OUTPUT_MOST = 16 * 1024
 ENDING_S = 0.5
 """How long the end of a process may take whose socket is closed already, before it is helped."""
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""What the preloaded process is told, so that its libraries start no threads: a fork would not have them."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""What the preloaded process is told, so that its libraries start no threads: a fork would not have them. MKL does as
+OpenMP."""
 
 
 class Spare:

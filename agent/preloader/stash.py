@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from . import registries, replays
-from .recording import PATCHED, Recording, found_by_others
+from .recording import PATCHED, Doings, Recording, found_by_others
 
 DEFAULT_PRELOAD = (
     "torch",
@@ -56,15 +56,27 @@ class Stash:
     recording: Recording
     base: dict[str, str]
     """The environment that the modules have read."""
+    asked: tuple[str, ...] = ()
+    """The names that it was asked to import."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Names that could not be imported, and why."""
     path: tuple[str, ...] = ()
     """sys.path, while they were."""
     files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Size and time of change of each file of source, as they were loaded; not of Python's own."""
+    reads: frozenset[str] = frozenset()
+    """The variables of the environment that any module has read while it was loaded."""
     hidden: dict[str, ModuleType] = field(default_factory=dict)
     bound: set[str] = field(default_factory=set)
     """Those of the hidden modules that are attributes of their packages: not of all is this so."""
+    _tops: frozenset[str] = frozenset()
+    """The names of the hidden modules that are in no package."""
+    _order: Mapping[str, int] = field(default_factory=dict)
+    """The place of each hidden module in a fresh sys.modules."""
+    _brought: dict[str, Sequence[str]] = field(default_factory=dict)
+    """What `_brought_by` says of the modules that were asked for, found out once for all forks."""
+    _doers: Mapping[str, Doings] = field(default_factory=dict)
+    """Of the modules that have done more than import others."""
     tell: Callable[[str], None] = lambda problem: None
     """Hears of each difference to a fresh process that is found too late to be avoided."""
 
@@ -72,19 +84,17 @@ class Stash:
 
     def changed(self) -> tuple[str, ...]:
         """The files that are no longer what was loaded."""
-        return tuple(path for path, known in self.files.items() if _version(path) != known)
-
-    def reads(self) -> frozenset[str]:
-        """The variables of the environment that any module has read while it was loaded."""
-        return frozenset(name for doings in self.recording.doings.values() for name in doings.reads)
-
-    # --- In a forked one
+        return tuple(path for path, known in self.files.items() if version(path) != known)
 
     def hide(self) -> None:
-        """From now on sys.modules is that of a fresh process. Those who still need others must hold them already."""
+        """From now on sys.modules is that of a fresh process. Those who still need others must hold them already.
+
+        Once, and not in each fork: whatever is touched there is copied there, and this touches every module.
+        """
         for name in [name for name in sys.modules if name not in self.fresh]:
             del sys.modules[name]
-        self.hidden = dict(self.recording.modules)
+        # Copies of the names, made one after the other, lie together: forks touch them all, but few pages.
+        self.hidden = {f"{name} "[:-1]: module for name, module in self.recording.modules.items()}
         registries.empty(self.hidden)
         for name, module in self.hidden.items():
             parent, _, child = name.rpartition(".")
@@ -92,11 +102,19 @@ class Stash:
             if holder is not None and holder.__dict__.get(child) is module:
                 delattr(holder, child)
                 self.bound.add(name)
+        self._order = {name: place for place, name in enumerate(self.hidden)}
+        for name in self.hidden.keys() & self.asked:
+            brought = frozenset(self._brought_by(name))
+            self._brought[name] = [each for each in self.hidden if each in brought]
+        self._doers = {name: doer for name, doer in self.recording.doings.items() if doer.leaves_something}
+        importlib.invalidate_caches()  # as a script begins: it finds out itself what lies where
+        self._tops = frozenset(name for name in self.hidden if "." not in name)
         sys.meta_path.insert(0, _Giver(self))
+
+    # --- In a forked one
 
     def shadowed(self, folders: Sequence[str]) -> tuple[str, ...]:
         """The stashed modules in whose place something is imported, when these folders come first on sys.path."""
-        tops = {name for name in self.recording.modules if "." not in name}
         lying_there = set()
         for folder in folders:
             try:
@@ -104,7 +122,7 @@ class Stash:
             except OSError:
                 continue
         found = []
-        for name in tops & lying_there:
+        for name in self._tops & lying_there:
             spec = importlib.machinery.PathFinder.find_spec(name, list(folders))
             # A folder without __init__.py gives way to any module further down the path, and the built-in come first.
             if spec is not None and spec.loader is not None and name not in sys.builtin_module_names:
@@ -113,6 +131,11 @@ class Stash:
 
     def given_with(self, name: str) -> list[str]:
         """What is still hidden of all that a fresh import of `name` brings, in the order of a fresh sys.modules."""
+        brought = self._brought.get(name)
+        hidden = self.hidden
+        return [each for each in (self._brought_by(name) if brought is None else brought) if each in hidden]
+
+    def _brought_by(self, name: str) -> list[str]:
         doings, hidden = self.recording.doings, self.hidden
         found, ahead = {name}, [name]
         while ahead:
@@ -122,11 +145,11 @@ class Stash:
                     found.add(imported)
                     ahead.append(imported)
                     imported = imported.rpartition(".")[0]  # a package comes with each of its modules
-        return [each for each in hidden if each in found]
+        return sorted(found, key=self._order.__getitem__)
 
     def give(self, name: str) -> None:
         names = self.given_with(name)
-        doings = [self.recording.doings[each] for each in names if each in self.recording.doings]
+        doings = [self._doers[each] for each in names if each in self._doers]
         given = {each: self.hidden.pop(each) for each in names}
         sys.modules.update({each: module for each, module in given.items() if each not in sys.modules})
         for each, module in given.items():
@@ -207,9 +230,11 @@ def preload(names: Sequence[str], fresh: Collection[str]) -> Stash:
         frozenset(fresh),
         recording,
         base,
+        tuple(names),
         skipped,
         path=tuple(sys.path),
         files=_sources(recording.modules.values()),
+        reads=frozenset(name for doings in recording.doings.values() for name in doings.reads),
     )
 
 
@@ -220,12 +245,13 @@ def _sources(modules: Iterable[ModuleType]) -> dict[str, tuple[int, int]]:
         path = getattr(module, "__file__", None)
         if not path or (path.startswith(python) and "-packages" not in path):
             continue
-        if (version := _version(path)) is not None:
-            found[path] = version
+        if (loaded := version(path)) is not None:
+            found[path] = loaded
     return found
 
 
-def _version(path: str) -> tuple[int, int] | None:
+def version(path: str) -> tuple[int, int] | None:
+    """Of the file that lies there: it was changed if this has."""
     try:
         found = os.stat(path)
     except OSError:

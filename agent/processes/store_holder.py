@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+from typing import Any
 
 READY = b"ready"
 SERVE = b"serve"
@@ -21,8 +22,8 @@ CLOSE = b"close"
 LONGEST_MESSAGE = 4096
 
 
-def main() -> None:
-    """Serves until end-of-file."""
+def main(store_kind: Any = None) -> None:
+    """Serves until end-of-file. `store_kind` is TCPStore, if it was imported already."""
     # A service manager may signal all that it started: workers in their grace still need the store.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -31,18 +32,22 @@ def main() -> None:
     sys.path[:] = [entry for entry in sys.path if entry != here]
     agent = socket.socket(fileno=0)
     try:
-        _serve(agent)
+        _serve(agent, store_kind or _tcp_store())
     except Exception as error:
         agent.send(f"{type(error).__name__}: {error}".encode()[:LONGEST_MESSAGE])
         raise
 
 
-def _serve(agent: socket.socket) -> None:
+def _tcp_store() -> Any:
     from torch.distributed import TCPStore
 
-    def store_on(listener: socket.socket) -> TCPStore:
+    return TCPStore
+
+
+def _serve(agent: socket.socket, store_kind: Any) -> None:
+    def store_on(listener: socket.socket) -> Any:
         host, port = listener.getsockname()[:2]
-        return TCPStore(
+        return store_kind(
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
 

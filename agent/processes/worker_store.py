@@ -131,7 +131,7 @@ class WorkerStore:
     def _start_warm(self, channel: socket.socket) -> Process | None:
         while spare := self._spares.take():
             try:
-                spare.become({"store": str(HOLDER)}, [channel.fileno()])
+                spare.become({"store": True}, [channel.fileno()])
             except OSError:  # it has just ended; as an orphan, it is buried
                 continue
             return spare

@@ -27,6 +27,7 @@ def main(folder: str, names: list[str]) -> None:
     )
     gc.disable()
     known = stash.preload(names, FRESH)
+    known.hide()
     gc.freeze()
     assert not known.skipped, known.skipped
     assert len(os.listdir("/proc/self/task")) == 1

@@ -12,6 +12,7 @@ import pytest
 from .harness import RECORDER, Agent, Job, Process, family
 
 WARM = "--preload=json"
+PLAIN_DDP = Path(__file__).with_name("plain_ddp.py")
 NOTHING_LEFT_S = 1.0
 
 
@@ -134,6 +135,22 @@ def test_what_a_forked_worker_leaves_behind_is_gone_before_the_next_generation(j
     job.wait_for_training(world=1, after=1)
     assert from_spares(agent, 2, 1)
     assert {worker.generation for worker in job.workers()} == {2}
+
+
+def test_a_training_with_ddp_comes_back_from_spares_that_have_torch(job: Job) -> None:
+    """With what is preloaded by default. Whoever starts cold without need is told of."""
+    script = (PLAIN_DDP, job.folder / "checkpoint.pt", "400", "0.01")
+    environment = {"GLOO_SOCKET_IFNAME": "lo"}
+    agent = job.start("a", "--preload=default", "--nproc-per-node=2", script=script, environment=environment)
+    job.wait_for_text(agent, r"restart 0 step \d+")
+    victim = next(worker for worker in job.workers() if worker.environment.get("RANK") == "1")
+    os.kill(victim.pid, signal.SIGKILL)
+    job.wait_for_text(agent, r"restart 1 step \d+")
+    assert from_spares(agent, 1, 2)
+    assert from_spares(agent, 2, 2)
+    assert not agent.says("is no fork|start cold")
+    agent.signal(signal.SIGTERM)
+    agent.exit_code()
 
 
 def test_a_command_that_is_no_python_starts_as_ever(job: Job) -> None:
