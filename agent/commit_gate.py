@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import logging
 import math
-import socket
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,26 +24,18 @@ from ..worker.commits import (
     MAX_REASON_CHARS,
     Answer,
     Granted,
-    MessageError,
     Question,
     Refused,
     Undecided,
     decode_question,
     encode_answer,
-    receive_line,
-    send_line,
 )
+from .gate import Gate
 
 log = logging.getLogger(__name__)
 
-CLIENT_S = 2.0
-"""How long a worker may take to ask once it is connected, and to take its answer."""
-
 MAX_CLIENTS = 8
-"""One asks at a time. More are broken, and cost a thread each for `CLIENT_S`; the next then wait in the backlog."""
-
-ACCEPT_PAUSE_S = 1.0
-"""The rest after this process ran out of file descriptors."""
+"""One asks at a time. More are broken, and cost a thread each for a while; the next then wait in the backlog."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,28 +70,15 @@ def judge(question: Question, world: World | None, standing: Standing, now: floa
     return Granted(left_s)
 
 
-class CommitGate:
-    """One thread accepts, and one for each client asks the store: who hangs delays nobody else."""
+class CommitGate(Gate):
+    """Each of its threads may wait for the store."""
 
     def __init__(self, path: Path, store: Store, clock: Callable[[], float]) -> None:
-        self.path = path
+        super().__init__(path, "commit", self._reply, most=MAX_CLIENTS)
         self.standing = NOBODY
         """For the main loop to replace as a whole, so that no thread ever sees half of a change."""
         self._store = store
         self._clock = clock
-        self._places = threading.BoundedSemaphore(MAX_CLIENTS)
-        self._closed = threading.Event()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(str(path))
-        self._socket.listen()
-
-    def start(self) -> None:
-        threading.Thread(target=self._accept, name="commit-gate", daemon=True).start()
-
-    def close(self) -> None:
-        self._closed.set()
-        self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread; closing alone does not
-        self._socket.close()
 
     def answer(self, question: Question) -> Answer:
         # First, and only then the read: a lease that ended while the store was asked is not mistaken for a new one.
@@ -113,36 +90,11 @@ class CommitGate:
             return Undecided(str(error)[:MAX_REASON_CHARS])
         return judge(question, world, standing, self._clock())
 
-    def _accept(self) -> None:
-        while True:
-            self._places.acquire()
-            try:
-                connection, _ = self._socket.accept()
-            except OSError as error:
-                self._places.release()
-                if self._closed.is_set():
-                    return
-                log.warning("cannot accept a question about a commit: %s", error)
-                self._closed.wait(ACCEPT_PAUSE_S)
-                continue
-            threading.Thread(
-                target=self._serve, args=(connection,), name="commit-client", daemon=True
-            ).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        try:
-            with connection:
-                question = decode_question(receive_line(connection, CLIENT_S))
-                answer = self.answer(question)
-                if not isinstance(answer, Granted):
-                    log.warning(
-                        "generation %d may not commit: %s: %s",
-                        question.generation,
-                        answer.kind,
-                        answer.reason,
-                    )
-                send_line(connection, encode_answer(answer), CLIENT_S)
-        except (OSError, MessageError) as error:
-            log.warning("a question about a commit is left without an answer: %s", error)
-        finally:
-            self._places.release()
+    def _reply(self, line: bytes) -> bytes:
+        question = decode_question(line)
+        answer = self.answer(question)
+        if not isinstance(answer, Granted):
+            log.warning(
+                "generation %d may not commit: %s: %s", question.generation, answer.kind, answer.reason
+            )
+        return encode_answer(answer)

@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ..rendezvous.drain import Beyond, End
 from ..rendezvous.errors import StoreError
 from ..rendezvous.peers import Finding, Peer
+from ..rendezvous.records import StopAt
 from ..rendezvous.requests import Answer, Request, Subscription
 from ..rendezvous.store import Change, LeaseId
 from ..worker.reports import Report
@@ -128,6 +130,32 @@ class GuardSpoke:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerAnswered:
+    """A worker that has finished `step` was told whether a planned change lets it go on; GoOn is not worth an event."""
+
+    generation: int
+    local_rank: int
+    step: int
+    answer: End | Beyond
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKept:
+    """A worker that was told to end has kept the state after its last step, and ends now."""
+
+    generation: int
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopRead:
+    """Where the workers of a draining generation are to end, as the store had it; None: it does not say."""
+
+    generation: int
+    stop: StopAt | None
+
+
+@dataclass(frozen=True, slots=True)
 class Signalled:
     number: int
 
@@ -149,5 +177,8 @@ Event: TypeAlias = (
     | Stirred
     | Reported
     | GuardSpoke
+    | WorkerAnswered
+    | WorkerKept
+    | StopRead
     | Signalled
 )

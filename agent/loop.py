@@ -31,8 +31,11 @@ from .events import (
     Reported,
     Signalled,
     Stirred,
+    StopRead,
     StoreGone,
+    WorkerAnswered,
     WorkerExited,
+    WorkerKept,
     WriterEnded,
     WriterWanted,
 )
@@ -192,9 +195,9 @@ class Loop:
             training.start(order.world, order.member, self._listener, now)
             return True
         elif isinstance(order, Drain):
-            return self._participant.workers_told(order.generation)
+            return training.drain(order)
         elif isinstance(order, Stop):
-            grace_s = stop.grace_s if order.planned else stop.failure_grace_s
+            grace_s = training.planned_grace_s() if order.planned else stop.failure_grace_s
             training.stop(grace_s, gently=order.planned, reason=order.reason)
         elif isinstance(order, Leave):
             self._observer.left(order.why)
@@ -247,6 +250,12 @@ class Loop:
             self._disk_writer.heard(event)
         elif isinstance(event, Reported):
             self._training.reported(event)
+        elif isinstance(event, WorkerAnswered):
+            self._training.answered(event)
+        elif isinstance(event, WorkerKept):
+            self._training.kept(event)
+        elif isinstance(event, StopRead):
+            self._training.stop_read(event)
         elif isinstance(event, Signalled):
             self._signalled(event, now)
 

@@ -40,6 +40,8 @@ from .checkpoints.folder import make_folder
 from .commit_gate import CommitGate
 from .configuration.config import Config, Endpoint
 from .configuration.options import SECRET_VARIABLES
+from .drain_gate import DrainGate
+from .environment.timeouts import drain_timeout_s
 from .events import Event, Signalled
 from .exits import CannotStart, ExitCode
 from .interruptible import unless_stopped
@@ -170,6 +172,7 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
         logs = _started(stack, WorkerLogs(config.log_dir, name, *console, metrics.printed))
         reports = _started(stack, _receiver(run_dir, events, metrics, clock))
         commits = _started(stack, CommitGate(run_dir / "commits", store, clock))
+        drain_gate = _started(stack, DrainGate(run_dir / "drain", store, events.put, clock))
         salvage_gate = _started(stack, SalvageGate(run_dir / "salvage", events.put))
         disk_writer = _started(
             stack, DiskWriter(run_dir / "writes", commits.path, reports.path, environment, events.put)
@@ -186,6 +189,7 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
             reports.path,
             commits.path,
             salvage_gate.path,
+            drain_gate.path,
             memory,
             cgroup,
             environment,
@@ -205,6 +209,7 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
                 observer,
                 children,
                 salvage_gate,
+                drain_gate,
                 events.put,
                 clock,
             ),
@@ -361,6 +366,7 @@ def _policy(config: Config) -> Policy:
         max_nodes=config.nodes.max,
         last_call_s=config.rendezvous.last_call_s,
         join_timeout_s=config.rendezvous.join_timeout_s,
+        drain_timeout_s=drain_timeout_s(config.stop),
         store_outlives_job=config.rendezvous.backend == "etcd",
         store_outage_grace_s=config.rendezvous.store_outage_grace_s,
         restarts=RestartPolicy(max_failures=config.max_restarts),

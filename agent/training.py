@@ -17,17 +17,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..health.hang import HangWatch
+from ..rendezvous.decide import Drain
+from ..rendezvous.drain import Beyond, Present
 from ..rendezvous.participant import Participant
 from ..rendezvous.records import Failure, Member, World
 from ..rendezvous.restarts import LASTING_S
+from ..worker.drain import DRAINED
 from ..worker.page import Reading
 from .accounting.observer import Observer
 from .checkpoints.folder import MemoryFolder
 from .configuration.config import Config
+from .drain_gate import DrainGate
+from .draining import Draining
 from .environment.contract import WorkerPlace, chosen_variables
-from .environment.timeouts import WIDENING, widening
+from .environment.timeouts import WIDENING, drain_timeout_s, widening
 from .environment.variables import compose
-from .events import Event, GuardSpoke, HolderSpoke, Reported, Stirred, WorkerExited
+from .events import (
+    Event,
+    GuardSpoke,
+    HolderSpoke,
+    Reported,
+    Stirred,
+    StopRead,
+    WorkerAnswered,
+    WorkerExited,
+    WorkerKept,
+)
 from .machine.examine import Machine
 from .preloader.spares import Spares
 from .processes.children import Children
@@ -45,8 +60,17 @@ log = logging.getLogger(__name__)
 DRAIN_LOGS_S = 0.5
 """How long the last words of a failed worker may take from its pipe to the failure summary."""
 
+LISTEN_PAUSE_S = 0.02
+"""Between two looks whether all workers have finished a step, while a planned change waits for that."""
+
 AS_ASKED = (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL)
 """How a worker ends that was told to: by the signal, by a handler or shell that says so, or when its grace is over."""
+
+
+_STATE = {
+    True: "and this node keeps the state after its last step",
+    False: "and this node does not keep the state after its last step",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +84,7 @@ class Node:
     reports: Path
     commits: Path
     salvage: Path
+    drain: Path
     memory: MemoryFolder | None
     cgroup: Path | None
     """Below it each generation's workers have one of their own."""
@@ -91,6 +116,7 @@ class Training:
         observer: Observer,
         children: Children,
         salvage_gate: SalvageGate,
+        drain_gate: DrainGate,
         post: Callable[[Event], None],
         clock: Callable[[], float],
     ) -> None:
@@ -106,6 +132,7 @@ class Training:
         self._observer = observer
         self._children = children
         self._salvage_gate = salvage_gate
+        self._drain_gate = drain_gate
         children.knows(lambda: self.group.pids if self.group is not None else ())
         self._post = post
         self._clock = clock
@@ -118,6 +145,7 @@ class Training:
         self._hung = False
         self._failures: list[WorkerFailure] = []
         self._salvage = Salvage(0, 0.0)
+        self._draining = Draining(0)
         self._postponed: _Stopping | None = None
         """What the workers are told once their last step has been kept."""
         self._spares_due_at: float | None = None
@@ -136,6 +164,7 @@ class Training:
         self._hang, self._hung = HangWatch(self._config.timeouts.hang_s), False
         self._pages, self._read = WorkerPages(generation), {}
         self._salvage = Salvage(generation, self._config.stop.just_in_time_grace_s)
+        self._draining = Draining(generation)
         self._postponed = None
         self._observer.starting(world, member, now)
         self.group = WorkerGroup(
@@ -186,17 +215,22 @@ class Training:
         if group is None:
             return False
         self._look()
+        self._drain_gate.present = Present(self._participant.world, self._participant.world_revision)
         self._tell(self._salvage.turn(now))
         if self._postponed is not None and not self._salvage.under_way:
             group.stop(self._postponed.grace_s, gently=self._postponed.gently, asking=self._postponed.asking)
             self._postponed = None
-        if (group.stopping or group.succeeded) and group.gone():
+        if not group.stopping and self._draining.stopping:
+            self._end_who_waits(group, now)
+        ended = group.stopping or group.succeeded or (not group.running and self._drained(group))
+        if ended and group.gone():
             self._finish(group, now)
             return True
         if not group.stopping:
             if now >= self._started_at + LASTING_S:
                 self._participant.workers_lasting(group.generation)
-            if group.running and self._hang.due_at is not None and now >= self._hang.due_at:
+            silent = group.running and not self._draining.told
+            if silent and self._hang.due_at is not None and now >= self._hang.due_at:
                 self._end_hang(group, self._hang)
         return False
 
@@ -207,7 +241,29 @@ class Training:
             return (due_at,)
         if self.group.stopping:
             return (due_at, self.group.wake_at(), self._salvage.wake_at())
-        return (due_at, self._started_at + LASTING_S, self._hang.due_at, self._salvage.wake_at())
+        return (
+            due_at,
+            self._started_at + LASTING_S,
+            self._hang.due_at,
+            self._salvage.wake_at(),
+            *self._wake_in_drain(self.group),
+        )
+
+    def drain(self, order: Drain) -> bool:
+        """Let the workers end by themselves. True when there is news for the others in how far that has come."""
+        group, now = self.group, self._clock()
+        if group is None or group.stopping:
+            return False
+        if self._draining.begin(now, stopping=order.stopping):
+            log.info("generation %d is to end between two steps: %s", group.generation, order.reason)
+            self._pages.raise_flags()
+        news = self._participant.workers_told(group.generation)
+        self._look()
+        if len(self._read) == len(group.ranks) and all(
+            reading.step is not None for reading in self._read.values()
+        ):
+            news |= self._participant.workers_listen(group.generation)
+        return news
 
     def stop(
         self, grace_s: float, *, gently: bool, reason: str, asking: signal.Signals = signal.SIGTERM
@@ -251,8 +307,13 @@ class Training:
         self._observer.exited(event.local_rank, returncode, event.at, killed=group.killed)
         if group.stopping and self._hung and returncode == -HANG_SIGNAL:
             self._observer.ended(event.local_rank, "hang", event.at)
-        elif group.stopping and returncode in AS_ASKED:
+        elif group.stopping and returncode in (*AS_ASKED, DRAINED):
             pass
+        elif not group.stopping and self._draining.exited(event.local_rank, returncode, event.at):
+            if event.local_rank in self._draining.doubtful:
+                self._drain_gate.look(group.generation)
+            elif event.local_rank not in self._draining.told:
+                self._observer.ended(event.local_rank, "ok", event.at)
         elif returncode == 0:
             self._observer.ended(event.local_rank, "ok", event.at)
         else:
@@ -268,6 +329,36 @@ class Training:
 
     def stirred(self, event: Stirred, now: float) -> None:
         self._spares.heard(event, now)
+
+    def answered(self, event: WorkerAnswered) -> None:
+        """At the end of a step a worker was told that it was the last one, or should have been."""
+        group, rank = self.group, event.local_rank
+        if group is None or group.generation != event.generation or group.stopping:
+            return
+        if isinstance(event.answer, Beyond):
+            reason = (
+                f"rank {group.ranks[rank]} has finished step {event.step}, and all were to end after step "
+                f"{event.answer.step}: this training is not synchronous, its workers cannot end at the same step"
+            )
+            log.warning("%s", reason)
+            self.stop(self.planned_grace_s(), gently=True, reason=reason)
+            return
+        if not self._draining.told:
+            log.info("step %d is the last one of generation %d", event.step, group.generation)
+            self._observer.stopping(self._clock())
+        self._draining.told.add(rank)
+
+    def kept(self, event: WorkerKept) -> None:
+        if event.generation == self._draining.generation:
+            self._draining.kept.add(event.local_rank)
+
+    def stop_read(self, event: StopRead) -> None:
+        group = self.group
+        if group is None or group.generation != event.generation or group.stopping:
+            return
+        self._look()
+        for local_rank, (returncode, at) in self._draining.looked(event.stop, self._read).items():
+            self._failed(group, local_rank, returncode, at)
 
     def holder_spoke(self, event: HolderSpoke) -> None:
         problem = self._worker_store.heard(event)
@@ -311,6 +402,35 @@ class Training:
         for local_rank, message in orders:
             self._salvage_gate.tell(self._salvage.generation, local_rank, message)
 
+    # ---------------------------------------------------------------- a planned change
+
+    def planned_grace_s(self) -> float:
+        """What is left of --stop-grace for a signal, of which a drain may have taken a part already."""
+        stop, since = self._config.stop, self._draining.since
+        taken_s = self._clock() - since if since is not None else 0.0
+        return stop.grace_s - min(taken_s, drain_timeout_s(stop))
+
+    def _drained(self, group: WorkerGroup) -> bool:
+        """All workers here have ended as they were told, or wait for those that have."""
+        return self._draining.complete(group.returncodes)
+
+    def _end_who_waits(self, group: WorkerGroup, now: float) -> None:
+        running = [rank for rank in group.ranks if rank not in group.returncodes]
+        if self._draining.wants_look(now, running):
+            self._drain_gate.look(group.generation)
+        asking = [rank for rank in running if self._drain_gate.asks(group.generation, rank)]
+        if self._draining.left_behind(now, running, self._read, asking):
+            self._draining.excused.update(running)
+            reason = "the ranks that it waits for have ended after the last step"
+            group_grace_s = self._config.stop.failure_grace_s
+            self.stop(group_grace_s, gently=True, reason=reason)
+
+    def _wake_in_drain(self, group: WorkerGroup) -> tuple[float | None, ...]:
+        if not self._draining.under_way:
+            return ()
+        listens = self._participant.listening == group.generation
+        return (self._draining.look_at(), None if listens else self._clock() + LISTEN_PAUSE_S)
+
     # ---------------------------------------------------------------- start, failure, end
 
     def _say_if_widened(self, world: World) -> None:
@@ -351,6 +471,7 @@ class Training:
             reports=self._node.reports,
             commits=self._node.commits,
             salvage=self._node.salvage,
+            drain=self._node.drain,
             flight_records=flight_records,
             memory=self._node.memory,
         )
@@ -413,13 +534,19 @@ class Training:
     def _finish(self, group: WorkerGroup, now: float) -> None:
         """Nothing of the generation is left here."""
         self._worker_store.close()
-        if group.succeeded:
+        # Whoever was asked to end may end as if all were done.
+        succeeded = group.succeeded and not group.stopping and not self._draining.told
+        if succeeded:
             log.info(
                 "generation %d: all %d workers here ended with success", group.generation, len(group.ranks)
             )
             self._participant.workers_succeeded(group.generation)
+        elif self._drained(group):
+            kept = self._draining.keeps_all(group.returncodes)
+            log.info("generation %d has ended here, %s", group.generation, _STATE[kept])
+            self._participant.workers_drained(group.generation, kept=kept)
         self._logs.detach_generation(group.generation)
         self._pages.close()
         self.group = None
-        self._observer.gone(now, succeeded=group.succeeded)
+        self._observer.gone(now, succeeded=succeeded)
         self._participant.workers_gone(group.generation, now)

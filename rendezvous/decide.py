@@ -197,15 +197,14 @@ def _finish_drain(
     if any(node.settled < generation for node in present):
         return _close(view, policy, now)
     decision = _close(view, policy, now)
-    if (
-        isinstance(decision, Publish)
-        and decision.world.phase is Phase.RUNNING
-        and not _only_leavers_keep(world, view)
-    ):
+    goes_on = isinstance(decision, Publish) and decision.world.phase is Phase.RUNNING
+    if goes_on and not _only_leavers_keep(world, view):
         return decision
     # Nobody may be there for long to keep in memory what no generation goes on with. And who leaves has stayed for the
     # others until here, but need not wait with them for new nodes.
     rescuer = next((node.incarnation for node in present if node.kept == generation), "")
+    if isinstance(decision, Publish) and not goes_on:
+        return replace(decision, world=replace(decision.world, rescuer=rescuer))
     return Publish(replace(world, drained=False, rescuer=rescuer), decision.reason)
 
 
@@ -391,13 +390,14 @@ class Local:
     """The highest generation that this incarnation has ever started (I4)."""
     lease_good: bool = True
     """The lease was confirmed so recently that nobody can have been given this node's place (I10)."""
+    hosts_store: bool = False
     leaving: bool = False
     leave_alone: bool = False
     """A leaving node has waited long enough for the others to stop with it."""
     drain_over: bool = False
     """The workers have had the whole time of a drain to end by themselves."""
     wait_over: bool = False
-    """And the others a little more, in which a leaving node has waited for them."""
+    """And the others a little more, in which a leaving node has waited for them; or it has waited long enough."""
     came_after_end: bool = False
     """The world had ended before this agent came: it is of a new run of the job."""
 
@@ -461,17 +461,24 @@ def follow(world: World | None, local: Local) -> Order:
     if world is not None and world.result is not None and not local.came_after_end:
         return Leave(world.result, world.cause.detail)
     if local.leaving:
-        drains = world is not None and world.drains and world.member(local.incarnation) is not None
-        if drains and not local.wait_over:
-            return (
-                Stay()
-            )  # until all have what they go on with; and the coordinator is needed to begin the next
+        if world is not None and _needed(world, local) and not local.wait_over:
+            return Stay()
         return Leave(Refusal.ASKED, "this node was asked to stop")
     if world is not None and world.phase is Phase.RUNNING and local.lease_good:
         member = world.member(local.incarnation)
         if member is not None and world.generation > local.started:
             return Start(world, member)
     return Stay()
+
+
+def _needed(world: World, local: Local) -> bool:
+    """A leaving node without workers stays until all others have what they go on with, or know that there is no more.
+
+    It may be the coordinator, or the host of the store.
+    """
+    if local.hosts_store:
+        return world.phase is not Phase.ENDED
+    return world.drains and world.member(local.incarnation) is not None
 
 
 def _follow_with_workers(world: World | None, local: Local) -> Order:

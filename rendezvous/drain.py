@@ -53,9 +53,10 @@ class GoOn:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """This was the last step."""
+    """This was the last step; `alone`: some ranks may never come here."""
 
     step: int
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def judge(ask: Ask, present: Present, entry: Entry | None) -> Answer | WriteStop
         if stop.step < ask.step:
             return Beyond(stop.step)
         if stop.step == ask.step:
-            return End(stop.step)
+            return End(stop.step, stop.paused)
         if not (ask.rank == 0 and ask.pausing):
             return GoOn()
     if ask.rank != 0 or world is None or not _awaits_stop(ask, world):
@@ -103,17 +104,21 @@ def judge(ask: Ask, present: Present, entry: Entry | None) -> Answer | WriteStop
 
 def written(ask: Ask, write: WriteStop) -> Answer:
     """The answer once this has been written."""
-    return End(write.stop.step) if write.stop.step == ask.step else GoOn()
-
-
-def needless(step: int | None, stop: StopAt | None, generation: int) -> bool:
-    """Can the next generation do without this worker, which has finished `step` and not ended as it was to?"""
-    return step is not None and stop is not None and stop.generation == generation and step >= stop.step
+    return End(write.stop.step, write.stop.paused) if write.stop.step == ask.step else GoOn()
 
 
 def stranded(step: int | None, stop: StopAt | None, generation: int) -> bool:
-    """Does this worker, if it is busy and asks nothing, wait for one that has ended?"""
-    return stop is not None and stop.paused and needless(step, stop, generation)
+    """Does a worker whose newest finished step is `step` wait for one that has ended, if it is busy and asks nothing?
+
+    Only ranks that began a step without rank 0 can. All others meet once more after the last step.
+    """
+    return (
+        step is not None
+        and stop is not None
+        and stop.paused
+        and stop.generation == generation
+        and step >= stop.step
+    )
 
 
 def _awaits_stop(ask: Ask, world: World | None) -> bool:

@@ -150,6 +150,11 @@ class Participant:
         return self._session.roster.world_revision
 
     @property
+    def listening(self) -> int:
+        """The newest generation whose workers here all listen."""
+        return self._session.listening
+
+    @property
     def world_since(self) -> float:
         """The instant at which this node first saw the world in its present phase."""
         return self._session.roster.world_since
@@ -225,10 +230,11 @@ class Participant:
             started=self._session.started,
             lease_good=self.lease_good(now),
             came_after_end=self._came_after_end,
+            hosts_store=self.identity.hosts_store,
             leaving=self._leaving_since is not None,
             leave_alone=leaving_for >= LEAVE_TOGETHER_S,
             drain_over=over_at is not None and now >= over_at,
-            wait_over=over_at is not None and now >= over_at + LINGER_S,
+            wait_over=now >= self._waits_until(over_at),
         )
         if self._refusal is not None:
             if self._generation:
@@ -251,8 +257,7 @@ class Participant:
         if self._leaving_since is not None:
             instants.append(self._leaving_since + LEAVE_TOGETHER_S)
         over_at = self._drain_over_at(now)
-        if over_at is not None:
-            instants += [over_at, over_at + LINGER_S]
+        instants += [over_at, self._waits_until(over_at)]
         return min((at for at in instants if at is not None and at > now), default=None)
 
     def _drain_over_at(self, now: float) -> float | None:
@@ -263,6 +268,14 @@ class Participant:
         if self._drain is None or self._drain[0] != world.generation:
             self._drain = world.generation, now
         return self._drain[1] + self.policy.drain_timeout_s
+
+    def _waits_until(self, drain_over_at: float | None) -> float:
+        """For how long a leaving node without workers stays for the others."""
+        if drain_over_at is not None:
+            return drain_over_at + LINGER_S
+        if self._leaving_since is None:
+            return math.inf
+        return self._leaving_since + LEAVE_TOGETHER_S + self.policy.drain_timeout_s + LINGER_S
 
     def _give_up_at(self, now: float) -> float | None:
         """The end of the join timeout: it runs while nothing trains here and no world is known for sure to run."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpointer
+    from .drain import Drained, poll
     from .errors import (
         CheckpointError,
         CheckpointMismatch,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Checkpointer": "checkpoint",
+    "Drained": "drain",
     "CheckpointError": "errors",
     "CheckpointMismatch": "errors",
     "ElasticSampler": "sampler",
@@ -49,6 +51,7 @@ _HOME = {
     "SaveFailed": "errors",
     "StepNotGrowing": "errors",
     "init_process_group": "process_group",
+    "poll": "drain",
     "step": "progress",
 }
 
@@ -56,6 +59,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointMismatch",
     "Checkpointer",
+    "Drained",
     "ElasticSampler",
     "Fenced",
     "NoUsableCheckpoint",
@@ -65,6 +69,7 @@ __all__ = [
     "SaveFailed",
     "StepNotGrowing",
     "init_process_group",
+    "poll",
     "step",
 ]
 

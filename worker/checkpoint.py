@@ -108,6 +108,7 @@ class Checkpointer:
         if memory_every is not None:
             progress.on_step(self._remember_quietly, every=memory_every, stage=progress.Stage.STATE)
         progress.keeper = self._keep
+        progress.lone_keeper = self._keep_alone if self._memory is not None else None
 
     def load(self) -> int:
         """Load the newest checkpoint that any rank has whole; returns the number of steps it holds.
@@ -264,6 +265,12 @@ class Checkpointer:
         elif self._floor is None or step > self._floor:
             self.save(step)
             self.wait()
+
+    def _keep_alone(self, step: int) -> None:
+        """The same in this node's memory, when other ranks will not call it."""
+        self.remember(step, haste=True)
+        if self._memory is not None:
+            self._memory.settle()
 
     def _copy(
         self,

@@ -60,11 +60,21 @@ class _Listener:
     callback: Callable[[int], None]
 
 
-on_pending: Callable[[int], None] | None = None
+def _ask_agent(step: int) -> None:
+    from .drain import end_of_step  # who never sees a planned change need not load what it takes
+
+    end_of_step(step)
+
+
+on_pending: Callable[[int], None] = _ask_agent
 """Called at the end of a step while a planned change waits for this worker; may raise, which ends the worker."""
 
 keeper: Callable[[int], None] | None = None
-"""Makes the state after this step survive this process: what the newest Checkpointer can do for a drain."""
+"""Makes the state after this step survive this process: what the newest Checkpointer can do for a drain. Every rank
+calls it, and waits there for the others."""
+
+lone_keeper: Callable[[int], None] | None = None
+"""The same without the others; None where that cannot be."""
 
 _listeners: tuple[_Listener, ...] = ()
 _words: memoryview | None = None
@@ -102,7 +112,7 @@ def step(step: int) -> None:
     for listener in _listeners:
         if number % listener.every == 0:
             listener.callback(number)
-    if words[PENDING] and on_pending is not None:
+    if words[PENDING]:
         on_pending(number)
 
 
@@ -124,6 +134,14 @@ def on_step(
     global _listeners
     _listeners = tuple(sorted((*_listeners, listener), key=lambda each: each.stage))
     return end
+
+
+def awaited_between_steps() -> int | None:
+    """The newest finished step, if a planned change waits for this worker; else None."""
+    words = _words
+    if words is None or not words[PENDING] or words[STEP] == page.NO_STEP:
+        return None
+    return words[STEP]
 
 
 def loading() -> None:

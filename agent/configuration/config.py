@@ -86,11 +86,12 @@ class RendezvousConfig:
 
 @dataclass(frozen=True, slots=True)
 class StopConfig:
-    """Seconds from SIGTERM to SIGKILL: in a planned stop, and after another worker failed."""
+    """Seconds until SIGKILL: from the beginning of a planned stop, and from SIGTERM after another worker failed."""
 
     grace_s: float = 30.0
     failure_grace_s: float = 1.0
     just_in_time_grace_s: float = 2.0  # before that, for workers that guard their last step
+    drain_timeout_s: float | None = None  # of `grace_s`: workers end by themselves; None: `timeouts` knows
     service_limit_s: float | None = None  # from SIGTERM to the agent until all is killed; None: never
 
 

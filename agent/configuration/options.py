@@ -352,10 +352,19 @@ MAX_RESTARTS: Option[int | None] = Option(
 STOP_GRACE: Option[float] = Option(
     "stop-grace",
     duration(0.0),
-    "planned stop: from SIGTERM to SIGKILL",
+    "planned stop: from its beginning to SIGKILL; workers that do not end by themselves within --drain-timeout get"
+    " SIGTERM and the rest of it",
     metavar="DURATION",
     default="30s",
     torchrun="shutdown-timeout",
+)
+DRAIN_TIMEOUT: Option[float | None] = Option(
+    "drain-timeout",
+    duration(0.0),
+    "planned change: how long workers that call elastic_agent.worker.step may take to come to a common last step, keep"
+    " it and end by themselves; longer than the longest step, 0 signals them at once (default: two thirds of"
+    " --stop-grace)",
+    metavar="DURATION",
 )
 FAILURE_GRACE: Option[float] = Option(
     "failure-grace",
@@ -516,6 +525,7 @@ GROUPS: dict[str, tuple[Option[object], ...]] = {
     "Restarts and stopping": (
         MAX_RESTARTS,
         STOP_GRACE,
+        DRAIN_TIMEOUT,
         FAILURE_GRACE,
         JUST_IN_TIME_GRACE,
         MEMORY_CHECKPOINTS,
@@ -550,6 +560,7 @@ WORKER_VARIABLES = frozenset(
         "ELASTIC_AGENT_REPORTS",
         "ELASTIC_AGENT_COMMITS",
         "ELASTIC_AGENT_SALVAGE",
+        "ELASTIC_AGENT_DRAIN",
         "ELASTIC_AGENT_PAGE",
         "ELASTIC_AGENT_MEMORY",
         "ELASTIC_AGENT_MEMORY_BYTES",

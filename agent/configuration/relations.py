@@ -21,6 +21,7 @@ from .config import Endpoint, Problem, TimeoutConfig
 from .layers import Setting
 from .options import (
     BACKEND,
+    DRAIN_TIMEOUT,
     ENDPOINT,
     ETCD_CA,
     ETCD_CERT,
@@ -118,7 +119,14 @@ def _check_nodes_and_times(rules: _Rules) -> None:
         "lower --last-call or raise --join-timeout",
         JOIN_TIMEOUT,
     )
-    grace, limit = settings[STOP_GRACE], settings[SERVICE_STOP_LIMIT]
+    grace, limit, drain = settings[STOP_GRACE], settings[SERVICE_STOP_LIMIT], settings[DRAIN_TIMEOUT]
+    rules.expect(
+        drain.value is None or drain.value <= grace.value,
+        DRAIN_TIMEOUT,
+        f"at most stop-grace, which is {grace.value:g} s ({grace.origin})",
+        "lower --drain-timeout or raise --stop-grace",
+        STOP_GRACE,
+    )
     if limit.value is not None:
         needed_s = grace.value + LEAVING_S
         rules.expect(

@@ -36,6 +36,7 @@ class WorkerPlace:
     reports: Path
     commits: Path
     salvage: Path
+    drain: Path
     flight_records: Path | None = None
     """Where torch's flight recorder writes what it knows of this generation's collectives."""
     memory: MemoryFolder | None = None
@@ -99,6 +100,7 @@ def contract(place: WorkerPlace, *, agent_incarnation: str, max_restarts: int | 
         "ELASTIC_AGENT_REPORTS": place.reports,
         "ELASTIC_AGENT_COMMITS": place.commits,
         "ELASTIC_AGENT_SALVAGE": place.salvage,
+        "ELASTIC_AGENT_DRAIN": place.drain,
     }
     if place.memory is not None:
         ours |= {

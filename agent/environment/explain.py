@@ -146,6 +146,7 @@ def _chosen(config: Config, machine: Machine, local_rank: int) -> tuple[Variable
         reports=RUN_DIR / "reports",
         commits=RUN_DIR / "commits",
         salvage=RUN_DIR / "salvage",
+        drain=RUN_DIR / "drain",
         flight_records=records,
     )
     return chosen_variables(config, machine, place, agent_incarnation="<incarnation>")

@@ -2,6 +2,10 @@
 
     step  <  hang limit  <  process-group timeout  <  watchdog's heartbeat
 
+And of another one, above a planned stop:
+
+    step  <  time of a drain  <  stop grace  <  service manager's limit
+
 Each rung sees less than the one below it. The *hang limit* is this agent's: it knows that no step is reported. The
 *process-group timeout* is torch's: it knows which collective did not end, and ends the process. The *heartbeat*
 watches the thread that watches the collectives: that thread is itself stuck in CUDA. A rung that fires too early
@@ -17,7 +21,7 @@ import math
 from dataclasses import dataclass
 
 from ...rendezvous.records import CauseKind, World
-from ..configuration.config import TimeoutConfig
+from ..configuration.config import StopConfig, TimeoutConfig
 from ..processes.failures import FailureInvalid, WorkerFailure
 
 PROCESS_GROUP_PER_HANG = 2.0
@@ -25,6 +29,9 @@ PROCESS_GROUP_PER_HANG = 2.0
 
 WATCHDOG_PER_PROCESS_GROUP = 1.5
 """The watchdog's heartbeat, in process-group timeouts."""
+
+DRAIN_PER_STOP_GRACE = 2 / 3
+"""The time of a drain, in stop graces, where the user has chosen none."""
 
 HEARTBEAT_VARIABLE = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 
@@ -56,6 +63,10 @@ def process_group_s(chosen: TimeoutConfig, factor: float = 1.0) -> float | None:
     if chosen.process_group_s is not None:
         return chosen.process_group_s
     return None if chosen.hang_s is None else chosen.hang_s * PROCESS_GROUP_PER_HANG * factor
+
+
+def drain_timeout_s(stop: StopConfig) -> float:
+    return stop.drain_timeout_s if stop.drain_timeout_s is not None else stop.grace_s * DRAIN_PER_STOP_GRACE
 
 
 def watchdog_s(process_group_s: float) -> int:

@@ -6,7 +6,7 @@ workers, so that what one did last is there when it has exited.
 
 from __future__ import annotations
 
-from ...worker.page import SCRIPT_AT, Page, Reading
+from ...worker.page import PENDING, SCRIPT_AT, Page, Reading
 
 
 class WorkerPages:
@@ -27,6 +27,11 @@ class WorkerPages:
 
     def read(self) -> dict[int, Reading]:
         return {local_rank: page.read() for local_rank, page in self._pages.items()}
+
+    def raise_flags(self) -> None:
+        """A planned change waits for these workers."""
+        for page in self._pages.values():
+            page.words[PENDING] = 1
 
     def close(self) -> None:
         """Nobody needs them any more."""

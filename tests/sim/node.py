@@ -18,7 +18,7 @@ from elastic_agent.rendezvous.decide import (
     Start,
     Stop,
 )
-from elastic_agent.rendezvous.drain import WHAT_STANDS, needless, stranded
+from elastic_agent.rendezvous.drain import WHAT_STANDS, stranded
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavailable
 from elastic_agent.rendezvous.participant import Participant
 from elastic_agent.rendezvous.peers import Absence, Finding, Peer
@@ -216,7 +216,7 @@ class SimNode:
         def act(stop: StopAt | None) -> None:
             if self.worker is not worker or self.stopping:
                 return
-            if failed is not None and not needless(worker.step, stop, generation):
+            if failed is not None and not stranded(worker.step, stop, generation):
                 self.fail(failed)
             elif failed is not None or (stranded(worker.step, stop, generation) and worker.busy):
                 self.sim.seen["stranded"] += 1

@@ -39,19 +39,19 @@ class Run:
         self._file = job.folder / f"{name}-steps"
         self._file.touch()
         options = (f"--nproc-per-node={2 // nodes}", "--max-restarts=1000")
-        environment = {"STEPS_FILE": str(self._file)}
-        script = (SCRIPT, self.directory, str(steps))
+        self._options = (f"--min-nodes={nodes}", f"--max-nodes={nodes}", *options)
+        self._more: dict[str, Any] = {
+            "script": (SCRIPT, self.directory, str(steps)),
+            "environment": {"STEPS_FILE": str(self._file)},
+        }
         start = job.join if nodes > 1 else job.start
         self.agents: list[Agent] = [
-            start(
-                f"{name}{node}",
-                *(f"--min-nodes={nodes}", f"--max-nodes={nodes}"),
-                *options,
-                script=script,
-                environment=environment,
-            )
-            for node in range(nodes)
+            start(f"{name}{node}", *self._options, **self._more) for node in range(nodes)
         ]
+
+    def join(self, name: str) -> Agent:
+        """Another node of a run on several."""
+        return self.job.join(name, *self._options, **self._more)
 
     def notes(self, **wanted: Any) -> list[dict[str, Any]]:
         *lines, _ = self._file.read_text().split("\n")

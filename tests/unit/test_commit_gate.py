@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent import commit_gate
+from elastic_agent.agent import gate
 from elastic_agent.agent.commit_gate import MAX_CLIENTS, CommitGate, Standing, judge
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.memory import MemoryStore
@@ -177,7 +177,7 @@ def test_what_was_read_before_a_freeze_is_worth_nothing_after_it(scene: Scene, s
     "garbage", [b"", b"\n", b"hello\n", b"x" * 100_000], ids=["silence", "empty", "text", "flood"]
 )
 def test_broken_clients_delay_nobody(scene: Scene, garbage: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit_gate, "CLIENT_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(gate, "CLIENT_S", 10 * PATIENCE_S)
     clients = [scene.connect() for _ in range(MAX_CLIENTS - 1)]
     for client in clients:
         try:

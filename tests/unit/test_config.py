@@ -66,6 +66,7 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
     "rdzv-conf": ("join_timeout=60,lease_ttl=3", "rendezvous.join_timeout_s", 60.0),
     "max-restarts": ("0", "max_restarts", 0),
     "stop-grace": ("1h", "stop.grace_s", 3600.0),
+    "drain-timeout": ("25", "stop.drain_timeout_s", 25.0),
     "failure-grace": ("0", "stop.failure_grace_s", 0.0),
     "just-in-time-grace": ("0", "stop.just_in_time_grace_s", 0.0),
     "memory-checkpoints": ("1.5GiB", "memory_checkpoints", 3 * 2**29),
@@ -104,6 +105,7 @@ REFUSED: dict[str, Sequence[str]] = {
     "rdzv-conf": ["join_timeout", "=3", "unheard_of=1", "lease_ttl=0", "a=1,b=2"],
     "max-restarts": ["-1", "never"],
     "stop-grace": ["-0.1", "5 parsecs"],
+    "drain-timeout": ["-1"],
     "failure-grace": ["-1"],
     "just-in-time-grace": ["-1"],
     "memory-checkpoints": ["2 GB", "-1GiB", "most", "9999999TiB"],
@@ -316,6 +318,11 @@ def test_where_the_nodes_meet(
         (
             "--rdzv-endpoint node1:0",
             "--rdzv-endpoint 'node1:0': expected a port from 1 to 65535, or localhost:0",
+        ),
+        (
+            "--stop-grace 20 --drain-timeout 21",
+            "--drain-timeout '21': expected at most stop-grace, which is 20 s (--stop-grace);"
+            " lower --drain-timeout or raise --stop-grace",
         ),
         (
             "--stop-grace 56 --service-stop-limit 1m",

@@ -362,14 +362,7 @@ def test_a_planned_change_waits_until_all_workers_know(seen: View, decision: str
         # the job ends with its store
         (
             view(DRAINED, replace(KA, hosts_store=True, **GOING), KB, KC),
-            "stopping 4 [a b c] leave c, a-1 rescues",
-            "hosts the c10d rendezvous store",
-        ),
-        (
-            view(
-                replace(DRAINED, drained=False, rescuer="b-1"), replace(KA, hosts_store=True, **GOING), KB, KC
-            ),
-            "ended 4 [a b c] leave a, b-1 rescues",
+            "ended 4 [a b c] leave a, a-1 rescues",
             "hosts the c10d rendezvous store",
         ),
     ],
@@ -728,6 +721,7 @@ HOST_LEFT = replace(
 )
 
 
+PLAIN = replace(DRAINED, drained=False)
 TOO_LATE = "node c was asked to stop; the workers did not end by themselves in time"
 
 
@@ -801,8 +795,20 @@ WORLD_LOST = "the rendezvous store has lost the world that runs here"
             replace(IDLE, leaving=True, incarnation="d-1"),
             Leave(Refusal.ASKED, "this node was asked to stop"),
         ),
+        (PLAIN, replace(IDLE, leaving=True, hosts_store=True), Stay()),
+        (ABC, replace(IDLE, leaving=True, hosts_store=True), Stay()),
         (
-            replace(DRAINED, drained=False),
+            PLAIN,
+            replace(IDLE, leaving=True, hosts_store=True, wait_over=True),
+            Leave(Refusal.ASKED, "this node was asked to stop"),
+        ),
+        (
+            HOST_LEFT,
+            replace(IDLE, leaving=True, hosts_store=True),
+            Leave(Result.STORE_HOST_LEFT, "its host has left"),
+        ),
+        (
+            PLAIN,
             replace(IDLE, leaving=True),
             Leave(Refusal.ASKED, "this node was asked to stop"),
         ),
@@ -833,7 +839,7 @@ def test_stopping_comes_first_whatever_else_is_true(world: World | None) -> None
     for generation, started, good, leaving, alone, over, late in itertools.product(
         (0, 4), (0, 4, 5), FLAGS, FLAGS, FLAGS, FLAGS, FLAGS
     ):
-        local = Local("a-1", generation, started, good, leaving, alone, over, over, late)
+        local = Local("a-1", generation, started, good, False, leaving, alone, over, over, late)
         order = follow(world, local)
         if generation:
             assert isinstance(order, Stop | Drain | Stay), "workers end before anything else happens"

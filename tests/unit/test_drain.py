@@ -16,7 +16,6 @@ from elastic_agent.rendezvous.drain import (
     Present,
     concerns,
     judge,
-    needless,
     stranded,
     written,
 )
@@ -84,6 +83,7 @@ def test_the_others_ask_whatever_their_node_has_heard(world: World | None, asks:
         (OTHER, DRAINED, stands(6), Beyond(6)),
         (replace(OTHER, pausing=True), DRAINED, None, GoOn()),
         (replace(OTHER, pausing=True), DRAINED, stands(7), End(7)),
+        (OTHER, DRAINED, stands(7, paused=True), End(7, alone=True)),
         # rank 0 names the next step, over what a past generation left, and while the world waits for it
         (ZERO, DRAINED, None, write(8)),
         (ZERO, DRAINED, stands(99, generation=3), write(8, revision=22)),
@@ -95,7 +95,7 @@ def test_the_others_ask_whatever_their_node_has_heard(world: World | None, asks:
         (IN_EVALUATION, DRAINED, None, write(7, paused=True)),
         (IN_EVALUATION, DRAINED, stands(8), write(7, revision=22, paused=True)),
         (IN_EVALUATION, PLAIN, stands(8), GoOn()),
-        (IN_EVALUATION, DRAINED, stands(7, paused=True), End(7)),
+        (IN_EVALUATION, DRAINED, stands(7, paused=True), End(7, alone=True)),
     ],
 )
 def test_what_an_asking_rank_is_told(
@@ -106,24 +106,23 @@ def test_what_an_asking_rank_is_told(
 
 def test_once_it_is_written_rank_0_goes_on_to_that_step_or_ends() -> None:
     assert written(ZERO, write(8)) == GoOn()
-    assert written(IN_EVALUATION, write(7, paused=True)) == End(7)
+    assert written(IN_EVALUATION, write(7, paused=True)) == End(7, alone=True)
 
 
 @pytest.mark.parametrize(
-    ("step", "stop", "spare", "stuck"),
+    ("step", "stop", "waits"),
     [
-        (None, StopAt(4, 7, True), False, False),
-        (7, None, False, False),
-        (6, StopAt(4, 7, True), False, False),
-        (7, StopAt(4, 7), True, False),
-        (7, StopAt(4, 7, True), True, True),
-        (8, StopAt(4, 7, True), True, True),
-        (7, StopAt(3, 7, True), False, False),
+        (None, StopAt(4, 7, True), False),
+        (7, None, False),
+        (6, StopAt(4, 7, True), False),
+        (7, StopAt(4, 7), False),
+        (7, StopAt(4, 7, True), True),
+        (8, StopAt(4, 7, True), True),
+        (7, StopAt(3, 7, True), False),
     ],
 )
-def test_who_can_be_done_without(step: int | None, stop: StopAt | None, spare: bool, stuck: bool) -> None:
-    assert needless(step, stop, 4) == spare
-    assert stranded(step, stop, 4) == stuck
+def test_who_waits_for_ranks_that_have_ended(step: int | None, stop: StopAt | None, waits: bool) -> None:
+    assert stranded(step, stop, 4) == waits
 
 
 def test_in_every_order_of_lockstep_all_end_at_the_same_step() -> None:

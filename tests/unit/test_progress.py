@@ -20,7 +20,12 @@ from elastic_agent.worker.progress import Stage
 @pytest.fixture
 def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
     """The page of this process, as its agent would see it."""
-    for name, value in {"_words": None, "_listeners": (), "_refused": False, "on_pending": None}.items():
+    for name, value in {
+        "_words": None,
+        "_listeners": (),
+        "_refused": False,
+        "on_pending": progress.on_pending,
+    }.items():
         monkeypatch.setattr(progress, name, value)
     with closing(Page.make(generation=7)) as made:
         for name, text in environment(made).items():

@@ -1,0 +1,70 @@
+"""A UNIX socket at which this node's workers ask one question each, and get one answer.
+
+One thread accepts, and one for each client answers: who hangs delays nobody else. A client sends one line and gets
+one; the answer may take its time (the store is asked), and a client that has gone meanwhile is its own business.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from ..worker.commits import MessageError, receive_line, send_line
+
+log = logging.getLogger(__name__)
+
+CLIENT_S = 2.0
+"""How long a worker may take to ask once it is connected, and to take its answer."""
+
+ACCEPT_PAUSE_S = 1.0
+"""The rest after this process ran out of file descriptors."""
+
+
+class Gate:
+    """See the module's docstring. `answer` is called by many threads; it may raise MessageError: then there is none."""
+
+    def __init__(self, path: Path, subject: str, answer: Callable[[bytes], bytes], *, most: int) -> None:
+        """`subject` names what is asked about, in the log. More than `most` clients at once wait in the backlog."""
+        self.path = path
+        self._subject = subject
+        self._answer = answer
+        self._places = threading.BoundedSemaphore(most)
+        self._closed = threading.Event()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(str(path))
+        self._socket.listen()
+
+    def start(self) -> None:
+        threading.Thread(target=self._accept, name=f"{self._subject}-gate", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread; closing alone does not
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            self._places.acquire()
+            try:
+                connection, _ = self._socket.accept()
+            except OSError as error:
+                self._places.release()
+                if self._closed.is_set():
+                    return
+                log.warning("cannot accept a question about a %s: %s", self._subject, error)
+                self._closed.wait(ACCEPT_PAUSE_S)
+                continue
+            name = f"{self._subject}-client"
+            threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                send_line(connection, self._answer(receive_line(connection, CLIENT_S)), CLIENT_S)
+        except (OSError, MessageError) as error:
+            log.warning("a question about a %s is left without an answer: %s", self._subject, error)
+        finally:
+            self._places.release()

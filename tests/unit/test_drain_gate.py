@@ -1,0 +1,193 @@
+"""The agent's side of a drain: workers' questions against a real store, one that is away, and one that is slow."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent import drain_gate
+from elastic_agent.agent.drain_gate import DrainGate
+from elastic_agent.agent.events import Event, StopRead, WorkerAnswered, WorkerKept
+from elastic_agent.rendezvous.drain import Ask, Beyond, End, GoOn, Present
+from elastic_agent.rendezvous.errors import StoreUnavailable
+from elastic_agent.rendezvous.memory import MemoryStore
+from elastic_agent.rendezvous.records import (
+    STOP_KEY,
+    WORLD_KEY,
+    Cause,
+    CauseKind,
+    Endpoint,
+    Member,
+    Phase,
+    StopAt,
+    World,
+)
+from elastic_agent.rendezvous.store import Outcome, Put, Snapshot
+from elastic_agent.worker.drain import Answer, Said, Word, decode_answer, encode_word
+
+DRAINED = World(
+    job="job",
+    generation=7,
+    phase=Phase.STOPPING,
+    members=(Member("a", "life-a", 2, 0),),
+    master=Endpoint("10.0.0.1", 29000),
+    cause=Cause(CauseKind.JOIN),
+    drained=True,
+)
+ZERO, ONE = Ask(7, 0, 20), Ask(7, 1, 20)
+
+
+class Scene:
+    def __init__(self, path: Path) -> None:
+        self.store = MemoryStore()
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.now = 100.0
+        self.gate = DrainGate(path, self.store, self.events.put, lambda: self.now)
+        self.publish(DRAINED)
+
+    def publish(self, world: World) -> None:
+        outcome = self.store.transact((), (Put(WORLD_KEY, world.to_json()),))
+        self.gate.present = Present(world, outcome.revision)
+
+    @property
+    def stop(self) -> StopAt | None:
+        return next((StopAt.from_json(entry.value) for entry in self.store.read((STOP_KEY,)).entries), None)
+
+    def heard(self) -> list[Event]:
+        found = []
+        while not self.events.empty():
+            found.append(self.events.get())
+        return found
+
+    def say(self, said: Said, rank: int, step: int) -> Answer:
+        return decode_answer(self.gate._reply(encode_word(Word(7, rank, rank, step, said))))
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    scene = Scene(tmp_path / "drain")
+    yield scene
+    scene.store.close()
+
+
+def test_all_ranks_end_after_the_step_that_rank_0_names(scene: Scene) -> None:
+    assert scene.gate.answer(ONE) == GoOn()
+    assert scene.stop is None
+    assert scene.gate.answer(ZERO) == GoOn()
+    assert scene.stop == StopAt(7, 21)
+    assert scene.gate.answer(ONE) == GoOn()
+    for rank in (0, 1):
+        assert scene.gate.answer(Ask(7, rank, 21)) == End(21)
+    assert scene.gate.answer(Ask(7, 1, 22)) == Beyond(21)
+
+
+def test_a_world_that_has_changed_meanwhile_names_no_step(scene: Scene) -> None:
+    """The node has not heard yet that the drain is over."""
+    old = scene.gate.present
+    plain = replace(DRAINED, drained=False)
+    scene.publish(plain)
+    heard = scene.gate.present
+    scene.gate.present = old
+    answers: list[object] = []
+    thread = threading.Thread(target=lambda: answers.append(scene.gate.answer(ZERO)))
+    thread.start()
+    scene.gate.present = heard
+    thread.join(10)
+    assert answers == [GoOn()]
+    assert scene.stop is None
+
+
+def test_the_main_loop_hears_of_an_end_before_the_worker_does(scene: Scene) -> None:
+    assert scene.say(Said.FINISHED, 0, 20) is Answer.GO_ON
+    assert scene.heard() == []
+    assert scene.say(Said.FINISHED, 1, 21) is Answer.END
+    assert scene.heard() == [WorkerAnswered(7, 1, 21, End(21))]
+    assert scene.say(Said.KEPT, 1, 21) is Answer.GO_ON
+    assert scene.heard() == [WorkerKept(7, 1)]
+    assert scene.say(Said.FINISHED, 1, 30) is Answer.GO_ON
+    assert scene.heard() == [WorkerAnswered(7, 1, 30, Beyond(21))]
+
+
+def test_between_steps_rank_0_ends_at_once_and_others_need_not_come(scene: Scene) -> None:
+    assert scene.say(Said.PAUSING, 0, 20) is Answer.END_ALONE
+    assert scene.stop == StopAt(7, 20, paused=True)
+
+
+class Away(MemoryStore):
+    """Gives no answer so many times; a write may have been done nevertheless."""
+
+    def __init__(self, times: int, does: bool) -> None:
+        super().__init__()
+        self.times = times
+        self.does = does
+
+    def read(self, scopes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
+        if self.times and not self.does:
+            self.times -= 1
+            raise StoreUnavailable("cut off")
+        return super().read(scopes, oldest_under)
+
+    def transact(self, compares, writes) -> Outcome:  # type: ignore[no-untyped-def]
+        outcome = super().transact(compares, writes)
+        if self.times and self.does and compares:
+            self.times -= 1
+            raise StoreUnavailable("the reply was lost")
+        return outcome
+
+
+@pytest.mark.parametrize("does", [False, True], ids=["read lost", "reply to the write lost"])
+def test_a_store_that_is_away_for_a_moment_is_asked_again(
+    scene: Scene, does: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain_gate, "PAUSE_S", 0.001)
+    scene.store = scene.gate._store = Away(2 if not does else 1, does)
+    scene.publish(DRAINED)
+    assert scene.gate.answer(ZERO) == GoOn()
+    assert scene.stop == StopAt(7, 21)
+
+
+def test_without_the_store_the_worker_goes_on_and_nothing_is_written_later(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain_gate, "PAUSE_S", 0.001)
+
+    class Late(MemoryStore):
+        def read(self, scopes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
+            scene.now += drain_gate.GIVES_UP_S
+            return super().read(scopes, oldest_under)
+
+    scene.store = scene.gate._store = Late()
+    scene.publish(DRAINED)
+    assert scene.gate.answer(ZERO) == GoOn()
+    assert scene.stop is None
+
+
+def test_who_waits_for_an_answer_is_known(scene: Scene) -> None:
+    asked: list[bool] = []
+
+    class Watched(MemoryStore):
+        def read(self, scopes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
+            asked.append(scene.gate.asks(7, 1))
+            return super().read(scopes, oldest_under)
+
+    scene.store = scene.gate._store = Watched()
+    assert not scene.gate.asks(7, 1)
+    scene.say(Said.FINISHED, 1, 20)
+    assert asked == [True]
+    assert not scene.gate.asks(7, 1)
+
+
+def test_a_look_tells_where_all_were_to_end_or_that_nobody_knows(scene: Scene) -> None:
+    scene.gate.look(7)
+    assert scene.events.get(timeout=10) == StopRead(7, None)
+    scene.gate.answer(ZERO)
+    scene.gate.look(7)
+    assert scene.events.get(timeout=10) == StopRead(7, StopAt(7, 21))
+    scene.gate._store = Away(9, does=False)
+    scene.gate.look(7)
+    assert scene.events.get(timeout=10) == StopRead(7, None)

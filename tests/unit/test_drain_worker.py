@@ -1,0 +1,283 @@
+"""The worker's side of a drain: what it says, what it does with each answer, and that nothing disturbs training."""
+
+from __future__ import annotations
+
+import atexit
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_agent.worker import drain, page, progress
+from elastic_agent.worker.commits import MessageError, receive_line, send_line
+from elastic_agent.worker.drain import (
+    DRAINED,
+    Answer,
+    Drained,
+    Said,
+    Word,
+    decode_answer,
+    decode_word,
+    encode_answer,
+    encode_word,
+    poll,
+)
+from elastic_agent.worker.page import Page
+
+WORD = Word(7, 3, 1, 120, Said.FINISHED)
+
+
+class Agent:
+    """Answers as the test says, and remembers what it was told."""
+
+    def __init__(self, path: Path, answer: Callable[[Word], Answer | None]) -> None:
+        self.words: list[Word] = []
+        self._answer = answer
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(str(path))
+        self._socket.listen()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            with connection:
+                word = decode_word(receive_line(connection, 5.0))
+                self.words.append(word)
+                answer = self._answer(word)
+                if answer is not None:
+                    send_line(connection, encode_answer(answer), 5.0)
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class Scene:
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.page = Page.make(7)
+        self.path = tmp_path / "drain"
+        self.answer: Answer | None = Answer.GO_ON
+        self.agent = Agent(self.path, lambda word: self.answer)
+        self.kept: list[tuple[str, int]] = []
+        for name, value in {
+            page.VARIABLE: self.page.path,
+            drain.VARIABLE: str(self.path),
+            "ELASTIC_AGENT_GENERATION": "7",
+            "RANK": "3",
+            "ELASTIC_AGENT_LOCAL_RANK": "1",
+        }.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(progress, "_words", None)
+        monkeypatch.setattr(progress, "_listeners", ())
+        monkeypatch.setattr(progress, "keeper", lambda step: self.kept.append(("together", step)))
+        monkeypatch.setattr(progress, "lone_keeper", lambda step: self.kept.append(("alone", step)))
+        monkeypatch.setattr(drain, "_left_to_script", False)
+
+    def announce(self) -> None:
+        self.page.words[page.PENDING] = 1
+
+    @property
+    def said(self) -> list[tuple[Said, int]]:
+        return [(word.said, word.step) for word in self.agent.words]
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    scene = Scene(tmp_path, monkeypatch)
+    yield scene
+    atexit.unregister(drain._leave)
+    scene.agent.close()
+    scene.page.close()
+
+
+def test_nothing_is_asked_while_no_change_waits(scene: Scene) -> None:
+    progress.step(1)
+    poll()
+    assert scene.said == []
+
+
+def test_a_step_that_is_not_the_last_one_goes_on(scene: Scene) -> None:
+    scene.announce()
+    progress.step(120)
+    assert scene.agent.words == [WORD]
+    assert scene.kept == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "kept"), [(Answer.END, ("together", 120)), (Answer.END_ALONE, ("alone", 120))]
+)
+def test_the_last_step_is_kept_and_then_said_and_then_ends_the_process(
+    scene: Scene, answer: Answer, kept: tuple[str, int]
+) -> None:
+    scene.announce()
+    scene.answer = answer
+    with pytest.raises(Drained) as ended:
+        progress.step(120)
+    assert (ended.value.code, ended.value.step) == (DRAINED, 120)
+    assert not isinstance(ended.value, Exception), "`except Exception` must not swallow it"
+    assert scene.kept == [kept]
+    assert scene.said == [(Said.FINISHED, 120), (Said.KEPT, 120)]
+
+
+def test_listeners_of_the_step_come_before_its_end(scene: Scene) -> None:
+    scene.announce()
+    scene.answer = Answer.END
+    end = progress.on_step(lambda step: scene.kept.append(("listener", step)))
+    with pytest.raises(Drained):
+        progress.step(120)
+    end()
+    assert scene.kept == [("listener", 120), ("together", 120)]
+
+
+def test_a_state_that_could_not_be_kept_is_not_said_to_be(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(step: int) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(progress, "keeper", fail)
+    scene.announce()
+    scene.answer = Answer.END
+    with pytest.raises(OSError, match="no space left"):
+        progress.step(120)
+    assert scene.said == [(Said.FINISHED, 120)]
+
+
+def test_between_steps_a_process_that_can_keep_its_state_alone_says_so(scene: Scene) -> None:
+    progress.step(120)
+    scene.announce()
+    poll()
+    assert scene.said == [(Said.PAUSING, 120)]
+
+
+def test_one_that_cannot_waits_for_the_others_at_the_next_step(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "lone_keeper", None)
+    progress.step(120)
+    scene.announce()
+    poll()
+    assert scene.said == [(Said.FINISHED, 120)]
+
+
+def test_before_the_first_step_there_is_nothing_to_end_after(scene: Scene) -> None:
+    scene.announce()
+    poll()
+    assert scene.said == []
+
+
+@pytest.mark.parametrize("trouble", ["no answer", "no agent", "no variable"])
+def test_without_an_answer_training_goes_on(
+    scene: Scene, trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.announce()
+    if trouble == "no answer":
+        scene.answer = None
+    elif trouble == "no agent":
+        monkeypatch.setenv(drain.VARIABLE, "/nowhere")
+    else:
+        monkeypatch.delenv(drain.VARIABLE)
+    progress.step(120)
+    assert scene.kept == []
+
+
+def test_an_agent_that_is_silent_is_not_waited_for(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain, "ANSWER_S", 0.1)
+    over = threading.Event()
+
+    def say_nothing(_: Word) -> None:
+        over.wait(20)
+
+    scene.agent._answer = say_nothing
+    scene.announce()
+    progress.step(120)
+    over.set()
+
+
+def test_a_script_that_keeps_its_state_by_itself_does_so_once(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "keeper", None)
+    scene.announce()
+    scene.answer = Answer.END
+    asked: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: asked.append(120))
+    try:
+        progress.step(120)
+        progress.step(121)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert asked == [120]
+    assert scene.said == [(Said.FINISHED, 120)]
+
+
+def test_a_drained_process_cleans_up_and_leaves_at_once(tmp_path: Path) -> None:
+    """What it has registered for its end is done; what Python takes apart after that is not waited for."""
+    program = (
+        "import atexit, sys\n"
+        "from elastic_agent.worker import drain\n"
+        "class Slow:\n    def __del__(self): print('taken apart')\n"
+        "sys.slow = Slow()\n"
+        "atexit.register(print, 'at exit')\n"
+        "drain._Speaker = type('Speaker', (), {'say': lambda *_: b''})\n"
+        "try:\n    drain._end(7, drain._Speaker(), alone=False)\nfinally:\n    print('finally', end=' ')"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (DRAINED, "finally at exit\n", "")
+
+
+# ---------------------------------------------------------------- messages
+
+
+@pytest.mark.parametrize("said", Said)
+def test_a_word_comes_back_as_it_was(said: Said) -> None:
+    word = replace(WORD, said=said)
+    assert decode_word(encode_word(word)) == word
+
+
+@pytest.mark.parametrize("answer", Answer)
+def test_an_answer_comes_back_as_it_was(answer: Answer) -> None:
+    assert decode_answer(encode_answer(answer)) == answer
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"v": 2},
+        {"v": True},
+        {"generation": -1},
+        {"generation": True},
+        {"rank": "0"},
+        {"local_rank": None},
+        {"step": 1.0},
+        {"step": 2**63},
+        {"said": "other"},
+        {"said": None},
+        {"more": 1},
+    ],
+)
+def test_any_other_word_is_refused(change: dict[str, Any]) -> None:
+    import json
+
+    body = {**json.loads(encode_word(WORD)), **change}
+    with pytest.raises(MessageError):
+        decode_word(json.dumps(body).encode() + b"\n")
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"{", b"[]", b'"x"', b'{"v": 1}', b'{"v": 1, "answer": "stop"}', b"\xff"]
+)
+def test_any_other_answer_is_refused(line: bytes) -> None:
+    with pytest.raises(MessageError):
+        decode_answer(line)

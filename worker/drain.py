@@ -1,0 +1,227 @@
+"""A planned change, seen from a worker: it ends after the step that all have agreed on, and its state is kept.
+
+While a change waits (the flag in the worker's page is up), `step` asks the agent at the end of each step whether that
+was the last one. So may `poll`, anywhere between two steps: an evaluation loop calls it now and then, else the change
+waits until the evaluation is over. When it was the last one, the newest Checkpointer keeps the state, and `Drained` is
+raised. Nothing has to catch it: it ends the process as `sys.exit` would, with a code that the agent knows.
+
+    {"v": 1, "generation": 7, "rank": 0, "local_rank": 0, "step": 120, "said": "finished"}
+    {"v": 1, "answer": "go on"}
+
+One line of JSON each way, over a connection of its own to the UNIX stream socket that `ELASTIC_AGENT_DRAIN` names. Both
+ends use this file; `agent/drain_gate.py` answers.
+
+An agent that gives no answer is not waited for: this worker goes on, and asks again after the next step. No torch here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import enum
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from . import progress
+from .commits import MessageError, receive_line, send_line
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "ELASTIC_AGENT_DRAIN"
+VERSION = 1
+DRAINED = 83
+"""The exit code of a worker that has ended as it was told."""
+
+ANSWER_S = 5.0
+"""How long the agent may take, and with it the store that it asks. The others wait for this rank meanwhile."""
+
+
+class Drained(SystemExit):
+    """This process has done its last step, and its state is kept: the next generation goes on from there.
+
+    A SystemExit, so that it passes `except Exception`. Whoever catches it may clean up, and must end soon.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(DRAINED)
+        self.step = step
+
+
+class Said(enum.Enum):
+    FINISHED = "finished"
+    """The step has just been finished. May this rank begin the next one?"""
+    PAUSING = "pausing"
+    """It was the last one finished, the next has not been begun, and this process could keep its state alone."""
+    KEPT = "kept"
+    """This was the last step, and its state is kept. No question."""
+
+
+class Answer(enum.Enum):
+    GO_ON = "go on"
+    END = "end"
+    """Keep the state together with all ranks, and end."""
+    END_ALONE = "end alone"
+    """Some ranks may never come here: keep the state without them, and end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What a worker says to its agent."""
+
+    generation: int
+    rank: int
+    local_rank: int
+    step: int
+    said: Said
+
+    def __post_init__(self) -> None:
+        for name in ("generation", "rank", "local_rank", "step"):
+            value = getattr(self, name)
+            # bool is an int to isinstance.
+            if type(value) is not int or not 0 <= value < 2**63:
+                raise MessageError(f"{name} is {value!r}, expected an integer from 0 on")
+
+
+def encode_word(word: Word) -> bytes:
+    return _line({**asdict(word), "said": word.said.value})
+
+
+def decode_word(line: bytes) -> Word:
+    """Raises MessageError, never anything else."""
+    body = _body(line)
+    if body.keys() != {field.name for field in fields(Word)}:
+        raise MessageError(f"a word with the fields {sorted(body)}")
+    try:
+        return Word(**{**body, "said": Said(body["said"])})
+    except ValueError as error:
+        raise MessageError(f"a word that cannot be read: {error}") from error
+
+
+def encode_answer(answer: Answer) -> bytes:
+    return _line({"answer": answer.value})
+
+
+def decode_answer(line: bytes) -> Answer:
+    """Raises MessageError, never anything else."""
+    answer = _body(line).get("answer")
+    try:
+        return Answer(answer)
+    except ValueError as error:
+        raise MessageError(f"answer {answer!r} is none of {[known.value for known in Answer]}") from error
+
+
+# ---------------------------------------------------------------- in the worker
+
+_left_to_script = False
+"""The script's own handler of SIGTERM was called: it ends the process when it has saved."""
+
+
+def end_of_step(step: int) -> None:
+    """A change waits, and `step` has just been finished. Raises Drained if that was the last one."""
+    _ask(step, Said.FINISHED)
+
+
+def poll() -> None:
+    """For whatever takes long between two steps, as an evaluation does: end here if a planned change waits for it.
+
+    Call it at places where the process could end, on every rank that is at work there; not between the beginning of a
+    step and its `step()`. It costs less than a microsecond when no change waits. Raises Drained.
+    """
+    step = progress.awaited_between_steps()
+    if step is not None:
+        alone = progress.keeper is None or progress.lone_keeper is not None
+        _ask(step, Said.PAUSING if alone else Said.FINISHED)
+
+
+def _ask(step: int, said: Said) -> None:
+    if _left_to_script:
+        return
+    try:
+        speaker = _Speaker(os.environ)
+        answer = decode_answer(speaker.say(step, said))
+    except (KeyError, ValueError, OSError) as error:
+        logger.warning("nobody says whether step %d is the last one, going on: reason=%s", step, error)
+        return
+    if answer is not Answer.GO_ON:
+        _end(step, speaker, alone=answer is Answer.END_ALONE)
+
+
+def _end(step: int, speaker: _Speaker, *, alone: bool) -> None:
+    """Keep the state and raise Drained; or, where only the script can keep it, let the script do as for a SIGTERM."""
+    if progress.keeper is None and callable(signal.getsignal(signal.SIGTERM)):
+        global _left_to_script
+        _left_to_script = True
+        logger.info("step %d is the last one: calling the script's handler of SIGTERM", step)
+        signal.raise_signal(signal.SIGTERM)
+        return
+    if not alone and progress.keeper is not None:
+        progress.keeper(step)
+    elif alone and progress.lone_keeper is not None:
+        progress.lone_keeper(step)
+    try:
+        speaker.say(step, Said.KEPT)
+    except (ValueError, OSError) as error:
+        logger.warning("the agent does not hear that step %d is kept: reason=%s", step, error)
+    atexit.register(_leave, os.getpid())
+    raise Drained(step)
+
+
+def _leave(pid: int) -> None:
+    """At exit, before all others: call them, and end without taking apart what the end of a process takes apart anyway.
+
+    With torch that takes the interpreter most of a second, for which the next generation would wait.
+    """
+    if os.getpid() != pid:
+        return
+    atexit.unregister(_leave)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(DRAINED)
+
+
+class _Speaker:
+    """Says one thing after the other. Raises KeyError and ValueError where the variables are not an agent's."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._address = environ[VARIABLE]
+        self._generation = int(environ["ELASTIC_AGENT_GENERATION"])
+        self._rank = int(environ["RANK"])
+        self._local_rank = int(environ["ELASTIC_AGENT_LOCAL_RANK"])
+
+    def say(self, step: int, said: Said) -> bytes:
+        """The agent's answer. Raises OSError and MessageError."""
+        word = Word(self._generation, self._rank, self._local_rank, step, said)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(ANSWER_S)
+            connection.connect(self._address)
+            send_line(connection, encode_word(word), ANSWER_S)
+            return receive_line(connection, ANSWER_S)
+
+
+# ---------------------------------------------------------------- lines
+
+
+def _line(body: Mapping[str, object]) -> bytes:
+    return json.dumps({"v": VERSION, **body}).encode() + b"\n"
+
+
+def _body(line: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"message is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise MessageError(f"message is a JSON {type(body).__name__}, expected an object")
+    version = body.pop("v", None)
+    if type(version) is not int or version != VERSION:
+        raise MessageError(f"message of version {version!r}, this one reads {VERSION}")
+    return body
