@@ -59,7 +59,7 @@ def test_what_differs_from_world_to_world_is_left_open() -> None:
         members = line_up(nodes)
         master = Endpoint(f"host-{port}", port)
         world = World("job", generation, Phase.RUNNING, members, master, Cause(CauseKind.START))
-        place = WorkerPlace(world, members[me], 0, Path("e"), "p", Path("r"), Path("c"), Path("s"))
+        place = WorkerPlace(world, members[me], 0, Path("e"), "p", Path("r"), Path("c"), Path("s"), Path("d"))
         chosen = contract(place, agent_incarnation="i", max_restarts=None)
         return {variable.name: variable.value for variable in chosen}
 
