@@ -32,12 +32,14 @@ def adopting() -> Iterator[None]:
 class SpareKeeper:
     """What is left of one when only its spares matter."""
 
-    def __init__(self, *names: str, wanted: int = 2, **environment: str) -> None:
+    def __init__(
+        self, *names: str, wanted: int = 2, python: str = sys.executable, **environment: str
+    ) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.memory = PLENTY
         self.late_s = 0.0
         self.spares = Spares(
-            sys.executable,
+            python,
             names,
             wanted,
             {**os.environ, **environment},

@@ -108,7 +108,7 @@ class Preload:
     """What the preloaded process imports, which workers are forked from; without any word there is none."""
 
     words: tuple[str, ...] = ("default",)
-    """Names of modules; default: torch, and what DDP imports at its first use."""
+    """Names of modules; default: torch, and what DDP imports at its first use; auto: what workers import."""
 
     def __str__(self) -> str:
         return ",".join(self.words) or "none"

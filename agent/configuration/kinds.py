@@ -159,6 +159,8 @@ def read_preload(text: str) -> Preload:
     words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
     if words == ("none",):
         return Preload(())
+    if words == ("auto",):
+        return Preload(("default", "auto"))
     if not all(part.isidentifier() for word in words for part in word.split(".")):
         raise ValueError
     if "none" in words:

@@ -194,10 +194,10 @@ GPU_MEMORY_WAIT: Option[float] = Option(
 )
 PRELOAD: Option[Preload] = Option(
     "preload",
-    Kind("names of modules with commas between, default among them or alone, or none", read_preload),
+    Kind("names of modules with commas between, default or auto among them or alone, or none", read_preload),
     "a process imports these modules in advance, and workers are forked from it within milliseconds. default: torch,"
-    " and what DistributedDataParallel imports when it is first used; none: each worker imports all by itself, as under"
-    " torchrun",
+    " and what DistributedDataParallel imports when it is first used; auto: what a worker of the first generation"
+    " imports from site-packages, alone with default; none: each worker imports all by itself, as under torchrun",
     metavar="NAMES",
     default="default",
 )

@@ -58,11 +58,11 @@ def _module(name: str, path: Path) -> Any:
 
 if TYPE_CHECKING:
     from ..processes import shim, store_holder
-    from . import script, shown, start, stash, wire
+    from . import learning, script, shown, start, stash, wire
 else:
     # By names that nobody else uses, and now: later sys.modules is not ours any more.
     _module("elastic_agent_preloader", HERE / "__init__.py")
-    from elastic_agent_preloader import script, shown, start, stash, wire
+    from elastic_agent_preloader import learning, script, shown, start, stash, wire
 
     shim = _module("elastic_agent_shim", HERE.parent / "processes" / "shim.py")
     store_holder = _module("elastic_agent_store_holder", HERE.parent / "processes" / "store_holder.py")
@@ -90,7 +90,7 @@ def main(agent_pid: int) -> None:
     received = wire.receive(channel)
     if received is None:
         return
-    known = Imported(received[0]["load"])
+    known = Imported(received[0]["load"], received[0]["learned"])
     try:
         known.check()
         wire.send(channel, {"loaded": known.count, "skipped": dict(known.stash.skipped)})
@@ -115,14 +115,20 @@ def _serve(channel: socket.socket, known: Imported) -> Newborn | None:
             return born
 
 
+def expanded(words: Sequence[str]) -> list[str]:
+    """The names of modules that the words of --preload stand for."""
+    several = {"default": stash.DEFAULT_PRELOAD, "auto": ()}
+    return [name for word in words for name in several.get(word, (word,))]
+
+
 class Imported:
     """What this process has imported. Forks have it too, and copy each page of it that they touch."""
 
-    def __init__(self, words: Sequence[str]) -> None:
-        """Imports these modules; the word default stands for several."""
+    def __init__(self, words: Sequence[str], learned: Sequence[str]) -> None:
+        """Imports these modules, and of those that a worker has asked for the installed ones."""
         gc.disable()
-        names = [name for word in words for name in (stash.DEFAULT_PRELOAD if word == "default" else (word,))]
-        self.stash = stash.preload(names, FRESH)
+        names = dict.fromkeys([*expanded(words), *learning.installed(learned)])
+        self.stash = stash.preload(list(names), FRESH)
         self.count = len(self.stash.recording.modules)
         self._cuda = sys.modules.get("torch.cuda")
         self.store_kind = getattr(sys.modules.get("torch.distributed"), "TCPStore", None)
@@ -257,7 +263,7 @@ def become_worker(
 ) -> NoReturn:
     """Ends as the script ends."""
     os.setsid()
-    for number, descriptor in enumerate(descriptors, 1):
+    for number, descriptor in enumerate(descriptors[:2], 1):
         os.dup2(descriptor, number)
         os.close(descriptor)
     if problem := shim.place(message["cpus"], message["cgroup"]):
@@ -274,6 +280,8 @@ def become_worker(
         tell(f"{edited} has changed since it was imported")
         os.chdir(told.cwd)
         os.execve(message["cold"][0], message["cold"], dict(told.environment))
+    for notebook in descriptors[2:]:
+        learning.note_imports(notebook)
     try:
         script.run(told, known.stash, tell)
     except script.Become:

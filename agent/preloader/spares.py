@@ -12,6 +12,7 @@ forked live on when the preloaded process ends, and are dropped when what they h
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import select
@@ -29,6 +30,7 @@ from ..machine.scarce_memory import MemoryPolicy, Reader, pressure
 from ..processes.failures import describe_exit
 from ..processes.workers import tied
 from . import wire
+from .learning import noted
 from .supply import (
     CALM_S,
     HEALTHY_S,
@@ -50,6 +52,11 @@ ENOUGH_MEMORY = MemoryPolicy()
 MEMORY_EVERY_S = 5.0
 """Between two looks at how scarce memory is."""
 
+LEARN_AFTER_S = 15.0
+"""With --preload auto: from the start of the first generation until it has probably imported what it needs."""
+
+NOTES_MOST = 2**20
+
 OUTPUT_MOST = 16 * 1024
 
 ENDING_S = 0.5
@@ -60,11 +67,33 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 OpenMP."""
 
 
+class _Notebook:
+    """Where one worker of the first generation notes what it imports."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("imports", os.MFD_CLOEXEC)
+        fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)
+        self.handed_out = False
+
+    def hand_out(self) -> tuple[int, ...]:
+        """To the first who asks."""
+        descriptors = () if self.handed_out else (self._file,)
+        self.handed_out = True
+        return descriptors
+
+    def read(self) -> tuple[str, ...]:
+        """All that was noted so far, for the last time."""
+        text = os.pread(self._file, NOTES_MOST, 0)
+        os.close(self._file)
+        return noted(text)
+
+
 class Spare:
     """One forked process that waits, or has become what `become` said."""
 
-    def __init__(self, channel: socket.socket) -> None:
+    def __init__(self, channel: socket.socket, notebook: _Notebook | None = None) -> None:
         self.channel = channel
+        self._notebook = notebook
         self.pid = 0
         """Known when it is ready."""
         self.taken = False
@@ -72,7 +101,8 @@ class Spare:
 
     def become(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         """Raises OSError when it has ended."""
-        wire.send(self.channel, message, descriptors)
+        notebook = self._notebook.hand_out() if self._notebook is not None and "start" in message else ()
+        wire.send(self.channel, message, [*descriptors, *notebook])
 
     def wait(self) -> int:
         """Its return code, as `subprocess` counts it."""
@@ -100,6 +130,7 @@ class _Preloaded:
     output: socket.socket
     """What it and its spares print: hardly ever anything."""
     since: float
+    learned: tuple[str, ...] = ()
     phase: Phase = Phase.LOADING
 
 
@@ -129,7 +160,13 @@ class Spares:
         self._clock = clock
         self._read_memory = read_memory
         self._policy = policy
+        self._notebook = _Notebook() if "auto" in names else None
+        self._learn_at: float | None = None
+        self._learned: tuple[str, ...] = ()
+        """What the first generation has imported, once that is preloaded, too."""
         self._preloaded: _Preloaded | None = None
+        self._next: _Preloaded | None = None
+        """It will take the other's place if it can be forked with what was learned."""
         self._spares: list[Spare] = []
         self._asked_at = 0.0
         self._miscarried = False
@@ -145,13 +182,13 @@ class Spares:
 
     def start(self) -> None:
         threading.Thread(target=self._listen, name="spares", daemon=True).start()
-        self._launch(self._clock())
+        self._preloaded = self._launch((), self._clock())
 
     def close(self) -> None:
         """The agent is ending."""
         self._retry_at = None
-        if self._preloaded is not None:
-            self._end(self._preloaded)
+        for preloaded in filter(None, (self._preloaded, self._next)):
+            self._end(preloaded)
         ready = [spare for spare in self._spares if spare.pid]
         self._drop_all()
         for spare in ready:
@@ -169,8 +206,8 @@ class Spares:
     @property
     def sessions(self) -> Collection[int]:
         """Of preloaded processes: the sessions from which spares come."""
-        processes = [process.pid for process in self._ending]
-        return processes if self._preloaded is None else [self._preloaded.process.pid, *processes]
+        living = [preloaded.process for preloaded in (self._preloaded, self._next) if preloaded is not None]
+        return [process.pid for process in (*living, *self._ending)]
 
     @property
     def ready(self) -> int:
@@ -211,21 +248,25 @@ class Spares:
     def workers_started(self, now: float) -> None:
         """They need the cores now."""
         self._calm_at = now + CALM_S
+        if self._notebook is not None and self._notebook.handed_out and self._learn_at is None:
+            self._learn_at = now + LEARN_AFTER_S
 
     def turn(self, now: float) -> float | None:
         """Do what is due; the instant at which there is more to do."""
         self._ending = [process for process in self._ending if process.poll() is None]
         if self._retry_at is not None and now >= self._retry_at:
             self._retry_at = None
-            self._launch(now)
+            self._preloaded = self._launch(self._learned, now)
+        if self._learn_at is not None and now >= self._learn_at:
+            self._learn(now)
         self._replace_if_overdue(now)
-        if now >= self._look_at:
+        if now >= self._look_at and (self._spares or self._pressure):
             self._look_at = now + MEMORY_EVERY_S
             self._look_at_memory()
         stock = self._stock()
         if missing := in_background(stock, self._wanted, self._calm_at, bool(self._pressure), now):
             self._ask_for(missing, now)
-        instants = [self._look_at, self._retry_at, due_at(self._stock())]
+        instants = [self._look_at, self._retry_at, self._learn_at, due_at(self._stock())]
         if now < self._calm_at:
             instants.append(self._calm_at)
         return min((at for at in instants if at is not None), default=None)
@@ -254,7 +295,8 @@ class Spares:
 
     # --- The preloaded process
 
-    def _launch(self, now: float) -> None:
+    def _launch(self, learned: tuple[str, ...], now: float) -> _Preloaded | None:
+        """None when that failed, which was told."""
         (ours, theirs), (output, their_output) = wire.pair(), socket.socketpair()
         try:
             with theirs, their_output:
@@ -266,19 +308,22 @@ class Spares:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-            wire.send(ours, {"load": self._names})
+            wire.send(ours, {"load": self._names, "learned": learned})
         except OSError as error:
             ours.close()
             output.close()
             self._failed(f"it cannot be started: {error}", now)
-            return
-        self._preloaded = _Preloaded(process, ours, output, since=now)
-        self._hear_from(ours, self._preloaded)
-        self._hear_from(output, self._preloaded)
+            return None
+        preloaded = _Preloaded(process, ours, output, now, learned)
+        self._hear_from(ours, preloaded)
+        self._hear_from(output, preloaded)
         self.why_cold = "the preloaded process has not yet done its imports"
+        return preloaded
 
     def _heard_preloaded(self, preloaded: _Preloaded, message: dict[str, Any] | None, now: float) -> None:
-        if message is None:
+        if preloaded is self._next:
+            self._heard_next(preloaded, message, now)
+        elif message is None:
             returncode = _returncode(preloaded.process)
             self._end(preloaded)
             ended = "it does not speak any more" if returncode is None else describe_exit(returncode).text
@@ -295,10 +340,31 @@ class Spares:
             self._drop_all()
             if message["stale"]:
                 log.info("preloading again: %s", message["unfit"])
-                self._launch(now)
+                self._preloaded = self._launch(self._learned, now)
             else:
                 self.why_cold = f"the preloaded process cannot be forked: {message['unfit']}"
                 log.warning("workers start cold from now on: %s", self.why_cold)
+
+    def _learn(self, now: float) -> None:
+        assert self._notebook is not None
+        self._learn_at = None
+        learned, self._notebook = self._notebook.read(), None
+        if learned and self._preloaded is not None:
+            self._next = self._launch(learned, now)
+
+    def _heard_next(self, preloaded: _Preloaded, message: dict[str, Any] | None, now: float) -> None:
+        """It takes its place when it is ready; if it never is, all goes on as before."""
+        if message is None or "unfit" in message:
+            self._end(preloaded)
+            why = "the process that tried it has ended" if message is None else message["unfit"]
+            log.warning("what workers import is not preloaded: %s", why)
+        elif "loaded" in message:
+            if self._preloaded is not None:
+                self._end(self._preloaded)
+            self._drop_all()
+            self._preloaded, self._next, self._learned = preloaded, None, preloaded.learned
+            preloaded.phase, preloaded.since = Phase.READY, now
+            log.info("preloaded %d modules, with what workers have imported", message["loaded"])
 
     def _heard_output(self, preloaded: _Preloaded) -> None:
         try:
@@ -340,9 +406,12 @@ class Spares:
             self._heard_output(preloaded)  # its last words
         self._close(preloaded.output)
         self._close(preloaded.channel)
-        self._preloaded = None
         self._ending.append(preloaded.process)
         preloaded.process.kill()
+        if preloaded is self._next:
+            self._next = None
+            return
+        self._preloaded = None
         for coming in [spare for spare in self._spares if not spare.pid]:
             self._discard(coming)
 
@@ -359,7 +428,7 @@ class Spares:
             self._asked_at, self._miscarried = now, False
         for ours, theirs in pairs:
             theirs.close()
-            spare = Spare(ours)
+            spare = Spare(ours, self._notebook)
             self._spares.append(spare)
             self._hear_from(ours, spare)
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,59 @@ def test_scarce_memory_drops_the_spares_and_they_come_back_or_are_made_when_need
     agent.late_s += module.MEMORY_EVERY_S
     agent.hear_until_ready()
     assert "memory is not scarce any more" in caplog.text
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """The site-packages of an interpreter that has hardly anything."""
+    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
+    [site] = (tmp_path / "venv/lib").glob("python*/site-packages")
+    return site
+
+
+def test_what_a_worker_imports_is_learned_and_preloaded_where_it_is_installed(
+    site: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loads = tmp_path / "loads"
+    for folder, name in ((site, "library"), (tmp_path, "my_own")):
+        (folder / f"{name}.py").write_text(f"open({str(loads)!r}, 'a').write(__name__ + ' ')")
+    says = script(tmp_path, "import library, my_own, sys; print(type(sys.meta_path[0]).__name__)")
+    agent = SpareKeeper("json", "auto", python=str(tmp_path / "venv/bin/python")).start()
+    agent.hear_until_ready()
+    first = agent.preloaded
+    assert run(taken := agent.take(), says) == "Listener\n"
+    assert taken.wait() == 0
+    assert run(taken := agent.take(), says) != "Listener\n", "one worker is enough"
+    assert taken.wait() == 0
+    agent.spares.workers_started(agent.clock())
+    agent.late_s += module.LEARN_AFTER_S
+    agent.hear_until(lambda: "with what workers have imported" in caplog.text)
+    agent.hear_until(lambda: first not in agent.spares.sessions)
+    agent.hear_until_ready()
+    assert loads.read_text().split() == ["library", "my_own"] * 2 + ["library"]
+    assert run(taken := agent.take(), says)
+    assert taken.wait() == 0
+    assert loads.read_text().split() == ["library", "my_own"] * 2 + ["library", "my_own"]
+    agent.spares.close()
+
+
+def test_what_cannot_be_forked_with_what_was_learned_goes_on_without_it(
+    site: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (site / "threaded.py").write_text(
+        "import threading, time; threading.Thread(target=time.sleep, args=(99,), daemon=True).start()"
+    )
+    agent = SpareKeeper("json", "auto", python=str(tmp_path / "venv/bin/python")).start()
+    agent.hear_until_ready()
+    first = agent.preloaded
+    assert run(taken := agent.take(), script(tmp_path, "import threaded; print(1)")) == "1\n"
+    assert taken.wait() == 0
+    agent.spares.workers_started(agent.clock())
+    agent.late_s += module.LEARN_AFTER_S
+    agent.hear_until(lambda: "what workers import is not preloaded: it has 2 threads" in caplog.text)
+    assert agent.preloaded == first
+    agent.hear_until_ready()
+    agent.spares.close()
 
 
 def test_the_environment_of_a_worker_may_be_longer_than_any_socket_takes(

@@ -169,6 +169,11 @@ def problems_of(argv: Sequence[str], environ: Mapping[str, str] | None = None) -
     return [str(problem) for problem in caught.value.problems]
 
 
+def test_auto_alone_is_preloaded_with_the_default(script: str) -> None:
+    assert run_resolve(["--preload=auto", script]).config.preload == Preload(("default", "auto"))
+    assert run_resolve(["--preload=json,auto", script]).config.preload == Preload(("json", "auto"))
+
+
 def test_the_tables_of_this_test_know_every_option() -> None:
     elsewhere = {option.name for option in ETCD_OPTIONS}  # test_config_etcd
     settable = {option.name for option in OPTIONS if Source.FILE in option.sources} - elsewhere
