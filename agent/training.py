@@ -209,6 +209,8 @@ class Training:
         """Do what is due. True: nothing of the generation is left here, and the participant knows."""
         self._children.bury(now)
         self._spares_due_at = self._spares.turn(now)
+        if self._config.preload:
+            self._observer.spares(self._spares.ready)
         if self._spares.loaded:
             self._participant.warmed()
         group = self.group

@@ -182,6 +182,10 @@ class Metrics(Page):
         self.worker_starts_total = self._counter(
             "worker_starts_total", "Worker processes started on this node."
         )
+        self.spares = self._gauge(
+            "spares",
+            "Idle forks of the preloaded process that wait to become workers; absent with --no-preload.",
+        )
         self.worker_exits_total = self._counter(
             "worker_exits_total",
             "Exits of this node's workers that the agent did not ask for, by reason.",

@@ -239,6 +239,10 @@ class Observer:
         for local_rank in local_ranks:
             self._metrics.worker_up.set(1, local_rank=local_rank)
 
+    def spares(self, ready: int) -> None:
+        """So many wait to become workers."""
+        self._metrics.spares.set(ready)
+
     def exited(self, local_rank: int, returncode: int, at: float, *, killed: bool) -> None:
         """A worker ended, whoever wanted it; `killed`: it had been sent SIGKILL."""
         self._metrics.worker_exited(local_rank, returncode)
