@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 import venv
@@ -356,6 +357,29 @@ def test_closing_ends_all_of_them(agent: SpareKeeper) -> None:
     pids = list(agent.spares.pids)
     agent.spares.close()
     agent.hear_until(lambda: all(map(gone, pids)))
+
+
+def test_all_of_them_die_with_the_agent_without_anybody_elses_help() -> None:
+    program = """
+import time
+from tests.spare_keeper import SpareKeeper, adopting
+with adopting():
+    keeper = SpareKeeper("json").start()
+    keeper.hear_until_ready()
+    print(*keeper.spares.pids, flush=True)
+    time.sleep(600)
+"""
+    root = Path(__file__).parents[2]
+    agent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=root)
+    assert agent.stdout is not None
+    pids = [int(word) for word in agent.stdout.readline().split()]
+    assert len(pids) == 3
+    agent.kill()
+    deadline = time.monotonic() + 5.0
+    while not all(map(gone, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    agent.communicate()
 
 
 def test_service_managers_signals_to_all_do_not_end_the_preloaded_process(agent: SpareKeeper) -> None:
