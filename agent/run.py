@@ -61,7 +61,7 @@ from .processes.guard import Guard
 from .processes.logs import WorkerLogs
 from .processes.reports import ReportReceiver
 from .processes.worker_store import WorkerStore
-from .processes.workers import job_python
+from .processes.workers import first_on_path, job_python
 from .salvage_gate import SalvageGate
 from .service_manager import ServiceManager
 from .status.pages import JOB_PATH, STATUS_PATH, StatusPages
@@ -312,6 +312,7 @@ def _spares(
         events.put,
         clock,
         lambda: read_memory(cgroup),
+        first_on_path(config.command, os.getcwd()),
     )
 
 

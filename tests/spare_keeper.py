@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from elastic_agent.agent.events import Event, Stirred
 from elastic_agent.agent.machine.scarce_memory import MIB, Memory
@@ -33,7 +34,12 @@ class SpareKeeper:
     """What is left of one when only its spares matter."""
 
     def __init__(
-        self, *names: str, wanted: int = 2, python: str = sys.executable, **environment: str
+        self,
+        *names: str,
+        wanted: int = 2,
+        python: str = sys.executable,
+        first_on_path: Path | str = "",
+        **environment: str,
     ) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.memory = PLENTY
@@ -46,6 +52,7 @@ class SpareKeeper:
             self.events.put,
             self.clock,
             lambda: self.memory,
+            str(first_on_path or os.getcwd()),
         )
 
     def clock(self) -> float:

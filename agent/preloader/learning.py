@@ -17,6 +17,8 @@ import sysconfig
 from collections.abc import Iterable
 from typing import Any
 
+NOTES_MOST = 2**20
+
 OUT_OF_THE_WAY = 100
 """Descriptors from here on: a script shall get the low ones that it would get without us."""
 
@@ -40,6 +42,27 @@ def note_imports(descriptor: int) -> None:
     os.close(descriptor)
     finder: Any = Listener(kept)
     sys.meta_path.insert(0, finder)
+
+
+class Notebook:
+    """The agent's end: where one worker of the first generation notes what it imports."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("imports", os.MFD_CLOEXEC)
+        fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)
+        self.handed_out = False
+
+    def hand_out(self) -> tuple[int, ...]:
+        """To the first who asks."""
+        descriptors = () if self.handed_out else (self._file,)
+        self.handed_out = True
+        return descriptors
+
+    def read(self) -> tuple[str, ...]:
+        """All that was noted so far, for the last time."""
+        text = os.pread(self._file, NOTES_MOST, 0)
+        os.close(self._file)
+        return noted(text)
 
 
 def noted(text: bytes) -> tuple[str, ...]:

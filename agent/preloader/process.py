@@ -32,7 +32,7 @@ import select  # noqa: E402
 import signal  # noqa: E402
 import socket  # noqa: E402
 import sysconfig  # noqa: E402
-from collections.abc import Sequence  # noqa: E402
+from collections.abc import Mapping, Sequence  # noqa: E402
 from dataclasses import dataclass  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any, NoReturn  # noqa: E402
@@ -90,7 +90,7 @@ def main(agent_pid: int) -> None:
     received = wire.receive(channel)
     if received is None:
         return
-    known = Imported(received[0]["load"], received[0]["learned"])
+    known = Imported(received[0])
     try:
         known.check()
         wire.send(channel, {"loaded": known.count, "skipped": dict(known.stash.skipped)})
@@ -124,11 +124,16 @@ def expanded(words: Sequence[str]) -> list[str]:
 class Imported:
     """What this process has imported. Forks have it too, and copy each page of it that they touch."""
 
-    def __init__(self, words: Sequence[str], learned: Sequence[str]) -> None:
-        """Imports these modules, and of those that a worker has asked for the installed ones."""
+    def __init__(self, told: Mapping[str, Any]) -> None:
+        """Imports the modules that it is told to load, and those installed that a worker has asked for."""
         gc.disable()
-        names = dict.fromkeys([*expanded(words), *learning.installed(learned)])
+        names = dict.fromkeys([*expanded(told["load"]), *learning.installed(told["learned"])])
+        path = list(sys.path)
+        if not getattr(sys.flags, "safe_path", False):  # 3.11
+            sys.path.insert(0, told["first_on_path"])  # where workers look first, too
         self.stash = stash.preload(list(names), FRESH)
+        self.stash.path = tuple(path)
+        sys.path[:] = path
         self.count = len(self.stash.recording.modules)
         self._cuda = sys.modules.get("torch.cuda")
         self.store_kind = getattr(sys.modules.get("torch.distributed"), "TCPStore", None)

@@ -12,7 +12,6 @@ forked live on when the preloaded process ends, and are dropped when what they h
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import select
@@ -30,7 +29,7 @@ from ..machine.scarce_memory import MemoryPolicy, Reader, pressure
 from ..processes.failures import describe_exit
 from ..processes.workers import tied
 from . import wire
-from .learning import noted
+from .learning import Notebook
 from .supply import (
     CALM_S,
     HEALTHY_S,
@@ -55,8 +54,6 @@ MEMORY_EVERY_S = 5.0
 LEARN_AFTER_S = 15.0
 """With --preload auto: from the start of the first generation until it has probably imported what it needs."""
 
-NOTES_MOST = 2**20
-
 OUTPUT_MOST = 16 * 1024
 
 ENDING_S = 0.5
@@ -67,31 +64,10 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 OpenMP."""
 
 
-class _Notebook:
-    """Where one worker of the first generation notes what it imports."""
-
-    def __init__(self) -> None:
-        self._file = os.memfd_create("imports", os.MFD_CLOEXEC)
-        fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)
-        self.handed_out = False
-
-    def hand_out(self) -> tuple[int, ...]:
-        """To the first who asks."""
-        descriptors = () if self.handed_out else (self._file,)
-        self.handed_out = True
-        return descriptors
-
-    def read(self) -> tuple[str, ...]:
-        """All that was noted so far, for the last time."""
-        text = os.pread(self._file, NOTES_MOST, 0)
-        os.close(self._file)
-        return noted(text)
-
-
 class Spare:
     """One forked process that waits, or has become what `become` said."""
 
-    def __init__(self, channel: socket.socket, notebook: _Notebook | None = None) -> None:
+    def __init__(self, channel: socket.socket, notebook: Notebook | None = None) -> None:
         self.channel = channel
         self._notebook = notebook
         self.pid = 0
@@ -146,21 +122,24 @@ class Spares:
         post: Callable[[Event], None],
         clock: Callable[[], float],
         read_memory: Reader,
+        first_on_path: str,
         policy: MemoryPolicy = ENOUGH_MEMORY,
     ) -> None:
-        """`python` is the job's, `environment` what its workers inherit, with the mark of this agent. So many
-        spares are `wanted`. Nothing is preloaded before `start`: every start is cold."""
+        """`python` is the job's, `environment` what its workers inherit, with the mark of this agent, `first_on_path`
+        the folder where they look first for modules. So many spares are `wanted`. Nothing is preloaded before `start`:
+        every start is cold."""
         self.why_cold = "nothing is preloaded"
         """Where there is no spare."""
         self._environment = {**environment, **ONE_THREAD}
         self._python = python
         self._names = tuple(names)
+        self._first_on_path = first_on_path
         self._wanted = wanted
         self._post = post
         self._clock = clock
         self._read_memory = read_memory
         self._policy = policy
-        self._notebook = _Notebook() if "auto" in names else None
+        self._notebook = Notebook() if "auto" in names else None
         self._learn_at: float | None = None
         self._learned: tuple[str, ...] = ()
         """What the first generation has imported, once that is preloaded, too."""
@@ -308,7 +287,8 @@ class Spares:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-            wire.send(ours, {"load": self._names, "learned": learned})
+            told = {"load": self._names, "learned": learned, "first_on_path": self._first_on_path}
+            wire.send(ours, told)
         except OSError as error:
             ours.close()
             output.close()

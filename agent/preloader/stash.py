@@ -125,7 +125,10 @@ class Stash:
         for name in self._tops & lying_there:
             spec = importlib.machinery.PathFinder.find_spec(name, list(folders))
             # A folder without __init__.py gives way to any module further down the path, and the built-in come first.
-            if spec is not None and spec.loader is not None and name not in sys.builtin_module_names:
+            if spec is None or spec.loader is None or name in sys.builtin_module_names:
+                continue
+            known = self.hidden[name].__spec__
+            if known is None or spec.origin != known.origin:
                 found.append(name)
         return tuple(sorted(found))
 

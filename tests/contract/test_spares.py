@@ -220,31 +220,38 @@ def test_a_second_thread_makes_all_starts_cold_and_the_log_says_why(
     agent.spares.close()
 
 
+@pytest.mark.parametrize("beside_the_script", [True, False])
 def test_an_edited_module_is_what_the_next_worker_imports(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    beside_the_script: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    edited = tmp_path / "edited.py"
+    folder = tmp_path if beside_the_script else tmp_path / "elsewhere"
+    folder.mkdir(exist_ok=True)
+    edited = folder / "edited.py"
     edited.write_text("word = 'old'")
-    agent = SpareKeeper("edited", PYTHONPATH=str(tmp_path)).start()
+    if not beside_the_script:
+        monkeypatch.setenv("PYTHONPATH", str(folder))
+    agent = SpareKeeper("edited", first_on_path=tmp_path).start()
     agent.hear_until_ready()
     says = script(tmp_path, "import edited; print(edited.word)")
-    os.environ["PYTHONPATH"] = str(tmp_path)
-    try:
-        assert run(taken := agent.take(), says) == "old\n"
+
+    def says_in_a_worker() -> str:
+        printed = run(taken := agent.take(), says)
         assert taken.wait() == 0
-        edited.write_text("word = 'new one'")
-        # Forked before the change: it finds out by itself, and starts cold with the same pid.
-        assert run(taken := agent.take(), says) == "new one\n"
-        assert taken.wait() == 0
-        agent.hear_until(lambda: f"{edited} has changed" in caplog.text)
-        # No more are forked from what is out of date.
-        agent.hear_until(lambda: "preloading again" in caplog.text)
-        agent.hear_until_ready()
-        assert run(taken := agent.take(), says) == "new one\n"
-        assert taken.wait() == 0
-    finally:
-        del os.environ["PYTHONPATH"]
-        agent.spares.close()
+        return printed
+
+    assert says_in_a_worker() == "old\n"
+    assert "is no fork" not in caplog.text
+    edited.write_text("word = 'new one'")
+    # Forked before the change: it finds out by itself, and starts cold with the same pid.
+    assert says_in_a_worker() == "new one\n"
+    # No more are forked from what is out of date.
+    agent.hear_until(lambda: f"preloading again: {edited} has changed" in caplog.text)
+    assert f"is no fork of the preloaded one: {edited} has changed" in caplog.text
+    agent.hear_until_ready()
+    caplog.clear()
+    assert says_in_a_worker() == "new one\n"
+    assert "is no fork" not in caplog.text
+    agent.spares.close()
 
 
 def test_scarce_memory_drops_the_spares_and_they_come_back_or_are_made_when_needed(
@@ -283,7 +290,8 @@ def test_what_a_worker_imports_is_learned_and_preloaded_where_it_is_installed(
     for folder, name in ((site, "library"), (tmp_path, "my_own")):
         (folder / f"{name}.py").write_text(f"open({str(loads)!r}, 'a').write(__name__ + ' ')")
     says = script(tmp_path, "import library, my_own, sys; print(type(sys.meta_path[0]).__name__)")
-    agent = SpareKeeper("json", "auto", python=str(tmp_path / "venv/bin/python")).start()
+    python = str(tmp_path / "venv/bin/python")
+    agent = SpareKeeper("json", "auto", python=python, first_on_path=tmp_path).start()
     agent.hear_until_ready()
     first = agent.preloaded
     assert run(taken := agent.take(), says) == "Listener\n"
@@ -308,7 +316,8 @@ def test_what_cannot_be_forked_with_what_was_learned_goes_on_without_it(
     (site / "threaded.py").write_text(
         "import threading, time; threading.Thread(target=time.sleep, args=(99,), daemon=True).start()"
     )
-    agent = SpareKeeper("json", "auto", python=str(tmp_path / "venv/bin/python")).start()
+    python = str(tmp_path / "venv/bin/python")
+    agent = SpareKeeper("json", "auto", python=python, first_on_path=tmp_path).start()
     agent.hear_until_ready()
     first = agent.preloaded
     assert run(taken := agent.take(), script(tmp_path, "import threaded; print(1)")) == "1\n"
@@ -359,14 +368,21 @@ def test_closing_ends_all_of_them(agent: SpareKeeper) -> None:
     agent.hear_until(lambda: all(map(gone, pids)))
 
 
-def test_all_of_them_die_with_the_agent_without_anybody_elses_help() -> None:
-    program = """
-import time
+def test_all_of_them_die_with_the_agent_without_anybody_elses_help(tmp_path: Path) -> None:
+    program = f"""
+import os, sys, time
 from tests.spare_keeper import SpareKeeper, adopting
 with adopting():
     keeper = SpareKeeper("json").start()
     keeper.hear_until_ready()
-    print(*keeper.spares.pids, flush=True)
+    pids = keeper.spares.pids
+    worker = keeper.take()
+    read, write = os.pipe()
+    start = dict(kind="script", target={str(script(tmp_path, "import time; print(flush=True); time.sleep(600)"))!r},
+        args=(), environment=dict(os.environ), cwd=os.getcwd())
+    worker.become(dict(start=start, cpus="", cgroup="", cold=[]), [write, write])
+    os.read(read, 1)
+    print(*pids, flush=True)
     time.sleep(600)
 """
     root = Path(__file__).parents[2]
@@ -377,7 +393,7 @@ with adopting():
     agent.kill()
     deadline = time.monotonic() + 5.0
     while not all(map(gone, pids)):
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, "preloaded process, spare and worker"
         time.sleep(0.01)
     agent.communicate()
 
