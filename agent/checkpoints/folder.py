@@ -33,12 +33,25 @@ class MemoryFolder:
     path: Path
     limit: int
     writes: Path
-    lock: int
-    """A descriptor that is locked while the agent lives, so that others can tell what nobody has removed."""
+    lock: int | None = None
+    """A descriptor that is locked while the agent lives, so that others can tell what nobody has removed. None: the
+    folder is only described."""
 
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self.lock)
+        if self.lock is not None:
+            os.close(self.lock)
+
+
+def describe_folder(limit: int | None, writes: Path, place: Path = SHARED_MEMORY) -> MemoryFolder | None:
+    """The folder that an agent would make here, with its name left open."""
+    try:
+        share = _share_of(place)
+    except OSError:
+        return None
+    if limit == 0:
+        return None
+    return MemoryFolder(place / f"{PREFIX}<random>", share if limit is None else limit, writes)
 
 
 def make_folder(limit: int | None, writes: Path, place: Path = SHARED_MEMORY) -> MemoryFolder | None:
@@ -47,14 +60,14 @@ def make_folder(limit: int | None, writes: Path, place: Path = SHARED_MEMORY) ->
         return None
     try:
         remove_abandoned(place)
-        found = os.statvfs(place)
+        share = _share_of(place)
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
         lock = _lock(path)
     except OSError as error:
         log.warning("no checkpoints in memory, they go to disk only: %s", error)
         return None
     if limit is None:
-        limit = int(found.f_blocks * found.f_frsize * DEFAULT_SHARE)
+        limit = share
     log.info("checkpoints in memory: at most %.1f GiB in %s", limit / 2**30, path)
     return MemoryFolder(path, limit, writes, lock)
 
@@ -73,6 +86,12 @@ def remove_abandoned(place: Path) -> None:
         log.warning("removing what an agent that was killed has left in memory: %s", path)
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
+
+
+def _share_of(place: Path) -> int:
+    """Bytes. Raises OSError."""
+    found = os.statvfs(place)
+    return int(found.f_blocks * found.f_frsize * DEFAULT_SHARE)
 
 
 def _lock(path: Path) -> int:

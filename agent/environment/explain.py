@@ -20,6 +20,7 @@ from itertools import groupby
 from pathlib import Path
 
 from ...rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, World, line_up
+from ..checkpoints.folder import describe_folder
 from ..configuration.config import Config, ConfigError
 from ..configuration.kinds import YES_OR_NO
 from ..configuration.layers import read_argv
@@ -148,6 +149,7 @@ def _chosen(config: Config, machine: Machine, local_rank: int) -> tuple[Variable
         salvage=RUN_DIR / "salvage",
         drain=RUN_DIR / "drain",
         flight_records=records,
+        memory=describe_folder(config.memory_checkpoints, RUN_DIR / "writes"),
     )
     return chosen_variables(config, machine, place, agent_incarnation="<incarnation>")
 

@@ -21,6 +21,7 @@ import pytest
 
 from elastic_agent.agent.preloader.start import Start
 from elastic_agent.agent.preloader.stash import DEFAULT_PRELOAD
+from elastic_agent.agent.processes.workers import tied
 
 from .fresh_cases import IMPORTS, LIGHT, TORCH, Case, script
 
@@ -115,7 +116,8 @@ class Bench:
         stdout, stderr = self._folder / "stdout", self._folder / "stderr"
         with open(stdout, "wb") as out, open(stderr, "wb") as err:
             process = subprocess.Popen(
-                [sys.executable, *self._start(case).command],
+                # As agents start it: who runs the tests may have us ignore signals.
+                tied([sys.executable, *self._start(case).command]),
                 env=self._environment(case),
                 cwd=self.work,
                 stdin=subprocess.DEVNULL,

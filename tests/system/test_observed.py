@@ -117,7 +117,7 @@ def test_a_real_checkpoint_shows_in_the_metrics(job: Job) -> None:
     worker = next(process for process in job.workers("a"))
     os.kill(worker.pid, signal.SIGKILL)
     job.wait_for(lambda: agent.metric(saves[0], **saves[1]) == 2, "the second generation to save")
-    loads = agent.metric("elastic_agent_checkpoint_loads_total", tier="local", result="ok")
+    loads = agent.metric("elastic_agent_checkpoint_loads_total", tier="memory", result="ok")
     assert (loads, agent.metric("elastic_agent_checkpoint_last_step", tier="local")) == (1, 2)
 
 
