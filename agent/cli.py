@@ -57,12 +57,19 @@ def _status(words: Sequence[str]) -> int:
     return main(words)
 
 
+def _drain(words: Sequence[str]) -> int:
+    from .drain_command import main
+
+    return main(words)
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "explain-env": (
         _explain_env,
         "which variables a worker would see, who chose each and why; same options as a run",
     ),
     "status": (_status, "how a job is, and why: elastic-agent status --help"),
+    "drain": (_drain, "let a node leave its job without losing a step: elastic-agent drain --help"),
 }
 """By its name: what is called with the words after it and returns the exit code, and its line in `--help`.
 

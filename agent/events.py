@@ -156,6 +156,11 @@ class StopRead:
 
 
 @dataclass(frozen=True, slots=True)
+class SavesFinished:
+    """The disk writer has done what was ordered, or has had its time."""
+
+
+@dataclass(frozen=True, slots=True)
 class Signalled:
     number: int
 
@@ -180,5 +185,6 @@ Event: TypeAlias = (
     | WorkerAnswered
     | WorkerKept
     | StopRead
+    | SavesFinished
     | Signalled
 )

@@ -58,6 +58,19 @@ class StatusCode(_Code):
     OUTPUT_CLOSED = 141, "nobody read the output any more"
 
 
+class DrainCode(_Code):
+    """How `elastic-agent drain` ends. `docs/rendezvous.md` shows the same table."""
+
+    LEFT = 0, "the node has left the job"
+    NO_NODE = 66, "no live node of the job has this name"
+    NO_JOB = 67, "the store holds nothing of a job of this name, or the job has ended"
+    NO_ANSWER = 69, "the store did not answer in time; if the node was asked, it may still leave"
+    TIMED_OUT = 75, "the node was asked, and has not left within --timeout; it may still do so"
+    MISMATCH = 76, "the store holds another job's data, or data of another version of elastic-agent"
+    BAD_CONFIG = 78, "a setting cannot work here, or the store refuses us"
+    INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C); the node leaves all the same, if it was asked"
+
+
 class CannotStart(Exception):
     """This agent cannot begin its work. Nothing is running yet: end with `code`, and say why."""
 

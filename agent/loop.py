@@ -11,6 +11,7 @@ import logging
 import queue
 import signal
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ from .events import (
     Probed,
     ReaderSpoke,
     Reported,
+    SavesFinished,
     Signalled,
     Stirred,
     StopRead,
@@ -53,6 +55,13 @@ HEARTBEAT_S = 1.0
 """The loop turns at least this often, so that liveness can tell a waiting loop from a stuck one."""
 
 STUCK_AFTER_S = 30.0
+
+LAST_SAVE_S = 10.0
+"""How long the end waits for a save that a worker had ordered before it was stopped. One that ended by itself has
+waited for it. A node that brings the state of a job that cannot go on to disk has a whole --stop-grace."""
+
+DRAIN_COMMAND = "elastic-agent drain"
+"""How an operator asks a node to leave, other than by a signal to its agent."""
 
 _EXITS = {
     Result.SUCCEEDED: ExitCode.SUCCESS,
@@ -108,6 +117,10 @@ class Loop:
         self._new_listener = new_listener
         self._clock = clock
         self._signals: list[signal.Signals] = []
+        self._left_as: str = ""
+        """What made this node leave the job, once something has."""
+        self._departing: Ending | None = None
+        """How this agent ends, as soon as the last saves are on disk."""
         self._ending: Ending | None = None
         self._doom: Ending | None = None
         """Set when the agent must end as soon as its workers are gone, whatever the rendezvous says."""
@@ -154,6 +167,9 @@ class Loop:
         """Do all that can be done now; the instant at which there is more to do."""
         now = self._turned_at = self._clock()
         participant = self._participant
+        if participant.wanted_to_leave and not self._left_as:
+            log.info("%s: leaving the job", DRAIN_COMMAND)
+            self._leave(DRAIN_COMMAND, now)
         self._observer.compare(participant)
         while True:
             request = participant.request(now)
@@ -184,6 +200,8 @@ class Loop:
         if training.turn(now):
             self._gpu_memory.workers_gone(now)
             return True
+        if self._departing is not None:
+            return False
         order = self._participant.order(now)
         if self._doom is not None:
             training.stop(stop.failure_grace_s, gently=False, reason=self._doom.reason)
@@ -200,19 +218,31 @@ class Loop:
             grace_s = training.planned_grace_s() if order.planned else stop.failure_grace_s
             training.stop(grace_s, gently=order.planned, reason=order.reason)
         elif isinstance(order, Leave):
-            self._observer.left(order.why)
-            self._ending = self._end(order)
+            self._finish_saves(order)
         return False
+
+    def _finish_saves(self, order: Leave) -> None:
+        """Nothing is left to do here but what the disk writer does. The lease is kept meanwhile: a commit needs it."""
+        self._observer.left(order.why)
+        self._departing = self._end(order)
+        world = self._participant.world
+        rescues = world is not None and world.rescuer == self._participant.incarnation
+        within_s = max(LAST_SAVE_S, self._config.stop.grace_s) if rescues else LAST_SAVE_S
+
+        def finish() -> None:
+            self._disk_writer.finish(within_s)
+            self._events.put(SavesFinished())
+
+        threading.Thread(target=finish, name="last-saves", daemon=True).start()
 
     def _end(self, order: Leave) -> Ending:
         world = self._participant.world
         if world is not None and world.cause.failure is not None and order.why is not Result.SUCCEEDED:
             self._training.show_failure(world.cause.failure)
-        if self._signals and order.why is not Result.SUCCEEDED:
-            first = self._signals[0]
-            interrupted = first is signal.SIGINT
+        if self._left_as and order.why is not Result.SUCCEEDED:
+            interrupted = self._left_as == signal.SIGINT.name
             code = ExitCode.STOPPED_BY_SIGINT if interrupted else ExitCode.STOPPED_BY_SIGTERM
-            return Ending(code, f"stopped by {first.name}")
+            return Ending(code, f"stopped by {self._left_as}")
         return Ending(_EXITS[order.why], order.reason)
 
     def _renew_listener(self) -> None:
@@ -246,8 +276,11 @@ class Loop:
             self._training.stirred(event, now)
         elif isinstance(event, ReaderSpoke):
             self._gpu_memory.heard(event, now)
+        elif isinstance(event, SavesFinished):
+            self._ending = self._departing
         elif isinstance(event, WriterWanted | WriterEnded):
-            self._disk_writer.heard(event)
+            if self._departing is None:
+                self._disk_writer.heard(event)
         elif isinstance(event, Reported):
             self._training.reported(event)
         elif isinstance(event, WorkerAnswered):
@@ -271,9 +304,16 @@ class Loop:
         name = self._signals[-1].name
         if len(self._signals) == 1:
             log.info("%s: leaving the job; a second signal cuts the workers' grace short", name)
-            self._participant.leave(now)
-            self._observer.leaving()
-            self._manager.stopping(f"leaving the job, as {name} asks")
+            self._leave(name, now)
         else:
             log.info("%s again: killing the workers now", name)
             self._training.stop(0.0, gently=False, reason="a second signal")
+            self._ending = self._departing
+
+    def _leave(self, asked_by: str, now: float) -> None:
+        if self._left_as:
+            return
+        self._left_as = asked_by
+        self._participant.leave(now)
+        self._observer.leaving()
+        self._manager.stopping(f"leaving the job, as {asked_by} asks")

@@ -76,10 +76,6 @@ HOST_LINGERS_S = 15.0
 """How long the node that hosts the store keeps it up for the others to read how the job ended: above their lease's
 time to live, after which a silent one is known to be gone."""
 
-LAST_SAVE_S = 10.0
-"""How long the end waits for a save that a worker had ordered before it was stopped. One that ended by itself has
-waited for it."""
-
 MAX_WAITING_EVENTS = 10_000
 """Reports are dropped while so many events wait; everything else is bounded by what the loop itself has asked."""
 
@@ -227,7 +223,6 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
         )
         probes.loop = loop
         ending = loop.run()
-        disk_writer.finish(LAST_SAVE_S)
         manager.stopping("leaving the rendezvous")
         link.close()
         _depart(store, participant, ending, stays_for_others=store_listener is not None)

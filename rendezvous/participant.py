@@ -37,11 +37,24 @@ from .decide import (
 from .errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch
 from .peers import Finding, Peer, Suspects, slow_to_go_on, slow_to_stop
 from .proof import Proof
-from .records import NODES_PREFIX, WORLD_KEY, Failure, Introduction, NodeRecord, Phase, World, node_key
+from .records import (
+    NODES_PREFIX,
+    WORLD_KEY,
+    Failure,
+    Introduction,
+    NodeRecord,
+    Phase,
+    Wish,
+    World,
+    life_of,
+    node_key,
+    wish_key,
+)
 from .requests import (
     RETRY,
     Answer,
     Evict,
+    Forget,
     Grant,
     Read,
     Request,
@@ -122,6 +135,10 @@ class Participant:
         self._started_world: World
         self._leaving_since: float | None = None
         self._warm = False
+        self._wish: Entry | None = None
+        """Somebody wants this node to leave, or wanted an earlier agent of it to."""
+        self.wanted_to_leave = False
+        """Somebody wants this agent to; the driver says `leave` when it does."""
         self._drain: tuple[int, float] | None = None
         """The newest generation that drains or has drained, and the instant at which this node first saw so."""
         self._idle_since: float | None = now
@@ -337,6 +354,8 @@ class Participant:
         if written is None or replace(record, step=written.step) != written:
             return WriteRecord(Compare(own_key, session.own_revision), record, session.lease)
         roster = session.roster
+        if self._wish is not None:
+            return Forget(Compare(self._wish.key, self._wish.mod_revision))
         if roster.subscription is None:
             return roster.question
         if roster.coordinates:
@@ -418,7 +437,7 @@ class Participant:
             self._refuse(Refusal.STORE_MISMATCH, str(error))
 
     def _take_in(self, request: Request, answer: Answer, now: float) -> None:
-        session = self._session
+        session, own_node = self._session, self.identity.node
         if isinstance(request, Grant) and isinstance(answer, int):
             session.lease, session.proof.confirmed_at = answer, self._asked_at
         elif isinstance(request, WriteRecord) and isinstance(answer, Outcome):
@@ -440,6 +459,9 @@ class Participant:
                 self.lease_gone(session.lease)
             else:
                 session.roster.read(request, answer, now)
+                self._hear_wish(next((e for e in answer.entries if e.key == wish_key(own_node)), None))
+        elif isinstance(request, Forget):
+            self._wish = None
 
     def failed(self, request: Request, error: StoreError, now: float) -> None:
         """The pending request got no answer: what it did, if anything, is unknown."""
@@ -481,12 +503,26 @@ class Participant:
         key, revision = change.key, change.revision
         if key == WORLD_KEY:
             self._session.roster.see_world(change.entry, revision, now)
+        elif key == wish_key(self.identity.node):
+            self._hear_wish(change.entry)
         elif key.startswith(NODES_PREFIX):
             self._session.roster.see_change_of_node(key, change.entry, revision, now)
         session = self._session
         if key == node_key(self.identity.node) and session.written and revision > (session.own_revision or 0):
             # Our own writes come back; anything else that happens to our record is somebody else's doing.
             self._own_entry(change.entry, now)
+
+    def _hear_wish(self, entry: Entry | None) -> None:
+        """Whatever stands there is taken away: it was for this agent, or is for none that lives."""
+        self._wish = entry
+        if entry is None:
+            return
+        try:
+            wish = Wish.from_json(entry.key, entry.value)
+        except RecordInvalid as error:
+            log.warning("nobody can say what is wanted of this node: %s", error)
+            return
+        self.wanted_to_leave |= life_of(wish.incarnation) == life_of(self.identity.incarnation)
 
     def lost_track(self) -> None:
         """The watch missed changes: read everything again."""

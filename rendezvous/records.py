@@ -29,10 +29,20 @@ STOP_KEY = "stop_at"
 INTRODUCTION = "the answer of a peer"
 """Stands for the key in what is said of an introduction that cannot be read."""
 NODES_PREFIX = "nodes/"
+WISHES_PREFIX = "drain/"
 
 
 def node_key(node: str) -> str:
     return NODES_PREFIX + node
+
+
+def wish_key(node: str) -> str:
+    return WISHES_PREFIX + node
+
+
+def life_of(incarnation: str) -> str:
+    """The agent's, whatever the number of times that it has joined."""
+    return incarnation.partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +330,20 @@ class StopAt:
 
 
 @dataclass(frozen=True, slots=True)
+class Wish:
+    """Under `wish_key`: somebody wants this life of the node's agent to leave the job. Of another it says nothing."""
+
+    incarnation: str
+
+    def to_json(self) -> str:
+        return _dump(self)
+
+    @staticmethod
+    def from_json(key: str, text: str) -> Wish:
+        return Wish(_fields(key, text).name("incarnation"))
+
+
+@dataclass(frozen=True, slots=True)
 class Introduction:
     """What an agent says of itself to a peer that asks it over HTTP. Ages are counted when it is said."""
 
@@ -361,7 +385,7 @@ def _fields(key: str, text: str) -> Fields:
     return Fields.of_text(key, text, SCHEMA, MAX_RECORD_BYTES)
 
 
-def _dump(record: NodeRecord | World | StopAt | Introduction) -> str:
+def _dump(record: NodeRecord | World | StopAt | Wish | Introduction) -> str:
     return json.dumps({"v": SCHEMA, **_plain(record)}, separators=(",", ":"))
 
 

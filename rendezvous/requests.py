@@ -92,7 +92,22 @@ class WriteStop:
         return (Put(STOP_KEY, self.stop.to_json()),)
 
 
-Transaction: TypeAlias = WriteRecord | WriteWorld | WriteStop | Evict
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Delete a wish that was heard."""
+
+    compare: Compare
+
+    @property
+    def compares(self) -> tuple[Compare, ...]:
+        return (self.compare,)
+
+    @property
+    def writes(self) -> tuple[Put | Delete, ...]:
+        return (Delete(self.compare.key),)
+
+
+Transaction: TypeAlias = WriteRecord | WriteWorld | WriteStop | Evict | Forget
 Request: TypeAlias = Grant | Read | Transaction
 Answer: TypeAlias = LeaseId | Snapshot | Outcome
 

@@ -13,7 +13,7 @@ import logging
 
 from .errors import RecordInvalid, StoreMismatch
 from .peers import Peers
-from .records import NODES_PREFIX, WORLD_KEY, NodeRecord, World, node_key
+from .records import NODES_PREFIX, WORLD_KEY, NodeRecord, World, node_key, wish_key
 from .requests import Read, Subscription
 from .store import Compare, Entry, Snapshot
 
@@ -37,6 +37,7 @@ class Roster:
         self.peers = Peers()
         self._job = job
         self._own_key = node_key(node)
+        self._wish_key = wish_key(node)
         self._leader: Entry | None = None
         """The coordinator's record as found; another record under its key later is another, younger agent's."""
         self._nodes: dict[str, tuple[Entry, NodeRecord]] = {}
@@ -93,8 +94,8 @@ class Roster:
     def question(self) -> Read:
         """What the coordinator has to know; for the others also who that is."""
         if self.coordinates:
-            return Read((WORLD_KEY, NODES_PREFIX))
-        return Read((WORLD_KEY, self._own_key), oldest_under=NODES_PREFIX)
+            return Read((WORLD_KEY, self._wish_key, NODES_PREFIX))
+        return Read((WORLD_KEY, self._wish_key, self._own_key), oldest_under=NODES_PREFIX)
 
     # ---------------------------------------------------------------- what it is told
 
@@ -114,7 +115,7 @@ class Roster:
         self.see_world(entries.get(WORLD_KEY), snapshot.revision, now)
         self._nodes_as_of = snapshot.revision
         watched = (NODES_PREFIX,) if self.coordinates else (self._leader.key, self._own_key)
-        self.subscription = Subscription((WORLD_KEY, *watched), snapshot.revision)
+        self.subscription = Subscription((WORLD_KEY, self._wish_key, *watched), snapshot.revision)
 
     def see_world(self, entry: Entry | None, revision: int, now: float) -> None:
         """`entry` is what was under the world's key at `revision`, if anything."""

@@ -218,7 +218,7 @@ class StoreDoor(Door):
     def jobs(self) -> list[Found]:
         try:
             if self._store is None:
-                self._store = self._open()
+                self._store = open_job(self._rendezvous, self._timeout_s)
             snapshot = self._store.read((WORLD_KEY, NODES_PREFIX))
         except StoreRefused as error:
             raise CannotShow(StatusCode.BAD_CONFIG, str(error)) from error
@@ -229,26 +229,27 @@ class StoreDoor(Door):
             raise CannotShow(StatusCode.NO_ANSWER, str(error)) from error
         return [self._found(snapshot.entries)]
 
-    def _open(self) -> Store:
-        backend, timeout_s = self._rendezvous.backend, self._timeout_s
-        if backend == "etcd":
-            # A request gets a fifth of the lease's time to live: here a third of all the time there is.
-            patient = replace(self._rendezvous, join_timeout_s=timeout_s, lease_ttl_s=5 * timeout_s / 3)
-            return connect_to_etcd(patient, only_to_read=True)
-        import torch.distributed  # noqa: F401  before the clock runs: it takes seconds
-
-        from ...rendezvous.c10d import C10dStore
-
-        (endpoint,) = self._rendezvous.endpoints
-        address = _c10d_address(endpoint.host, endpoint.port)
-        return C10dStore.connect(address, endpoint.port, self._rendezvous.job_id, timeout_s, timeout_s)
-
     def _found(self, entries: Iterable[Entry]) -> Found:
         where = f"{self._rendezvous.backend} store {', '.join(map(str, self._rendezvous.endpoints))}"
         try:
             return found_in_store(where, self._rendezvous.job_id, entries)
         except RecordInvalid as error:
             raise CannotShow(StatusCode.MISMATCH, str(error)) from error
+
+
+def open_job(rendezvous: RendezvousConfig, timeout_s: float) -> Store:
+    """The store that the agents of a job meet in, for one who is none of them. Raises StoreError, and CannotShow."""
+    if rendezvous.backend == "etcd":
+        # A request gets a fifth of the lease's time to live: here a third of all the time there is.
+        patient = replace(rendezvous, join_timeout_s=timeout_s, lease_ttl_s=5 * timeout_s / 3)
+        return connect_to_etcd(patient, only_to_read=True)
+    import torch.distributed  # noqa: F401  before the clock runs: it takes seconds
+
+    from ...rendezvous.c10d import C10dStore
+
+    (endpoint,) = rendezvous.endpoints
+    address = _c10d_address(endpoint.host, endpoint.port)
+    return C10dStore.connect(address, endpoint.port, rendezvous.job_id, timeout_s, timeout_s)
 
 
 def _c10d_address(host: str, port: int) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +193,48 @@ def test_a_node_is_replaced_without_a_trace(job: Job) -> None:
     assert run.ended() == undisturbed[steps]
     assert run.begun(2) == run.newest(1) + 1, "its last step ended in `step`, before the script could note it"
     assert victim.exit_code() == 143
+
+
+def test_who_leaves_alone_brings_its_state_to_disk_first(job: Job) -> None:
+    """The next run of the job goes on after the last step of this one, and ends as if it had never stopped."""
+    steps = 150
+    if steps not in undisturbed:
+        undisturbed[steps] = Run(job, "undisturbed", 1, steps).ended()
+    run = Run(job, "stopped", 1, steps)
+    job.wait_for(lambda: run.newest(1) > 2, "three steps")
+    (first,) = run.agents
+    first.signal(signal.SIGTERM)
+    assert first.exit_code() == 143
+    last = run.newest(1) + 1
+    assert last < steps
+    run.agents = [run.start("again")]
+    assert run.ended() == undisturbed[steps]
+    assert run.notes(what="begun")[-1]["step"] == last
+
+
+def test_an_operator_lets_a_node_leave(scene: Scene, etcd: EtcdCluster) -> None:
+    job = scene.job
+    agents = {name: scene.join(name) for name in ("a", "b")}
+    two = job.wait_for_training(world=2)
+    (host, port), *_ = etcd.endpoints
+    command = [sys.executable, "-m", "elastic_agent", "drain"]
+    store = [f"--rdzv-endpoint=etcd://{host}:{port}", f"--rdzv-id={job.id}"]
+
+    def drain(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *words], capture_output=True, text=True, timeout=60)
+
+    unknown = drain("c", *store)
+    assert (
+        unknown.returncode,
+        "no node 'c' now; its nodes: a, b" in unknown.stderr.replace("b, a", "a, b"),
+    ) == (66, True)
+    assert drain("b", store[0], "--rdzv-id=other").returncode == 67
+    done = drain("b", *store)
+    assert done.returncode == 0, done.stderr
+    assert "node b is asked to leave job" in done.stdout
+    assert "node b has left" in done.stdout
+    assert agents["b"].exit_code() == 143
+    assert agents["b"].says("stopped by elastic-agent drain")
+    one = job.wait_for_training(world=1, after=two.number)
+    scene.check_nothing_lost(two, one)
+    assert '"kvs"' not in etcd.ctl("get", "--prefix", f"/elastic-agent/{job.id}/drain/")

@@ -44,13 +44,15 @@ class Run:
             "script": (SCRIPT, self.directory, str(steps)),
             "environment": {"STEPS_FILE": str(self._file)},
         }
-        start = job.join if nodes > 1 else job.start
-        self.agents: list[Agent] = [
-            start(f"{name}{node}", *self._options, **self._more) for node in range(nodes)
-        ]
+        start = self.join if nodes > 1 else self.start
+        self.agents: list[Agent] = [start(f"{name}{node}") for node in range(nodes)]
+
+    def start(self, name: str) -> Agent:
+        """The node of a run on one."""
+        return self.job.start(name, *self._options, **self._more)
 
     def join(self, name: str) -> Agent:
-        """Another node of a run on several."""
+        """A node of a run on several."""
         return self.job.join(name, *self._options, **self._more)
 
     def notes(self, **wanted: Any) -> list[dict[str, Any]]:

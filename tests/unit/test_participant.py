@@ -21,9 +21,11 @@ from elastic_agent.rendezvous.records import (
     NodeRecord,
     Phase,
     Result,
+    Wish,
     node_key,
 )
 from elastic_agent.rendezvous.requests import (
+    Forget,
     Grant,
     Read,
     Request,
@@ -55,7 +57,7 @@ def test_nodes_meet_and_start_one_world(bench: Bench) -> None:
     assert (world.master.address, world.master.port) == ("host-a", 1000)
 
 
-JOINING_B = Read((WORLD_KEY, "nodes/b"), oldest_under=NODES_PREFIX)
+JOINING_B = Read((WORLD_KEY, "drain/b", "nodes/b"), oldest_under=NODES_PREFIX)
 
 
 def test_the_oldest_record_coordinates_and_the_others_watch_only_it(bench: Bench) -> None:
@@ -63,8 +65,8 @@ def test_the_oldest_record_coordinates_and_the_others_watch_only_it(bench: Bench
     assert (a.part.coordinates, b.part.coordinates) == (True, False)
     assert a.part.subscription is not None
     assert b.part.subscription is not None
-    assert a.part.subscription.scopes == (WORLD_KEY, NODES_PREFIX)
-    assert b.part.subscription.scopes == (WORLD_KEY, "nodes/a", "nodes/b")
+    assert a.part.subscription.scopes == (WORLD_KEY, "drain/a", NODES_PREFIX)
+    assert b.part.subscription.scopes == (WORLD_KEY, "drain/b", "nodes/a", "nodes/b")
     assert [node.node for node in a.part.known_nodes] == ["a", "b"]
     assert b.count(WriteWorld) == 0
 
@@ -417,7 +419,7 @@ def test_a_node_that_finds_itself_the_oldest_reads_about_all(bench: Bench) -> No
     bench.kill(a)
     bench.after(TTL_S + 1)
     reads = [request for request in b.asked[asked:] if isinstance(request, Read)]
-    assert reads == [JOINING_B, Read((WORLD_KEY, NODES_PREFIX))]
+    assert reads == [JOINING_B, Read((WORLD_KEY, "drain/b", NODES_PREFIX))]
 
 
 def test_a_watch_that_missed_changes_reads_everything_again() -> None:
@@ -950,6 +952,45 @@ def test_one_of_those_who_all_leave_brings_the_state_to_disk(bench: Bench, liste
         bench.ledger.revoke(peer.part.lease or 0)
     (_,) = bench.joined("e")
     assert bench.members() == ["d", "e"]
+
+
+# ---------------------------------------------------------------- a wish that a node leaves
+
+
+def test_a_node_hears_that_it_is_to_leave_and_takes_the_wish_away(bench: Bench) -> None:
+    a, b = bench.joined("a", "b")
+    for peer in (a, b):
+        assert not peer.part.wanted_to_leave
+    bench.put("drain/b", Wish("b-1").to_json())
+    bench.settle()
+    assert (a.part.wanted_to_leave, b.part.wanted_to_leave) == (False, True)
+    assert bench.entry("drain/b") is None
+    assert b.count(Forget) == 1
+
+
+def test_a_wish_that_came_before_the_node_joined_is_heard(bench: Bench) -> None:
+    bench.put("drain/a", Wish("a-1").to_json())
+    (a,) = bench.joined("a", policy=ALONE)
+    assert a.part.wanted_to_leave
+    assert bench.entry("drain/a") is None
+
+
+@pytest.mark.parametrize("text", [Wish("a-0").to_json(), "{", '{"v": 1}'])
+def test_a_wish_for_another_life_of_the_agent_is_only_taken_away(bench: Bench, text: str) -> None:
+    bench.put("drain/a", text)
+    (a,) = bench.joined("a", policy=ALONE)
+    assert not a.part.wanted_to_leave
+    assert bench.entry("drain/a") is None
+
+
+def test_a_wish_for_a_node_that_has_joined_again_is_for_its_agent(bench: Bench) -> None:
+    (a,) = bench.joined("a", policy=ALONE)
+    bench.ledger.revoke(a.part.lease or 0)
+    bench.settle()
+    assert a.part.incarnation == "a-1.1"
+    bench.put("drain/a", Wish("a-1").to_json())
+    bench.settle()
+    assert a.part.wanted_to_leave
 
 
 # ---------------------------------------------------------------- join timeout

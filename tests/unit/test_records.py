@@ -29,6 +29,7 @@ from elastic_agent.rendezvous.records import (
     Restarts,
     Result,
     StopAt,
+    Wish,
     World,
     line_up,
     node_key,
@@ -68,9 +69,10 @@ WORLD = World(
 )
 INTRODUCTION = Introduction("a", "a-1", 3, confirmed_s=0.25, whole_s=1.5)
 STOP = StopAt(3, 17, paused=True)
+WISH = Wish("a-1")
 ENDED = replace(WORLD, phase=Phase.ENDED, result=Result.CRASH_LOOP)
 
-Record = NodeRecord | World | StopAt | Introduction
+Record = NodeRecord | World | StopAt | Wish | Introduction
 Tree = dict[str, Any]
 Path = tuple[str | int, ...]
 
@@ -92,11 +94,16 @@ def read_node(text: str) -> NodeRecord:
     return NodeRecord.from_json("nodes/a", text)
 
 
+def read_wish(text: str) -> Wish:
+    return Wish.from_json("drain/a", text)
+
+
 Read = Callable[[str], Record]
 READERS: dict[str, tuple[Record, Read]] = {
     "node": (NODE, read_node),
     "world": (WORLD, World.from_json),
     "stop": (STOP, StopAt.from_json),
+    "wish": (WISH, read_wish),
     "introduction": (INTRODUCTION, Introduction.from_json),
 }
 
@@ -308,6 +315,7 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("drained",): FLAG,
         ("rescuer",): text(128),
     },
+    "wish": {("incarnation",): NAME},
     "stop": {
         ("generation",): number(1),
         ("step",): number(),

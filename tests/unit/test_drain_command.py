@@ -1,0 +1,205 @@
+"""`elastic-agent drain`: what it writes, what it tells, and each way in which it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent.drain_command import CannotDrain, drain, main
+from elastic_agent.agent.exits import DrainCode
+from elastic_agent.rendezvous.errors import StoreMismatch, StoreUnavailable
+from elastic_agent.rendezvous.memory import MemoryStore
+from elastic_agent.rendezvous.records import (
+    WORLD_KEY,
+    Cause,
+    CauseKind,
+    Endpoint,
+    NodeRecord,
+    Phase,
+    Result,
+    Wish,
+    World,
+    line_up,
+    node_key,
+    wish_key,
+)
+from elastic_agent.rendezvous.store import Delete, Put, Snapshot
+
+A = NodeRecord("a", "life-a", "host-a", 4001, slots=2)
+B = NodeRecord("b", "life-b.1", "host-b", 4002, slots=1)
+WORLD = World("job", 4, Phase.RUNNING, line_up((A, B)), Endpoint("host-a", 4001), Cause(CauseKind.START))
+LEAVE = Cause(CauseKind.LEAVE, "b", "node b was asked to stop")
+
+
+class Scene:
+    """Each look comes after the next thing has happened."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+        self.now = 0.0
+        self.told: list[str] = []
+        self.happens: Iterator[Callable[[], object]] = iter(())
+
+    def put(self, *things: World | NodeRecord) -> None:
+        for thing in things:
+            key = WORLD_KEY if isinstance(thing, World) else node_key(thing.node)
+            self.store.transact((), (Put(key, thing.to_json()),))
+
+    def delete(self, key: str) -> None:
+        self.store.transact((), (Delete(key),))
+
+    @property
+    def wish(self) -> Wish | None:
+        entries = self.store.read((wish_key("b"),)).entries
+        return next((Wish.from_json(entry.key, entry.value) for entry in entries), None)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        next(self.happens, lambda: None)()
+
+    def drain(self, node: str = "b", timeout_s: float = 60.0) -> None:
+        drain(self.store, "job", node, timeout_s, self.told.append, lambda: self.now, self.sleep)
+
+    def fails(self, node: str = "b", timeout_s: float = 60.0) -> CannotDrain:
+        with pytest.raises(CannotDrain) as caught:
+            self.drain(node, timeout_s)
+        return caught.value
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    scene = Scene()
+    scene.put(WORLD, A, B)
+    yield scene
+    scene.store.close()
+
+
+def test_it_tells_how_far_the_node_has_come_each_thing_once(scene: Scene) -> None:
+    draining = replace(WORLD, phase=Phase.DRAINING, cause=LEAVE)
+    scene.happens = iter(
+        [
+            lambda: None,
+            lambda: (scene.delete(wish_key("b")), scene.put(replace(B, leaving=True))),
+            lambda: scene.put(draining),
+            lambda: scene.put(replace(draining, phase=Phase.STOPPING, drained=True)),
+            lambda: scene.put(replace(WORLD, generation=5, members=line_up((A,)), cause=LEAVE)),
+            lambda: scene.delete("nodes/b"),
+        ]
+    )
+    scene.drain()
+    ends = "generation 4 on a, b ends between two steps: node b was asked to stop"
+    assert scene.told == [
+        "node b is asked to leave job job",
+        "node b: has not heard of it yet; generation 4 runs on a, b",
+        "node b: leaving; generation 4 runs on a, b",
+        f"node b: leaving; {ends}",
+        "node b: leaving; generation 5 runs on a",
+        "node b has left; generation 5 runs on a",
+    ]
+
+
+def test_the_wish_names_the_life_of_the_agent(scene: Scene) -> None:
+    assert scene.fails(timeout_s=0.5).code is DrainCode.TIMED_OUT
+    assert scene.wish == Wish("life-b")
+    assert 0.5 <= scene.now < 1.0
+
+
+def test_a_wish_of_old_is_replaced(scene: Scene) -> None:
+    scene.store.transact((), (Put(wish_key("b"), Wish("another").to_json()),))
+    scene.fails(timeout_s=0.1)
+    assert scene.wish == Wish("life-b")
+
+
+def test_a_node_that_was_lost_before_it_heard_leaves_no_wish_behind(scene: Scene) -> None:
+    scene.happens = iter([lambda: scene.put(replace(B, incarnation="next-life"))])
+    scene.drain()
+    assert scene.told[-1].startswith("node b has left")
+    assert scene.wish is None
+
+
+@pytest.mark.parametrize(
+    ("world", "nodes", "code", "text"),
+    [
+        (None, (), DrainCode.NO_JOB, "holds nothing of a job 'job'"),
+        (WORLD, (A,), DrainCode.NO_NODE, "has no node 'b' now; its nodes: a"),
+        (WORLD, (), DrainCode.NO_NODE, "its nodes: none"),
+        (
+            replace(
+                WORLD,
+                phase=Phase.ENDED,
+                result=Result.SUCCEEDED,
+                cause=Cause(CauseKind.SUCCESS, detail="all done"),
+            ),
+            (),
+            DrainCode.NO_JOB,
+            "job 'job' has ended: all done",
+        ),
+    ],
+)
+def test_who_cannot_leave(
+    world: World | None, nodes: tuple[NodeRecord, ...], code: DrainCode, text: str
+) -> None:
+    scene = Scene()
+    scene.put(*([world] if world is not None else []), *nodes)
+    error = scene.fails()
+    assert error.code is code
+    assert text in str(error)
+    assert scene.wish is None
+    scene.store.close()
+
+
+def test_another_jobs_store_is_left_alone(scene: Scene) -> None:
+    scene.put(replace(WORLD, job="other"))
+    with pytest.raises(StoreMismatch):
+        scene.drain()
+    assert scene.wish is None
+
+
+def test_a_store_that_is_away_for_a_while_is_said_once(scene: Scene) -> None:
+    class Away(MemoryStore):
+        away = 0
+
+        def read(self, scopes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
+            if self.away:
+                self.away -= 1
+                raise StoreUnavailable("cut off")
+            return super().read(scopes, oldest_under)
+
+    scene.store = store = Away()
+    scene.put(WORLD, A, B)
+    scene.happens = iter([lambda: setattr(store, "away", 3)])
+    assert scene.fails(timeout_s=2.0).code is DrainCode.TIMED_OUT
+    assert scene.told.count("the store does not answer, trying on: cut off") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "the name of a node"),
+        (["--rdzv-endpoint=127.0.0.1:1"], "the name of a node"),
+        (["no name!"], "the name of a node"),
+        (["b"], "the address of the job's store"),
+        (["b", "--timeout=soon"], "timeout"),
+    ],
+)
+def test_what_cannot_be_meant_is_said(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == DrainCode.BAD_CONFIG
+    assert text in capsys.readouterr().err
+
+
+def test_the_documented_exit_codes_are_the_exit_codes() -> None:
+    rows = [f"| {int(code)} | {code.name} | {code.meaning} |" for code in DrainCode]
+    page = Path(__file__).parents[2] / "docs" / "rendezvous.md"
+    assert "\n".join(["| code | name | meaning |", "|---|---|---|", *rows, ""]) in page.read_text()
+
+
+def test_help_names_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    told = capsys.readouterr().out
+    for code in DrainCode:
+        assert f"{int(code):>3}  {code.meaning}" in told
