@@ -551,7 +551,7 @@ class Participant:
             return
         if self._duplicate_until is None:
             self._duplicate_until = now + DUPLICATE_TTLS * self._lease_ttl_s
-        if now >= self._duplicate_until:
+        if self._asked_at >= self._duplicate_until:  # an agent that stood still may hear of it much later
             self._refuse(
                 Refusal.DUPLICATE_NODE,
                 f"another live agent of job {self.policy.job!r} is already called {self.identity.node!r}: "

@@ -17,6 +17,9 @@ from elastic_agent.rendezvous.store import LeaseId
 from .node import LEASE_TTL_S, STOPS_IN_S, SimNode
 from .training import INTERVAL, Script, Team
 
+AFTERMATH_S = 15.0
+"""What a fault still does after it has healed: leases end, nodes join again."""
+
 
 class PromiseBroken(AssertionError):
     """A checker saw a promise broken; the message names it, the seed and the virtual time."""
@@ -150,16 +153,18 @@ class Checks:
                 self.broken("I8", f"not all workers of generation {was} came to the same end")
             self.seen["planned change without loss"] += 1
 
+    def disturb(self, for_s: float = 0.0) -> None:
+        self.disturbed_until = max(self.disturbed_until, self.now + for_s + AFTERMATH_S)
+
     def check_stopped(self, lease: LeaseId) -> None:
         """I10, for whoever was able to stop: not paused, and not going on with the others through an outage.
 
-        A world of one cannot tell that from being cut off.
+        A world none of whose members reaches the store cannot tell that from an outage, though others may reach it.
         """
         for node in self.nodes:
             awake = node.paused is None and self.now > node.resumed_at + 2 * STOPS_IN_S
             outage = self.now < self.outage_until + 2 * LEASE_TTL_S
-            alone = node.worker is not None and len(node.worker.team.world.members) == 1
-            goes_on = self.policy.store_outage_grace_s and (outage or alone)
+            goes_on = self.policy.store_outage_grace_s and (outage or self.is_cut_off(node))
             if (
                 node.running
                 and node.agent.lease == lease
@@ -168,6 +173,13 @@ class Checks:
                 and not goes_on
             ):
                 self.broken("I10", f"{node.name} still has workers, and its lease is gone")
+
+    def is_cut_off(self, node: SimNode) -> bool:
+        """Something has lately stood between the store and every member of this node's world."""
+        names = [member.node for member in node.worker.team.world.members] if node.worker is not None else []
+        return all(
+            other.disturbed_until + LEASE_TTL_S > self.now for other in self.nodes if other.name in names
+        )
 
     def check_converged(self) -> None:
         if not self.worlds:

@@ -69,6 +69,8 @@ class SimNode:
         self.lives = 0
         self.port = 0
         self.link = Link()
+        self.disturbed_until = -1e9
+        """Its link, or its agent."""
         self.running = False
         self.paused: list[Callable[[], None]] | None = None
         self.resumed_at = -1e9
@@ -181,6 +183,8 @@ class SimNode:
             return self.drain(order)
         if isinstance(order, Stop) and not self.stopping:
             self.stopping = True
+            if not self.agent.lease_good(now):
+                self.sim.disturb()  # the network alone can do that
             generation = order.generation
             worker = self.worker
             if self.sim.bug == "start before the old workers are gone" and worker is not None:

@@ -47,8 +47,8 @@ from elastic_agent.rendezvous.requests import (
 from elastic_agent.rendezvous.restarts import RestartPolicy
 from elastic_agent.rendezvous.store import Compare, Put
 
-from .checks import Checks
-from .node import Link, SimNode
+from .checks import AFTERMATH_S, Checks
+from .node import LEASE_TTL_S, Link, SimNode
 from .training import CHECKPOINT_KEY, Script, Team
 
 CALM_AT = 60.0
@@ -56,8 +56,6 @@ PLANS_UNTIL = 95.0
 END_AT = 120.0
 REQUEST_TIMEOUT_S = 1.0
 DRAIN_TIMEOUT_S = 8.0
-AFTERMATH_S = 15.0
-"""What a fault still does after it has healed: leases end, nodes join again."""
 BUGS = (
     "restart inside the generation",
     "commit without the fence",
@@ -112,7 +110,9 @@ class Simulation(Checks):
         heapq.heappush(self._queue, (self.now + delay_s, next(self._sequence), action))
 
     def delay(self) -> float:
-        return self.rng.uniform(0.2, 0.9) if self.rng.random() < 0.02 else self.rng.uniform(0.001, 0.01)
+        """Several slow answers in a row cost a lease its proof: not shortly before all must have converged."""
+        slow = self.rng.random() < 0.02 and self.now < END_AT - 2 * LEASE_TTL_S
+        return self.rng.uniform(0.2, 0.9) if slow else self.rng.uniform(0.001, 0.01)
 
     def call(
         self,
@@ -281,12 +281,13 @@ class Simulation(Checks):
         self.seen[f"fault {fault}"] += 1
         self.note(f"{fault} {' '.join(node.name for node in victims)} for {lasts_s:.1f} s")
         if fault != "leave":
-            self.disturbed_until = max(self.disturbed_until, self.now + lasts_s + AFTERMATH_S)
+            self.disturb(lasts_s)
         if fault == "outage":
             self.store_down = True
             self.outage_until = self.now + lasts_s
             self.after(lasts_s, lambda: setattr(self, "store_down", False))
         for node in victims if fault != "outage" else ():
+            node.disturbed_until = max(node.disturbed_until, self.now + lasts_s)
             if fault == "kill" and node.running:
                 node.kill()
                 self.after(1.0 + lasts_s, lambda node=node: node.running or node.boot())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 
 from .harness import Agent, Job
@@ -20,7 +21,7 @@ def test_the_example_survives_a_kill(job: Job) -> None:
     for name in ("undisturbed", "disturbed"):
         folder = job.folder / f"{name}-files"
         folder.mkdir()
-        script = ("--no-python", "env", f"--chdir={folder}", "python", EXAMPLES / "elastic_ddp.py")
+        script = ("--no-python", "env", f"--chdir={folder}", sys.executable, EXAMPLES / "elastic_ddp.py")
         agent = job.start(name, "--nproc-per-node=2", script=script)
         if name == "disturbed":
             job.wait_for_text(agent, "epoch 1 step ")
