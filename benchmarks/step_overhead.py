@@ -4,8 +4,7 @@
 Each run is a process of its own, which stands where a worker stands: its page was made by this one, in the agent's
 place. It times blocks of calls, of an empty function and of `step()` in turn, and keeps the median block of each. What
 the loop around the calls costs is in both. In the *pending* case `step()` finds that a planned change waits, and asks
-over a UNIX socket whether to go on: a line each way, which this process answers at once as an agent does that has heard
-from nobody else.
+whether to go on, which this process answers at once; an agent asks the store before it does.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_agent.worker import page, progress
+from elastic_agent.worker import drain, page, progress
+from elastic_agent.worker.commits import receive_line
 from elastic_agent.worker.page import Page
 from report import add_options, keep, markdown, publish, ratio, spread
 
@@ -34,7 +34,6 @@ GOAL_US = 5.0
 GENERATION = 1
 BLOCKS = 21
 NS = 1e9
-AGENT = "STEP_OVERHEAD_AGENT"
 
 CASES: Mapping[str, str] = {
     "plain": "step()",
@@ -79,8 +78,9 @@ def run(case: str, calls: int) -> Run:
     calls = max(1, calls // 100) if case == "pending" else calls
     with closing(Page.make(GENERATION)) as ours, answering() as agent:
         ours.words[page.PENDING] = case == "pending"
-        environment = {**os.environ, "ELASTIC_AGENT_GENERATION": str(GENERATION), AGENT: agent}
-        environment.update({} if case == "private" else {page.VARIABLE: ours.path})
+        environment = {**os.environ, "ELASTIC_AGENT_GENERATION": str(GENERATION), drain.VARIABLE: agent}
+        environment |= {"RANK": "0", "ELASTIC_AGENT_LOCAL_RANK": "0"}
+        environment |= {} if case == "private" else {page.VARIABLE: ours.path}
         command = [sys.executable, __file__, "--run", case, "--calls", str(calls)]
         measured = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
         if ours.read().step != (None if case == "private" else 2 * BLOCKS * calls):
@@ -92,10 +92,6 @@ def time_calls(case: str, calls: int) -> tuple[float, float]:
     """In the worker's place: nanoseconds per empty call and per step."""
     if case == "listener":
         progress.on_step(nothing)
-    if case == "pending":
-        agent = socket.socket(socket.AF_UNIX)
-        agent.connect(os.environ[AGENT])
-        progress.on_pending = lambda step: ask(agent, step)
     numbers = itertools.count(1)
     blocks: tuple[list[float], list[float]] = [], []
     for _ in range(BLOCKS):
@@ -113,11 +109,6 @@ def nothing(step: int) -> None:
     pass
 
 
-def ask(agent: socket.socket, step: int) -> None:
-    agent.sendall(b"%d\n" % step)
-    agent.recv(64)
-
-
 @contextmanager
 def answering() -> Iterator[str]:
     """The address of a socket whose other end lets everybody go on."""
@@ -125,19 +116,23 @@ def answering() -> Iterator[str]:
         address = str(Path(folder, "agent"))
         listener.bind(address)
         listener.listen()
-        threading.Thread(target=answer, args=(listener,), daemon=True).start()
+        answers = threading.Thread(target=answer, args=(listener,))
+        answers.start()
         yield address
         listener.shutdown(socket.SHUT_RDWR)
+        answers.join()
 
 
 def answer(listener: socket.socket) -> None:
-    try:
-        worker, _ = listener.accept()
-    except OSError:
-        return  # nobody has asked
-    with worker:
-        while worker.recv(64):
-            worker.sendall(b"go on\n")
+    go_on = drain.encode_answer(drain.Answer.GO_ON)
+    while True:
+        try:
+            worker, _ = listener.accept()
+        except OSError:
+            return  # shut down
+        with worker:
+            drain.decode_word(receive_line(worker, drain.ANSWER_S))
+            worker.sendall(go_on)
 
 
 def table(runs: Sequence[Run]) -> str:
