@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..health.http import Probe
-from ..rendezvous.decide import Drain, Leave, Refusal, Start, Stop
+from ..rendezvous.follow import Drain, Leave, Refusal, Start, Stop
 from ..rendezvous.participant import Participant
 from ..rendezvous.records import Phase, Result
 from .accounting.observer import Observer

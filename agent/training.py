@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..health.hang import HangWatch
-from ..rendezvous.decide import Drain
 from ..rendezvous.drain import Beyond, Present
+from ..rendezvous.follow import Drain
 from ..rendezvous.participant import Participant
 from ..rendezvous.records import Failure, Member, World
 from ..rendezvous.restarts import LASTING_S

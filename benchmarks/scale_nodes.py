@@ -35,7 +35,8 @@ from typing import Any
 
 from elastic_agent.agent.events import Answered, Event, Probed, StoreGone, Unanswered
 from elastic_agent.agent.store_link import StoreLink, pass_on
-from elastic_agent.rendezvous.decide import Policy, Start, Stop
+from elastic_agent.rendezvous.decide import Policy
+from elastic_agent.rendezvous.follow import Start, Stop
 from elastic_agent.rendezvous.participant import Participant
 from elastic_agent.rendezvous.records import Endpoint, Failure, Introduction, NetworkFacts, NodeRecord
 from elastic_agent.rendezvous.store import (

@@ -1,8 +1,7 @@
-"""The two decisions of the rendezvous, as pure functions over frozen data.
+"""Which world comes next, given every node's record and the current world: the decision of the coordinator.
 
-`decide` is the coordinator's: given every node's record and the current world, which world comes next? `follow`
-is every node's: given the current world and what runs here, what must this node do? Neither reads a clock, a
-store or a process; instants are arguments, seconds on the deciding node's own monotonic clock.
+`decide` is a pure function over frozen data: it reads no clock, no store, no process. Instants are arguments, seconds
+on the coordinator's own monotonic clock. What each node makes of the world is decided in `follow`.
 
 A generation's life is one key, `world`, changed only by compare-and-set:
 
@@ -24,7 +23,6 @@ STOPPING, and not drained any more.
 
 from __future__ import annotations
 
-import enum
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -377,126 +375,3 @@ def _quiet_at(newcomers: Sequence[NodeRecord], since: Mapping[str, float], polic
 
 def _best_step(world: World | None, nodes: Sequence[NodeRecord]) -> int:
     return max([node.step for node in nodes] + ([world.step] if world is not None else []))
-
-
-@dataclass(frozen=True, slots=True)
-class Local:
-    """What one node knows about itself."""
-
-    incarnation: str
-    generation: int = 0
-    """The generation whose workers exist on this node; 0 when there are none."""
-    started: int = 0
-    """The highest generation that this incarnation has ever started (I4)."""
-    lease_good: bool = True
-    """The lease was confirmed so recently that nobody can have been given this node's place (I10)."""
-    hosts_store: bool = False
-    leaving: bool = False
-    leave_alone: bool = False
-    """A leaving node has waited long enough for the others to stop with it."""
-    drain_over: bool = False
-    """The workers have had the whole time of a drain to end by themselves."""
-    wait_over: bool = False
-    """And the others a little more, in which a leaving node has waited for them; or it has waited long enough."""
-    came_after_end: bool = False
-    """The world had ended before this agent came: it is of a new run of the job."""
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    world: World
-    member: Member
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """End the workers of `generation`; a planned stop gives them time to save."""
-
-    generation: int
-    planned: bool
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """Tell the workers of `generation` that a change waits, and say so.
-
-    `stopping`: all have been told. They end by themselves, and are not signalled.
-    """
-
-    generation: int
-    stopping: bool
-    reason: str
-
-
-class Refusal(enum.Enum):
-    """Why one node ends although its job has not."""
-
-    JOIN_TIMEOUT = "join_timeout"
-    DUPLICATE_NODE = "duplicate_node"
-    STORE_MISMATCH = "store_mismatch"
-    ASKED = "asked"
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """Nothing is left to do here: give up the lease and end."""
-
-    why: Result | Refusal
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Stay:
-    """Go on as before."""
-
-
-Order: TypeAlias = Start | Drain | Stop | Leave | Stay
-
-
-def follow(world: World | None, local: Local) -> Order:
-    """What this node must do now. Stopping comes before everything else."""
-    if local.generation:
-        return _follow_with_workers(world, local)
-    if world is not None and world.result is not None and not local.came_after_end:
-        return Leave(world.result, world.cause.detail)
-    if local.leaving:
-        if world is not None and _needed(world, local) and not local.wait_over:
-            return Stay()
-        return Leave(Refusal.ASKED, "this node was asked to stop")
-    if world is not None and world.phase is Phase.RUNNING and local.lease_good:
-        member = world.member(local.incarnation)
-        if member is not None and world.generation > local.started:
-            return Start(world, member)
-    return Stay()
-
-
-def _needed(world: World, local: Local) -> bool:
-    """A leaving node without workers stays until all others have what they go on with, or know that there is no more.
-
-    It may be the coordinator, or the host of the store.
-    """
-    if local.hosts_store:
-        return world.phase is not Phase.ENDED
-    return world.drains and world.member(local.incarnation) is not None
-
-
-def _follow_with_workers(world: World | None, local: Local) -> Order:
-    if not local.lease_good:
-        return Stop(local.generation, False, "the rendezvous store does not confirm this node's lease")
-    if world is None or world.generation < local.generation:
-        return Stop(local.generation, False, "the rendezvous store has lost the world that runs here")
-    if world.generation > local.generation or world.member(local.incarnation) is None:
-        return Stop(local.generation, False, f"generation {world.generation} has replaced it")
-    if world.drains and not local.drain_over:
-        return Drain(local.generation, world.phase is Phase.STOPPING, world.cause.detail)
-    if world.drains:
-        return Stop(
-            local.generation, True, f"{world.cause.detail}; the workers did not end by themselves in time"
-        )
-    if world.phase is not Phase.RUNNING:
-        planned = world.cause.kind in (CauseKind.JOIN, CauseKind.LEAVE)
-        return Stop(local.generation, planned, world.cause.detail)
-    if local.leaving and local.leave_alone:
-        return Stop(local.generation, True, "this node was asked to stop")
-    return Stay()

@@ -20,21 +20,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from .decide import (
-    Decision,
-    Leave,
-    Local,
-    Order,
-    Policy,
-    Publish,
-    Refusal,
-    Stay,
-    Stop,
-    View,
-    decide,
-    follow,
-)
+from .decide import Decision, Policy, Publish, View, decide
 from .errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch
+from .follow import Leave, Local, Order, Refusal, Stay, Stop, follow
 from .peers import Finding, Peer, Suspects, slow_to_go_on, slow_to_stop
 from .proof import Proof
 from .records import (

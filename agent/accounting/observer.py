@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ...health.checks import Comparison
 from ...health.metrics import Metrics
-from ...rendezvous.decide import Refusal
+from ...rendezvous.follow import Refusal
 from ...rendezvous.participant import Participant
 from ...rendezvous.records import CauseKind, Member, NodeRecord, Phase, Result, World
 from ...worker.page import Reading

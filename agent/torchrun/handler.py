@@ -32,8 +32,9 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from ...rendezvous.decide import Policy, Refusal
+from ...rendezvous.decide import Policy
 from ...rendezvous.errors import RendezvousError, StoreError
+from ...rendezvous.follow import Refusal
 from ...rendezvous.records import NodeRecord, Phase, Result
 from ...rendezvous.store import Store
 from ..configuration.config import Config

@@ -20,8 +20,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ...rendezvous.decide import Decision, Drain, Leave, Policy, Start, Stop, View, decide
+from ...rendezvous.decide import Decision, Policy, View, decide
 from ...rendezvous.errors import StoreError, StoreUnavailable
+from ...rendezvous.follow import Drain, Leave, Start, Stop
 from ...rendezvous.participant import Participant
 from ...rendezvous.records import (
     MAX_TEXT,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from elastic_agent.rendezvous.decide import (
-    Policy,
-    Start,
-)
+from elastic_agent.rendezvous.decide import Policy
+from elastic_agent.rendezvous.follow import Start
 from elastic_agent.rendezvous.records import (
     Phase,
     World,

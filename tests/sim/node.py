@@ -11,15 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from elastic_agent.rendezvous.decide import (
-    Drain,
-    Leave,
-    Refusal,
-    Start,
-    Stop,
-)
 from elastic_agent.rendezvous.drain import WHAT_STANDS, stranded
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavailable
+from elastic_agent.rendezvous.follow import Drain, Leave, Refusal, Start, Stop
 from elastic_agent.rendezvous.participant import Participant
 from elastic_agent.rendezvous.peers import Absence, Finding, Peer
 from elastic_agent.rendezvous.records import (

@@ -21,13 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from elastic_agent.rendezvous.decide import (
-    Decision,
-    Policy,
-    Publish,
-    View,
-    decide,
-)
+from elastic_agent.rendezvous.decide import Decision, Policy, Publish, View, decide
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreUnavailable
 from elastic_agent.rendezvous.ledger import Ledger
 from elastic_agent.rendezvous.records import (

@@ -9,8 +9,9 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from elastic_agent.rendezvous.decide import Drain, Leave, Order, Policy, Start, Stay, Stop
+from elastic_agent.rendezvous.decide import Policy
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavailable
+from elastic_agent.rendezvous.follow import Drain, Leave, Order, Start, Stay, Stop
 from elastic_agent.rendezvous.ledger import Ledger
 from elastic_agent.rendezvous.participant import Participant
 from elastic_agent.rendezvous.peers import Peer as PeerAddress

@@ -8,23 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.rendezvous.decide import (
-    Decision,
-    Drain,
-    Leave,
-    Local,
-    Order,
-    Policy,
-    Publish,
-    Refusal,
-    Start,
-    Stay,
-    Stop,
-    View,
-    Wait,
-    decide,
-    follow,
-)
+from elastic_agent.rendezvous.decide import Decision, Policy, Publish, View, Wait, decide
+from elastic_agent.rendezvous.follow import Drain, Leave, Local, Order, Refusal, Start, Stay, Stop, follow
 from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,

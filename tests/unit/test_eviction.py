@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.rendezvous.decide import Leave, Start, Stop
+from elastic_agent.rendezvous.follow import Leave, Start, Stop
 from elastic_agent.rendezvous.peers import ASK_AFTER_S, ASK_AGAIN_S, ASK_IN_TURN_S, Absence, Finding
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.rendezvous.decide import Drain, Leave, Refusal, Start, Stay, Stop
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreUnavailable
+from elastic_agent.rendezvous.follow import Drain, Leave, Refusal, Start, Stay, Stop
 from elastic_agent.rendezvous.ledger import Ledger
 from elastic_agent.rendezvous.participant import DUPLICATE_TTLS, LEAVE_TOGETHER_S, Participant
 from elastic_agent.rendezvous.proof import LEASE_MARGIN
