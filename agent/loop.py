@@ -23,6 +23,7 @@ from .accounting.observer import Observer
 from .checkpoints.disk_writer import DiskWriter
 from .commit_gate import CommitGate, Standing
 from .configuration.config import Config
+from .environment.timeouts import last_save_s
 from .events import (
     Event,
     GuardSpoke,
@@ -55,10 +56,6 @@ HEARTBEAT_S = 1.0
 """The loop turns at least this often, so that liveness can tell a waiting loop from a stuck one."""
 
 STUCK_AFTER_S = 30.0
-
-LAST_SAVE_S = 10.0
-"""How long the end waits for a save that a worker had ordered before it was stopped. One that ended by itself has
-waited for it. A node that brings the state of a job that cannot go on to disk has a whole --stop-grace."""
 
 DRAIN_COMMAND = "elastic-agent drain"
 """How an operator asks a node to leave, other than by a signal to its agent."""
@@ -227,7 +224,7 @@ class Loop:
         self._departing = self._end(order)
         world = self._participant.world
         rescues = world is not None and world.rescuer == self._participant.incarnation
-        within_s = max(LAST_SAVE_S, self._config.stop.grace_s) if rescues else LAST_SAVE_S
+        within_s = last_save_s(self._config.stop.grace_s, rescues=rescues)
 
         def finish() -> None:
             self._disk_writer.finish(within_s)

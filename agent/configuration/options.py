@@ -392,8 +392,8 @@ SERVICE_STOP_LIMIT: Option[float | None] = Option(
     "service-stop-limit",
     duration(1.0),
     "how long the service manager waits after SIGTERM before it kills everything (systemd: TimeoutStopSec,"
-    " Kubernetes: terminationGracePeriodSeconds); --stop-grace must leave room below it (default: nobody"
-    " kills this agent)",
+    " Kubernetes: terminationGracePeriodSeconds); a stop must fit: --stop-grace, as long again (at least 10 s) to"
+    " bring to disk what only this node has, and 5 s to leave (default: nobody kills this agent)",
     metavar="DURATION",
 )
 HANG_TIMEOUT: Option[float | None] = Option(

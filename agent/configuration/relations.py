@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
-from ..environment.timeouts import HEARTBEAT_VARIABLE, process_group_s
+from ..environment.timeouts import HEARTBEAT_VARIABLE, LAST_SAVE_S, LEAVING_S, process_group_s, whole_stop_s
 from .config import Endpoint, Problem, TimeoutConfig
 from .layers import Setting
 from .options import (
@@ -47,10 +47,6 @@ from .options import (
     Option,
 )
 from .settings import Settings
-
-LEAVING_S = 5.0
-"""What a planned stop takes beside --stop-grace: at most 3 s until the others stop with this node
-(`participant.LEAVE_TOGETHER_S`), and the rest to reap the workers and to say goodbye to the store."""
 
 
 def check_relations(settings: Settings, environ: Mapping[str, str]) -> list[tuple[set[str], Problem]]:
@@ -121,19 +117,20 @@ def _check_nodes_and_times(rules: _Rules) -> None:
     )
     grace, limit, drain = settings[STOP_GRACE], settings[SERVICE_STOP_LIMIT], settings[DRAIN_TIMEOUT]
     rules.expect(
-        drain.value is None or drain.value <= grace.value,
+        drain.value is None or drain.value < grace.value or drain.value == 0,
         DRAIN_TIMEOUT,
-        f"at most stop-grace, which is {grace.value:g} s ({grace.origin})",
+        f"less than stop-grace, which is {grace.value:g} s ({grace.origin})",
         "lower --drain-timeout or raise --stop-grace",
         STOP_GRACE,
     )
     if limit.value is not None:
-        needed_s = grace.value + LEAVING_S
+        needed_s = whole_stop_s(grace.value)
         rules.expect(
             needed_s <= limit.value,
             STOP_GRACE,
-            f"at most service-stop-limit, which is {limit.value:g} s ({limit.origin}), less {LEAVING_S:g} s"
-            " for leaving the job",
+            f"a stop that ends within service-stop-limit, which is {limit.value:g} s ({limit.origin}): it can take"
+            f" stop-grace, as long again (at least {LAST_SAVE_S:g} s) to bring to disk what only this node has, and"
+            f" {LEAVING_S:g} s to leave the job",
             "lower --stop-grace, or let the service manager wait longer and say so with"
             f" --service-stop-limit {needed_s:g}s",
             SERVICE_STOP_LIMIT,

@@ -4,7 +4,7 @@
 
 And of another one, above a planned stop:
 
-    step  <  time of a drain  <  stop grace  <  service manager's limit
+    step  <  time of a drain  <  stop grace  <  time of a whole stop (`whole_stop_s`)  <=  service manager's limit
 
 Each rung sees less than the one below it. The *hang limit* is this agent's: it knows that no step is reported. The
 *process-group timeout* is torch's: it knows which collective did not end, and ends the process. The *heartbeat*
@@ -32,6 +32,14 @@ WATCHDOG_PER_PROCESS_GROUP = 1.5
 
 DRAIN_PER_STOP_GRACE = 2 / 3
 """The time of a drain, in stop graces, where the user has chosen none."""
+
+LAST_SAVE_S = 10.0
+"""How long a stop waits for a save that a worker had ordered before it was stopped. One that ended by itself has waited
+for it. A node that brings to disk what nobody goes on with in memory may take a stop grace, if that is longer."""
+
+LEAVING_S = 5.0
+"""What a planned stop takes beside: at most 3 s until the others stop with this node
+(`participant.LEAVE_TOGETHER_S`), and the rest to reap the workers and to say goodbye to the store."""
 
 HEARTBEAT_VARIABLE = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 
@@ -67,6 +75,15 @@ def process_group_s(chosen: TimeoutConfig, factor: float = 1.0) -> float | None:
 
 def drain_timeout_s(stop: StopConfig) -> float:
     return stop.drain_timeout_s if stop.drain_timeout_s is not None else stop.grace_s * DRAIN_PER_STOP_GRACE
+
+
+def last_save_s(grace_s: float, *, rescues: bool) -> float:
+    return max(LAST_SAVE_S, grace_s) if rescues else LAST_SAVE_S
+
+
+def whole_stop_s(grace_s: float) -> float:
+    """At most so long after a first SIGTERM an agent has left its job, with a stop grace of `grace_s`."""
+    return grace_s + last_save_s(grace_s, rescues=True) + LEAVING_S
 
 
 def watchdog_s(process_group_s: float) -> int:

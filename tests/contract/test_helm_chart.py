@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from elastic_agent import __version__
-from elastic_agent.agent.configuration.relations import LEAVING_S
+from elastic_agent.agent.environment.timeouts import whole_stop_s
 from elastic_agent.agent.exits import ExitCode
 from elastic_agent.agent.run import HOST_LINGERS_S
 from tests.pods import CHART, Manifest, agent_pod, configuration, environment, pods, render, run_helm
@@ -176,7 +176,7 @@ def test_the_grace_of_pod_agent_and_workers_come_from_one_number(case: str) -> N
     pod_s = agent_pod(rendered(case))["spec"]["terminationGracePeriodSeconds"]
     settings = settings_of(case)
     assert int(settings["service-stop-limit"]) == pod_s
-    assert pod_s >= int(settings["stop-grace"]) + LEAVING_S + HOST_LINGERS_S
+    assert pod_s >= whole_stop_s(int(settings["stop-grace"])) + HOST_LINGERS_S
 
 
 @every_case

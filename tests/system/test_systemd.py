@@ -43,7 +43,10 @@ try:
     elsewhere = "written"
 except OSError as error:
     elsewhere = error.strerror
+with open(os.path.join(os.environ["ELASTIC_AGENT_MEMORY"], "tried"), "w") as file:
+    file.write("written")
 seen = {
+    "memory": open(file.name).read(),
     "cgroup": open("/proc/self/cgroup").read().splitlines()[-1],
     "folder": os.getcwd(),
     "environment": dict(os.environ),
@@ -159,6 +162,13 @@ def test_a_start_is_done_when_the_agent_is_up_and_a_stop_lets_the_workers_save(s
     logs = service.machine.path(f"/var/log/elastic-agent/{service.job}")
     service.wait_for(lambda: "stepping" in "".join(p.read_text() for p in logs.rglob("*.log")), "the logs")
     assert len(service.processes()) > 2 * int(environment["LOCAL_WORLD_SIZE"])
+    assert f"generation 1: {environment['WORLD_SIZE']} workers from spares" in service.log(), (
+        "the unit's confinement lets a fork become a worker"
+    )
+    memory = environment["ELASTIC_AGENT_MEMORY"]
+    assert memory.startswith("/dev/shm/")
+    assert service.machine.run("test", "-e", memory, check=False).returncode == 0
+    assert seen["memory"] == "written", "the unit's confinement leaves the workers their copies in memory"
     shown = json.loads(service.machine.run("/opt/elastic-agent/bin/elastic-agent", "status", "--json").stdout)
     assert [(job["state"], job["generation"]) for job in shown["jobs"]] == [("running", 1)]
 
@@ -175,6 +185,7 @@ def test_a_start_is_done_when_the_agent_is_up_and_a_stop_lets_the_workers_save(s
         "helpers live while workers save"
     )
     assert service.processes() == {}
+    assert service.machine.run("test", "-e", memory, check=False).returncode == 1
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
     "failure-grace": ("0", "stop.failure_grace_s", 0.0),
     "just-in-time-grace": ("0", "stop.just_in_time_grace_s", 0.0),
     "memory-checkpoints": ("1.5GiB", "memory_checkpoints", 3 * 2**29),
-    "service-stop-limit": ("2h", "stop.service_limit_s", 7200.0),
+    "service-stop-limit": ("3h", "stop.service_limit_s", 10800.0),
     "hang-timeout": ("5m", "timeouts.hang_s", 300.0),
     "process-group-timeout": ("20m", "timeouts.process_group_s", 1200.0),
     "network-profile": ("roce", "network_profile", "roce"),
@@ -325,15 +325,20 @@ def test_where_the_nodes_meet(
             "--rdzv-endpoint 'node1:0': expected a port from 1 to 65535, or localhost:0",
         ),
         (
-            "--stop-grace 20 --drain-timeout 21",
-            "--drain-timeout '21': expected at most stop-grace, which is 20 s (--stop-grace);"
+            "--stop-grace 20 --drain-timeout 20",
+            "--drain-timeout '20': expected less than stop-grace, which is 20 s (--stop-grace);"
             " lower --drain-timeout or raise --stop-grace",
         ),
         (
-            "--stop-grace 56 --service-stop-limit 1m",
-            "--stop-grace '56': expected at most service-stop-limit, which is 60 s (--service-stop-limit),"
-            " less 5 s for leaving the job; lower --stop-grace, or let the service manager wait longer and say so"
-            " with --service-stop-limit 61s",
+            "--stop-grace 28 --service-stop-limit 1m",
+            "--stop-grace '28': expected a stop that ends within service-stop-limit, which is 60 s"
+            " (--service-stop-limit): it can take stop-grace, as long again (at least 10 s) to bring to disk what"
+            " only this node has, and 5 s to leave the job; lower --stop-grace, or let the service manager wait"
+            " longer and say so with --service-stop-limit 61s",
+        ),
+        (
+            "--stop-grace 5 --service-stop-limit 19",
+            "--stop-grace '5': expected a stop that ends within service-stop-limit, which is 19 s",
         ),
         (
             "--hang-timeout 5m --process-group-timeout 300",

@@ -64,7 +64,7 @@ def problems(tmp_path: Path, words: str, **environ: str) -> list[str]:
             "--hang-timeout 60 --process-group-timeout 30 --stop-grace 30 --service-stop-limit 30",
             "20",
             [
-                "--stop-grace '30': expected at most service-stop-limit",
+                "--stop-grace '30': expected a stop that ends within service-stop-limit",
                 "--process-group-timeout '30': expected more than hang-timeout, which is 60 s",
                 f"{HEARTBEAT} '20': expected whole seconds, more than process-group-timeout, which is 30 s",
             ],

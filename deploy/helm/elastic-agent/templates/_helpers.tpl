@@ -47,10 +47,11 @@ etcd://{{ join "," .Values.etcd.endpoints }}{{ .Values.etcd.prefix }}
 {{- end -}}
 {{- end -}}
 
-{{/* From SIGTERM to SIGKILL of the pod: beside the workers' grace an agent takes up to 5 s to leave the job, and the
-     one that keeps the store stays 15 s more, so that the others hear how the job has ended. */}}
+{{/* From SIGTERM to SIGKILL of the pod. Beside the workers' grace an agent takes as long again, or 10 s, where it has to
+     bring to disk what no other node has in memory, and up to 5 s to leave the job; the one that keeps the store stays
+     15 s more, so that the others hear how the job has ended. */}}
 {{- define "elastic-agent.stop-limit" -}}
-{{ add .Values.stopGraceSeconds 20 }}
+{{ add .Values.stopGraceSeconds (max 10 .Values.stopGraceSeconds) 20 }}
 {{- end -}}
 
 {{/* The options that this chart sets, as a table in TOML; a JSON value is one of TOML, too. */}}
