@@ -5,8 +5,9 @@ nothing races with itself), feed back the answer, deliver the watch's changes an
 and obey its `order`. It is level-triggered: every question is answered from what is known now, so a lost reply,
 a repeated event or a missed one costs time and never correctness.
 
-What it knows is its `Roster`, why its workers may go on is its `Proof`. The node with the oldest record coordinates:
-it alone follows all records, so a join is not delivered N times to N nodes. Two nodes may for a moment both believe
+What it knows and has to say is in its `Session`, how long it waits for the others in its `Patience`; what follows is
+decided by `decide` (which world comes next?) and `follow` (what must this node do?). The node with the oldest record
+coordinates: it alone follows all records, so a join is not delivered N times to N nodes. Two nodes may for a moment both believe
 to coordinate; the compare on `world` lets only one of them publish (I2).
 
 All instants are seconds on this node's monotonic clock.
@@ -18,11 +19,12 @@ import logging
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from .decide import Decision, Policy, Publish, View, decide
 from .errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch
 from .follow import Leave, Local, Order, Refusal, Stay, Stop, follow
+from .patience import Patience
 from .peers import Finding, Peer, Suspects, slow_to_go_on, slow_to_stop
 from .proof import Proof
 from .records import (
@@ -52,42 +54,14 @@ from .requests import (
     WriteWorld,
 )
 from .roster import Roster
+from .session import Session
 from .store import Change, Compare, Entry, LeaseId, Outcome, Snapshot
 
 log = logging.getLogger(__name__)
 
-LEAVE_TOGETHER_S = 3.0
-"""How long a leaving node waits for the coordinator to stop everybody, before it stops its workers alone."""
-
-LINGER_S = 1.0
-"""How long a leaving node whose workers have ended waits for the others beyond the time of a drain."""
-
 DUPLICATE_TTLS = 3.0
 """A record under our name that outlives so many times to live belongs to a live agent, not to a dead one; longer
 than the store needs, since late keep-alives of the dead may still arrive and clocks differ in rate."""
-
-
-@dataclass(slots=True)
-class _Session:
-    """What belongs to one incarnation, and is forgotten with it."""
-
-    incarnation: str
-    proof: Proof
-    roster: Roster
-    lease: LeaseId | None = None
-    written: NodeRecord | None = None
-    own_revision: int | None = 0
-    """mod_revision of our record; None after a write whose outcome is unknown."""
-    created_revision: int = 0
-    started: int = 0
-    settled: int = 0
-    succeeded: int = 0
-    draining: int = 0
-    listening: int = 0
-    drained: int = 0
-    kept: int = 0
-    failure: Failure | None = None
-    lasting: int = 0
 
 
 class Participant:
@@ -115,21 +89,17 @@ class Participant:
         self._rng = rng
         self._retry = retry
         self._decide = decision
-        self._port: int | None = identity.port
-        self._step = 0
+        self.wants_port = False
+        """The port offered so far belongs to a past generation: give a fresh one through `offer_port`."""
         self._joins = 0
-        self._session = self._new_session(identity.incarnation)
+        self._session = self._new_session(identity)
         self._generation = 0
         self._started_world: World
-        self._leaving_since: float | None = None
-        self._warm = False
+        self._patience = Patience(policy, now)
         self._wish: Entry | None = None
         """Somebody wants this node to leave, or wanted an earlier agent of it to."""
         self.wanted_to_leave = False
         """Somebody wants this agent to; the driver says `leave` when it does."""
-        self._drain: tuple[int, float] | None = None
-        """The newest generation that drains or has drained, and the instant at which this node first saw so."""
-        self._idle_since: float | None = now
         self._refusal: Leave | None = None
         self._duplicate_until: float | None = None
         self._pending: Request | None = None
@@ -157,7 +127,7 @@ class Participant:
     @property
     def listening(self) -> int:
         """The newest generation whose workers here all listen."""
-        return self._session.listening
+        return self._session.says.listening
 
     @property
     def world_since(self) -> float:
@@ -173,11 +143,6 @@ class Participant:
     def subscription(self) -> Subscription | None:
         """The watch to keep open; None while there is nothing to watch yet."""
         return self._session.roster.subscription
-
-    @property
-    def wants_port(self) -> bool:
-        """The port offered so far belongs to a past generation: give a fresh one through `offer_port`."""
-        return self._port is None
 
     @property
     def coordinates(self) -> bool:
@@ -227,8 +192,7 @@ class Participant:
 
     def order(self, now: float) -> Order:
         """What this node must do now. Repeated until the driver reports that it is done."""
-        leaving_for = now - self._leaving_since if self._leaving_since is not None else 0.0
-        over_at = self._drain_over_at(now)
+        patience = self._patience_at(now)
         local = Local(
             incarnation=self._session.incarnation,
             generation=self._generation,
@@ -236,10 +200,10 @@ class Participant:
             lease_good=self.lease_good(now),
             came_after_end=self._came_after_end,
             hosts_store=self.identity.hosts_store,
-            leaving=self._leaving_since is not None,
-            leave_alone=leaving_for >= LEAVE_TOGETHER_S,
-            drain_over=over_at is not None and now >= over_at,
-            wait_over=now >= self._waits_until(over_at),
+            leaving=self._session.says.leaving,
+            leave_alone=now >= patience.leave_alone_at,
+            drain_over=now >= patience.drain_over_at,
+            wait_over=now >= patience.wait_over_at,
         )
         if self._refusal is not None:
             if self._generation:
@@ -248,49 +212,21 @@ class Participant:
         order = follow(self.world, local)
         if not isinstance(order, Stay):
             return order
-        give_up_at = self._give_up_at(now)
-        if give_up_at is not None and now >= give_up_at:
+        if now >= patience.give_up_at:
             waited = f"no world within {self.policy.join_timeout_s:.0f} s of --join-timeout"
             return Leave(Refusal.JOIN_TIMEOUT, f"{waited}: {self.waiting_for}")
         return order
 
     def wake_at(self, now: float) -> float | None:
         """The next instant at which `request` or `order` may answer differently without any event."""
-        instants = [self._wake_at, self._retry_at, self._give_up_at(now)]
+        instants = [self._wake_at, self._retry_at, *self._patience_at(now).instants]
         if self._session.lease is not None:
             instants += [*self._session.proof.instants(now), self._session.roster.peers.wake_at()]
-        if self._leaving_since is not None:
-            instants.append(self._leaving_since + LEAVE_TOGETHER_S)
-        over_at = self._drain_over_at(now)
-        instants += [over_at, self._waits_until(over_at)]
-        return min((at for at in instants if at is not None and at > now), default=None)
+        return min((at for at in instants if at is not None and now < at < math.inf), default=None)
 
-    def _drain_over_at(self, now: float) -> float | None:
-        """When the time of the drain that is under way ends; it begins when this node first hears of it."""
-        world = self.world
-        if world is None or not world.drains:
-            return None
-        if self._drain is None or self._drain[0] != world.generation:
-            self._drain = world.generation, now
-        return self._drain[1] + self.policy.drain_timeout_s
-
-    def _waits_until(self, drain_over_at: float | None) -> float:
-        """For how long a leaving node without workers stays for the others."""
-        if drain_over_at is not None:
-            return drain_over_at + LINGER_S
-        if self._leaving_since is None:
-            return math.inf
-        return self._leaving_since + LEAVE_TOGETHER_S + self.policy.drain_timeout_s + LINGER_S
-
-    def _give_up_at(self, now: float) -> float | None:
-        """The end of the join timeout: it runs while nothing trains here and no world is known for sure to run."""
-        world = self.world
-        running = world is not None and world.trains and self.lease_good(now)
-        if self._generation or running:
-            self._idle_since = None
-        elif self._idle_since is None:
-            self._idle_since = now
-        return self._idle_since + self.policy.join_timeout_s if self._idle_since is not None else None
+    def _patience_at(self, now: float) -> Patience:
+        self._patience.look(self.world, busy=bool(self._generation), lease_good=self.lease_good(now), now=now)
+        return self._patience
 
     # ---------------------------------------------------------------- what it asks of its peers
 
@@ -334,13 +270,10 @@ class Participant:
         if session.own_revision is None:
             return Read((own_key,))
         self._settle_unstarted()
-        if self._port is None:
+        if self.wants_port:
             return None
-        record = self._record(self._port)
-        written = session.written
-        # Steps alone are not worth a write: the newest travels with the next change.
-        if written is None or replace(record, step=written.step) != written:
-            return WriteRecord(Compare(own_key, session.own_revision), record, session.lease)
+        if (news := session.news) is not None:
+            return WriteRecord(Compare(own_key, session.own_revision), news, session.lease)
         roster = session.roster
         if self._wish is not None:
             return Forget(Compare(self._wish.key, self._wish.mod_revision))
@@ -378,38 +311,21 @@ class Participant:
         # It may be waiting for the next agent of just that node, who cannot come before the name is free.
         return next((Evict(record) for record in roster.records_of_gone if decision.short_of_nodes), None)
 
-    def _record(self, port: int) -> NodeRecord:
-        session = self._session
-        return replace(
-            self.identity,
-            incarnation=session.incarnation,
-            port=port,
-            leaving=self._leaving_since is not None,
-            warm=self._warm,
-            draining=session.draining,
-            listening=session.listening,
-            drained=session.drained,
-            kept=session.kept,
-            settled=session.settled,
-            succeeded=session.succeeded,
-            failure=session.failure,
-            lasting=session.lasting,
-            step=self._step,
-        )
-
     def _settle_unstarted(self) -> None:
         """A generation that was stopped before this node started it has no workers here either."""
         world = self.world
         stops = world is not None and world.phase in (Phase.DRAINING, Phase.STOPPING)
         if world is None or not stops or self._generation:
             return
-        if world.member(self.incarnation) is not None and self._session.settled < world.generation:
+        if world.member(self.incarnation) is not None and self._session.says.settled < world.generation:
             self._settle(world)
 
     def _settle(self, world: World) -> None:
-        self._session.settled = self._session.started = world.generation
+        session = self._session
+        session.says = replace(session.says, settled=world.generation)
+        session.started = world.generation
         if world.members[0].incarnation == self.incarnation:
-            self._port = None
+            self.wants_port = True
 
     # ---------------------------------------------------------------- what the store answers
 
@@ -430,7 +346,9 @@ class Participant:
             session.lease, session.proof.confirmed_at = answer, self._asked_at
         elif isinstance(request, WriteRecord) and isinstance(answer, Outcome):
             if answer.succeeded:
-                self._wrote(request.record, answer.entries[0])
+                written = answer.entries[0]
+                assert written is not None, "what was just written is there"
+                session.wrote(request.record, written)
             else:
                 self._own_entry(answer.entries[0], now)
         elif isinstance(request, WriteWorld) and isinstance(answer, Outcome):
@@ -516,12 +434,6 @@ class Participant:
         """The watch missed changes: read everything again."""
         self._session.roster.subscription = None
 
-    def _wrote(self, record: NodeRecord, entry: Entry | None) -> None:
-        assert entry is not None, "what was just written is there"
-        session = self._session
-        session.written = record
-        session.own_revision, session.created_revision = entry.mod_revision, entry.create_revision
-
     def _own_entry(self, entry: Entry | None, now: float) -> None:
         """What stands under our key, after a refused or an unanswered write."""
         session = self._session
@@ -532,7 +444,7 @@ class Participant:
             return
         record = NodeRecord.from_json(entry.key, entry.value)
         if record.incarnation == session.incarnation:
-            self._wrote(record, entry)
+            session.wrote(record, entry)
             return
         if session.written is not None:
             self.lease_gone(session.lease)
@@ -564,48 +476,54 @@ class Participant:
 
     def workers_advanced(self, step: int) -> None:
         """A worker has finished or saved this step."""
-        self._step = max(self._step, step)
+        session = self._session
+        session.says = replace(session.says, step=max(session.says.step, step))
 
     def workers_lasting(self, generation: int) -> None:
         """The workers have run for longer than a minute."""
-        self._session.lasting = generation
+        self._session.says = replace(self._session.says, lasting=generation)
 
     def workers_failed(self, failure: Failure) -> None:
         """The first failure of a generation on this node; the others' follow from it."""
-        mine = self._session.failure
-        if mine is None or mine.generation < failure.generation:
-            self._session.failure = failure
+        session = self._session
+        first = session.says.failure
+        if first is None or first.generation < failure.generation:
+            session.says = replace(session.says, failure=failure)
 
     def workers_succeeded(self, generation: int) -> None:
-        self._session.succeeded = generation
+        self._session.says = replace(self._session.says, succeeded=generation)
 
     def workers_told(self, generation: int) -> bool:
         """Every worker here that looks at its flag sees from now on that a planned change waits for it.
 
         True when that is news, and so something to tell the others.
         """
-        known, self._session.draining = self._session.draining, generation
+        session = self._session
+        known, session.says = session.says.draining, replace(session.says, draining=generation)
         return known != generation
 
     def workers_listen(self, generation: int) -> bool:
         """Every worker here has looked at its flag at the end of a step, and so will at the next. True: as above."""
-        known, self._session.listening = self._session.listening, generation
+        session = self._session
+        known, session.says = session.says.listening, replace(session.says, listening=generation)
         return known != generation
 
     def workers_drained(self, generation: int, *, kept: bool) -> None:
         """Every worker here has ended by itself at the step that all have agreed on, or the next generation can do
         without it. `kept`: this node has the state after that step."""
-        self._session.drained = generation
+        session = self._session
+        session.says = replace(session.says, drained=generation)
         if kept:
-            self._session.kept = generation
+            session.says = replace(session.says, kept=generation)
 
     def warmed(self) -> None:
         """Workers can start here at once. Until then a world that trains does not wait for this node."""
-        self._warm = True
+        self._session.says = replace(self._session.says, warm=True)
 
     def offer_port(self, port: int) -> None:
         """`port` is bound and listening at this node's address, and no generation has ever been given it."""
-        self._port = port
+        self._session.says = replace(self._session.says, port=port)
+        self.wants_port = False
 
     def workers_gone(self, generation: int, now: float) -> None:
         """No process of `generation` is left here."""
@@ -617,20 +535,23 @@ class Participant:
 
     def leave(self, now: float) -> None:
         """This node was asked to stop: tell the others, stop with them, then leave."""
-        if self._leaving_since is None:
-            self._leaving_since = now
+        self._patience.leave(now)
+        self._session.says = replace(self._session.says, leaving=True)
 
-    def _new_session(self, incarnation: str) -> _Session:
+    def _new_session(self, says: NodeRecord) -> Session:
         proof = Proof(self._lease_ttl_s, self.policy.store_outage_grace_s)
-        return _Session(incarnation, proof, Roster(self.policy.job, self.identity.node))
+        return Session(says, proof, Roster(self.policy.job, self.identity.node))
 
     def _rejoin_if_idle(self) -> None:
         """After a lost lease and with no worker left: everything known is void, join anew."""
         if self._session.lease is not None or self._generation:
             return
         self._joins += 1
-        self._session = self._new_session(f"{self.identity.incarnation}.{self._joins}")
+        was, incarnation = self._session.says, f"{self.identity.incarnation}.{self._joins}"
+        self._session = self._new_session(
+            replace(self.identity, incarnation=incarnation, leaving=was.leaving, warm=was.warm, step=was.step)
+        )
         # A world that we never saw may have named our port as its master: nobody may meet there again.
-        self._port = None
+        self.wants_port = True
         self._pending = None
         self._duplicate_until = None

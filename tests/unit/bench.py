@@ -65,7 +65,6 @@ class Peer:
             now=bench.now,
             retry=RetryPolicy(0.0, 1.0),
         )
-        self.part.warmed()
         self.watched: Subscription | None = None
         self.seen_to = 0
 
@@ -190,8 +189,12 @@ class Bench:
         self.ledger = Ledger(history)
         self.peers: list[Peer] = []
 
-    def join(self, name: str, policy: Policy = POLICY, life: int = 1, slots: int = 2) -> Peer:
+    def join(
+        self, name: str, policy: Policy = POLICY, life: int = 1, slots: int = 2, *, warm: bool = True
+    ) -> Peer:
         peer = Peer(self, name, policy, life, slots)
+        if warm:
+            peer.part.warmed()
         self.peers.append(peer)
         return peer
 

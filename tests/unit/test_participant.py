@@ -11,7 +11,8 @@ import pytest
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreUnavailable
 from elastic_agent.rendezvous.follow import Drain, Leave, Refusal, Start, Stay, Stop
 from elastic_agent.rendezvous.ledger import Ledger
-from elastic_agent.rendezvous.participant import DUPLICATE_TTLS, LEAVE_TOGETHER_S, Participant
+from elastic_agent.rendezvous.participant import DUPLICATE_TTLS, Participant
+from elastic_agent.rendezvous.patience import LEAVE_TOGETHER_S
 from elastic_agent.rendezvous.proof import LEASE_MARGIN
 from elastic_agent.rendezvous.records import (
     NODES_PREFIX,
@@ -927,8 +928,7 @@ def test_a_node_lost_during_a_drain_ends_it(bench: Bench, listeners: list[Peer])
 
 def test_a_cold_node_is_not_waited_for(bench: Bench) -> None:
     bench.joined("a", "b")
-    d = bench.join("d")
-    d.part._warm = False
+    d = bench.join("d", warm=False)
     bench.settle()
     assert (bench.members(), d.generation) == (["a", "b"], 0)
     d.part.warmed()

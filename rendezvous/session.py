@@ -1,0 +1,48 @@
+"""What belongs to one incarnation of this node, and is forgotten with it.
+
+Its lease, what it has learned of the job (`Roster`), why its workers may go on (`Proof`), and its record: what it has
+to say, and what of that stands in the store as far as is known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .proof import Proof
+from .records import NodeRecord
+from .roster import Roster
+from .store import Entry, LeaseId
+
+
+@dataclass(slots=True)
+class Session:
+    """See the module's docstring. Changed by `Participant` alone."""
+
+    says: NodeRecord
+    """This node's record as it should be."""
+    proof: Proof
+    roster: Roster
+    lease: LeaseId | None = None
+    written: NodeRecord | None = None
+    """The record as this incarnation last knew it to be in the store; None before the first."""
+    own_revision: int | None = 0
+    """mod_revision of our record; None after a write whose outcome is unknown."""
+    created_revision: int = 0
+    started: int = 0
+    """The highest generation that was started here, or will not be any more."""
+
+    @property
+    def incarnation(self) -> str:
+        return self.says.incarnation
+
+    @property
+    def news(self) -> NodeRecord | None:
+        """What to write, if anything. Steps alone are not worth it: the newest travels with the next change."""
+        written = self.written
+        told = written is not None and replace(self.says, step=written.step) == written
+        return None if told else self.says
+
+    def wrote(self, record: NodeRecord, entry: Entry) -> None:
+        """`record` is ours, and stands in the store as `entry`."""
+        self.written = record
+        self.own_revision, self.created_revision = entry.mod_revision, entry.create_revision
