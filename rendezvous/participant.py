@@ -7,8 +7,8 @@ a repeated event or a missed one costs time and never correctness.
 
 What it knows and has to say is in its `Session`, how long it waits for the others in its `Patience`; what follows is
 decided by `decide` (which world comes next?) and `follow` (what must this node do?). The node with the oldest record
-coordinates: it alone follows all records, so a join is not delivered N times to N nodes. Two nodes may for a moment both believe
-to coordinate; the compare on `world` lets only one of them publish (I2).
+coordinates: it alone follows all records, so a join is not delivered N times to N nodes. Two nodes may for a moment
+both believe to coordinate; the compare on `world` lets only one of them publish (I2).
 
 All instants are seconds on this node's monotonic clock.
 """
