@@ -47,7 +47,7 @@ sim: $(READY)  ## the long simulation: SEEDS=100000 seeds
 
 KILLS ?= 200
 SEED ?= 1
-soak: $(READY)  ## KILLS=200 kills in a row of random workers, agents and nodes, drawn from SEED=1
+soak: $(READY)  ## KILLS=200 kills of random workers, agents and nodes, with planned leaves between them, drawn from SEED=1
 	@.ci/system-packages etcd
 	SOAK_KILLS=$(KILLS) SOAK_SEED=$(SEED) $(BIN)/python -m pytest tests/chaos -s
 

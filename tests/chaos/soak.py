@@ -2,7 +2,8 @@
 
 Every fault waits until each rank has done a few new steps in the generation that followed the one before: nothing is
 timed. The job needs all three nodes, so that every world has the same size and the result does not depend on the
-faults. An agent that was killed is started again at once, as a service manager would.
+faults. An agent that was killed is started again at once, as a service manager would. So is one that was asked to
+leave, when it has: meanwhile the others wait for it, and hold the state that all go on with.
 
 A fault that hit nothing makes the run invalid, which fails it, too.
 """
@@ -10,18 +11,22 @@ A fault that hit nothing makes the run invalid, which fails it, too.
 from __future__ import annotations
 
 import enum
+import math
 import os
 import random
 import signal
-from collections.abc import Callable, Iterable, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic_agent.agent.exits import DrainCode, ExitCode
 from tests.etcd_servers import EtcdCluster
 from tests.system.etcd_jobs import agent_of
 from tests.system.harness import Agent, Generation, Job, Record, family, look_at
 
-from .soak_job import LAST_STEPS, SAVE_EVERY
+from .soak_job import SAVE_EVERY
 
 NODES = ("a", "b", "c")
 SCRIPT = Path(__file__).with_name("soak_job.py")
@@ -38,6 +43,12 @@ class Kind(enum.Enum):
     WORKER = "a worker is killed"
     AGENT = "an agent is killed, and started again"
     NODE = "all processes of a node are killed, and its agent is started again"
+    SIGTERM = "an agent is asked to leave by SIGTERM, and started again"
+    DRAIN = "a node is asked to leave by elastic-agent drain, and its agent started again"
+
+    @property
+    def planned(self) -> bool:
+        return self in (Kind.SIGTERM, Kind.DRAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +62,16 @@ class Fault:
         return f"{self.kind.value}, on node {self.node} after {self.after_steps} steps"
 
 
-def plan(seed: int, count: int) -> list[Fault]:
-    """Half of them hit workers; every kind is there if there are four or more."""
+def plan(seed: int, kills: int) -> list[Fault]:
+    """So many kills, half of them of workers, and one planned change more for every five of them.
+
+    Of kills every kind is there if there are three or more, of planned changes if there are six or more kills.
+    """
     rng = random.Random(seed)
-    kinds = [(Kind.WORKER, Kind.AGENT, Kind.WORKER, Kind.NODE)[number % 4] for number in range(count)]
+    kinds = [(Kind.WORKER, Kind.AGENT, Kind.NODE, Kind.WORKER)[number % 4] for number in range(kills)]
+    kinds += [(Kind.SIGTERM, Kind.DRAIN)[number % 2] for number in range(math.ceil(kills / 5))]
     rng.shuffle(kinds)
     return [Fault(kind, rng.choice(NODES), rng.randint(SAVE_EVERY + 1, MOST_STEPS)) for kind in kinds]
-
-
-def steps_for(faults: Sequence[Fault]) -> int:
-    """So many that the job is still training at the last fault."""
-    return sum(fault.after_steps for fault in faults) + MOST_STEPS + LAST_STEPS
 
 
 class Soak:
@@ -69,7 +79,8 @@ class Soak:
 
     def __init__(self, job: Job, etcd: EtcdCluster, seed: int, faults: Sequence[Fault]) -> None:
         self._job, self._seed, self._faults = job, seed, faults
-        self._steps = steps_for(faults)
+        endpoints = ",".join(f"{host}:{port}" for host, port in etcd.endpoints)
+        self._store = (f"--rdzv-endpoint=etcd://{endpoints}", f"--rdzv-id={job.id}")
         job.use_etcd(etcd)
 
     def run(self) -> dict[int, Fault]:
@@ -80,7 +91,7 @@ class Soak:
         for number, fault in enumerate(self._faults, 1):
             try:
                 before = self._one(fault, before)
-            except AssertionError as error:
+            except (AssertionError, subprocess.TimeoutExpired) as error:
                 raise AssertionError(self._where(number, fault, str(error))) from error
             ended[before] = fault
             if number % 10 == 0:
@@ -96,29 +107,39 @@ class Soak:
         assert generation is not None
         if fault.kind is Kind.WORKER:
             kill_all([generation.pid(generation.rank_on(fault.node))])
+            return generation.number
+        agent = agent_of(self._job, fault.node)
+        if fault.kind.planned:
+            if fault.kind is Kind.SIGTERM:
+                agent.signal(signal.SIGTERM)
+            else:
+                self._drain(fault.node)
+            code = agent.exit_code(PATIENCE_S)
+            assert code == ExitCode.STOPPED_BY_SIGTERM, f"the agent that left ended with {code}"
         else:
-            agent = agent_of(self._job, fault.node)
             kill_all(family(agent.pid) if fault.kind is Kind.NODE else [agent.pid])
             agent.process.wait()
-            self._start(fault.node)
+        self._start(fault.node)
         return generation.number
+
+    def _drain(self, node: str) -> None:
+        command = [sys.executable, "-m", "elastic_agent", "drain", node, *self._store]
+        drain = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+        assert drain.returncode == DrainCode.LEFT, f"elastic-agent drain: {drain.stdout}{drain.stderr}"
 
     def _trained(self, fault: Fault, before: int) -> Generation | None:
         """The newest generation, when it follows the one before and every rank has done its steps there."""
         for newest in self._job.generations()[-1:]:
             done = [
-                [step["step"] for step in self._job.history(what="step", generation=newest.number, rank=rank)]
+                len(self._job.history(what="step", generation=newest.number, rank=rank))
                 for rank in range(len(NODES))
             ]
-            at_last = self._steps - LAST_STEPS
-            if newest.number > before and all(
-                len(steps) >= fault.after_steps or at_last in steps for steps in done
-            ):
+            if newest.number > before and min(done) >= fault.after_steps:
                 return newest
         return None
 
     def _start(self, node: str) -> Agent:
-        script = (SCRIPT, self._job.folder, str(self._steps), str(STEP_S))
+        script = (SCRIPT, self._job.folder, "0", str(STEP_S))
         return self._job.join(node, *OPTIONS, script=script, environment={"OMP_NUM_THREADS": "1"})
 
     def _where(self, number: int, fault: Fault, error: str) -> str:
@@ -126,7 +147,8 @@ class Soak:
             f"--- agent {node}\n" + "\n".join(agent_of(self._job, node).text.splitlines()[-25:])
             for node in NODES
         )
-        again = f"SOAK_SEED={self._seed} SOAK_KILLS={len(self._faults)}"
+        kills = sum(not fault.kind.planned for fault in self._faults)
+        again = f"SOAK_SEED={self._seed} SOAK_KILLS={kills}"
         return f"{again}, fault {number} ({fault}): {error}\n{logs}"
 
 
@@ -146,10 +168,10 @@ def kill_all(pids: Iterable[int]) -> None:
 def most_lost(fault: Fault | None) -> int:
     """How many steps that all have finished may be done again.
 
-    None when a worker dies, as the others save just in time. With an agent the memory of its node is gone, too, and an
-    older state may be the newest that is whole.
+    None when a worker dies, as the others save just in time, nor in a planned change. With an agent the memory of its
+    node is gone, too, and an older state may be the newest that is whole.
     """
-    return 0 if fault is not None and fault.kind is Kind.WORKER else SAVE_EVERY
+    return 0 if fault is not None and (fault.kind is Kind.WORKER or fault.kind.planned) else SAVE_EVERY
 
 
 def mistakes(history: Sequence[Record], most_lost: Callable[[int], int]) -> list[str]:
@@ -196,3 +218,28 @@ def mistakes(history: Sequence[Record], most_lost: Callable[[int], int]) -> list
         elif what == "not saved":
             refused += SAVE_EVERY
     return found
+
+
+def unplanned(history: Sequence[Record], planned: Collection[int]) -> list[str]:
+    """Where a planned change was none, in words: `planned` are the generations that one has ended.
+
+    All their ranks end by themselves after the same step, and the very next generation goes on there.
+    """
+    found: list[str] = []
+    for number in sorted(planned):
+        ranks = {event["rank"] for event in history if event["generation"] == number}
+        ends = {event["rank"]: event["step"] for event in _of(history, number, "drained")}
+        if ends.keys() != ranks:
+            found.append(
+                f"generation {number}: of the ranks {sorted(ranks)} only {sorted(ends)} ended as told"
+            )
+        begins = {event["step"] for event in _of(history, number + 1, "load")}
+        if len({*ends.values(), *begins}) != 1 or not begins:
+            found.append(
+                f"generation {number} ended at {sorted(ends.values())}, and the next began at {sorted(begins)}"
+            )
+    return found
+
+
+def _of(history: Sequence[Record], generation: int, what: str) -> list[Record]:
+    return [event for event in history if (event["generation"], event["what"]) == (generation, what)]

@@ -2,8 +2,8 @@
 
 Not from a random state that is kept: with a node, that of its ranks is lost, and only the newest state of all survives.
 
-It writes the records that the harness reads, and `load`, `saved` and `not saved` beside them. Shortly before its last
-step it waits for the file `enough`, so that it cannot end before the last fault.
+It writes the records that the harness reads, and `load`, `saved`, `not saved` and `drained` beside them. It goes on
+until it has done so many steps and the file `enough` is there, so that it cannot end before the last fault.
 """
 
 from __future__ import annotations
@@ -19,11 +19,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_agent.worker import Checkpointer, step
+from elastic_agent.worker import Checkpointer, Drained, step
 
 SAVE_EVERY = 5
-LAST_STEPS = 10
-"""Those that are taken only when it is enough."""
+"""Between two saves. The number of all steps is a multiple of it, too."""
+
+
+def is_enough(file: Path) -> bool:
+    """Rank 0 looks, for the others may not come to see it at the same step."""
+    found = torch.tensor([file.exists()])
+    dist.broadcast(found, 0)
+    return bool(found)
 
 
 def main(folder: Path, steps: int, step_s: float) -> None:
@@ -50,16 +56,18 @@ def main(folder: Path, steps: int, step_s: float) -> None:
     done = checkpoints.load()
     record("load", step=done)
     with checkpoints.just_in_time():
-        while done < steps:
-            while done == steps - LAST_STEPS and not (folder / "enough").exists():
-                time.sleep(0.01)
+        while done < steps or done % SAVE_EVERY or not is_enough(folder / "enough"):
             torch.manual_seed(world * done + rank)
             optimizer.zero_grad()
             model(torch.randn(4, 8)).square().mean().backward()
             optimizer.step()
             done += 1
             record("step", step=done)
-            step(done)
+            try:
+                step(done)
+            except Drained:
+                record("drained", step=done)
+                raise
             time.sleep(step_s)
             if done % SAVE_EVERY == 0:
                 saved = checkpoints.save(done)

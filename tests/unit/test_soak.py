@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chaos.soak import MOST_STEPS, NODES, Fault, Kind, mistakes, most_lost, plan, steps_for
+from tests.chaos.soak import MOST_STEPS, NODES, Fault, Kind, mistakes, most_lost, plan, unplanned
 from tests.chaos.soak_job import SAVE_EVERY
 
 
@@ -12,19 +12,20 @@ def test_a_seed_draws_the_same_faults_again_and_another_seed_others() -> None:
     assert plan(3, 50) == plan(3, 50) != plan(4, 50)
 
 
-@pytest.mark.parametrize("count", [4, 5, 6, 200])
-def test_every_kind_of_fault_is_drawn_half_of_them_workers(count: int) -> None:
-    faults = plan(1, count)
-    assert len(faults) == count
-    assert {fault.kind for fault in faults} == set(Kind)
-    assert count // 2 <= sum(fault.kind is Kind.WORKER for fault in faults) <= (count + 1) // 2
+@pytest.mark.parametrize("kills", [3, 4, 5, 6, 200])
+def test_half_of_the_kills_hit_workers_and_planned_changes_come_on_top(kills: int) -> None:
+    drawn = [fault.kind for fault in plan(1, kills)]
+    killed = [kind for kind in drawn if not kind.planned]
+    assert len(killed) == kills
+    assert kills // 2 <= killed.count(Kind.WORKER) <= (kills + 1) // 2
+    assert kills <= 5 * (len(drawn) - kills) < kills + 5
+    assert set(drawn) == set(Kind) - (set() if kills > 5 else {Kind.DRAIN})
 
 
 def test_many_faults_hit_every_node_and_each_after_a_checkpoint() -> None:
     faults = plan(1, 200)
     assert {fault.node for fault in faults} == set(NODES)
     assert {fault.after_steps for fault in faults} == set(range(SAVE_EVERY + 1, MOST_STEPS + 1))
-    assert steps_for(faults) > sum(fault.after_steps for fault in faults)
 
 
 def event(what: str, generation: int, rank: int, step: int) -> dict[str, object]:
@@ -61,8 +62,10 @@ def test_a_step_that_one_rank_alone_has_finished_may_be_done_again() -> None:
 def test_what_may_be_lost_depends_on_what_ended_the_generation() -> None:
     assert mistakes(GOOD, {0: 0, 1: 1, 2: 1}.__getitem__) == []
     assert mistakes(GOOD, {0: 0, 1: 1, 2: 0}.__getitem__) == ["generation 2 lost 1 steps: 9 to 9"]
-    worker, agent = (Fault(kind, "a", 6) for kind in (Kind.WORKER, Kind.AGENT))
-    assert [most_lost(fault) for fault in (worker, agent, None)] == [0, SAVE_EVERY, SAVE_EVERY]
+    lost = {kind: most_lost(Fault(kind, "a", 6)) for kind in Kind}
+    nothing = (Kind.WORKER, Kind.SIGTERM, Kind.DRAIN)
+    assert lost == {kind: 0 if kind in nothing else SAVE_EVERY for kind in Kind}
+    assert most_lost(None) == SAVE_EVERY
 
 
 @pytest.mark.parametrize(
@@ -92,4 +95,35 @@ def test_what_may_be_lost_depends_on_what_ended_the_generation() -> None:
 )
 def test_what_is_wrong_is_found(history: list[dict[str, object]], allowed: int, said: str) -> None:
     found = mistakes(history, lambda _: allowed)
+    assert any(said in mistake for mistake in found), found
+
+
+def drained(number: int, *steps: int) -> list[dict[str, object]]:
+    return [event("drained", number, rank, step) for rank, step in enumerate(steps)]
+
+
+LEFT = [*generation(1, 0, 5), *drained(1, 5, 5), *generation(2, 5, 7)]
+
+
+def test_a_planned_change_ends_all_ranks_where_the_next_generation_begins() -> None:
+    assert unplanned(LEFT, [1]) == mistakes(LEFT, lambda _: 0) == []
+    assert unplanned(GOOD, []) == []
+
+
+@pytest.mark.parametrize(
+    ("history", "said"),
+    [
+        (GOOD, "generation 1: of the ranks [0, 1] only [] ended as told"),
+        ([*generation(1, 0, 5), *drained(1, 5), *generation(2, 5, 7)], "only [0] ended as told"),
+        (
+            [*generation(1, 0, 5), *drained(1, 5, 4), *generation(2, 5, 7)],
+            "generation 1 ended at [4, 5], and the next began at [5]",
+        ),
+        ([*generation(1, 0, 5), *drained(1, 5, 5), *generation(2, 4, 7)], "the next began at [4]"),
+        ([*generation(1, 0, 5), *drained(1, 5, 5), *generation(3, 5, 7)], "the next began at []"),
+    ],
+    ids=["signalled", "one alone", "not together", "lost", "not the next"],
+)
+def test_a_planned_change_that_was_none_is_found(history: list[dict[str, object]], said: str) -> None:
+    found = unplanned(history, [1])
     assert any(said in mistake for mistake in found), found
