@@ -7,8 +7,9 @@ that they become children of the agent, which adopts orphans. From then on a spa
 it dies with the agent, survives this process, and waits for the one message that says what it shall be.
 
 A fork has its parent's memory, and of its threads only the one that forked. So before each fork this process makes
-sure that it has one thread, no CUDA context, and that what it has imported is what lies on disk. It never computes
-anything: OpenMP's threads do not survive a fork either. What it finds wrong it says, and forks no more.
+sure that it has one thread, no CUDA context and no GPU's driver open, and that what it has imported is what lies on
+disk. It never computes anything: OpenMP's threads do not survive a fork either. What it finds wrong it says, and forks
+no more.
 
 Invariants: a spare hears one message, and closes its socket when it has; there is no second one. What it was told to be
 and cannot be as a fork it becomes by exec, with the same pid, session, cgroup and descriptors.
@@ -58,11 +59,11 @@ def _module(name: str, path: Path) -> Any:
 
 if TYPE_CHECKING:
     from ..processes import shim, store_holder
-    from . import learning, script, shown, start, stash, wire
+    from . import gpu_drivers, learning, script, shown, start, stash, wire
 else:
     # By names that nobody else uses, and now: later sys.modules is not ours any more.
     _module("elastic_agent_preloader", HERE / "__init__.py")
-    from elastic_agent_preloader import learning, script, shown, start, stash, wire
+    from elastic_agent_preloader import gpu_drivers, learning, script, shown, start, stash, wire
 
     shim = _module("elastic_agent_shim", HERE.parent / "processes" / "shim.py")
     store_holder = _module("elastic_agent_store_holder", HERE.parent / "processes" / "store_holder.py")
@@ -151,6 +152,10 @@ class Imported:
             raise Unfit(f"it has {len(threads)} threads ({names}), of which a fork has only one")
         if self._cuda is not None and self._cuda.is_initialized():
             raise Unfit("it has a CUDA context, which no fork can use")
+        if driver := gpu_drivers.in_use():
+            raise Unfit(
+                f"something that it imports has opened {driver}, a GPU's driver, which no fork can use"
+            )
         if changed := self.stash.changed():
             raise Unfit(f"{changed[0]} has changed since it was imported", stale=True)
 
