@@ -53,6 +53,7 @@ from .machine.gpu_memory import GpuMemory
 from .machine.network import NetworkChoice, NotYet
 from .machine.network_search import Network, wait_for_network
 from .machine.scarce_memory import read_memory
+from .node import Node
 from .peer_link import PeerLink
 from .ports import PortError, bind_listener
 from .preloader.spares import Spares
@@ -68,7 +69,7 @@ from .status.pages import JOB_PATH, STATUS_PATH, StatusPages
 from .status.run_files import RUN_DIR_PREFIX, announce, place_of_run_directory
 from .store_link import StoreLink
 from .store_opening import Binder, c10d_listener, open_store
-from .training import Node, Training
+from .training import Training
 
 log = logging.getLogger(__name__)
 

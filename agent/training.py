@@ -14,7 +14,6 @@ import signal
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..health.hang import HangWatch
 from ..rendezvous.drain import Beyond, Present
@@ -25,13 +24,10 @@ from ..rendezvous.restarts import LASTING_S
 from ..worker.drain import DRAINED
 from ..worker.page import Reading
 from .accounting.observer import Observer
-from .checkpoints.folder import MemoryFolder
 from .configuration.config import Config
 from .drain_gate import DrainGate
 from .draining import Draining
-from .environment.contract import WorkerPlace, chosen_variables
 from .environment.timeouts import WIDENING, drain_timeout_s, widening
-from .environment.variables import compose
 from .events import (
     Event,
     GuardSpoke,
@@ -43,7 +39,7 @@ from .events import (
     WorkerExited,
     WorkerKept,
 )
-from .machine.examine import Machine
+from .node import Node, directory, error_file, worker_spec
 from .preloader.spares import Spares
 from .processes.children import Children
 from .processes.failures import HANG_SIGNAL, WorkerFailure, examine, fingerprint, hung, summarize
@@ -51,7 +47,7 @@ from .processes.guard import Guard
 from .processes.logs import WorkerLogs
 from .processes.worker_pages import WorkerPages
 from .processes.worker_store import WorkerStore
-from .processes.workers import WorkerGroup, WorkerSpec
+from .processes.workers import WorkerGroup
 from .salvage import Orders, Salvage
 from .salvage_gate import SalvageGate
 
@@ -71,25 +67,6 @@ _STATE = {
     True: "and this node keeps the state after its last step",
     False: "and this node does not keep the state after its last step",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """This node as found at the start: it does not change while the agent lives."""
-
-    name: str
-    incarnation: str
-    machine: Machine
-    run_dir: Path
-    reports: Path
-    commits: Path
-    salvage: Path
-    drain: Path
-    memory: MemoryFolder | None
-    cgroup: Path | None
-    """Below it each generation's workers have one of their own."""
-    environment: Mapping[str, str]
-    """What the workers inherit: the agent's own, as it was before the agent changed anything for itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +157,13 @@ class Training:
         has_nccl = self._node.machine.software.has_nccl
         records = self._logs.folder(generation, "flight_records") if has_nccl else None
         try:
-            specs = [self._spec(world, member, local_rank, records) for local_rank in range(member.slots)]
+            directory(self._node, generation).mkdir(exist_ok=True)
+            specs = [
+                worker_spec(
+                    self._config, self._node, world, member, local_rank, self._pages.make(local_rank), records
+                )
+                for local_rank in range(member.slots)
+            ]
             if world.members[0] == member:
                 self._worker_store.serve(listener)
             self.group.start(self._config.command, specs, self._spares)
@@ -454,43 +437,6 @@ class Training:
             reasons = "; ".join(dict.fromkeys(group.cold.values()))
             log.info("generation %d: %d workers start cold: %s", group.generation, len(group.cold), reasons)
 
-    def _obstacle(self, environment: Mapping[str, str]) -> str:
-        """Why no spare can be a worker in this environment; empty if one can."""
-        command = self._config.command
-        if command.kind == "binary":
-            return "the command is a program of its own"
-        return ""
-
-    def _spec(self, world: World, member: Member, local_rank: int, flight_records: Path | None) -> WorkerSpec:
-        directory = self._directory(world.generation)
-        directory.mkdir(exist_ok=True)
-        place = WorkerPlace(
-            world,
-            member,
-            local_rank,
-            error_file=self._error_file(world.generation, local_rank),
-            page=self._pages.make(local_rank),
-            reports=self._node.reports,
-            commits=self._node.commits,
-            salvage=self._node.salvage,
-            drain=self._node.drain,
-            flight_records=flight_records,
-            memory=self._node.memory,
-        )
-        chosen = chosen_variables(
-            self._config, self._node.machine, place, agent_incarnation=self._node.incarnation
-        )
-        environment = compose(self._node.environment, chosen)
-        cpus = self._node.machine.shares[local_rank].cpus
-        return WorkerSpec(place.rank, local_rank, environment, cpus, self._obstacle(environment))
-
-    def _directory(self, generation: int) -> Path:
-        """Where the workers of one generation have files of their own."""
-        return self._node.run_dir / f"gen{generation}"
-
-    def _error_file(self, generation: int, local_rank: int) -> Path:
-        return self._directory(generation) / f"error-{local_rank}.json"
-
     def _failed(self, group: WorkerGroup, local_rank: int, returncode: int, at: float) -> None:
         """A worker has ended as it should not: find out why, and end the generation with it."""
         rank = group.ranks[local_rank]
@@ -501,7 +447,7 @@ class Training:
             node=self._node.name,
             generation=group.generation,
             returncode=returncode,
-            error_file=self._error_file(group.generation, local_rank),
+            error_file=error_file(self._node, group.generation, local_rank),
             log_tail=self._logs.tail(group.generation, rank),
             log_file=self._logs.log_file(group.generation, rank),
         )

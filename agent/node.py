@@ -1,0 +1,81 @@
+"""This node as it was found at the start, and what follows from it for one of its workers: the `WorkerSpec`.
+
+Nothing is started or written here. The folder of a generation, which `directory` names, is made by whoever starts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..rendezvous.records import Member, World
+from .checkpoints.folder import MemoryFolder
+from .configuration.config import Config
+from .environment.contract import WorkerPlace, chosen_variables
+from .environment.variables import compose
+from .machine.examine import Machine
+from .processes.workers import WorkerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """This node as found at the start: it does not change while the agent lives."""
+
+    name: str
+    incarnation: str
+    machine: Machine
+    run_dir: Path
+    reports: Path
+    commits: Path
+    salvage: Path
+    drain: Path
+    memory: MemoryFolder | None
+    cgroup: Path | None
+    """Below it each generation's workers have one of their own."""
+    environment: Mapping[str, str]
+    """What the workers inherit: the agent's own, as it was before the agent changed anything for itself."""
+
+
+def worker_spec(
+    config: Config,
+    node: Node,
+    world: World,
+    member: Member,
+    local_rank: int,
+    page: str,
+    flight_records: Path | None,
+) -> WorkerSpec:
+    """The worker at `local_rank` of `member`, which is this node; `page` names what it shares with the agent."""
+    place = WorkerPlace(
+        world,
+        member,
+        local_rank,
+        error_file=error_file(node, world.generation, local_rank),
+        page=page,
+        reports=node.reports,
+        commits=node.commits,
+        salvage=node.salvage,
+        drain=node.drain,
+        flight_records=flight_records,
+        memory=node.memory,
+    )
+    chosen = chosen_variables(config, node.machine, place, agent_incarnation=node.incarnation)
+    obstacle = "the command is a program of its own" if config.command.kind == "binary" else ""
+    return WorkerSpec(
+        place.rank,
+        local_rank,
+        compose(node.environment, chosen),
+        node.machine.shares[local_rank].cpus,
+        obstacle,
+    )
+
+
+def directory(node: Node, generation: int) -> Path:
+    """Where the workers of one generation have files of their own."""
+    return node.run_dir / f"gen{generation}"
+
+
+def error_file(node: Node, generation: int, local_rank: int) -> Path:
+    """Where torch writes why the worker failed, in the form that torchrun reads."""
+    return directory(node, generation) / f"error-{local_rank}.json"
