@@ -352,7 +352,7 @@ class Participant:
             else:
                 self._own_entry(answer.entries[0], now)
         elif isinstance(request, WriteWorld) and isinstance(answer, Outcome):
-            session.roster.see_world(answer.entries[0], answer.revision, now)
+            session.roster.see_world(answer.entries[0], now)
             for gone, entry in zip(request.evicted, answer.entries[1:], strict=True):
                 session.roster.see_node(gone.key, entry, answer.revision, now)
         elif isinstance(request, Evict) and isinstance(answer, Outcome):
@@ -408,7 +408,7 @@ class Participant:
     def _see_change(self, change: Change, now: float) -> None:
         key, revision = change.key, change.revision
         if key == WORLD_KEY:
-            self._session.roster.see_world(change.entry, revision, now)
+            self._session.roster.see_world(change.entry, now)
         elif key == wish_key(self.identity.node):
             self._hear_wish(change.entry)
         elif key.startswith(NODES_PREFIX):

@@ -112,13 +112,13 @@ class Roster:
             self.see_node(key, None, snapshot.revision, now)
         for entry in nodes:
             self.see_node(entry.key, entry, snapshot.revision, now)
-        self.see_world(entries.get(WORLD_KEY), snapshot.revision, now)
+        self.see_world(entries.get(WORLD_KEY), now)
         self._nodes_as_of = snapshot.revision
         watched = (NODES_PREFIX,) if self.coordinates else (self._leader.key, self._own_key)
         self.subscription = Subscription((WORLD_KEY, self._wish_key, *watched), snapshot.revision)
 
-    def see_world(self, entry: Entry | None, revision: int, now: float) -> None:
-        """`entry` is what was under the world's key at `revision`, if anything."""
+    def see_world(self, entry: Entry | None, now: float) -> None:
+        """`entry` is what was under the world's key, if anything. No agent deletes it: if it is gone, so is the job."""
         if entry is None:
             if self.world is not None:
                 self.world, self.world_since = None, now
