@@ -21,13 +21,15 @@ demo: $(READY)  ## train digits on three nodes while one worker and one node are
 	$(BIN)/python examples/demo.py
 
 TESTS_AT_ONCE ?= 3
+# In the order of folders, which ends with the short unit tests. pytest-xdist would begin with the files that have most
+# tests, and end with those that have one or two: just these take minutes, and one would be left to run alone.
 test: $(READY)  ## all tests, under 15 minutes on 2 cores: most of them wait for leases
 	@.ci/system-packages prometheus
 	@.ci/system-packages etcd
 	@.ci/system-packages network
 	@.ci/system-packages systemd
 	@.ci/kubernetes-tools $(VENV)
-	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile
+	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)  ## ruff: rules and format
 	$(BIN)/ruff check --output-format concise .

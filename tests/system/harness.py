@@ -52,6 +52,10 @@ TRAINING_GAP = "longest training gap by store fault"
 MARKER = "SYSTEM_TEST_JOB"
 RECORDER = Path(__file__).with_name("recorder.py")
 
+TORCH_PRELOADED = "--preload=default"
+"""For a job whose workers use torch and start again and again: they are forked from one process that has imported it,
+as they are by default. `Job.start` says why this is not so for the others."""
+
 T = TypeVar("T")
 Record = dict[str, Any]
 

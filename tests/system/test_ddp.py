@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from .harness import Agent, Job, Process
+from .harness import TORCH_PRELOADED, Agent, Job, Process
 
 PLAIN_DDP = Path(__file__).with_name("plain_ddp.py")
 CHECKPOINTED_DDP = Path(__file__).with_name("checkpointed_ddp.py")
@@ -45,7 +45,7 @@ def worker(job: Job, generation: int, rank: int) -> Process:
 def test_plain_ddp_survives_kills(job: Job, kills: int) -> None:
     """No line of the script is ours, and after each kill it trains on from its own checkpoint."""
     script = (PLAIN_DDP, job.folder / "checkpoint.pt", 1_000_000, 0.01)
-    agent = job.start("a", "--nproc-per-node=2", "--max-restarts=1000", script=script)
+    agent = job.start("a", "--nproc-per-node=2", "--max-restarts=1000", TORCH_PRELOADED, script=script)
     for kill in range(kills):
         job.wait_for(lambda kill=kill: len(steps(agent, kill)) >= 3, f"steps after {kill} kills")  # type: ignore[misc]
         os.kill(worker(job, kill + 1, kill % 2).pid, signal.SIGKILL)
@@ -72,7 +72,7 @@ def weights(checkpoints: Path) -> str:
 def train(job: Job, name: str) -> tuple[Agent, Path]:
     checkpoints = job.folder / name
     script = (CHECKPOINTED_DDP, checkpoints, STEPS, 0.01)
-    return job.start(name, "--nproc-per-node=2", script=script), checkpoints
+    return job.start(name, "--nproc-per-node=2", TORCH_PRELOADED, script=script), checkpoints
 
 
 @pytest.mark.timeout(300)

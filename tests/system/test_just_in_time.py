@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from .harness import Agent, Job
+from .harness import TORCH_PRELOADED, Agent, Job
 
 SCRIPT = Path(__file__).with_name("guarded_ddp.py")
 
@@ -39,6 +39,8 @@ class Run:
         self._file = job.folder / f"{name}-steps"
         self._file.touch()
         options = (f"--nproc-per-node={2 // nodes}", "--max-restarts=1000")
+        if nodes == 1:  # the others start their workers afresh: it must not matter
+            options += (TORCH_PRELOADED,)
         self._options = (f"--min-nodes={nodes}", f"--max-nodes={nodes}", *options)
         self._more: dict[str, Any] = {
             "script": (SCRIPT, self.directory, str(steps)),

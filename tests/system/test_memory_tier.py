@@ -8,7 +8,7 @@ from pathlib import Path
 
 from elastic_agent.worker.files import CheckpointFiles
 
-from .harness import ORPHANS_S, Generation, Job
+from .harness import ORPHANS_S, TORCH_PRELOADED, Generation, Job
 
 SCRIPT = Path(__file__).with_name("remembering.py")
 
@@ -37,7 +37,7 @@ def kill(job: Job, training: Generation, rank: int) -> int:
 
 
 def test_a_killed_worker_costs_no_step_and_not_one_bit(job: Job) -> None:
-    agent = job.start("a", "--nproc-per-node=2", script=(SCRIPT, job.folder))
+    agent = job.start("a", TORCH_PRELOADED, "--nproc-per-node=2", script=(SCRIPT, job.folder))
     for generation, rank in ((1, 0), (2, 1)):
         training = job.wait_for_training(world=2, after=generation - 1)
         folder = Path(training.starts[0]["env"]["ELASTIC_AGENT_MEMORY"])
@@ -54,7 +54,7 @@ def test_a_killed_worker_costs_no_step_and_not_one_bit(job: Job) -> None:
 
 
 def test_a_save_is_durable_though_rank_0_is_killed_right_after_it(job: Job) -> None:
-    job.start("a", script=(SCRIPT, job.folder, "5"))
+    job.start("a", TORCH_PRELOADED, script=(SCRIPT, job.folder, "5"))
     training = job.wait_for_training(world=1)
     job.wait_for(lambda: job.history(what="saved"), "the save to return")
     os.kill(training.pid(0), signal.SIGKILL)
