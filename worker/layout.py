@@ -50,11 +50,16 @@ class _Sink:
 
     def __init__(self) -> None:
         self.size = 0
-        self.written: list[tuple[int, bytes]] = []
+        self.written: list[tuple[int, bytearray]] = []
+        """In whole stretches, for torch writes a few bytes at a time."""
         self.left_out: list[tuple[int, int]] = []
 
     def write(self, data: bytes | memoryview, /) -> int:
-        self.written.append((self.size, bytes(data)))
+        begin, stretch = self.written[-1] if self.written else (0, bytearray())
+        if not self.written or begin + len(stretch) != self.size:
+            stretch = bytearray()
+            self.written.append((self.size, stretch))
+        stretch += data
         self.size += len(data)
         return len(data)
 
@@ -79,7 +84,7 @@ class Layout:
     """A checkpoint file of `size` bytes: what is `written` is known, and at each offset a storage's bytes belong."""
 
     size: int
-    written: list[tuple[int, bytes]]
+    written: list[tuple[int, bytearray]]
     storages: list[tuple[int, torch.UntypedStorage]]
 
     def offset_of(self, tensor: torch.Tensor) -> int:

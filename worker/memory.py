@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from .layout import lay_out
 from .offers import Copy
+from .relayout import Layouts
 from .room import room
 from .slots import (
     FOLDER_VARIABLE,
@@ -96,6 +96,7 @@ class NodeMemory:
         self._mappings: dict[str, _Mapping] = {}
         self._copying: threading.Thread | None = None
         self._proven = False
+        self._layouts = Layouts()
 
     @property
     def folder(self) -> str:
@@ -135,7 +136,7 @@ class NodeMemory:
         rows = torch.zeros(place.world_size, room_for_random_state, dtype=torch.uint8)
         if room_for_random_state:
             payload = {**payload, "rng": rows}
-        layout = lay_out(payload)
+        layout = self._layouts.lay_out(payload)
         opened = self._begin(layout.size)
         try:
             mapping = self._mapped(opened)

@@ -1,0 +1,237 @@
+"""A layout that was taken over from the state before is the layout that torch would make, byte by byte."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from elastic_agent.worker import relayout
+from elastic_agent.worker.layout import Layout, lay_out
+from elastic_agent.worker.relayout import Layouts
+
+_ID = re.compile(rb"(serialization_idFB.{2}Z*)\d{40}(PK\x07\x08).{4}", re.DOTALL)
+
+
+class Training:
+    """A state as scripts have it: tied weights, views of one memory, an optimizer, a scheduler, plain data."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3)
+        )
+        self.model[2].weight = self.model[0].weight
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+        table = torch.arange(10.0)
+        self.meta: dict[str, Any] = {
+            "table": table,
+            "part": table[2:5],
+            "again": table,
+            "empty": torch.zeros(0),
+            "no numbers": ("text", None, True, b"bytes", torch.float16, ()),
+            "numbers": [0, -1, 255, 65535, 1 << 40, 0.5, float("nan"), -0.0],
+            "twice": [shared := [7], shared],
+            5: {"x": 1},
+        }
+        self.steps = 9
+        self.train()
+
+    def train(self) -> None:
+        self.model(torch.rand(4, 3)).square().sum().backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.steps += 1
+
+    def payload(self) -> dict[str, Any]:
+        return {
+            "step": self.steps,
+            "state": {
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "scheduler": self.scheduler.state_dict(),
+                "meta": dict(self.meta),
+            },
+            "rng": [torch.randint(255, (50,), dtype=torch.uint8)],
+        }
+
+
+def file_of(layout: Layout) -> bytes:
+    raw = bytearray(layout.size)
+    layout.copy_to(memoryview(raw), torch.frombuffer(raw, dtype=torch.uint8))
+    return bytes(raw)
+
+
+def without_id(file: bytes) -> bytes:
+    """torch puts a hash of its checksums into the file, which is the only thing that may stay behind."""
+    cleared, count = _ID.subn(rb"\1\2", file)
+    assert count == 1
+    identity = re.search(rb"serialization_idFB.{2}Z*(\d{40})PK\x07\x08(.{4})", file, re.DOTALL)
+    assert identity is not None
+    # The same checksum in the directory.
+    return cleared.replace(identity[2], b"", 1)
+
+
+def assert_is_what_torch_lays_out(layout: Layout, payload: Any) -> None:
+    file = file_of(layout)
+    assert without_id(file) == without_id(file_of(lay_out(payload)))
+    expected = io.BytesIO()
+    torch.save(payload, expected)
+    found = io.BytesIO()
+    torch.save(torch.load(io.BytesIO(file), weights_only=True), found)
+    again = io.BytesIO()
+    torch.save(torch.load(io.BytesIO(expected.getvalue()), weights_only=True), again)
+    assert found.getvalue() == again.getvalue()
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The states that torch has laid out from the beginning."""
+    counted: list[int] = []
+
+    def counting(payload: Any) -> Layout:
+        counted.append(payload["step"])
+        return lay_out(payload)
+
+    monkeypatch.setattr(relayout, "lay_out", counting)
+    return counted
+
+
+def nothing(_: Training) -> None:
+    pass
+
+
+def one_more_step(training: Training) -> None:
+    training.train()
+
+
+def numbers(*new: float) -> Callable[[Training], None]:
+    return lambda training: training.meta.update({"numbers": [*new, *training.meta["numbers"][len(new) :]]})
+
+
+def in_meta(name: Any, value: Callable[[dict[str, Any]], Any]) -> Callable[[Training], None]:
+    return lambda training: training.meta.update({name: value(training.meta)})
+
+
+def untie(training: Training) -> None:
+    training.model[2].weight = torch.nn.Parameter(training.model[0].weight.detach().clone())
+
+
+def lower_learning_rate(training: Training) -> None:
+    training.optimizer.param_groups[0]["lr"] = 1e-9
+
+
+def other_order(training: Training) -> None:
+    training.meta["table"] = training.meta.pop("table")
+
+
+def freeze(training: Training) -> None:
+    training.meta["table"].requires_grad_()
+
+
+REUSED = {
+    "nothing": nothing,
+    "a step": one_more_step,
+    "the learning rate": lower_learning_rate,
+    "numbers of the same length": numbers(
+        255, -(1 << 31), 0, 256, 1 << 40, float("-inf"), -0.0, float("nan")
+    ),
+    "a number that is a key": in_meta(5, lambda meta: {"x": 200}),
+    "another tensor of that kind": in_meta("empty", lambda _: torch.zeros(0)),
+}
+ANEW = {
+    "a longer number": numbers(256),
+    "a number that is no int any more": numbers(0.0),
+    "a bool in a number's place": numbers(True),
+    "a large number": in_meta("numbers", lambda meta: [*meta["numbers"][:4], 1 << 41, *meta["numbers"][5:]]),
+    "a bool": in_meta("no numbers", lambda _: ("text", None, False, b"bytes", torch.float16, ())),
+    "a text": in_meta("no numbers", lambda _: ("next", None, True, b"bytes", torch.float16, ())),
+    "bytes": in_meta("no numbers", lambda _: ("text", None, True, b"bites", torch.float16, ())),
+    "a dtype as a value": in_meta("no numbers", lambda _: ("text", None, True, b"bytes", torch.half, 1)),
+    "a list that grows": in_meta("numbers", lambda meta: [*meta["numbers"], 1]),
+    "a list that was a tuple": in_meta("numbers", lambda meta: tuple(meta["numbers"])),
+    "a new tensor": in_meta("new", lambda _: torch.ones(2)),
+    "a tensor's dtype": in_meta("table", lambda meta: meta["table"].to(torch.int32)),
+    "a tensor's shape": in_meta("again", lambda meta: meta["table"].view(2, 5)),
+    "a tensor's strides": in_meta("again", lambda meta: meta["table"][::2]),
+    "where a view begins": in_meta("part", lambda meta: meta["table"][3:6]),
+    "a view that is a tensor of its own": in_meta("part", lambda meta: meta["table"][2:5].clone()),
+    "the same tensor as another object": in_meta("again", lambda meta: meta["table"].view(10)),
+    "a list that was shared": in_meta("twice", lambda _: [[7], [7]]),
+    "an empty tensor that is filled": in_meta("empty", lambda _: torch.zeros(1)),
+    "a tensor that is a parameter": in_meta("table", lambda meta: torch.nn.Parameter(meta["table"])),
+    "a tensor that wants a gradient": freeze,
+    "weights that were tied": untie,
+    "another order": other_order,
+    "another memory, of the same size": in_meta("again", lambda meta: meta["table"].clone()),
+}
+
+
+@pytest.mark.parametrize("change", REUSED.values(), ids=REUSED.keys())
+def test_what_has_only_other_contents_and_numbers_is_not_laid_out_anew(
+    change: Callable[[Training], None], counted: list[int]
+) -> None:
+    training, layouts = Training(), Layouts()
+    for _ in range(2):
+        layouts.lay_out(training.payload())
+        training.train()
+    assert len(counted) == 2
+    change(training)
+    for _ in range(2):
+        payload = training.payload()
+        assert_is_what_torch_lays_out(layouts.lay_out(payload), payload)
+        training.train()
+    assert len(counted) == 2
+
+
+@pytest.mark.parametrize("change", ANEW.values(), ids=ANEW.keys())
+def test_another_form_is_laid_out_anew(change: Callable[[Training], None], counted: list[int]) -> None:
+    training, layouts = Training(), Layouts()
+    for _ in range(3):
+        layouts.lay_out(training.payload())
+        training.train()
+    before = len(counted)
+    change(training)
+    for laid_out in (1, 2, 2):
+        payload = training.payload()
+        assert_is_what_torch_lays_out(layouts.lay_out(payload), payload)
+        assert len(counted) == before + laid_out
+        training.train()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.Size([2]), 1j, {1}, torch.ones(2, dtype=torch.complex64).conj(), torch.ones(2, 2).to_sparse()],
+    ids=["size", "complex", "set", "conjugated", "sparse"],
+)
+def test_what_is_not_known_in_every_detail_is_laid_out_by_torch(value: Any, counted: list[int]) -> None:
+    layouts = Layouts()
+    for step in range(4):
+        layouts.lay_out({"step": step, "value": value})
+    assert counted == [0, 1, 2, 3]
+
+
+def test_a_pickle_with_other_numbers_than_expected_is_no_template(
+    counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a torch that pickles tensors in another way."""
+    monkeypatch.setattr(relayout._Tensor, "numbers", lambda _: (1,))
+    layouts = Layouts()
+    for step in range(4):
+        layouts.lay_out({"step": step, "value": torch.ones(3)})
+    assert counted == [0, 1, 2, 3]
+
+
+def test_a_template_keeps_no_tensor_alive() -> None:
+    layouts = Layouts()
+    value = torch.ones(3)
+    for step in range(3):
+        layouts.lay_out({"step": step, "value": value})
+    memory = StorageWeakRef(value.untyped_storage())
+    del value
+    assert memory.expired()
