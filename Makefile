@@ -17,7 +17,7 @@ $(READY): pyproject.toml constraints-dev.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[dev]'
 	@touch $@
 
-demo: $(READY)  ## train digits on three nodes while one worker and one node are killed and a node comes back
+demo: $(READY)  ## train digits on three nodes while a worker and a node are killed, one comes back and one leaves
 	$(BIN)/python examples/demo.py
 
 TESTS_AT_ONCE ?= 3
