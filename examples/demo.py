@@ -25,7 +25,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 STEPS = 600
 STEP_S = 0.02
-PATIENCE_S = 90.0
+PATIENCE_S = 180.0
 NODES = 3
 
 FIRST_STEP = re.compile(r"generation (\d+): first step is (\d+)(?:, after ([\d.]+) s without training)?")
