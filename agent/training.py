@@ -497,4 +497,4 @@ class Training:
         self._pages.close()
         self.group = None
         self._observer.gone(now, succeeded=succeeded)
-        self._participant.workers_gone(group.generation, now)
+        self._participant.workers_gone(group.generation)

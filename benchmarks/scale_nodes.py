@@ -204,7 +204,7 @@ class _Node:
         """A worker has failed here, after some progress, so that nobody backs off."""
         self.participant.workers_advanced(1)
         self.participant.workers_failed(Failure(self.generation, "benchmark", "a worker failed"))
-        self.participant.workers_gone(self.generation, now)
+        self.participant.workers_gone(self.generation)
 
     def turn(self, now: float) -> float | None:
         """As the agent's main loop does it; the instant of the next turn if nothing happens before."""
@@ -233,7 +233,7 @@ class _Node:
             self.generation, self.started_at = order.world.generation, now
             return True
         if isinstance(order, Stop):
-            self.participant.workers_gone(order.generation, now)
+            self.participant.workers_gone(order.generation)
             return True
         return False
 

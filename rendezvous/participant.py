@@ -525,7 +525,7 @@ class Participant:
         self._session.says = replace(self._session.says, port=port)
         self.wants_port = False
 
-    def workers_gone(self, generation: int, now: float) -> None:
+    def workers_gone(self, generation: int) -> None:
         """No process of `generation` is left here."""
         assert generation == self._generation, "workers that were not started cannot end"
         self._generation = 0

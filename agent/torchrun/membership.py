@@ -296,13 +296,13 @@ class Membership:
             self._problem = "this node has left the rendezvous"
         elif isinstance(event, _GivenBack):
             if event.place is self._place:
-                self._end(event.place, event.end, now)
+                self._end(event.place, event.end)
         elif isinstance(event, StoreGone):
             self._problem = str(event.error)
         else:
             pass_on(event, self._participant, now)
 
-    def _end(self, place: Place, end: End, now: float) -> None:
+    def _end(self, place: Place, end: End) -> None:
         participant, generation = self._participant, place.generation
         if end is End.FAILED:
             node = participant.identity.node
@@ -312,7 +312,7 @@ class Membership:
             participant.workers_succeeded(generation)
             self._finished = (generation, participant.incarnation)
         self._place = None
-        participant.workers_gone(generation, now)
+        participant.workers_gone(generation)
 
     def _publish(self, status: Status) -> None:
         if status == self._status:

@@ -456,4 +456,4 @@ class SimNode:
 
     def gone(self, generation: int) -> None:
         self.stopping = False
-        self.agent.workers_gone(generation, self.clock())
+        self.agent.workers_gone(generation)

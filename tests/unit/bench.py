@@ -139,7 +139,7 @@ class Peer:
         if self.obedient and isinstance(order, Start):
             self.part.workers_started(order.world)
         elif self.obedient and isinstance(order, Stop):
-            self.part.workers_gone(order.generation, self.bench.now)
+            self.part.workers_gone(order.generation)
         return True
 
     def drain(self, order: Drain) -> bool:
@@ -148,7 +148,7 @@ class Peer:
             news |= self.part.workers_listen(order.generation)
         if self.listens and order.stopping:
             self.part.workers_drained(order.generation, kept=True)
-            self.part.workers_gone(order.generation, self.bench.now)
+            self.part.workers_gone(order.generation)
         elif not news:
             return False
         self.orders.append(order)

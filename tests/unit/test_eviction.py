@@ -51,7 +51,7 @@ def fail(peer: Peer) -> None:
     """A worker of this node ends because a connection broke."""
     generation = peer.generation
     peer.part.workers_failed(Failure(generation, "reset", "connection reset by peer"))
-    peer.part.workers_gone(generation, peer.bench.now)
+    peer.part.workers_gone(generation)
 
 
 def broken_world(bench: Bench, dead: str) -> list[Peer]:

@@ -310,7 +310,7 @@ def test_no_new_lease_is_asked_for_while_workers_are_alive(bench: Bench) -> None
     grants = b.count(Grant)
     bench.settle()
     assert (b.count(Grant), b.part.incarnation, b.generation) == (grants, "b-1", 1)
-    b.part.workers_gone(1, bench.now)
+    b.part.workers_gone(1)
     b.obedient = True
     bench.settle()
     assert (b.count(Grant), b.part.incarnation) == (grants + 1, "b-1.1")
@@ -569,7 +569,7 @@ def test_a_world_that_cannot_be_read_is_refused_and_stops_the_workers_first(
     assert isinstance(stop, Stop)
     assert (stop.generation, stop.planned) == (1, False)
     assert "'world'" in stop.reason
-    b.part.workers_gone(1, bench.now)
+    b.part.workers_gone(1)
     assert mismatch(b) == stop.reason
     assert mismatch(a) == stop.reason
     assert a.part.request(bench.now) is None, "nothing is written by a node that was refused"
@@ -662,7 +662,7 @@ def test_when_all_workers_succeed_everybody_leaves_with_success(bench: Bench) ->
     spare = bench.join("spare", replace(POLICY, max_nodes=2))
     for peer in (a, b):
         peer.part.workers_succeeded(1)
-        peer.part.workers_gone(1, bench.now)
+        peer.part.workers_gone(1)
         bench.settle()
     for peer in (a, b, spare):
         assert peer.left() == Leave(Result.SUCCEEDED, "every worker ended with success")
@@ -677,7 +677,7 @@ def test_a_node_starts_a_generation_once(bench: Bench) -> None:
     a.obedient = b.obedient = False
     world = a.part.world
     assert world is not None
-    a.part.workers_gone(1, bench.now)
+    a.part.workers_gone(1)
     assert a.order == Stay(), "its workers have ended; the others decide what comes next"
     with pytest.raises(AssertionError, match="I4"):
         a.part.workers_started(world)
@@ -690,7 +690,7 @@ def test_two_generations_at_once_are_refused(bench: Bench) -> None:
     with pytest.raises(AssertionError, match="I1"):
         a.part.workers_started(replace(world, generation=2))
     with pytest.raises(AssertionError, match="not started"):
-        a.part.workers_gone(2, bench.now)
+        a.part.workers_gone(2)
 
 
 def test_a_member_that_never_started_a_stopped_generation_settles_it(bench: Bench) -> None:
@@ -715,8 +715,8 @@ def test_only_the_master_needs_a_fresh_port_and_settles_with_it(bench: Bench) ->
     a.obedient = b.obedient = False
     a.part.workers_failed(Failure(1, "crash", "rank 0 raised"))
     bench.settle()
-    a.part.workers_gone(1, bench.now)
-    b.part.workers_gone(1, bench.now)
+    a.part.workers_gone(1)
+    b.part.workers_gone(1)
     assert (a.part.wants_port, b.part.wants_port) == (True, False)
     assert a.part.request(bench.now) is None, "it has not settled before it has a port"
     a.part.offer_port(4711)
@@ -883,12 +883,12 @@ def test_a_drain_ends_in_time(bench: Bench, listeners: list[Peer]) -> None:
     late = "node b was asked to stop; the workers did not end by themselves in time"
     assert c.order == a.order == Stop(2, True, late)
     assert b.order == Stay()
-    c.part.workers_gone(2, bench.now)
+    c.part.workers_gone(2)
     bench.settle()
     assert a.order == Stop(2, True, "node b was asked to stop"), (
         "c has ended its workers: nobody comes to the step"
     )
-    a.part.workers_gone(2, bench.now)
+    a.part.workers_gone(2)
     bench.settle()
     assert bench.members() == ["a", "c"]
 
@@ -1067,7 +1067,7 @@ def test_workers_that_stop_slowly_use_up_no_join_timeout(bench: Bench) -> None:
     bench.kill(b)
     bench.after(TTL_S + POLICY.join_timeout_s)
     assert a.stops()
-    a.part.workers_gone(1, bench.now)
+    a.part.workers_gone(1)
     bench.settle()
     bench.after(POLICY.join_timeout_s - 1)
     assert a.order == Stay()
@@ -1091,7 +1091,7 @@ def finish(*peers: Peer) -> None:
     for peer in peers:
         generation = peer.generation
         peer.part.workers_succeeded(generation)
-        peer.part.workers_gone(generation, peer.bench.now)
+        peer.part.workers_gone(generation)
     peers[0].bench.settle()
 
 
