@@ -137,6 +137,7 @@ def _take_interpreter(start: Start, stash: Stash) -> None:
         if hasattr(finder, "invalidate_caches"):
             finder.invalidate_caches()
     atexit._clear()
+    _leave_libraries_whole(start)
     gc.enable()  # what the preloaded process has frozen stays so: to look through it would copy all of it
     # Kept for ever: what the script never asked for is not to be taken apart at its end.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(stash))
@@ -144,6 +145,24 @@ def _take_interpreter(start: Start, stash: Stash) -> None:
     sys.modules["__main__"] = _fresh_main()
     if start.environment.get("PYTHONFAULTHANDLER") or sys.flags.dev_mode:
         importlib.import_module("faulthandler").enable()  # the script's, which Python has imported
+
+
+def _leave_libraries_whole(start: Start) -> None:
+    """At the end of the process what libraries do that the preloaded process has loaded is left out.
+
+    To unload torch is to write to all that it has registered, a good part of a second in a fork, which must copy it
+    first; then the system takes it all. It comes after the end of Python, and after whatever libraries do that the
+    script has loaded itself: C calls the last that was registered first. What `stdio` holds is written, as ever.
+    """
+    if "LD_PRELOAD" in start.environment or "LD_AUDIT" in start.environment:
+        return  # a profiler, maybe, which writes at the end
+    libc = ctypes.CDLL(None)
+    try:
+        last = [ctypes.cast(function, ctypes.c_void_p) for function in (libc._exit, libc.fcloseall)]
+        for function in last:
+            libc.on_exit(function, None)
+    except AttributeError:
+        return  # only glibc has these
 
 
 def _first_on_path(start: Start) -> str:

@@ -252,6 +252,21 @@ ENDS = (
         "Bad file descriptor",
     ),
     script(
+        "what C writes at exit",
+        """
+        import ctypes, sys
+        libc = ctypes.CDLL(None)
+        libc.fdopen.restype = ctypes.c_void_p
+        stream = ctypes.c_void_p(libc.fdopen(1, b"w"))
+        libc.fputs(b"left in a buffer of C\\n", stream)
+        class Last:
+            def __del__(self): libc.fputs(b"written when Python was at its end\\n", stream)
+        last = Last()
+        sys.exit(7)
+        """,
+        "written when Python was at its end",
+    ),
+    script(
         "thread that fails",
         "import threading\nt = threading.Thread(target=lambda: 1 / 0, name='T')\nt.start()\nt.join()",
         "Exception in thread T",

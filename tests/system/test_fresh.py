@@ -267,6 +267,25 @@ def test_what_importing_says_is_said_to_the_script_that_imports(tmp_path: Path) 
         talking.close()
 
 
+@pytest.mark.parametrize("profiled", [False, True])
+def test_at_its_end_a_fork_does_not_unload_what_was_preloaded(tmp_path: Path, profiled: bool) -> None:
+    package = tmp_path / "site"
+    package.mkdir()
+    (package / "rough.py").write_text(
+        "import ctypes\nlibc = ctypes.CDLL(None)\nlibc.on_exit(ctypes.cast(libc.abort, ctypes.c_void_p), None)\n"
+    )
+    rough = Preloaded(("rough",), {"PYTHONPATH": str(package), **({"LD_AUDIT": ""} if profiled else {})})
+    codes = (-6, -6, -6) if profiled else (0, 83, 1)
+    try:
+        bench = Bench(tmp_path / "bench", rough)
+        for ending, code in zip(
+            ("print('x')", "import sys\nsys.exit(83)", "raise OSError"), codes, strict=True
+        ):
+            assert bench.warm(script("ending", ending)).code == code
+    finally:
+        rough.close()
+
+
 def test_a_file_that_has_changed_is_found(tmp_path: Path) -> None:
     ours = tmp_path / "ours.py"
     ours.write_text("x = 1")
