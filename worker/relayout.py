@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import pickle
 import pickletools
 import struct
 import zlib
@@ -32,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _CENTRAL = b"PK\x01\x02"
+_LONG = b"\x8a"
 _CRC = struct.Struct("<I")
 
 
@@ -185,10 +185,16 @@ def _width(value: int | float) -> _Width | None:
 
 
 def _pickled(value: int | float) -> bytes:
+    """Raises _Unknown."""
     width = _width(value)
     if width is not None:
         return width.packing.pack(width.opcode, value)
-    return pickle.dumps(value, protocol=2)[2:-1]
+    whole = int(value)
+    # In two's complement, and no byte more than that takes.
+    size = (whole if whole >= 0 else ~whole).bit_length() // 8 + 1
+    if size >= 1 << 8:
+        raise _Unknown("a number of thousands of bits in the state")
+    return _LONG + bytes([size]) + whole.to_bytes(size, "little", signed=True)
 
 
 @dataclass(frozen=True, slots=True)
