@@ -170,6 +170,32 @@ def port_for_a_store() -> int:
     return random.SystemRandom().choice([port for port in range(20000, 32000) if port not in taken])
 
 
+class Census:
+    """The processes of a job, for one who looks again and again.
+
+    Who has been there for a second without the job's marker is a stranger, and is not looked at any more: no process
+    that a job starts goes on for so long in the environment of the one that started it.
+    """
+
+    STRANGER_AFTER_S = 1.0
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._met: dict[int, float] = {}
+        """When each process without the marker was first seen."""
+
+    def take(self) -> list[Process]:
+        now = time.monotonic()
+        there = {int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()}
+        self._met = {pid: met for pid, met in self._met.items() if pid in there}
+        strangers = {pid for pid, met in self._met.items() if now > met + self.STRANGER_AFTER_S}
+        found = [process for pid in there - strangers if (process := look_at(pid)) is not None]
+        ours = [process for process in found if process.environment.get(MARKER) == self._job]
+        for pid in there.difference(process.pid for process in ours):
+            self._met.setdefault(pid, now)
+        return ours
+
+
 class OneGenerationPerNode(threading.Thread):
     """Looks for two generations of one node alive at the same instant (I1), until closed."""
 
@@ -177,7 +203,7 @@ class OneGenerationPerNode(threading.Thread):
         super().__init__(name="one-generation-per-node", daemon=True)
         self.seen: set[tuple[str, int]] = set()
         self.violations: list[str] = []
-        self._job = job
+        self._census = Census(job)
         self._closed = threading.Event()
 
     def run(self) -> None:
@@ -185,7 +211,7 @@ class OneGenerationPerNode(threading.Thread):
             self.look()
 
     def look(self) -> None:
-        workers = [process for process in processes_of(self._job) if process.generation is not None]
+        workers = [process for process in self._census.take() if process.generation is not None]
         self.seen |= {(worker.node, worker.generation or 0) for worker in workers}
         for old in workers:
             newer = [new for new in workers if new.node == old.node and new.generation > old.generation]  # type: ignore[operator]
