@@ -102,12 +102,14 @@ class Recording:
             n: module for n, module in sys.modules.items() if n not in before and module is not main
         }
         # Some come without being loaded: made by their parent, or by another, which is put behind them once loaded.
+        # Those built into Python are not seen being loaded, but whoever imports them is known.
         loaded, behind = frozenset(self.doings), OTHERS
+        imported = {name for doer in self.doings.values() for name in doer.imports}
         for name in reversed(self.modules):
             parent = name.rpartition(".")[0]
             if name in loaded:
                 behind = name
-            elif name not in PATCHED:
+            elif name not in PATCHED and not (name in sys.builtin_module_names and name in imported):
                 self.of(parent if parent in self.modules else behind).imports[name] = None
 
     # --- Who does something

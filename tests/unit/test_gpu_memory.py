@@ -245,7 +245,8 @@ time.sleep(600)
     assert agent.stdout is not None
     reader = Path("/proc") / agent.stdout.readline().strip()
     deadline = time.monotonic() + PATIENCE_S
-    while "gpu_memory_reader" not in (reader / "cmdline").read_text().split("\0")[1]:  # past the shim
+    while not any("gpu_memory_reader" in word for word in (reader / "cmdline").read_text().split("\0")[1:2]):
+        # not there yet: the shim, or no command line at all while the kernel changes it
         assert time.monotonic() < deadline
         time.sleep(0.02)
     agent.kill()
