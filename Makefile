@@ -58,12 +58,13 @@ benchmark: $(READY)  ## what faults cost, next to torchrun (and torchft, after `
 	@.ci/system-packages network
 	$(BIN)/python benchmarks/recovery.py
 
-# In a folder of its own, beside the torch that is installed: nothing but the benchmark shall find it.
+# In a folder of its own, beside the torch that is installed: nothing but the benchmark shall find it. torchft comes
+# last, as pip puts each one's programs in place of those that are there.
 TORCHFT := build/torchft
 torchft: $(READY)  ## fetch torchft for the benchmark
-	$(BIN)/pip install --quiet --disable-pip-version-check --target $(TORCHFT) --no-deps torchft
 	$(BIN)/pip install --quiet --disable-pip-version-check --target $(TORCHFT) --upgrade \
 	    opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
+	$(BIN)/pip install --quiet --disable-pip-version-check --target $(TORCHFT) --upgrade --no-deps torchft
 
 steps: $(READY)  ## what step() costs, next to an empty Python call
 	$(BIN)/python benchmarks/step_overhead.py
