@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from ..worker.commits import MessageError, receive_line, send_line
+from ..worker.lines import MessageError, receive_line, send_line
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,8 @@ from typing import Any
 
 from elastic_agent.agent.checkpoints.disk_writer import DiskWriter
 from elastic_agent.agent.events import Event, WriterEnded, WriterWanted
-from elastic_agent.worker.commits import Granted, encode_answer, receive_line
+from elastic_agent.worker.commits import Granted, encode_answer
+from elastic_agent.worker.lines import receive_line
 from report import add_options, keep, markdown, publish, ratio, spread
 
 GOAL = 1.3

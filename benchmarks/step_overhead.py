@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_agent.worker import drain, page, progress
-from elastic_agent.worker.commits import receive_line
+from elastic_agent.worker.lines import receive_line
 from elastic_agent.worker.page import Page
 from report import add_options, keep, markdown, publish, ratio, spread
 

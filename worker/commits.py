@@ -15,20 +15,14 @@ No torch here: the agent imports this module.
 
 from __future__ import annotations
 
-import json
-import socket
-import time
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar
+from typing import ClassVar
+
+from .lines import MessageError, body_of, to_line
 
 VERSION = 1
-MAX_BYTES = 8192
 MAX_REASON_CHARS = 500
 """A longer reason is refused, so its writer cuts it. JSON makes at most 12 bytes of a character."""
-
-
-class MessageError(ValueError):
-    """What the other end sent is no question and no answer; the text says why not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,24 +77,24 @@ _KINDS: dict[str, type[Answer]] = {cls.kind: cls for cls in (Granted, Refused, U
 
 
 def encode_question(question: Question) -> bytes:
-    return _line(asdict(question))
+    return to_line(VERSION, asdict(question))
 
 
 def decode_question(line: bytes) -> Question:
     """Raises MessageError, never anything else."""
-    body = _body(line)
+    body = body_of(line, VERSION)
     if body.keys() != {"generation"}:
         raise MessageError(f"question with the fields {sorted(body)}")
     return Question(**body)
 
 
 def encode_answer(answer: Answer) -> bytes:
-    return _line({"answer": answer.kind, **asdict(answer)})
+    return to_line(VERSION, {"answer": answer.kind, **asdict(answer)})
 
 
 def decode_answer(line: bytes) -> Answer:
     """Raises MessageError, never anything else."""
-    body = _body(line)
+    body = body_of(line, VERSION)
     kind = body.pop("answer", None)
     cls = _KINDS.get(kind) if isinstance(kind, str) else None
     if cls is None:
@@ -108,47 +102,6 @@ def decode_answer(line: bytes) -> Answer:
     if body.keys() != {field.name for field in fields(cls)}:
         raise MessageError(f"{kind} with the fields {sorted(body)}")
     return cls(**body)
-
-
-def send_line(connection: socket.socket, line: bytes, timeout_s: float) -> None:
-    """Raises OSError."""
-    connection.settimeout(timeout_s)
-    connection.sendall(line)
-
-
-def receive_line(connection: socket.socket, timeout_s: float) -> bytes:
-    """The one line that the other end sends. Raises OSError, also when it takes longer; MessageError."""
-    deadline = time.monotonic() + timeout_s
-    line = b""
-    while not line.endswith(b"\n"):
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
-        try:
-            chunk = connection.recv(MAX_BYTES)
-        except TimeoutError as error:
-            raise TimeoutError(f"no whole message within {timeout_s:g} s") from error
-        if not chunk:
-            raise MessageError(f"it ended the connection after {len(line)} bytes of a message")
-        line += chunk
-        if len(line) > MAX_BYTES:
-            raise MessageError(f"message of more than {MAX_BYTES} bytes")
-    return line
-
-
-def _line(body: dict[str, Any]) -> bytes:
-    return json.dumps({"v": VERSION, **body}).encode() + b"\n"
-
-
-def _body(line: bytes) -> dict[str, Any]:
-    try:
-        body = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise MessageError(f"message is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise MessageError(f"message is a JSON {type(body).__name__}, expected an object")
-    version = body.pop("v", None)
-    if type(version) is not int or version != VERSION:
-        raise MessageError(f"message of version {version!r}, this one reads {VERSION}")
-    return body
 
 
 def _check_reason(answer: Refused | Undecided) -> None:

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from . import progress
-from .commits import MessageError, receive_line
 from .errors import CheckpointError
 from .files import CheckpointFiles, Manifest
+from .lines import MessageError, receive_line
 from .permit import Permit
 from .slots import Held, Slots
 from .writes import CANCEL, Order, OrderError, Outcome, decode, encode, write_copy

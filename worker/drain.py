@@ -19,7 +19,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import enum
-import json
 import logging
 import os
 import signal
@@ -27,10 +26,9 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
 
 from . import progress
-from .commits import MessageError, receive_line, send_line
+from .lines import MessageError, body_of, receive_line, send_line, to_line
 
 logger = logging.getLogger(__name__)
 
@@ -90,12 +88,12 @@ class Word:
 
 
 def encode_word(word: Word) -> bytes:
-    return _line({**asdict(word), "said": word.said.value})
+    return to_line(VERSION, {**asdict(word), "said": word.said.value})
 
 
 def decode_word(line: bytes) -> Word:
     """Raises MessageError, never anything else."""
-    body = _body(line)
+    body = body_of(line, VERSION)
     if body.keys() != {field.name for field in fields(Word)}:
         raise MessageError(f"a word with the fields {sorted(body)}")
     try:
@@ -105,12 +103,12 @@ def decode_word(line: bytes) -> Word:
 
 
 def encode_answer(answer: Answer) -> bytes:
-    return _line({"answer": answer.value})
+    return to_line(VERSION, {"answer": answer.value})
 
 
 def decode_answer(line: bytes) -> Answer:
     """Raises MessageError, never anything else."""
-    answer = _body(line).get("answer")
+    answer = body_of(line, VERSION).get("answer")
     try:
         return Answer(answer)
     except ValueError as error:
@@ -205,23 +203,3 @@ class _Speaker:
             connection.connect(self._address)
             send_line(connection, encode_word(word), ANSWER_S)
             return receive_line(connection, ANSWER_S)
-
-
-# ---------------------------------------------------------------- lines
-
-
-def _line(body: Mapping[str, object]) -> bytes:
-    return json.dumps({"v": VERSION, **body}).encode() + b"\n"
-
-
-def _body(line: bytes) -> dict[str, Any]:
-    try:
-        body = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise MessageError(f"message is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise MessageError(f"message is a JSON {type(body).__name__}, expected an object")
-    version = body.pop("v", None)
-    if type(version) is not int or version != VERSION:
-        raise MessageError(f"message of version {version!r}, this one reads {VERSION}")
-    return body

@@ -19,18 +19,9 @@ import socket
 import time
 from collections.abc import Callable
 
-from .commits import (
-    Answer,
-    Granted,
-    MessageError,
-    Question,
-    Refused,
-    decode_answer,
-    encode_question,
-    receive_line,
-    send_line,
-)
+from .commits import Answer, Granted, Question, Refused, decode_answer, encode_question
 from .errors import Fenced, Unconfirmed
+from .lines import MessageError, receive_line, send_line
 
 ANSWER_S = 5.0
 """How long the agent may take, and with it the store that it asks."""

@@ -24,9 +24,9 @@ import threading
 import time
 from dataclasses import dataclass
 
-from ...worker.commits import MessageError, receive_line, send_line
 from ...worker.errors import CheckpointError, SaveFailed
 from ...worker.files import CheckpointFiles
+from ...worker.lines import MessageError, receive_line, send_line
 from ...worker.permit import Permit
 from ...worker.reports import SaveReport, SaveResult
 from ...worker.reports import encode as encode_report

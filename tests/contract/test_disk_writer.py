@@ -22,15 +22,8 @@ from elastic_agent.agent.checkpoints.disk_writer import DiskWriter
 from elastic_agent.agent.configuration.options import WORKER_VARIABLES
 from elastic_agent.agent.events import Event, WriterEnded, WriterWanted
 from elastic_agent.worker import Checkpointer, Fenced, SaveFailed, disk, progress, writes
-from elastic_agent.worker.commits import (
-    Answer,
-    Granted,
-    MessageError,
-    Refused,
-    Undecided,
-    encode_answer,
-    receive_line,
-)
+from elastic_agent.worker.commits import Answer, Granted, Refused, Undecided, encode_answer
+from elastic_agent.worker.lines import MessageError, receive_line
 from elastic_agent.worker.reports import MAX_BYTES, SaveReport, decode
 from elastic_agent.worker.slots import Slots
 

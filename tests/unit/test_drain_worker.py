@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from elastic_agent.worker import drain, page, progress
-from elastic_agent.worker.commits import MessageError, receive_line, send_line
 from elastic_agent.worker.drain import (
     DRAINED,
     Answer,
@@ -29,6 +28,7 @@ from elastic_agent.worker.drain import (
     encode_word,
     poll,
 )
+from elastic_agent.worker.lines import MessageError, receive_line, send_line
 from elastic_agent.worker.page import Page
 
 WORD = Word(7, 3, 1, 120, Said.FINISHED)

@@ -13,11 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_agent.worker.commits import (
-    MAX_BYTES,
     MAX_REASON_CHARS,
     Answer,
     Granted,
-    MessageError,
     Question,
     Refused,
     Undecided,
@@ -27,6 +25,7 @@ from elastic_agent.worker.commits import (
     encode_question,
 )
 from elastic_agent.worker.errors import Fenced, Unconfirmed
+from elastic_agent.worker.lines import MAX_BYTES, MessageError
 from elastic_agent.worker.permit import MAX_QUESTIONS, Permit
 
 # --- The messages
