@@ -7,7 +7,8 @@ overwritten, each in the very bytes that it took, and the checksum of the pickle
 
 Nothing is taken for granted. A number that needs more bytes than before, and all that is no number, is part of the
 form. Where in the pickle each number stands is read from a pickle of that form, which must hold the expected numbers in
-the expected order and no others. Whatever is not known here in every detail is laid out by torch, each time.
+the expected order and no others: its opcodes are listed (`pickletools`), none is carried out. Whatever is not known
+here in every detail is laid out by torch, each time.
 
 Of the whole file one thing stays behind: torch's own `serialization_id`, by which nobody reads.
 """

@@ -598,6 +598,7 @@ TORCH = (
             from elastic_agent.worker import Checkpointer, step
             checkpoints = Checkpointer("runs", {"model": model, "optimizer": optimizer})
             step(checkpoints.load() + 1); checkpoints.save(1); print(checkpoints.load())
+            # A whole module, by its class: whether pickles work in a fork is the question, and the file is our own.
             torch.save(model.module, "model.pt"); print(type(torch.load("model.pt", weights_only=False)))
             os.remove("model.pt"); shutil.rmtree("runs")  # there is a time in them
             print(torch.multiprocessing.spawn, torch.optim, hasattr(torch, "_dynamo"))
