@@ -1,7 +1,9 @@
 # Everything a newcomer needs: `make demo` and `make test` install what they use. `make help` lists the rest.
 
 PYTHON ?= python3
-VENV   := .venv
+# `make test TORCH=2.14.1` tests with that version, in a virtual environment of its own.
+TORCH  ?=
+VENV   := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
@@ -14,7 +16,8 @@ help:  ## show this list
 $(READY): pyproject.toml constraints-dev.txt
 	@.ci/system-packages python
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[dev]'
+	sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' constraints-dev.txt >$(VENV)/constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: $(READY)  ## train digits on three nodes while a worker and a node are killed, one comes back and one leaves
@@ -49,9 +52,10 @@ sim: $(READY)  ## the long simulation: SEEDS=100000 seeds
 
 KILLS ?= 200
 SEED ?= 1
-soak: $(READY)  ## KILLS=200 kills of random workers, agents and nodes, with planned leaves between them, drawn from SEED=1
+soak: $(READY)  ## KILLS=200 kills of random workers, agents and nodes, with planned leaves between them, drawn from SEED=1; and a minute without etcd
 	@.ci/system-packages etcd
 	SOAK_KILLS=$(KILLS) SOAK_SEED=$(SEED) $(BIN)/python -m pytest tests/chaos -s
+	STORE_OUTAGE_S=60 $(BIN)/python -m pytest tests/system/test_etcd_members.py -k gone_for_longer_than_a_lease
 
 benchmark: $(READY)  ## what faults cost, next to torchrun (and torchft, after `make torchft`), in one run
 	@.ci/system-packages etcd
@@ -81,4 +85,4 @@ gpu:  ## pinning, and NCCL through a kill, on this machine's GPUs: PYTHON=... ha
 	$(PYTHON) -m pytest tests/system/test_gpu.py -rs -s
 
 clean:  ## remove what the targets above made
-	rm -rf $(VENV) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-torch-* runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,8 +1,8 @@
 """The `elastic-agent` command: parse, answer `--help`, `--version` and `--check-config`, or call `run`.
 
 Nothing is decided here: `options` has the table, `layers` reads, `resolve` merges and checks, `machine` says what
-follows on this machine, `run` does the work and returns the exit code. A configuration with problems ends with 78
-and the list of all of them, before anything is started.
+follows on this machine, `run` does the work and returns the exit code. A configuration with problems ends with 78,
+or with 73 where another machine could run it, and the list of all of them, before anything is started.
 
 A *sub-command* does something else than run a job. It is one only as the very first word, so that whoever has a
 script of that name still reaches it, as `./status` or after any option.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
+import time
 import uuid
 from collections.abc import Callable, Sequence
 
@@ -22,6 +23,7 @@ from .configuration.layers import read_argv
 from .configuration.options import CHECK_CONFIG, GROUPS, HELP, VERSION, Option, Source
 from .configuration.resolve import Resolved
 from .configuration.settings import comment
+from .error_file import write_error_file
 from .exits import ExitCode
 from .machine.examine import Machine, prepare
 
@@ -63,6 +65,12 @@ def _drain(words: Sequence[str]) -> int:
     return main(words)
 
 
+def _forget(words: Sequence[str]) -> int:
+    from .forget_command import main
+
+    return main(words)
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "explain-env": (
         _explain_env,
@@ -70,6 +78,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     ),
     "status": (_status, "how a job is, and why: elastic-agent status --help"),
     "drain": (_drain, "let a node leave its job without losing a step: elastic-agent drain --help"),
+    "forget": (_forget, "delete what an ended job left in etcd: elastic-agent forget --help"),
 }
 """By its name: what is called with the words after it and returns the exit code, and its line in `--help`.
 
@@ -94,7 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         resolved, machine = prepare(command_line, os.environ, _fresh_id)
     except ConfigError as error:
         print(f"elastic-agent: {error}", file=sys.stderr)
-        return ExitCode.BAD_CONFIG
+        if CHECK_CONFIG.name not in command_line.given:
+            write_error_file(os.environ, error.code, str(error), None, time.time())
+        return error.code
     for warning in resolved.warnings:
         print(f"elastic-agent: warning: {warning}", file=sys.stderr)
     if CHECK_CONFIG.name in command_line.given:

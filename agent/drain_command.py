@@ -4,40 +4,37 @@ The wish is a key of its own in the job's store, which the node's agent watches.
 that was not heard harms nobody later. Everything else is what happens when the agent gets SIGTERM: all workers end
 after the same step, and the next generation goes on without the node.
 
-The store is found as `status` finds it: by the options of the agents, their file, or the environment.
+The store is found by the options of the agents, their file, or the environment; without any of them it is that of the
+job which this user's agents on this machine belong to.
 """
 
 from __future__ import annotations
 
 import os
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ..rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused, StoreUnavailable
-from ..rendezvous.fields import NAME
+from ..rendezvous.errors import StoreUnavailable
+from ..rendezvous.fields import NAME, shortened
 from ..rendezvous.records import NODES_PREFIX, WORLD_KEY, NodeRecord, Phase, Wish, World, life_of, wish_key
 from ..rendezvous.store import Compare, Delete, Entry, Put, Store
-from .cli import option_help
 from .configuration.config import ConfigError, Problem, RendezvousConfig
 from .configuration.kinds import duration
-from .configuration.layers import Layer, read_argv
-from .configuration.options import CONFIG_FILE, HELP, Option
+from .configuration.layers import ENV_PREFIX, Layer
+from .configuration.options import JOB_ID, Option
 from .configuration.resolve import resolve_meeting_place
 from .exits import DrainCode
-from .status.doors import CannotShow, open_job
+from .status.run_files import places, stores_here
+from .store_command import CannotDo, store_command, world_of
 
 _USAGE = """\
-usage: elastic-agent drain NODE --rdzv-endpoint HOST:PORT --rdzv-id NAME [--etcd-...] [--config FILE.toml]
+usage: elastic-agent drain NODE
+       elastic-agent drain NODE --rdzv-endpoint HOST:PORT --rdzv-id NAME [--etcd-...] [--config FILE.toml]
 
 Lets a node leave its job. The workers of all nodes end after the same step and the next generation begins there,
 without this node: no step is lost. It may come back: start its agent again. On the node itself, SIGTERM to the agent
 does the same.
 """
-
-ANSWER_S = 10.0
-"""How long the store may take at the beginning."""
 
 LOOK_S = 0.2
 
@@ -50,49 +47,20 @@ TIMEOUT: Option[float] = Option(
 )
 
 
-class CannotDrain(Exception):
-    """The node does not leave, and `code` and text say why and what to try."""
-
-    def __init__(self, code: DrainCode, reason: str) -> None:
-        super().__init__(reason)
-        self.code = code
+class CannotDrain(CannotDo):
+    """The node does not leave."""
 
 
 def main(words: Sequence[str]) -> int:
     """Returns a `DrainCode`."""
-    node = words[0] if words and not words[0].startswith("-") else None
-    command_line = read_argv(words[1:] if node is not None else words, (TIMEOUT,))
-    if HELP.name in command_line.given:
-        print(help_text())
-        return DrainCode.LEFT
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what happened is said by us, in one line
-    before = signal.signal(signal.SIGINT, lambda number, frame: os._exit(DrainCode.INTERRUPTED))
-    try:
-        rendezvous = _meeting_place(node, command_line, os.environ)
-        given = command_line.given.get(TIMEOUT.name)
-        timeout_s = given.value if given is not None else TIMEOUT.default_value
-        assert node is not None
-        assert isinstance(timeout_s, float)
-        store = open_job(rendezvous, ANSWER_S)
-        try:
-            drain(store, rendezvous.job_id, node, timeout_s, lambda line: print(line, flush=True))
-        finally:
-            store.close()
-    except ConfigError as error:
-        return _say(DrainCode.BAD_CONFIG, error)
-    except CannotDrain as error:
-        return _say(error.code, error)
-    except CannotShow as error:
-        return _say(DrainCode.BAD_CONFIG, error)  # a name that does not resolve
-    except StoreRefused as error:
-        return _say(DrainCode.BAD_CONFIG, error)
-    except (StoreMismatch, RecordInvalid) as error:
-        return _say(DrainCode.MISMATCH, error)
-    except StoreError as error:
-        return _say(DrainCode.NO_ANSWER, error)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    return DrainCode.LEFT
+    return store_command("drain", words, DrainCode, _USAGE, _meeting_place, _work, TIMEOUT)
+
+
+def _work(store: Store, place: RendezvousConfig, node: str, command_line: Layer) -> None:
+    given = command_line.given.get(TIMEOUT.name)
+    timeout_s = given.value if given is not None else TIMEOUT.default_value
+    assert isinstance(timeout_s, float)
+    drain(store, place.job_id, node, timeout_s, lambda line: print(line, flush=True))
 
 
 def drain(
@@ -136,23 +104,36 @@ def drain(
         sleep(min(LOOK_S, max(0.0, deadline - clock())))
 
 
-def help_text() -> str:
-    options = (TIMEOUT, HELP, CONFIG_FILE)
-    store = "Also every option of the agent's rendezvous and of etcd, and their variables; see elastic-agent --help."
-    codes = [f"  {int(code):>3}  {code.meaning}" for code in DrainCode]
-    return "\n".join([_USAGE, *map(option_help, options), "", store, "", "Exit codes:", *codes])
-
-
-def _meeting_place(node: str | None, command_line: Layer, environ: Mapping[str, str]) -> RendezvousConfig:
+def _meeting_place(node: str | None, command_line: Layer) -> RendezvousConfig:
     """Raises ConfigError with all problems."""
     if node is None or not NAME.fullmatch(node):
         advice = "write its name first, as elastic-agent status shows it: elastic-agent drain NODE"
         command_line.problems.append(Problem("node", node, "the name of a node", advice))
-    place = resolve_meeting_place(command_line, environ)
-    if place is None:
-        advice = "add --rdzv-endpoint as the agents have it; on the node itself, send SIGTERM to its agent"
-        raise ConfigError([Problem("rdzv-endpoint", None, "the address of the job's store", advice)])
-    return place
+    place = resolve_meeting_place(command_line, os.environ)
+    return place if place is not None else _meeting_place_here(command_line, os.environ)
+
+
+def _meeting_place_here(command_line: Layer, environ: Mapping[str, str]) -> RendezvousConfig:
+    """Where the only job of this user's agents on this machine meets, or the one that --rdzv-id names."""
+    given = command_line.given.get(JOB_ID.name)
+    stores = stores_here(places(), os.getuid())
+    stores = tuple(store for store in stores if given is None or store[JOB_ID.name] == given.value)
+    if len(stores) == 1:
+        words = {ENV_PREFIX + name.upper().replace("-", "_"): text for name, text in stores[0].items()}
+        place = resolve_meeting_place(command_line, {**environ, **words})
+        assert place is not None, "an endpoint is among the words"
+        return place
+    if stores:
+        jobs = ", ".join(sorted(store[JOB_ID.name] for store in stores))
+        advice = "add --rdzv-id, or --rdzv-endpoint as the agents have it"
+        raise ConfigError(
+            [Problem("rdzv-id", None, f"the name of one job, of those on this machine: {jobs}", advice)]
+        )
+    advice = (
+        "add --rdzv-endpoint as the agents have it, or ask on a machine where one of them runs; on the node itself,"
+        " send SIGTERM to its agent"
+    )
+    raise ConfigError([Problem("rdzv-endpoint", None, "the address of the job's store", advice)])
 
 
 def _ask(store: Store, job: str, node: str) -> str:
@@ -168,7 +149,7 @@ def _ask(store: Store, job: str, node: str) -> str:
         if record is None and world is not None and world.phase is Phase.ENDED:
             raise CannotDrain(DrainCode.NO_JOB, f"job {job!r} has ended: {world.cause.detail}")
         if record is None:
-            names = ", ".join(each.node for each in nodes) or "none"
+            names = shortened(each.node for each in nodes) or "none"
             raise CannotDrain(DrainCode.NO_NODE, f"job {job!r} has no node {node!r} now; its nodes: {names}")
         life = life_of(record.incarnation)
         compare = Compare(wish_key(node), wish.mod_revision if wish is not None else 0)
@@ -179,12 +160,7 @@ def _ask(store: Store, job: str, node: str) -> str:
 
 def _read(store: Store, job: str, node: str) -> tuple[World | None, list[NodeRecord], Entry | None]:
     entries = {entry.key: entry for entry in store.read((WORLD_KEY, NODES_PREFIX, wish_key(node))).entries}
-    world = World.from_json(entries[WORLD_KEY].value) if WORLD_KEY in entries else None
-    if world is not None and world.job != job:
-        raise StoreMismatch(
-            f"the store holds job {world.job!r}, not {job!r}: check --rdzv-endpoint and --rdzv-id"
-        )
-    return world, list(_records(entries.values())), entries.get(wish_key(node))
+    return world_of(job, entries.values()), list(_records(entries.values())), entries.get(wish_key(node))
 
 
 def _records(entries: Iterable[Entry]) -> Iterable[NodeRecord]:
@@ -202,16 +178,10 @@ def _take_back(store: Store, wish: Entry | None, incarnation: str) -> None:
 def _state(world: World | None) -> str:
     if world is None:
         return "there is no world yet"
-    names = ", ".join(member.node for member in world.members[:8])
-    more = f" and {len(world.members) - 8} more" if len(world.members) > 8 else ""
+    names = shortened(member.node for member in world.members)
     if world.phase is Phase.RUNNING:
-        return f"generation {world.generation} runs on {names}{more}"
+        return f"generation {world.generation} runs on {names}"
     if world.phase is Phase.ENDED:
         return f"the job has ended: {world.cause.detail}"
     how = "ends between two steps" if world.drains else "is being stopped"
-    return f"generation {world.generation} on {names}{more} {how}: {world.cause.detail}"
-
-
-def _say(code: DrainCode, error: Exception) -> DrainCode:
-    print(f"elastic-agent drain: {error}", file=sys.stderr)
-    return code
+    return f"generation {world.generation} on {names} {how}: {world.cause.detail}"

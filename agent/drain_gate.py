@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ..rendezvous.drain import WHAT_STANDS, Answer, Ask, End, GoOn, Present, concerns, judge, written
@@ -19,6 +20,7 @@ from ..rendezvous.errors import RecordInvalid, StoreError
 from ..rendezvous.records import StopAt
 from ..rendezvous.requests import WriteStop
 from ..rendezvous.store import Store
+from ..rendezvous.threads import Thread
 from ..worker import drain
 from ..worker.drain import Said, decode_word, encode_answer
 from .events import Event, StopRead, WorkerAnswered, WorkerKept
@@ -58,8 +60,8 @@ class DrainGate(Gate):
 
     def look(self, generation: int) -> None:
         """Find out where the workers of this generation are to end; `StopRead` follows."""
-        thread = threading.Thread(target=self._look, args=(generation,), name="drain-look", daemon=True)
-        thread.start()
+        unknown = StopRead(generation, None)
+        Thread(partial(self._look, generation), "drain-look", lambda: self._post(unknown)).start()
 
     def answer(self, ask: Ask) -> Answer:
         """From the store, or GoOn when that gives no answer."""
@@ -73,7 +75,12 @@ class DrainGate(Gate):
                 if self._clock() < give_up_at and self._write(verdict):
                     return written(ask, verdict)
             except (StoreError, RecordInvalid) as error:
-                log.warning("rank %d asks after step %d, and nobody knows: %s", ask.rank, ask.step, error)
+                log.warning(
+                    "rank %d asks whether step %d was its last; the store gave no answer: %s",
+                    ask.rank,
+                    ask.step,
+                    error,
+                )
                 threading.Event().wait(PAUSE_S)
             present = self.present
         return GoOn()

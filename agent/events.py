@@ -56,9 +56,16 @@ class LeaseGone:
 
 @dataclass(frozen=True, slots=True)
 class StoreGone:
-    """The store never comes back."""
+    """One of the threads at the store has failed: nothing more is heard from it."""
 
-    error: StoreError
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreMismatched:
+    """Another job's or another version's store answers where this job's did."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +167,25 @@ class SavesFinished:
     """The disk writer has done what was ordered, or has had its time."""
 
 
+MORE_THREADS = "raise ulimit -u, or TasksMax of the service"
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadFailed:
+    """A thread of this process has ended as it should not, or could not be started."""
+
+    name: str
+    problem: str
+
+    @property
+    def reason(self) -> str:
+        """Of the agent's end, and what to do about it."""
+        return (
+            f"the thread {self.name} has failed: {self.problem}. If it could not be started, {MORE_THREADS}; "
+            "otherwise report it with the traceback above"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Signalled:
     number: int
@@ -173,6 +199,7 @@ Event: TypeAlias = (
     | LeaseConfirmed
     | LeaseGone
     | StoreGone
+    | StoreMismatched
     | Probed
     | WorkerExited
     | HolderSpoke
@@ -186,5 +213,6 @@ Event: TypeAlias = (
     | WorkerKept
     | StopRead
     | SavesFinished
+    | ThreadFailed
     | Signalled
 )

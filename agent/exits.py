@@ -1,7 +1,7 @@
 """The agent's exit codes: what a service manager, a pod's restart rule or a script learns from how it ended.
 
-The numbers are a published interface: none is ever given a second meaning. 64 to 78 follow sysexits.h,
-128 + n is a shell's way to say "ended by signal n". `docs/configuration.md` shows the same table.
+The numbers are a published interface: none is ever given a second meaning. 64 to 78 follow sysexits.h
+in the main, 128 + n is a shell's way to say "ended by signal n". `docs/configuration.md` shows the same table.
 """
 
 from __future__ import annotations
@@ -28,19 +28,44 @@ class ExitCode(_Code):
     """How an agent ends."""
 
     SUCCESS = 0, "every worker of the last generation ended with exit code 0"
-    WORKERS_FAILED = 1, "workers kept failing until the restart budget (--max-restarts) was used up"
-    CRASH_LOOP = 3, "workers failed several generations in a row without any progress"
+    WORKERS_FAILED = (
+        1,
+        "workers kept failing, in more than one way, until the restarts (--max-restarts) were used up, or failed in a"
+        " way that no restart helps",
+    )
+    CRASH_LOOP = 3, "the restarts (--max-restarts) were used up by one failure that came again and again"
+    UNLIKE_THE_JOB = (
+        65,
+        "this node has another --lease-ttl or --store-outage-grace than the job's nodes, or another script without"
+        " --allow-other-script",
+    )
     STORE_LOST = 69, "the rendezvous store went away and did not come back in time; workers were stopped"
+    AGENT_FAILED = (
+        70,
+        "a part of the agent failed in a way that it was not made for, or could not be started; workers were stopped",
+    )
     NO_NETWORK = (
         71,
-        "no interface or route to the other nodes came up within --network-wait; starting again later may work",
+        "no interface, route or host name that leads to the other nodes came up within --network-wait; starting again"
+        " later may work",
+    )
+    NOT_HERE = (
+        73,
+        "this machine cannot run it now: too few devices or descriptors, an address, a port or a node id that is taken"
+        " or not its own; another machine can, or this one later",
+    )
+    UNKILLABLE = (
+        74,
+        "processes here, of this agent or of an earlier one of the job, did not end after SIGKILL within"
+        " --kill-timeout: the machine has a device or disk that hangs",
     )
     JOIN_TIMEOUT = 75, "fewer than --min-nodes nodes met within --join-timeout; starting again later may work"
     STORE_MISMATCH = 76, "the store holds another job's data, or data of a newer version"
     BAD_CONFIG = (
         78,
-        "a setting cannot work here: bad value, node id or port taken, too few devices, etcd refuses us",
+        "no machine could run this: bad value, settings that contradict each other, nothing to run, etcd refuses us",
     )
+    LOOP_STUCK = 79, "the agent's main loop stood still, so that it could no longer answer for its workers"
     STOPPED_BY_SIGINT = 130, "stopped by SIGINT (Ctrl-C), after the workers were stopped"
     STOPPED_BY_SIGTERM = 143, "stopped by SIGTERM, after the workers were stopped"
 
@@ -55,7 +80,7 @@ class StatusCode(_Code):
     MISMATCH = 76, "what answers is another job's store, another program, or another version of elastic-agent"
     BAD_CONFIG = 78, "a setting cannot work here, or the store refuses us"
     INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C), the usual end of --watch"
-    OUTPUT_CLOSED = 141, "nobody read the output any more"
+    OUTPUT_CLOSED = 141, "the reader of the output has closed it"
 
 
 class DrainCode(_Code):
@@ -69,6 +94,18 @@ class DrainCode(_Code):
     MISMATCH = 76, "the store holds another job's data, or data of another version of elastic-agent"
     BAD_CONFIG = 78, "a setting cannot work here, or the store refuses us"
     INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C); the node leaves all the same, if it was asked"
+
+
+class ForgetCode(_Code):
+    """How `elastic-agent forget` ends. `docs/rendezvous.md` shows the same table."""
+
+    FORGOTTEN = 0, "nothing of the job is left in the store"
+    NO_JOB = 67, "the store holds nothing of a job of this name"
+    NO_ANSWER = 69, "the store did not answer in time, or others write at the same time; try again"
+    ALIVE = 75, "the job has live nodes, and nothing was deleted"
+    MISMATCH = 76, "the store is not etcd 3, or of another version"
+    BAD_CONFIG = 78, "a setting cannot work here, or the store refuses us"
+    INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C)"
 
 
 class CannotStart(Exception):

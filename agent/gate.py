@@ -10,8 +10,10 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from ..rendezvous.threads import Thread
 from ..worker.lines import MessageError, receive_line, send_line
 
 log = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ class Gate:
         self._socket.listen()
 
     def start(self) -> None:
-        threading.Thread(target=self._accept, name=f"{self._subject}-gate", daemon=True).start()
+        Thread(self._accept, f"{self._subject}-gate").start()
 
     def close(self) -> None:
         self._closed.set()
@@ -57,14 +59,17 @@ class Gate:
                 log.warning("cannot accept a question about a %s: %s", self._subject, error)
                 self._closed.wait(ACCEPT_PAUSE_S)
                 continue
-            name = f"{self._subject}-client"
-            threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True).start()
+            ended = partial(self._ended, connection)
+            Thread(partial(self._serve, connection), f"{self._subject}-client", ended).start()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            with connection:
-                send_line(connection, self._answer(receive_line(connection, CLIENT_S)), CLIENT_S)
+            send_line(connection, self._answer(receive_line(connection, CLIENT_S)), CLIENT_S)
         except (OSError, MessageError) as error:
             log.warning("a question about a %s is left without an answer: %s", self._subject, error)
-        finally:
-            self._places.release()
+        self._ended(connection)
+
+    def _ended(self, connection: socket.socket) -> None:
+        """Answered or not: the client hears that there is no more to come."""
+        connection.close()
+        self._places.release()

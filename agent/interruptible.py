@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import queue
 import signal
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TypeVar
 
-from .events import Event, Signalled
+from ..rendezvous.threads import Thread
+from .events import MORE_THREADS, Event, Signalled, ThreadFailed
 from .exits import CannotStart, ExitCode
 
 T = TypeVar("T")
@@ -34,7 +34,8 @@ def unless_stopped(
         except BaseException as error:
             done.set_exception(error)
 
-    threading.Thread(target=run, name=doing.replace(" ", "-"), daemon=True).start()
+    failed = CannotStart(ExitCode.AGENT_FAILED, f"no thread could be started for {doing}: {MORE_THREADS}")
+    Thread(run, doing.replace(" ", "-"), lambda: done.set_exception(failed)).start()
     kept: list[Event] = []
     try:
         while True:
@@ -44,6 +45,8 @@ def unless_stopped(
                 on_wait()
                 while not events.empty():
                     event = events.get()
+                    if isinstance(event, ThreadFailed):
+                        raise CannotStart(ExitCode.AGENT_FAILED, event.reason) from None
                     if isinstance(event, Signalled):
                         raise CannotStart(_stopped_by(event), f"stopped while {doing}") from None
                     kept.append(event)

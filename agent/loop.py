@@ -11,14 +11,14 @@ import logging
 import queue
 import signal
 import socket
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..health.http import Probe
 from ..rendezvous.follow import Drain, Leave, Refusal, Start, Stop
 from ..rendezvous.participant import Participant
-from ..rendezvous.records import Phase, Result
+from ..rendezvous.records import Result
+from ..rendezvous.threads import Thread
 from .accounting.observer import Observer
 from .checkpoints.disk_writer import DiskWriter
 from .commit_gate import CommitGate, Standing
@@ -35,7 +35,7 @@ from .events import (
     Signalled,
     Stirred,
     StopRead,
-    StoreGone,
+    ThreadFailed,
     WorkerAnswered,
     WorkerExited,
     WorkerKept,
@@ -43,9 +43,11 @@ from .events import (
     WriterWanted,
 )
 from .exits import ExitCode
+from .heartbeat import STUCK_AFTER_S, Heartbeat
 from .machine.gpu_memory import GpuMemory
 from .peer_link import PeerLink
 from .ports import PortError
+from .processes.failures import WorkerFailure
 from .service_manager import ServiceManager
 from .store_link import StoreLink, pass_on
 from .training import Training
@@ -55,7 +57,8 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 """The loop turns at least this often, so that liveness can tell a waiting loop from a stuck one."""
 
-STUCK_AFTER_S = 30.0
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+"""What a scheduler sends some time before it ends the job, like Slurm's --signal: leave by plan, and take the time."""
 
 DRAIN_COMMAND = "elastic-agent drain"
 """How an operator asks a node to leave, other than by a signal to its agent."""
@@ -64,10 +67,13 @@ _EXITS = {
     Result.SUCCEEDED: ExitCode.SUCCESS,
     Result.RESTARTS_EXHAUSTED: ExitCode.WORKERS_FAILED,
     Result.CRASH_LOOP: ExitCode.CRASH_LOOP,
+    Result.FINAL_FAILURE: ExitCode.WORKERS_FAILED,
     Result.STORE_HOST_LEFT: ExitCode.STORE_LOST,
     Refusal.JOIN_TIMEOUT: ExitCode.JOIN_TIMEOUT,
-    Refusal.DUPLICATE_NODE: ExitCode.BAD_CONFIG,
+    Refusal.STORE_AWAY: ExitCode.STORE_LOST,
+    Refusal.DUPLICATE_NODE: ExitCode.NOT_HERE,
     Refusal.STORE_MISMATCH: ExitCode.STORE_MISMATCH,
+    Refusal.UNLIKE_THE_JOB: ExitCode.UNLIKE_THE_JOB,
     Refusal.ASKED: ExitCode.STOPPED_BY_SIGTERM,
 }
 
@@ -76,6 +82,8 @@ _EXITS = {
 class Ending:
     code: ExitCode
     reason: str
+    failure: WorkerFailure | None = None
+    """The worker that failed first, where one ended the job."""
 
 
 class Loop:
@@ -96,6 +104,7 @@ class Loop:
         events: queue.SimpleQueue[Event],
         listener: socket.socket,
         new_listener: Callable[[], socket.socket],
+        heartbeat: Heartbeat,
         clock: Callable[[], float],
     ) -> None:
         """`listener` is the port that the participant has offered; `new_listener` binds another."""
@@ -121,7 +130,7 @@ class Loop:
         self._ending: Ending | None = None
         self._doom: Ending | None = None
         """Set when the agent must end as soon as its workers are gone, whatever the rendezvous says."""
-        self._turned_at = clock()
+        self._heartbeat = heartbeat
 
     def run(self) -> Ending:
         """Until this node's part in the job is over; no worker is left then."""
@@ -140,7 +149,7 @@ class Loop:
 
     def liveness(self) -> Probe:
         """For any thread: is the loop turning? Says nothing about the store, whose outage is no reason to die."""
-        silent_s = self._clock() - self._turned_at
+        silent_s = self._heartbeat.silent_s()
         return Probe(silent_s < STUCK_AFTER_S, f"the main loop turned {silent_s:.1f} s ago")
 
     def readiness(self) -> Probe:
@@ -162,8 +171,9 @@ class Loop:
 
     def _turn(self) -> float | None:
         """Do all that can be done now; the instant at which there is more to do."""
-        now = self._turned_at = self._clock()
+        now = self._clock()
         participant = self._participant
+        self._heartbeat.turned(self._training.stops_at(now))
         if participant.wanted_to_leave and not self._left_as:
             log.info("%s: leaving the job", DRAIN_COMMAND)
             self._leave(DRAIN_COMMAND, now)
@@ -199,6 +209,9 @@ class Loop:
             return True
         if self._departing is not None:
             return False
+        if unkillable := training.unkillable():
+            self._ending = Ending(ExitCode.UNKILLABLE, unkillable)
+            return False
         order = self._participant.order(now)
         if self._doom is not None:
             training.stop(stop.failure_grace_s, gently=False, reason=self._doom.reason)
@@ -213,10 +226,18 @@ class Loop:
             return training.drain(order)
         elif isinstance(order, Stop):
             grace_s = training.planned_grace_s() if order.planned else stop.failure_grace_s
+            self._show_failure_elsewhere()
             training.stop(grace_s, gently=order.planned, reason=order.reason)
         elif isinstance(order, Leave):
             self._finish_saves(order)
         return False
+
+    def _show_failure_elsewhere(self) -> None:
+        """Why this node's workers are stopped. The node of the failed one has stopped its own already, and said why."""
+        world = self._participant.world
+        failure = world.cause.failure if world is not None else None
+        if failure is not None and failure.generation == self._training.undisturbed:
+            self._training.show_failure(failure)
 
     def _finish_saves(self, order: Leave) -> None:
         """Nothing is left to do here but what the disk writer does. The lease is kept meanwhile: a commit needs it."""
@@ -230,17 +251,18 @@ class Loop:
             self._disk_writer.finish(within_s)
             self._events.put(SavesFinished())
 
-        threading.Thread(target=finish, name="last-saves", daemon=True).start()
+        Thread(finish, "last-saves", lambda: self._events.put(SavesFinished())).start()
 
     def _end(self, order: Leave) -> Ending:
         world = self._participant.world
+        failure = None
         if world is not None and world.cause.failure is not None and order.why is not Result.SUCCEEDED:
-            self._training.show_failure(world.cause.failure)
+            failure = self._training.show_failure(world.cause.failure)
         if self._left_as and order.why is not Result.SUCCEEDED:
             interrupted = self._left_as == signal.SIGINT.name
             code = ExitCode.STOPPED_BY_SIGINT if interrupted else ExitCode.STOPPED_BY_SIGTERM
             return Ending(code, f"stopped by {self._left_as}")
-        return Ending(_EXITS[order.why], order.reason)
+        return Ending(_EXITS[order.why], order.reason, failure)
 
     def _renew_listener(self) -> None:
         """The port offered so far belongs to a past generation: nobody may meet there again."""
@@ -249,7 +271,7 @@ class Loop:
             self._listener = self._new_listener()
         except PortError as error:
             log.error("no port for the workers' store: %s", error)
-            self._doom = Ending(ExitCode.BAD_CONFIG, str(error))
+            self._doom = Ending(ExitCode.NOT_HERE, str(error))
             return
         self._participant.offer_port(self._listener.getsockname()[1])
 
@@ -259,9 +281,7 @@ class Loop:
         now = self._clock()
         if pass_on(event, self._participant, now):
             return
-        if isinstance(event, StoreGone):
-            self._store_gone(event)
-        elif isinstance(event, Probed):
+        if isinstance(event, Probed):
             self._participant.probed(event.peer, event.finding, event.asked_at, now)
         elif isinstance(event, WorkerExited):
             self._training.exited(event)
@@ -286,17 +306,23 @@ class Loop:
             self._training.kept(event)
         elif isinstance(event, StopRead):
             self._training.stop_read(event)
+        elif isinstance(event, ThreadFailed):
+            self._thread_failed(event)
         elif isinstance(event, Signalled):
             self._signalled(event, now)
 
-    def _store_gone(self, event: StoreGone) -> None:
-        world = self._participant.world
-        over = world is not None and world.phase is Phase.ENDED
-        if self._doom is None and not over:
-            log.error("%s", event.error)
-            self._doom = Ending(ExitCode.STORE_LOST, str(event.error))
+    def _thread_failed(self, event: ThreadFailed) -> None:
+        """What it did is not done any more, and the others may wait for it: they are better off without this node."""
+        if self._doom is None:
+            log.error("this agent ends: %s", event.reason)
+            self._doom = Ending(ExitCode.AGENT_FAILED, event.reason)
+            if self._departing is not None:
+                self._departing = self._doom  # the last saves may not be on disk
 
     def _signalled(self, event: Signalled, now: float) -> None:
+        if event.number in WARNINGS:
+            self._warned(signal.Signals(event.number).name, now)
+            return
         self._signals.append(signal.Signals(event.number))
         name = self._signals[-1].name
         if len(self._signals) == 1:
@@ -306,6 +332,14 @@ class Loop:
             log.info("%s again: killing the workers now", name)
             self._training.stop(0.0, gently=False, reason="a second signal")
             self._ending = self._departing
+
+    def _warned(self, name: str, now: float) -> None:
+        """It may be repeated, and the real end follows it: neither cuts anything short."""
+        if self._left_as:
+            log.info("%s: leaving the job already, because of %s", name, self._left_as)
+            return
+        log.info("%s: leaving the job before something ends it", name)
+        self._leave(name, now)
 
     def _leave(self, asked_by: str, now: float) -> None:
         if self._left_as:

@@ -1,10 +1,11 @@
 """This node as it was found at the start, and what follows from it for one of its workers: the `WorkerSpec`.
 
-Nothing is started or written here. The folder of a generation, which `directory` names, is made by whoever starts it.
+Nothing is started here, and nothing written but the folder of a generation.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ from .environment.contract import WorkerPlace, chosen_variables
 from .environment.variables import compose
 from .machine.examine import Machine
 from .processes.workers import WorkerSpec
+
+KEPT_GENERATIONS = 3
+"""In the run directory, for a person who looks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +75,18 @@ def worker_spec(
     )
 
 
-def directory(node: Node, generation: int) -> Path:
-    """Where the workers of one generation have files of their own."""
+def make_directory(node: Node, generation: int) -> None:
+    """For files of the workers of one generation. Of those of older ones a few stay. Raises OSError."""
+    _directory(node, generation).mkdir(exist_ok=True)
+    for folder in node.run_dir.glob("gen*"):
+        if int(folder.name.removeprefix("gen")) <= generation - KEPT_GENERATIONS:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _directory(node: Node, generation: int) -> Path:
     return node.run_dir / f"gen{generation}"
 
 
 def error_file(node: Node, generation: int, local_rank: int) -> Path:
     """Where torch writes why the worker failed, in the form that torchrun reads."""
-    return directory(node, generation) / f"error-{local_rank}.json"
+    return _directory(node, generation) / f"error-{local_rank}.json"

@@ -7,13 +7,14 @@ timeout, a network that cannot be reached, another program's answer.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from functools import partial
 
 from ..health.http import NODE_PATH
 from ..rendezvous.errors import RecordInvalid
 from ..rendezvous.peers import Absence, Finding, Peer
 from ..rendezvous.records import Endpoint, Introduction
+from ..rendezvous.threads import Thread
 from .events import Event, Probed
 from .http_get import NoAnswer, get
 
@@ -30,7 +31,9 @@ class PeerLink:
 
     def ask(self, peer: Peer) -> None:
         """`Probed` follows."""
-        threading.Thread(target=self._ask, args=(peer, self._clock()), name="peer", daemon=True).start()
+        asked_at = self._clock()
+        silent = Probed(peer, Absence.SILENT, asked_at)
+        Thread(partial(self._ask, peer, asked_at), "peer", lambda: self._post(silent)).start()
 
     def _ask(self, peer: Peer, asked_at: float) -> None:
         self._post(Probed(peer, find(peer.http, self._clock, TIMEOUT_S), asked_at))

@@ -28,7 +28,7 @@ def find_owner(address: str, port: int, proc: Path = Path("/proc")) -> PortOwner
     """The process that blocks `port` of `address`, an IP address of this machine or the unspecified one."""
     rows = [row for table in ("tcp", "tcp6") for row in _blocking(proc / "net" / table, address, port)]
     if not rows:
-        return PortOwner(None, "owner unknown: nobody listens there now, it was freed or never listened")
+        return PortOwner(None, "owner unknown: no process listens there now, it was freed or never listened")
     # A listener's connections have its port too: name the listener if there is one, else any live socket.
     row = min(rows, key=lambda fields: (fields[3] != _LISTEN, fields[9] == "0"))
     uid, inode = row[7], row[9]

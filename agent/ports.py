@@ -44,6 +44,10 @@ _REMEDIES = {
     errno.EADDRNOTAVAIL: "no interface of this machine has that address; choose one that `ip address` lists",
     errno.EACCES: "this user may not bind it; choose a port above 1023, or grant CAP_NET_BIND_SERVICE",
     errno.EAFNOSUPPORT: "this machine has no IPv6; choose an IPv4 address",
+    errno.EMFILE: "this process has no file descriptors left; raise `ulimit -n` (systemd: LimitNOFILE)",
+    errno.ENFILE: "this machine has no file descriptors left; end what holds them, or raise fs.file-max",
+    errno.ENOBUFS: "this machine's kernel has no memory left for sockets; make room",
+    errno.ENOMEM: "this machine has no memory left; make room",
 }
 
 

@@ -15,7 +15,6 @@ import queue
 import random
 import signal
 import socket
-import sys
 import tempfile
 import time
 import uuid
@@ -27,48 +26,58 @@ from typing import Protocol, TypeVar
 from .. import __version__
 from ..health.http import NODE_PATH, HealthServer, Probe
 from ..health.metrics import Metrics
-from ..rendezvous.decide import Policy
-from ..rendezvous.errors import StoreError
+from ..rendezvous.decide import Policy, limits_of
 from ..rendezvous.participant import Participant
+from ..rendezvous.proof import LEASE_MARGIN
 from ..rendezvous.records import NODES_PREFIX, Introduction, NodeRecord
 from ..rendezvous.restarts import RestartPolicy
 from ..rendezvous.store import Store
+from ..rendezvous.threads import Thread, listen
 from .accounting.measured_store import MeasuredStore
 from .accounting.observer import Observer
 from .checkpoints.disk_writer import DiskWriter
 from .checkpoints.folder import make_folder
 from .commit_gate import CommitGate
 from .configuration.config import Config, Endpoint
+from .configuration.log_level import log_level
 from .configuration.options import SECRET_VARIABLES
 from .drain_gate import DrainGate
 from .environment.timeouts import drain_timeout_s
-from .events import Event, Signalled
+from .error_file import write_error_file
+from .events import Event, Signalled, ThreadFailed
 from .exits import CannotStart, ExitCode
+from .heartbeat import Heartbeat
 from .interruptible import unless_stopped
-from .loop import Ending, Loop
+from .loop import WARNINGS, Ending, Loop
 from .machine.addresses import LOOPBACK, reachable_at, unique_node_id
 from .machine.cgroups import claim_cgroup, own_cgroup
 from .machine.examine import Machine
 from .machine.gpu_memory import GpuMemory
 from .machine.network import NetworkChoice, NotYet
 from .machine.network_search import Network, wait_for_network
+from .machine.oom import warn_of_group_kill
 from .machine.scarce_memory import read_memory
 from .node import Node
 from .peer_link import PeerLink
-from .ports import PortError, bind_listener
+from .port_owner import find_owner
+from .ports import FIXED_PORT, PortError, bind_listener
 from .preloader.spares import Spares
 from .processes.children import Children, adopt_orphans
+from .processes.console import Console, ConsoleHandler
+from .processes.console import take as take_console
 from .processes.guard import Guard
 from .processes.logs import WorkerLogs
+from .processes.remains import await_end, file_for
 from .processes.reports import ReportReceiver
 from .processes.worker_store import WorkerStore
 from .processes.workers import first_on_path, job_python
+from .program import program_of
 from .salvage_gate import SalvageGate
 from .service_manager import ServiceManager
 from .status.pages import JOB_PATH, STATUS_PATH, StatusPages
-from .status.run_files import RUN_DIR_PREFIX, announce, place_of_run_directory
+from .status.run_files import RUN_DIR_PREFIX, announce, place_of_run_directory, places
 from .store_link import StoreLink
-from .store_opening import Binder, c10d_listener, open_store
+from .store_opening import Binder, c10d_listener, open_store, store_options
 from .training import Training
 
 log = logging.getLogger(__name__)
@@ -80,27 +89,43 @@ time to live, after which a silent one is known to be gone."""
 MAX_WAITING_EVENTS = 10_000
 """Reports are dropped while so many events wait; everything else is bounded by what the loop itself has asked."""
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *WARNINGS)
 
 
 def run(config: Config, machine: Machine) -> int:
     """One agent's whole life on this machine. Returns its exit code."""
     name = config.node_id or unique_node_id()
-    _log_to_stderr(name)
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    listen(lambda thread, error: _thread_failed(events, thread, error))
+    console = take_console(name)
+    _log_to(console, name)
     # What a service manager ends because its main thread is stuck (SIGABRT) shows where that is.
-    faulthandler.enable()
+    faulthandler.enable(2)
     manager = ServiceManager.take(os.environ, os.getpid(), time.monotonic)
     try:
-        ending = _run(config, machine, name, manager)
+        ending = _run(config, machine, name, events, manager, console)
     except CannotStart as refusal:
         ending = Ending(refusal.code, str(refusal))
+    except Exception as error:
+        log.exception("the main thread has failed; please report this")
+        ending = Ending(ExitCode.AGENT_FAILED, f"the main thread has failed: {error!r}")
+    if ending.code is not ExitCode.SUCCESS:
+        write_error_file(os.environ, ending.code, ending.reason, ending.failure, time.time())
     level = logging.INFO if ending.code is ExitCode.SUCCESS else logging.ERROR
     log.log(level, "ended with exit code %d: %s", ending.code, ending.reason)
     manager.stopping(f"ended with exit code {ending.code:d}: {ending.reason}")
+    console.close()
     return ending.code
 
 
-def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -> Ending:
+def _run(
+    config: Config,
+    machine: Machine,
+    name: str,
+    events: queue.SimpleQueue[Event],
+    manager: ServiceManager,
+    console: Console,
+) -> Ending:
     for secret in SECRET_VARIABLES:
         os.environ.pop(secret, None)  # neither the guard nor any worker inherits it (I15)
     environment = dict(os.environ)
@@ -110,15 +135,16 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
     started_at = clock()
     rng = random.SystemRandom()
     incarnation = uuid.uuid4().hex[:12]
-    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     _catch_signals(events)
     children = Children()
     if alone := adopt_orphans():
         log.warning("what workers leave behind is not adopted: %s", alone)
+    _look_for_remains(config, events, manager)
     network = _network(config, machine, environment, events, manager)
     machine = replace(machine, network=network)
     address, endpoint = network.choice.address, network.endpoint
     metrics = _metrics(config, name, machine, network.choice, started_at, clock)
+    console.count_lost(metrics.console_lines_dropped_total.inc)
     metrics.hang_timeout_seconds.set(config.timeouts.hang_s)
     bind = _binder(config, metrics)
 
@@ -129,8 +155,10 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
             stack.callback(memory.close)
         listener, http, store_listener = _listeners(config, endpoint, address, bind)
         cgroup = claim_cgroup(incarnation)
+        warn_of_group_kill()
         guard = Guard()
-        guard.start(incarnation, [run_dir] if memory is None else [run_dir, memory.path], cgroup)
+        folders = [run_dir] if memory is None else [run_dir, memory.path]
+        guard.start(incarnation, folders, cgroup, (file_for(run_dir), config.rendezvous.job_id, name))
         stack.callback(guard.close)
         gpu_memory = _started(
             stack, GpuMemory(machine.watched, config.gpu_memory_wait_s, environment, events.put, clock)
@@ -143,13 +171,14 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
         probes = _Probes(Introduction(name, incarnation, generation=0))
         server = _started(stack, _server(http, metrics, probes, pages))
         log.info("metrics, /healthz, /readyz and /node at http://%s", _url(server.address))
-        announce(run_dir, server.address)
+        announce(run_dir, server.address, store_options(config, endpoint, store_listener))
 
         manager.ready()
         looking = "looking for the rendezvous store"
         found = open_store(config, endpoint, store_listener, events, lambda: manager.turn(looking))
         store = MeasuredStore(found, metrics, clock)
         stack.callback(store.close)
+        policy = _policy(config)
         identity = NodeRecord(
             node=name,
             incarnation=incarnation,
@@ -158,15 +187,23 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
             slots=machine.workers,
             http=reachable_at(server.address, address),
             network=network.choice.facts,
+            limits=limits_of(policy),
+            program=program_of(config, policy.store_outage_grace_s),
             hosts_store=store_listener is not None,
         )
         lease_ttl_s = config.rendezvous.lease_ttl_s
-        participant = Participant(identity, _policy(config), lease_ttl_s=lease_ttl_s, rng=rng, now=clock())
-        link = StoreLink(store, lease_ttl_s, events.put, clock, rng)
+        participant = Participant(identity, policy, lease_ttl_s=lease_ttl_s, rng=rng, now=clock())
+        heartbeat = Heartbeat(
+            lease_ttl_s,
+            lambda: link.confirmed_at + LEASE_MARGIN * lease_ttl_s,
+            lambda problem: _end_stuck(problem, guard, console),
+            clock,
+        )
+        link = StoreLink(store, lease_ttl_s, events.put, clock, rng, lambda: heartbeat.turning)
         worker_store = WorkerStore(environment, spares, events.put)
         stack.callback(worker_store.end)
-        console = sys.stdout.buffer, sys.stderr.buffer
-        logs = _started(stack, WorkerLogs(config.log_dir, name, *console, metrics.printed))
+        lost = metrics.log_file_bytes_dropped_total.inc
+        logs = _started(stack, WorkerLogs(config.log_dir, name, console, metrics.printed, lost))
         reports = _started(stack, _receiver(run_dir, events, metrics, clock))
         commits = _started(stack, CommitGate(run_dir / "commits", store, clock))
         drain_gate = _started(stack, DrainGate(run_dir / "drain", store, events.put, clock))
@@ -220,14 +257,32 @@ def _run(config: Config, machine: Machine, name: str, manager: ServiceManager) -
             events,
             listener,
             lambda: bind(address, None, "master"),
+            heartbeat,
             clock,
         )
         probes.loop = loop
+        heartbeat.start()
         ending = loop.run()
+        heartbeat.close()
         manager.stopping("leaving the rendezvous")
         link.close()
         _depart(store, participant, ending, stays_for_others=store_listener is not None)
         return ending
+
+
+def _look_for_remains(config: Config, events: queue.SimpleQueue[Event], manager: ServiceManager) -> None:
+    """Raises CannotStart when workers of an earlier agent of the job live on here, which SIGKILL has not ended."""
+    where = dict.fromkeys(places())
+    if given := place_of_run_directory(os.environ):
+        where[Path(given)] = None
+    waiting = "waiting for the end of an earlier agent's workers"
+    job, within_s = config.rendezvous.job_id, config.stop.kill_timeout_s
+    unless_stopped(
+        lambda: await_end(tuple(where), os.geteuid(), job, within_s),
+        events,
+        waiting,
+        lambda: manager.turn(waiting),
+    )
 
 
 def _network(
@@ -326,7 +381,7 @@ def _pages(config: Config, name: str, incarnation: str, clock: Callable[[], floa
 
 def _server(bind: socket.socket, metrics: Metrics, probes: _Probes, pages: StatusPages) -> HealthServer:
     json = {NODE_PATH: probes.introduction, STATUS_PATH: pages.node, JOB_PATH: pages.job}
-    return HealthServer(bind, metrics.render, probes.liveness, probes.readiness, json)
+    return HealthServer(bind, metrics.render, probes.liveness, probes.readiness, json, Thread)
 
 
 def _receiver(
@@ -342,21 +397,39 @@ def _receiver(
 
 
 def _binder(config: Config, metrics: Metrics) -> Binder:
-    """Binds a port for a purpose, `None` for one that the configuration allows, and counts how that went."""
-
-    def count(purpose: str, ok: bool) -> None:
-        metrics.port_bind_attempts_total.inc(purpose=purpose)
-        if not ok:
-            metrics.port_bind_failures_total.inc(purpose=purpose)
+    """Binds a port for a purpose, `None` for one that the configuration allows, and tells how that goes."""
 
     def bind(address: str, port: int | None, purpose: str) -> socket.socket:
         ports = port if port is not None else config.port_range or 0
-        return bind_listener(address, ports, purpose, on_attempt=count)
+        waiting = False
+
+        def attempted(purpose: str, ok: bool) -> None:
+            nonlocal waiting
+            metrics.port_bind_attempts_total.inc(purpose=purpose)
+            if ok:
+                return
+            metrics.port_bind_failures_total.inc(purpose=purpose)
+            if not waiting:
+                waiting = True
+                owner = find_owner(address, ports if isinstance(ports, int) else ports.first)
+                log.info(
+                    "waiting up to %g s for port %s of %s, for %s: it is taken (%s)",
+                    FIXED_PORT.timeout_s,
+                    ports,
+                    address,
+                    purpose,
+                    owner.words,
+                )
+
+        return bind_listener(address, ports, purpose, on_attempt=attempted)
 
     return bind
 
 
 def _policy(config: Config) -> Policy:
+    """Without etcd, a store that is away has ended with a member's agent: no world is whole then."""
+    backend = config.rendezvous.backend
+    grace_s = config.rendezvous.store_outage_grace_s if backend == "etcd" else 0.0
     return Policy(
         job=config.rendezvous.job_id,
         min_nodes=config.nodes.min,
@@ -364,8 +437,10 @@ def _policy(config: Config) -> Policy:
         last_call_s=config.rendezvous.last_call_s,
         join_timeout_s=config.rendezvous.join_timeout_s,
         drain_timeout_s=drain_timeout_s(config.stop),
-        store_outlives_job=config.rendezvous.backend == "etcd",
-        store_outage_grace_s=config.rendezvous.store_outage_grace_s,
+        store_outlives_job=backend == "etcd",
+        runs_again=config.run_again,
+        store_outage_grace_s=grace_s,
+        unheard_s=config.rendezvous.lease_ttl_s if grace_s or backend == "c10d" else 0.0,
         restarts=RestartPolicy(max_failures=config.max_restarts),
     )
 
@@ -397,19 +472,39 @@ class _Probes:
         return self.loop.introduction() if self.loop is not None else self._before.to_json()
 
 
-def _log_to_stderr(name: str) -> None:
-    handler = logging.StreamHandler(sys.stderr)
+def _log_to(console: Console, name: str) -> None:
+    handler = ConsoleHandler(console)
     handler.setFormatter(logging.Formatter(f"%(asctime)s.%(msecs)03d [{name}] %(message)s", "%H:%M:%S"))
     root = logging.getLogger("elastic_agent")
     root.handlers[:] = [handler]
-    root.setLevel(os.environ.get("LOGLEVEL", "INFO").upper())
+    root.setLevel(log_level(os.environ) or logging.INFO)
     root.propagate = False
 
 
+def _thread_failed(events: queue.SimpleQueue[Event], name: str, error: BaseException) -> None:
+    events.put(ThreadFailed(name, repr(error)))
+    log.error("the thread %s has failed", name, exc_info=error)
+
+
+def _end_stuck(problem: str, guard: Guard, console: Console) -> None:
+    """In the thread that watches the main one, which can do none of this any more."""
+    guard.let_loose()
+    log.critical("%s\nended with exit code %d", problem, ExitCode.LOOP_STUCK)
+    # Its disk may be what holds the main thread.
+    write_error_file(os.environ, ExitCode.LOOP_STUCK, problem, None, time.time())
+    console.close()
+    os._exit(ExitCode.LOOP_STUCK)
+
+
 def _catch_signals(events: queue.SimpleQueue[Event]) -> None:
-    """A handler runs between any two bytecodes: it may only put an event, which SimpleQueue allows at any moment."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda number, _frame: events.put(Signalled(number)))
+    """A handler runs between any two bytecodes: it may only put an event, which SimpleQueue allows at any moment.
+
+    A signal that this process was started to ignore stays ignored: `nohup` and a shell's `trap '' USR1` mean it.
+    """
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _frame: events.put(Signalled(number)))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)  # blocked since the process began
 
 
 def _url(address: tuple[str, int]) -> str:
@@ -421,7 +516,7 @@ def _listeners(
 ) -> tuple[socket.socket, socket.socket, socket.socket | None]:
     """For the workers' store, for metrics and probes, and for the c10d store if this agent is to host it."""
     http = config.http_address
-    if http is None and config.rendezvous.backend == "memory":
+    if http is None and config.solitary:
         http = Endpoint(LOOPBACK, 0)
     try:
         return (
@@ -430,7 +525,7 @@ def _listeners(
             c10d_listener(config, endpoint, address, bind),
         )
     except PortError as error:
-        raise CannotStart(ExitCode.BAD_CONFIG, str(error)) from error
+        raise CannotStart(ExitCode.NOT_HERE, str(error)) from error
 
 
 def _depart(store: Store, participant: Participant, ending: Ending, *, stays_for_others: bool) -> None:
@@ -448,5 +543,5 @@ def _depart(store: Store, participant: Participant, ending: Ending, *, stays_for
         while snapshot.entries and time.monotonic() < deadline:
             watch.next(deadline - time.monotonic())
             snapshot = store.read((NODES_PREFIX,))
-    except StoreError as error:
+    except Exception as error:  # whatever it is, it does not change how this agent has ended
         log.warning("left without saying goodbye: %s", error)

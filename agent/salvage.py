@@ -101,7 +101,7 @@ class Salvage:
             if guard.step is not None and not guard.tried
         ]
         if not able:
-            log.info("generation %d: nobody has its last step whole", self.generation)
+            log.info("generation %d: no worker of this node could save its last step", self.generation)
             return self._end()
         self._keeping = -max(able)[1]
         self._guards[self._keeping].tried = True

@@ -9,13 +9,18 @@ import logging
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ..rendezvous.threads import Thread
 from ..worker.salvage import FROM_WORKER, FromAgent, Guarding, Lines, Message, MessageError, encode
 from .events import Event, GuardSpoke
 
 log = logging.getLogger(__name__)
+
+ACCEPT_PAUSE_S = 0.1
+"""The rest after this process ran out of file descriptors; the connection waits."""
 
 MAX_GUARDS = 256
 """Connections at once; more are broken."""
@@ -38,7 +43,7 @@ class SalvageGate:
         self._listener.setblocking(False)
 
     def start(self) -> None:
-        threading.Thread(target=self._serve, name="salvage-gate", daemon=True).start()
+        Thread(self._serve, "salvage-gate").start()
 
     def close(self) -> None:
         self._waker.close()
@@ -70,6 +75,7 @@ class SalvageGate:
             connection, _ = self._listener.accept()
         except OSError as error:
             log.warning("cannot accept a worker's connection: %s", error)
+            time.sleep(ACCEPT_PAUSE_S)
             return
         if len(self._selector.get_map()) > MAX_GUARDS:
             connection.close()

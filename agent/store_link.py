@@ -2,29 +2,43 @@
 
 Each does one blocking thing and turns what comes back into an event; none of them decides anything. The main
 loop tells them what to do through `ask`, `keep` and `follow`, which never block. A thread that a dead store holds
-for ever is a daemon: it delays nobody, and the lease that it no longer confirms ends the workers.
+for ever is a daemon: it delays no end, and the lease that it no longer confirms ends the workers. The lease speaks for
+the main loop: while that does not turn (`heartbeat`), it is not confirmed.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from ..rendezvous.errors import (
     Compacted,
     LeaseExpired,
     StoreClosed,
     StoreError,
-    StoreLost,
+    StoreMismatch,
     StoreUnavailable,
 )
 from ..rendezvous.participant import Participant
 from ..rendezvous.requests import RETRY, Answer, Grant, Read, Request, RetryPolicy, Subscription
 from ..rendezvous.store import LeaseId, Store, Watch
-from .events import Answered, Changed, Event, LeaseConfirmed, LeaseGone, LostTrack, StoreGone, Unanswered
+from ..rendezvous.threads import Thread
+from .events import (
+    Answered,
+    Changed,
+    Event,
+    LeaseConfirmed,
+    LeaseGone,
+    LostTrack,
+    StoreGone,
+    StoreMismatched,
+    Unanswered,
+)
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +62,12 @@ class StoreLink:
         post: Callable[[Event], None],
         clock: Callable[[], float],
         rng: random.Random,
+        turning: Callable[[], bool] = lambda: True,
     ) -> None:
+        """The lease is confirmed only while the main loop is `turning`: else it says of a node what is not so."""
+        self.confirmed_at = -math.inf
+        """When the newest confirmed keep-alive was sent; for any thread."""
+        self._turning = turning
         self._store = store
         self._interval_s = lease_ttl_s / KEEP_ALIVES_PER_TTL
         self._retry = RetryPolicy(max_wait_s=self._interval_s / RETRIES_PER_KEEP_ALIVE)
@@ -65,7 +84,8 @@ class StoreLink:
 
     def start(self) -> None:
         for name, work in (("requests", self._serve), ("lease", self._keep_alive), ("watch", self._observe)):
-            threading.Thread(target=work, name=f"store-{name}", daemon=True).start()
+            gone = StoreGone(f"this program's thread store-{name} has failed")
+            Thread(work, f"store-{name}", partial(self._post, gone)).start()
 
     def ask(self, request: Request) -> None:
         """Carry out one request; `Answered` or `Unanswered` follows."""
@@ -103,8 +123,6 @@ class StoreLink:
             request = self._requests.get()
             try:
                 self._post(Answered(request, self._carry_out(request)))
-            except (StoreLost, StoreClosed) as error:
-                self._gone(error)
             except StoreError as error:
                 self._post(Unanswered(request, error))
 
@@ -114,10 +132,6 @@ class StoreLink:
         if isinstance(request, Read):
             return self._store.read(request.scopes, request.oldest_under)
         return self._store.transact(request.compares, request.writes)
-
-    def _gone(self, error: StoreError) -> None:
-        if not self._closed.is_set():
-            self._post(StoreGone(error))
 
     # ---------------------------------------------------------------- store-lease
 
@@ -132,6 +146,9 @@ class StoreLink:
             if wait_s > 0.0:
                 self._closed.wait(wait_s)
                 continue
+            if not self._turning():
+                self._closed.wait(self._interval_s)
+                continue
             asked_at = self._clock()
             try:
                 self._store.keep_alive(lease)
@@ -139,8 +156,8 @@ class StoreLink:
                 self._post(LeaseGone(lease))
                 self._await_another(lease)
                 continue
-            except (StoreLost, StoreClosed) as error:
-                self._gone(error)
+            except StoreMismatch as error:
+                self._post(StoreMismatched(str(error)))
                 return
             except StoreError as error:
                 if attempt == 0:
@@ -152,6 +169,7 @@ class StoreLink:
             if attempt:
                 log.info("lease confirmed again, after %d tries in vain", attempt)
                 attempt = 0
+            self.confirmed_at = asked_at
             self._post(LeaseConfirmed(lease, asked_at))
             with self._wanted:
                 if self._lease == lease:
@@ -172,13 +190,15 @@ class StoreLink:
                 return
             try:
                 self._observe_one(subscription)
-            except (StoreLost, StoreClosed) as error:
+            except StoreMismatch as error:
+                self._post(StoreMismatched(str(error)))
+                return
+            except StoreClosed:  # as a rule the watch, by `follow`
                 if self._subscription is subscription:
-                    self._gone(error)
                     return
 
     def _observe_one(self, subscription: Subscription) -> None:
-        """Until another subscription is wanted. Raises StoreLost and StoreClosed."""
+        """Until another subscription is wanted. Raises StoreMismatch, and StoreClosed when the watch was closed."""
         with self._wanted:
             if self._subscription is not subscription:
                 return
@@ -217,6 +237,8 @@ def pass_on(event: Event, participant: Participant, now: float) -> bool:
         participant.lease_confirmed(event.lease, event.asked_at)
     elif isinstance(event, LeaseGone):
         participant.lease_gone(event.lease)
+    elif isinstance(event, StoreMismatched):
+        participant.store_mismatched(event.reason)
     else:
         return False
     return True

@@ -21,8 +21,14 @@ from .events import Event
 from .exits import CannotStart, ExitCode
 from .interruptible import unless_stopped
 from .ports import ONE_TRY, PortError, bind_listener
+from .store_link import KEEP_ALIVES_PER_TTL
+from .store_memory import StoreMemory
 
 log = logging.getLogger(__name__)
+
+LEAST_PATIENCE_S = 0.5
+"""With the host of a c10d store that does not answer. A connection that was reset is found out only by asking again,
+and there must be time for that before the lease is no proof any more."""
 
 Binder: TypeAlias = Callable[[str, int | None, str], socket.socket]
 """Called with address, port (None: one that the configuration allows) and purpose."""
@@ -69,7 +75,8 @@ def open_store(
     def connect() -> Store:
         if rendezvous.backend == "etcd":
             return connect_to_etcd(rendezvous)
-        return _host_or_join_c10d(rendezvous, endpoint, listener)
+        memory = StoreMemory(rendezvous.job_id, str(hosted_at)) if hosted_at and endpoint else None
+        return _host_or_join_c10d(rendezvous, endpoint, listener, memory)
 
     if listener is None:
         log.info(
@@ -91,16 +98,33 @@ def open_store(
 
 
 def _host_or_join_c10d(
-    rendezvous: RendezvousConfig, endpoint: Endpoint | None, listener: socket.socket | None
+    rendezvous: RendezvousConfig,
+    endpoint: Endpoint | None,
+    listener: socket.socket | None,
+    memory: StoreMemory | None,
 ) -> Store:
+    """`memory`: of the hosts at this endpoint. A port that the kernel chose is no place where one comes back."""
     if listener is not None:
         from ..rendezvous.c10d_host import C10dHost
 
-        return C10dHost(listener, listener.getsockname()[0], rendezvous.job_id)
+        address, job = listener.getsockname()[0], rendezvous.job_id
+        if memory is None:
+            return C10dHost(listener, address, job)
+        past = memory.recall()
+        if past is not None:
+            log.info(
+                "an earlier host of this store has left generation %d: the next one begins as soon as its nodes are "
+                "back or their leases have ended; where none of their agents comes back, as a new run",
+                past.generation,
+            )
+        return C10dHost(listener, address, job, past=past, remember=memory.remember)
     from ..rendezvous.c10d import C10dStore
 
     assert endpoint is not None, "without an endpoint this agent hosts the store"
-    return C10dStore.connect(endpoint.host, endpoint.port, rendezvous.job_id, rendezvous.join_timeout_s)
+    patience_s = max(LEAST_PATIENCE_S, rendezvous.lease_ttl_s / KEEP_ALIVES_PER_TTL)
+    return C10dStore.connect(
+        endpoint.host, endpoint.port, rendezvous.job_id, rendezvous.join_timeout_s, patience_s
+    )
 
 
 def connect_to_etcd(rendezvous: RendezvousConfig, *, only_to_read: bool = False) -> Store:
@@ -137,6 +161,30 @@ def etcd_password(etcd: EtcdConfig) -> str:
         raise StoreRefused(
             f"--etcd-password-file {etcd.password_file} holds no UTF-8 text: correct it"
         ) from None
+
+
+def store_options(
+    config: Config, endpoint: Endpoint | None, listener: socket.socket | None
+) -> dict[str, str]:
+    """What another command on this machine must be told to find the job's store; nothing of a memory store."""
+    rendezvous, etcd = config.rendezvous, config.rendezvous.etcd
+    if rendezvous.backend == "memory":
+        return {}
+    words = {"rdzv-backend": rendezvous.backend, "rdzv-id": rendezvous.job_id}
+    if etcd is None:
+        place = Endpoint(*listener.getsockname()[:2]) if listener is not None else endpoint
+        return {**words, "rdzv-endpoint": str(place)}
+    members = ",".join(map(str, rendezvous.endpoints))
+    files = {
+        "etcd-ca": etcd.ca,
+        "etcd-cert": etcd.cert,
+        "etcd-key": etcd.key,
+        "etcd-password-file": etcd.password_file,
+    }
+    words |= {name: str(path.absolute()) for name, path in files.items() if path is not None}
+    words |= {"etcd-user": etcd.user} if etcd.user is not None else {}
+    words |= {"etcd-insecure": "true"} if etcd.ca is None else {}
+    return {**words, "rdzv-endpoint": f"etcd://{members}{etcd.prefix}"}
 
 
 def _invite(config: Config, hosted_at: Endpoint) -> None:

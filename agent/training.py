@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..health.hang import HangWatch
@@ -23,10 +23,12 @@ from ..rendezvous.records import Failure, Member, World
 from ..rendezvous.restarts import LASTING_S
 from ..worker.drain import DRAINED
 from ..worker.page import Reading
+from ..worker.reports import SaveReport
 from .accounting.observer import Observer
 from .configuration.config import Config
 from .drain_gate import DrainGate
 from .draining import Draining
+from .environment.contract import bind_of_rank_0_failed
 from .environment.timeouts import WIDENING, drain_timeout_s, widening
 from .events import (
     Event,
@@ -39,12 +41,25 @@ from .events import (
     WorkerExited,
     WorkerKept,
 )
-from .node import Node, directory, error_file, worker_spec
+from .late_exits import LateExits
+from .machine.oom import OomKills, find_counter
+from .node import Node, error_file, make_directory, worker_spec
 from .preloader.spares import Spares
 from .processes.children import Children
-from .processes.failures import HANG_SIGNAL, WorkerFailure, examine, fingerprint, hung, summarize
+from .processes.failures import (
+    HANG_SIGNAL,
+    FailureInvalid,
+    WorkerFailure,
+    examine,
+    fingerprint,
+    hung,
+    is_final,
+    stuck,
+    summarize,
+)
 from .processes.guard import Guard
 from .processes.logs import WorkerLogs
+from .processes.standing import standings
 from .processes.worker_pages import WorkerPages
 from .processes.worker_store import WorkerStore
 from .processes.workers import WorkerGroup
@@ -120,12 +135,14 @@ class Training:
         self._started_at = 0.0
         self._hang = HangWatch(None)
         self._hung = False
+        self._late_exits = LateExits(None)
         self._failures: list[WorkerFailure] = []
         self._salvage = Salvage(0, 0.0)
         self._draining = Draining(0)
         self._postponed: _Stopping | None = None
         """What the workers are told once their last step has been kept."""
         self._spares_due_at: float | None = None
+        self._oom_kills = OomKills(find_counter())
 
     @property
     def undisturbed(self) -> int:
@@ -137,8 +154,10 @@ class Training:
         generation = world.generation
         self._participant.workers_started(world)
         self._say_if_widened(world)
+        self._say_if_set_back(world)
         self._world, self._started_at, self._failures = world, now, []
         self._hang, self._hung = HangWatch(self._config.timeouts.hang_s), False
+        self._late_exits = LateExits(self._config.timeouts.exit_s)
         self._pages, self._read = WorkerPages(generation), {}
         self._salvage = Salvage(generation, self._config.stop.just_in_time_grace_s)
         self._draining = Draining(generation)
@@ -154,10 +173,12 @@ class Training:
             self._node.cgroup / f"generation-{generation}" if self._node.cgroup is not None else None,
             self._children.strangers,
         )
+        self._logs.begin(world.job, world.run, generation)
+        self._logs.leave_out(bind_of_rank_0_failed(world.master.port))
         has_nccl = self._node.machine.software.has_nccl
         records = self._logs.folder(generation, "flight_records") if has_nccl else None
         try:
-            directory(self._node, generation).mkdir(exist_ok=True)
+            make_directory(self._node, generation)
             specs = [
                 worker_spec(
                     self._config, self._node, world, member, local_rank, self._pages.make(local_rank), records
@@ -191,6 +212,8 @@ class Training:
     def turn(self, now: float) -> bool:
         """Do what is due. True: nothing of the generation is left here, and the participant knows."""
         self._children.bury(now)
+        self._oom_kills.look(now)
+        self._guard.look()
         self._spares_due_at = self._spares.turn(now)
         if self._config.preload:
             self._observer.spares(self._spares.ready)
@@ -217,6 +240,8 @@ class Training:
             silent = group.running and not self._draining.told
             if silent and self._hang.due_at is not None and now >= self._hang.due_at:
                 self._end_hang(group, self._hang)
+            elif not self._draining.under_way:
+                self._watch_ends(group, now)
         return False
 
     def wake_at(self) -> tuple[float | None, ...]:
@@ -251,15 +276,16 @@ class Training:
         return news
 
     def stop(
-        self, grace_s: float, *, gently: bool, reason: str, asking: signal.Signals = signal.SIGTERM
+        self, grace_s: float, *, gently: bool, reason: str | None, asking: signal.Signals = signal.SIGTERM
     ) -> None:
-        """Ask the workers to end, if there are any; see `WorkerGroup.stop`."""
+        """Ask the workers to end, if there are any; see `WorkerGroup.stop`. No reason: the log has it already."""
         group = self.group
         if group is None:
             return
         if not group.stopping:
             self._look()
-            log.info("stopping generation %d: %s", group.generation, reason)
+            if reason is not None:
+                log.info("stopping generation %d: %s", group.generation, reason)
             self._observer.stopping(self._clock())
             if not gently and asking is not HANG_SIGNAL:
                 self._tell(self._salvage.begin(self._clock()))
@@ -269,22 +295,40 @@ class Training:
         else:
             group.stop(grace_s, gently=gently, asking=asking)
 
-    def show_failure(self, failure: Failure) -> None:
-        """The block for a tired person; the other nodes show what the failing one has put in the store."""
-        mine = [mine for mine in self._failures if mine.generation == failure.generation]
-        first = WorkerFailure.from_json(failure.detail) if failure.detail else None
-        if first is None:
-            log.error("generation %d failed: %s", failure.generation, failure.summary)
-            return
-        here = next((own for own in mine if own.rank == first.rank), None)
-        others = [own for own in mine if own.rank != first.rank]
-        log.error("%s", summarize(here or first, others))
+    def stops_at(self, now: float) -> float | None:
+        """When the next thing is to be done to end the workers here, if nothing more is heard; None without any."""
+        if self.undisturbed:
+            return self._participant.good_until(now)
+        return self.group.kill_at if self.group is not None else None
+
+    def unkillable(self) -> str:
+        """Why this node can never be done with its generation: what does not die, and where it stands."""
+        group, bound_s = self.group, self._config.stop.kill_timeout_s
+        if group is None or group.killing_s() < bound_s:
+            return ""
+        undying = group.undying()
+        if group.running and not undying:
+            return ""  # they have ended, and it is not heard yet: this process stood still itself
+        where = standings(undying) or "nothing is known of what is left"
+        return (
+            f"generation {group.generation} does not end on this node, {bound_s:g} s after SIGKILL (--kill-timeout): "
+            f"{where}. The others go on without this node; whatever device or disk these wait for must be repaired, "
+            "or the machine started anew"
+        )
+
+    def show_failure(self, failure: Failure) -> WorkerFailure | None:
+        """The block for a tired person; the other nodes show what the failing one has put in the store.
+
+        Returns the worker that is to blame, if one is.
+        """
+        self._observer.failure_shown(failure)
+        return show(failure, [mine for mine in self._failures if mine.generation == failure.generation])
 
     # ---------------------------------------------------------------- what is heard of them
 
     def exited(self, event: WorkerExited) -> None:
         group = self.group
-        if group is None or group.generation != event.generation:
+        if group is None or group.generation != event.generation or event.local_rank in group.returncodes:
             return
         returncode = group.reap(event.local_rank)
         self._tell(self._salvage.gone(event.local_rank, event.at))
@@ -299,6 +343,7 @@ class Training:
                 self._drain_gate.look(group.generation)
             elif event.local_rank not in self._draining.told:
                 self._observer.ended(event.local_rank, "ok", event.at)
+                self._late_exits.ended(group.ranks[event.local_rank], event.at)
         elif returncode == 0:
             self._observer.ended(event.local_rank, "ok", event.at)
         else:
@@ -353,10 +398,13 @@ class Training:
     def reported(self, event: Reported) -> None:
         report = event.report
         if self.group is None or report.generation != self.group.generation:
+            if isinstance(report, SaveReport):  # the disk writer goes on after the generation that ordered it
+                self._observer.saved_later(report)
             return
         self._look()
         self._observer.reported(report, event.at)
         self._warn_of_silence(self._hang.alive(event.at))
+        self._late_exits.watch.alive(event.at)
         if report.result == "ok":
             self._participant.workers_advanced(report.step)
 
@@ -368,6 +416,11 @@ class Training:
             self._hang.silent(now)
             return
         self._observer.trained(read.values(), now)
+        chosen = _chosen_step(read)
+        if (
+            chosen is not None or _chosen_step(before) is not None
+        ):  # which is withdrawn when the load is refused
+            self._participant.workers_load(chosen)
         stepped = [
             (reading.stepped_at, reading.step, local_rank)
             for local_rank, reading in read.items()
@@ -377,6 +430,7 @@ class Training:
         ]
         for at, step, local_rank in sorted(stepped):
             self._warn_of_silence(self._hang.stepped(local_rank, step, at))
+            self._late_exits.watch.alive(at)
             self._participant.workers_advanced(step)
 
     def _warn_of_silence(self, silence_s: float | None) -> None:
@@ -429,6 +483,19 @@ class Training:
                 world.restarts.fruitless,
             )
 
+    def _say_if_set_back(self, world: World) -> None:
+        bad = world.restarts.bad_state
+        if bad is not None:
+            log.warning(
+                "generation %d does not load the state of step %d, or what came of it: %d times in a row workers that "
+                "had loaded it failed in the same way before they came to another step (%s). It goes on from an older "
+                "one, if there is any",
+                world.generation,
+                bad.step,
+                world.restarts.at_load,
+                world.cause.detail,
+            )
+
     def _say_how_started(self, group: WorkerGroup, took_s: float) -> None:
         warm = len(group.ranks) - len(group.cold)
         if warm:
@@ -450,34 +517,60 @@ class Training:
             error_file=error_file(self._node, group.generation, local_rank),
             log_tail=self._logs.tail(group.generation, rank),
             log_file=self._logs.log_file(group.generation, rank),
+            oom_killed=self._oom_kills.lately(self._clock()),
         )
         self._failures.append(failure)
         self._observer.ended(local_rank, failure.reason, at)
         if not group.stopping:
-            log.error("rank %d failed: %s", rank, failure.cause)
-            self._report_failure(
-                Failure(group.generation, fingerprint(failure), failure.cause, detail=failure.to_json())
+            told = Failure(
+                group.generation,
+                fingerprint(failure),
+                failure.cause,
+                detail=failure.to_json(),
+                final=is_final(failure),
             )
+            self._report_failure(told, f"rank {rank} failed: {failure.cause}")
 
     def _fail(self, group: WorkerGroup, what: str) -> None:
         """The generation fails on this node without a worker to blame."""
-        log.error("%s", what)
-        self._report_failure(Failure(group.generation, what[:200], what[:4000]))
+        self._report_failure(Failure(group.generation, what[:200], what[:4000]), what)
 
     def _end_hang(self, group: WorkerGroup, hang: HangWatch) -> None:
         """Workers that are silent for too long: each is made to say where it stands, and that is its end."""
         log_file = self._logs.log_file(group.generation, group.ranks[hang.hindmost])
-        failure = hung(self._node.name, group.generation, group.ranks, hang, log_file)
-        self._hung = True
-        log.error("%s", failure.cause)
-        told = Failure(group.generation, "hang", failure.cause, detail=failure.to_json())
-        self._report_failure(told, asking=HANG_SIGNAL)
+        self._end_stuck(hung(self._node.name, group.generation, group.ranks, hang, log_file), "hang")
 
-    def _report_failure(self, failure: Failure, asking: signal.Signals = signal.SIGTERM) -> None:
+    def _end_stuck(self, failure: WorkerFailure, fingerprint: str) -> None:
+        self._hung = True
+        told = Failure(failure.generation, fingerprint, failure.cause, detail=failure.to_json())
+        self._report_failure(told, failure.cause, HANG_SIGNAL)
+
+    def _watch_ends(self, group: WorkerGroup, now: float) -> None:
+        """Workers that live on after others have ended with success, here or on other nodes."""
+        world = self._participant.world
+        if world is not None and world.generation == group.generation and world.finishing:
+            self._late_exits.others_ended(now)
+        running = {group.ranks[local]: local for local in group.ranks if local not in group.returncodes}
+        mute = [group.pid(local) for local in running.values() if self._reports_no_step(local)]
+        cause = self._late_exits.turn(now, running, mute)
+        if cause:
+            rank = min(running)
+            log_file = self._logs.log_file(group.generation, rank)
+            failure = stuck(self._node.name, group.generation, rank, running[rank], cause, log_file)
+            self._end_stuck(failure, "hang at the end")
+
+    def _reports_no_step(self, local_rank: int) -> bool:
+        reading = self._read.get(local_rank)
+        return reading is None or reading.step is None
+
+    def _report_failure(self, failure: Failure, said: str, asking: signal.Signals = signal.SIGTERM) -> None:
+        """`said`: for the log, in which the worker's own last words stand above it."""
+        log.error("stopping generation %d: %s", failure.generation, said)
+        self._observer.failure_shown(failure)
         self._participant.workers_failed(failure)
         grace_s = self._config.stop.failure_grace_s
         gently = asking is HANG_SIGNAL  # a data loader has nothing to say about where training stands
-        self.stop(grace_s, gently=gently, reason=failure.summary, asking=asking)
+        self.stop(grace_s, gently=gently, reason=None, asking=asking)
 
     def _finish(self, group: WorkerGroup, now: float) -> None:
         """Nothing of the generation is left here."""
@@ -498,3 +591,25 @@ class Training:
         self.group = None
         self._observer.gone(now, succeeded=succeeded)
         self._participant.workers_gone(group.generation)
+
+
+def _chosen_step(read: Mapping[int, Reading]) -> int | None:
+    """Of the state that the workers load."""
+    chosen = [reading.chosen_step for reading in read.values() if reading.chosen_step is not None]
+    return max(chosen, default=None)
+
+
+def show(failure: Failure, own: Sequence[WorkerFailure]) -> WorkerFailure | None:
+    """`own`: the failures on this node in the same generation. Any agent may have written `failure.detail`."""
+    try:
+        first = WorkerFailure.from_json(failure.detail) if failure.detail else None
+    except FailureInvalid as error:
+        log.warning("the failure's details in the store are not usable: %s", error)
+        first = None
+    if first is None:
+        log.error("generation %d failed: %s", failure.generation, failure.summary)
+        return None
+    here = next((mine for mine in own if mine.rank == first.rank), None)
+    others = [mine for mine in own if mine.rank != first.rank]
+    log.error("%s", summarize(here or first, others))
+    return here or first

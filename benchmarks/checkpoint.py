@@ -63,6 +63,8 @@ class Run:
     durable_s: float
     """From the call until it is on disk; 0 where it never is."""
     restore_s: float
+    compare_s: float = 0.0
+    """Of the comparison of all ranks' states, in each save; 0 where there is none."""
 
 
 def main() -> None:
@@ -126,7 +128,14 @@ def run(system: str, megabytes: int, ranks: int, disk: Path | None) -> Run:
         finally:
             writer.close()
     return Run(
-        system, megabytes, ranks, saved["copy_s"], saved["stall_s"], saved["durable_s"], loaded["restore_s"]
+        system,
+        megabytes,
+        ranks,
+        saved["copy_s"],
+        saved["stall_s"],
+        saved["durable_s"],
+        loaded["restore_s"],
+        saved.get("compare_s", 0.0),
     )
 
 
@@ -226,6 +235,7 @@ class System:
         import torch
 
         megabytes = int(os.environ["BENCHMARK_MEGABYTES"])
+        torch.manual_seed(0)  # all ranks have the same state
         # Of each weight there are three: itself and two averages, of 4 bytes each.
         width = int((megabytes * 1e6 / (12 * LAYERS)) ** 0.5)
         self.model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(LAYERS)])
@@ -298,7 +308,20 @@ class Library(System):
         from elastic_agent.worker import Checkpointer
 
         super().__init__()
-        self.checkpoints = Checkpointer(folder, {"model": self.model, "optimizer": self.optimizer})
+        self._state = {"model": self.model, "optimizer": self.optimizer}
+        self.checkpoints = Checkpointer(folder, self._state)
+
+    def measure_saves(self) -> dict[str, float]:
+        import torch.distributed as dist
+
+        from elastic_agent.worker.collectives import current_group
+        from elastic_agent.worker.replicas import Replicas
+
+        group = current_group()
+        replicas = Replicas(self._state, ())
+        dist.barrier()
+        compare_s = seconds(lambda: replicas.compare(group, group.gather(replicas.digest()), 1))
+        return {**super().measure_saves(), "compare_s": compare_s}
 
     def save(self, step: int) -> None:
         if not self.checkpoints.save(step):
@@ -416,6 +439,9 @@ def table(runs: Sequence[Run]) -> str:
         state = f"{megabytes} MB, {ranks} {'rank' if ranks == 1 else 'ranks'}"
         copies = [run.copy_s * 1e3 for run in here]
         rows.append([state, "one copy in memory", spread(copies, {}, len(copies)), "", "", "", "", ""])
+        if compared := [run.compare_s * 1e3 for run in here if run.compare_s]:
+            each = spread(compared, {}, len(compared))
+            rows.append([state, "the comparison of all ranks, in each save", each, "", "", "", "", ""])
         for system, name in SYSTEMS.items():
             if own := [run for run in here if run.system == system]:
                 stalls, restores = [run.stall_s for run in own], [run.restore_s for run in own]

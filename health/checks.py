@@ -1,15 +1,17 @@
 """What should be alike on all nodes of a world and is not, found before training by comparing their records.
 
-Nothing is refused for it: a job may run on two kinds of machines. But a large packet that one of a thousand nodes
-cannot take shows up as a hang of all, hours later and far from its cause.
+Nothing is refused for it: a job may run on two kinds of machines, and nodes may have arguments of their own. But a
+large packet that one of a thousand nodes cannot take shows up as a hang of all, hours later and far from its cause.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
+from ..rendezvous import terms
 from ..rendezvous.records import NodeRecord, World
 
 MOST_NAMED = 5
@@ -30,6 +32,13 @@ def differences(nodes: Sequence[NodeRecord]) -> tuple[str, ...]:
     return tuple(sentence for trait in _TRAITS if (sentence := _difference(trait, nodes)) is not None)
 
 
+def told_otherwise(world: World, nodes: Iterable[NodeRecord]) -> Iterator[str]:
+    """A sentence for each node that was told something else than the job goes by."""
+    for node in nodes:
+        if said := "; ".join(terms.differences(node.limits, node.program, world.limits, world.program)):
+            yield f"node {node.node} was started with {said}; what the job has is node {world.limits_of}'s"
+
+
 class Comparison:
     """Compares each world once, and says what it has not said of the world before."""
 
@@ -37,14 +46,22 @@ class Comparison:
         self._generation = 0
         self._said: tuple[str, ...] = ()
 
-    def news(self, world: World, nodes: Iterable[NodeRecord]) -> tuple[str, ...]:
-        """`nodes` are all that are known, members of the world or not."""
+    def news(self, world: World, nodes: Iterable[NodeRecord], me: str) -> tuple[str, ...]:
+        """`nodes` are all that are known, members of the world or not. What node `me` was told it says itself."""
         if not world.trains or world.generation == self._generation:
             return ()
         self._generation, before = world.generation, self._said
         members = {member.incarnation for member in world.members}
-        self._said = differences([node for node in nodes if node.incarnation in members])
+        inside = [node for node in nodes if node.incarnation in members]
+        odd = told_otherwise(world, (node for node in inside if node.node != me))
+        self._said = (*differences(inside), *_first_few(odd))
         return tuple(difference for difference in self._said if difference not in before)
+
+
+def _first_few(sentences: Iterator[str]) -> Iterator[str]:
+    yield from islice(sentences, MOST_NAMED)
+    if more := sum(1 for _ in sentences):
+        yield f"{more} more nodes were told something else than the job goes by: elastic-agent status has more of them"
 
 
 def _difference(trait: _Trait, nodes: Iterable[NodeRecord]) -> str | None:

@@ -83,9 +83,9 @@ class _Connection:
 class HealthServer:
     """Serves on `bind`, a bound and listening socket that it owns from now on.
 
-    `pages` are in JSON, by their paths. All callbacks run on the server's thread and must not block. If one raises,
-    that request gets a 500, the traceback is logged, and the server goes on. `evicted` counts clients that lost their
-    place to others.
+    `pages` are in JSON, by their paths. `thread` makes the one that serves, of its work and name. All callbacks run on
+    it and must not block. If one raises, that request gets a 500, the traceback is logged, and the server goes on.
+    `evicted` counts clients that lost their place to others.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class HealthServer:
         liveness: Callable[[], Probe],
         readiness: Callable[[], Probe],
         pages: Mapping[str, Callable[[], str]],
+        thread: Callable[[Callable[[], None], str], threading.Thread],
         limits: Limits = Limits(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -117,7 +118,7 @@ class HealthServer:
         self._wake_read, self._wake_write = socket.socketpair()
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._selector.register(bind, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="health-http", daemon=True)
+        self._thread = thread(self._serve, "health-http")
 
     def start(self) -> None:
         self._thread.start()

@@ -21,15 +21,11 @@ FAILURE_REASONS = (
     "oom",
     "hang",
     "nccl",
-    "cuda",
-    "ecc",
-    "port",
-    "preempted",
     "unknown",
 )
 EXIT_REASONS = ("ok", *FAILURE_REASONS)
 MEMBERSHIP_CHANGES = ("join", "leave", "lost")
-RESTART_REASONS = (*FAILURE_REASONS, *MEMBERSHIP_CHANGES, "drain")
+RESTART_REASONS = (*FAILURE_REASONS, *MEMBERSHIP_CHANGES)
 INCIDENT_REASONS = (*FAILURE_REASONS, "lost")
 BUDGET_KINDS = ("failure",)
 DETECTION_KINDS = ("process",)
@@ -40,7 +36,7 @@ STOP_SIGNALS = ("term", "kill")
 STORE_REQUESTS = ("grant", "keep_alive", "revoke", "transact", "read")
 STORE_OPERATIONS = (*STORE_REQUESTS, "watch")
 PORT_PURPOSES = ("store", "metrics", "master")
-CHECKPOINT_TIERS = ("memory", "local", "shared")
+CHECKPOINT_TIERS = ("memory", "local")
 CHECKPOINT_RESULTS = ("ok", "error", "corrupt")
 LOG_STREAMS = ("stdout", "stderr")
 
@@ -167,6 +163,10 @@ class Metrics(Page):
             "Nodes that came to or went from the world between two generations, as seen from this node: leave was "
             "asked to stop, lost is every other that went.",
             kind=MEMBERSHIP_CHANGES,
+        )
+        self.nodes_put_aside_total = self._counter(
+            "nodes_put_aside_total",
+            "Nodes that all further worlds leave out because the workers failed on them alone, as seen from this node.",
         )
 
     def _declare_workers(self, local_ranks: Sequence[str]) -> None:
@@ -371,6 +371,11 @@ class Metrics(Page):
             "checkpoint_fallbacks_total",
             "Generations that went on from an older checkpoint because this node's newer one was damaged.",
         )
+        self.checkpoint_set_backs_total = self._counter(
+            "checkpoint_set_backs_total",
+            "States that the workers were told to pass over for an older one, because those that had loaded it failed "
+            "alike before another step.",
+        )
 
     def _declare_output(self) -> None:
         self.log_lines_total = self._counter(
@@ -378,6 +383,14 @@ class Metrics(Page):
         )
         self.log_bytes_total = self._counter(
             "log_bytes_total", "Bytes that this node's workers printed.", stream=LOG_STREAMS
+        )
+        self.log_file_bytes_dropped_total = self._counter(
+            "log_file_bytes_dropped_total",
+            "Bytes that this node's workers printed and that are not in their log files because the disk stood still.",
+        )
+        self.console_lines_dropped_total = self._counter(
+            "console_lines_dropped_total",
+            "Lines of the agent and its workers that were not shown because its console stood still or refused them.",
         )
         self.reports_dropped_total = self._counter(
             "reports_dropped_total",
@@ -432,9 +445,10 @@ class Metrics(Page):
             for state, number in {**dict.fromkeys(WORKER_STATES, 0), **by_state}.items():
                 self.workers.set(number, state=state)
 
-    def turn_over(self, *, joined: int, left: int, lost: int, incident: str | None) -> None:
+    def turn_over(self, *, joined: int, left: int, lost: int, put_aside: int, incident: str | None) -> None:
         """The world has changed: nodes by what became of them, and the root of the failure if one was behind it."""
         with self._lock:
+            self.nodes_put_aside_total.inc(put_aside)
             for kind, number in (("join", joined), ("leave", left), ("lost", lost)):
                 self.membership_changes_total.inc(number, kind=kind)
             if incident is not None:

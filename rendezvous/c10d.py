@@ -3,8 +3,12 @@
 A call is answered within the request timeout, or raises within it:
 
     no answer             StoreUnavailable; a write may or may not happen still, until the next call is answered
-    connection ended      StoreUnavailable when another one can be made: ask again
-                          StoreLost when the host refuses it: its process ended, and the store was only there
+    connection ended      StoreUnavailable, whether another one can be made or is refused: ask again. A refusal does not
+                          prove that the host has ended; a firewall that is loaded anew sends the same
+    another host answers  LeaseExpired, and Compacted to a watch: the agent that hosted the store was started again,
+                          and the new store is empty. What this client held belongs to the old one, and no call of it
+                          reaches the new one, until the client asks for a new lease there
+    another job's answers StoreMismatch, and so where another version hosts it, or another program listens: leave
 
 After a call without an answer the store opens a second link in the background and goes over to it when it stands,
 so that a network that heals is used again at once, and a host that hangs is used again when it wakes. The host drops
@@ -21,6 +25,7 @@ import uuid
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from .c10d_link import Asked, Link, LinkBroken, NobodyListens, knock, open_link
@@ -43,12 +48,12 @@ from .errors import (
     LeaseExpired,
     StoreClosed,
     StoreError,
-    StoreLost,
     StoreMismatch,
     StoreUnavailable,
 )
 from .search import search
 from .store import Change, Compare, Delete, LeaseId, Outcome, Put, Snapshot, Store, Watch
+from .threads import Thread
 
 REQUEST_TIMEOUT_S = 5.0
 
@@ -66,6 +71,11 @@ class _Opening:
     accepted: threading.Event
     link: Future[Link]
 
+    def fail(self, error: StoreError) -> None:
+        """For who waits, unless there is an answer already."""
+        if not self.link.done():
+            self.link.set_exception(error)
+
 
 class C10dStore(Store):
     """See the module's docstring. Made by `connect`."""
@@ -77,7 +87,8 @@ class C10dStore(Store):
         self._request_timeout_s = request_timeout_s
         self._client = uuid.uuid4().hex
         self._lock = threading.Lock()
-        self._host: str | None = None
+        self._granted_by: str | None = None
+        """The host that granted this client's newest lease."""
         self._link: Link | None = None
         self._links_tried = 0
         self._opening: _Opening | None = None
@@ -100,10 +111,22 @@ class C10dStore(Store):
         store = cls(address, port, job, request_timeout_s)
         rng = rng or random.Random()
         deadline = time.monotonic() + timeout_s
+        refused: StoreUnavailable | None = None
+
+        def look() -> None:
+            nonlocal refused
+            try:
+                store._go_over_to_new_link(deadline)
+            except StoreUnavailable as error:
+                if isinstance(error.__cause__, NobodyListens):
+                    refused = error
+                raise
+
         try:
-            search(lambda: store._go_over_to_new_link(deadline), deadline, rng)
-        except StoreUnavailable as error:
+            search(look, deadline, rng)
+        except StoreUnavailable as last:
             store.close()
+            error = refused or last  # the last try may have had no time for an answer
             raise StoreUnavailable(
                 f"no c10d store on {address}:{port} after {timeout_s:g} s: {error}. Check that the agent which "
                 "hosts it runs, that --rdzv-endpoint names its address, and that no firewall closes the port"
@@ -114,7 +137,11 @@ class C10dStore(Store):
         return store
 
     def grant(self, ttl_s: float) -> LeaseId:
-        return self._call(Grant(ttl_s), Granted).lease
+        deadline = time.monotonic() + self._request_timeout_s
+        link, asked = self._ask(Grant(ttl_s))
+        lease = self._answer(link, asked, Granted, deadline).lease
+        self._granted_by = link.host
+        return lease
 
     def keep_alive(self, lease: LeaseId) -> None:
         self._call(KeepAlive(lease), Done)
@@ -141,6 +168,9 @@ class C10dStore(Store):
     def _call(self, call: Call, expected: type[R]) -> R:
         deadline = time.monotonic() + self._request_timeout_s
         link, asked = self._ask(call)
+        return self._answer(link, asked, expected, deadline)
+
+    def _answer(self, link: Link, asked: Asked, expected: type[R], deadline: float) -> R:
         try:
             answer = asked.answers.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
@@ -153,6 +183,11 @@ class C10dStore(Store):
         if self._closed:
             raise self._closed_error()
         assert link is not None, "connect() comes first"
+        if not isinstance(call, Grant) and self._granted_by not in (None, link.host):
+            raise LeaseExpired(
+                f"the agent that hosts the c10d store on {self._where} was started again, and the leases of the "
+                "first store went with it"
+            )
         return link, link.ask(call)
 
     def _no_answer(self, link: Link, asked: Asked, waited_s: float) -> StoreUnavailable:
@@ -184,7 +219,10 @@ class C10dStore(Store):
         )
 
     def _go_over_to_new_link(self, deadline: float) -> Link:
-        """A link that is not broken, made by now or in time. Raises StoreLost, or StoreUnavailable."""
+        """A link that is not broken, made by now or in time.
+
+        Raises StoreUnavailable, StoreClosed, and StoreMismatch where another job's or version's store stands there now.
+        """
         with self._lock:
             if self._link is not None and not self._link.broken:
                 return self._link
@@ -201,11 +239,11 @@ class C10dStore(Store):
                 "hangs, or another program listens there"
             ) from error
         except NobodyListens as error:
-            if self._host is None:
+            if self._link is None:
                 raise StoreUnavailable(str(error)) from error
-            raise StoreLost(
-                f"the c10d store on {self._where} is gone: the agent of the node that hosted it ended, and this "
-                "job cannot go on without it; start it again with --rdzv-endpoint on a node that stays"
+            raise StoreUnavailable(
+                f"{self._where} refuses connections: the agent that hosts the c10d store has ended, or a firewall "
+                "resets them. If it has ended, start it again at the same --rdzv-endpoint, and the job goes on"
             ) from error
         except StoreError as error:  # a new one for each thread that waited for the same link
             raise type(error)(str(error)) from error
@@ -218,11 +256,11 @@ class C10dStore(Store):
         if self._opening is None or self._opening.link.done() or self._opening.given_up_at <= now:
             self._links_tried += 1
             self._opening = _Opening(now + OPENING_GIVEN_UP_S, threading.Event(), Future())
-            threading.Thread(
-                target=self._open,
-                args=(self._links_tried, self._opening),
-                name="c10d-opening",
-                daemon=True,
+            opening = self._opening
+            Thread(
+                partial(self._open, self._links_tried, opening),
+                "c10d-opening",
+                lambda: opening.fail(StoreUnavailable("a thread for the connection has failed")),
             ).start()
         return self._opening
 
@@ -239,16 +277,11 @@ class C10dStore(Store):
             problem: StoreError | None = None
             if self._closed:
                 problem = self._closed_error()
-            elif self._host not in (None, link.host):
-                problem = StoreLost(
-                    f"another agent began to host a c10d store on {self._where}, and what this job kept in the "
-                    "first one is gone: start this agent again to join the new one"
-                )
             elif self._link is not None and self._link.number > number:
                 problem = StoreUnavailable("overtaken by a newer connection")
             unused: Link | None = link
             if problem is None:
-                unused, self._link, self._host = self._link, link, link.host
+                unused, self._link = self._link, link
         if unused is not None:
             unused.close()
         if problem is None:
@@ -278,6 +311,8 @@ class _C10dWatch(Watch):
         self._store = store
         self._scopes = scopes
         self._after = after_revision
+        self._host: str | None = None
+        """Whose revisions it counts."""
         self._waiting: _Waiting | None = None
         self._closed = False
 
@@ -288,7 +323,7 @@ class _C10dWatch(Watch):
             waiting = self._waiting
             if waiting is None:
                 now = time.monotonic()
-                link, asked = store._ask(Await(self._scopes, self._after))
+                link, asked = self._ask()
                 waiting = self._waiting = _Waiting(link, asked, now + PARKED_S + patience_s)
             if self._closed:  # looked at after `_waiting` is set: `close` does the reverse
                 raise StoreClosed("the watch was closed")
@@ -305,6 +340,19 @@ class _C10dWatch(Watch):
             self._after = noticed.revision
             if noticed.changes:
                 return noticed.changes
+
+    def _ask(self) -> tuple[Link, Asked]:
+        """Raises Compacted when another host answers: its revisions are others."""
+        store = self._store
+        try:
+            link, asked = store._ask(Await(self._scopes, self._after))
+        except LeaseExpired as error:
+            raise Compacted(str(error)) from error
+        if self._host not in (None, link.host):
+            link.forget(asked)
+            raise Compacted(f"the agent that hosts the c10d store on {store._where} was started again")
+        self._host = link.host
+        return link, asked
 
     def close(self) -> None:
         self._closed = True

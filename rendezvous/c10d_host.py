@@ -16,6 +16,7 @@ gave up on it long ago and may have read back that it did not happen.
 from __future__ import annotations
 
 import logging
+import random
 import socket
 import threading
 import time
@@ -50,15 +51,20 @@ from .c10d_wire import (
     encode_reply,
     reply_queue,
 )
-from .errors import Compacted, LeaseExpired, StoreClosed, StoreUnavailable
+from .errors import Compacted, StoreClosed, StoreError, StoreUnavailable
 from .memory import MemoryStore
-from .store import Change, in_scopes
+from .records import WORLD_KEY, World
+from .store import Change, Compare, Delete, Outcome, Put, in_scopes
+from .threads import Thread
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 QUIET_S = 120.0
 """A client that was silent for this long is forgotten, and the answers it never fetched are thrown away."""
+
+BASES, BASE_STEP = 2**20, 2**32
+"""Revisions and leases of a host count from a multiple of the step, drawn at random: no job comes so far."""
 
 SWEEP_S = 5.0
 """How often it is looked whether these times have passed."""
@@ -83,15 +89,27 @@ class C10dHost(MemoryStore):
     """The store itself, in the process that hosts it. Ends for everybody with `close` or with the process."""
 
     def __init__(
-        self, listener: socket.socket, address: str, job: str, clock: Callable[[], float] = time.monotonic
+        self,
+        listener: socket.socket,
+        address: str,
+        job: str,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        past: World | None = None,
+        remember: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Take over `listener`, bound and listening, reachable by the others as `address`.
 
-        Raises StoreUnavailable when torch cannot serve on it.
+        `past` is the newest world of an earlier host at this address, if that is known; `remember` is told each world
+        before anybody else can see it. Raises StoreUnavailable when torch cannot serve on the listener.
         """
         from torch.distributed import DistError, TCPStore
 
-        super().__init__(clock)
+        # What counts in the store of one host means nothing in that of the next one: no revision, no lease of it.
+        super().__init__(clock, base=random.SystemRandom().randrange(BASES) * BASE_STEP)
+        self._remember = remember
+        if past is not None:
+            self.transact((), (Put(WORLD_KEY, past.carried_over().to_json()),))
         self.requests = 0
         self.dropped = 0
         """Messages that were not done: garbage, another schema, or late over a link that is no longer used."""
@@ -121,11 +139,18 @@ class C10dHost(MemoryStore):
                 "check that this node can connect to that address itself, or choose another --rdzv-endpoint"
             ) from error
         self._threads = (
-            threading.Thread(target=self._serve, name="c10d-requests", daemon=True),
-            threading.Thread(target=self._notify, name="c10d-changes", daemon=True),
+            Thread(self._serve, "c10d-requests"),
+            Thread(self._notify, "c10d-changes"),
         )
         for thread in self._threads:
             thread.start()
+
+    def transact(self, compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...]) -> Outcome:
+        with self._changed:
+            for write in writes:
+                if isinstance(write, Put) and write.key == WORLD_KEY and self._open().holds(compares):
+                    self._remember(write.value)
+            return super().transact(compares, writes)
 
     def close(self) -> None:
         super().close()
@@ -206,7 +231,9 @@ class C10dHost(MemoryStore):
                 case Await(scopes, after_revision):
                     changes = self.watch(scopes, after_revision).next(0.0)
                     return Noticed(changes[-1].revision if changes else after_revision, changes)
-        except (LeaseExpired, Compacted) as error:
+        except StoreClosed:
+            raise
+        except StoreError as error:
             return Refused(type(error).__name__, str(error))
 
     def _await(self, caller: Caller, call: Await) -> None:

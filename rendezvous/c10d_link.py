@@ -19,6 +19,7 @@ import socket
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from .c10d_wire import (
@@ -36,6 +37,7 @@ from .c10d_wire import (
     reply_queue,
 )
 from .errors import StoreClosed, StoreError, StoreMismatch, StoreUnavailable
+from .threads import Thread
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -83,9 +85,10 @@ class Link:
         self._asked: dict[int, queue.SimpleQueue[Answer]] = {}
         self._asking = threading.Lock()
         self._outbox: queue.Queue[tuple[str, bytes] | None] = queue.Queue(OUTBOX)
+        failed = partial(self._end, "a thread of the connection has failed")
         self._threads = (
-            threading.Thread(target=self._send, args=(sending,), name="c10d-sender", daemon=True),
-            threading.Thread(target=self._receive, args=(receiving,), name="c10d-receiver", daemon=True),
+            Thread(partial(self._send, sending), "c10d-sender", failed),
+            Thread(partial(self._receive, receiving), "c10d-receiver", failed),
         )
         for thread in self._threads:
             thread.start()
@@ -173,7 +176,7 @@ def knock(address: str, port: int, timeout_s: float) -> None:
     try:
         socket.create_connection((address, port), timeout_s).close()
     except ConnectionRefusedError as error:
-        raise NobodyListens(f"nobody listens on {address}:{port}") from error
+        raise NobodyListens(f"no process listens on {address}:{port}") from error
     except OSError as error:
         raise StoreUnavailable(f"cannot connect to {address}:{port}: {error}") from error
 
@@ -193,12 +196,14 @@ def open_link(address: str, port: int, job: str, client: str, number: int) -> Li
         try:
             # The host writes it first of all: it is missing for milliseconds, or for good.
             sending.wait([META_KEY], timedelta(seconds=2))
-            meta = sending.get(META_KEY)
         except DistStoreError as error:
-            raise StoreMismatch(
-                f"{address}:{port} is a TCPStore, but not one that elastic-agent hosts (it has no {META_KEY!r}): "
-                "point --rdzv-endpoint at another port"
-            ) from error
+            # So torch says too when the host, or the network to it, stood still for so long.
+            if not sending.check([META_KEY]):
+                raise StoreMismatch(
+                    f"{address}:{port} is a TCPStore, but not one that elastic-agent hosts (it has no "
+                    f"{META_KEY!r}): point --rdzv-endpoint at another port"
+                ) from error
+        meta = sending.get(META_KEY)
     except DistError as error:
         raise StoreUnavailable(f"{address}:{port} does not answer as a TCPStore: {error}") from error
     try:

@@ -24,7 +24,7 @@ SCHEMA = 2
 PROGRAM = "elastic-agent"
 META_KEY = "elastic-agent/meta"
 REQUEST_QUEUE = "elastic-agent/requests"
-REQUEST_LIMIT_BYTES = 1024 * 1024
+REQUEST_LIMIT_BYTES = 2 * 1024 * 1024
 """A record (at most 256 Ki characters, says `records`) that has been escaped once more fits well."""
 REPLY_LIMIT_BYTES = 7 * 1024 * 1024
 """TCPStore itself cuts the connection above 8 MiB."""

@@ -26,10 +26,18 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TypeAlias
 
+from . import absence, blame, terms
+from .fields import shortened
+from .proof import may_be_whole
 from .records import (
+    MAX_ASIDE,
+    MAX_MEMBERS_BYTES,
+    MAX_ROW_BYTES,
     MAX_TEXT,
+    Aside,
     Cause,
     CauseKind,
     Endpoint,
@@ -39,13 +47,21 @@ from .records import (
     Restarts,
     Result,
     World,
+    life_of,
     line_up,
+    row_bytes,
 )
-from .restarts import GiveUp, RestartPolicy, Retry, after_failure
+from .restarts import Ended, GiveUp, RestartPolicy, Retry, after_failure
+from .terms import Limits, Program, fits
+
+_TOO_LARGE = "with one node more the world's record would be larger than a store takes; use shorter names"
 
 LISTEN_S = 3.0
 """How long a planned change waits for workers that have not looked at their flag yet, when the job's workers do so:
 they may be in their first step. Training goes on meanwhile."""
+
+FINISHING_S = 5.0
+"""Nodes end within seconds of each other; those that have not ended by then are told that others have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +78,12 @@ class Policy:
     """How long a planned change gives the workers to end by themselves; then they are signalled."""
     store_outage_grace_s: float = 0.0
     """How long a whole world goes on beyond the proof of its leases while nobody reaches the store."""
+    unheard_s: float = 0.0
+    """How long, without that, a member may still train of which the store knows nothing any more."""
     store_outlives_job: bool = False
-    """Who comes after the end finds it in the store, and begins the job anew."""
+    """Who comes after the end finds it in the store."""
+    runs_again: bool = False
+    """A job that has succeeded begins anew when an agent comes after its end; one that has failed always does."""
     restarts: RestartPolicy = field(default_factory=RestartPolicy)
 
 
@@ -83,6 +103,10 @@ class View:
     """Incarnations that are not live because their agents have ended, although their leases go on."""
     came_after_end: bool = False
     """All nodes are of a new run of the job: `world` had ended before the oldest of them came."""
+    came_after: bool = False
+    """The newest change of `world` is older than the oldest of the nodes."""
+    succeeded_since: Mapping[str, float] = field(default_factory=dict)
+    """Instant at which this node first saw the newest success of each incarnation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +134,7 @@ Decision: TypeAlias = Publish | Wait
 
 def decide(view: View, policy: Policy, now: float) -> Decision:
     """The next world, or what is being waited for. Only the coordinator acts on the answer."""
-    world = view.world
+    world, policy = view.world, in_force(view, policy)
     if world is None:
         return _close(view, policy, now)
     if world.phase is Phase.ENDED:
@@ -133,6 +157,66 @@ def decide(view: View, policy: Policy, now: float) -> Decision:
     if world.phase is Phase.DRAINING:
         return _gather(world, view, present, now)
     return _finish_drain(world, view, present, policy, now)
+
+
+def limits_of(policy: Policy) -> Limits:
+    """The part of it that a coordinator applies for all nodes."""
+    return Limits(policy.min_nodes, policy.max_nodes, policy.last_call_s, policy.restarts.max_failures)
+
+
+def in_force(view: View, policy: Policy) -> Policy:
+    """The coordinator's own `policy`, unless the job began with other limits."""
+    world = view.world
+    if world is None or world.limits in (None, limits_of(policy)) or not _goes_on(view):
+        return policy
+    limits = world.limits
+    assert limits is not None
+    return replace(
+        policy,
+        min_nodes=limits.min_nodes,
+        max_nodes=limits.max_nodes,
+        last_call_s=limits.last_call_s,
+        restarts=replace(policy.restarts, max_failures=limits.max_restarts),
+    )
+
+
+def program_in_force(view: View) -> Program | None:
+    """What the job runs."""
+    world, oldest = view.world, view.nodes[0].program if view.nodes else None
+    if world is not None and (oldest == world.program or _goes_on(view)):
+        return world.program
+    return oldest
+
+
+def why_not_in(world: World | None, leader: NodeRecord, me: NodeRecord) -> str | None:
+    """Why a node may not join, if that is so. Only the coordinator, `leader`, knows which members live.
+
+    So a node is sure where the coordinator is a member, or does not fit to it, either.
+    """
+    program, of = (leader.program, leader.node) if world is None else (world.program, world.limits_of)
+    if me.program is None or program is None or fits(me.program, program):
+        return None
+    lives = {life_of(member.incarnation) for member in world.members} if world is not None else set()
+    sure = life_of(leader.incarnation) in lives or not fits(me.program, leader.program)
+    if life_of(me.incarnation) in lives or not sure:
+        return None
+    return terms.why_not(me.program, program, of)
+
+
+def _authority(view: View) -> str:
+    """The node that was started with the limits in force."""
+    if view.world is not None and _goes_on(view):
+        return view.world.limits_of
+    return view.nodes[0].node if view.nodes else ""
+
+
+def _goes_on(view: View) -> bool:
+    """A member of the world lives, perhaps under another incarnation; else all begin anew with what they were told."""
+    world = view.world
+    if world is None or view.came_after_end:
+        return False
+    lives = {life_of(member.incarnation) for member in world.members}
+    return any(life_of(node.incarnation) in lives for node in view.nodes)
 
 
 def _broken(world: World, view: View, present: Sequence[NodeRecord]) -> Cause | None:
@@ -158,8 +242,8 @@ def _watch_over(
     if withdrawn is not None:
         detail = f"node {withdrawn.node} stopped its workers because it could not confirm its lease"
         return _stop(world, Cause(CauseKind.WITHDRAWN, withdrawn.node, detail))
-    if any(node.succeeded == world.generation for node in present):
-        return Wait("some nodes have finished; the others are about to")
+    if done := [node for node in present if node.succeeded == world.generation]:
+        return _await_the_others(world, view, done, present, now)
     return _invite(world, view, policy, now)
 
 
@@ -206,15 +290,31 @@ def _finish_drain(
     return Publish(replace(world, drained=False, rescuer=rescuer), decision.reason)
 
 
+def _await_the_others(
+    world: World, view: View, done: Sequence[NodeRecord], present: Sequence[NodeRecord], now: float
+) -> Decision:
+    """Each node judges its own workers, once it knows that others have ended: only it sees whether they move."""
+    others = _named([node for node in present if node not in done])
+    reason = f"the workers of {_named(done)} have ended with success; waiting for those of {others}"
+    if world.finishing:
+        return Wait(reason)
+    told_at = min(view.succeeded_since.get(node.incarnation, now) for node in done) + FINISHING_S
+    return Wait(reason, told_at) if now < told_at else Publish(replace(world, finishing=True), reason)
+
+
 def _invite(world: World, view: View, policy: Policy, now: float) -> Decision:
     """Everything is well: is there a newcomer to make room for?"""
-    newcomers = _newcomers(world, view)
+    newcomers = _newcomers(view)
     if not newcomers:
         return Wait(f"generation {world.generation} is running on {len(world.members)} nodes")
     room = policy.max_nodes - len(world.members)
+    members = {member.incarnation for member in world.members}
+    inside = [node for node in view.nodes if node.incarnation in members]
     if room <= 0:
         names = _named(newcomers)
         return Wait(f"{names} standing by: the world has all {policy.max_nodes} nodes of --max-nodes")
+    if len(_fitting(inside + newcomers, policy)) <= len(inside):
+        return Wait(f"{_named(newcomers)} standing by: {_TOO_LARGE}")
     warm = [node for node in newcomers if node.warm]
     if not warm:
         return Wait(f"{_named(newcomers)} getting ready to join")
@@ -226,15 +326,18 @@ def _invite(world: World, view: View, policy: Policy, now: float) -> Decision:
 
 def _close(view: View, policy: Policy, now: float, generation: int = 1) -> Decision:
     """No generation is running: can the next one start? `generation` is its number if there is no world to follow."""
-    world = view.world
+    world = _followed(view)
     survivors: list[NodeRecord] = []
-    restarts = Restarts()
+    restarts, good, aside = Restarts(), frozenset[str](), _aside(view)
     if world is not None:
         live = {node.incarnation: node for node in view.nodes}
         survivors = [live[member.incarnation] for member in world.members if member.incarnation in live]
+        progressed = _progressed(world, survivors)
         busy = [node for node in survivors if node.settled < world.generation]
         if busy:
             return Wait(f"waiting for {_named(busy)} to stop generation {world.generation}")
+        if (wait := _wait_for_the_missing(world, view, policy, now)) is not None:
+            return wait
         if world.rescuer in live and _only_leavers_keep(world, view):
             return Wait(f"node {live[world.rescuer].node} brings the state to disk before it leaves")
         restarts = world.restarts
@@ -242,6 +345,16 @@ def _close(view: View, policy: Policy, now: float, generation: int = 1) -> Decis
         if world.cause.kind is CauseKind.FAILURE:
             verdict = _verdict(world, world.cause, survivors, policy)
             restarts = verdict.restarts
+            others = [node for node in _newcomers(view) if node.warm]
+            put = blame.put_aside(
+                world, restarts, survivors, others, policy.min_nodes, spent=isinstance(verdict, GiveUp)
+            )
+            if put is not None:
+                restarts, verdict = blame.forgiven(restarts), Retry(restarts, 0.0)
+                survivors = [node for node in survivors if life_of(node.incarnation) != put.life]
+                aside = (*aside, put)[-MAX_ASIDE:]
+                detail = f"node {put.node} is put aside: {put.reason}"[:MAX_TEXT]
+                world = replace(world, cause=replace(world.cause, detail=detail))
             if isinstance(verdict, GiveUp):
                 detail = f"{verdict.reason}; the last: {world.cause.detail}"[:MAX_TEXT]
                 cause = replace(world.cause, detail=detail)
@@ -254,17 +367,25 @@ def _close(view: View, policy: Policy, now: float, generation: int = 1) -> Decis
         if host is not None:
             return _end(world, Result.STORE_HOST_LEFT, _host_left(host))
         survivors = [node for node in survivors if not node.leaving]
+        good = blame.proven(world, survivors, progressed=progressed)
 
-    newcomers = _newcomers(world, view)
+    newcomers = _newcomers(view)
     goes_on = world is not None and len(survivors) >= policy.min_nodes
     if goes_on:  # whoever is not warm yet would keep the others waiting, and is invited later
         newcomers = [node for node in newcomers if node.warm]
-    chosen = (survivors + newcomers)[: policy.max_nodes]
+    chosen = _fitting(survivors + newcomers, policy)
+    if len(chosen) > len(
+        survivors
+    ):  # whatever failed before they came is nothing that they could be cleared of
+        restarts = replace(restarts, culprit="", blamed=0)
     if len(chosen) < policy.min_nodes:
         here = _named(chosen) or "none"
         missing = policy.min_nodes - len(chosen)
         lost = f"; last: {world.cause.detail}" if world is not None and world.cause.detail else ""
-        reason = f"waiting for {missing} more of at least {policy.min_nodes} nodes (here: {here}{lost})"
+        left_out = f"; put aside: {shortened(one.node for one in aside)}" if aside else ""
+        reason = (
+            f"waiting for {missing} more of at least {policy.min_nodes} nodes (here: {here}{left_out}{lost})"
+        )
         return Wait(reason, short_of_nodes=True)
     quiet_at = _quiet_at(newcomers, view.arrivals, policy)
     if newcomers and not goes_on and len(chosen) < policy.max_nodes and now < quiet_at:
@@ -272,16 +393,67 @@ def _close(view: View, policy: Policy, now: float, generation: int = 1) -> Decis
     return Publish(
         World(
             job=policy.job,
-            generation=world.generation + 1 if world is not None else generation,
+            generation=_next_number(world, view, generation),
             phase=Phase.RUNNING,
             members=line_up(tuple(chosen)),
             master=Endpoint(chosen[0].address, chosen[0].port),
             cause=world.cause if world is not None else Cause(CauseKind.START),
             restarts=restarts,
             step=_best_step(world, view.nodes),
+            limits=limits_of(policy),
+            limits_of=_authority(view),
+            program=program_in_force(view),
+            proven=sum(node.incarnation in good for node in chosen),
+            aside=aside,
+            # The life of an agent is its own, so no second job, wherever its store, has the same.
+            run=(world.run if world is not None else "") or life_of(chosen[0].incarnation),
         ),
         f"{len(chosen)} nodes are ready",
     )
+
+
+def _followed(view: View) -> World | None:
+    """The world before the next one; of one that no member has outlived, no more than its number and its members where
+
+    - all nodes, also those that stood by, have left by plan: it is another run of the job now, which may begin anew
+      somewhere else;
+    - an empty store was told of it: that job may have died long ago, and this be another one.
+
+    What all were killed over goes on with its budget: or else a service manager would repeat it for ever.
+    """
+    world = view.world
+    if world is None or _goes_on(view):
+        return world
+    all_have_left = world.cause.kind is CauseKind.LEAVE and view.came_after
+    if world.was_carried_over or all_have_left:
+        return replace(world, restarts=Restarts(), step=0, run="")
+    return world
+
+
+def _wait_for_the_missing(world: World, view: View, policy: Policy, now: float) -> Wait | None:
+    went_on = policy.store_outage_grace_s and may_be_whole(world)
+    if not policy.unheard_s or not (world.was_carried_over or went_on):
+        return None  # the store has ended their leases, and nothing but these let them train
+    missing = absence.may_still_train(world, view.nodes, view.evicted)
+    stopped_at = absence.until(
+        world,
+        missing,
+        view.world_since,
+        unheard_s=policy.unheard_s,
+        grace_s=policy.store_outage_grace_s,
+    )
+    if not missing or now >= stopped_at:
+        return None
+    reason = (
+        f"{_named(missing)} may still train generation {world.generation}, of which the store knows nothing"
+    )
+    return Wait(reason, stopped_at)
+
+
+def _next_number(world: World | None, view: View, least: int) -> int:
+    """Higher than any that a node here has known, also in a store that is no more (I2)."""
+    past = world.generation if world is not None else 0
+    return max(least, past + 1, *(node.seen + 1 for node in view.nodes))
 
 
 def _blame_the_lost(world: World, live: Mapping[str, NodeRecord], view: View) -> World:
@@ -304,9 +476,30 @@ def _verdict(world: World, cause: Cause, survivors: Sequence[NodeRecord], policy
     in between, comes to the same wait.
     """
     assert cause.failure is not None, "a world stopped by a failure names it"
-    progressed = any(node.step > world.step or node.lasting == world.generation for node in survivors)
+    progressed = _progressed(world, survivors)
+    failure, loaded = cause.failure, _loaded(world, survivors)
+    ended = Ended(world.generation, failure.fingerprint, progressed, loaded, failure.final)
     rng = random.Random(f"{world.job}:{world.generation}")
-    return after_failure(world.restarts, cause.failure.fingerprint, progressed, policy.restarts, rng)
+    verdict = after_failure(world.restarts, ended, policy.restarts, rng)
+    before = replace(verdict.restarts, culprit=world.restarts.culprit, blamed=world.restarts.blamed)
+    counted = blame.count(world, before, cause, survivors, progressed=progressed)
+    return replace(verdict, restarts=counted)
+
+
+def _progressed(world: World, survivors: Sequence[NodeRecord]) -> bool:
+    """Time alone is progress only of a job that has no other: a slow script that always fails at one step has none."""
+    if _best_step(world, survivors):
+        return any(node.step > world.step for node in survivors)
+    return any(node.lasting == world.generation for node in survivors)
+
+
+def _loaded(world: World, survivors: Sequence[NodeRecord]) -> int | None:
+    """The step of the state that the workers went on from, if none of them came to a step beyond it."""
+    told = [n.progress for n in survivors if n.progress and n.progress.generation == world.generation]
+    loaded = max((progress.loaded for progress in told if progress.loaded is not None), default=None)
+    if loaded is None or any(one.reached is not None and one.reached > loaded for one in told):
+        return None
+    return loaded
 
 
 def _drain(world: World, cause: Cause) -> Publish:
@@ -339,6 +532,15 @@ def _only_leavers_keep(world: World, view: View) -> bool:
     return bool(keepers) and all(node.leaving for node in keepers)
 
 
+def _fitting(nodes: list[NodeRecord], policy: Policy) -> list[NodeRecord]:
+    """The first ones, as many as a world may have and its record can hold."""
+    most = nodes[: policy.max_nodes]
+    if len(most) * MAX_ROW_BYTES <= MAX_MEMBERS_BYTES:
+        return most
+    sizes = accumulate(map(row_bytes, most))
+    return [node for node, size in zip(most, sizes, strict=True) if size <= MAX_MEMBERS_BYTES]
+
+
 def _left(node: NodeRecord) -> Cause:
     return Cause(CauseKind.LEAVE, node.node, f"node {node.node} was asked to stop")
 
@@ -356,16 +558,31 @@ def _host_left(host: NodeRecord) -> Cause:
     return Cause(CauseKind.LEAVE, host.node, detail)
 
 
-def _named(nodes: Sequence[NodeRecord]) -> str:
-    """The first few by name: a reason is for people, and a world must stay small enough to be read."""
-    names = ", ".join(node.node for node in nodes[:8])
-    return f"{names} and {len(nodes) - 8} more" if len(nodes) > 8 else names
+def _named(nodes: Sequence[NodeRecord | Member]) -> str:
+    return shortened(node.node for node in nodes)
 
 
-def _newcomers(world: World | None, view: View) -> list[NodeRecord]:
+def _newcomers(view: View) -> list[NodeRecord]:
     """Nodes outside the world that can be used, oldest first."""
-    inside = {member.incarnation for member in world.members} if world is not None else set()
-    return [node for node in view.nodes if node.incarnation not in inside and not node.leaving]
+    inside = {member.incarnation for member in view.world.members} if view.world is not None else set()
+    program = program_in_force(view)
+    aside = {one.life for one in _aside(view)}
+    return [
+        node
+        for node in view.nodes
+        if node.incarnation not in inside
+        and not node.leaving
+        and fits(node.program, program)
+        and not (aside and life_of(node.incarnation) in aside)
+    ]
+
+
+def _aside(view: View) -> tuple[Aside, ...]:
+    """Who was put aside and is still there."""
+    if view.world is None or not view.world.aside:
+        return ()
+    lives = {life_of(node.incarnation) for node in view.nodes}
+    return tuple(one for one in view.world.aside if one.life in lives)
 
 
 def _quiet_at(newcomers: Sequence[NodeRecord], since: Mapping[str, float], policy: Policy) -> float:

@@ -4,9 +4,8 @@ RendezvousError
 ├── StoreError
 │   ├── StoreUnavailable   ask again later; the outcome of a write is unknown until it is read back
 │   │   └── StoreRefused   it does not let us in: at the start give up, later somebody may repair it
-│   ├── StoreLost          this store never comes back: stop the workers and leave
 │   ├── StoreClosed        we closed it ourselves
-│   ├── StoreMismatch      another job's or a newer version's store: fix the endpoint or the job id
+│   ├── StoreMismatch      another job's or a newer version's store: leave; fix the endpoint or the job id
 │   ├── LeaseExpired       the others may already count this node as gone: stop workers, rejoin
 │   └── Compacted          the history asked for is gone: read everything again, then watch from there
 └── RecordInvalid          a value in the store is not one of ours: named by key, never half-used
@@ -29,10 +28,6 @@ class StoreUnavailable(StoreError):
 
 class StoreRefused(StoreUnavailable):
     """The password, the certificates, the permissions or the address are wrong; nothing was done."""
-
-
-class StoreLost(StoreError):
-    """The store is gone for good (c10d: the node that hosted it ended)."""
 
 
 class StoreClosed(StoreError):

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .threads import Thread
+
 RESOLVE_PAUSE_S = 1.0
 """Trouble comes in bursts; names are not asked more often than this."""
 
@@ -75,7 +77,7 @@ class Addresses:
             endpoint: (endpoint[0],) for endpoint in self._endpoints if is_ip(endpoint[0])
         }
         self._names = tuple(endpoint for endpoint in self._endpoints if not is_ip(endpoint[0]))
-        self._asking: threading.Thread | None = None
+        self._asking: Thread | None = None
         self._ask_again_at = clock()
         self._lock = threading.Lock()
         self.problem = ""
@@ -98,7 +100,7 @@ class Addresses:
         with self._lock:
             if self._names and self._asking is None and self._clock() >= self._ask_again_at:
                 self._ask_again_at = self._clock() + RESOLVE_PAUSE_S
-                self._asking = threading.Thread(target=self._ask, name="etcd-names", daemon=True)
+                self._asking = Thread(self._ask, "etcd-names", self._asked)
                 self._asking.start()
             asking = self._asking
         if asking is not None:
@@ -118,4 +120,7 @@ class Addresses:
             log.warning("%s; known addresses stay in use", problem)
         with self._lock:
             self.problem = problem
-            self._asking = None
+            self._asked()
+
+    def _asked(self) -> None:
+        self._asking = None

@@ -22,6 +22,7 @@ import enum
 import logging
 import math
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -63,6 +64,9 @@ CHANNEL_OPTIONS = {
     "grpc.http2.max_pings_without_data": 0,
     "grpc.max_receive_message_length": MESSAGE_LIMIT_BYTES,
 }
+
+_UNREACHED = re.compile(r"failed to connect to all addresses; last error: \w+: \S+: (?:.*: )?(.+)")
+"""How gRPC says that a call was never sent."""
 
 log = logging.getLogger(__name__)
 
@@ -273,6 +277,9 @@ class Connection:
         code, detail = error.code().name, error.details() or ""  # type: ignore[attr-defined]
         said = f"etcd on {line.address}: {detail or code} ({code})"
         verdict = judge(code, detail)
+        if unreached := _UNREACHED.search(detail):
+            said = f"etcd on {line.address} cannot be reached ({unreached[1]})"
+            return self.trouble(line, said, may_be_tls=True)
         if verdict is Verdict.LEASE_GONE:
             return LeaseExpired(said)
         if verdict is Verdict.INVALID:
@@ -285,6 +292,7 @@ class Connection:
         if verdict is Verdict.REFUSED:
             return StoreRefused(f"{said}; {self._repair(detail)}")
         if verdict is Verdict.MOVE:
+            said = f"{said}; what was asked may have been done: read before asking again"
             return self.trouble(line, said, may_be_tls=code == "UNAVAILABLE")
         return StoreUnavailable(f"{said}; what was asked may have been done: read before asking again")
 
@@ -317,7 +325,7 @@ class Connection:
             problem = handshake_problem(line.address, self._access.tls, self.request_timeout_s)
             if problem is not None:
                 return StoreRefused(f"etcd on {line.address} cannot be talked to: {problem}")
-        return StoreUnavailable(f"{said}; what was asked may have been done: read before asking again")
+        return StoreUnavailable(said)
 
     def close(self) -> None:
         with self._lock:

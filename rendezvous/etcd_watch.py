@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from .errors import Compacted, StoreClosed, StoreError
 from .etcd_channel import WATCH, Connection
 from .store import Change, Watch
+from .threads import Thread
 
 Bounds: TypeAlias = tuple[bytes, bytes]
 """The first key, and the first one behind the last."""
@@ -113,7 +114,7 @@ class _Stream:
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._room = threading.Semaphore(UNREAD)
         self._cancelled = False
-        threading.Thread(target=self._read, name="etcd-watch", daemon=True).start()
+        Thread(self._read, "etcd-watch", lambda: self._answers.put(self._problem(None))).start()
 
     def next(self, deadline: float) -> tuple[int, Any] | None:
         """The next answer, with the place of its watcher; None at the deadline. Raises what ended the stream."""

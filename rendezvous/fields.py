@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from .errors import RecordInvalid
@@ -17,8 +17,41 @@ from .errors import RecordInvalid
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 """Of a node, a job or an incarnation."""
 
+SHOWN = 8
+"""Of many names, so many."""
+
+_TERMINAL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # colours, and movements of the cursor
+    r"|\x1b[\]PX^_].*?(?:\x07|\x1b\\|$)"  # titles, links, the clipboard
+    r"|\x1b[ -/]*[0-~]",
+    re.DOTALL,
+)
+_HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+")
+
 _T = TypeVar("_T")
 _E = TypeVar("_E", bound=enum.Enum)
+
+
+def clean(text: str) -> str:
+    """One line without what a terminal obeys: it will stand in the logs of all nodes.
+
+    >>> clean("killed\\n12:00:00 [a] all is well\\x1b]0;title\\x07 \\x1b[31mred")
+    'killed 12:00:00 [a] all is well red'
+    """
+    if text.isprintable():
+        return text
+    return _HIDDEN.sub(" ", _TERMINAL.sub("", text))
+
+
+def shortened(names: Iterable[str], separator: str = ", ") -> str:
+    """The first few: a sentence is for people, and a record must stay small enough to be read.
+
+    >>> shortened(map(str, range(10)))
+    '0, 1, 2, 3, 4, 5, 6, 7 and 2 more'
+    """
+    known = list(names)
+    more = f" and {len(known) - SHOWN} more" if len(known) > SHOWN else ""
+    return separator.join(known[:SHOWN]) + more
 
 
 class Fields:
@@ -50,15 +83,19 @@ class Fields:
             raise self.bad(name, "missing")
         return self._values[name]
 
+    def has(self, name: str) -> bool:
+        return name in self._values
+
     def text(self, name: str, at_most: int) -> str:
+        """As it may be shown: see `clean`."""
         value = self.value(name)
         if not isinstance(value, str) or len(value) > at_most:
             raise self.bad(name, f"not a text of at most {at_most} characters")
-        return value
+        return clean(value)
 
     def name(self, name: str) -> str:
-        value = self.text(name, 128)
-        if not NAME.fullmatch(value):
+        value = self.value(name)
+        if not isinstance(value, str) or not NAME.fullmatch(value):
             raise self.bad(name, "not a name of letters, digits, '.', '_' and '-'")
         return value
 
@@ -124,7 +161,7 @@ class Fields:
         )
         if not texts or len(value) > most:
             raise self.bad(name, f"not a list of at most {most} texts of at most {at_most} characters")
-        return tuple(value)
+        return tuple(map(clean, value))
 
     def rows(self, name: str) -> list[list[Any]]:
         value: Any = self.value(name)

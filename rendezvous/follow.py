@@ -39,7 +39,9 @@ class Local:
     wait_over: bool = False
     """And the others a little more, in which a leaving node has waited for them; or it has waited long enough."""
     came_after_end: bool = False
-    """The world had ended before this agent came: it is of a new run of the job."""
+    """The world had ended before this agent came."""
+    runs_again: bool = False
+    """Then this agent is of a new run of the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +75,11 @@ class Refusal(enum.Enum):
     """Why one node ends although its job has not."""
 
     JOIN_TIMEOUT = "join_timeout"
+    STORE_AWAY = "store_away"
+    """As long as that, and the store itself gives no answer."""
     DUPLICATE_NODE = "duplicate_node"
     STORE_MISMATCH = "store_mismatch"
+    UNLIKE_THE_JOB = "unlike_the_job"
     ASKED = "asked"
 
 
@@ -98,8 +103,14 @@ def follow(world: World | None, local: Local) -> Order:
     """What this node must do now. Stopping comes before everything else."""
     if local.generation:
         return _follow_with_workers(world, local)
-    if world is not None and world.result is not None and not local.came_after_end:
-        return Leave(world.result, world.cause.detail)
+    if world is not None and world.result is not None and not local.runs_again:
+        reason = world.cause.detail
+        if local.came_after_end:
+            reason = (
+                f"job {world.job} had ended before this agent came: {reason}. To run it again, start it with"
+                f" --run-again, or under another --rdzv-id, or after `elastic-agent forget {world.job}`"
+            )
+        return Leave(world.result, reason)
     if local.leaving:
         if world is not None and _needed(world, local) and not local.wait_over:
             return Stay()

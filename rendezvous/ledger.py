@@ -11,25 +11,48 @@ import math
 from collections import deque
 from collections.abc import Iterable
 
-from .errors import Compacted, LeaseExpired
-from .store import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot, in_scopes
+from .errors import Compacted, LeaseExpired, StoreError
+from .store import (
+    MOST_OPERATIONS,
+    MOST_REQUEST_BYTES,
+    Change,
+    Compare,
+    Delete,
+    Entry,
+    LeaseId,
+    Outcome,
+    Put,
+    Snapshot,
+    in_scopes,
+)
 
 HISTORY = 4096
 """Changes remembered for watches. A watch that falls further behind is told to read again (`Compacted`)."""
 
 
+def _check_size(compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...]) -> None:
+    """As etcd does, which would else be the first to refuse what works everywhere else."""
+    operations = len(compares) + len(writes)
+    if operations > MOST_OPERATIONS:
+        raise StoreError(f"a transaction of {operations} operations, at most {MOST_OPERATIONS} are allowed")
+    size = sum(len(write.value.encode(errors="replace")) for write in writes if isinstance(write, Put))
+    if size > MOST_REQUEST_BYTES:
+        raise StoreError(f"a transaction of {size} bytes, at most {MOST_REQUEST_BYTES} are allowed")
+
+
 class Ledger:
     """A revisioned key-value map with leases."""
 
-    def __init__(self, history: int = HISTORY) -> None:
-        self.revision = 0
+    def __init__(self, history: int = HISTORY, *, base: int = 0) -> None:
+        """Revisions and leases count from `base`: those of another ledger with another base mean nothing here."""
+        self.revision = base
         self._entries: dict[str, Entry] = {}
         self._lease_of: dict[str, LeaseId] = {}
         self._ttl_s: dict[LeaseId, float] = {}
         self._expires_at: dict[LeaseId, float] = {}
         self._none_due_before = math.inf
         """Spares `expire`, which comes before everything else, a look at each lease."""
-        self._next_lease: LeaseId = 1
+        self._next_lease: LeaseId = base + 1
         self._history: deque[Change] = deque(maxlen=history)
 
     def grant(self, ttl_s: float, now: float) -> LeaseId:
@@ -71,13 +94,17 @@ class Ledger:
     def transact(self, compares: Iterable[Compare], writes: Iterable[Put | Delete], now: float) -> Outcome:
         self.expire(now)
         compares, writes = tuple(compares), tuple(writes)
-        holds = all(self._mod_revision(compare.key) == compare.mod_revision for compare in compares)
+        _check_size(compares, writes)
+        holds = self.holds(compares)
         if holds:
             for write in writes:
                 if isinstance(write, Put) and write.lease is not None and write.lease not in self._ttl_s:
                     raise LeaseExpired(f"lease {write.lease} has expired; {write.key!r} was not written")
             self._write(writes)
         return Outcome(holds, self.revision, tuple(self._entries.get(compare.key) for compare in compares))
+
+    def holds(self, compares: Iterable[Compare]) -> bool:
+        return all(self._mod_revision(compare.key) == compare.mod_revision for compare in compares)
 
     def read(self, scopes: tuple[str, ...], now: float, oldest_under: str | None = None) -> Snapshot:
         self.expire(now)

@@ -14,9 +14,9 @@ from .store import Change, Compare, Delete, LeaseId, Outcome, Put, Snapshot, Sto
 class MemoryStore(Store):
     """A `Ledger` behind a condition variable. Leases expire when somebody asks or waits: who else could see?"""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, base: int = 0) -> None:
         self._clock = clock
-        self._ledger = Ledger()
+        self._ledger = Ledger(base=base)
         self._changed = threading.Condition()
         self._closed = False
 

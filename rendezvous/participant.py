@@ -21,26 +21,32 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from .decide import Decision, Policy, Publish, View, decide
+from . import blame
+from .absence import may_still_train
+from .decide import Decision, Policy, Publish, View, decide, why_not_in
 from .errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch
 from .follow import Leave, Local, Order, Refusal, Stay, Stop, follow
 from .patience import Patience
-from .peers import Finding, Peer, Suspects, slow_to_go_on, slow_to_stop
+from .peers import Finding, Peer, Suspects, out_of_sight, slow_to_go_on, slow_to_stop
 from .proof import Proof
 from .records import (
     NODES_PREFIX,
     WORLD_KEY,
     Failure,
+    GenerationProgress,
     Introduction,
     NodeRecord,
     Phase,
+    Result,
     Wish,
     World,
     life_of,
+    newest,
     node_key,
     wish_key,
 )
 from .requests import (
+    MOST_EVICTED,
     RETRY,
     Answer,
     Evict,
@@ -56,6 +62,7 @@ from .requests import (
 from .roster import Roster
 from .session import Session
 from .store import Change, Compare, Entry, LeaseId, Outcome, Snapshot
+from .terms import differences
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +102,8 @@ class Participant:
         self._session = self._new_session(identity)
         self._generation = 0
         self._started_world: World
+        self._known: World | None = None
+        """The newest world of all earlier sessions."""
         self._patience = Patience(policy, now)
         self._wish: Entry | None = None
         """Somebody wants this node to leave, or wanted an earlier agent of it to."""
@@ -161,9 +170,19 @@ class Participant:
     @property
     def _came_after_end(self) -> bool:
         """The job in the store had ended before this agent came. Whoever joins again was there before."""
-        ended = self.world is not None and self.world.phase is Phase.ENDED
+        return self._came_after_world and self.world is not None and self.world.phase is Phase.ENDED
+
+    @property
+    def _came_after_world(self) -> bool:
+        """The world in the store has not changed since this agent came."""
         came_after = self._session.created_revision > self._session.roster.world_revision and not self._joins
-        return self.policy.store_outlives_job and ended and came_after
+        return self.policy.store_outlives_job and came_after
+
+    @property
+    def _runs_again(self) -> bool:
+        """This agent is of a new run of the job: the world in the store had ended before it came."""
+        succeeded = self.world is not None and self.world.result is Result.SUCCEEDED
+        return self._came_after_end and (self.policy.runs_again or not succeeded)
 
     @property
     def proven_until(self) -> float:
@@ -174,6 +193,10 @@ class Participant:
     def confirmed_at(self) -> float | None:
         """When the newest confirmed keep-alive of the lease was sent; None without one."""
         return self._session.proof.confirmed_at if self._session.lease is not None else None
+
+    def good_until(self, now: float) -> float:
+        """Until then the workers may go on if nothing more is heard; see `lease_good`."""
+        return self._session.proof.good_until(now) if self._session.lease is not None else -math.inf
 
     def lease_good(self, now: float) -> bool:
         """Nobody can have been given this node's place (I10)."""
@@ -190,6 +213,17 @@ class Participant:
             whole_s=session.proof.whole_s(now) if generation else None,
         )
 
+    @property
+    def told_otherwise(self) -> tuple[str, ...]:
+        """How what this node was told differs from what the job goes by, if that job lives."""
+        world, leader = self.world, self._session.roster.leader_record
+        if world is None or leader is None or world.phase is Phase.ENDED:
+            return ()
+        mine = self.identity
+        said = tuple(differences(mine.limits, mine.program, world.limits, world.program))
+        lives = said and {life_of(member.incarnation) for member in world.members}
+        return said if lives and life_of(leader.incarnation) in lives else ()
+
     def order(self, now: float) -> Order:
         """What this node must do now. Repeated until the driver reports that it is done."""
         patience = self._patience_at(now)
@@ -199,6 +233,7 @@ class Participant:
             started=self._session.started,
             lease_good=self.lease_good(now),
             came_after_end=self._came_after_end,
+            runs_again=self._runs_again,
             hosts_store=self.identity.hosts_store,
             leaving=self._session.says.leaving,
             leave_alone=now >= patience.leave_alone_at,
@@ -214,7 +249,8 @@ class Participant:
             return order
         if now >= patience.give_up_at:
             waited = f"no world within {self.policy.join_timeout_s:.0f} s of --join-timeout"
-            return Leave(Refusal.JOIN_TIMEOUT, f"{waited}: {self.waiting_for}")
+            why = Refusal.STORE_AWAY if self._attempt else Refusal.JOIN_TIMEOUT
+            return Leave(why, f"{waited}: {self.waiting_for}")
         return order
 
     def wake_at(self, now: float) -> float | None:
@@ -245,11 +281,12 @@ class Participant:
         if cut_off or world is None:
             return cut_off
         if self.coordinates:
-            return slow_to_stop(world, self.known_nodes, session.incarnation)
+            missing = may_still_train(world, self.known_nodes) if self.policy.unheard_s else ()
+            return slow_to_stop(world, self.known_nodes, session.incarnation) or out_of_sight(missing)
         leader = session.roster.leader_record
         if leader is None or session.written is None:
             return {}
-        return slow_to_go_on(world, leader, session.written)
+        return slow_to_go_on(world, leader, session.written, session.roster.peers.gone)
 
     # ---------------------------------------------------------------- what it asks of the store
 
@@ -279,12 +316,33 @@ class Participant:
             return Forget(Compare(self._wish.key, self._wish.mod_revision))
         if roster.subscription is None:
             return roster.question
+        self._look_whether_it_fits()
+        if roster.world is None and self._known is not None and self._known.phase is not Phase.ENDED:
+            # The store was replaced by an empty one.
+            return WriteWorld(Compare(WORLD_KEY, roster.world_revision), self._known.carried_over())
         if roster.coordinates:
             return self._coordinate(now)
         if roster.leader_gone is not None:
-            return Evict(roster.leader_gone)
-        self.waiting_for = f"{roster.leader} coordinates; no new world from it yet"
+            return Evict((roster.leader_gone,))
+        self.waiting_for = self._put_aside() or f"{roster.leader} coordinates; no new world from it yet"
         return None
+
+    def _look_whether_it_fits(self) -> None:
+        """A node with another script or other times than the job's is in no world: better it says so, and leaves."""
+        leader = self._session.roster.leader_record
+        if leader is None or self._generation:
+            return
+        reason = why_not_in(self.world if not self._came_after_end else None, leader, self._session.says)
+        if reason is not None:
+            self._refuse(Refusal.UNLIKE_THE_JOB, reason)
+
+    def _put_aside(self) -> str:
+        """Why this agent is in no world, if that is so."""
+        world, life = self.world, life_of(self.identity.incarnation)
+        aside = next((one for one in world.aside if one.life == life), None) if world is not None else None
+        if aside is None:
+            return ""
+        return blame.in_words(aside)
 
     def _coordinate(self, now: float) -> Request | None:
         roster = self._session.roster
@@ -297,19 +355,23 @@ class Participant:
             roster.arrivals,
             roster.warm_since,
             gone,
-            self._came_after_end,
+            self._runs_again,
+            self._came_after_world,
+            roster.succeeded_since,
         )
-        decision = self._decide(view, self.policy, now)
+        decision, gone_for_good = self._decide(view, self.policy, now), roster.records_of_gone
         if isinstance(decision, Publish) and roster.nodes_are_behind:
             return roster.question
         if isinstance(decision, Publish):
             self._wake_at, self.backoff_s = None, 0.0
             compare = Compare(WORLD_KEY, roster.world_revision)
-            return WriteWorld(compare, decision.world, roster.records_of_gone)
+            return WriteWorld(compare, decision.world, gone_for_good[:MOST_EVICTED])
         self._wake_at, self.backoff_s = decision.until, decision.backoff_s
         self.waiting_for = decision.reason
         # It may be waiting for the next agent of just that node, who cannot come before the name is free.
-        return next((Evict(record) for record in roster.records_of_gone if decision.short_of_nodes), None)
+        if gone_for_good and (decision.short_of_nodes or (roster.world is not None and roster.world.trains)):
+            return Evict(gone_for_good[:MOST_EVICTED])
+        return None
 
     def _settle_unstarted(self) -> None:
         """A generation that was stopped before this node started it has no workers here either."""
@@ -356,7 +418,8 @@ class Participant:
             for gone, entry in zip(request.evicted, answer.entries[1:], strict=True):
                 session.roster.see_node(gone.key, entry, answer.revision, now)
         elif isinstance(request, Evict) and isinstance(answer, Outcome):
-            session.roster.see_node(request.compare.key, answer.entries[0], answer.revision, now)
+            for gone, entry in zip(request.compares, answer.entries, strict=True):
+                session.roster.see_node(gone.key, entry, answer.revision, now)
         elif isinstance(request, Read) and isinstance(answer, Snapshot):
             own = next((entry for entry in answer.entries if entry.key == node_key(self.identity.node)), None)
             if WORLD_KEY not in request.scopes:
@@ -374,6 +437,9 @@ class Participant:
         if request is not self._pending:
             return
         self._pending = None
+        if isinstance(error, StoreMismatch):
+            self.store_mismatched(str(error))
+            return
         if isinstance(error, LeaseExpired):
             self.lease_gone(self._session.lease)
             return
@@ -383,6 +449,10 @@ class Participant:
             self.waiting_for = f"the rendezvous store: {error}"
         self._retry_at = now + self._retry.wait_s(self._attempt, self._rng)
         self._attempt += 1
+
+    def store_mismatched(self, reason: str) -> None:
+        """The store that answers now is not this job's, and that one does not come back where it stands."""
+        self._refuse(Refusal.STORE_MISMATCH, reason)
 
     def lease_confirmed(self, lease: LeaseId, asked_at: float) -> None:
         """A keep-alive that was sent at `asked_at` has been answered."""
@@ -426,7 +496,7 @@ class Participant:
         try:
             wish = Wish.from_json(entry.key, entry.value)
         except RecordInvalid as error:
-            log.warning("nobody can say what is wanted of this node: %s", error)
+            log.warning("a request that this node leave the job cannot be read: %s", error)
             return
         self.wanted_to_leave |= life_of(wish.incarnation) == life_of(self.identity.incarnation)
 
@@ -457,7 +527,9 @@ class Participant:
                 f"another live agent of job {self.policy.job!r} is already called {self.identity.node!r}: "
                 "give this one another --node-id, or leave it out to get a unique one",
             )
-        self.waiting_for = f"an earlier agent named {self.identity.node} to be forgotten by the store"
+        self.waiting_for = (
+            f"the store to forget an earlier agent named {self.identity.node}, or that agent lives"
+        )
         session.own_revision = 0
         self._retry_at = now + self._retry.max_wait_s / 4
 
@@ -476,8 +548,23 @@ class Participant:
 
     def workers_advanced(self, step: int) -> None:
         """A worker has finished or saved this step."""
-        session = self._session
-        session.says = replace(session.says, step=max(session.says.step, step))
+        says, progress = self._session.says, self._progress
+        reached = step if progress.reached is None else max(progress.reached, step)
+        self._session.says = replace(
+            says, step=max(says.step, step), progress=replace(progress, reached=reached)
+        )
+
+    def workers_load(self, step: int | None) -> None:
+        """The workers go on from the state of this step, or are about to. None: their load was refused."""
+        self._session.says = replace(self._session.says, progress=replace(self._progress, loaded=step))
+
+    @property
+    def _progress(self) -> GenerationProgress:
+        """Of the workers that run here."""
+        known = self._session.says.progress
+        return (
+            known if known and known.generation == self._generation else GenerationProgress(self._generation)
+        )
 
     def workers_lasting(self, generation: int) -> None:
         """The workers have run for longer than a minute."""
@@ -548,9 +635,13 @@ class Participant:
             return
         self._joins += 1
         was, incarnation = self._session.says, f"{self.identity.incarnation}.{self._joins}"
-        self._session = self._new_session(
-            replace(self.identity, incarnation=incarnation, leaving=was.leaving, warm=was.warm, step=was.step)
+        self._known = newest(self._known, self.world)
+        says = replace(
+            self.identity, incarnation=incarnation, leaving=was.leaving, warm=was.warm, step=was.step
         )
+        if self._known is not None:
+            says = replace(says, seen=self._known.generation)
+        self._session = self._new_session(says)
         # A world that we never saw may have named our port as its master: nobody may meet there again.
         self.wants_port = True
         self._pending = None

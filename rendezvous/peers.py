@@ -5,24 +5,26 @@ its machine *refuses* the connection, or another agent has the port. Such a node
 proves nothing (a frozen machine, a cut cable): then the lease decides.
 
 Nobody is asked while all is well. The coordinator asks members that are slow to stop; members ask a coordinator that is
-slow to go on, the first few of them one after the other. This file asks nobody itself. Instants are seconds on this
-node's clock.
+slow to go on, a few of them one after the other. This file asks nobody itself. Instants are seconds on this node's
+clock.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .records import Endpoint, Introduction, NodeRecord, Phase, World
+from .records import Endpoint, Introduction, Member, NodeRecord, Phase, World
 
 ASK_AFTER_S = 0.1
 """A node that has so long not done what is awaited of it may be gone."""
 ASK_IN_TURN_S = 0.2
 """Of the members who wait for the coordinator each asks so much later than the one before it: one is enough."""
-MOST_WHO_ASK = 4
+TURNS = (0, 4, 2, 6, 1, 5, 3, 7)
+"""Who they are, in eighths of the world, the next one always far from those before it: members that are lost together
+mostly stand side by side."""
 ASK_AGAIN_S = 0.5
 MOST_AT_ONCE = 32
 """Questions without an answer yet; each may cost its asker a thread for a second."""
@@ -101,13 +103,31 @@ def slow_to_stop(world: World, nodes: Iterable[NodeRecord], incarnation: str) ->
     }
 
 
-def slow_to_go_on(world: World, coordinator: NodeRecord, mine: NodeRecord) -> Suspects:
-    """For a member that has nothing left to do in this generation: the coordinator, whose turn it is."""
+def out_of_sight(members: Iterable[Member]) -> Suspects:
+    """For the coordinator: members of which the store knows nothing any more, and who may train all the same."""
+    return {member.incarnation: (member.http, 0.0) for member in members if member.http is not None}
+
+
+def slow_to_go_on(
+    world: World, coordinator: NodeRecord, mine: NodeRecord, gone: Collection[str] = ()
+) -> Suspects:
+    """For a member that has nothing left to do in this generation: the coordinator, whose turn it is.
+
+    Who has found one that was `gone` asks the next one at once: the oldest records may all be of one rack.
+    """
     failed = mine.failure is not None and mine.failure.generation == world.generation
     done = failed if world.trains else mine.settled >= world.generation
     if not done or coordinator.http is None or world.phase is Phase.ENDED:
         return {}
-    for place, member in enumerate(world.members[:MOST_WHO_ASK]):
-        if member.incarnation == mine.incarnation:
-            return {coordinator.incarnation: (coordinator.http, ASK_AFTER_S + place * ASK_IN_TURN_S)}
-    return {}
+    askers = _who_asks([m.incarnation for m in world.members if m.incarnation != coordinator.incarnation])
+    if mine.incarnation not in askers:
+        return {}
+    in_turn_s = ASK_AFTER_S + askers.index(mine.incarnation) * ASK_IN_TURN_S
+    after_s = 0.0 if any(member.incarnation in gone for member in world.members) else in_turn_s
+    return {coordinator.incarnation: (coordinator.http, after_s)}
+
+
+def _who_asks(members: Sequence[str]) -> list[str]:
+    """In turn."""
+    places = (eighths * len(members) // len(TURNS) for eighths in TURNS)
+    return list(dict.fromkeys(members[place] for place in places if place < len(members)))

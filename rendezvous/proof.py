@@ -3,11 +3,13 @@
 As a rule that is its lease. It counts as good for LEASE_MARGIN of its time to live after the newest confirmation, on
 this node's own clock; the rest is for stopping the workers, who are gone before the store can drop the lease.
 
-If the operator allows it (`store_outage_grace_s`), a second proof stands in while *nobody* reaches the store: the world
-is *whole*, all of its members run its generation and none has heard from the store lately. Then no coordinator can
-have changed it. Its first member asks all others, and they ask only it: N nodes cost 2 N questions. One member that
-stops, is silent for WHOLE_FRESH_S or has the store ends it for all. A node that is cut off alone learns from its
-peers that they have the store, or learns nothing: either way it stops by its lease.
+Unless the operator forbids it (`store_outage_grace_s`), a second proof stands in while *no node* reaches the store: the
+world is *whole*, all of its members run its generation and none has heard from the store lately. Then none of them can
+have changed it, and who is no member waits with the next one for as long as this one may go on (`absence`). Its first
+member asks all others, and they ask only it: N nodes cost 2 N questions, twice a second, and so a large world does
+without. One member that stops, is silent for WHOLE_FRESH_S or has the store ends it for all. A node that is cut off
+alone learns from its peers that they have the store, or learns nothing: either way it stops by its lease. So does a
+world of one node, which has no peer to prove anything.
 """
 
 from __future__ import annotations
@@ -28,6 +30,13 @@ SOON = 0.01
 interval between keep-alives; then the first one's questions and those to it, one after the other, must be answered
 before the first lease runs out of its margin."""
 WHOLE_FRESH_S = 2.0
+MOST_MEMBERS = 256
+"""Of a world that may be whole: its first member answers 512 questions in a second then, and asks as many."""
+
+
+def may_be_whole(world: World) -> bool:
+    """Each of its members can be asked, and there are neither too few nor too many."""
+    return 1 < len(world.members) <= MOST_MEMBERS and all(member.http is not None for member in world.members)
 
 
 class Proof:
@@ -42,16 +51,21 @@ class Proof:
 
     def runs(self, world: World | None, incarnation: str) -> None:
         """The world whose workers run here from now on; None when there are none."""
-        self._whole = _Whole(world, incarnation) if world is not None and self._grace_s else None
+        whole = world is not None and self._grace_s and may_be_whole(world)
+        self._whole = _Whole(world, incarnation) if world is not None and whole else None
 
     def lease_proven(self, now: float) -> bool:
         return now < self.proven_until
 
     def holds(self, now: float) -> bool:
         """May the workers go on?"""
+        return now < self.good_until(now)
+
+    def good_until(self, now: float) -> float:
+        """How long they may, if nothing more is heard."""
         if self._whole is None or now < self.proven_until:
-            return now < self.proven_until
-        return now < min(self.proven_until + self._grace_s, self._whole.known_at(now) + WHOLE_FRESH_S)
+            return self.proven_until
+        return min(self.proven_until + self._grace_s, self._whole.known_at(now) + WHOLE_FRESH_S)
 
     def instants(self, now: float) -> Iterator[float]:
         """When `holds` and `suspects` next may answer differently by themselves."""

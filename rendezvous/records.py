@@ -10,17 +10,25 @@ from __future__ import annotations
 
 import enum
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .errors import RecordInvalid
-from .fields import NAME, Fields
+from .fields import NAME, Fields, clean
+from .terms import Limits, Program
 
-SCHEMA = 5
+SCHEMA = 6
 """Version of all records. A reader refuses any other: half an understanding is worse than none."""
 
-MAX_RECORD_BYTES = 512 * 1024
-"""A world of 2,000 nodes fits."""
+MAX_RECORD_BYTES = 1024 * 1024
+"""Less than a store takes in one request, evictions included."""
+MAX_MEMBERS_BYTES = 704 * 1024
+"""Of these, the members of a world: 4,096 nodes, the most that a job can be told to have, have 176 bytes each. The rest
+is room for the longest failure, and for those that were put aside."""
+MAX_ROW_BYTES = 4096
+"""Of one member at most."""
+MAX_ASIDE = 32
+MAX_ASIDE_REASON = 512
 MAX_TEXT = 4096
 """Characters of a text for people; a longer one is refused, so its writer cuts it."""
 MAX_RDMA_PORTS = 64
@@ -50,13 +58,14 @@ class Failure:
     """The first worker of a node that failed in `generation`.
 
     `fingerprint` is the same text for the same failure in another generation; `summary` is for people and only
-    passed on; `detail` is the agent's own JSON form of it, opaque here.
+    passed on; `detail` is the agent's own JSON form of it, opaque here. `final`: no restart of the job helps.
     """
 
     generation: int
     fingerprint: str
     summary: str
     detail: str = ""
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +102,25 @@ class NetworkFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class GenerationProgress:
+    """How far the workers of one generation have come on one node."""
+
+    generation: int
+    loaded: int | None = None
+    """The step of the state that they have loaded; None when they have told of none."""
+    reached: int | None = None
+    """The highest step that they have finished or saved since; None before the first."""
+
+    @staticmethod
+    def read(fields: Fields) -> GenerationProgress:
+        return GenerationProgress(
+            fields.integer("generation"),
+            fields.integer_or_none("loaded"),
+            fields.integer_or_none("reached"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class NodeRecord:
     """What one node says about itself, under its lease."""
 
@@ -107,8 +135,11 @@ class NodeRecord:
     http: Endpoint | None = None
     """Where this node's agent introduces itself to its peers; None when they cannot reach it."""
     network: NetworkFacts | None = None
+    limits: Limits | None = None
+    """With which this node was started. None: it has nothing to say about it."""
+    program: Program | None = None
     hosts_store: bool = False
-    """The rendezvous store ends with this node."""
+    """The rendezvous store ends with this node's agent."""
     leaving: bool = False
     warm: bool = False
     """Workers can start here at once: what takes seconds has been done before anybody needs it."""
@@ -129,6 +160,10 @@ class NodeRecord:
     """Highest training step that this node's workers have reported (finished or saved); 0 when they do not."""
     lasting: int = 0
     """The generation whose workers have run here for longer than a minute."""
+    progress: GenerationProgress | None = None
+    seen: int = 0
+    """The highest generation that earlier incarnations have known, perhaps in a store that is no more. The next one is
+    higher."""
 
     def to_json(self) -> str:
         return _dump(self)
@@ -150,6 +185,8 @@ class NodeRecord:
             slots=fields.integer("slots", 1, 4096),
             http=fields.optional("http", Endpoint.read),
             network=fields.optional("network", NetworkFacts.read),
+            limits=fields.optional("limits", Limits.read),
+            program=fields.optional("program", Program.read),
             hosts_store=fields.boolean("hosts_store"),
             leaving=fields.boolean("leaving"),
             warm=fields.boolean("warm"),
@@ -162,6 +199,8 @@ class NodeRecord:
             failure=fields.optional("failure", _failure),
             step=fields.integer("step"),
             lasting=fields.integer("lasting"),
+            progress=fields.optional("progress", GenerationProgress.read),
+            seen=fields.integer("seen"),
         )
 
 
@@ -212,6 +251,7 @@ class Result(enum.Enum):
     SUCCEEDED = "succeeded"
     RESTARTS_EXHAUSTED = "restarts_exhausted"
     CRASH_LOOP = "crash_loop"
+    FINAL_FAILURE = "final_failure"
     STORE_HOST_LEFT = "store_host_left"
 
 
@@ -225,6 +265,18 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
+class BadState:
+    """States of `step` or beyond, of `generation` or an earlier one, which end the workers that load them."""
+
+    generation: int
+    step: int
+
+    @staticmethod
+    def read(fields: Fields) -> BadState:
+        return BadState(fields.integer("generation", 1), fields.integer("step"))
+
+
+@dataclass(frozen=True, slots=True)
 class Restarts:
     """The job's restart budget as used so far; planned changes and lost nodes do not count."""
 
@@ -234,6 +286,27 @@ class Restarts:
     fingerprint: str = ""
     alike: int = 0
     """How many of the newest fruitless failures share `fingerprint`."""
+    at_load: int = 0
+    """How many of these came before any step beyond the state that was loaded."""
+    bad_state: BadState | None = None
+    """What the workers are told not to load, until there is progress."""
+    culprit: str = ""
+    """The node on which every failure since the last healthy generation began; empty when there are several."""
+    blamed: int = 0
+    """How many these are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """A life of a node's agent that is left out of all worlds, though it stands ready."""
+
+    node: str
+    life: str
+    reason: str
+
+    @staticmethod
+    def read(fields: Fields) -> Aside:
+        return Aside(fields.name("node"), fields.name("life"), fields.text("reason", MAX_ASIDE_REASON))
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,11 +327,28 @@ class World:
     """While STOPPING: the workers end by themselves at the step that `StopAt` names, and nobody signals them."""
     rescuer: str = ""
     """The member that brings the state after the last step to disk now: no generation goes on with it at once."""
+    limits: Limits | None = None
+    """The job's, whichever node coordinates: those of the node that `limits_of` names."""
+    limits_of: str = ""
+    program: Program | None = None
+    """What the job runs: that of the same node."""
+    proven: int = 0
+    """So many members, the first ones, were in the last healthy generation."""
+    aside: tuple[Aside, ...] = ()
+    finishing: bool = False
+    """Some members' workers have all ended with success for a while now, and others' have not."""
+    run: str = ""
+    """The same for all generations of this job until it ends, and no other job's: its checkpoints bear this name."""
 
     @property
     def trains(self) -> bool:
         """Its members' workers go on from step to step."""
         return self.phase in (Phase.RUNNING, Phase.DRAINING)
+
+    @property
+    def was_carried_over(self) -> bool:
+        """Its store began empty: it is not known of any member that it is gone, only of the store before."""
+        return self.cause.kind is CauseKind.LOST and not self.cause.node
 
     @property
     def drains(self) -> bool:
@@ -270,8 +360,17 @@ class World:
         """Number of workers: WORLD_SIZE."""
         return sum(member.slots for member in self.members)
 
+    def max_restarts(self, own: int | None) -> int | None:
+        """The job's; a world that names no limits leaves each node its own."""
+        return own if self.limits is None else self.limits.max_restarts
+
     def member(self, incarnation: str) -> Member | None:
         return next((member for member in self.members if member.incarnation == incarnation), None)
+
+    def carried_over(self) -> World:
+        """What an empty store that takes the place of this world's begins with: all of its members may still train."""
+        cause = Cause(CauseKind.LOST, detail=f"the store that held generation {self.generation} is gone")
+        return replace(self, phase=Phase.STOPPING, cause=cause, drained=False, rescuer="")
 
     def to_json(self) -> str:
         return _dump(self)
@@ -294,9 +393,18 @@ class World:
             result=None if fields.value("result") is None else fields.choice("result", Result),
             drained=fields.boolean("drained"),
             rescuer=fields.text("rescuer", 128),
+            finishing=fields.boolean("finishing"),
+            limits=fields.optional("limits", Limits.read),
+            limits_of=fields.text("limits_of", 128),
+            program=fields.optional("program", Program.read),
+            proven=fields.integer("proven"),
+            aside=fields.many("aside", Aside.read),
+            run=fields.text("run", 128),
         )
         if not world.members:
             raise RecordInvalid(WORLD_KEY, "it has no members")
+        if world.run and not NAME.fullmatch(world.run):
+            raise fields.bad("run", "not a name of letters, digits, '.', '_' and '-'")
         for names in ({m.node for m in world.members}, {m.incarnation for m in world.members}):
             if len(names) != len(world.members):
                 raise RecordInvalid(WORLD_KEY, "it lists a node twice")
@@ -371,6 +479,19 @@ class Introduction:
         )
 
 
+def row_bytes(node: NodeRecord) -> int:
+    """At least as many as the node takes among the members of a world."""
+    at = node.http.address if node.http is not None else ""
+    return len(node.node) + len(node.incarnation) + len(json.dumps(at)) + 40
+
+
+def newest(one: World | None, other: World | None) -> World | None:
+    """The one of the higher generation; of one generation `other`."""
+    if one is None or (other is not None and other.generation >= one.generation):
+        return other
+    return one
+
+
 def line_up(nodes: tuple[NodeRecord, ...]) -> tuple[Member, ...]:
     """Members with dense ranks: rank = first_rank + local_rank, in the order given (I3)."""
     members: list[Member] = []
@@ -407,6 +528,7 @@ def _failure(fields: Fields) -> Failure:
         fields.text("fingerprint", 1024),
         fields.text("summary", MAX_TEXT),
         fields.text("detail", 16384),
+        fields.boolean("final"),
     )
 
 
@@ -422,7 +544,7 @@ def _members(fields: Fields) -> tuple[Member, ...]:
         types, http = [*map(type, row)], None
         fits = types in (_ROW, _ROW_WITH_HTTP) and is_name(row[0]) and is_name(row[1]) and 1 <= row[2] <= 4096
         if fits and types == _ROW_WITH_HTTP:
-            http = Endpoint(row[3], row[4])
+            http = Endpoint(clean(row[3]), row[4])
             fits = len(http.address) <= 256 and 0 <= http.port <= 65535
         if not fits:
             expected = "name, incarnation, slots from 1 to 4096, and perhaps address and port"
@@ -447,4 +569,8 @@ def _restarts(fields: Fields) -> Restarts:
         fields.integer("fruitless"),
         fields.text("fingerprint", 1024),
         fields.integer("alike"),
+        fields.integer("at_load"),
+        fields.optional("bad_state", BadState.read),
+        fields.text("culprit", 128),
+        fields.integer("blamed"),
     )

@@ -13,6 +13,9 @@ from typing import TypeAlias
 from .records import STOP_KEY, WORLD_KEY, NodeRecord, StopAt, World
 from .store import Compare, Delete, LeaseId, Outcome, Put, Snapshot
 
+MOST_EVICTED = 32
+"""With one write: each costs the store two operations, and a whole rack may be lost at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class Grant:
@@ -45,7 +48,8 @@ class WriteWorld:
     compare: Compare
     world: World
     evicted: tuple[Compare, ...] = ()
-    """Records to delete with it: their nodes are gone, and these lives of them are not in `world`."""
+    """Records to delete with it, at most MOST_EVICTED: their nodes are gone, and these lives of them are not in
+    `world`."""
 
     @property
     def compares(self) -> tuple[Compare, ...]:
@@ -58,21 +62,17 @@ class WriteWorld:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Delete the record of a node that is gone.
+    """Delete the records of nodes that are gone, at most MOST_EVICTED.
 
-    Of the coordinator, so that the next oldest node takes its place; of another while no world can be written with
-    which it would go, so that the node's next agent gets its name.
+    Of the coordinator, so that the next oldest node takes its place; of others when no world can be written with which
+    they would go, or more than go with it, so that the nodes' next agents get their names.
     """
 
-    compare: Compare
-
-    @property
-    def compares(self) -> tuple[Compare, ...]:
-        return (self.compare,)
+    compares: tuple[Compare, ...]
 
     @property
     def writes(self) -> tuple[Put | Delete, ...]:
-        return (Delete(self.compare.key),)
+        return tuple(Delete(gone.key) for gone in self.compares)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,12 @@
 """The restart budget of a job: how often it may fail, and how long it waits before it tries again.
 
 A failure counts once for the whole job, whichever node it happened on. A generation *made progress* when a node
-reported a step beyond every step of earlier generations, or ran its workers for longer than a minute. The
-budget's state travels in the world record, so that it survives the coordinator.
+reported a step beyond every step of earlier generations; of a job that never reports one, when workers ran for longer
+than a minute. The budget's state travels in the world record, so that it survives the coordinator.
+
+A state may end all who load it: weights that are not numbers, a copy that was damaged before its checksum was taken.
+After `BAD_STATE_AFTER` failures alike, all before any step beyond the state that was loaded, the next generation loads
+an older one, and after the next such failure one older again.
 """
 
 from __future__ import annotations
@@ -10,10 +14,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from .records import Restarts, Result
+from .records import BadState, Restarts, Result
 
 LASTING_S = 60.0
-"""Workers that have run for so long have made progress, also when they report no step."""
+"""Workers that have run for so long have made progress, if no worker of the job reports steps."""
+
+BAD_STATE_AFTER = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +53,24 @@ class GiveUp:
     reason: str
 
 
-def after_failure(
-    used: Restarts, fingerprint: str, progressed: bool, policy: RestartPolicy, rng: random.Random
-) -> Retry | GiveUp:
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A generation that a failure has ended."""
+
+    generation: int
+    fingerprint: str
+    progressed: bool
+    loaded: int | None = None
+    """The step of the state that its workers had loaded, if none of them came to a step beyond it; None otherwise."""
+    final: bool = False
+    """No restart of the job helps."""
+
+
+def after_failure(used: Restarts, ended: Ended, policy: RestartPolicy, rng: random.Random) -> Retry | GiveUp:
     """What one more failure means for the job."""
-    if progressed:
-        now_used = Restarts(used.failures + 1, 0, fingerprint, 0)
-    else:
-        alike = used.alike + 1 if fingerprint == used.fingerprint else 1
-        now_used = Restarts(used.failures + 1, used.fruitless + 1, fingerprint, alike)
+    now_used = _count(used, ended)
+    if ended.final:
+        return GiveUp(now_used, Result.FINAL_FAILURE, "no restart helps")
     if policy.max_failures is not None:
         spent = now_used.failures > policy.max_failures
         limit = f"{now_used.failures} failures, --max-restarts allows {policy.max_failures}"
@@ -73,3 +88,21 @@ def after_failure(
         return Retry(now_used, 0.0)
     longest = min(policy.max_backoff_s, policy.first_backoff_s * 2.0 ** min(now_used.fruitless - 2, 30))
     return Retry(now_used, longest * rng.uniform(0.5, 1.0))
+
+
+def _count(used: Restarts, ended: Ended) -> Restarts:
+    if ended.progressed:
+        return Restarts(used.failures + 1, 0, ended.fingerprint)
+    same = ended.fingerprint == used.fingerprint
+    at_load = (used.at_load if same else 0) + 1 if ended.loaded else 0
+    bad = used.bad_state
+    if ended.loaded and at_load >= BAD_STATE_AFTER:
+        bad = BadState(ended.generation, ended.loaded)
+    return Restarts(
+        used.failures + 1,
+        used.fruitless + 1,
+        ended.fingerprint,
+        used.alike + 1 if same else 1,
+        at_load,
+        bad,
+    )

@@ -34,6 +34,8 @@ class Roster:
         """Instant at which this node first saw each incarnation."""
         self.warm_since: dict[str, float] = {}
         """And at which it first saw it warm."""
+        self.succeeded_since: dict[str, float] = {}
+        """And at which it first saw its newest success."""
         self.peers = Peers()
         self._job = job
         self._own_key = node_key(node)
@@ -163,6 +165,8 @@ class Roster:
         self.arrivals.setdefault(record.incarnation, now)
         if record.warm:
             self.warm_since.setdefault(record.incarnation, now)
+        if record.succeeded and (known is None or known[1].succeeded < record.succeeded):
+            self.succeeded_since[record.incarnation] = now
 
 
 def _same_key_life(old: Entry, new: Entry | None) -> bool:

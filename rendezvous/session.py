@@ -39,7 +39,9 @@ class Session:
     def news(self) -> NodeRecord | None:
         """What to write, if anything. Steps alone are not worth it: the newest travels with the next change."""
         written = self.written
-        told = written is not None and replace(self.says, step=written.step) == written
+        told = written is not None and written == replace(
+            self.says, step=written.step, progress=written.progress
+        )
         return None if told else self.says
 
     def wrote(self, record: NodeRecord, entry: Entry) -> None:

@@ -19,6 +19,12 @@ from typing import TypeAlias
 
 LeaseId: TypeAlias = int
 
+MOST_OPERATIONS = 128
+"""In one transaction, writes and compares counted together. etcd bounds the longest of a request's three lists by
+--max-txn-ops, 128 by default; that is `success`, which has each write and, for the `Outcome`, a read per compare."""
+MOST_REQUEST_BYTES = 3 * 512 * 1024
+"""Of one transaction: etcd's default (--max-request-bytes)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -96,7 +102,7 @@ class Watch(ABC):
         """Block until something changed; empty after `timeout_s` without a change.
 
         Raises StoreUnavailable (call it again: nothing will be missed or repeated), Compacted (read everything,
-        then make another watch), StoreLost and StoreClosed (give up).
+        then make another watch), StoreMismatch and StoreClosed (give up).
         """
 
     @abstractmethod
@@ -105,7 +111,7 @@ class Watch(ABC):
 
 
 class Store(ABC):
-    """See the module's docstring. All methods may raise StoreUnavailable, StoreLost and StoreClosed."""
+    """See the module's docstring. All methods may raise StoreUnavailable, StoreMismatch and StoreClosed."""
 
     @abstractmethod
     def grant(self, ttl_s: float) -> LeaseId:
@@ -123,7 +129,7 @@ class Store(ABC):
     def transact(self, compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...]) -> Outcome:
         """Do all `writes` under one new revision if every compare holds, else nothing.
 
-        Raises LeaseExpired when a put names a lease that the store does not know.
+        Raises LeaseExpired when a put names a lease that the store does not know, and StoreError when it is too large.
         """
 
     @abstractmethod

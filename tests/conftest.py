@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from tests.system.harness import TRAINING_GAP
+
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+    # Agents keep to what they were started to ignore, and nohup, or a shell's &, may have started us.
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

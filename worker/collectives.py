@@ -7,9 +7,11 @@ the default process group, on the device its backend needs, and is a plain copy 
 from __future__ import annotations
 
 import os
+import sys
+import time
 import zlib
 from dataclasses import dataclass
-from io import BufferedReader, BytesIO
+from io import BufferedRandom, BufferedReader
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,9 @@ import torch.distributed as dist
 from .errors import CheckpointError
 
 CHUNK_BYTES = 64 << 20
+
+LET_GO_S = 1.0
+"""For gloo's thread to let go of a collective's tensors. It takes microseconds, unless this process gets no CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,7 @@ class Group:
         rows = self._all_gather(torch.frombuffer(padded, dtype=torch.uint8))
         return [_bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
-    def send(self, stream: BufferedReader | BytesIO | None, size: int, *, source: int) -> int:
+    def send(self, stream: BufferedReader | BufferedRandom | None, size: int, *, source: int) -> int:
         """Copy the `size` bytes of the source rank's stream into that of every other rank which has one.
 
         Returns the checksum of what went by: a source that cannot read goes on sending, so that nobody waits for
@@ -55,7 +60,8 @@ class Group:
                 except OSError as failure:
                     error = failure
             chunk = on_host[:length].to(self.device)
-            dist.broadcast(chunk, source)
+            with _Lent([chunk]):
+                dist.broadcast(chunk, source)
             if self.rank != source:
                 if stream is None:
                     continue
@@ -69,8 +75,34 @@ class Group:
     def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         mine = tensor.to(self.device)
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(rows, mine)
+        with _Lent([mine, *rows]):
+            dist.all_gather(rows, mine)
         return [row.cpu() for row in rows]
+
+
+class _Lent:
+    """Tensors that a collective has until this ends, and only this process's own threads after that.
+
+    gloo's thread lets go of them only after it has told that the collective is done, and needs Python's lock for it.
+    A script whose last line takes the process group apart holds that lock while it waits for that thread: for ever.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        # On a GPU it is NCCL's watchdog that lets go of them, in its own time.
+        self._tensors = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+
+    def __enter__(self) -> None:
+        self._before = self._holders()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        give_up_at = time.monotonic() + LET_GO_S
+        # After an error it may never let go.
+        while kind is None and self._holders() != self._before and time.monotonic() < give_up_at:
+            time.sleep(0)
+
+    def _holders(self) -> list[tuple[int, int]]:
+        """Python's references and torch's, for each."""
+        return [(sys.getrefcount(one), one._use_count()) for one in self._tensors]  # type: ignore[attr-defined]
 
 
 def current_group() -> Group:

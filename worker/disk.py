@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from . import progress
-from .errors import CheckpointError
-from .files import CheckpointFiles, Manifest
+from .errors import CheckpointError, SaveFailed
+from .files import CheckpointFiles
 from .lines import MessageError, receive_line
+from .manifests import Manifest
 from .permit import Permit
 from .slots import Held, Slots
 from .writes import CANCEL, Order, OrderError, Outcome, decode, encode, write_copy
@@ -64,12 +65,25 @@ class Disk:
         self._under_way: _UnderWay | None = None
         self._outcome: Outcome | None = None
         """Of a write that has ended, and that nobody has asked for."""
+        self._due: int | None = None
+        """A step that was promised, and that has not been begun to be written."""
+        self._newest: int | None = None
+        self._durable: int | None = None
         atexit.register(self._finish_at_exit)
 
     @property
     def writes_behind(self) -> bool:
         """Whether there is somebody to write while training goes on."""
         return bool(self._writer)
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether the newest step that was to be written is on disk; True when there was none."""
+        return self._newest == self._durable
+
+    def promise(self, step: int) -> None:
+        """This step is to be written: `begin` follows, or `finish` says that it did not."""
+        self._due = self._newest = step
 
     def commit(
         self,
@@ -82,24 +96,36 @@ class Disk:
 
         Raises OSError, and what `prove` and the permit raise.
         """
+        self._due, self._newest = None, step
+        may_change = self._permit()
         manifest = self.files.write(
-            step, generation=self._generation, world_size=world_size, serialize=serialize
+            step,
+            generation=self._generation,
+            world_size=world_size,
+            serialize=serialize,
+            may_change=may_change,
         )
-        prove(manifest)
-        self.files.publish(manifest, self._permit())
+        try:
+            prove(manifest)
+        except BaseException:
+            self.files.discard(manifest)
+            raise
+        self.files.publish(manifest, may_change)
+        self._durable = step
         return manifest.size
 
     def begin(self, slots: Slots, held: Held) -> None:
         """Let the writer bring this copy to the disk. `held` is closed when the outcome is known, see `finish`."""
         assert self._under_way is None, "one write at a time"
+        self._due, self._newest = None, held.header.step
         patience_s = max(LEAST_S, held.header.size / SLOWEST_BYTES_PER_S)
-        connection = self._ask(slots, held)
+        connection = self._ask(slots, held) if slots.shows(held) else None
         self._under_way = _UnderWay(slots, held, connection, self._clock() + patience_s)
 
     def leave(self, slots: Slots, held: Held) -> None:
         """Let the writer bring this copy to the disk when it is done with what it has. Nobody here will hear of it."""
         with held:
-            connection = self._ask(slots, held)
+            connection = self._ask(slots, held) if slots.shows(held) else None
             if connection is not None:
                 connection.close()
 
@@ -113,14 +139,24 @@ class Disk:
         ):
             self._outcome = self.finish()
 
-    def finish(self) -> Outcome | None:
-        """Wait for the end of the newest write. What became of it, told once; None: there was none."""
-        write, outcome = self._under_way, self._outcome
-        self._outcome = None
+    def finish(self, lost: str = "") -> Outcome | None:
+        """Wait for the end of the newest write. What became of it, told once; None: there was none.
+
+        `lost` is why a copy that was promised to the disk may never have come here.
+        """
+        write, outcome, due = self._under_way, self._outcome, self._due
+        self._outcome = self._due = None
         if write is None:
+            if outcome is None and due is not None:
+                return Outcome(
+                    due, error=SaveFailed.__name__, reason=lost or f"step {due} never came to be written"
+                )
             return outcome
-        outcome = self._hear(write) or self._write_here(write)
+        outcome = self._hear(write)
+        if outcome is None or (outcome.error and not write.slots.shows(write.held)):
+            outcome = self._write_here(write)
         if not outcome.error:
+            self._durable = outcome.step
             self.files.trust(outcome.step)
         self._under_way = None
         with write.held:
@@ -149,6 +185,7 @@ class Disk:
             self._generation,
             self.files.keep,
             sorted(self.files.good),
+            self.files.run.id,
         )
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

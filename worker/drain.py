@@ -2,8 +2,8 @@
 
 While a change waits (the flag in the worker's page is up), `step` asks the agent at the end of each step whether that
 was the last one. So may `poll`, anywhere between two steps: an evaluation loop calls it now and then, else the change
-waits until the evaluation is over. When it was the last one, the newest Checkpointer keeps the state, and `Drained` is
-raised. Nothing has to catch it: it ends the process as `sys.exit` would, with a code that the agent knows.
+waits until the evaluation is over. When it was the last one, every Checkpointer that was loaded keeps its state, and
+`Drained` is raised. Nothing has to catch it: it ends the process as `sys.exit` would, with a code that the agent knows.
 
     {"v": 1, "generation": 7, "rank": 0, "local_rank": 0, "step": 120, "said": "finished"}
     {"v": 1, "answer": "go on"}
@@ -24,11 +24,14 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
 from . import progress
+from .errors import CheckpointError
 from .lines import MessageError, body_of, receive_line, send_line, to_line
+from .together import give_up
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,9 @@ DRAINED = 83
 
 ANSWER_S = 5.0
 """How long the agent may take, and with it the store that it asks. The others wait for this rank meanwhile."""
+
+THREADS_S = 2.0
+"""How long the end of a worker waits for threads of the script. Its state is kept, and the other nodes wait for it."""
 
 
 class Drained(SystemExit):
@@ -134,7 +140,7 @@ def poll() -> None:
     """
     step = progress.awaited_between_steps()
     if step is not None:
-        alone = progress.keeper is None or progress.lone_keeper is not None
+        alone = all(keeper.keeps_alone for keeper in progress.keepers.values())
         _ask(step, Said.PAUSING if alone else Said.FINISHED)
 
 
@@ -145,7 +151,9 @@ def _ask(step: int, said: Said) -> None:
         speaker = _Speaker(os.environ)
         answer = decode_answer(speaker.say(step, said))
     except (KeyError, ValueError, OSError) as error:
-        logger.warning("nobody says whether step %d is the last one, going on: reason=%s", step, error)
+        logger.warning(
+            "the agent gave no answer whether step %d is the last one, going on: reason=%s", step, error
+        )
         return
     if answer is not Answer.GO_ON:
         _end(step, speaker, alone=answer is Answer.END_ALONE)
@@ -153,22 +161,73 @@ def _ask(step: int, said: Said) -> None:
 
 def _end(step: int, speaker: _Speaker, *, alone: bool) -> None:
     """Keep the state and raise Drained; or, where only the script can keep it, let the script do as for a SIGTERM."""
-    if progress.keeper is None and callable(signal.getsignal(signal.SIGTERM)):
+    if not progress.keepers and callable(signal.getsignal(signal.SIGTERM)):
         global _left_to_script
         _left_to_script = True
         logger.info("step %d is the last one: calling the script's handler of SIGTERM", step)
         signal.raise_signal(signal.SIGTERM)
         return
-    if not alone and progress.keeper is not None:
-        progress.keeper(step)
-    elif alone and progress.lone_keeper is not None:
-        progress.lone_keeper(step)
-    try:
-        speaker.say(step, Said.KEPT)
-    except (ValueError, OSError) as error:
-        logger.warning("the agent does not hear that step %d is kept: reason=%s", step, error)
-    atexit.register(_leave, os.getpid())
+    if _keep(step, alone=alone):
+        try:
+            speaker.say(step, Said.KEPT)
+        except (ValueError, OSError) as error:
+            logger.warning("the agent does not hear that step %d is kept: reason=%s", step, error)
+    _leave_at_exit()
     raise Drained(step)
+
+
+def _keep(step: int, *, alone: bool) -> bool:
+    """Whether every Checkpointer that takes part keeps its state."""
+    keepers = tuple(progress.keepers.values())
+    if not alone:
+        try:
+            answers = [keeper.keep(step) for keeper in keepers]  # the other ranks wait in each
+        except CheckpointError:
+            give_up(step, keepers)
+            raise
+        if not all(answers):
+            give_up(step, keepers)
+            return False
+        for keeper in keepers:
+            keeper.write_behind(step)
+        return True
+    kept = all(keeper.keep_alone(step) for keeper in keepers)
+    if not kept:
+        logger.warning("step %d is not kept: there is no room for all that belongs to it", step)
+        give_up(step, keepers)
+    return kept
+
+
+def _leave_at_exit() -> None:
+    """From now on this process ends without the interpreter's own end, and does not wait for the script's threads.
+
+    A function of atexit that hangs is ended by the agent's SIGKILL alone.
+    """
+    atexit.register(_leave, os.getpid())
+    # Before it calls atexit's functions Python waits for all threads that are no daemons, without a limit. What is
+    # registered there is called before that; there is no public way to it.
+    with contextlib.suppress(AttributeError, RuntimeError):
+        threading._register_atexit(_wait_no_longer, os.getpid())  # type: ignore[attr-defined]
+
+
+def _wait_no_longer(pid: int) -> None:
+    """Called in the main thread, which goes on to wait for the others, and can be interrupted there by a signal."""
+    if os.getpid() != pid:
+        return
+
+    def leave(_number: int, _frame: object) -> None:
+        main = threading.main_thread()
+        names = [thread.name for thread in threading.enumerate() if thread is not main and not thread.daemon]
+        logger.warning(
+            "ending without these threads of the script, which still run after %g s and are no daemons: %s; "
+            "all other workers wait for this process: end them, or make them daemons",
+            THREADS_S,
+            ", ".join(names),
+        )
+        _leave(pid)
+
+    signal.signal(signal.SIGALRM, leave)
+    signal.setitimer(signal.ITIMER_REAL, THREADS_S)
 
 
 def _leave(pid: int) -> None:
@@ -178,6 +237,9 @@ def _leave(pid: int) -> None:
     """
     if os.getpid() != pid:
         return
+    signal.setitimer(
+        signal.ITIMER_REAL, 0
+    )  # the threads have ended: what is registered takes the time that it needs
     atexit.unregister(_leave)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -4,11 +4,13 @@
       NoUsableCheckpoint       checkpoints exist, none verifies: a person decides, training must not start at step 0
       CheckpointMismatch       the file is whole but is not a checkpoint of this script: fix the script or the directory
       StepNotGrowing           `save` was asked for a step that is already committed: fix the training loop
+      NotReplicated            the state is not the same on all ranks: save it by other means, or declare it rank 0's
       NotPlainData             a state cannot be loaded again without running code: fix that object's `state_dict`
       SaveFailed               the checkpoint was refused too often: look at the disk
         NotSaved               not yet too often: `save` returns False
         Unconfirmed            the store is away: `save` returns False, and the agent judges how long that may last
       Fenced                   another generation has begun: let this process end, its agent is about to stop it
+      OtherRun                 another job uses the same directory: end one of the two, or give each its own
       BadCheckpoint            one checkpoint on disk does not verify; `load` goes on to the next older one
     SamplerError               the training loop uses `ElasticSampler` in a way that loses samples: fix the loop
       SamplerMismatch          the state is of another dataset or order: give the sampler the same ones
@@ -36,8 +38,16 @@ class StepNotGrowing(CheckpointError):
     """The step to save is not newer than the newest committed one."""
 
 
+class NotReplicated(CheckpointError):
+    """The state is sharded, or each rank has its own: rank 0's would be loaded into all of them."""
+
+
+class Sharded(NotReplicated):
+    """By the types of its objects: no restart makes another state of it."""
+
+
 class NotPlainData(CheckpointError):
-    """The state holds objects that `torch.load(weights_only=True)` refuses, so it could never be loaded."""
+    """The state holds objects that `torch.load(weights_only=True)` refuses, or tensors that are not carried."""
 
 
 class SaveFailed(CheckpointError):
@@ -54,6 +64,10 @@ class NotSaved(SaveFailed):
 
 class Fenced(CheckpointError):
     """This process's generation is over, so it must not commit: others have gone on from an older checkpoint."""
+
+
+class OtherRun(CheckpointError):
+    """Another run has the directory, or has saved there what this one does not come from; nothing was overwritten."""
 
 
 class BadCheckpoint(CheckpointError):

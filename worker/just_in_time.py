@@ -12,6 +12,8 @@ first. One worker of a node, whose boundary is the newest, is then told to copy 
 collective has raised waits for that at the end of the guard; one whose collective never returns can be left where it
 is, for the copy is the thread's. The agent waits for all this no longer than `--just-in-time-grace`.
 
+A process has one guard, for all Checkpointers that take part in training, and keeps all of them at one step or none.
+
 On a GPU a boundary is one for the GPU too: `step()` waits until it has finished the step.
 """
 
@@ -22,9 +24,10 @@ import logging
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -48,6 +51,7 @@ from .salvage import (
     encode,
 )
 from .states import Part, state_of, unwrapped
+from .together import InMemory, give_up
 
 logger = logging.getLogger(__name__)
 
@@ -60,40 +64,84 @@ _COLLECTIVE = re.compile(
 )
 
 
-class JustInTime:
-    """See the module's docstring, and `Checkpointer.just_in_time`."""
+class Guardable(InMemory, Protocol):
+    """A Checkpointer, as far as the guard needs it."""
 
-    def __init__(
-        self,
-        state: Mapping[str, Part],
-        folder: str,
-        place: Place,
-        address: str,
-        keep: Callable[[int, dict[str, Any]], bool],
-    ) -> None:
-        """`keep(step, states)` copies the states of all parts to memory, from any thread. Raises OSError."""
-        self._state = dict(state)
-        self._modules = modules_in(state)
-        self._buffers = Buffers(self._modules)
-        self._journal = Journal(folder, place, self._buffers.size)
+    @property
+    def parts(self) -> Mapping[str, Part]: ...
+
+    @property
+    def folder(self) -> str:
+        """In memory. Raises OSError where there is none."""
+
+    def prove(self, step: int) -> None:
+        """Find out, if that is not known, whether all ranks have the same state. Raises NotReplicated."""
+
+    def salvage(self, step: int, states: dict[str, Any]) -> bool:
+        """Copy the states of all parts to memory, from any thread."""
+
+
+class _Guarded:
+    """One Checkpointer's parts, and what is kept aside of them."""
+
+    def __init__(self, owner: Guardable, place: Place) -> None:
+        """Raises OSError."""
+        self.owner = owner
+        self._state = dict(owner.parts)
+        self.modules = modules_in(self._state)
+        self._buffers = Buffers(self.modules)
+        self._journal = Journal(owner.folder, place, self._buffers.size)
+        self._dicts: dict[str, dict[str, Any]] = {}
+
+    def finished(self, step: int) -> None:
+        """Raises ValueError when the buffers have changed their size."""
+        self._journal.finished(step, self._buffers)
+        self._dicts = {name: dict(part) for name, part in self._state.items() if isinstance(part, dict)}
+
+    def under_way(self) -> None:
+        """Raises as `finished`."""
+        self._journal.under_way(self._buffers)
+
+    def states(self) -> dict[str, Any]:
+        """As they were at the boundary."""
+        kept = self._buffers.kept(self._journal.newest_buffers())
+        states = {name: self._dicts.get(name, state_of(part)) for name, part in self._state.items()}
+        for name, part in self._state.items():
+            if isinstance(part, dict) or unwrapped(part) not in self.modules:
+                continue
+            for key, value in states[name].items():
+                if isinstance(value, torch.Tensor) and value.data_ptr() in kept:
+                    states[name][key] = kept[value.data_ptr()]
+        return states
+
+
+class JustInTime:
+    """See the module's docstring, and `Checkpointer.just_in_time`. Within another one it does nothing."""
+
+    def __init__(self, place: Place, address: str, guardables: Callable[[], tuple[Guardable, ...]]) -> None:
+        """`guardables()` are those that take part now: one may be loaded when the guard has begun."""
         self._place = place
         self._address = address
-        self._keep = keep
+        self._guardables = guardables
+        self._guarded: dict[Guardable, _Guarded] = {}
         self._boundary: int | None = None
         """The newest, as long as the state of this process can be brought back to it."""
-        self._dicts: dict[str, dict[str, Any]] = {}
         self._update = threading.Lock()
         """Held through an update, and by the thread once it was told to hold."""
         self._updating = False
         self._holding = False
         self._lost = False
-        """The buffers have changed their size: they could not be put back."""
+        """Something could not be put back: the buffers have changed their size, or a journal cannot be written."""
         self._go = threading.Event()
         self._ends: list[Callable[[], object]] = []
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener = threading.Thread(target=self._listen, name="just-in-time", daemon=True)
 
     def __enter__(self) -> None:
+        global _active
+        if _active is not None:
+            return
+        _active = self
         try:
             self._socket.connect(self._address)
             self._say(Guarding(self._place.generation, self._place.local_rank))
@@ -103,13 +151,18 @@ class JustInTime:
         self._ends = [
             progress.on_step(self._finished, stage=progress.Stage.STATE),
             register_optimizer_step_pre_hook(self._begins).remove,
-            *[hook.remove for hook in self._hooks()],
         ]
+        self._adopt()
         self._listener.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        global _active
+        if _active is not self:
+            self._socket.close()
+            return
+        _active = None
         if self._ends and error is not None and of_a_collective(error):
             self._end_update(whole=False)
             try:
@@ -140,14 +193,35 @@ class JustInTime:
         self._begins()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch left it without annotations
             torch.cuda.synchronize()
-        self._write_down(lambda: self._journal.finished(step, self._buffers))
-        self._dicts = {name: dict(part) for name, part in self._state.items() if isinstance(part, dict)}
+        self._adopt()
+        for one in self._guarded.values():
+            one.owner.prove(step)
+            self._write_down(partial(one.finished, step))
         self._boundary = step if not self._lost else None
         self._end_update(whole=True)
 
-    def _backward(self, _: object) -> None:
-        """Whatever the other ranks still need of this one for their step comes after this."""
-        self._write_down(lambda: self._journal.under_way(self._buffers))
+    def _adopt(self) -> None:
+        """Guard all that take part now."""
+        now = self._guardables()
+        if now == tuple(self._guarded):
+            return
+        known, self._guarded = self._guarded, {}
+        for owner in now:
+            try:
+                self._guarded[owner] = known[owner] if owner in known else self._guard(owner)
+            except OSError as error:
+                self._lose(error)
+
+    def _guard(self, owner: Guardable) -> _Guarded:
+        one = _Guarded(owner, self._place)
+        write = partial(self._write_down, one.under_way)
+        for module in one.modules:
+            # On one weight: the last one is usually the first to get its gradient. Whatever the other ranks still need
+            # of this one for their step comes after that.
+            for weight in [weight for weight in module.parameters() if weight.requires_grad][-1:]:
+                hook = weight.register_post_accumulate_grad_hook(lambda _: write())  # type: ignore[no-untyped-call]
+                self._ends.append(hook.remove)
+        return one
 
     def _end_update(self, *, whole: bool) -> None:
         if self._updating:
@@ -156,20 +230,16 @@ class JustInTime:
             self._updating = False
             self._update.release()
 
-    def _hooks(self) -> Iterator[Any]:
-        """On one weight of each module: the last one is usually the first to get its gradient."""
-        for module in self._modules:
-            weights = [weight for weight in module.parameters() if weight.requires_grad]
-            for weight in weights[-1:]:
-                yield weight.register_post_accumulate_grad_hook(self._backward)  # type: ignore[no-untyped-call]
-
     def _write_down(self, write: Callable[[], None]) -> None:
         try:
             write()
         except ValueError as error:
-            if not self._lost:
-                self._lost = True
-                logger.warning("no save just in time any more: reason=%s", error)
+            self._lose(error)
+
+    def _lose(self, error: Exception) -> None:
+        if not self._lost:
+            self._lost = True
+            logger.warning("no save just in time any more: reason=%s", error)
 
     # ---------------------------------------------------------------- what the agent runs into
 
@@ -206,26 +276,22 @@ class JustInTime:
         step = self._boundary
         if not self._holding or step is None:
             return None
-        try:
-            return step if self._keep(step, self._states()) else None
-        except Exception as error:
-            logger.warning("step %d was not kept: reason=%r", step, error)
+        for one in self._guarded.values():
+            try:
+                if one.owner.salvage(step, one.states()):
+                    continue
+            except Exception as error:
+                logger.warning("step %d was not kept: reason=%r", step, error)
+            give_up(step, self._guarded)
             return None
-
-    def _states(self) -> dict[str, Any]:
-        """As they were at the boundary."""
-        kept = self._buffers.kept(self._journal.newest_buffers())
-        states = {name: self._dicts.get(name, state_of(part)) for name, part in self._state.items()}
-        for name, part in self._state.items():
-            if isinstance(part, dict) or unwrapped(part) not in self._modules:
-                continue
-            for key, value in states[name].items():
-                if isinstance(value, torch.Tensor) and value.data_ptr() in kept:
-                    states[name][key] = kept[value.data_ptr()]
-        return states
+        return step
 
     def _say(self, message: FromWorker) -> None:
         self._socket.sendall(encode(message))
+
+
+_active: JustInTime | None = None
+"""The guard of this process."""
 
 
 def modules_in(state: Mapping[str, Part]) -> list[torch.nn.Module]:

@@ -13,33 +13,43 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from io import BufferedRandom, BufferedReader
+from typing import Any
 
 import torch
 
+from .layout import Layout
 from .offers import Copy
+from .ownership import this_run
 from .relayout import Layouts
-from .room import room
+from .room import Room, room, room_of
 from .slots import (
     FOLDER_VARIABLE,
     LIMIT_VARIABLE,
+    NAMES,
+    CopyLost,
     Header,
     Held,
     NoRoom,
     Opened,
     Record,
     Slots,
+    SlotsBusy,
     room_for,
     sums_of,
 )
 from .states import is_plain, prove_loadable
+from .summing import Summing
 
 logger = logging.getLogger(__name__)
 
 LEAST_FREE = 0.05
-"""The share of the memory that stays free for others."""
+"""The share of the memory, and of the file system in memory, that stays free: for headers, records and others."""
+
+_used: set[str] = set()
+"""The folders of this process's Checkpointers."""
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
@@ -87,7 +97,7 @@ class NodeMemory:
     """One Checkpointer's copies in the memory of this node, as one rank sees them."""
 
     def __init__(self, slots: Slots, limit: int, place: Place) -> None:
-        """`limit` is the most bytes that the slots may take."""
+        """`limit` is the most bytes that the agent's folder may take, with all that is in it."""
         self.base = 0
         """The step from which this generation went on: 0 until `load` has found out."""
         self.place = place
@@ -95,8 +105,12 @@ class NodeMemory:
         self._limit = limit
         self._mappings: dict[str, _Mapping] = {}
         self._copying: threading.Thread | None = None
+        self._lost = ""
+        """Why the newest copy that a thread was to seal is not there."""
         self._proven = False
         self._layouts = Layouts()
+        self._summing = Summing(slots)
+        _used.add(slots.folder)
 
     @property
     def folder(self) -> str:
@@ -111,9 +125,11 @@ class NodeMemory:
     # ---------------------------------------------------------------- putting in
 
     def note(self, step: int, random_state: bytes) -> None:
-        """Every rank: write down the random state after `step`."""
+        """Every rank: write down the random state after `step`. Raises NoRoom."""
         place = self.place
-        self._slots.put_record(place.rank, Record((place.generation, step), place.world_size, random_state))
+        record = Record((place.generation, step), place.world_size, random_state)
+        with self._costing_a_copy_only():
+            self._slots.put_record(place.rank, record)
 
     def put(
         self,
@@ -131,12 +147,26 @@ class NodeMemory:
 
         Raises NoRoom, SlotsBusy, CannotLayOut; what `prove_loadable` raises; what the states' own pickling raises.
         """
-        self.settle()
+        self._join()
+        self._lost = ""
+        self._summing.stop(*self._not_newest())
         place = self.place
         rows = torch.zeros(place.world_size, room_for_random_state, dtype=torch.uint8)
         if room_for_random_state:
             payload = {**payload, "rng": rows}
         layout = self._layouts.lay_out(payload)
+        with self._costing_a_copy_only():
+            return self._put(payload, layout, rows, haste, then)
+
+    def _put(
+        self,
+        payload: dict[str, Any],
+        layout: Layout,
+        rows: torch.Tensor,
+        haste: bool,
+        then: Callable[[Slots, Held], None] | None,
+    ) -> int:
+        place = self.place
         opened = self._begin(layout.size)
         try:
             mapping = self._mapped(opened)
@@ -146,7 +176,7 @@ class NodeMemory:
                 prove_loadable(opened.path, payload["step"])
                 self._proven = True
             gaps = []
-            if room_for_random_state:
+            if rows.numel():
                 begin = layout.offset_of(rows)
                 gaps = [(begin + rank * rows.shape[1], rows.shape[1]) for rank in range(place.world_size)]
             header = Header(
@@ -157,89 +187,181 @@ class NodeMemory:
                 layout.size,
                 tuple(gaps),
                 haste,
+                run=place.run,
             )
+            if events:
+                self._seal_beside(opened, header, events, then)
+            else:
+                self._slots.seal(opened, header)
         except BaseException:
             opened.close()
             raise
-        if events:
-            self._copying = threading.Thread(
-                target=self._seal, args=(opened, header, events, then), name="memory-copy"
-            )
-            self._copying.start()
-        else:
-            self._seal(opened, header, events, then)
+        if not events:
+            self._pass_on(opened.name, then)
         return layout.size
 
-    def put_bytes(self, stream: BinaryIO, header: Header) -> None:
-        """Local rank 0: keep a state that has come from another node. Raises NoRoom, SlotsBusy."""
-        opened = self._begin(header.size)
-        try:
-            mapping = self._mapped(opened)
-            opened.trim()
-            stream.seek(0)
-            stream.readinto(mapping.view[: header.size])  # type: ignore[attr-defined]  # of BytesIO
-        except BaseException:
-            opened.close()
-            raise
+    def _pass_on(self, name: str, then: Callable[[Slots, Held], None] | None) -> None:
+        """A new copy: the disk writer reads all of it, and gives it its checksums; else a thread does."""
+        if then is not None:
+            then(self._slots, self._slots.hold(name))
+        else:
+            self._summing.start(name)
+
+    def _not_newest(self) -> list[str]:
+        newest = self._slots.newest_first()[:1]
+        return [name for name in NAMES if name not in newest]
+
+    def hurry(self, step: int) -> bool:
+        """Whether this step's state is here already. From now on it counts without a record of the rank that failed."""
+        age = (self.place.generation, step)
+        self._summing.stop(*NAMES)
+        with contextlib.suppress(OSError):
+            for name, header in self._slots.headers().items():
+                if header.age == age:
+                    if header.gaps and not header.haste:
+                        self._slots.put_header(name, replace(header, haste=True))
+                    return True
+        return False
+
+    def open_slot(self, size: int) -> Opened:
+        """Local rank 0: a slot for a state that comes from elsewhere; `keep` or its own `close` follows.
+
+        Raises NoRoom, SlotsBusy.
+        """
+        self._summing.stop(*self._not_newest())
+        with self._costing_a_copy_only():
+            opened = self._begin(size)
+            try:
+                opened.trim()
+            except BaseException:
+                opened.close()
+                raise
+        return opened
+
+    def keep(self, opened: Opened, header: Header) -> None:
+        """Local rank 0: it has come. Raises OSError, and then the slot is still open."""
         self._slots.seal(opened, header)
 
     def settle(self) -> None:
-        """Wait until the newest copy is complete."""
+        """Wait until the newest copy is complete. Raises CopyLost, once, when it is not there."""
+        self._join()
+        lost, self._lost = self._lost, ""
+        if lost:
+            raise CopyLost(lost)
+
+    def _join(self) -> None:
         if self._copying is not None:
             self._copying.join()
             self._copying = None
 
-    def _seal(
+    def _seal_beside(self, *what: Any) -> None:
+        thread = threading.Thread(target=self._seal_later, args=what, name="memory-copy")
+        try:
+            thread.start()
+        except RuntimeError:  # no thread can be started now: training waits instead
+            self._seal_later(*what)
+        else:
+            self._copying = thread
+
+    def _seal_later(
         self,
         opened: Opened,
         header: Header,
         events: list[torch.cuda.Event],
         then: Callable[[Slots, Held], None] | None,
     ) -> None:
+        """In a thread of its own: whatever goes wrong is told by `settle`."""
+        whole = False
         try:
             for event in events:
                 event.synchronize()
+            whole = True
+            self._slots.seal(opened, header)
         except Exception as error:
-            logger.warning(
-                "a copy to memory did not end, the older one is kept: step=%d reason=%r", header.step, error
-            )
-            opened.close()
+            self._lose(header, error)
+            if not whole or then is None:
+                opened.close()
+                return
+            # No other process can find it, but this process has all its bytes, and the disk can have them.
+            held = Held(opened.name, header, os.fdopen(opened.fd, "rb"))
+            then(self._slots, held)
             return
-        self._slots.seal(opened, header)
-        if then is not None:
-            then(self._slots, self._slots.hold(opened.name))
+        try:
+            self._pass_on(opened.name, then)
+        except Exception as error:
+            self._lose(header, error)
+
+    def _lose(self, header: Header, error: Exception) -> None:
+        self._lost = f"step {header.step} is not in memory: {self._reason(error)}"
+        logger.warning(
+            "a copy to memory did not end, the older one is kept: step=%d reason=%s",
+            header.step,
+            self._reason(error),
+        )
+
+    @contextlib.contextmanager
+    def _costing_a_copy_only(self) -> Iterator[None]:
+        """A memory that is full or gone costs a copy, and no step: raises NoRoom for every OSError."""
+        try:
+            yield
+        except OSError as error:
+            raise NoRoom(self._reason(error)) from error
+
+    def _reason(self, error: Exception) -> str:
+        if not isinstance(error, OSError):
+            return repr(error)
+        if not os.path.isdir(self.folder):
+            return (
+                f"{self.folder} was removed while the job runs. systemd does that when a user's last session ends: set "
+                "RemoveIPC=no in /etc/systemd/logind.conf, or run the agent as a system user"
+            )
+        return (
+            f"no memory in {self.folder}: {error}: give /dev/shm more room, or use --memory-checkpoints off"
+        )
 
     def _begin(self, size: int) -> Opened:
         both = 2 * room_for(size)
-        if both > self._limit:
-            raise NoRoom(
-                f"two copies of the state take {both} bytes, and {self._limit} are allowed: raise "
-                "--memory-checkpoints, and the size of /dev/shm if need be"
-            )
-        self._check_room(both)
+        grows = max(0, both - self._slots.taken())
+        if grows:
+            self._check_limit(both)
+        for now in (room(), room_of(self._slots.memory)):
+            if now is not None:
+                self._check_room(grows, now)
         try:
             return self._slots.begin(size)
-        except OSError as error:
-            raise NoRoom(f"no memory for a copy of {size} bytes in {self._slots.folder}: {error}") from error
+        except SlotsBusy:
+            # One is being written to disk, and the other one read for its checksums only.
+            self._summing.stop(*NAMES)
+            return self._slots.begin(size)
 
-    def _check_room(self, both: int) -> None:
+    def _check_limit(self, both: int) -> None:
+        """The limit is for all Checkpointers of this agent together."""
+        if both + self._slots.claimed_by_others() <= self._limit:
+            return
+        if both <= self._limit and self._slots.empty_unused(_used):
+            logger.warning(
+                "copies in memory of directories that this script does not use made room for its own"
+            )
+        others = self._slots.claimed_by_others()
+        if both + others > self._limit:
+            raise NoRoom(
+                f"two copies of the state take {both} bytes, others of this node's checkpoints need {others}, and "
+                f"{self._limit} are allowed: raise --memory-checkpoints, and the size of /dev/shm if need be"
+            )
+
+    def _check_room(self, grows: int, now: Room) -> None:
         """A slot grows only while enough is left for others, and is given back when they have too little.
 
         The newest copy is kept even then: nobody can tell whether its state is anywhere else.
         """
-        taken = self._slots.taken()
-        now = room()
-        if now is None:
-            return
         least = int(LEAST_FREE * now.total)
-        grows = max(0, both - taken)
         if now.left < least // 2:
             self._slots.drop_older()
         elif not grows or now.left - grows >= least:
             return
         raise NoRoom(
-            f"{now.left >> 20} MiB of memory are left of {now.total >> 20}, a copy would take {grows >> 20} more, and "
-            f"{least >> 20} are to be left: give the job more memory, or use --memory-checkpoints off"
+            f"{now.left >> 20} MiB of {now.what} are left of {now.total >> 20}, a copy would take {grows >> 20} more, "
+            f"and {least >> 20} are to be left: give the job more, or use --memory-checkpoints off"
         )
 
     def _mapped(self, opened: Opened) -> _Mapping:
@@ -274,11 +396,15 @@ class NodeMemory:
 
     def _hold(self, age: tuple[int, int]) -> Held:
         # A step may have been remembered and then saved: the copy without gaps has all that the other has.
-        found = sorted(self._slots.headers().items(), key=lambda one: len(one[1].gaps))
+        found = sorted(self._slots.headers().items(), key=lambda one: (len(one[1].gaps), not one[1].sums))
         for name, header in found:
             if header.age == age:
                 return self._slots.hold(name)
         raise ValueError(f"step {age[1]} of generation {age[0]} is not in {self._slots.folder} any more")
+
+    def ages(self) -> frozenset[tuple[int, int]]:
+        """Of all copies here."""
+        return frozenset(header.age for header in self._slots.headers().values())
 
     def is_whole(self, age: tuple[int, int]) -> bool:
         """Whether a copy of that state is here which needs no records."""
@@ -286,14 +412,17 @@ class NodeMemory:
 
     def lend(self, age: tuple[int, int]) -> tuple[Slots, Held]:
         """For the disk: that copy, which is not overwritten until it is closed. Raises as `hold`."""
+        self._summing.stop(*NAMES)
         return self._slots, self._hold(age)
 
     def drop(self, age: tuple[int, int]) -> None:
         """Local rank 0: that copy cannot be read, and nobody shall be offered it again."""
+        self._summing.stop(*NAMES)
         self._slots.drop(lambda had: had == age)
 
     def abandon_newer(self, age: tuple[int, int]) -> None:
         """Local rank 0: training goes on from this state; a newer copy must not be taken for what comes of it."""
+        self._summing.stop(*NAMES)
         self._slots.drop(lambda had: had > age)
 
     def records(self, header: Header) -> dict[int, bytes]:
@@ -302,8 +431,11 @@ class NodeMemory:
 
     def fill(self, age: tuple[int, int], records: dict[int, bytes]) -> None:
         """Local rank 0: complete the copy of that state, so that it needs no records any more."""
-        with self.hold(age) as held:
-            self._slots.fill(held, records)
+        self._summing.stop(*NAMES)
+        with self._hold(age) as held:
+            filled = self._slots.fill(held, records)
+        if not filled.sums:
+            self._summing.start(held.name)
 
 
 def _cudart() -> Any:
@@ -319,6 +451,7 @@ class Place:
     rank: int
     local_rank: int
     world_size: int
+    run: str = ""
 
 
 def memory_of(environ: Mapping[str, str], directory: str) -> NodeMemory | None:
@@ -333,6 +466,7 @@ def memory_of(environ: Mapping[str, str], directory: str) -> NodeMemory | None:
             int(environ["RANK"]),
             int(environ["ELASTIC_AGENT_LOCAL_RANK"]),
             int(environ["WORLD_SIZE"]),
+            this_run(environ).id,
         )
         return NodeMemory(Slots(folder, directory), int(environ[LIMIT_VARIABLE]), place)
     except (KeyError, ValueError, OSError) as error:
@@ -340,6 +474,12 @@ def memory_of(environ: Mapping[str, str], directory: str) -> NodeMemory | None:
         return None
 
 
-def load_mapped(held: Held) -> Any:
-    """The payload in a slot; its tensors are the slot's own memory, and must not outlive the load."""
-    return torch.load(held.path, map_location="cpu", mmap=True, weights_only=True)
+def load_mapped(stream: BufferedReader | BufferedRandom) -> Any:
+    """The payload in an open file; its tensors are the file's own memory, and must not outlive the load."""
+    try:
+        return torch.load(
+            f"/proc/self/fd/{stream.fileno()}", map_location="cpu", mmap=True, weights_only=True
+        )
+    except (OSError, RuntimeError):  # a file system that cannot map
+        stream.seek(0)
+        return torch.load(stream, map_location="cpu", weights_only=True)

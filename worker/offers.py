@@ -11,18 +11,27 @@ only when every rank's random state after it is known, unless the world has chan
 it was taken in haste, after a rank had failed: then that rank's random numbers are others than they would have been.
 
 Where nobody has anything in memory the newest step on any disk wins, of one step the newest generation's.
+
+A run loads what is its own, or was taken over by it. Another run's checkpoint counts only where there is nothing else,
+as when a job is started again: then its checkpoint is what this run goes on from. Generations of two runs say nothing
+of each other: between them what this run has done since is the newer.
+
+Workers that loaded the newest state may have failed again and again. Then their agents name it (`BadState`), and it is
+chosen only where this run has no other. It is this run's: what another run has left is never what came of it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from .errors import NoUsableCheckpoint
-from .files import Manifest
+from .manifests import Manifest
+from .ownership import this_run
 from .slots import Header
 
+BAD_STATE_VARIABLE = "ELASTIC_AGENT_BAD_STATE"
 MAX_REASON_CHARS = 500
 
 
@@ -32,6 +41,36 @@ class Copy:
 
     header: Header
     ranks: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class BadState:
+    """All generations that loaded the state of `step` failed, last in `generation`; this is generation `present`."""
+
+    generation: int
+    step: int
+    present: int
+    run: str = ""
+    """Whose generations these are."""
+
+    @staticmethod
+    def of(environ: Mapping[str, str]) -> BadState | None:
+        generation, colon, step = environ.get(BAD_STATE_VARIABLE, "").partition(":")
+        if not colon:
+            return None
+        return BadState(
+            int(generation), int(step), int(environ["ELASTIC_AGENT_GENERATION"]), this_run(environ).id
+        )
+
+    def covers(self, what: Manifest | Header, *, foreign: bool = False) -> bool:
+        """That state, and what came of it. What later generations have made of an older one is good.
+
+        `foreign`: another run's, which this one has not taken over.
+        """
+        if foreign:
+            return False
+        made_since = what.run == self.run and self.generation < what.generation <= self.present
+        return what.step >= self.step and not made_since
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +84,35 @@ class Offer:
     bad: tuple[str, ...] = ()
     copies: tuple[Copy, ...] = ()
     node: str = ""
+    run: str = ""
+    """The run of this rank."""
+    foreign: bool = False
+    """The checkpoint on disk is another run's, which this one has not taken over."""
 
     def to_json(self) -> bytes:
         manifest = self.manifest.to_json().decode() if self.manifest else None
         copies = [[copy.header.to_json().decode(), sorted(copy.ranks)] for copy in self.copies]
         return json.dumps(
-            [manifest, [one[:MAX_REASON_CHARS] for one in self.bad], copies, self.node]
+            [
+                manifest,
+                [one[:MAX_REASON_CHARS] for one in self.bad],
+                copies,
+                self.node,
+                self.run,
+                self.foreign,
+            ]
         ).encode()
 
     @classmethod
     def from_json(cls, raw: bytes) -> Offer:
-        manifest, bad, copies, node = json.loads(raw)
+        manifest, bad, copies, node, run, foreign = json.loads(raw)
         return cls(
             Manifest.from_json(manifest) if manifest else None,
             tuple(bad),
             tuple(Copy(Header.from_json(header), frozenset(ranks)) for header, ranks in copies),
             node,
+            run,
+            foreign,
         )
 
 
@@ -72,19 +124,39 @@ class Owner:
     what: Manifest | Header
 
 
-def choose_owner(offers: Sequence[Offer]) -> Owner | None:
+def choose_owner(offers: Sequence[Offer], bad: BadState | None = None) -> Owner | None:
     """See the module's docstring; of equals the lowest rank's. `offers` are by rank.
 
     None when nobody has ever had a checkpoint. Raises NoUsableCheckpoint when some exist and none is good.
     """
-    disks = [(offer.manifest, -rank) for rank, offer in enumerate(offers) if offer.manifest]
+    kin = runs_in_memory(offers)
+    offers = [replace(offer, foreign=_is_foreign(offer, kin)) for offer in offers]
+    others = [_without(offer, bad) for offer in offers] if bad is not None else []
+    if any(offer.copies or (offer.manifest and not offer.foreign) for offer in others):
+        return _choose(others)
+    return _choose(offers)
+
+
+def _is_foreign(offer: Offer, kin: set[str]) -> bool:
+    return offer.foreign and offer.manifest is not None and offer.manifest.run not in kin
+
+
+def _without(offer: Offer, bad: BadState) -> Offer:
+    unwanted = offer.manifest is not None and bad.covers(offer.manifest, foreign=offer.foreign)
+    manifest = None if unwanted else offer.manifest
+    copies = tuple(copy for copy in offer.copies if not bad.covers(copy.header))
+    return replace(offer, manifest=manifest, copies=copies)
+
+
+def _choose(offers: Sequence[Offer]) -> Owner | None:
+    disks = _own_disks(offers)
     newest = _newest_copy(offers)
     if newest is not None:
         header, rank = newest
         beyond = [
             ((manifest.generation, manifest.step), place, manifest)
             for manifest, place in disks
-            if manifest.step > header.base and (manifest.generation, manifest.step) > header.age
+            if _is_beyond(manifest, header, offers[0].run)
         ]
         if not beyond:
             return Owner(-rank, header)
@@ -93,13 +165,31 @@ def choose_owner(offers: Sequence[Offer]) -> Owner | None:
     if disks:
         manifest, rank = max(disks, key=lambda one: (one[0].step, one[0].generation, one[1]))
         return Owner(-rank, manifest)
-    bad = [f"rank {rank}: {reason}" for rank, offer in enumerate(offers) for reason in offer.bad]
-    if bad:
+    rotten = [f"rank {rank}: {reason}" for rank, offer in enumerate(offers) for reason in offer.bad]
+    if rotten:
         raise NoUsableCheckpoint(
             "checkpoints exist and none verifies; not starting again from step 0 by itself. Restore one, or delete "
-            f"them to start again. {'; '.join(bad)}"
+            f"them to start again. {'; '.join(rotten)}"
         )
     return None
+
+
+def runs_in_memory(offers: Sequence[Offer]) -> set[str]:
+    """The memory is the agent's, and an agent has one job: what these runs have done is this job's."""
+    return {copy.header.run for offer in offers for copy in offer.copies}
+
+
+def _own_disks(offers: Sequence[Offer]) -> list[tuple[Manifest, int]]:
+    """The checkpoints on disks that may be loaded, each with its rank's place: the greater is the better."""
+    disks = [(offer.manifest, -rank, offer.foreign) for rank, offer in enumerate(offers) if offer.manifest]
+    has_own = any(offer.copies for offer in offers) or not all(foreign for *_, foreign in disks)
+    return [(manifest, place) for manifest, place, foreign in disks if not (foreign and has_own)]
+
+
+def _is_beyond(manifest: Manifest, header: Header, run: str) -> bool:
+    if manifest.run != header.run and run in (manifest.run, header.run):
+        return manifest.run == run
+    return manifest.step > header.base and (manifest.generation, manifest.step) > header.age
 
 
 def _newest_copy(offers: Sequence[Offer]) -> tuple[Header, int] | None:
@@ -107,7 +197,7 @@ def _newest_copy(offers: Sequence[Offer]) -> tuple[Header, int] | None:
     counting = [(header, rank) for header, rank in copies if _counts(header, offers)]
     if not copies:
         return None
-    return max(counting or copies, key=lambda one: (one[0].age, not one[0].gaps, one[1]))
+    return max(counting or copies, key=lambda one: (one[0].age, not one[0].gaps, bool(one[0].sums), one[1]))
 
 
 def _counts(header: Header, offers: Sequence[Offer]) -> bool:

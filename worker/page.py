@@ -1,7 +1,7 @@
 """The memory that one worker shares with its node's agent: a few words, each written by one of them.
 
     agent    generation, pending, and script_at of a worker that it started as a new process
-    worker   attached, step, stepped_at, first_step, first_at, load_at, loaded_at, loaded_step
+    worker   attached, step, stepped_at, first_step, first_at, load_at, chosen_step, loaded_at, loaded_step
     spare    script_at, when it becomes a worker and the user's script begins
 
 A *word* is a signed number of 8 bytes, written and read whole. An *instant* is nanoseconds of CLOCK_MONOTONIC, which
@@ -51,6 +51,8 @@ LOADED_AT = 15
 """`Checkpointer.load` has returned."""
 LOADED_STEP = 16
 """What it returned."""
+CHOSEN_STEP = 17
+"""The step of the state that it is about to load, or NO_STEP: what loads it may end this process."""
 
 
 class PageError(RuntimeError):
@@ -81,6 +83,7 @@ class Reading:
     load_at: float | None = None
     loaded_at: float | None = None
     loaded_step: int | None = None
+    chosen_step: int | None = None
 
 
 class Page:
@@ -112,7 +115,7 @@ class Page:
             os.close(fd)
             raise
         page.words[GENERATION] = generation
-        page.words[STEP] = NO_STEP
+        page.words[STEP] = page.words[CHOSEN_STEP] = NO_STEP
         page.words[_MAGIC] = MAGIC
         return page
 
@@ -161,6 +164,7 @@ class Page:
             load_at=_instant(words[LOAD_AT]),
             loaded_at=loaded_at,
             loaded_step=words[LOADED_STEP] if loaded_at is not None else None,
+            chosen_step=words[CHOSEN_STEP] if words[CHOSEN_STEP] != NO_STEP else None,
         )
 
 

@@ -91,4 +91,6 @@ class Permit:
             return decode_answer(receive_line(connection, self._answer_s))
 
     def _unknown(self, why: str) -> Unconfirmed:
-        return Unconfirmed(f"nobody confirms that generation {self._generation} may still commit: {why}")
+        return Unconfirmed(
+            f"the agent does not confirm that generation {self._generation} may still commit: {why}"
+        )

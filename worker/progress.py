@@ -2,7 +2,8 @@
 
 A step goes into the page that both share (`page`, named by `ELASTIC_AGENT_PAGE`): two words are written and one is
 read, no system call. Saves and loads are rare and have more to say: they are sent to the agent's socket (`reports`,
-named by `ELASTIC_AGENT_REPORTS`), if that costs no waiting, and are lost without a word otherwise.
+named by `ELASTIC_AGENT_REPORTS`), if that costs no waiting, and are lost without a word otherwise. So may a lent lock
+be, but its owner knows (`lend` returns False), and lends it again at its next save or load.
 
 Nothing here may ever disturb training: without the variables (torchrun, plain python) nobody is told anything. Only one
 process speaks for a worker: data loaders and other children inherit the variables and stay silent.
@@ -14,18 +15,23 @@ No torch here: whoever only calls `step` need not have it.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import multiprocessing
 import os
+import signal
 import socket
 import time
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import index
+from typing import Protocol
 
 from . import page
 from .page import (
+    CHOSEN_STEP,
     FIRST_AT,
     FIRST_STEP,
     LOAD_AT,
@@ -37,7 +43,18 @@ from .page import (
     Page,
     PageError,
 )
-from .reports import LoadReport, LoadResult, Report, ReportError, SaveReport, SaveResult, Tier, encode
+from .reports import (
+    LentLock,
+    LoadReport,
+    LoadResult,
+    Message,
+    ReportError,
+    SaveReport,
+    SaveResult,
+    Tier,
+    encode,
+)
+from .together import InMemory
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +77,25 @@ class _Listener:
     callback: Callable[[int], None]
 
 
+class Keeper(InMemory, Protocol):
+    """What a Checkpointer that takes part in training can do for a planned change."""
+
+    @property
+    def keeps_alone(self) -> bool:
+        """Whether it could do so without the other ranks."""
+
+    def keep(self, step: int) -> bool:
+        """Make the state after this step survive this process. Every rank calls it, and waits there for the others.
+
+        False: it does not, which was said."""
+
+    def write_behind(self, step: int) -> None:
+        """All Checkpointers have kept this step: let the disk writer have what is only in memory."""
+
+    def keep_alone(self, step: int) -> bool:
+        """The same without the others; False when this node has no room for it."""
+
+
 def _ask_agent(step: int) -> None:
     from .drain import end_of_step  # who never sees a planned change need not load what it takes
 
@@ -69,12 +105,8 @@ def _ask_agent(step: int) -> None:
 on_pending: Callable[[int], None] = _ask_agent
 """Called at the end of a step while a planned change waits for this worker; may raise, which ends the worker."""
 
-keeper: Callable[[int], None] | None = None
-"""Makes the state after this step survive this process: what the newest Checkpointer can do for a drain. Every rank
-calls it, and waits there for the others."""
-
-lone_keeper: Callable[[int], None] | None = None
-"""The same without the others; None where that cannot be."""
+keepers: dict[str, Keeper] = {}
+"""By name, those that take part, in the order in which every rank has let them: all are kept at one step."""
 
 _listeners: tuple[_Listener, ...] = ()
 _words: memoryview | None = None
@@ -136,6 +168,11 @@ def on_step(
     return end
 
 
+def take_part(name: str, keeper: Keeper) -> None:
+    """From now on this one's state is kept in planned changes, instead of that of an earlier one of the same name."""
+    keepers[name] = keeper
+
+
 def awaited_between_steps() -> int | None:
     """The newest finished step, if a planned change waits for this worker; else None."""
     words = _words
@@ -151,6 +188,18 @@ def loading() -> None:
         words[LOAD_AT] = _now_ns()
 
 
+def load_chosen(step: int) -> None:
+    """Tell the agent which step's state is about to be loaded: that may end this process."""
+    words = _words if _words is not None else _attach()
+    words[CHOSEN_STEP] = step
+
+
+def load_refused() -> None:
+    """Tell the agent that nothing was loaded, for a reason that is not the state: another one fares no better."""
+    words = _words if _words is not None else _attach()
+    words[CHOSEN_STEP] = page.NO_STEP
+
+
 def checkpoint_load(step: int, result: LoadResult, duration_s: float, tier: Tier = "local") -> None:
     """Tell the agent how a load, or one file of it, ended."""
     if result in ("ok", "none"):
@@ -158,6 +207,20 @@ def checkpoint_load(step: int, result: LoadResult, duration_s: float, tier: Tier
         words[LOADED_STEP] = step
         words[LOADED_AT] = _now_ns()
     _reporting().send(lambda g, r: LoadReport(g, r, step, result, duration_s, tier))
+
+
+class Silent:
+    """In the place of this module for a load from which training does not go on: the agent hears nothing of it."""
+
+    def loading(self) -> None: ...
+
+    def load_chosen(self, step: int) -> None: ...
+
+    def load_refused(self) -> None: ...
+
+    def checkpoint_load(
+        self, step: int, result: LoadResult, duration_s: float, tier: Tier = "local"
+    ) -> None: ...
 
 
 def checkpoint_save(
@@ -171,6 +234,11 @@ def checkpoint_save(
 ) -> None:
     """Tell the agent how a save to disk (rank 0 only) or a copy to memory (local rank 0) ended."""
     _reporting().send(lambda g, r: SaveReport(g, r, step, result, duration_s, size, tier, blocked_s))
+
+
+def lend(run: str, *descriptors: int) -> bool:
+    """Let the agent hold this open lock file until it ends, and none of another run; False when it did not get it."""
+    return _reporting().send(lambda g, r: LentLock(g, r, run), *descriptors)
 
 
 def _refuse(step: object, error: Exception) -> None:
@@ -205,7 +273,19 @@ def _words_of(environ: Mapping[str, str]) -> memoryview:
     if speaker not in (0, os.getpid()) and _lives(speaker):
         return page.private_words()
     words[page.ATTACHED] = os.getpid()
+    _leave_warnings_to_agent()
     return words
+
+
+def _leave_warnings_to_agent() -> None:
+    """Slurm sends the signal that says "your end is near" to all processes, and it would end this one.
+
+    The agent makes a planned change of it. A script's own handler stays.
+    """
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            with contextlib.suppress(ValueError):  # only the main thread may
+                signal.signal(number, signal.SIG_IGN)
 
 
 def _lives(pid: int) -> bool:
@@ -223,6 +303,7 @@ def _forked() -> None:
     global _words, _listeners
     if _words is not None:
         _words, _listeners = page.private_words(), ()
+        keepers.clear()
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -237,30 +318,37 @@ class Reporter:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._pid = os.getpid()
         self._address = environ.get("ELASTIC_AGENT_REPORTS", "")
-        self._socket: socket.socket | None = None
-        if not self._address:
+        self._silent = not self._address
+        if self._silent:
             return
         try:
             self._generation = int(environ["ELASTIC_AGENT_GENERATION"])
             self._local_rank = int(environ["ELASTIC_AGENT_LOCAL_RANK"])
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        except (KeyError, ValueError, OSError) as error:
+        except (KeyError, ValueError) as error:
+            self._silent = True
             logger.warning("no reports to the agent: address=%s reason=%r", self._address, error)
 
-    def send(self, report: Callable[[int, int], Report]) -> None:
-        """Send the report made for this generation and local rank, or drop it."""
-        if self._socket is None or os.getpid() != self._pid:
-            return
+    def send(self, report: Callable[[int, int], Message], *descriptors: int) -> bool:
+        """Send the report made for this generation and local rank, with open files, or drop it: False."""
+        if self._silent or os.getpid() != self._pid:
+            return False
         try:
-            self._socket.sendto(encode(report(self._generation, self._local_rank)), self._address)
+            # One for each report: they are rare, and at the end of the process nothing is left open.
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as channel:
+                message = encode(report(self._generation, self._local_rank))
+                rights = (
+                    [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
+                )
+                channel.sendmsg([message], rights, 0, self._address)
+            return True
         except OSError:
             # The agent is restarting, or its queue is full: the next report carries newer news anyway.
             pass
         except (ReportError, TypeError) as error:
             # The caller's mistake, but a wrong progress report must not end a training run.
-            self._socket.close()
-            self._socket = None
+            self._silent = True
             logger.warning("no more reports to the agent: reason=%s", error)
+        return False
 
 
 _reporter: Reporter | None = None

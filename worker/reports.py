@@ -1,8 +1,9 @@
-"""What a worker tells the agent of its checkpoints: two small messages, each one datagram of JSON.
+"""What a worker tells the agent of its checkpoints: small messages, each one datagram of JSON.
 
     {"v": 2, "kind": "checkpoint_save", "generation": 7, "local_rank": 0, "step": 120, "result": "ok",
      "duration_s": 0.8, "bytes": 4096, "tier": "memory", "blocked_s": 0.8}
     {"v": 2, "kind": "checkpoint_load", ..., "step": 120, "result": "ok", "duration_s": 0.3, "tier": "local"}
+    {"v": 2, "kind": "directory_lock", ..., "run": "3f2a"}, and an open file with it
 
 Its steps are no messages but words in memory (`page`).
 
@@ -18,6 +19,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 from typing import ClassVar, Literal, get_args
+
+from .ownership import RUN_NAME
 
 VERSION = 2
 MAX_BYTES = 4096
@@ -76,16 +79,35 @@ class LoadReport:
         _check_outcome(self.result, get_args(LoadResult), self.tier, self.duration_s)
 
 
+@dataclass(frozen=True, slots=True)
+class LentLock:
+    """Comes with the open lock file of a checkpoint directory, which the agent keeps open until it ends.
+
+    Without one it says that the worker is of this `run`: locks that another run's workers have lent are let go.
+    """
+
+    kind: ClassVar[str] = "directory_lock"
+    generation: int
+    local_rank: int
+    run: str
+
+    def __post_init__(self) -> None:
+        _check_counts(self)
+        if not isinstance(self.run, str) or not RUN_NAME.fullmatch(self.run):
+            raise ReportError(f"{self.kind} report: {self.run!r} is no name of a run")
+
+
 Report = SaveReport | LoadReport
-_KINDS: dict[str, type[Report]] = {cls.kind: cls for cls in (SaveReport, LoadReport)}
+Message = Report | LentLock
+_KINDS: dict[str, type[Message]] = {cls.kind: cls for cls in (SaveReport, LoadReport, LentLock)}
 
 
-def encode(report: Report) -> bytes:
+def encode(report: Message) -> bytes:
     return json.dumps({"v": VERSION, "kind": report.kind, **asdict(report)}).encode()
 
 
-def decode(datagram: bytes) -> Report:
-    """The report in a datagram, from whoever sent it. Raises ReportError, never anything else."""
+def decode(datagram: bytes) -> Message:
+    """The message in a datagram, from whoever sent it. Raises ReportError, never anything else."""
     if len(datagram) > MAX_BYTES:
         raise ReportError(f"report of {len(datagram)} bytes, at most {MAX_BYTES} are allowed")
     try:
@@ -105,7 +127,7 @@ def decode(datagram: bytes) -> Report:
     return cls(**body)
 
 
-def _check_counts(report: Report) -> None:
+def _check_counts(report: Message) -> None:
     for name in ("generation", "local_rank", "step", "bytes"):
         value = getattr(report, name, 0)
         # bool is an int to isinstance, and numpy's integers do not go through JSON.

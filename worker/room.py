@@ -1,11 +1,13 @@
 """How much memory is left for this process: on the machine, and in the control groups that hold it.
 
 Pages of shared memory count like any others: where they are more than there is, the kernel kills a worker instead of
-refusing them. So a copy that would leave too little is not made.
+refusing them. The file system that they are in has a size of its own: where others (data loaders, NCCL) find it full,
+they end by SIGBUS. So a copy that would leave too little of either is not made.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -17,6 +19,7 @@ class Room:
 
     left: int
     total: int
+    what: str = "memory"
 
 
 def room(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Room | None:
@@ -28,6 +31,17 @@ def room(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> 
     except (OSError, KeyError, ValueError):
         return None
     return min(found, key=lambda one: one.left)
+
+
+def room_of(folder: str) -> Room | None:
+    """The file system of `folder`, which may be smaller than the memory; None when it does not tell."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return None
+    return Room(
+        found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize, f"the file system of {folder}"
+    )
 
 
 def _of_cgroups(listed: str, root: Path) -> Iterator[Room]:

@@ -31,10 +31,13 @@ import re
 import stat
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from io import BufferedReader
+
+from .durable import checksum
+from .ownership import RUN_NAME
 
 FOLDER_VARIABLE = "ELASTIC_AGENT_MEMORY"
 LIMIT_VARIABLE = "ELASTIC_AGENT_MEMORY_BYTES"
@@ -44,6 +47,8 @@ NAMES = ("a", "b")
 PIECE_BYTES = 16 << 20
 """What one checksum covers: pieces are summed by several threads at once."""
 
+_SLOT_FILES = tuple(f"{name}.pt" for name in NAMES)
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _GRAIN = 64 << 10
 _RECORD = struct.Struct("<8sIqqq")
 _RECORD_MAGIC = b"e-rng" + SCHEMA.to_bytes(3, "little")
@@ -60,6 +65,10 @@ class SlotsBusy(RuntimeError):
     """Both slots are being read."""
 
 
+class CopyLost(RuntimeError):
+    """A copy that a GPU was still making did not come into memory; the text says why not."""
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """What a slot holds.
@@ -68,7 +77,8 @@ class Header:
     `gaps` are the places, as offset and length, at which the random state of each rank is still to be filled in. A
     copy with gaps counts once every rank has written its own down, but for one that was taken in `haste`, when some
     rank had failed already.
-    `sums` are the checksums of its pieces; empty: nobody has computed them.
+    `sums` are the checksums of its pieces; empty: not computed yet, see `summing`. `run` is the job's, see
+    `ownership`.
     """
 
     step: int
@@ -79,6 +89,7 @@ class Header:
     gaps: tuple[tuple[int, int], ...] = ()
     haste: bool = False
     sums: tuple[int, ...] = ()
+    run: str = ""
 
     def __post_init__(self) -> None:
         for name, least in (("step", 0), ("generation", 0), ("base", 0), ("world_size", 1), ("size", 1)):
@@ -96,6 +107,8 @@ class Header:
             raise ValueError(f"header: {len(self.gaps)} gaps for {self.world_size} ranks")
         if any(type(one) is not int for one in self.sums):
             raise ValueError("header: a checksum that is no integer")
+        if not isinstance(self.run, str) or not (self.run == "" or RUN_NAME.fullmatch(self.run)):
+            raise ValueError(f"header: run is {self.run!r}, which is no name of a run")
 
     @property
     def age(self) -> tuple[int, int]:
@@ -104,7 +117,7 @@ class Header:
 
     def to_json(self) -> bytes:
         body = {"schema": SCHEMA, **asdict(self)}
-        return json.dumps({**body, "check": _check(body)}).encode()
+        return json.dumps({**body, "check": checksum(body)}).encode()
 
     @classmethod
     def from_json(cls, raw: bytes) -> Header:
@@ -118,7 +131,7 @@ class Header:
         schema = body.get("schema")
         if type(schema) is not int or schema != SCHEMA:
             raise ValueError(f"header has schema {schema!r}, this version reads {SCHEMA}")
-        if body.pop("check", None) != _check(body):
+        if body.pop("check", None) != checksum(body):
             raise ValueError("header does not match its own checksum")
         del body["schema"]
         if body.keys() != {field.name for field in fields(cls)}:
@@ -187,7 +200,7 @@ class Slots:
         with contextlib.suppress(FileExistsError):
             os.mkdir(self.folder, 0o700)
         # All else is below what is open here, whatever takes its name later.
-        self._dir_fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._dir_fd = os.open(self.folder, _DIRECTORY)
 
     def close(self) -> None:
         os.close(self._dir_fd)
@@ -274,13 +287,21 @@ class Slots:
         raise SlotsBusy(f"both slots in {self.folder} are being read")
 
     def seal(self, opened: Opened, header: Header) -> None:
-        """From here on the slot holds what `header` says, all of which was written; others may read it."""
+        """From here on the slot holds what `header` says, all of which was written; others may read it.
+
+        Raises OSError when the header cannot be written: `opened` is still open then.
+        """
         self.put_header(opened.name, header)
         opened.close()
 
     def put_header(self, name: str, header: Header) -> None:
-        """Only for whoever keeps the slot from being overwritten."""
+        """Only for a caller that keeps the slot from being overwritten. Raises OSError."""
         self._replace(f"{name}.json", header.to_json())
+
+    def shows(self, held: Held) -> bool:
+        """Whether others still find that copy here: they do not when its header or the whole folder is gone."""
+        found = self.headers().get(held.name)
+        return found is not None and replace(found, sums=()) == replace(held.header, sums=())
 
     def fill(self, held: Held, records: dict[int, bytes]) -> Header:
         """Put the random states of all ranks into the slot itself, as far as they fit; returns its new header."""
@@ -296,19 +317,42 @@ class Slots:
                 os.pwrite(fd, raw.ljust(length, b"\0"), offset)
         finally:
             os.close(fd)
-        filled = Header(header.step, header.generation, header.base, header.world_size, header.size)
+        filled = replace(header, gaps=(), haste=False, sums=())
         self.put_header(held.name, filled)
         return filled
 
     def taken(self) -> int:
         """The memory in bytes that both slots have."""
-        return sum(self._blocks(name) for name in NAMES) * 512
+        return _taken(self.folder, _SLOT_FILES)
 
-    def _blocks(self, name: str) -> int:
-        try:
-            return os.stat(f"{name}.pt", dir_fd=self._dir_fd, follow_symlinks=False).st_blocks
-        except OSError:
-            return 0
+    def claimed_by_others(self) -> int:
+        """The memory in bytes of all else in the agent's folder: other Checkpointers' slots, records, journals.
+
+        A Checkpointer that has filled one slot will fill another.
+        """
+        found = 0
+        for folder, _, files in os.walk(self.memory):
+            found += _taken(folder, set(files).difference(_SLOT_FILES))
+            if folder != self.folder:
+                found += 2 * max(_taken(folder, [name]) for name in _SLOT_FILES)
+        return found
+
+    def empty_unused(self, used: Collection[str]) -> bool:
+        """Give back the slots of folders that are not `used`; whether there were any.
+
+        An earlier generation of a script whose directory has another name each time left them.
+        """
+        emptied = False
+        with contextlib.suppress(OSError):
+            for folder in (
+                entry.path for entry in os.scandir(self.memory) if entry.is_dir(follow_symlinks=False)
+            ):
+                if folder not in used and _taken(folder, _SLOT_FILES):
+                    dir_fd = os.open(folder, _DIRECTORY)
+                    for name in NAMES:
+                        emptied |= _empty(dir_fd, name)
+                    os.close(dir_fd)
+        return emptied
 
     def drop(self, unwanted: Callable[[tuple[int, int]], bool]) -> None:
         """Copies of such an age are nobody's any more."""
@@ -319,13 +363,7 @@ class Slots:
     def drop_older(self) -> None:
         """Give back the memory of the slot that does not hold the newest state, unless it is being read."""
         for name in set(NAMES) - set(self.newest_first()[:1]):
-            with contextlib.suppress(OSError):
-                fd = os.open(f"{name}.pt", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._dir_fd)
-                with os.fdopen(fd, "rb+"):
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    self._remove(f"{name}.json")
-                    os.ftruncate(fd, 0)
-                    fcntl.flock(fd, fcntl.LOCK_UN)
+            _empty(self._dir_fd, name)
 
     # ---------------------------------------------------------------- random states
 
@@ -337,8 +375,12 @@ class Slots:
 
     def records(self, age: tuple[int, int], world_size: int) -> dict[int, bytes]:
         """By rank, the random states that were written down here for that state of that world."""
-        found = {}
-        for name in os.listdir(self._dir_fd):
+        found: dict[int, bytes] = {}
+        try:
+            names = os.listdir(self._dir_fd)
+        except OSError:
+            return found
+        for name in names:
             if match := _RECORD_NAME.fullmatch(name):
                 with contextlib.suppress(OSError, ValueError):
                     record = self._record(name)
@@ -370,13 +412,17 @@ class Slots:
         temporary = f"tmp-{name}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(temporary, flags, 0o600, dir_fd=self._dir_fd)
-        with os.fdopen(fd, "wb") as stream:
-            stream.write(content)
-        os.rename(temporary, name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
+        try:
+            with os.fdopen(fd, "wb") as stream:
+                stream.write(content)
+            os.rename(temporary, name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
+        except OSError:
+            with contextlib.suppress(OSError):  # what it has taken of a full memory is given back
+                os.unlink(temporary, dir_fd=self._dir_fd)
+            raise
 
     def _remove(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self._dir_fd)
+        _remove(self._dir_fd, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,5 +483,28 @@ def _reserve(fd: int, size: int) -> None:
         os.posix_fallocate(fd, there, wanted - there)
 
 
-def _check(body: dict[str, object]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+def _taken(folder: str, names: Iterable[str]) -> int:
+    """Bytes."""
+    blocks = 0
+    for name in names:
+        with contextlib.suppress(OSError):
+            blocks += os.stat(os.path.join(folder, name), follow_symlinks=False).st_blocks
+    return blocks * 512
+
+
+def _empty(dir_fd: int, name: str) -> bool:
+    """Give back a slot's memory; False when it is being read, or has none."""
+    with contextlib.suppress(OSError):
+        fd = os.open(f"{name}.pt", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+        with os.fdopen(fd, "rb+"):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(dir_fd, f"{name}.json")
+            os.ftruncate(fd, 0)
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            return True
+    return False
+
+
+def _remove(dir_fd: int, name: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=dir_fd)

@@ -1,8 +1,8 @@
 """What the parts of a training script give as their state, and how a state that was loaded reaches them.
 
-A state from this node's memory is mapped, not read: its tensors are the slot's own bytes, over which the next state
-will be written. Modules and optimizers get them as they are, since those copy what they are given; whatever of it a
-part has kept is found out, and that part is given copies of its own. All others get copies at once.
+A state is mapped, not read: its tensors are the bytes of a file, or of a slot over which the next state will be
+written. Modules and optimizers get them as they are, since those copy what they are given; whatever of it a part has
+kept is found out, and that part is given copies of its own. All others get copies at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from .errors import NotPlainData
 
 _MAX_REASON_CHARS = 500
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype})
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, torch.Size, torch.dtype})
 
 
 class Stateful(Protocol):
@@ -36,21 +36,27 @@ def state_of(part: Part) -> Any:
     return dict(part) if isinstance(part, dict) else unwrapped(part).state_dict()
 
 
-def load_into(part: Part, state: Any, *, mapped: bool) -> None:
-    """`mapped`: the tensors are not the part's to keep."""
+def load_into(part: Part, state: Any) -> None:
+    """The tensors of `state` are not the part's to keep."""
     if isinstance(part, dict):
         part.clear()
-        part.update(copy.deepcopy(state) if mapped else state)
+        part.update(_copied(state))
         return
     part = unwrapped(part)
-    if not mapped:
-        part.load_state_dict(state)
-    elif not isinstance(part, torch.nn.Module | torch.optim.Optimizer):
-        part.load_state_dict(copy.deepcopy(state))
+    if not isinstance(part, torch.nn.Module | torch.optim.Optimizer):
+        part.load_state_dict(_copied(state))
     else:
         part.load_state_dict(state)
         if shares_memory(part.state_dict(), state):
-            part.load_state_dict(copy.deepcopy(state))
+            part.load_state_dict(_copied(state))
+
+
+def _copied(state: Any) -> Any:
+    # Not every layout has a storage, which deepcopy asks for.
+    memo: dict[int, Any] = {
+        id(tensor): tensor.clone() for tensor in _tensors(state) if tensor.layout != torch.strided
+    }
+    return copy.deepcopy(state, memo)
 
 
 def shares_memory(one: Any, other: Any) -> bool:
@@ -90,6 +96,8 @@ def is_plain(state: Any) -> bool:
         return all(is_plain(key) and is_plain(value) for key, value in state.items())
     if kind in (list, tuple):
         return all(map(is_plain, state))
+    if kind is bytes:
+        return len(state) > 0  # pickle writes none as a call, which a load refuses
     return kind in _PLAIN
 
 

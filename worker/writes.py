@@ -1,7 +1,7 @@
 """Bringing a copy in memory to the disk: what rank 0 asks of its node's disk writer, and how it is done.
 
     {"v": 1, "memory": "/dev/shm/elastic-agent-x", "directory": "/runs/x", "slot": "a", "step": 120, "copied_by": 6,
-     "generation": 7, "keep": 2, "good": [100, 110]}
+     "generation": 7, "keep": 2, "good": [100, 110], "run": "3b9e0c51d7aa"}
 
     {"v": 1, "step": 120, "size": 4096, "error": "", "reason": ""}
 
@@ -17,6 +17,7 @@ No torch here: the disk writer imports this module.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import zlib
@@ -26,7 +27,9 @@ from typing import Any, BinaryIO, TypeVar
 
 from . import errors
 from .errors import CheckpointError, SaveFailed
-from .files import CheckpointFiles, Manifest
+from .files import CheckpointFiles
+from .manifests import Manifest
+from .ownership import Run
 from .slots import PIECE_BYTES, Held, Slots
 
 ADDRESS_VARIABLE = "ELASTIC_AGENT_WRITES"
@@ -56,6 +59,7 @@ class Order:
     generation: int
     keep: int
     good: list[int]
+    run: str
 
     def __post_init__(self) -> None:
         _check(
@@ -63,6 +67,10 @@ class Order:
         )
         if not isinstance(self.good, list) or any(type(step) is not int for step in self.good):
             raise OrderError("order: good is no list of steps")
+        try:
+            Run(self.run)
+        except ValueError as error:
+            raise OrderError(f"order: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +139,16 @@ def write_copy(
                     sink.write(piece)
                     sums.append(zlib.crc32(piece))
 
-    manifest = files.write(header.step, generation=generation, world_size=header.world_size, serialize=pour)
+    manifest = files.write(
+        header.step,
+        generation=generation,
+        world_size=header.world_size,
+        serialize=pour,
+        may_change=may_change,
+    )
     if not header.sums and slots.headers().get(held.name) == header:
-        slots.put_header(held.name, replace(header, sums=tuple(sums)))
+        with contextlib.suppress(OSError):  # a memory without room for them is no reason to refuse the save
+            slots.put_header(held.name, replace(header, sums=tuple(sums)))
     files.publish(manifest, may_change)
     return manifest
 

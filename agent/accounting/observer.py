@@ -16,7 +16,7 @@ from ...health.checks import Comparison
 from ...health.metrics import Metrics
 from ...rendezvous.follow import Refusal
 from ...rendezvous.participant import Participant
-from ...rendezvous.records import CauseKind, Member, NodeRecord, Phase, Result, World
+from ...rendezvous.records import BadState, CauseKind, Failure, Member, NodeRecord, Phase, Result, World
 from ...worker.page import Reading
 from ...worker.reports import LoadReport, Report, SaveReport
 from ..processes.workers import WorkerGroup
@@ -24,7 +24,7 @@ from ..status.pages import StatusPages
 from .headway import Headway, Step, headway
 from .step_count import Counted, StepCount
 from .timesheet import STARTUP, Activity, News, Recovery, Timesheet
-from .turnover import WorldWatch, reason
+from .turnover import WorldWatch, because, reason
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +38,10 @@ _RECOVERIES = {
 
 _RENDEZVOUS_ENDS: Mapping[Result | Refusal, str] = {
     Refusal.JOIN_TIMEOUT: "timeout",
+    Refusal.STORE_AWAY: "timeout",
     Refusal.DUPLICATE_NODE: "error",
     Refusal.STORE_MISMATCH: "error",
+    Refusal.UNLIKE_THE_JOB: "error",
 }
 
 
@@ -51,6 +53,8 @@ class _Generation:
     described: str = ""
     because: str = ""
     """What ended the one before."""
+    bad_state: BadState | None = None
+    """What the workers are told not to load."""
     headway: Headway = field(default_factory=Headway)
     failed: int = 0
     failed_at: float | None = None
@@ -79,20 +83,32 @@ class Observer:
         self._sheet = Timesheet(started_at)
         self._steps = StepCount()
         self._worlds = WorldWatch()
+        self._shown: Failure | None = None
         self._generation = _Generation()
         self._recovers_from: CauseKind | None = None
         self._seeking_since = started_at
         self._saved_at: float | None = None
         self._seen: tuple[World | None, tuple[NodeRecord, ...], bool] | None = None
         self._comparison = Comparison()
+        self._told_otherwise: tuple[str, ...] = ()
         self._leaving = False
         self._described = ""
         self._state = ""
 
     def compare(self, participant: Participant) -> None:
-        """Before a world is obeyed: its coordinator warns of nodes whose networks differ, once of each difference."""
+        """Before a world is obeyed: each node warns of how it differs itself, the coordinator of all, once of each."""
+        world, otherwise = participant.world, participant.told_otherwise
+        if world is not None and otherwise and otherwise != self._told_otherwise:
+            log.warning(
+                "this node was started with %s. What the job has is node %s's, and holds until all nodes of the job "
+                "have been stopped",
+                "; ".join(otherwise),
+                world.limits_of,
+            )
+        self._told_otherwise = otherwise or self._told_otherwise
         if participant.coordinates and participant.world is not None:
-            for difference in self._comparison.news(participant.world, participant.known_nodes):
+            me = participant.identity.node
+            for difference in self._comparison.news(participant.world, participant.known_nodes, me):
                 log.warning("%s", difference)
 
     def look(self, participant: Participant, group: WorkerGroup | None, now: float) -> None:
@@ -130,7 +146,11 @@ class Observer:
         self._worlds.asked_to_stop(node.incarnation for node in nodes if node.leaving)
         change = self._worlds.see(world)
         self._metrics.turn_over(
-            joined=change.joined, left=change.left, lost=change.lost, incident=change.incident
+            joined=change.joined,
+            left=change.left,
+            lost=change.lost,
+            put_aside=change.put_aside,
+            incident=change.incident,
         )
         running = world is not None and world.trains
         members = {member.incarnation for member in world.members} if world is not None else set()
@@ -203,7 +223,11 @@ class Observer:
     def starting(self, world: World, member: Member, now: float) -> None:
         metrics, restarts = self._metrics, world.restarts
         described = f"generation {world.generation}, {len(world.members)} nodes, world size {world.size}"
-        self._generation = _Generation(world.generation, described, world.cause.detail)
+        if restarts.bad_state not in (None, self._generation.bad_state):
+            metrics.checkpoint_set_backs_total.inc()
+        self._generation = _Generation(
+            world.generation, described, because(world, self._shown), restarts.bad_state
+        )
         self._steps.begin(world.step)
         if self._sheet.recovering and self._recovers_from is None:
             self._recovers_from = world.cause.kind
@@ -216,7 +240,8 @@ class Observer:
         )
         if world.cause.kind is not CauseKind.START:
             metrics.restarts_total.inc(reason=reason(world.cause))
-        remaining = math.inf if self._max_failures is None else self._max_failures - restarts.failures
+        limit = world.max_restarts(self._max_failures)
+        remaining = math.inf if limit is None else limit - restarts.failures
         metrics.restart_budget_remaining.set(remaining, kind="failure")
         first, last = member.first_rank, member.first_rank + member.slots - 1
         log.info(
@@ -230,7 +255,7 @@ class Observer:
             world.master.address,
             world.master.port,
             restarts.failures,
-            f"; because {world.cause.detail}" if world.cause.detail else "",
+            f"; because {self._generation.because}" if self._generation.because else "",
         )
 
     def started(self, local_ranks: Collection[int]) -> None:
@@ -262,6 +287,10 @@ class Observer:
         if generation.stopped_at is None and generation.failed_at is None:
             generation.failed_at = at
             self._hear(News.FAILED, at)
+
+    def failure_shown(self, failure: Failure) -> None:
+        """The log has its cause: what follows from it is told without."""
+        self._shown = failure
 
     def stopping(self, now: float) -> None:
         generation = self._generation
@@ -348,18 +377,28 @@ class Observer:
                 log.warning("checkpoint of step %d failed; training goes on", report.step)
             return
         self._count(self._steps.saved(report.step))
-        metrics.checkpoint_saved(
+        self._count_saved(report)
+        if report.tier != "local":
+            return
+        if self._saved_at is not None:
+            metrics.checkpoint_interval_seconds.set(at - self._saved_at)
+        self._saved_at = at
+
+    def saved_later(self, report: SaveReport) -> None:
+        """The generation that ordered it has gone: a failure is said by `DiskWriter`, when it is final."""
+        if report.result == "ok":
+            self._count_saved(report)
+        else:
+            self._metrics.checkpoint_saves_total.inc(tier=report.tier, result="error")
+
+    def _count_saved(self, report: SaveReport) -> None:
+        self._metrics.checkpoint_saved(
             tier=report.tier,
             step=report.step,
             size_bytes=report.bytes,
             duration_s=report.duration_s,
             at_s=self._wall_clock(),
         )
-        if report.tier != "local":
-            return
-        if self._saved_at is not None:
-            metrics.checkpoint_interval_seconds.set(at - self._saved_at)
-        self._saved_at = at
 
     def _loaded(self, report: LoadReport) -> None:
         metrics, generation = self._metrics, self._generation

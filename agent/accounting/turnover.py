@@ -1,12 +1,14 @@
-"""What has changed from one world to the next, as this node sees it: who came, who went and why, what had failed."""
+"""What has changed from one world to the next, as this node sees it: who came, who went and why, who is left
+out, what had failed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ...rendezvous.records import Cause, CauseKind, Phase, World
+from ...rendezvous.records import Cause, CauseKind, Failure, Phase, World
 from ..processes.failures import FailureInvalid, WorkerFailure
+from ..status.pages import worker_failure
 
 _CHANGES = {
     CauseKind.JOIN: "join",
@@ -23,6 +25,7 @@ class Turnover:
     joined: int = 0
     left: int = 0
     lost: int = 0
+    put_aside: int = 0
     incident: str | None = None
 
 
@@ -60,6 +63,7 @@ class WorldWatch:
             joined=len(new - old),
             left=len(left),
             lost=len(gone - left),
+            put_aside=len({one.life for one in world.aside} - {one.life for one in before.aside}),
             incident=_incident(world.cause) if ended and world.phase is not Phase.STOPPING else None,
         )
 
@@ -74,6 +78,16 @@ def reason(cause: Cause) -> str:
     except FailureInvalid:
         return "unknown"
     return failure.reason if failure.reason != "ok" else "unknown"
+
+
+def because(world: World, shown: Failure | None) -> str:
+    """Why the generation before this one ended; `shown` is what the log of this node has in full already."""
+    cause, failure = world.cause, world.cause.failure
+    worker = worker_failure(world)
+    if worker is None or failure is None or cause.detail != failure.summary:
+        return cause.detail
+    named = f"rank {worker.rank} on node {cause.node} failed"
+    return named if failure == shown else f"{named}: {cause.detail}"
 
 
 def _incident(cause: Cause) -> str | None:

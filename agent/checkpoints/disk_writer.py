@@ -16,12 +16,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from ...rendezvous.threads import Thread
+from ...worker.lines import MAX_BYTES, MessageError
 from ..events import Event, WriterEnded, WriterWanted
 from ..processes.failures import describe_exit
+from ..processes.standing import KILLED_S, ends_within, standing
 from ..processes.workers import tied
+from .unsaved import Unsaved, decode
 from .writer import FINISH
 
 log = logging.getLogger(__name__)
@@ -52,13 +56,18 @@ class DiskWriter:
         self._environment = environment
         self._post = post
         self._process: subprocess.Popen[bytes] | None = None
+        self._closed = threading.Event()
         self._started: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._unsaved: tuple[Unsaved, ...] | None = None
+        """What the writer has last told of, while it finishes."""
+        self._finishing_since = 0.0
+        self._tried_again: set[tuple[int, str]] = set()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(str(path))
         self._socket.listen()
 
     def start(self) -> None:
-        threading.Thread(target=self._watch, name="disk-writer", daemon=True).start()
+        Thread(self._watch, "disk-writer").start()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -76,28 +85,60 @@ class DiskWriter:
             self._started.put(0)
 
     def finish(self, within_s: float) -> None:
-        """Let it do all that was ordered, and end; whatever it has not done within that time is left."""
+        """Let it do all that was ordered, and end; whatever it has not done within that time is left, and said."""
         if self._process is None and select.select([self._socket], [], [], 0)[0]:
             self._launch()
+        self._closed.set()
         process, self._process = self._process, None
         if process is None:
             return
+        self._finishing_since = time.monotonic()
+        deadline = self._finishing_since + within_s
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.settimeout(within_s)
                 connection.connect(str(self.path))
                 connection.sendall(FINISH)
-                process.wait(within_s)
-        except (OSError, subprocess.TimeoutExpired):
-            log.warning("a save may not be on disk: it was not written within %g s", within_s)
-            process.kill()
-            process.wait()
+                for line in _lines(connection, deadline):
+                    self._told(decode(line), within_s)
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except (OSError, MessageError, subprocess.TimeoutExpired):
+            if self._unsaved is None:
+                log.warning("a save may not be on disk: it was not written within %g s", within_s)
+            _end(process)
+        self._say_what_is_lost(within_s)
+
+    def _told(self, unsaved: tuple[Unsaved, ...], within_s: float) -> None:
+        """What the writer has not done yet, while it finishes."""
+        self._unsaved = unsaved
+        for one in unsaved:
+            where = one.step, one.directory
+            if one.reason and not one.final and where not in self._tried_again:
+                self._tried_again.add(where)
+                log.warning(
+                    "step %d is not on disk in %s yet, it is tried again for up to %g s: %s",
+                    *where, within_s, one.reason,
+                )  # fmt: skip
+
+    def _say_what_is_lost(self, within_s: float) -> None:
+        unsaved, self._unsaved = self._unsaved, None
+        for one in unsaved or ():
+            where = one.step, one.directory
+            if one.reason:
+                log.error("step %d is NOT on disk in %s: %s", *where, one.reason)
+            else:
+                log.error(
+                    "step %d is not known to be on disk in %s: it was not written within %g s",
+                    *where,
+                    within_s,
+                )
 
     def close(self) -> None:
-        """The agent is ending; see `finish`."""
+        """The agent is ending; see `finish`, which may have been cut short."""
+        self._closed.set()
+        self._say_what_is_lost(round(time.monotonic() - self._finishing_since, 1))
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            _end(self._process)
             self._process = None
         self._socket.close()
 
@@ -118,21 +159,57 @@ class DiskWriter:
 
     def _watch(self) -> None:
         """Posts that a writer is wanted, and that it has ended; waits for the main loop to have done what follows."""
-        while True:
+        descriptor = self._socket.fileno()
+        while not self._closed.is_set():
             poll = select.poll()
-            poll.register(self._socket, select.POLLIN)
-            try:
-                poll.poll()
-                self._post(WriterWanted())
-                pid = self._started.get()
-                if pid:
-                    pidfd = os.pidfd_open(pid)
-                    ended = select.poll()
-                    ended.register(pidfd, select.POLLIN)
-                    ended.poll()
-                    os.close(pidfd)
-                    self._post(WriterEnded())
-                    self._started.get()
-            except OSError:
-                return  # closed, or reaped by `finish`: the agent is ending
+            poll.register(descriptor, select.POLLIN)
+            poll.poll()
+            if self._closed.is_set():
+                return
+            self._post(WriterWanted())
+            pid = self._started.get()
+            if pid:
+                _await_end(pid)
+                self._post(WriterEnded())
+                self._started.get()
             time.sleep(PAUSE_S)
+
+
+def _lines(connection: socket.socket, deadline: float) -> Iterator[bytes]:
+    """Until the other end closes. Raises OSError, also when that is not before the deadline, seconds, monotonic."""
+    begun = b""
+    while True:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        chunk = connection.recv(MAX_BYTES)
+        if not chunk:
+            return
+        *whole, begun = (begun + chunk).split(b"\n")
+        yield from whole
+
+
+def _await_end(pid: int) -> None:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:  # `finish` has reaped it
+        return
+    except OSError as error:  # no descriptor is left: a look now and then does as well
+        log.warning("the disk writer is watched by looking now and then: %s", error)
+        while not ends_within(pid, PAUSE_S):
+            pass
+        return
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    poll.poll()
+    os.close(pidfd)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """It may be in the middle of a write to a disk that is dead, and then never ends."""
+    process.kill()
+    if ends_within(process.pid, KILLED_S):
+        process.wait()
+    else:
+        log.warning(
+            "%s. It was killed, and is left behind; its save may not be on disk: check that disk",
+            standing(Path(f"/proc/{process.pid}")),
+        )

@@ -6,7 +6,9 @@ told to whoever gave it, and to the agent as a report; before anything becomes v
 asked whether the generation that ordered it is still the present one.
 
 Orders are carried out one after the other: the disk is one. On the agent's word `FINISH` it does what it has begun,
-and ends. It hears no SIGTERM: a service manager sends that to all at once, and workers in their grace still save.
+tries again what has failed, tells the agent over that connection what is not on disk yet (see `unsaved`), and ends
+when nothing is left that another try could help. The agent ends it when the time is over. It hears no SIGTERM: a
+service manager sends that to all at once, and workers in their grace still save.
 
 No torch here, nor anything else that takes long to import.
 """
@@ -16,35 +18,54 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import random
 import select
 import signal
 import socket
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ...worker.errors import CheckpointError, SaveFailed
+from ...rendezvous.requests import RETRY
+from ...rendezvous.threads import Thread
+from ...worker.errors import CheckpointError, Fenced, SaveFailed
 from ...worker.files import CheckpointFiles
 from ...worker.lines import MessageError, receive_line, send_line
+from ...worker.ownership import Run
 from ...worker.permit import Permit
 from ...worker.reports import SaveReport, SaveResult
 from ...worker.reports import encode as encode_report
 from ...worker.slots import Held, Slots
-from ...worker.writes import CANCEL, Order, OrderError, Outcome, decode, encode, write_copy
+from ...worker.writes import (
+    CANCEL,
+    MAX_REASON_CHARS,
+    Order,
+    OrderError,
+    Outcome,
+    decode,
+    encode,
+    write_copy,
+)
+from ..processes.guard import IGNORED
+from .unsaved import Unsaved
+from .unsaved import encode as encode_unsaved
 
 FINISH = b"finish\n"
 ORDER_S = 5.0
 """How long an order may take to come, and its outcome to go."""
 
+FAILURES = (CheckpointError, OSError, ValueError)
+"""Of a write: of these only `SaveFailed` and OSError may be gone at the next try."""
+
 
 def main(commits: str, reports: str) -> None:
     """Until `FINISH`, or the agent's end."""
     os.nice(10)  # training comes first
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     writer = _Writer(commits, reports)
-    threading.Thread(target=writer.work, name="orders", daemon=True).start()
+    Thread(writer.work, "orders", lambda: os._exit(1)).start()
     listener = socket.socket(fileno=0)
     while True:
         connection, _ = listener.accept()
@@ -58,19 +79,30 @@ class _Writer:
         self._commits = commits
         self._reports = reports
         self._orders: queue.SimpleQueue[_Taken | None] = queue.SimpleQueue()
-        self._files: dict[tuple[str, int], CheckpointFiles] = {}
+        self._files: dict[tuple[str, int, str], CheckpointFiles] = {}
+        self._lock = threading.Lock()
+        self._unsaved: dict[str, tuple[Order, Unsaved]] = {}
+        """By directory, the newest order, until it is done or its generation was fenced."""
+        self._agent: socket.socket | None = None
+        """Where the agent waits for the end."""
 
     def take(self, connection: socket.socket) -> None:
         try:
             line = receive_line(connection, ORDER_S)
             if line == FINISH:
+                with self._lock:
+                    self._agent = connection
+                    self._tell()
                 self._orders.put(None)
                 return
             order = decode(Order, line)
         except (OSError, MessageError, OrderError) as error:
-            print(f"elastic-agent: an order to write a checkpoint is left: {error}", file=sys.stderr)
+            with contextlib.suppress(OSError):  # the agent's console stands still
+                print(f"elastic-agent: an order to write a checkpoint is left: {error}", file=sys.stderr)
             connection.close()
             return
+        with self._lock:
+            self._unsaved[order.directory] = order, Unsaved(order.step, order.directory)
         self._orders.put(_Taken(order, connection, _hold(order), time.monotonic()))
 
     def work(self) -> None:
@@ -83,34 +115,99 @@ class _Writer:
             except OSError:
                 pass  # whoever gave the order has ended
             taken.connection.close()
+        attempt, rng = 0, random.Random()
+        while failed := self._to_try_again():
+            time.sleep(RETRY.wait_s(attempt, rng))
+            attempt += 1
+            for order in failed:
+                self._try_again(order)
         os._exit(0)
 
     def _carry_out(self, taken: _Taken) -> Outcome:
         order = taken.order
+        try:
+            size = self._write(order, taken.copy, taken.connection)
+        except FAILURES as error:
+            self._failed(order, error)
+            return Outcome.of(order.step, error, order.directory)
+        self._settled(order)
+        return Outcome(order.step, size)
+
+    def _to_try_again(self) -> list[Order]:
+        with self._lock:
+            return [order for order, left in self._unsaved.values() if not left.final]
+
+    def _try_again(self, order: Order) -> None:
+        """Without the one who gave it: no worker trains on, so that the slot still holds what it did, or never will."""
+        at = time.monotonic()
+        try:
+            Permit(self._commits, order.generation).check()
+            if _is_on_disk(self._files_of(order), order):
+                self._settled(order)
+                return
+            copy = _hold(order)
+            if isinstance(copy, Exception):
+                self._failed(order, None)
+                return
+            size = self._write(order, copy, None)
+        except FAILURES as error:
+            self._failed(order, error)
+            return
+        self._report(order, Outcome(order.step, size), time.monotonic() - at)
+        self._settled(order)
+
+    def _write(
+        self, order: Order, copy: tuple[Slots, Held] | Exception, connection: socket.socket | None
+    ) -> int:
+        """Its size. `connection` leads to the one who gave the order and may take it back. Raises `FAILURES`."""
         permit = Permit(self._commits, order.generation)
 
         def may_change() -> None:
             permit.check()
-            if _cancelled(taken.connection):
+            if connection is not None and _cancelled(connection):
                 raise SaveFailed(f"step {order.step}: rank 0 no longer waits for the disk writer")
 
-        try:
-            if isinstance(taken.copy, Exception):
-                raise taken.copy
-            slots, held = taken.copy
-            with contextlib.closing(slots), held:
-                if held.header.age != (order.copied_by, order.step):
-                    raise ValueError(f"slot {order.slot} holds step {held.header.step} by now")
-                files = self._files_of(order)
-                manifest = write_copy(files, slots, held, order.generation, may_change)
-                return Outcome(order.step, manifest.size)
-        except (CheckpointError, OSError, ValueError) as error:
-            return Outcome.of(order.step, error, order.directory)
+        if isinstance(copy, Exception):
+            raise copy
+        slots, held = copy
+        with contextlib.closing(slots), held:
+            if held.header.age != (order.copied_by, order.step):
+                raise ValueError(f"slot {order.slot} holds step {held.header.step} by now")
+            return write_copy(self._files_of(order), slots, held, order.generation, may_change).size
+
+    def _failed(self, order: Order, error: Exception | None) -> None:
+        """None: the copy is gone, and what was wrong before is why it was not written."""
+        if isinstance(error, Fenced):  # others go on, and save what they do
+            self._settled(order)
+            return
+        with self._lock:
+            newest, unsaved = self._unsaved.get(order.directory, (None, None))
+            if newest is order and unsaved is not None:
+                retry = isinstance(error, SaveFailed | OSError)
+                reason = (str(error) or repr(error))[:MAX_REASON_CHARS] if error else unsaved.reason
+                self._unsaved[order.directory] = order, replace(unsaved, reason=reason, final=not retry)
+                self._tell()
+
+    def _settled(self, order: Order) -> None:
+        with self._lock:
+            newest, _ = self._unsaved.get(order.directory, (None, None))
+            if newest is order:
+                del self._unsaved[order.directory]
+                self._tell()
+
+    def _tell(self) -> None:
+        """The lock is held."""
+        if self._agent is not None:
+            with contextlib.suppress(OSError):  # the agent no longer waits
+                send_line(self._agent, encode_unsaved(left for _, left in self._unsaved.values()), ORDER_S)
 
     def _files_of(self, order: Order) -> CheckpointFiles:
         """The same for all orders, since it knows what it wrote."""
-        key = order.directory, order.keep
-        files = self._files.setdefault(key, CheckpointFiles(order.directory, keep=order.keep))
+        key = order.directory, order.keep, order.run
+        files = self._files.get(key)
+        if files is None:
+            files = CheckpointFiles(order.directory, keep=order.keep, run=Run(order.run))
+            self._files[key] = files
         files.trust(*order.good)
         return files
 
@@ -144,6 +241,16 @@ def _hold(order: Order) -> tuple[Slots, Held] | Exception:
     except (OSError, ValueError) as error:
         slots.close()
         return error
+
+
+def _is_on_disk(files: CheckpointFiles, order: Order) -> bool:
+    """Whether this run has come as far there already: rank 0 may have written it itself."""
+    newest = files.newest_manifest(lambda manifest: not files.is_ours(manifest))
+    return (
+        newest is not None
+        and files.is_ours(newest)
+        and (newest.generation, newest.step) >= (order.generation, order.step)
+    )
 
 
 def _cancelled(connection: socket.socket) -> bool:

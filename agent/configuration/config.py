@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ..exits import ExitCode
 from ..ports import PortRange
 
 Affinity = Literal["none", "numa", "cores"]
@@ -81,7 +82,7 @@ class RendezvousConfig:
     join_timeout_s: float = 600.0
     last_call_s: float = 1.0
     lease_ttl_s: float = 5.0
-    store_outage_grace_s: float = 0.0  # etcd only; 0: workers stop when the lease can no longer be proved
+    store_outage_grace_s: float = 60.0  # etcd only; 0: workers stop when the lease can no longer be proved
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class StopConfig:
 
     grace_s: float = 30.0
     failure_grace_s: float = 1.0
+    kill_timeout_s: float = 60.0  # from SIGKILL until what does not end costs this node its place
     just_in_time_grace_s: float = 2.0  # before that, for workers that guard their last step
     drain_timeout_s: float | None = None  # of `grace_s`: workers end by themselves; None: `timeouts` knows
     service_limit_s: float | None = None  # from SIGTERM to the agent until all is killed; None: never
@@ -101,6 +103,9 @@ class TimeoutConfig:
 
     hang_s: float | None = None  # without a step for so long; None: never
     process_group_s: float | None = None  # None: follows from hang_s, else what torch and the script say
+    exit_s: float | None = (
+        300.0  # without a step for so long after other ranks have ended with success; None: never
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +148,8 @@ class Config:
     network_interface: str | None = None  # None: the one that leads to the other nodes
     network_wait_s: float = 30.0  # for an interface, a route or a name that is not there yet
     port_range: PortRange | None = None  # None: any free port
+    allow_other_script: bool = False  # than the job's other nodes
+    run_again: bool = False
     max_restarts: int | None = None  # None: no limit while generations progress, 3 in a row without
     stop: StopConfig = StopConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
@@ -153,6 +160,13 @@ class Config:
         None  # None: where other nodes reach this one (memory: loopback), any free port
     )
 
+    @property
+    def solitary(self) -> bool:
+        """No other node can ever join, because none is told where."""
+        rendezvous = self.rendezvous
+        hosted_for_one = rendezvous.backend == "c10d" and not rendezvous.endpoints and self.nodes.max == 1
+        return rendezvous.backend == "memory" or hosted_for_one
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -162,6 +176,8 @@ class Problem:
     value: str | None
     expected: str
     advice: str
+    here: bool = False
+    """Another machine might do as it says, or this one later."""
 
     def __str__(self) -> str:
         written = "" if self.value is None else f" {_shortened(self.value)!r}"
@@ -171,12 +187,14 @@ class Problem:
 class ConfigError(ValueError):
     """The configuration cannot work. Carries every problem found, not the first; nothing was started.
 
-    `config` is there when each setting was understood all the same, so that the machine can be asked about it, too.
+    `config` is what could be understood all the same, so that the machine can be asked about it, too.
     """
 
     def __init__(self, problems: Sequence[Problem], config: Config | None = None) -> None:
         self.problems = tuple(problems)
         self.config = config
+        only_here = all(problem.here for problem in self.problems)
+        self.code = ExitCode.NOT_HERE if only_here else ExitCode.BAD_CONFIG
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         lines = [f"{count} in the configuration; nothing was started"]
         lines += [f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1)]

@@ -30,7 +30,7 @@ from .config import (
 
 T_co = TypeVar("T_co", covariant=True)
 
-MOST_NODES = 100_000
+MOST_NODES = 4096
 MOST_WORKERS = 4096
 WEEK_S = 7 * 86_400.0
 C10D_PORT = 29400  # torchrun's default for c10d, so that a host name alone means the same to both
@@ -73,6 +73,19 @@ def duration(least_s: float) -> Kind[float]:
         return value_s
 
     return Kind(f"a duration from {least_s:g} s to 168 h, in seconds or like 500ms, 30s, 5m", parse)
+
+
+def time_limit(least_s: float) -> Kind[float]:
+    """0: there is none."""
+    any_duration = duration(0.0)
+
+    def parse(text: str) -> float:
+        value_s = 0.0 if text == "none" else any_duration.parse(text)
+        if 0 < value_s < least_s:
+            raise ValueError
+        return value_s
+
+    return Kind(f"{duration(least_s).expects}; 0 or none for no limit", parse)
 
 
 _UNIT_BYTES = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -198,6 +211,21 @@ def endpoint(default_port: int) -> Kind[Endpoint]:
         return Endpoint(host, default_port if port is None else port)
 
     return Kind(f"host or host:port, port 0 to 65535 (default {default_port})", parse)
+
+
+def ip_endpoint(default_port: int) -> Kind[Endpoint]:
+    """To listen on: a name may have several addresses, or none on this machine."""
+    any_host = endpoint(default_port)
+
+    def parse(text: str) -> Endpoint:
+        found = any_host.parse(text)
+        try:
+            ipaddress.ip_address(found.host)
+        except ValueError:
+            raise ValueError("write the address: 127.0.0.1 for localhost, 0.0.0.0 for all") from None
+        return found
+
+    return Kind(f"an IP address or address:port, port 0 to 65535 (default {default_port})", parse)
 
 
 def _host_and_port(text: str) -> tuple[str, int | None]:

@@ -65,6 +65,11 @@ class Setting(Generic[T]):
     origin: str
     text: str = ""
 
+    @property
+    def is_default(self) -> bool:
+        """No source gave it."""
+        return self.origin.startswith("default")
+
 
 @dataclass(slots=True)
 class Layer:

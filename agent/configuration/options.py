@@ -46,7 +46,7 @@ from .kinds import (
     Kind,
     StoreAddress,
     duration,
-    endpoint,
+    ip_endpoint,
     read_affinity,
     read_arguments,
     read_backend,
@@ -60,6 +60,7 @@ from .kinds import (
     read_preload,
     read_restarts,
     read_worker_count,
+    time_limit,
     whole_number,
 )
 
@@ -119,6 +120,15 @@ NO_PYTHON: Option[str | None] = Option(
     TEXT,
     "run a program without Python; all words after it are the program's own",
     metavar="PROGRAM",
+)
+ALLOW_OTHER_SCRIPT: Option[bool] = Option(
+    "allow-other-script",
+    YES_OR_NO,
+    "let this node join though its script is not, byte for byte, that of the job's other nodes; without, it says which"
+    " differ and leaves with exit code 65. Only the script's own file is compared, not what it imports; of -m and"
+    " --no-python only the name",
+    default="false",
+    flag=True,
 )
 ARGS: Option[tuple[str, ...]] = Option(
     "args",
@@ -281,7 +291,7 @@ LAST_CALL: Option[float] = Option(
 LEASE_TTL: Option[float] = Option(
     "lease-ttl",
     duration(1.0),
-    "a node that has not been heard of for so long is lost",
+    "a node that has not been heard of for so long is lost; the same on all nodes, else exit code 65",
     metavar="DURATION",
     default="5s",
 )
@@ -335,11 +345,19 @@ STORE_OUTAGE_GRACE: Option[float] = Option(
     "store-outage-grace",
     duration(0.0),
     "how long a job may go on without the store after its leases can no longer be proved, while all its nodes"
-    " still reach each other by HTTP; 0 is off",
+    " still reach each other by HTTP; 0 is off; the same on all nodes, else exit code 65",
     metavar="DURATION",
-    default="0s",
+    default="60s",
 )
 
+RUN_AGAIN: Option[bool] = Option(
+    "run-again",
+    YES_OR_NO,
+    "begin the job anew where etcd says that it has ended with success; else an agent that comes after that end leaves"
+    " with exit code 0",
+    default="false",
+    flag=True,
+)
 MAX_RESTARTS: Option[int | None] = Option(
     "max-restarts",
     Kind("a whole number of restarts from 0 to 1000000, or auto", read_restarts),
@@ -373,6 +391,15 @@ FAILURE_GRACE: Option[float] = Option(
     metavar="DURATION",
     default="1s",
 )
+KILL_TIMEOUT: Option[float] = Option(
+    "kill-timeout",
+    duration(1.0),
+    "how long processes may take to end after SIGKILL; then this node gives up its place, with exit code 74, so that"
+    " the others go on. A later agent of the job here waits as long for what is left, and ends so, too. A process that"
+    " waits for a dead disk or device never ends; one that gives back much memory may take many seconds",
+    metavar="DURATION",
+    default="60s",
+)
 JUST_IN_TIME_GRACE: Option[float] = Option(
     "just-in-time-grace",
     duration(0.0),
@@ -384,8 +411,8 @@ JUST_IN_TIME_GRACE: Option[float] = Option(
 MEMORY_CHECKPOINTS: Option[int | None] = Option(
     "memory-checkpoints",
     SIZE,
-    "memory in /dev/shm for the workers' newest states (Checkpointer), two copies of each; off: checkpoints are only on"
-    " disk, and training waits for it (default: half of /dev/shm)",
+    "memory in /dev/shm for the newest states of all Checkpointers here, two copies of each; off: checkpoints are only"
+    " on disk, and training waits for it (default: half of /dev/shm)",
     metavar="SIZE",
 )
 SERVICE_STOP_LIMIT: Option[float | None] = Option(
@@ -393,7 +420,7 @@ SERVICE_STOP_LIMIT: Option[float | None] = Option(
     duration(1.0),
     "how long the service manager waits after SIGTERM before it kills everything (systemd: TimeoutStopSec,"
     " Kubernetes: terminationGracePeriodSeconds); a stop must fit: --stop-grace, as long again (at least 10 s) to"
-    " bring to disk what only this node has, and 5 s to leave (default: nobody kills this agent)",
+    " bring to disk what only this node has, and 5 s to leave (default: no limit)",
     metavar="DURATION",
 )
 HANG_TIMEOUT: Option[float | None] = Option(
@@ -402,6 +429,15 @@ HANG_TIMEOUT: Option[float | None] = Option(
     "workers here that have reported steps (elastic_agent.worker.step) and then report neither a step nor a checkpoint"
     " for so long have failed; must be longer than the longest step, evaluation or save (default: off)",
     metavar="DURATION",
+)
+EXIT_TIMEOUT: Option[float] = Option(
+    "exit-timeout",
+    time_limit(1.0),
+    "when some ranks have ended with success, others that report neither a step nor a checkpoint for so long (or that"
+    " never reported a step, and hardly use the processor) hang at their end, and have failed; must be longer than"
+    " what one rank does alone at the end, such as writing the final model; 0 or none: only say so",
+    metavar="DURATION",
+    default="5m",
 )
 PROCESS_GROUP_TIMEOUT: Option[float | None] = Option(
     "process-group-timeout",
@@ -449,10 +485,10 @@ PORT_RANGE: Option[PortRange | None] = Option(
 )
 HTTP_ADDRESS: Option[Endpoint | None] = Option(
     "http-address",
-    endpoint(0),
+    ip_endpoint(0),
     "metrics and health probes; port 0 is any free port, the log says which (default: a free port at"
     " 127.0.0.1, or at this node's own address when other nodes can join: they probe it after failures)",
-    metavar="HOST[:PORT]",
+    metavar="ADDRESS[:PORT]",
 )
 LOG_DIR: Option[Path | None] = Option(
     "log-dir",
@@ -495,9 +531,12 @@ HELP: Option[bool] = Option(
     sources=Source.CLI,
 )
 
+COMMAND_NAMES = ("explain-env", "status", "drain", "forget")
+"""First words that are no script."""
+
 # In the order of `--help`.
 GROUPS: dict[str, tuple[Option[object], ...]] = {
-    "What to run": (SCRIPT, MODULE, NO_PYTHON, ARGS),
+    "What to run": (SCRIPT, MODULE, NO_PYTHON, ARGS, ALLOW_OTHER_SCRIPT),
     "Nodes and workers": (
         MIN_NODES,
         MAX_NODES,
@@ -524,14 +563,16 @@ GROUPS: dict[str, tuple[Option[object], ...]] = {
     ),
     "Restarts and stopping": (
         MAX_RESTARTS,
+        RUN_AGAIN,
         STOP_GRACE,
         DRAIN_TIMEOUT,
         FAILURE_GRACE,
+        KILL_TIMEOUT,
         JUST_IN_TIME_GRACE,
         MEMORY_CHECKPOINTS,
         SERVICE_STOP_LIMIT,
     ),
-    "Timeouts of training": (HANG_TIMEOUT, PROCESS_GROUP_TIMEOUT),
+    "Timeouts of training": (HANG_TIMEOUT, EXIT_TIMEOUT, PROCESS_GROUP_TIMEOUT),
     "Network and logs": (
         LOCAL_ADDR,
         NETWORK_INTERFACE,
@@ -556,7 +597,9 @@ SECRET_VARIABLES = frozenset({"ELASTIC_AGENT_ETCD_PASSWORD"})
 # Variables that an agent gives its workers. An agent started inside a worker inherits them.
 WORKER_VARIABLES = frozenset(
     {
+        "ELASTIC_AGENT_BAD_STATE",
         "ELASTIC_AGENT_GENERATION",
+        "ELASTIC_AGENT_RUN",
         "ELASTIC_AGENT_REPORTS",
         "ELASTIC_AGENT_COMMITS",
         "ELASTIC_AGENT_SALVAGE",

@@ -13,6 +13,7 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import cast
 
@@ -21,6 +22,7 @@ from .config import Endpoint, Problem, TimeoutConfig
 from .layers import Setting
 from .options import (
     BACKEND,
+    COMMAND_NAMES,
     DRAIN_TIMEOUT,
     ENDPOINT,
     ETCD_CA,
@@ -60,13 +62,29 @@ def check_relations(settings: Settings, environ: Mapping[str, str]) -> list[tupl
         _check_etcd_credentials(rules)
     script = settings[SCRIPT].value
     if script is not None:
-        rules.expect(
-            _look_at(Path(script)) is not None,
-            SCRIPT,
-            "a Python file that exists and can be read",
-            f"check the path, seen from {os.getcwd()}, and its permissions",
-        )
+        found, advice = _script_problem(script)
+        rules.expect(not found, SCRIPT, f"a Python file, but {found}", advice)
     return rules.broken
+
+
+def _script_problem(script: str) -> tuple[str, str]:
+    """What is wrong with it and what to do; two empty texts when nothing is."""
+    path = Path(script)
+    if os.path.isdir(path):
+        return "it is a folder", "name a file in it, or run a package with -m NAME"
+    if not os.path.lexists(path):
+        meant = get_close_matches(script, (*COMMAND_NAMES, "--help", "--version"), n=1, cutoff=0.7)
+        guess = f"did you mean elastic-agent {meant[0]}? Else " if meant else ""
+        return "there is none of this name", f"{guess}check the path, seen from {os.getcwd()}"
+    if _look_at(path) is None:
+        return "this user cannot read it", "check its kind and permissions: ls -lL"
+    with open(path, "rb") as file:
+        if file.read(4) == b"\x7fELF":
+            return (
+                "it is machine code",
+                "to run a program, write --no-python PROGRAM; a library is no program",
+            )
+    return "", ""
 
 
 class _Rules:
@@ -82,7 +100,7 @@ class _Rules:
         """`option` is where the advice would be followed; `others` are involved, too."""
         if not holds:
             setting = self.settings[option]
-            origin = f"{option.name} (default)" if setting.origin.startswith("default") else setting.origin
+            origin = f"{option.name} (default)" if setting.is_default else setting.origin
             involved = {option.name, *(other.name for other in others)}
             self.broken.append((involved, Problem(origin, setting.text or None, expected, advice)))
 
@@ -267,6 +285,7 @@ def _check_etcd_endpoints(rules: _Rules) -> None:
     rules.expect(
         http.value is None
         or not _is_loopback(http.value)
+        or settings[STORE_OUTAGE_GRACE].is_default
         or not settings[STORE_OUTAGE_GRACE].value
         or not distant,
         HTTP_ADDRESS,

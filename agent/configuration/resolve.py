@@ -11,7 +11,7 @@ configuration file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .config import (
@@ -28,8 +28,10 @@ from .config import (
 )
 from .kinds import C10D_PORT, ETCD_PORT, StoreAddress
 from .layers import Layer, Setting, read_environ, read_file
+from .log_level import check_log_level
 from .options import (
     AFFINITY,
+    ALLOW_OTHER_SCRIPT,
     ARGS,
     BACKEND,
     CONFIG_FILE,
@@ -43,6 +45,7 @@ from .options import (
     ETCD_PASSWORD,
     ETCD_PASSWORD_FILE,
     ETCD_USER,
+    EXIT_TIMEOUT,
     FAILURE_GRACE,
     GPU_MEMORY_WAIT,
     GROUPS,
@@ -51,6 +54,7 @@ from .options import (
     JOB_ID,
     JOIN_TIMEOUT,
     JUST_IN_TIME_GRACE,
+    KILL_TIMEOUT,
     LAST_CALL,
     LEASE_TTL,
     LOCAL_ADDR,
@@ -66,9 +70,11 @@ from .options import (
     NO_PYTHON,
     NODE_ID,
     NPROC_PER_NODE,
+    OPTIONS,
     PORT_RANGE,
     PRELOAD,
     PROCESS_GROUP_TIMEOUT,
+    RUN_AGAIN,
     SCRIPT,
     SERVICE_STOP_LIMIT,
     STANDALONE,
@@ -86,6 +92,22 @@ COMMAND_KINDS: dict[str, CommandKind] = {
     NO_PYTHON.name: "binary",
 }
 _MEETING = frozenset(option.name for option in (*GROUPS["Rendezvous"], *ETCD_OPTIONS))
+_HARDLY_A_SCRIPTS = frozenset(
+    f"--{name}"
+    for option in OPTIONS
+    for name in option.names
+    if option.name in ("nnodes", "standalone")
+    or ("-" in name and option.name not in ("log-dir", "local-addr"))
+)
+_ASKED_OF_THE_MACHINE: tuple[Option[object], ...] = (
+    HTTP_ADDRESS,
+    LOCAL_ADDR,
+    LOG_DIR,
+    MEMORY_CHECKPOINTS,
+    NETWORK_INTERFACE,
+    NETWORK_PROFILE,
+    NPROC_PER_NODE,
+)
 _HOSTED_HERE = frozenset(((host, 0),) for host in ("localhost", "127.0.0.1", "::1"))
 """Endpoints that mean, to torchrun as well: this agent hosts the store."""
 
@@ -102,24 +124,24 @@ class Resolved:
 def resolve(command_line: Layer, environ: Mapping[str, str], fresh_id: Callable[[], str]) -> Resolved:
     """Merge all layers into one `Config`. `fresh_id` names a job whose store this agent starts itself.
 
-    Raises `ConfigError` with all problems of all layers: print it and end with `ExitCode.BAD_CONFIG`.
+    Raises `ConfigError` with all problems of all layers: print it and end with its code.
     """
     merged = _merged(command_line, environ, fresh_id)
     settings, problems, broken = merged.settings, list(merged.problems), merged.broken
     rules = [rule for rule in check_relations(settings, environ) if not broken & rule[0]]
     problems += [problem for _, problem in rules]
+    problems += check_log_level(environ)
     command = _command(settings)
     if command is None and not broken & {target.name for target in TARGETS}:
         advice = (
             "write it after the options, or set script, module or no-python in the file or the environment"
         )
         problems.append(Problem("command line", None, "a script to run", advice))
-    if command is None or broken or any(involved & _MEETING for involved, _ in rules):
-        raise ConfigError(problems)
-    config = _config(settings, command)
     if problems:
-        raise ConfigError(problems, config)
-    return Resolved(config, settings, merged.warnings)
+        unclear = broken.union(*(involved for involved, _ in rules))
+        raise ConfigError(problems, _what_is_clear(merged, command, unclear))
+    assert command is not None, "a problem says so"
+    return Resolved(_config(settings, command), settings, (*merged.warnings, *_misplaced(command)))
 
 
 def resolve_meeting_place(command_line: Layer, environ: Mapping[str, str]) -> RendezvousConfig | None:
@@ -220,6 +242,17 @@ def _derive_meeting_place(settings: Settings, fresh_id: Callable[[], str]) -> No
             settings.put(JOB_ID, "default", "default: the store belongs to one job")
 
 
+def _misplaced(command: Command) -> Iterator[str]:
+    """Options of ours that stand behind the script, where they are its own; torchrun says nothing, either."""
+    for word in command.args:
+        written = word.partition("=")[0]
+        if written.replace("_", "-") in _HARDLY_A_SCRIPTS:
+            yield (
+                f"{written} behind {command.target} is an argument of its own: if elastic-agent is meant, write it "
+                "before the script"
+            )
+
+
 def _command(settings: Settings) -> Command | None:
     for target in TARGETS:
         text = settings[target].value
@@ -245,20 +278,42 @@ def _config(settings: Settings, command: Command) -> Config:
         network_interface=settings[NETWORK_INTERFACE].value,
         network_wait_s=settings[NETWORK_WAIT].value,
         port_range=settings[PORT_RANGE].value,
+        allow_other_script=settings[ALLOW_OTHER_SCRIPT].value,
+        run_again=settings[RUN_AGAIN].value,
         max_restarts=settings[MAX_RESTARTS].value,
         stop=StopConfig(
             settings[STOP_GRACE].value,
             settings[FAILURE_GRACE].value,
+            settings[KILL_TIMEOUT].value,
             settings[JUST_IN_TIME_GRACE].value,
             settings[DRAIN_TIMEOUT].value,
             settings[SERVICE_STOP_LIMIT].value,
         ),
-        timeouts=TimeoutConfig(settings[HANG_TIMEOUT].value, settings[PROCESS_GROUP_TIMEOUT].value),
+        timeouts=TimeoutConfig(
+            settings[HANG_TIMEOUT].value,
+            settings[PROCESS_GROUP_TIMEOUT].value,
+            settings[EXIT_TIMEOUT].value or None,  # written as 0, a duration as every other
+        ),
         memory_checkpoints=settings[MEMORY_CHECKPOINTS].value,
         network_profile=settings[NETWORK_PROFILE].value,
         log_dir=settings[LOG_DIR].value,
         http_address=settings[HTTP_ADDRESS].value,
     )
+
+
+def _what_is_clear(merged: _Merged, command: Command | None, unclear: frozenset[str]) -> Config:
+    """What this machine can be asked about beside the problems. An unclear setting asks nothing of it."""
+    settings = merged.settings
+    for option in _ASKED_OF_THE_MACHINE:
+        if option.name in unclear:
+            settings.put(option, option.default_value, "unclear")
+    if merged.problems:  # a word that could not be read may have been about devices
+        settings.put(DEVICE_PINNING, "none", "unclear")
+    if unclear & _MEETING:
+        settings.put(BACKEND, "memory", "unclear")
+        settings.put(ENDPOINT, None, "unclear")
+        settings.put(JOB_ID, "unclear", "unclear")
+    return _config(settings, command or Command("script", ""))
 
 
 def _rendezvous(settings: Settings) -> RendezvousConfig:

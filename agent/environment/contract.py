@@ -20,8 +20,23 @@ from .timeouts import widening
 from .torch_settings import Facts, torch_settings
 from .variables import Variable
 
+USES_AGENT_STORE = 1
+"""Rank 0's torch hosts each store that its script asks for, and MASTER_PORT's is the agent's all the same.
+
+torchrun writes "True", and up to 2.13 torch's Python code takes that to mean that the agent hosts *every* store:
+`tcp://` at another port, or a MASTER_PORT of the script's own, and all ranks wait for a server that is not there. With
+another word for true rank 0 tries to host, and where the agent already does, at MASTER_PORT, torch's C++ code, which
+knows this word, too, makes it a client: after a line that `bind_of_rank_0_failed` has.
+"""
+
 UNLIMITED_RESTARTS = 2**31 - 1
 """TORCHELASTIC_MAX_RESTARTS is read as a number; this one is never reached."""
+
+
+def bind_of_rank_0_failed(master_port: int) -> bytes:
+    """What torch writes, in rank 0's stderr, of the store that the agent hosts. It is no error, and looks like one."""
+    what = f"The server socket on {master_port} has failed to bind."
+    return f"{what} TORCHELASTIC_USE_AGENT_STORE is enabled so ignoring the error.".encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +86,8 @@ def contract(place: WorkerPlace, *, agent_incarnation: str, max_restarts: int | 
     """Where the worker stands and whom it meets: nobody may choose these but the agent."""
     world, member = place.world, place.member
     node_rank = str(world.members.index(member))
-    restarts = UNLIMITED_RESTARTS if max_restarts is None else max_restarts
+    limit = world.max_restarts(max_restarts)
+    restarts = UNLIMITED_RESTARTS if limit is None else limit
     torchrun = {
         "RANK": place.rank,
         "LOCAL_RANK": place.local_rank,
@@ -88,11 +104,12 @@ def contract(place: WorkerPlace, *, agent_incarnation: str, max_restarts: int | 
         "TORCHELASTIC_RUN_ID": world.job,
         "TORCHELASTIC_RESTART_COUNT": world.generation - 1,
         "TORCHELASTIC_MAX_RESTARTS": restarts,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_USE_AGENT_STORE": USES_AGENT_STORE,
         "TORCHELASTIC_ERROR_FILE": place.error_file,
     }
     ours = {
         "ELASTIC_AGENT_GENERATION": world.generation,
+        "ELASTIC_AGENT_RUN": world.run,
         "ELASTIC_AGENT_NODE": member.node,
         "ELASTIC_AGENT_LOCAL_RANK": place.local_rank,
         "ELASTIC_AGENT_INCARNATION": agent_incarnation,
@@ -108,6 +125,9 @@ def contract(place: WorkerPlace, *, agent_incarnation: str, max_restarts: int | 
             "ELASTIC_AGENT_MEMORY_BYTES": place.memory.limit,
             "ELASTIC_AGENT_WRITES": place.memory.writes,
         }
+    bad = world.restarts.bad_state
+    if bad is not None:
+        ours["ELASTIC_AGENT_BAD_STATE"] = f"{bad.generation}:{bad.step}"
     return tuple(
         Variable(name, str(value), reason, yielding=False, by=room)
         for room, reason, group in (

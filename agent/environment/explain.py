@@ -28,6 +28,7 @@ from ..configuration.options import HELP, SECRET_VARIABLES, Option, Source
 from ..exits import ExitCode
 from ..machine.examine import Machine, prepare
 from ..machine.network import NotYet
+from ..processes.log_folders import run_folder
 from .contract import WorkerPlace, chosen_variables
 from .variables import USER, Variable, settle
 
@@ -59,6 +60,7 @@ OF_A_WORLD = frozenset(
         "MASTER_PORT",
         "TORCHELASTIC_RESTART_COUNT",
         "ELASTIC_AGENT_GENERATION",
+        "ELASTIC_AGENT_RUN",
     }
 )
 """What no worker can know before there is a world."""
@@ -91,7 +93,7 @@ def main(words: Sequence[str]) -> int:
         resolved, machine = prepare(command_line, os.environ, lambda: NEW_ID)
     except ConfigError as error:
         print(f"elastic-agent explain-env: {error}", file=sys.stderr)
-        return ExitCode.BAD_CONFIG
+        return error.code
     for warning in resolved.warnings:
         print(f"elastic-agent explain-env: warning: {warning}", file=sys.stderr)
     if isinstance(machine.network, NotYet):
@@ -111,7 +113,7 @@ def explain(config: Config, machine: Machine, environ: Mapping[str, str]) -> tup
             by_name.setdefault(variable.name, []).append(variable)
     rows = [_row(name, variables) for name, variables in by_name.items()]
     rows += [
-        Explained(name, value, USER, "your own; nobody here has anything to say about it")
+        Explained(name, value, USER, "your own; the agent neither sets nor changes it")
         for name, value in environ.items()
         if name.startswith(THEIRS) and name not in by_name
     ]
@@ -137,7 +139,8 @@ def _chosen(config: Config, machine: Machine, local_rank: int) -> tuple[Variable
     )
     records = None
     if config.log_dir is not None and machine.software.has_nccl:
-        records = config.log_dir.absolute() / f"gen{GENERATION}" / "flight_records"
+        folder = run_folder(config.log_dir.absolute(), config.rendezvous.job_id, "<run>")
+        records = folder / f"gen{GENERATION}" / "flight_records"
     place = WorkerPlace(
         world,
         members[0],

@@ -47,15 +47,23 @@ def claim_cgroup(incarnation: str) -> Path | None:
 
 def own_cgroup(proc: Path = Path("/proc/self")) -> Path | None:
     """Where this process stands in the tree of cgroups version 2; None when there is none, or it is out of sight."""
+    return place_in("", proc)
+
+
+def place_in(controller: str, proc: Path = Path("/proc/self")) -> Path | None:
+    """The same in the tree of a controller of version 1; empty for version 2."""
     try:
-        path = next(line[3:] for line in _lines(proc / "cgroup") if line.startswith("0::"))
+        rows = [line.split(":", 2) for line in _lines(proc / "cgroup")]
+        path = next(path for _, names, path in rows if controller in names.split(","))
         mounts = [line.split(" ") for line in _lines(proc / "mountinfo")]
     except (OSError, StopIteration):
         return None
     if ".." in path.split("/"):  # above the root of this process' cgroup namespace
         return None
     for fields in mounts:
-        if fields[fields.index("-") + 1] == "cgroup2":
+        dash = fields.index("-")
+        kind, options = fields[dash + 1], fields[-1].split(",")
+        if kind == "cgroup2" if not controller else kind == "cgroup" and controller in options:
             root, mounted_at = map(_unescaped, fields[3:5])
             below = os.path.relpath(path, root)
             if below.split("/")[0] != "..":

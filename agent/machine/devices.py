@@ -141,7 +141,7 @@ def pin(pinning: DevicePinning, local_rank: int, workers: int, inventory: Invent
 
 
 def _wrong(origin: str, value: object, expected: str, advice: str) -> ConfigError:
-    return ConfigError([Problem(origin, str(value), expected, advice)])
+    return ConfigError([Problem(origin, str(value), expected, advice, here=True)])
 
 
 # --- What is installed

@@ -25,8 +25,10 @@ from .gpu_memory import watched
 from .interfaces import rdma_ports
 from .network import NotYet
 from .network_search import Network, look
+from .places import check_places
 from .profiles import TCP, Profile, choose_profile
 from .software import CURRENT, Software, find_software
+from .target import check_target
 
 T = TypeVar("T")
 
@@ -72,13 +74,15 @@ def prepare(
 
 
 def examine(config: Config, environ: Mapping[str, str]) -> Machine:
-    """Raises `ConfigError` with the problems of all rooms: print it and end with `ExitCode.BAD_CONFIG`."""
+    """Raises `ConfigError` with the problems of all rooms: print it and end with its code."""
     problems: list[Problem] = []
     inventory = _ask(lambda: probe(environ), problems)
     pinned = _ask(lambda: _pinned(config, inventory), problems) if inventory is not None else None
     profile = _ask(lambda: choose_profile(config.network_profile, rdma_ports()), problems)
     network = _ask(lambda: look(config, environ), problems)
-    if inventory is None or pinned is None or profile is None or network is None:
+    _ask(lambda: check_places(config, environ), problems)
+    _ask(lambda: check_target(config.command, environ), problems)
+    if problems or inventory is None or pinned is None or profile is None or network is None:
         raise ConfigError(problems)
     devices = [each.device for each in pinned]
     layout = probe_cpus([device.address for device in devices if device and device.address])

@@ -17,11 +17,12 @@ import json
 import logging
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+from ...rendezvous.threads import Thread
 from ..events import Event, ReaderSpoke
 from ..processes.workers import tied
 from .devices import Device
@@ -98,7 +99,7 @@ class GpuMemory:
             start_new_session=True,
         )
         self.pids = (reader.pid,)
-        threading.Thread(target=self._listen, args=(reader,), name="gpu-memory", daemon=True).start()
+        Thread(partial(self._listen, reader), "gpu-memory").start()
         self.workers_gone(self._clock())
 
     @property
@@ -185,7 +186,7 @@ class GpuMemory:
             pass  # it has ended, and we shall hear that next
 
     def _dismiss(self, problem: str) -> None:
-        """It may hang in the driver, where no signal reaches it: nobody waits for its end."""
+        """It may hang in the driver, where no signal reaches it: it is left behind."""
         log.warning("GPU memory is not waited for any more: %s", problem)
         self._until = None
         self.close()

@@ -14,13 +14,16 @@ import signal
 import sys
 from typing import Any
 
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""By this process: a service manager may signal all that it started, while workers in their grace go on."""
+
 MIB = 1 << 20
 
 
 def main(devices: list[str]) -> None:
     """Answers until end-of-file."""
     # A service manager may signal all that it started: the agent still has to stop in order.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     # Python looks first where this file lies, but the modules here are not to be imported by their bare names.
     here = os.path.dirname(os.path.realpath(__file__))

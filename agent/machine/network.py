@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from ...rendezvous.records import MAX_RDMA_PORTS, NetworkFacts
 from ..configuration.config import ConfigError, Problem
 from ..environment.variables import Variable
-from ..exits import ExitCode
 from .addresses import LOOPBACK, is_loopback
 from .interfaces import IP, Address, Interface, RdmaPort
 
@@ -97,11 +96,10 @@ class NetworkChoice:
 
 @dataclass(frozen=True, slots=True)
 class NotYet:
-    """What is missing and may still come, what to do if it does not, and how the agent ends then."""
+    """What is missing and may still come, and what to do if it does not."""
 
     missing: str
     advice: str
-    code: ExitCode = ExitCode.NO_NETWORK
 
 
 def choose(wish: Wish, here: Surroundings) -> NetworkChoice | NotYet:
@@ -158,13 +156,14 @@ def _what_is_not_here(
     problems = []
     if wish.interface is not None and named is None:
         expected = f"an interface of this node, which has {_listed(here.interfaces)}"
-        problems.append(Problem("--network-interface", wish.interface, expected, _LEAVE_IT))
+        problems.append(Problem("--network-interface", wish.interface, expected, _LEAVE_IT, here=True))
     if wish.address is not None and holder is None:
         expected = f"an address of this node, which has {_listed(here.interfaces)}"
-        problems.append(Problem("--local-addr", wish.address, expected, _LEAVE_IT))
+        problems.append(Problem("--local-addr", wish.address, expected, _LEAVE_IT, here=True))
     if named is not None and holder is not None and named != holder:
         expected = f"the interface of --local-addr {wish.address}, which is {holder.name}"
-        problems.append(Problem("--network-interface", named.name, expected, "keep one of the two options"))
+        advice = "keep one of the two options"
+        problems.append(Problem("--network-interface", named.name, expected, advice, here=True))
     return problems
 
 

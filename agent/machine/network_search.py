@@ -36,15 +36,15 @@ def look(config: Config, environ: Mapping[str, str]) -> Network | NotYet:
     try:
         here = interfaces()
     except OSError as error:
-        if config.rendezvous.backend != "memory":
+        if not config.solitary:
             expected = f"a netlink socket, with which NCCL, too, lists the interfaces, but: {error}"
             advice = "allow it (systemd: RestrictAddressFamilies with AF_NETLINK)"
-            raise ConfigError([Problem("this node's network", None, expected, advice)]) from error
+            raise ConfigError([Problem("this node's network", None, expected, advice, here=True)]) from error
         here = ()
     problems = check_socket_names(environ, here)
     wish = Wish(
         config.network_interface,
-        memory=config.rendezvous.backend == "memory",
+        memory=config.solitary,
         alone=config.nodes.max == 1,
     )
     unknown: AddressError | None = None
@@ -67,7 +67,7 @@ def look(config: Config, environ: Mapping[str, str]) -> Network | NotYet:
         raise ConfigError(problems)
     if unknown is not None:
         advice = "check --rdzv-endpoint and --local-addr, and /etc/hosts and DNS on this node"
-        return NotYet(f"a host name ({unknown})", advice, ExitCode.BAD_CONFIG)
+        return NotYet(f"a host name ({unknown})", advice)
     if not isinstance(choice, NetworkChoice):
         assert choice is not None, "what was refused has been raised"
         return choice
@@ -87,12 +87,12 @@ def wait_for_network(
         try:
             found = look(config, environ)
         except ConfigError as error:
-            raise CannotStart(ExitCode.BAD_CONFIG, str(error)) from error
+            raise CannotStart(error.code, str(error)) from error
         if isinstance(found, Network):
             return found
         if time.monotonic() >= give_up_at:
             waited = f"waited {config.network_wait_s:g} s (--network-wait) for {found.missing}"
-            raise CannotStart(found.code, f"{waited}: {found.advice}")
+            raise CannotStart(ExitCode.NO_NETWORK, f"{waited}: {found.advice}")
         if found.missing != said:
             said = found.missing
             log.info("waiting up to %g s (--network-wait) for %s", config.network_wait_s, said)

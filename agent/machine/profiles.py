@@ -68,6 +68,7 @@ def _no_port(transport: Transport, active: Sequence[RdmaPort]) -> Problem:
         transport,
         f"an active {_RDMA[transport]} port on this machine, whose active RDMA ports are: {others}",
         "check `rdma link`, or use --network-profile auto",
+        here=True,
     )
 
 

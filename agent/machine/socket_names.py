@@ -37,7 +37,7 @@ def check_socket_names(environ: Mapping[str, str], interfaces: Iterable[Interfac
     nccl = environ.get(NCCL_SOCKET_IFNAME, "")
     if len(nccl) > 1 and not nccl_takes(nccl, names):
         expected = f"a pattern that fits an interface of this node: {', '.join(names)}"
-        problems.append(Problem(NCCL_SOCKET_IFNAME, nccl, expected, _LEAVE_IT))
+        problems.append(Problem(NCCL_SOCKET_IFNAME, nccl, expected, _LEAVE_IT, here=True))
     for variable, words in _whole_names(environ):
         value = environ[variable]
         pattern = value.lstrip("^=")
@@ -47,7 +47,7 @@ def check_socket_names(environ: Mapping[str, str], interfaces: Iterable[Interfac
             problems.append(Problem(variable, value, expected, advice))
         elif not set(words) <= set(names):
             expected = f"whole names of interfaces of this node: {', '.join(names)}"
-            problems.append(Problem(variable, value, expected, _LEAVE_IT))
+            problems.append(Problem(variable, value, expected, _LEAVE_IT, here=True))
     return problems
 
 

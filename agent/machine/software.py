@@ -92,7 +92,13 @@ def _installed_here() -> dict[str, str]:
 
 def _installed_at(python: str) -> dict[str, str]:
     try:
-        answer = subprocess.run([python, "-c", _ASK], capture_output=True, timeout=ASKING_S, check=True)
+        answer = subprocess.run(
+            [python, "-c", _ASK],
+            stdin=subprocess.DEVNULL,  # the agent's is for its workers
+            capture_output=True,
+            timeout=ASKING_S,
+            check=True,
+        )
         found = json.loads(answer.stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
         return {}

@@ -33,7 +33,7 @@ import select  # noqa: E402
 import signal  # noqa: E402
 import socket  # noqa: E402
 import sysconfig  # noqa: E402
-from collections.abc import Mapping, Sequence  # noqa: E402
+from collections.abc import Collection, Mapping, Sequence  # noqa: E402
 from dataclasses import dataclass  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any, NoReturn  # noqa: E402
@@ -43,7 +43,7 @@ HERE = Path(__file__).resolve().parent
 CHECK_EVERY_S = 5.0
 """An idle process looks so often whether it is still fit."""
 
-IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """By this process: a service manager may signal all that it started, while workers in their grace go on."""
 
 
@@ -86,12 +86,13 @@ def main(agent_pid: int) -> None:
     os.close(nothing)
     # Python looks first where this file lies, but what lies here is nobody's by its bare name.
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != str(HERE)]
+    ignored = [number for number in shim.STAY_IGNORED if signal.getsignal(number) is signal.SIG_IGN]
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     received = wire.receive(channel)
     if received is None:
         return
-    known = Imported(received[0])
+    known = Imported(received[0], ignored)
     try:
         known.check()
         wire.send(channel, {"loaded": known.count, "skipped": dict(known.stash.skipped)})
@@ -125,8 +126,10 @@ def expanded(words: Sequence[str]) -> list[str]:
 class Imported:
     """What this process has imported. Forks have it too, and copy each page of it that they touch."""
 
-    def __init__(self, told: Mapping[str, Any]) -> None:
-        """Imports the modules that it is told to load, and those installed that a worker has asked for."""
+    def __init__(self, told: Mapping[str, Any], stay_ignored: Collection[int] = ()) -> None:
+        """Imports the modules that it is told to load, and those installed that a worker has asked for.
+
+        `stay_ignored`: the signals that this process was started to ignore, as all that it becomes shall."""
         gc.disable()
         names = dict.fromkeys([*expanded(told["load"]), *learning.installed(told["learned"])])
         path = list(sys.path)
@@ -136,6 +139,7 @@ class Imported:
         self.stash.path = tuple(path)
         sys.path[:] = path
         self.count = len(self.stash.recording.modules)
+        self.stay_ignored = stay_ignored
         self._cuda = sys.modules.get("torch.cuda")
         self.store_kind = getattr(sys.modules.get("torch.distributed"), "TCPStore", None)
         installed = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
@@ -227,7 +231,7 @@ def _fill_nursery(sockets: Sequence[int]) -> socket.socket:
 def live(born: Newborn, known: Imported, agent_pid: int) -> NoReturn:
     """A spare, from its birth until it hears what it shall become."""
     for number in IGNORED:
-        if signal.getsignal(number) is signal.SIG_IGN:
+        if signal.getsignal(number) is signal.SIG_IGN and number not in known.stay_ignored:
             default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             signal.signal(number, default)
     os.read(born.orphaned, 1)
@@ -273,7 +277,7 @@ def become_worker(
 ) -> NoReturn:
     """Ends as the script ends."""
     os.setsid()
-    for number, descriptor in enumerate(descriptors[:2], 1):
+    for number, descriptor in enumerate(descriptors[:3]):
         os.dup2(descriptor, number)
         os.close(descriptor)
     if problem := shim.place(message["cpus"], message["cgroup"]):
@@ -290,10 +294,10 @@ def become_worker(
         tell(f"{edited} has changed since it was imported")
         os.chdir(told.cwd)
         os.execve(message["cold"][0], message["cold"], dict(told.environment))
-    for notebook in descriptors[2:]:
+    for notebook in descriptors[3:]:
         learning.note_imports(notebook)
     try:
-        script.run(told, known.stash, tell)
+        script.run(told, known.stash, tell, known.stay_ignored)
     except script.Become:
         channel.close()
         raise

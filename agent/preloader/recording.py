@@ -85,6 +85,7 @@ class Recording:
         undo.enter_context(self._watching_environment())
         undo.enter_context(self._watching_endings())
         self._captured = undo.enter_context(_captured_streams())
+        undo.callback(_remember_filters)
         undo.enter_context(warnings.catch_warnings())
         warnings.showwarning = self._note_warning  # type: ignore[assignment]
         # All of them: which are shown is decided by the filters of the process that a module is given to.
@@ -272,6 +273,18 @@ def found_by_others(finder: object, name: str, path: Any, target: Any) -> Module
             if spec is not None:
                 return spec
     return None
+
+
+class _NotShown(Warning):
+    """Passes the filters, and is not shown."""
+
+
+def _remember_filters() -> None:
+    """When `warnings` is gone, at the end of the process, C code goes by the filters that it used last: without this,
+    those of the recording, which show all."""
+    warnings.simplefilter("ignore", _NotShown)
+    warnings.warn_explicit("", _NotShown, "", 0)
+    del warnings.filters[0]  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

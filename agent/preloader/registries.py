@@ -34,6 +34,8 @@ class Growth:
 
     def __init__(self) -> None:
         self._known = dict.fromkeys(LISTS, 0)
+        self._places: set[str] = set()
+        """Names in logging's list that stand only for the loggers below them, until they are asked for by name."""
 
     def new(self) -> dict[str, dict[Any, Any]]:
         found = {}
@@ -45,6 +47,14 @@ class Growth:
             if len(entries) > self._known[keeper]:
                 found[keeper] = dict(islice(entries.items(), self._known[keeper], None))
             self._known[keeper] = len(entries)
+            if keeper == "logging":
+                taken = {name for name in self._places if isinstance(entries[name], module.Logger)}
+                if taken:
+                    found[keeper] = {**{name: entries[name] for name in taken}, **found.get(keeper, {})}
+                new = found.get(keeper, {})
+                self._places = (self._places - taken) | {
+                    name for name, logger in new.items() if not isinstance(logger, module.Logger)
+                }
         return found
 
 

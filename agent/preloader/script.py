@@ -24,7 +24,7 @@ import os
 import signal
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib.machinery import BuiltinImporter
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
@@ -42,21 +42,26 @@ class Become(BaseException):
     """Leaves all Python code, at whose end the script is run."""
 
 
-def run(start: Start, stash: Stash, tell: Callable[[str], None] = lambda problem: None) -> NoReturn:
+def run(
+    start: Start,
+    stash: Stash,
+    tell: Callable[[str], None] = lambda problem: None,
+    stay_ignored: Collection[int] = (),
+) -> NoReturn:
     """Raises Become, or executes the same command anew when it cannot be had otherwise.
 
     To be called after `stash.hide`, in a process with one thread, whose first three descriptors are the worker's, and
     which has no others that stay open. `tell` hears why a worker starts cold, and of differences that were found too
-    late for that.
+    late for that. Signals that are to `stay_ignored` are those that the agent was started to ignore.
     """
     os.chdir(start.cwd)
     if problem := obstacle(start, stash):
         tell(problem)
-        _start_cold(start)
+        _start_cold(start, stay_ignored)
     stash.tell = tell
     _show(start)
     _take_environment(start, stash)
-    _take_signals(start)
+    _take_signals(stay_ignored)
     _take_streams()
     _take_interpreter(start, stash)
     sys.excepthook = _script_hook(start) if start.kind == SCRIPT else _module_hook(start)
@@ -79,10 +84,10 @@ def obstacle(start: Start, stash: Stash) -> str:
     return shown.refusal()
 
 
-def _start_cold(start: Start) -> NoReturn:
+def _start_cold(start: Start, stay_ignored: Collection[int]) -> NoReturn:
     for number in signal.valid_signals():
         if number not in UNCHANGEABLE:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, signal.SIG_IGN if number in stay_ignored else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.execvpe(sys.orig_argv[0], [sys.orig_argv[0], *start.command], dict(start.environment))
 
@@ -101,13 +106,14 @@ def _take_environment(start: Start, stash: Stash) -> None:
     replays.at_start(stash.base, start.environment)
 
 
-def _take_signals(start: Start) -> None:
+def _take_signals(stay_ignored: Collection[int]) -> None:
     faulthandler.disable()
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if number in UNCHANGEABLE:
             continue
-        handler: Any = signal.SIG_IGN if number in IGNORED_BY_PYTHON else signal.SIG_DFL
+        ignored = number in IGNORED_BY_PYTHON or number in stay_ignored
+        handler: Any = signal.SIG_IGN if ignored else signal.SIG_DFL
         if number == signal.SIGINT:
             handler = signal.default_int_handler
         if signal.getsignal(number) is not handler:

@@ -18,16 +18,17 @@ import select
 import signal
 import socket
 import subprocess
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...rendezvous.threads import Thread
 from ..events import Event, Stirred
 from ..machine.scarce_memory import MemoryPolicy, Reader, pressure
 from ..processes.failures import describe_exit
-from ..processes.workers import tied
+from ..processes.standing import KILLED_S, ends_within, stat_of
+from ..processes.workers import Process, tied
 from . import wire
 from .learning import Notebook
 from .supply import (
@@ -90,11 +91,8 @@ class Spare:
     @property
     def usable(self) -> bool:
         """Not if it has ended, or was stopped by a signal."""
-        try:
-            with open(f"/proc/{self.pid}/stat") as file:
-                return file.read().rpartition(")")[2].split()[0] not in ("Z", "X", "T", "t")
-        except OSError:
-            return False
+        stat = stat_of(f"/proc/{self.pid}")
+        return stat is not None and stat.state not in ("Z", "X", "T", "t")
 
 
 @dataclass(slots=True, eq=False)
@@ -160,7 +158,7 @@ class Spares:
         self._ears = select.epoll()
 
     def start(self) -> None:
-        threading.Thread(target=self._listen, name="spares", daemon=True).start()
+        Thread(self._listen, "spares").start()
         self._preloaded = self._launch((), self._clock())
 
     def close(self) -> None:
@@ -170,10 +168,10 @@ class Spares:
             self._end(preloaded)
         ready = [spare for spare in self._spares if spare.pid]
         self._drop_all()
-        for spare in ready:
-            spare.wait()
-        for process in self._ending:
-            process.wait()
+        children: list[Process] = [*ready, *self._ending]
+        for child in children:
+            if ends_within(child.pid, KILLED_S):
+                child.wait()
 
     # --- What there is
 

@@ -43,6 +43,8 @@ DEFAULT_PRELOAD = (
 )
 """What makes the construction of DDP, its first steps and checkpoints import nothing."""
 
+NOT_IN_EVERY_TORCH = frozenset({"torch.profiler._cupti_monitor"})  # in 2.13, and gone in 2.14
+"""Of the modules above: the absence of one is no news."""
 
 NOT_DOUBLED = ("__main__", *PATCHED)
 
@@ -226,7 +228,9 @@ def preload(names: Sequence[str], fresh: Collection[str]) -> Stash:
             try:
                 importlib.import_module(name)
             except (Exception, SystemExit) as error:
-                skipped[name] = f"{type(error).__name__}: {error}"
+                absent = isinstance(error, ModuleNotFoundError) and error.name == name
+                if not absent or name not in NOT_IN_EVERY_TORCH:
+                    skipped[name] = f"{type(error).__name__}: {error}"
     for name, module in ours.items():
         sys.modules.setdefault(name, module)
     return Stash(

@@ -21,6 +21,8 @@ import logging
 import os
 from collections.abc import Callable, Collection
 
+from .standing import stat_of
+
 log = logging.getLogger(__name__)
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -100,9 +102,5 @@ def _list_of_children() -> str:
 
 def _state_and_session(pid: int) -> tuple[str, int]:
     """An empty state when it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return "", 0
-    return fields[0], int(fields[3])
+    stat = stat_of(f"/proc/{pid}")
+    return (stat.state, stat.session) if stat is not None else ("", 0)

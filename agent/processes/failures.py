@@ -5,8 +5,9 @@ exception, the last Python traceback in the worker's stderr, and the *exit*: a r
 (negative: ended by that signal). All three are written or caused by the user's program: whatever they hold, reading
 them never raises, and what does not fit is cut.
 
-Invariant: every text in a `WorkerFailure` is bounded, has no control characters but newline and tab, and can be
-encoded. Its JSON form stays within `MAX_JSON` bytes, because it travels through the store to the other nodes.
+Invariant: every text in a `WorkerFailure` is bounded, has nothing that a terminal obeys, and can be encoded; only an
+exception and a traceback have several lines. Its JSON form stays within `MAX_JSON` bytes, because it travels through
+the store to the other nodes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ...health.hang import HangWatch
+from ...rendezvous.fields import clean
 
 Reason = Literal["ok", "exception", "signal", "oom", "nccl", "hang", "unknown"]
 """Some of the metric `worker_exits_total`'s values for `reason`. `nccl`: the network between the workers, or NCCL
@@ -56,12 +58,12 @@ _SIGNAL_HINTS = {
     signal.SIGKILL: "often the kernel's out-of-memory killer or an operator",
     signal.SIGSEGV: "a fault in native code; `python -X faulthandler` shows where",
     signal.SIGTERM: "something asked it to stop",
+    signal.SIGUSR1: "such as Slurm's --signal sends to all processes; this one does not handle it",
+    signal.SIGUSR2: "such as Slurm's --signal sends to all processes; this one does not handle it",
 }
-_OOM_HINT = "the kernel's out-of-memory killer: the workers need more memory than their cgroup may use"
+_OOM_HINT = "the kernel's out-of-memory killer: no memory was left on this machine or in its cgroup"
 _CODE_HINTS = {126: "the command could not be run", 127: "the command was not found"}
 
-_TERMINAL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 # torch puts "[rank3]: " before each line of an uncaught exception once a process group exists.
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 # A traceback's frame; faulthandler's `File "x", line 1 in f` has no comma and is no Python exception.
@@ -71,6 +73,9 @@ _NETWORK_EXCEPTION = re.compile(r"DistBackendError|DistNetworkError|NCCL error|n
 _WATCHDOG = re.compile(
     r"Watchdog caught collective operation timeout|watchdog thread terminated with exception"
 )
+# What the worker library raises on all ranks together, where the next generation would end in the same way. Ranks that
+# have other values may have them from a fault, which a restart mends; sharded state is the script's.
+_FINAL = re.compile(r"(elastic_agent\.worker\.errors\.)?(OtherRun|Sharded): ")
 _HEADER = "Traceback (most recent call last):"
 # What changes from run to run in a message: UUIDs, addresses and hashes, names of temporary files, numbers.
 _VARYING = re.compile(
@@ -80,7 +85,7 @@ _VARYING = re.compile(
 
 
 class FailureInvalid(ValueError):
-    """A text is not the JSON form of a `WorkerFailure`: another program or version wrote it. Show it to nobody."""
+    """A text is not the JSON form of a `WorkerFailure`: another program or version wrote it. Do not show it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +154,7 @@ class WorkerFailure:
         reason: Any = fields.get("reason")
         if reason not in get_args(Reason):
             raise FailureInvalid("a worker failure's 'reason' is unknown")
-        log_tail = _text(fields, "log_tail")
+        log_tail = _clean_lines(_raw(fields, "log_tail"))
         return WorkerFailure(
             rank=_number(fields, "rank", 0, 2**31),
             local_rank=_number(fields, "local_rank", 0, 2**31),
@@ -158,10 +163,10 @@ class WorkerFailure:
             reason=reason,
             node=_text(fields, "node"),
             cause=_text(fields, "cause"),
-            exception=_optional_text(fields, "exception"),
-            traceback=_optional_text(fields, "traceback"),
+            exception=_lines(fields, "exception"),
+            traceback=_lines(fields, "traceback"),
             log_tail=tuple(log_tail.split("\n")) if log_tail else (),
-            log_file=_optional_text(fields, "log_file"),
+            log_file=None if fields.get("log_file") is None else _text(fields, "log_file"),
         )
 
 
@@ -214,9 +219,16 @@ def hung(
     """The end that the agent makes of workers which do not move, blamed on the hindmost; `ranks` by local rank."""
     at = ", ".join(f"rank {ranks[local]}: {step}" for local, step in sorted(hang.steps.items()))
     cause = f"hang: no step or checkpoint reported for {hang.limit_s:g} s (--hang-timeout); last steps: {at}"
+    return stuck(node, generation, ranks[hang.hindmost], hang.hindmost, cause, log_file)
+
+
+def stuck(
+    node: str, generation: int, rank: int, local_rank: int, cause: str, log_file: Path | None
+) -> WorkerFailure:
+    """The end that the agent makes of a worker that does not move."""
     return WorkerFailure(
-        rank=ranks[hang.hindmost],
-        local_rank=hang.hindmost,
+        rank=rank,
+        local_rank=local_rank,
         node=node,
         generation=generation,
         returncode=-HANG_SIGNAL,
@@ -263,8 +275,8 @@ def read_error_file(path: Path) -> ErrorReport | None:
         return ErrorReport(note=_clean(f"its error file {path} is not usable: it has no message"))
     traceback = details.get("py_callstack") if isinstance(details, dict) else None
     return ErrorReport(
-        exception=_cut(_clean(message), _EXCEPTION_MAX),
-        traceback=_cut_start(_clean(traceback).strip("\n"), _TRACEBACK_MAX)
+        exception=_cut(_clean_lines(message), _EXCEPTION_MAX),
+        traceback=_cut_start(_clean_lines(traceback).strip("\n"), _TRACEBACK_MAX)
         if isinstance(traceback, str)
         else None,
     )
@@ -292,6 +304,11 @@ def fingerprint(failure: WorkerFailure) -> str:
     if failure.exception is None:
         return ended
     return f"{ended}: {_VARYING.sub('#', _first_line(failure.exception))}"[:_FINGERPRINT_MAX]
+
+
+def is_final(failure: WorkerFailure) -> bool:
+    """Whether no restart of the job helps, because of its script or its checkpoint directory: a person must act."""
+    return failure.exception is not None and _FINAL.match(failure.exception) is not None
 
 
 def summarize(first: WorkerFailure, others: Sequence[WorkerFailure]) -> str:
@@ -354,8 +371,11 @@ def _first_line(text: str) -> str:
 
 
 def _clean(text: str) -> str:
-    text = text.encode("utf-8", "backslashreplace").decode()
-    return _CONTROL.sub("", _TERMINAL_SEQUENCE.sub("", text))
+    return clean(text.encode("utf-8", "backslashreplace").decode()).rstrip()
+
+
+def _clean_lines(text: str) -> str:
+    return "\n".join(map(_clean, text.split("\n")))
 
 
 def _cut(text: str, most: int) -> str:
@@ -383,11 +403,15 @@ def _number(fields: dict[str, Any], name: str, low: int, above: int) -> int:
 
 
 def _text(fields: dict[str, Any], name: str) -> str:
+    return _clean(_raw(fields, name))
+
+
+def _lines(fields: dict[str, Any], name: str) -> str | None:
+    return None if fields.get(name) is None else _clean_lines(_raw(fields, name))
+
+
+def _raw(fields: dict[str, Any], name: str) -> str:
     value = fields.get(name)
     if not isinstance(value, str) or len(value) > _JSON_BUDGET[name]:
         raise FailureInvalid(f"a worker failure's {name!r} is not a text of {_JSON_BUDGET[name]} characters")
-    return _clean(value)
-
-
-def _optional_text(fields: dict[str, Any], name: str) -> str | None:
-    return None if fields.get(name) is None else _text(fields, name)
+    return value

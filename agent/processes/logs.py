@@ -1,17 +1,17 @@
 """What workers print: kept in a file per rank and stream, and shown as one `[node/rank]` stream on the console.
 
 A worker's stdout and stderr are pipes that the thread `worker-logs` reads. The bytes go, as they are, to
-`<directory>/gen<generation>/rank<rank>/{stdout,stderr}.log`; whole lines, prefixed, go to the agent's own stdout and
-stderr; the last lines stay in memory for the failure summary. Pipes, and not files that workers write themselves,
-because a full or read-only disk must cost the files and nothing else: a worker never sees it.
+`gen<generation>/rank<rank>/{stdout,stderr}.log` in the folder of the run (`log_folders`, `log_files`); whole lines,
+prefixed, go to the agent's own stdout and stderr; the last lines stay in memory for the failure summary. Pipes, and not
+files that workers write themselves, because a full, read-only or dead disk must cost the files and nothing else: a
+worker never sees it.
 
-Words: the *console* is the agent's own stdout and stderr. A line is *redrawn* when a lone carriage return ended it,
-as progress bars do: on the console each state of the bar is a line, in memory the next one replaces it.
+Words: the *console* is the agent's own stdout and stderr (`console`). A line is *redrawn* when a lone carriage return
+ended it, as progress bars do: on the console each state of the bar is a line, in memory the next one replaces it.
 
-Invariant: workers never wait for more than a local disk. The console is written by a thread of its own,
-`worker-console`: one that is slow slows the workers, as every terminal does; one that stands still (Ctrl-S, a stuck
-pipe) costs them `_CONSOLE_PATIENCE_S` once, and then loses lines, which are counted and reported, until it moves
-again. Memory is bounded per stream, whatever workers print.
+Invariants: neither the reading thread nor the main one writes to a disk or the console. A console or a disk that is
+slow slows the workers, as every terminal does; one that stands still costs them a second, once. Memory is bounded,
+whatever workers print.
 """
 
 from __future__ import annotations
@@ -22,23 +22,26 @@ import logging
 import os
 import queue
 import re
-import select
 import selectors
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
+
+from ...rendezvous.threads import Thread
+from .console import Console
+from .log_files import LogFile, LogFiles
+from .log_folders import RunFolder, run_folder
 
 LINE_MAX = 64 * 1024
 """A longer line is cut into pieces of this size."""
 TAIL_LINES = 40
 _TAIL_LINE_MAX = 2048
 _READ_MAX = 64 * 1024
-_CONSOLE_MAX = 1024 * 1024
-_CONSOLE_PATIENCE_S = 1.0
 
 # A carriage return that ends what was read waits for the next byte: it may be half of "\r\n".
 _LINE_END = re.compile(rb"\r?\n|\r(?=[^\n])")
@@ -112,56 +115,72 @@ class _Stream:
 
     generation: int
     pipe: int  # -1 once it is closed
-    path: Path | None
-    console: int
+    file: LogFile | None
     prefix: bytes
     name: str
-    file: int = -1
     splitter: LineSplitter = field(default_factory=LineSplitter)
     tail: Tail = field(default_factory=Tail)
 
 
 class WorkerLogs:
-    """Reads the pipes of all workers of this node. The methods are for one thread, the agent's main one.
-
-    `out` and `err` need a file descriptor (`sys.stdout.buffer`): it is written past their Python buffer. Files
-    of earlier generations are never deleted.
-    """
+    """Reads the pipes of all workers of this node. The methods are for one thread, the agent's main one."""
 
     def __init__(
         self,
         directory: Path | None,
         node: str,
-        out: BinaryIO,
-        err: BinaryIO,
+        console: Console,
         count: Callable[[str, int, int], None] = lambda name, lines, size: None,
+        count_lost: Callable[[int], None] = lambda size: None,
     ) -> None:
-        """`count(name, lines, size)` hears of what was read from a stream, in the reading thread."""
+        """In the reading thread `count(name, lines, size)` hears of what was read from a stream, and `count_lost` how
+        many bytes are missing in a file because its disk stood still."""
         self._directory = directory
+        self._run: RunFolder | None = None
+        self._tidying: Thread | None = None
         self._count = count
         self._node = node
-        self._consoles = (out.fileno(), err.fileno())
-        self._console = _Console(node)
+        self._console = console
+        self._files = LogFiles(count_lost)
         self._streams: dict[tuple[int, int], tuple[_Stream, _Stream]] = {}
-        self._actions: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]] = queue.SimpleQueue()
+        self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._stopping = False
-        self._complained = -1  # the generation whose first disk trouble was reported
-        self._thread = threading.Thread(target=self._serve, name="worker-logs", daemon=True)
+        self._left_out: bytes | None = None
+        self._late: threading.Event | None = None
+        """What was not done within its time: the disk does not answer."""
+        self._thread = Thread(self._serve, "worker-logs")
 
     def start(self) -> None:
-        self._console.start()
+        self._files.start()
         self._thread.start()
+
+    def begin(self, job: str, run: str, generation: int) -> None:
+        """Output goes to the folder of this run from now on; old folders are deleted while workers print."""
+        if self._directory is None:
+            return
+        folder = run_folder(self._directory, job, run)
+        if self._run is None or self._run.path != folder:
+            if self._run is not None:
+                self._run.release()
+            self._run = RunFolder(folder)
+        if self._tidying is None or not self._tidying.is_alive():
+            tidy = partial(_tidy, self._run, generation)
+            self._tidying = Thread(tidy, "log-folders")
+            self._tidying.start()
+
+    def leave_out(self, words: bytes) -> None:
+        """From now on lines that end so are in the files only: they would only mislead."""
+        self._left_out = words
 
     def attach(self, generation: int, rank: int, stdout_fd: int, stderr_fd: int) -> None:
         """Reads these pipes from now on. They belong to this object, which closes them."""
         assert (generation, rank) not in self._streams, "a rank starts once in a generation"
         prefix = f"[{self._node}/{rank}] ".encode()
-        out, err = self._consoles
-        stdout = _Stream(generation, stdout_fd, self._path(generation, rank, "stdout"), out, prefix, "stdout")
-        stderr = _Stream(generation, stderr_fd, self._path(generation, rank, "stderr"), err, prefix, "stderr")
+        stdout = _Stream(generation, stdout_fd, self._file(generation, rank, "stdout"), prefix, "stdout")
+        stderr = _Stream(generation, stderr_fd, self._file(generation, rank, "stderr"), prefix, "stderr")
         self._streams[generation, rank] = (stdout, stderr)
         self._post(partial(self._open, stdout))
         self._post(partial(self._open, stderr))
@@ -172,30 +191,34 @@ class WorkerLogs:
         return stderr.tail.lines() or stdout.tail.lines()
 
     def log_file(self, generation: int, rank: int) -> Path | None:
-        """Where the worker's stderr was written, if it was."""
-        path = self._path(generation, rank, "stderr")
-        return path if path is not None and path.exists() else None
+        """Where the stderr of a worker that is attached is written, if it is."""
+        _, stderr = self._streams.get((generation, rank), (None, None))
+        file = stderr.file if stderr is not None else None
+        return file.path if file is not None and file.written else None
 
     def folder(self, generation: int, name: str) -> Path | None:
-        """For what others write beside the logs of a generation; None when there are no files, or no room for it."""
-        if self._directory is None:
+        """For what others write beside the logs of a generation, made soon; None when there are no files."""
+        if self._run is None:
             return None
-        folder = self._directory.absolute() / f"gen{generation}" / name
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            _log.warning("no folder %s: %s", folder, error)
-            return None
+        folder = self._run.path.absolute() / f"gen{generation}" / name
+        self._files.do(partial(_make_folder, folder))
         return folder
 
     def drain(self, generation: int, rank: int, timeout_s: float) -> bool:
-        """Waits until everything that a dead worker wrote has been read. False: not within `timeout_s`.
+        """Waits until everything that a dead worker wrote has been read, and is in its files. False: not within
+        `timeout_s`.
 
-        Does not wait for end-of-file: a grandchild that outlives the worker holds the pipes open.
+        After a late one there is no other wait until the disk answers. Does not wait for end-of-file: a grandchild
+        that outlives the worker holds the pipes open.
         """
-        stdout, stderr = self._streams[generation, rank]
-        self._post(partial(self._drain, stdout))
-        return self._post(partial(self._drain, stderr)).wait(timeout_s)
+        done = threading.Event()
+        for stream in self._streams[generation, rank]:
+            self._post(partial(self._drain, stream))
+        self._post(partial(self._files.do, done.set))
+        if self._late is not None and not self._late.is_set():
+            return done.is_set()
+        self._late = done
+        return done.wait(timeout_s)
 
     def detach_generation(self, generation: int) -> None:
         """Reads what is left, then closes the generation's pipes and files; its tails are forgotten at once."""
@@ -205,7 +228,8 @@ class WorkerLogs:
                 self._post(partial(self._finish, stream))
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Detaches and shows everything; a stuck disk, and then a stuck console, get `timeout_s` each. Once."""
+        """Detaches everything; a stuck disk gets `timeout_s`, and no more. Once."""
+        deadline = time.monotonic() + timeout_s
         for generation in {generation for generation, _ in self._streams}:
             self.detach_generation(generation)
         self._post(self._stop)
@@ -213,19 +237,20 @@ class WorkerLogs:
         if not self._thread.is_alive():
             self._selector.close()
             os.close(self._wake)
-        self._console.close(timeout_s)
+        self._files.close()
+        if not self._files.join(max(0.0, deadline - time.monotonic())):
+            _log.warning("the last lines of the workers may be missing in their files: the disk stands still")
 
-    def _path(self, generation: int, rank: int, name: str) -> Path | None:
-        if self._directory is None:
+    def _file(self, generation: int, rank: int, name: str) -> LogFile | None:
+        if self._run is None:
             return None
-        return self._directory / f"gen{generation}" / f"rank{rank}" / f"{name}.log"
+        path = self._run.path / f"gen{generation}" / f"rank{rank}" / f"{name}.log"
+        return self._files.open(generation, path)
 
-    def _post(self, action: Callable[[], None]) -> threading.Event:
+    def _post(self, action: Callable[[], None]) -> None:
         """Has the reading thread do `action`, after all that was posted before it."""
-        done = threading.Event()
-        self._actions.put((action, done))
+        self._actions.put(action)
         os.eventfd_write(self._wake, 1)
-        return done
 
     # Everything below runs in the reading thread.
 
@@ -240,22 +265,13 @@ class WorkerLogs:
     def _act(self) -> None:
         os.eventfd_read(self._wake)
         while not self._actions.empty():
-            action, done = self._actions.get()
-            action()
-            done.set()
+            self._actions.get()()
 
     def _stop(self) -> None:
         self._stopping = True
 
     def _open(self, stream: _Stream) -> None:
         os.set_blocking(stream.pipe, False)
-        if stream.path is not None:
-            try:
-                stream.path.parent.mkdir(parents=True, exist_ok=True)
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-                stream.file = os.open(stream.path, flags, 0o640)
-            except OSError as error:
-                self._complain(stream, error)
         self._selector.register(stream.pipe, selectors.EVENT_READ, stream)
 
     def _read(self, stream: _Stream) -> int:
@@ -270,7 +286,8 @@ class WorkerLogs:
             self._close(stream)
             return 0
         self._count(stream.name, 0, len(data))
-        self._save(stream, data)
+        if stream.file is not None:
+            self._files.save(stream.file, data)
         self._show(stream, stream.splitter.feed(data))
         return len(data)
 
@@ -293,119 +310,28 @@ class WorkerLogs:
             self._selector.unregister(stream.pipe)
             os.close(stream.pipe)
             stream.pipe = -1
-        self._abandon_file(stream)
-
-    def _save(self, stream: _Stream, data: bytes) -> None:
-        if stream.file < 0:
-            return
-        rest = memoryview(data)
-        try:
-            while rest:
-                rest = rest[os.write(stream.file, rest) :]
-        except OSError as error:
-            self._complain(stream, error)
-            self._abandon_file(stream)
-
-    def _abandon_file(self, stream: _Stream) -> None:
-        if stream.file >= 0:
-            with contextlib.suppress(OSError):  # what a network disk has to say at close was said at write
-                os.close(stream.file)
-            stream.file = -1
-
-    def _complain(self, stream: _Stream, error: OSError) -> None:
-        """One warning for a generation: a full disk is one fact, not one for each rank and stream."""
-        if self._complained == stream.generation:
-            return
-        self._complained = stream.generation
-        _log.warning(
-            "worker log %s is not written: %s; this generation's lines go to the console only where that "
-            "happens: make room or set another --log-dir",
-            stream.path,
-            error.strerror,
-        )
+            if stream.file is not None:
+                self._files.finish(stream.file)
 
     def _show(self, stream: _Stream, lines: list[Line]) -> None:
         if lines:
             self._count(stream.name, len(lines), 0)
+        if self._left_out is not None:
+            lines = [line for line in lines if not line.text.endswith(self._left_out)]
+        if lines:
             stream.tail.add(lines)
-            self._console.write(stream.console, b"".join(stream.prefix + text + b"\n" for text, _ in lines))
+            self._console.show(stream.name, b"".join(stream.prefix + text + b"\n" for text, _ in lines))
 
 
-class _Console:
-    """Whole lines for the agent's stdout and stderr, written in order by a thread that may stand still."""
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _log.warning("no folder %s: %s", folder, error)
 
-    def __init__(self, node: str) -> None:
-        self._node = node
-        self._changed = threading.Condition()
-        self._waiting: deque[tuple[int, bytes]] = deque()
-        self._size = 0  # bytes waiting or being written
-        self._stuck = False
-        self._lost = 0  # lines
-        self._closing = False
-        self._gone: set[int] = set()
-        self._thread = threading.Thread(target=self._serve, name="worker-console", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def write(self, fd: int, lines: bytes) -> None:
-        with self._changed:
-            if not self._stuck:
-                self._stuck = not self._changed.wait_for(self._has_room, _CONSOLE_PATIENCE_S)
-            if self._stuck:
-                self._lost += lines.count(b"\n")
-            else:
-                self._put(fd, lines)
-
-    def close(self, timeout_s: float) -> None:
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join(timeout_s)
-
-    def _has_room(self) -> bool:
-        return self._size < _CONSOLE_MAX
-
-    def _put(self, fd: int, lines: bytes) -> None:
-        self._waiting.append((fd, lines))
-        self._size += len(lines)
-        self._changed.notify_all()
-
-    def _serve(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closing)
-                if not self._waiting:
-                    return
-                fd, lines = self._waiting.popleft()
-            self._write_all(fd, lines)
-            with self._changed:
-                self._size -= len(lines)
-                self._stuck = False
-                self._changed.notify_all()
-                if self._lost:
-                    self._put(
-                        fd,
-                        f"[{self._node}] the console stood still: {self._lost} lines missing here\n".encode(),
-                    )
-                    self._lost = 0
-
-    def _write_all(self, fd: int, lines: bytes) -> None:
-        if fd in self._gone:
-            return
-        rest = memoryview(lines)
-        while rest:
-            try:
-                rest = rest[os.write(fd, rest) :]
-            except BlockingIOError:  # somebody made a shared terminal non-blocking
-                waiting = select.poll()
-                waiting.register(fd, select.POLLOUT)
-                waiting.poll()
-            except OSError as error:
-                self._gone.add(fd)
-                _log.warning(
-                    "workers' output is no longer shown on file descriptor %d: %s; training goes on",
-                    fd,
-                    error.strerror,
-                )
-                return
+def _tidy(run: RunFolder, generation: int) -> None:
+    """A disk that fails here fails the worker logs, too, where it is said."""
+    with contextlib.suppress(OSError):
+        run.hold()
+        run.prune(generation)

@@ -2,24 +2,35 @@
 
 Reports are hints. A datagram that does not decode is counted and dropped, and so is one that comes while the main
 loop has too much to do: training never waits for us.
+
+With one kind comes an open file: the lock of a checkpoint directory (see `worker/ownership.py`), which stays locked
+between two generations, until this process ends or the job begins another run. A thread of its own has these files,
+because to close one may take as long as a disk does not answer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import queue
 import socket
-import threading
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 
-from ...worker.reports import MAX_BYTES, ReportError, decode
+from ...rendezvous.threads import Thread
+from ...worker.reports import MAX_BYTES, LentLock, ReportError, decode
 from ..events import Event, Reported
 
 log = logging.getLogger(__name__)
 
+MAX_LOCKS = 64
+"""Checkpoint directories of one job whose locks are kept."""
+
 
 class ReportReceiver:
-    """One named thread that turns datagrams into events."""
+    """One named thread that turns datagrams into events, and one that keeps locks."""
 
     def __init__(
         self,
@@ -35,33 +46,80 @@ class ReportReceiver:
         self._clock = clock
         self._count_dropped = count_dropped
         self._said = False
+        self._closed = False
+        self._lent: queue.SimpleQueue[tuple[LentLock, list[int]]] = queue.SimpleQueue()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(str(path))
 
     def start(self) -> None:
-        threading.Thread(target=self._receive, name="reports", daemon=True).start()
+        Thread(self._receive, "reports").start()
+        Thread(self._keep_locks, "directory-locks").start()
 
     def close(self) -> None:
+        self._closed = True
         self._socket.close()
 
     def _receive(self) -> None:
         while True:
             try:
-                datagram = self._socket.recv(MAX_BYTES + 1)
+                datagram, lent, flags, _ = self._socket.recvmsg(
+                    MAX_BYTES + 1, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC
+                )
             except OSError:
-                return
+                if self._closed:
+                    return
+                raise
+            descriptors = [number for _, _, raw in lent for number in array("i", raw)]
+            if flags & socket.MSG_CTRUNC:
+                self._drop("the lock of a checkpoint directory: this agent has no descriptors left")
             try:
                 report = decode(datagram)
             except ReportError as error:
                 self._drop("a report that does not decode: %s", error)
+                report = None
+            if isinstance(report, LentLock):
+                self._lent.put((report, descriptors))
+                continue
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if report is None:
                 continue
             if self._has_room():
                 self._post(Reported(report, self._clock()))
             else:
                 self._drop("reports: the agent is too busy")
 
+    def _keep_locks(self) -> None:
+        generation, run = 0, ""
+        kept: dict[tuple[int, int], int] = {}
+        while True:
+            message, unneeded = self._lent.get()
+            if message.generation >= generation:
+                generation, given = message.generation, unneeded
+                unneeded = []
+                if message.run != run:
+                    unneeded, run, kept = list(kept.values()), message.run, {}
+                for descriptor in given:
+                    place = _place_of(descriptor)
+                    if place is None or place in kept or len(kept) == MAX_LOCKS:
+                        unneeded.append(descriptor)
+                    else:
+                        kept[place] = descriptor
+            for descriptor in unneeded:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+
     def _drop(self, why: str, *details: object) -> None:
         self._count_dropped()
         if not self._said:
             self._said = True
             log.warning("dropping " + why + " (said once; later ones are only counted)", *details)
+
+
+def _place_of(descriptor: int) -> tuple[int, int] | None:
+    """Device and inode; None where the file system has forgotten the file."""
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -2,9 +2,9 @@
 
 It ties the worker's life to the agent's (the kernel kills it when the thread that started it ends: start workers
 from the agent's main thread), enters CGROUP (empty: stays in the agent's), which will hold it and all that it starts,
-keeps it to CPUS, like 0,4,8 (empty: the agent's own), and gives the command the signal mask and dispositions of a fresh
-shell, whatever the agent or this interpreter have set. That cannot be done between fork and exec in the agent, where
-Python code may deadlock beside gRPC's threads.
+keeps it to CPUS, like 0,4,8 (empty: the agent's own), and gives the command the signal mask and dispositions that the
+agent was started with, whatever the agent or this interpreter have set since. That cannot be done between fork and exec
+in the agent, where Python code may deadlock beside gRPC's threads.
 
 Exit codes as a shell's: 127 the command was not found, 126 it cannot be run; 1 the agent ended before the tie held, the
 cgroup cannot be entered, or none of the CPUs can be used.
@@ -18,6 +18,8 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+STAY_IGNORED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""What was ignored when the agent was started, as by nohup, its workers ignore, too: under torchrun they do."""
 
 
 def main(agent_pid: int, cpus: str, cgroup: str, command: list[str]) -> int:
@@ -26,7 +28,7 @@ def main(agent_pid: int, cpus: str, cgroup: str, command: list[str]) -> int:
         return _refuse(f"{problem}; not starting {command[0]!r}", 1)
     # Python ignores SIGPIPE and SIGXFSZ, and what is ignored stays so through exec; handlers do not.
     for number in signal.valid_signals():
-        if signal.getsignal(number) == signal.SIG_IGN:
+        if signal.getsignal(number) == signal.SIG_IGN and number not in STAY_IGNORED:
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     try:

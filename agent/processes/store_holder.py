@@ -16,6 +16,9 @@ import socket
 import sys
 from typing import Any
 
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""By this process: a service manager may signal all that it started, while workers in their grace go on."""
+
 READY = b"ready"
 SERVE = b"serve"
 CLOSE = b"close"
@@ -25,7 +28,7 @@ LONGEST_MESSAGE = 4096
 def main(store_kind: Any = None) -> None:
     """Serves until end-of-file. `store_kind` is TCPStore, if it was imported already."""
     # A service manager may signal all that it started: workers in their grace still need the store.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     # Python looks first where this file lies, but the modules here are not to be imported by their bare names.
     here = os.path.dirname(os.path.realpath(__file__))

@@ -22,13 +22,15 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from ...rendezvous.threads import Thread
 from ..events import Event, HolderSpoke
 from .failures import describe_exit
+from .standing import KILLED_S, ends_within
 from .store_holder import CLOSE, LONGEST_MESSAGE, READY, SERVE
 from .workers import Process, Spares, tied
 
@@ -59,6 +61,8 @@ class WorkerStore:
         self._spares = spares
         self._post = post
         self._holder: _Holder | None = None
+        self._undying: list[Process] = []
+        """Killed, and never seen to end."""
         self._serving = False
         self._listener: socket.socket | None = None
         """The served generation's socket until it is handed over."""
@@ -70,7 +74,8 @@ class WorkerStore:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        return (self._holder.pid,) if self._holder is not None else ()
+        holder = (self._holder.pid,) if self._holder is not None else ()
+        return (*holder, *(process.pid for process in self._undying))
 
     def serve(self, listener: socket.socket) -> None:
         """Takes over `listener`, until `close`. Raises OSError when no holder can be started."""
@@ -93,7 +98,8 @@ class WorkerStore:
         if event.message:
             holder.last_words = event.message.decode(errors="replace")
             return ""
-        ended = describe_exit(self._end_holder()).text
+        returncode = self._end_holder()
+        ended = describe_exit(returncode).text if returncode is not None else "it hangs in the kernel"
         self._close_listener()
         words = holder.last_words or f"the process {event.pid} that served it ended: {ended}"
         return f"the workers' store is gone: {words}" if self._serving else ""
@@ -124,9 +130,7 @@ class WorkerStore:
             self._close_listener()
             raise
         self._holder = _Holder(process, ours)
-        threading.Thread(
-            target=self._listen, args=(process.pid, ours), name="worker-store", daemon=True
-        ).start()
+        Thread(partial(self._listen, process.pid, ours), "worker-store").start()
 
     def _start_warm(self, channel: socket.socket) -> Process | None:
         while spare := self._spares.take():
@@ -170,11 +174,14 @@ class WorkerStore:
             self._listener.close()
             self._listener = None
 
-    def _end_holder(self) -> int:
-        """It has nothing to finish. Its return code, if it had one of its own."""
+    def _end_holder(self) -> int | None:
+        """It has nothing to finish. Its return code, if it had one of its own; None when it does not end."""
         assert self._holder is not None
-        os.kill(self._holder.pid, signal.SIGKILL)  # it is our child, and not yet reaped
-        returncode = self._holder.process.wait()
+        process = self._holder.process
+        os.kill(process.pid, signal.SIGKILL)  # it is our child, and not yet reaped
         self._holder.channel.close()
         self._holder = None
-        return returncode
+        if ends_within(process.pid, KILLED_S):
+            return process.wait()
+        self._undying.append(process)
+        return None

@@ -17,24 +17,32 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from ...rendezvous.threads import Thread
 from ..configuration.config import Command
 from ..events import Event, WorkerExited
 from .guard import Guard, cgroup_members, empty_cgroup, find_processes, remove_cgroup
 from .logs import WorkerLogs
+from .standing import KILLED_S, ends_within, has_ended
 
 log = logging.getLogger(__name__)
 
 SHIM = Path(__file__).with_name("shim.py")
 LOCAL_RANK_MACRO = "${local_rank}"
 
+STANDARD_INPUT = 0
+"""The agent's, which reads nothing from it: all its workers share it, as they do under torchrun."""
+
 LEFTOVER_PAUSE_S = 0.02
 """Between two looks for processes that a generation has left behind."""
+
+LEFTOVER_LONGEST_PAUSE_S = 1.0
+"""Between two looks for some that do not die: a look reads all of /proc."""
 
 
 class Process(Protocol):
@@ -112,6 +120,16 @@ def _place(cpus: Sequence[int], cgroup: Path | None) -> tuple[str, str]:
     return ",".join(map(str, cpus)), str(cgroup) if cgroup is not None else ""
 
 
+def _two_pipes() -> tuple[tuple[int, int], tuple[int, int]]:
+    first = os.pipe()
+    try:
+        return first, os.pipe()
+    except OSError:
+        for end in first:
+            os.close(end)
+        raise
+
+
 class WorkerGroup:
     """See the module's docstring. All methods are for the main thread."""
 
@@ -135,7 +153,7 @@ class WorkerGroup:
         self.cold: dict[int, str] = {}
         """Why, of those that did not start from a spare."""
         self.killed = False
-        """Those that were left after the grace were sent SIGKILL."""
+        """Those that were left after the grace, or after a start that failed, were sent SIGKILL."""
         self._incarnation = incarnation
         self._guard = guard
         self._logs = logs
@@ -146,27 +164,30 @@ class WorkerGroup:
         self._processes: dict[int, Process] = {}
         self._asked = False
         self._kill_at: float | None = None
+        self._kills_since: float | None = None
+        """When something here was first sent SIGKILL."""
         self._behind: set[int] = set()
 
     def start(self, command: Command, specs: Sequence[WorkerSpec], spares: Spares) -> None:
-        """Raises OSError when a process cannot be made; those started before it have ended then."""
+        """Raises OSError when a process cannot be made. Those started before it have ended then, but for some that
+        hang in the kernel: `gone` drives them on."""
+        pidfds: dict[int, int] = {}
         try:
             if self._cgroup is not None:
                 self._cgroup.mkdir()
             for spec in specs:
                 self._start_one(command, spec, spares)
-            pidfds = {os.pidfd_open(process.pid): local for local, process in self._processes.items()}
+            for local_rank, process in self._processes.items():
+                pidfds[os.pidfd_open(process.pid)] = local_rank
         except OSError:
-            # No thread would ever hear of their end. They have hardly begun: nothing is lost by not asking them first.
-            for process in self._unreaped():
-                self._signal(process, signal.SIGKILL, group=True)
-            for local_rank in self._processes:
-                self.reap(local_rank)
+            for pidfd in pidfds:
+                os.close(pidfd)
+            self._end_at_once()
             raise
-        threading.Thread(target=self._await_exits, args=(pidfds,), name="worker-exits", daemon=True).start()
+        Thread(partial(self._await_exits, pidfds), "worker-exits").start()
 
     def _start_one(self, command: Command, spec: WorkerSpec, spares: Spares) -> None:
-        (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+        (out, out_end), (err, err_end) = _two_pipes()
         try:
             process = self._start_warm(command, spec, spares, out_end, err_end)
             if process is None:
@@ -180,8 +201,8 @@ class WorkerGroup:
             os.close(err_end)
         self._processes[spec.local_rank] = process
         self.ranks[spec.local_rank] = spec.rank
-        self._guard.watch(process.pid)
         self._logs.attach(self.generation, spec.rank, out, err)
+        self._guard.watch(process.pid, spec.rank)
 
     def _start_warm(
         self, command: Command, spec: WorkerSpec, spares: Spares, out: int, err: int
@@ -202,7 +223,7 @@ class WorkerGroup:
         message = {"start": start, "cpus": cpus, "cgroup": cgroup, "cold": cold}
         while spare := spares.take():
             try:
-                spare.become(message, [out, err])
+                spare.become(message, [STANDARD_INPUT, out, err])
             except OSError:  # it has just ended; as an orphan, it is buried
                 continue
             return spare
@@ -213,11 +234,21 @@ class WorkerGroup:
         return subprocess.Popen(
             tied(command_line(command, spec.local_rank), spec.cpus, self._cgroup),
             env=dict(spec.environment),
-            stdin=subprocess.DEVNULL,
+            stdin=STANDARD_INPUT,
             stdout=out,
             stderr=err,
             start_new_session=True,
         )
+
+    def _end_at_once(self) -> None:
+        """Of a start that has failed: there is no thread to notice these ends, and nothing that is lost by them."""
+        if not self._processes:
+            return
+        self._kill()
+        deadline = self._clock() + KILLED_S
+        for local_rank, process in self._processes.items():
+            if ends_within(process.pid, max(0.0, deadline - self._clock())):
+                self.reap(local_rank)
 
     def _await_exits(self, pidfds: dict[int, int]) -> None:
         poll = select.poll()
@@ -240,6 +271,10 @@ class WorkerGroup:
     def pids(self) -> Collection[int]:
         """Of all workers, the ended ones too."""
         return [process.pid for process in self._processes.values()]
+
+    def pid(self, local_rank: int) -> int:
+        """Also the number of its session."""
+        return self._processes[local_rank].pid
 
     @property
     def running(self) -> int:
@@ -272,10 +307,9 @@ class WorkerGroup:
         """Drive the stop on, and say whether nothing of this generation is left on this node."""
         if self.running:
             if self._kill_at is not None and self._clock() >= self._kill_at:
-                self.killed = True
-                for process in self._unreaped():
-                    self._signal(process, signal.SIGKILL, group=True)
-                self._kill_at = self._clock() + 1.0
+                if self.killed:
+                    self._tell_unheard_ends()
+                self._kill()
             return False
         sessions = self.pids
         leftovers = find_processes(
@@ -284,7 +318,7 @@ class WorkerGroup:
         for pid in leftovers:
             try:
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
+            except OSError:  # it has just ended, or it is another user's, as those of sudo are
                 pass
         held = cgroup_members(self._cgroup) if self._cgroup is not None else ()
         if (behind := {*leftovers, *held}) and behind != self._behind:
@@ -292,6 +326,7 @@ class WorkerGroup:
         self._behind = behind
         empty = self._cgroup is None or empty_cgroup(self._cgroup)
         if leftovers or not empty:
+            self._count_from_now()
             return False
         if self._cgroup is not None:
             remove_cgroup(self._cgroup)
@@ -299,11 +334,43 @@ class WorkerGroup:
             self._guard.forget(session)
         return True
 
+    @property
+    def kill_at(self) -> float | None:
+        """When those that still run are killed; None when that is not known, or there are none."""
+        return self._kill_at if self.running else None
+
     def wake_at(self) -> float | None:
         """When `gone` next has something to do without an exit."""
         if self.running:
             return self._kill_at
-        return self._clock() + LEFTOVER_PAUSE_S
+        killing_s = self.killing_s()
+        return self._clock() + min(max(LEFTOVER_PAUSE_S, killing_s / 10), LEFTOVER_LONGEST_PAUSE_S)
+
+    def killing_s(self) -> float:
+        """How long ago the first SIGKILL was sent here; 0 when none was."""
+        return self._clock() - self._kills_since if self._kills_since is not None else 0.0
+
+    def undying(self) -> Collection[int]:
+        """What is left after SIGKILL and has not ended, as far as it is known."""
+        return {*(process.pid for process in self._unreaped() if not has_ended(process.pid)), *self._behind}
+
+    def _kill(self) -> None:
+        """All workers that are left, and again after a second."""
+        self.killed = True
+        self._count_from_now()
+        for process in self._unreaped():
+            self._signal(process, signal.SIGKILL, group=True)
+        self._kill_at = self._clock() + 1.0
+
+    def _count_from_now(self) -> None:
+        if self._kills_since is None:
+            self._kills_since = self._clock()
+
+    def _tell_unheard_ends(self) -> None:
+        """What was killed a second ago has ended; the thread that tells so may be missing."""
+        for local_rank, process in self._processes.items():
+            if local_rank not in self.returncodes and has_ended(process.pid):
+                self._post(WorkerExited(self.generation, local_rank, self._clock()))
 
     def _unreaped(self) -> list[Process]:
         return [process for local, process in self._processes.items() if local not in self.returncodes]

@@ -177,8 +177,8 @@ class AgentsDoor(Door):
             )
         return CannotShow(
             StatusCode.NO_ANSWER,
-            f"nobody listens at {', '.join(map(str, agents))}: the agent has ended, or its address is another. It is "
-            f"in the agent's log, behind 'metrics, /healthz, /readyz and /node at'; or {store}",
+            f"no process listens at {', '.join(map(str, agents))}: the agent has ended, or its address is another. It "
+            f"is in the agent's log, behind 'metrics, /healthz, /readyz and /node at'; or {store}",
         )
 
     def _problem(self, http: Endpoint, how: Silence) -> str:

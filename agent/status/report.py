@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...health.checks import told_otherwise
+from ...rendezvous import blame
 from ...rendezvous.records import CauseKind, Endpoint, Member, NodeRecord, Phase, Restarts, Result, World
 from ...rendezvous.restarts import RestartPolicy
 from .doors import Answer, Found, Silence
@@ -184,8 +186,18 @@ def report(found: Found, answers: Mapping[str, Answer], silent_for: Mapping[str,
         else "",
         complete=job.complete,
         nodes=nodes,
-        notes=found.notes,
+        notes=(*found.notes, *_differences(job)),
     )
+
+
+def _differences(job: JobStatus) -> Iterable[str]:
+    """Whom the world leaves out, and who was told something else than the job goes by."""
+    world = job.world
+    if world is None or world.phase is Phase.ENDED:
+        return
+    for one in world.aside:
+        yield f"node {one.node} is {blame.in_words(one)}"
+    yield from told_otherwise(world, job.nodes)
 
 
 def _nodes(
@@ -260,7 +272,8 @@ def _restarts(world: World | None, spokesman: NodeStatus | None) -> RestartRepor
     used = world.restarts if world is not None else Restarts()
     if spokesman is None:
         return RestartReport(used.failures, used.fruitless)
-    limit, backoff_s = spokesman.max_restarts, spokesman.backoff_s
+    limit = spokesman.max_restarts if world is None else world.max_restarts(spokesman.max_restarts)
+    backoff_s = spokesman.backoff_s
     return RestartReport(used.failures, used.fruitless, limit, known=True, backoff_s=backoff_s)
 
 

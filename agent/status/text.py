@@ -29,7 +29,7 @@ _COLOURS = {
 """By state; every other one is on its way to somewhere."""
 
 _ABSENCE = {
-    Silence.REFUSED: "nobody listens at {http}: its agent has ended",
+    Silence.REFUSED: "no process listens at {http}: its agent has ended",
     Silence.REPLACED: "another life of its agent answers at {http}",
     Silence.SILENT: "no answer from {http}: it stands still, or cannot be reached from here",
     Silence.STRANGE: "what answers at {http} is another program, or another version of elastic-agent",

@@ -37,6 +37,7 @@ from ...rendezvous.errors import RendezvousError, StoreError
 from ...rendezvous.follow import Refusal
 from ...rendezvous.records import NodeRecord, Phase, Result
 from ...rendezvous.store import Store
+from ...rendezvous.threads import Thread
 from ..configuration.config import Config
 from ..exits import CannotStart
 from ..machine.addresses import unique_node_id
@@ -180,6 +181,7 @@ class EtcdV3Handler(RendezvousHandler):
             rendezvous.last_call_s,
             rendezvous.join_timeout_s,
             store_outlives_job=True,
+            runs_again=True,
             restarts=NEVER_GIVE_UP,
         )
         membership = Membership(
@@ -230,19 +232,19 @@ class EtcdV3Handler(RendezvousHandler):
         return meeting.store
 
 
-class _Meeting(threading.Thread):
+class _Meeting(Thread):
     """Opens the store of one world and waits there for all its nodes. A thread, because a connection to a machine
     that has just died blocks, and torch offers no way to end that."""
 
     def __init__(self, place: Place, wake: Callable[[], None]) -> None:
-        super().__init__(name="worker-store", daemon=True)
+        super().__init__(self._meet, "worker-store", wake)
         self.store: TorchStore | None = None
         self.problem = ""
         self.abandoned = threading.Event()
         self._place = place
         self._wake = wake
 
-    def run(self) -> None:
+    def _meet(self) -> None:
         try:
             store = self._open()
             if self._all_are_there(store):
@@ -288,7 +290,7 @@ def _refusal(status: Status) -> Exception:
     if status.problem or status.leave is None:
         return RendezvousStateError(status.problem)
     why, text = status.leave.why, in_torchruns_words(status.leave.reason)
-    if why is Refusal.JOIN_TIMEOUT:
+    if why in (Refusal.JOIN_TIMEOUT, Refusal.STORE_AWAY):
         return RendezvousTimeoutError(text)
     if isinstance(why, Result):
         return RendezvousClosedError(f"the job has ended: {text}")

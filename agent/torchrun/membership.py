@@ -4,13 +4,16 @@ A thread drives the `Participant`, as the main loop does for workers of our own.
 a world when it has no workers, and *gives it back*, saying how they ended, when they are gone. It asks whether they
 must end whenever it likes: the answer lies ready in a frozen `Status`.
 
-Invariant: only the thread touches the participant. Whoever else asks never waits for the store.
+Invariants: only the thread touches the participant. Whoever else asks never waits for the store. The lease is renewed
+only while the thread turns (`heartbeat`): one that has ended or stands still hears of no other world, and torchrun's
+agent is told to end the workers.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
+import math
 import queue
 import random
 import socket
@@ -24,6 +27,7 @@ from ...rendezvous.decide import Decision, Policy, View, decide
 from ...rendezvous.errors import StoreError, StoreUnavailable
 from ...rendezvous.follow import Drain, Leave, Start, Stop
 from ...rendezvous.participant import Participant
+from ...rendezvous.proof import LEASE_MARGIN
 from ...rendezvous.records import (
     MAX_TEXT,
     WORLD_KEY,
@@ -39,13 +43,18 @@ from ...rendezvous.records import (
 )
 from ...rendezvous.restarts import LASTING_S, RestartPolicy
 from ...rendezvous.store import Compare, Put, Store
+from ...rendezvous.threads import Thread
 from ..events import Event, StoreGone
+from ..heartbeat import Heartbeat
 from ..store_link import StoreLink, pass_on
 
 log = logging.getLogger(__name__)
 
 NEVER_GIVE_UP = RestartPolicy(max_failures=sys.maxsize)
 """torchrun counts its restarts itself, and closes the job when they are used up. The back-off is ours."""
+
+TURNS_EVERY_S = 1.0
+"""At least, so that waiting for events can be told from standing still."""
 
 LONGEST_TURN_S = 5.0
 """For the thread to end: it waits for nothing but events."""
@@ -146,8 +155,15 @@ class Membership:
             identity, policy, lease_ttl_s=lease_ttl_s, rng=rng, now=clock(), decision=decide_for_torchrun
         )
         self._participant.warmed()
-        self._link = StoreLink(store, lease_ttl_s, self._events.put, clock, rng)
-        self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
+        self._heartbeat = Heartbeat(
+            lease_ttl_s,
+            lambda: self._link.confirmed_at + LEASE_MARGIN * lease_ttl_s,
+            self._stands_still,
+            clock,
+            "the rendezvous thread",
+        )
+        self._link = StoreLink(store, lease_ttl_s, self._events.put, clock, rng, self._turns)
+        self._thread = Thread(self._run, "rendezvous", self._ended)
         self._changed = threading.Condition()
         self._status = Status()
         self._wanted = False
@@ -160,6 +176,9 @@ class Membership:
     def start(self) -> None:
         self._link.start()
         self._thread.start()
+        self._heartbeat.start(
+            lambda: self._stands_still("the thread that watches the rendezvous thread has failed")
+        )
 
     @property
     def status(self) -> Status:
@@ -204,6 +223,7 @@ class Membership:
         """Leave at once: nobody waits for the lease to expire."""
         self._events.put(_Closed())
         self._thread.join(LONGEST_TURN_S)
+        self._heartbeat.close()
         self._link.close()
         lease = self._participant.lease
         try:
@@ -217,27 +237,41 @@ class Membership:
     # ---------------------------------------------------------------- the thread
 
     def _run(self) -> None:
-        try:
-            while not self._problem:
-                wake_at = self._turn()
-                timeout_s = None if wake_at is None else max(0.0, wake_at - self._clock())
-                try:
-                    events = [self._events.get(timeout=timeout_s)]
-                    while not self._events.empty():
-                        events.append(self._events.get())
-                except queue.Empty:
-                    continue
-                for event in events:
-                    self._hear(event)
-        except Exception as error:
-            log.exception("the rendezvous thread has ended")
-            self._problem = f"the rendezvous thread has ended: {error!r}"
-        self._publish(replace(self._status, problem=self._problem))
+        while not self._problem:
+            wake_at = self._turn()
+            pause_s = math.inf if wake_at is None else max(0.0, wake_at - self._clock())
+            try:
+                events = [self._events.get(timeout=min(TURNS_EVERY_S, pause_s))]
+                while not self._events.empty():
+                    events.append(self._events.get())
+            except queue.Empty:
+                continue
+            for event in events:
+                self._hear(event)
+        self._ended()
+
+    def _ended(self) -> None:
+        """By itself, because it failed or could not even begin, or it counts as ended."""
+        self._heartbeat.close()
+        problem = self._problem or "the rendezvous thread has failed; the log says why"
+        self._publish(replace(self._status, problem=problem))
+
+    def _turns(self) -> bool:
+        """For any thread."""
+        return self._heartbeat.turning and not self._status.problem
+
+    def _stands_still(self, problem: str) -> None:
+        """In the thread that watches. Should this thread turn again, it ends: its lease may be another's by then."""
+        self._problem = problem.partition("\n")[0]
+        self._ended()
+        log.error("%s", problem)  # at last: where it is written may be what the other one waits for
 
     def _turn(self) -> float | None:
         """Do all that can be done now; the instant at which there is more to do."""
         now = self._clock()
         participant = self._participant
+        has_workers = self._place is not None and not self._status.stop
+        self._heartbeat.turned(participant.good_until(now) if has_workers else None)
         while True:
             request = participant.request(now)
             if request is not None:
@@ -268,6 +302,7 @@ class Membership:
                 order.reason if isinstance(order, Stop) else "",
                 self._is_finishing(now),
                 order if isinstance(order, Leave) else None,
+                self._problem,
             )
         )
         return min((at for at in instants if at is not None and at > now), default=None)
@@ -298,7 +333,7 @@ class Membership:
             if event.place is self._place:
                 self._end(event.place, event.end)
         elif isinstance(event, StoreGone):
-            self._problem = str(event.error)
+            self._problem = event.reason
         else:
             pass_on(event, self._participant, now)
 

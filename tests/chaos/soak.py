@@ -3,13 +3,17 @@
 Every fault waits until each rank has done a few new steps in the generation that followed the one before: nothing is
 timed. The job needs all three nodes, so that every world has the same size and the result does not depend on the
 faults. An agent that was killed is started again at once, as a service manager would. So is one that was asked to
-leave, when it has: meanwhile the others wait for it, and hold the state that all go on with.
+leave, when it has: meanwhile the others wait for it, and hold the state that all go on with. For root each agent has a
+`/dev/shm` of its own, which others may fill: that ends nothing, until a worker is killed, too.
+
+Nobody reads the console of one of the nodes, from the first word to the last.
 
 A fault that hit nothing makes the run invalid, which fails it, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
 import os
@@ -17,11 +21,12 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_agent.agent.exits import DrainCode, ExitCode
+from tests.consoles import full_pipe
 from tests.etcd_servers import EtcdCluster
 from tests.system.etcd_jobs import agent_of
 from tests.system.harness import Agent, Generation, Job, Record, family, look_at
@@ -35,6 +40,9 @@ PATIENCE_S = 60.0
 STEP_S = 0.01
 MOST_STEPS = 20
 """Between two faults; at least so many that a checkpoint is among them."""
+_MOUNT = 'mount -t tmpfs -o size=8m tmpfs /dev/shm && exec "$@"'
+OWN_MEMORY = ("unshare", "-m", "sh", "-c", _MOUNT, "sh") if os.geteuid() == 0 else ()
+"""Words before an agent's command, which keep its pid."""
 PRELOAD = "--preload=default"
 OPTIONS = (PRELOAD, "--nnodes=3", "--max-restarts=1000000", "--last-call=0")
 
@@ -45,10 +53,16 @@ class Kind(enum.Enum):
     NODE = "all processes of a node are killed, and its agent is started again"
     SIGTERM = "an agent is asked to leave by SIGTERM, and started again"
     DRAIN = "a node is asked to leave by elastic-agent drain, and its agent started again"
+    FULL = "others fill the memory of a node, and only then a worker there is killed"
 
     @property
     def planned(self) -> bool:
         return self in (Kind.SIGTERM, Kind.DRAIN)
+
+    @property
+    def on_top(self) -> bool:
+        """Not one of the kills that were asked for."""
+        return self.planned or self is Kind.FULL
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +77,14 @@ class Fault:
 
 
 def plan(seed: int, kills: int) -> list[Fault]:
-    """So many kills, half of them of workers, and one planned change more for every five of them.
+    """So many kills, half of them of workers; for every five one planned change more, for every ten a full memory.
 
     Of kills every kind is there if there are three or more, of planned changes if there are six or more kills.
     """
     rng = random.Random(seed)
     kinds = [(Kind.WORKER, Kind.AGENT, Kind.NODE, Kind.WORKER)[number % 4] for number in range(kills)]
     kinds += [(Kind.SIGTERM, Kind.DRAIN)[number % 2] for number in range(math.ceil(kills / 5))]
+    kinds += [Kind.FULL] * math.ceil(kills / 10) if OWN_MEMORY else []
     rng.shuffle(kinds)
     return [Fault(kind, rng.choice(NODES), rng.randint(SAVE_EVERY + 1, MOST_STEPS)) for kind in kinds]
 
@@ -80,11 +95,18 @@ class Soak:
     def __init__(self, job: Job, etcd: EtcdCluster, seed: int, faults: Sequence[Fault]) -> None:
         self._job, self._seed, self._faults = job, seed, faults
         endpoints = ",".join(f"{host}:{port}" for host, port in etcd.endpoints)
+        self._deaf = random.Random(seed).choice(NODES)
+        """Nobody reads what this node's agents say: their console stands still from the first word on."""
         self._store = (f"--rdzv-endpoint=etcd://{endpoints}", f"--rdzv-id={job.id}")
         job.use_etcd(etcd)
 
     def run(self) -> dict[int, Fault]:
         """All faults, and then to the end of the training. Returns by which fault each generation was ended."""
+        with full_pipe() as console:
+            self._console = console.write
+            return self._run()
+
+    def _run(self) -> dict[int, Fault]:
         for node in NODES:
             self._start(node)
         before, ended = 0, {}
@@ -106,7 +128,19 @@ class Soak:
         generation = self._job.wait_for(lambda: self._trained(fault, before), str(fault), PATIENCE_S)
         assert generation is not None
         if fault.kind is Kind.WORKER:
-            kill_all([generation.pid(generation.rank_on(fault.node))])
+            self._kill_worker(generation, fault.node)
+            return generation.number
+        if fault.kind is Kind.FULL:
+            with full_memory(agent_of(self._job, fault.node).pid):
+                self._wait_for_steps(generation, SAVE_EVERY + 1)
+                self._kill_worker(generation, fault.node)
+                self._job.wait_for(
+                    lambda: (
+                        len(self._job.history(what="load", generation=generation.number + 1)) == len(NODES)
+                    ),
+                    "all to load with a full memory",
+                    PATIENCE_S,
+                )
             return generation.number
         agent = agent_of(self._job, fault.node)
         if fault.kind.planned:
@@ -122,6 +156,26 @@ class Soak:
         self._start(fault.node)
         return generation.number
 
+    def _kill_worker(self, generation: Generation, node: str) -> None:
+        kill_all([generation.pid(generation.rank_on(node))])
+
+    def _wait_for_steps(self, generation: Generation, more: int) -> None:
+        """Until every rank has gone on for so many; fails when another generation begins."""
+        before = self._steps_done(generation)
+
+        def gone_on() -> bool:
+            assert self._job.generations()[-1].number == generation.number, "a full memory ended a generation"
+            return self._steps_done(generation) >= before + more
+
+        self._job.wait_for(gone_on, "steps while the memory is full", PATIENCE_S)
+
+    def _steps_done(self, generation: Generation) -> int:
+        """In this generation by every rank."""
+        return min(
+            len(self._job.history(what="step", generation=generation.number, rank=rank))
+            for rank in range(len(NODES))
+        )
+
     def _drain(self, node: str) -> None:
         command = [sys.executable, "-m", "elastic_agent", "drain", node, *self._store]
         drain = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
@@ -130,26 +184,37 @@ class Soak:
     def _trained(self, fault: Fault, before: int) -> Generation | None:
         """The newest generation, when it follows the one before and every rank has done its steps there."""
         for newest in self._job.generations()[-1:]:
-            done = [
-                len(self._job.history(what="step", generation=newest.number, rank=rank))
-                for rank in range(len(NODES))
-            ]
-            if newest.number > before and min(done) >= fault.after_steps:
+            if newest.number > before and self._steps_done(newest) >= fault.after_steps:
                 return newest
         return None
 
     def _start(self, node: str) -> Agent:
         script = (SCRIPT, self._job.folder, "0", str(STEP_S))
-        return self._job.join(node, *OPTIONS, script=script, environment={"OMP_NUM_THREADS": "1"})
+        environment = {"OMP_NUM_THREADS": "1"}
+        console = self._console if node == self._deaf else None
+        return self._job.join(
+            node, *OPTIONS, script=script, environment=environment, enter=OWN_MEMORY, console=console
+        )
 
     def _where(self, number: int, fault: Fault, error: str) -> str:
         logs = "\n".join(
             f"--- agent {node}\n" + "\n".join(agent_of(self._job, node).text.splitlines()[-25:])
             for node in NODES
         )
-        kills = sum(not fault.kind.planned for fault in self._faults)
+        kills = sum(not fault.kind.on_top for fault in self._faults)
         again = f"SOAK_SEED={self._seed} SOAK_KILLS={kills}"
         return f"{again}, fault {number} ({fault}): {error}\n{logs}"
+
+
+@contextlib.contextmanager
+def full_memory(agent: int) -> Iterator[None]:
+    """Others have taken all that was left of this agent's `/dev/shm`."""
+    others = Path(f"/proc/{agent}/root/dev/shm/others")
+    with open(others, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    yield
+    others.unlink()
 
 
 def kill_all(pids: Iterable[int]) -> None:
@@ -168,10 +233,10 @@ def kill_all(pids: Iterable[int]) -> None:
 def most_lost(fault: Fault | None) -> int:
     """How many steps that all have finished may be done again.
 
-    None when a worker dies, as the others save just in time, nor in a planned change. With an agent the memory of its
-    node is gone, too, and an older state may be the newest that is whole.
+    None when a worker dies, as the others save just in time, also beside a full memory; nor in a planned change. With
+    an agent the memory of its node is gone, too, and an older state may be the newest that is whole.
     """
-    return 0 if fault is not None and (fault.kind is Kind.WORKER or fault.kind.planned) else SAVE_EVERY
+    return 0 if fault is not None and (fault.kind is Kind.WORKER or fault.kind.on_top) else SAVE_EVERY
 
 
 def mistakes(history: Sequence[Record], most_lost: Callable[[int], int]) -> list[str]:

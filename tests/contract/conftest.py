@@ -95,6 +95,6 @@ def c10d_host() -> Iterator[tuple[C10dHost, int]]:
 
 @pytest.fixture(scope="session")
 def shared_etcd() -> Iterator[EtcdCluster]:
-    """For all tests that do it no harm. The contract writes large transactions."""
-    with etcd_cluster(args=("--max-txn-ops", "1000")) as cluster:
+    """For all tests that do it no harm, with its default limits."""
+    with etcd_cluster() as cluster:
         yield cluster

@@ -18,6 +18,7 @@ import pytest
 
 from elastic_agent.health.families import CONTENT_TYPE
 from elastic_agent.health.http import NODE_PATH, HealthServer, Limits, Probe
+from elastic_agent.rendezvous.threads import Thread
 
 PATIENCE_S = 30.0  # a deadline for waiting, far beyond what any of these tests needs
 HUGE = b"x" * 16_000_000  # more than the buffers of both sockets hold
@@ -56,6 +57,7 @@ def server(agent: Agent) -> Iterator[HealthServer]:
         lambda: agent.live,
         lambda: agent.ready,
         agent.pages,
+        Thread,
         clock=lambda: agent.now_s,
     )
     server.start()
@@ -322,7 +324,13 @@ def test_a_client_that_never_closes_after_its_answer_is_closed(server: HealthSer
 def test_with_the_real_clock_a_silent_client_is_closed_without_any_other_traffic() -> None:
     probe = Probe(True, "ok")
     server = HealthServer(
-        listening_socket(), lambda: b"", lambda: probe, lambda: probe, {}, limits=Limits(lifetime_s=0.05)
+        listening_socket(),
+        lambda: b"",
+        lambda: probe,
+        lambda: probe,
+        {},
+        Thread,
+        limits=Limits(lifetime_s=0.05),
     )
     server.start()
     try:
@@ -447,7 +455,7 @@ def test_memory_does_not_grow_with_garbage(server: HealthServer) -> None:
 def test_close_ends_the_thread_and_frees_the_port_and_every_descriptor(agent: Agent) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     server = HealthServer(
-        listening_socket(), lambda: b"", lambda: agent.live, lambda: agent.ready, agent.pages
+        listening_socket(), lambda: b"", lambda: agent.live, lambda: agent.ready, agent.pages, Thread
     )
     server.start()
     assert any(thread.name == "health-http" for thread in threading.enumerate())
@@ -465,7 +473,7 @@ def test_close_ends_the_thread_and_frees_the_port_and_every_descriptor(agent: Ag
 def test_a_server_that_was_never_started_closes_too(agent: Agent) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     server = HealthServer(
-        listening_socket(), lambda: b"", lambda: agent.live, lambda: agent.ready, agent.pages
+        listening_socket(), lambda: b"", lambda: agent.live, lambda: agent.ready, agent.pages, Thread
     )
     server.close()
     server.close()
@@ -482,7 +490,7 @@ def test_a_hanging_callback_does_not_keep_the_agent_from_stopping() -> None:
 
     probe = Probe(True, "ok")
     server = HealthServer(
-        listening_socket(), hang, lambda: probe, lambda: probe, {}, limits=Limits(lifetime_s=0.05)
+        listening_socket(), hang, lambda: probe, lambda: probe, {}, Thread, limits=Limits(lifetime_s=0.05)
     )
     server.start()
     with connect(server) as client:
@@ -526,6 +534,7 @@ def test_a_client_that_leaves_the_queue_does_not_keep_the_next_waiting(agent: Ag
         lambda: agent.live,
         lambda: agent.ready,
         agent.pages,
+        Thread,
         clock=lambda: clock_that_ends_no_pause,
     )
     server.start()
@@ -537,7 +546,7 @@ def test_a_client_that_leaves_the_queue_does_not_keep_the_next_waiting(agent: Ag
 
 def test_its_thread_cannot_be_caught_in_accept(agent: Agent) -> None:
     bind = listening_socket()
-    server = HealthServer(bind, lambda: b"", lambda: agent.live, lambda: agent.ready, agent.pages)
+    server = HealthServer(bind, lambda: b"", lambda: agent.live, lambda: agent.ready, agent.pages, Thread)
     assert not bind.getblocking()
     server.close()
 
@@ -573,7 +582,9 @@ def test_a_client_whose_socket_is_not_ready_after_all_is_answered_when_it_is(age
     bind = FalseAlarms()
     bind.bind(("127.0.0.1", 0))
     bind.listen()
-    server = HealthServer(bind, lambda: b"up 1\n", lambda: agent.live, lambda: agent.ready, agent.pages)
+    server = HealthServer(
+        bind, lambda: b"up 1\n", lambda: agent.live, lambda: agent.ready, agent.pages, Thread
+    )
     server.start()
     try:
         assert_answers(server)
@@ -593,13 +604,7 @@ def test_without_descriptors_it_rests_and_then_serves_who_waited(
     bind = failing_socket(OSError(errno.EMFILE, "Too many open files"))
     limits = Limits(accept_pause_s=0.02)
     server = HealthServer(
-        bind,
-        lambda: b"up 1\n",
-        lambda: agent.live,
-        lambda: agent.ready,
-        agent.pages,
-        limits,
-        clock,
+        bind, lambda: b"up 1\n", lambda: agent.live, lambda: agent.ready, agent.pages, Thread, limits, clock
     )
     server.start()
     try:

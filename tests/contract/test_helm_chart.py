@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from elastic_agent import __version__
+from elastic_agent.agent.configuration.options import OPTIONS, Source
 from elastic_agent.agent.environment.timeouts import whole_stop_s
 from elastic_agent.agent.exits import ExitCode
 from elastic_agent.agent.run import HOST_LINGERS_S
@@ -116,15 +117,21 @@ def test_the_agent_accepts_its_configuration(case: str, tmp_path: Path) -> None:
         file.write_text("x")
         file.chmod(0o600)
         text = text.replace(f'"{path}"', f'"{file}"')
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "main.py").touch()
+    text = text.replace('"/bin/train"', '"/bin/true"').replace(
+        '"/var/log/elastic-agent"', f'"{tmp_path}/log"'
+    )
+    text = re.sub('(memory-checkpoints) = ".*"', r'\1 = "1MiB"', text)
     config = tmp_path / "agent.toml"
     config.write_text(text)
     given = yaml.safe_load((CHART / f"ci/{case}.yaml").read_text())
-    facts = {**FACTS, "status.podIP": "fd00::3"} if given.get("ipv6") else FACTS
+    facts = {**FACTS, "status.podIP": "::" if given.get("ipv6") else "0.0.0.0"}
     variables = environment(agent_pod(rendered(case)), facts)
     assert variables.pop("ELASTIC_AGENT_CONFIG") == "/etc/elastic-agent/agent.toml"
     ran = subprocess.run(
         [sys.executable, "-m", "elastic_agent", "--config", config, "--check-config"],
-        env={**os.environ, **variables},
+        env={**os.environ, **variables, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=60,
@@ -224,6 +231,19 @@ def test_selectors_find_the_agents_and_nothing_else(case: str) -> None:
             assert any(selector.items() <= other.items() for other in others) is own, manifest["kind"]
 
 
+def test_the_charts_own_etcd_forgets_old_revisions() -> None:
+    [etcd] = of_kind("job-own-etcd", "StatefulSet")
+    command = etcd["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert {"--auto-compaction-mode=periodic", "--auto-compaction-retention=1h"} <= set(command)
+
+
+def test_the_chart_knows_the_options_of_the_agent() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    names = {name for option in OPTIONS if Source.FILE in option.sources for name in option.names}
+    known = {*names, *(name.replace("-", "_") for name in names)}
+    assert schema["properties"]["config"]["propertyNames"]["enum"] == sorted(known)
+
+
 # --- The Job
 
 
@@ -245,9 +265,14 @@ def test_a_job_ends_by_the_agents_exit_codes() -> None:
     another_pod_may_help = set(ExitCode) - set().union(*by_action.values())
     assert another_pod_may_help == {
         ExitCode.SUCCESS,
+        ExitCode.UNLIKE_THE_JOB,
         ExitCode.STORE_LOST,
+        ExitCode.AGENT_FAILED,
         ExitCode.NO_NETWORK,
+        ExitCode.NOT_HERE,
+        ExitCode.UNKILLABLE,
         ExitCode.JOIN_TIMEOUT,
+        ExitCode.LOOP_STUCK,
     }
 
 
@@ -280,6 +305,7 @@ def test_the_pods_of_a_job_meet_at_the_first_of_them() -> None:
         ({"config": {"min_nodes": 2}}, "config.min_nodes: the chart sets this option itself"),
         ({"config": {"etcd-user": "x"}}, "config.etcd-user: the chart sets this option itself"),
         ({"config": {"max-restarts": {"n": 1}}}, "/config/max-restarts"),
+        ({"config": {"lease-tl": "2s"}}, "lease-tl"),
         ({"env": {"ELASTIC_AGENT_NODE_ID": "x"}}, "env.ELASTIC_AGENT_NODE_ID: the chart sets this variable itself"),
         ({"mode": "daemonset"}, "mode daemonset: where do the nodes meet? Set etcd.endpoints"),
         ({"c10d": {"endpoint": "node1:29400"}}, "c10d.endpoint names a node"),

@@ -16,6 +16,7 @@ from elastic_agent.agent.peer_link import MAX_ANSWER_BYTES, PeerLink, find
 from elastic_agent.health.http import NODE_PATH, HealthServer, Probe
 from elastic_agent.rendezvous.peers import Absence, Peer
 from elastic_agent.rendezvous.records import Endpoint, Introduction
+from elastic_agent.rendezvous.threads import Thread
 
 PATIENCE_S = 20.0
 ME = Introduction("a", "a-1", 3, confirmed_s=0.5, whole_s=None)
@@ -25,7 +26,7 @@ ME = Introduction("a", "a-1", 3, confirmed_s=0.5, whole_s=None)
 def agent() -> Iterator[Endpoint]:
     ok = Probe(True, "")
     listener = socket.create_server(("127.0.0.1", 0))
-    server = HealthServer(listener, lambda: b"", lambda: ok, lambda: ok, {NODE_PATH: ME.to_json})
+    server = HealthServer(listener, lambda: b"", lambda: ok, lambda: ok, {NODE_PATH: ME.to_json}, Thread)
     server.start()
     yield Endpoint(*server.address)
     server.close()

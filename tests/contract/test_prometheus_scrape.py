@@ -9,6 +9,7 @@ from pathlib import Path
 
 from elastic_agent.health.http import HealthServer, Probe
 from elastic_agent.health.metrics import Metrics
+from elastic_agent.rendezvous.threads import Thread
 from tests.prometheus_server import prometheus
 
 
@@ -25,7 +26,9 @@ def test_prometheus_scrapes_the_agent_and_answers_queries(tmp_path: Path) -> Non
     )
     metrics.enter_world(generation=7, world_size=4, group_world_size=2, duration_s=0.3)
     ok = Probe(True, "ok")
-    server = HealthServer(socket.create_server(("127.0.0.1", 0)), metrics.render, lambda: ok, lambda: ok, {})
+    server = HealthServer(
+        socket.create_server(("127.0.0.1", 0)), metrics.render, lambda: ok, lambda: ok, {}, Thread
+    )
     server.start()
     target = "{}:{}".format(*server.address)
     config = {

@@ -28,6 +28,7 @@ from elastic_agent.agent.status.pages import JOB_PATH, STATUS_PATH, JobStatus, N
 from elastic_agent.health.http import HealthServer, Probe
 from elastic_agent.rendezvous.records import SCHEMA, WORLD_KEY, Endpoint, NodeRecord, World, line_up, node_key
 from elastic_agent.rendezvous.store import Put, Store
+from elastic_agent.rendezvous.threads import Thread
 from tests.etcd_servers import HOST, EtcdCluster, etcd_cluster
 from tests.unit.test_status_pages import JOB, STATUS, WORLD
 
@@ -47,7 +48,7 @@ class Node:
         ok = Probe(True, "")
         pages = {STATUS_PATH: lambda: self.status.to_json(), JOB_PATH: lambda: self.job.to_json()}
         listener = socket.create_server(("127.0.0.1", 0))
-        self.server = HealthServer(listener, lambda: b"", lambda: ok, lambda: ok, pages)
+        self.server = HealthServer(listener, lambda: b"", lambda: ok, lambda: ok, pages, Thread)
         self.http = Endpoint(*self.server.address)
         self.server.start()
 
@@ -81,7 +82,9 @@ def frozen() -> Iterator[Endpoint]:
 def stranger() -> Iterator[Endpoint]:
     """Another program that speaks HTTP."""
     ok = Probe(True, "")
-    server = HealthServer(socket.create_server(("127.0.0.1", 0)), lambda: b"", lambda: ok, lambda: ok, {})
+    server = HealthServer(
+        socket.create_server(("127.0.0.1", 0)), lambda: b"", lambda: ok, lambda: ok, {}, Thread
+    )
     server.start()
     yield Endpoint(*server.address)
     server.close()
@@ -215,7 +218,7 @@ def test_why_there_is_nothing_to_show(frozen: Endpoint, stranger: Endpoint) -> N
     for door, code, words in (
         (door_to(here=True), StatusCode.NO_AGENT, "--agent HOST:PORT"),
         (door_to(nobody(), here=True), StatusCode.NO_AGENT, "--rdzv-endpoint HOST:PORT"),
-        (door_to(nobody()), StatusCode.NO_ANSWER, "nobody listens"),
+        (door_to(nobody()), StatusCode.NO_ANSWER, "no process listens"),
         (door_to(frozen, timeout_s=SHORT_S), StatusCode.NO_ANSWER, "no answer within 0.3 s"),
         (door_to(stranger), StatusCode.MISMATCH, "another program, or another version"),
     ):

@@ -12,11 +12,21 @@ from dataclasses import dataclass, field
 import pytest
 
 from elastic_agent.rendezvous.c10d import C10dStore
-from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreClosed
+from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreClosed, StoreError
 from elastic_agent.rendezvous.etcd import REQUESTS_PER_TTL, EtcdAccess, EtcdStore
 from elastic_agent.rendezvous.ledger import HISTORY, Ledger
 from elastic_agent.rendezvous.memory import MemoryStore
-from elastic_agent.rendezvous.store import Change, Compare, Delete, Entry, Outcome, Put, Store, Watch
+from elastic_agent.rendezvous.store import (
+    MOST_OPERATIONS,
+    Change,
+    Compare,
+    Delete,
+    Entry,
+    Outcome,
+    Put,
+    Store,
+    Watch,
+)
 from tests.etcd_servers import EtcdCluster
 
 PATIENCE_S = 20.0
@@ -201,6 +211,17 @@ def test_a_state_is_replaced_only_by_who_has_seen_it(
     done = store.transact((Compare(key, seen),), (Put(key, "right"),))
     assert done.succeeded
     assert done.entries == (Entry(key, "right", before, done.revision),)
+
+
+def test_every_store_takes_as_many_operations_as_etcd_and_no_more(
+    store: Store, at: Callable[[str], str]
+) -> None:
+    compares = tuple(Compare(at(f"c{i}"), 0) for i in range(64))
+    deletes = tuple(Delete(at(f"d{i}")) for i in range(63))
+    assert store.transact(compares, (Put(at("k"), "1"), *deletes)).succeeded
+    with pytest.raises(StoreError, match=r"operations"):
+        store.transact(compares, (Put(at("k"), "2"), Delete(at("d63")), *deletes))
+    assert store.read((at("k"),)).entries[0].value == "1"
 
 
 def test_deleting_an_absent_key_changes_nothing(store: Store, at: Callable[[str], str]) -> None:
@@ -426,8 +447,8 @@ def test_a_watch_from_a_forgotten_revision_is_told_to_read_again(
     kind: Kind, store: Store, at: Callable[[str], str]
 ) -> None:
     start = put(store, at("first"))
-    for _ in range(0, HISTORY + 1, 500):
-        store.transact((), tuple(Put(at(f"{n}"), "") for n in range(500)))
+    for _ in range(0, HISTORY + 1, MOST_OPERATIONS):
+        store.transact((), tuple(Put(at(f"{n}"), "") for n in range(MOST_OPERATIONS)))
     if kind.compact is not None:
         kind.compact()
     with pytest.raises(Compacted):
@@ -440,8 +461,8 @@ def test_a_watch_is_not_compacted_by_changes_it_did_not_ask_for(
     store: Store, at: Callable[[str], str]
 ) -> None:
     watch = store.watch((at("mine"),), store.read(()).revision)
-    for _ in range(0, 2 * HISTORY, 500):
-        store.transact((), tuple(Put(at(f"other/{n}"), "") for n in range(500)))
+    for _ in range(0, 2 * HISTORY, MOST_OPERATIONS):
+        store.transact((), tuple(Put(at(f"other/{n}"), "") for n in range(MOST_OPERATIONS)))
         assert watch.next(0.02) == ()
     put(store, at("mine"))
     assert [change.key for change in next_changes(watch)] == [at("mine")]

@@ -99,11 +99,16 @@ def test_the_watchdog_and_the_liveness_probe_have_one_idea_of_stuck() -> None:
     assert seconds(setting("WatchdogSec")) == STUCK_AFTER_S > 3 * HEARTBEAT_S
 
 
+def test_what_could_not_be_killed_is_known_after_a_stop() -> None:
+    assert setting("RuntimeDirectoryPreserve") == "yes"
+
+
 def test_every_exit_code_is_a_success_worth_another_start_or_a_persons() -> None:
     assert setting("Restart") == "on-failure"
     fine = {ExitCode.SUCCESS, *map(int, setting("SuccessExitStatus").split())}
     hopeless = {*map(int, setting("RestartPreventExitStatus").split())}
-    again = {ExitCode.STORE_LOST, ExitCode.NO_NETWORK, ExitCode.JOIN_TIMEOUT}
+    again = {ExitCode.STORE_LOST, ExitCode.NO_NETWORK, ExitCode.NOT_HERE, ExitCode.JOIN_TIMEOUT}
+    again |= {ExitCode.AGENT_FAILED, ExitCode.UNKILLABLE, ExitCode.LOOP_STUCK, ExitCode.UNLIKE_THE_JOB}
     assert fine == {ExitCode.SUCCESS, ExitCode.STOPPED_BY_SIGINT, ExitCode.STOPPED_BY_SIGTERM}
     assert sorted([*fine, *hopeless, *again]) == sorted(ExitCode)
 

@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from elastic_agent.agent.torchrun.creator import BACKEND, create_handler, creator
 from elastic_agent.agent.torchrun.handler import EtcdV3Handler
+from elastic_agent.agent.torchrun.membership import TURNS_EVERY_S
 from elastic_agent.agent.torchrun.parameters import read_parameters
 from elastic_agent.rendezvous.errors import StoreRefused, StoreUnavailable
 from elastic_agent.rendezvous.ledger import Ledger
@@ -344,12 +345,72 @@ def test_what_another_program_wrote_is_a_state_error(
 def test_a_store_that_never_comes_back_stops_the_workers_and_says_so(
     new_node: Callable[..., Node], store: SharedStore
 ) -> None:
-    node = new_node("1")
+    node = new_node("1", join_timeout=3, lease_ttl=1)
     met(node.meet())
     MemoryStore.close(store)
     node.await_stop()
-    with pytest.raises(RendezvousStateError, match="closed"):
+    with pytest.raises(RendezvousTimeoutError, match="the rendezvous store"):
         node.meet().result(PATIENCE_S)
+
+
+# --- The thread that drives the rendezvous
+
+
+def test_a_rendezvous_thread_that_dies_gives_up_its_place(
+    new_node: Callable[..., Node], store: SharedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = new_node("1", lease_ttl=1)
+    met(node.meet())
+    membership = node.handler._membership
+    assert membership is not None
+
+    def die() -> None:
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(membership, "_turn", die)
+    wait_for(lambda: not store.nodes())
+    node.await_stop()
+    with pytest.raises(RendezvousStateError, match="the rendezvous thread has failed"):
+        node.meet().result(PATIENCE_S)
+
+
+def test_a_rendezvous_thread_that_stands_still_gives_up_its_place_for_good(
+    new_node: Callable[..., Node], store: SharedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_agent.agent.heartbeat.STUCK_AFTER_S", 2 * TURNS_EVERY_S)
+    node = new_node("1", lease_ttl=1)
+    met(node.meet())
+    membership, go_on = node.handler._membership, threading.Event()
+    assert membership is not None
+    turn = membership._turn
+
+    def stand_still() -> float | None:
+        go_on.wait()
+        return turn()
+
+    monkeypatch.setattr(membership, "_turn", stand_still)
+    try:
+        wait_for(lambda: not store.nodes())
+        node.await_stop()
+    finally:
+        go_on.set()
+    wait_for(lambda: not membership._thread.is_alive())
+    assert not store.nodes()
+    with pytest.raises(RendezvousStateError, match="has not turned for"):
+        node.meet().result(PATIENCE_S)
+
+
+def test_a_rendezvous_thread_that_waits_for_news_does_not_stand_still(
+    new_node: Callable[..., Node], store: SharedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_agent.agent.heartbeat.STUCK_AFTER_S", 2 * TURNS_EVERY_S)
+    node = new_node("1", lease_ttl=60)
+    met(node.meet())
+    membership = node.handler._membership
+    assert membership is not None
+    quiet_until = time.monotonic() + 3 * TURNS_EVERY_S
+    wait_for(lambda: time.monotonic() > quiet_until)
+    assert not membership.status.problem
 
 
 # --- In a process of its own, on etcd

@@ -223,7 +223,7 @@ def test_a_service_managers_signals_to_all_do_not_take_the_store_from_workers_in
 ) -> None:
     node.serve()
     client = node.client()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         os.kill(node.store.pid or 0, number)
     client.set("key", "value")
     assert client.get("key") == b"value"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
+from elastic_agent.agent.heartbeat import STUCK_AFTER_S
 from elastic_agent.rendezvous.decide import Policy
 from elastic_agent.rendezvous.follow import Start
-from elastic_agent.rendezvous.records import (
-    Phase,
-    World,
-)
+from elastic_agent.rendezvous.records import MAX_RECORD_BYTES, Phase, World, life_of
 from elastic_agent.rendezvous.store import LeaseId
 
 from .node import LEASE_TTL_S, STOPS_IN_S, SimNode
@@ -17,6 +15,12 @@ from .training import INTERVAL, Script, Team
 
 AFTERMATH_S = 15.0
 """What a fault still does after it has healed: leases end, nodes join again."""
+
+
+OVERLAP_S = 4.0
+"""A world that goes on through an outage learns so late that another one has begun."""
+OVERLAP_HOSTED_S = 0.5
+"""And one that does not: what a change takes to be heard."""
 
 
 class PromiseBroken(AssertionError):
@@ -30,6 +34,7 @@ class Checks:
         self.seed = seed
         self.bug = bug
         self.policy = policy
+        self.odd: str | None = None
         self.script = script
         self.tell = tell
         self.now = 0.0
@@ -65,6 +70,7 @@ class Checks:
     def check_world(self, world: World, revision: int) -> None:
         names = " ".join(member.node for member in world.members)
         self.note(f"world {world.generation} {world.phase.value} [{names}] {world.cause.kind.value}")
+        assert len(world.to_json()) <= MAX_RECORD_BYTES, "no node could read it, nor any world after it"
         newest = max(self.worlds, default=0)
         known = self.worlds.get(world.generation)
         if world.phase is Phase.RUNNING:
@@ -77,6 +83,7 @@ class Checks:
                 was = self.ports[endpoint]
                 self.broken("I2", f"generation {world.generation} gets the endpoint of generation {was}")
             self.ports[endpoint] = world.generation
+            self.check_limits(world)
             self.check_warm(world)
             self.worlds[world.generation] = world
             self.world_revisions[world.generation] = revision
@@ -109,6 +116,20 @@ class Checks:
         if ranks != list(range(order.world.size)):
             self.broken("I3", f"ranks {ranks} of generation {generation}")
 
+    def check_limits(self, world: World) -> None:
+        """Those that the job goes by stay as long as the agent of a member is known to live (I11)."""
+        before = self.worlds.get(world.generation - 1)
+        if before is None:
+            return
+        lives = {life_of(member.incarnation) for member in before.members}
+        stay = [member.node for member in world.members if life_of(member.incarnation) in lives]
+        if stay and world.limits != before.limits:
+            self.broken("I11", f"with {stay} still there generation {world.generation} has {world.limits}")
+        if world.limits != before.limits:
+            self.seen["limits changed"] += 1
+        if self.odd is not None and self.odd in stay[:1]:
+            self.seen["another policy coordinates"] += 1
+
     def check_warm(self, world: World) -> None:
         """Those who can go on wait for nobody who is not ready (I8)."""
         before = self.worlds.get(world.generation - 1)
@@ -119,7 +140,8 @@ class Checks:
         nodes = {node.name: node for node in self.nodes}
         came = [(nodes[m.node], m.incarnation.split(".")[0]) for m in world.members if m not in stay]
         cold = [node.name for node, life in came if life == f"{node.name}-{node.lives}" and not node.warm]
-        if len(stay) >= self.policy.min_nodes and cold:
+        assert world.limits is not None
+        if len(stay) >= world.limits.min_nodes and cold:
             self.broken("I8", f"generation {world.generation} waits for {cold}, not warm yet")
 
     def check_load(self, team: Team, step: int) -> None:
@@ -172,6 +194,22 @@ class Checks:
             ):
                 self.broken("I10", f"{node.name} still has workers, and its lease is gone")
 
+    def check_alone(self, world: World) -> None:
+        """I10, for whoever is awake: nobody trains an older generation when this one has begun a while ago.
+
+        Who was taken for dead because its connections were refused hears of it late, and is not looked at; whose main
+        loop stands still besides hears of it never, and is ended for that.
+        """
+        for node in self.nodes:
+            worker = node.worker
+            awake = node.paused is None and self.now > node.resumed_at + 2 * STOPS_IN_S
+            hears_s = 2 * LEASE_TTL_S + (STUCK_AFTER_S / node.rate if node.stuck_at is not None else 0.0)
+            taken_for_dead = self.now < node.rejected_until + hears_s
+            if not (node.running and awake) or worker is None or not worker.alive or taken_for_dead:
+                continue
+            if worker.generation < world.generation and not node.stopping:
+                self.broken("I10", f"{node.name} trains {worker.generation} beside {world.generation}")
+
     def is_cut_off(self, node: SimNode) -> bool:
         """Something has lately stood between the store and every member of this node's world."""
         names = [member.node for member in node.worker.team.world.members] if node.worker is not None else []
@@ -184,7 +222,8 @@ class Checks:
             self.broken("I11", "no world was ever formed")
         world = self.worlds[max(self.worlds)]
         running = {node.name: node.worker.generation for node in self.nodes if node.worker is not None}
-        want = min(len(self.nodes), self.policy.max_nodes)
+        assert world.limits is not None
+        want = min(len(self.nodes), world.limits.max_nodes)
         if len(world.members) != want or set(running) != {member.node for member in world.members}:
             self.broken(
                 "I11", f"after the calm generation {world.generation} runs on {running}, wanted {want} nodes"

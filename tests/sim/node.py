@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from elastic_agent.agent.heartbeat import Silence, Turned, why_stuck
+from elastic_agent.rendezvous.decide import limits_of
 from elastic_agent.rendezvous.drain import WHAT_STANDS, stranded
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavailable
 from elastic_agent.rendezvous.follow import Drain, Leave, Refusal, Start, Stop
 from elastic_agent.rendezvous.participant import Participant
 from elastic_agent.rendezvous.peers import Absence, Finding, Peer
+from elastic_agent.rendezvous.proof import LEASE_MARGIN
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     Endpoint,
     Failure,
+    Introduction,
     NodeRecord,
     StopAt,
 )
 from elastic_agent.rendezvous.requests import (
     Answer,
+    Grant,
     Request,
     Subscription,
 )
@@ -37,6 +42,10 @@ if TYPE_CHECKING:
 
 LEASE_TTL_S = 5.0
 PROBE_TIMEOUT_S = 1.0
+GUARD_KILLS_IN_S = 0.1
+"""The longest that the guard takes when it is told to: it has nothing to notice first."""
+LOOK_S = 0.25
+"""Between two looks of the thread that watches the main loop."""
 STOPS_IN_S = 1.0
 """The longest that workers take to end after they were told to."""
 
@@ -46,10 +55,16 @@ class Link:
     """A node's way to the store, as the nemesis left it."""
 
     cut: bool = False
+    storeless: bool = False
+    """It reaches its peers, but not the store."""
+    peerless: bool = False
+    """It reaches the store, but not its peers."""
     lose_requests: float = 0.0
     lose_replies: float = 0.0
     rejects: bool = False
     """Something between this node and its peers refuses connections, although its agent lives."""
+    walled: bool = False
+    """Something between those that are walled and all others refuses connections; they reach each other."""
     clog_s: float = 0.0
     """Requests hang in the network for so long, and then still arrive: long after their sender gave up."""
 
@@ -61,10 +76,14 @@ class SimNode:
         self.sim = sim
         self.name = name
         self.lives = 0
+        self.leased_in = 0
+        """The life of the store that granted this node's lease."""
         self.port = 0
         self.link = Link()
         self.disturbed_until = -1e9
-        """Its link, or its agent."""
+        """Its way to the store, or its agent: workers that crash and nodes that leave leave the store in sight."""
+        self.rejected_until = -1e9
+        """Its peers may have taken it for dead."""
         self.running = False
         self.paused: list[Callable[[], None]] | None = None
         self.resumed_at = -1e9
@@ -81,6 +100,16 @@ class SimNode:
         sim = self.sim
         self.lives += 1
         self.running, self.paused = True, None
+        self.hosts = sim.hosted and self.name == "n0"
+        if self.hosts:
+            sim.begin_store(self)
+        self.leased_in = sim.store_life
+        self.stuck_at: float | None = None
+        """Since when its main loop does not turn, on its own clock, and what the loop had said of itself."""
+        self.stops_at: float | None = None
+        self.confirmed_at = -1e9
+        self.deaf = False
+        """Its thread at the store is dead, and the agent does not know."""
         self.leaving = self.rescuing = self.warm = False
         self.rescued = 0
         self.memory = 0
@@ -95,10 +124,12 @@ class SimNode:
             self.fresh_port(),
             slots=2,
             http=Endpoint(self.name, 80),
+            limits=limits_of(sim.policy_of(self.name)),
+            hosts_store=self.hosts,
         )
         self.agent = Participant(
             identity,
-            sim.policy,
+            sim.policy_of(self.name),
             lease_ttl_s=LEASE_TTL_S,
             rng=random.Random(sim.rng.random()),
             now=self.clock(),
@@ -124,7 +155,11 @@ class SimNode:
         return self.port
 
     def guarded(self, action: Callable[[], None]) -> Callable[[], None]:
-        """`action` for this life of the agent only, and not while it is paused."""
+        """`action` of the main loop: for this life of the agent only, not while it is paused, never while stuck."""
+        return self.of_this_life(lambda: None if self.stuck_at is not None else action())
+
+    def of_this_life(self, action: Callable[[], None]) -> Callable[[], None]:
+        """`action` of any thread of this agent."""
         life = self.lives
 
         def run() -> None:
@@ -228,6 +263,11 @@ class SimNode:
 
         self.sim.call(self, lambda: self.sim.serve(WHAT_STANDS), read, lambda _: act(None))
 
+    @property
+    def may_leave(self) -> bool:
+        """The host's departure would end the job."""
+        return self.running and self.paused is None and not self.leaving and not self.hosts
+
     def leave(self) -> None:
         """Somebody asks the agent to stop."""
         self.leaving = True
@@ -271,6 +311,8 @@ class SimNode:
 
     def send(self, request: Request) -> None:
         sim = self.sim
+        if self.deaf:
+            return
 
         def reply(answer: Answer) -> None:
             self.agent.answered(request, answer, self.clock())
@@ -280,7 +322,7 @@ class SimNode:
             self.agent.failed(request, error, self.clock())
             self.turn()
 
-        sim.call(self, lambda: sim.serve(request), reply, fail)
+        sim.call(self, lambda: sim.serve(request), reply, fail, grants=isinstance(request, Grant))
 
     def keep_alive(self) -> None:
         lease, asked_at = self.agent.lease, self.clock()
@@ -289,16 +331,71 @@ class SimNode:
         if lease is not None:
 
             def confirmed(_: None) -> None:
-                self.agent.lease_confirmed(lease, asked_at)
-                self.turn()
+                self.confirmed_at = asked_at
+                self.guarded(lambda: heard(lambda: self.agent.lease_confirmed(lease, asked_at)))()
 
             def refused(error: LeaseExpired | StoreUnavailable) -> None:
                 if isinstance(error, LeaseExpired):
-                    self.agent.lease_gone(lease)
-                    self.turn()
+                    self.guarded(lambda: heard(lambda: self.agent.lease_gone(lease)))()
 
-            self.sim.call(self, lambda: self.sim.ledger.keep_alive(lease, self.sim.now), confirmed, refused)
-        self.sim.after(LEASE_TTL_S / 5 / self.rate, self.guarded(self.keep_alive))
+            def heard(what: Callable[[], None]) -> None:
+                what()
+                self.turn()
+
+            self.sim.call(
+                self,
+                lambda: self.sim.ledger.keep_alive(lease, self.sim.now),
+                confirmed,
+                refused,
+                guard=self.of_this_life,
+            )
+        self.sim.after(LEASE_TTL_S / 5 / self.rate, self.of_this_life(self.keep_alive))
+
+    # ------------------------------------------------------------ failures of the agent itself
+
+    def stick(self) -> None:
+        """The main loop stands still, and all other threads go on."""
+        now = self.clock()
+        self.stuck_at = now
+        self.stops_at = self.agent.good_until(now) if self.worker is not None else None
+        self.watch(Silence(Turned(now, self.stops_at), now))
+
+    def watch(self, silence: Silence) -> None:
+        """The thread that watches the main loop, by the real rule."""
+        now = self.clock()
+        proven_until = self.confirmed_at + LEASE_MARGIN * LEASE_TTL_S
+        silence = silence.look(silence.since, proven_until, now, LOOK_S)
+        if why_stuck(silence, LEASE_TTL_S) and self.sim.bug != "a stuck loop is not missed":
+            self.sim.seen["stuck loop ended"] += 1
+            self.fall(GUARD_KILLS_IN_S)
+            return
+        self.sim.after(LOOK_S / self.rate, self.of_this_life(lambda: self.watch(silence)))
+
+    def lose_thread(self) -> None:
+        """The one at the store dies: the agent ends its workers, gives up its lease and ends."""
+        if self.sim.bug == "a dead thread is not missed":
+            self.deaf = True
+            return
+        self.sim.seen["dead thread ended"] += 1
+        lease, worker, life = self.agent.lease, self.worker, self.lives
+        self.fall()
+
+        def give_up() -> None:
+            if lease is not None and self.leased_in == self.sim.store_life:
+                self.sim.ledger.revoke(lease)
+                self.sim.store_changed()
+
+        if self.worker is None or worker is None:
+            give_up()
+        else:
+            self.sim.after(2 * STOPS_IN_S, lambda: give_up() if self.lives == life else None)
+
+    def fall(self, workers_end_in_s: float = 0.5) -> None:
+        """The process ends, and is started again."""
+        self.kill(workers_end_in_s)
+        self.sim.after(
+            self.sim.rng.uniform(1.0, 6.0), lambda life=self.lives: life == self.lives and self.boot()
+        )
 
     def probe(self, peer: Peer) -> None:
         """Ask another node's agent directly, whatever the state of the store."""
@@ -307,15 +404,25 @@ class SimNode:
 
         def find() -> Finding:
             target = next(node for node in sim.nodes if node.name == peer.http.address)
-            if self.link.cut or target.link.cut or target.paused is not None:
+            if self.apart_from(target) or target.paused is not None:
                 return Absence.SILENT
-            if not target.running or target.link.rejects:
+            walled = target.link.walled is not self.link.walled
+            if not target.running or target.link.rejects or walled:
+                world = self.agent.world
+                if walled and world is not None and world.member(self.agent.incarnation) is not None:
+                    target.rejected_until = max(target.rejected_until, sim.now)  # the wall runs through it
+                sim.seen["probe refused by a wall"] += walled
                 sim.seen["probe refused"] += 1
                 return Absence.REFUSED
             return target.introduce()
 
         def hear(finding: Finding) -> None:
-            self.agent.probed(peer, finding, asked_at, self.clock())
+            said_at = asked_at
+            if finding is Absence.SILENT and sim.bug == "silence of a member counts as a yes":
+                generation = self.worker.generation if self.worker is not None else 0
+                finding = Introduction(peer.http.address, peer.incarnation, generation, None, 0.0)
+                said_at = self.clock()  # a yes as old as the question is too old before the next one
+            self.agent.probed(peer, finding, said_at, self.clock())
             self.turn()
 
         def arrive() -> None:
@@ -325,10 +432,18 @@ class SimNode:
 
         sim.after(sim.delay(), arrive)
 
+    def apart_from(self, other: SimNode) -> bool:
+        return any(node.link.cut or node.link.peerless for node in (self, other)) and other is not self
+
     def introduce(self) -> Finding:
         runs = self.worker is not None and not self.stopping
-        return self.agent.introduction(
+        says = self.agent.introduction(
             self.clock(), self.worker.generation if self.worker is not None and runs else 0
+        )
+        return (
+            replace(says, confirmed_s=None)
+            if self.sim.bug == "a member hides that it has the store"
+            else says
         )
 
     def pull_soon(self) -> None:
@@ -341,12 +456,14 @@ class SimNode:
 
     def pull(self, scope: str) -> None:
         """The watch delivers what is in a scope in order and each change once; a cut link only delays it."""
-        if self.watched is None or scope not in self.watched_to:
+        if self.watched is None or scope not in self.watched_to or self.deaf:
             return
-        if self.link.cut or self.sim.store_down:
+        if not self.sim.reaches_store(self):
             self.sim.after(0.3, self.guarded(lambda: self.pull(scope)))
             return
         try:
+            if self.leased_in != self.sim.store_life:
+                raise Compacted("of a lost store")
             changes = self.sim.ledger.changes((scope,), self.watched_to[scope])
         except Compacted:
             self.sim.seen["compacted"] += 1
@@ -358,17 +475,18 @@ class SimNode:
             self.agent.changed(changes, self.clock())
             self.turn()
 
-    def kill(self) -> None:
+    def kill(self, workers_end_in_s: float = 0.5) -> None:
         self.running = False
         self.paused = None
         if self.worker is not None:
-            self.sim.after(self.sim.rng.uniform(0.01, 0.5), lambda worker=self.worker: self.end(worker))
+            end_s = self.sim.rng.uniform(0.01, workers_end_in_s)
+            self.sim.after(end_s, lambda worker=self.worker: self.end(worker))
 
     def resume(self) -> None:
         waiting, self.paused = self.paused or [], None
         self.resumed_at = self.sim.now
         for action in waiting:
-            self.guarded(action)()
+            self.of_this_life(action)()
 
     # ------------------------------------------------------------ its workers
 
@@ -381,7 +499,7 @@ class SimNode:
 
     def hear_step(self, worker: Worker) -> None:
         """What the agent reads in the page that it shares with its worker."""
-        if self.worker is worker and self.running and self.paused is None:
+        if self.worker is worker and self.running and self.paused is None and self.stuck_at is None:
             self.agent.workers_advanced(worker.step)
             if worker.pending and self.sim.script.listens and self.agent.workers_listen(worker.generation):
                 self.turn()

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from elastic_agent.rendezvous.decide import Decision, Policy, Publish, View, decide
-from elastic_agent.rendezvous.errors import LeaseExpired, StoreUnavailable
+from elastic_agent.rendezvous.errors import LeaseExpired, StoreError, StoreUnavailable
 from elastic_agent.rendezvous.ledger import Ledger
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
@@ -41,15 +41,18 @@ from elastic_agent.rendezvous.requests import (
 from elastic_agent.rendezvous.restarts import RestartPolicy
 from elastic_agent.rendezvous.store import Compare, Put
 
-from .checks import AFTERMATH_S, Checks
+from .checks import AFTERMATH_S, OVERLAP_HOSTED_S, OVERLAP_S, Checks
 from .node import LEASE_TTL_S, Link, SimNode
 from .training import CHECKPOINT_KEY, Script, Team
 
+GRACE_S = 12.0
 CALM_AT = 60.0
 PLANS_UNTIL = 95.0
 END_AT = 120.0
 REQUEST_TIMEOUT_S = 1.0
 DRAIN_TIMEOUT_S = 8.0
+OF_AGENTS = ("a stuck loop is not missed", "a dead thread is not missed")
+"""They show where agents themselves fail. Other bugs are looked for where none does: more faults hide the rare ones."""
 BUGS = (
     "restart inside the generation",
     "commit without the fence",
@@ -65,8 +68,19 @@ BUGS = (
     "stop published before all acknowledged",
     "nobody rescues the state of who leaves",
     "a joiner that is not warm is invited",
+    *OF_AGENTS,
+    "each coordinator applies its own limits",
+    "an empty store knows nothing of the last world",
+    "the first world of an empty store waits for nobody",
+    "a world of others does not wait for one that may go on",
+    "a member hides that it has the store",
+    "silence of a member counts as a yes",
+    "a refused connection is proof of an end",
 )
 """Planted on purpose, one at a time: each must be caught, or the checkers prove nothing."""
+OF_HOSTED_STORES = BUGS[-6:-4]
+OF_THE_GRACE = BUGS[-4:]
+"""They show in those runs alone, and so are looked for in no others."""
 
 
 class Simulation(Checks):
@@ -81,19 +95,43 @@ class Simulation(Checks):
             max_nodes=rng.choice((3, size)),
             last_call_s=rng.choice((0.0, 1.0)),
             drain_timeout_s=DRAIN_TIMEOUT_S,
-            store_outage_grace_s=rng.choice((0.0, 8.0)),
+            store_outage_grace_s=rng.choice((0.0, GRACE_S)),
             restarts=RestartPolicy(max_fruitless=10**6, max_backoff_s=1.0),
         )
+        hosted = (rng.random() < 0.3 or bug in OF_HOSTED_STORES) and bug not in OF_THE_GRACE
+        if hosted:
+            policy = replace(policy, store_outage_grace_s=0.0)
+        elif bug in OF_THE_GRACE:
+            policy = replace(policy, store_outage_grace_s=GRACE_S)
+        waits = bug not in (
+            "the first world of an empty store waits for nobody",
+            "a world of others does not wait for one that may go on",
+        )
+        if waits and (hosted or policy.store_outage_grace_s):
+            policy = replace(policy, unheard_s=LEASE_TTL_S)
         super().__init__(seed, bug, policy, Script.draw(rng), tell)
         self.rng = rng
+        self.walls = random.Random(f"walls of {seed}")
+        """Of their own: other faults stay as they are without walls."""
         self.store_down = False
-        self.ledger = Ledger(history=rng.choice((32, 4096)))
+        self.history = rng.choice((32, 4096))
+        self.ledger = Ledger(self.history)
+        self.hosted = hosted
+        """The store is c10d: the first node's agent hosts it, and it is lost with each life of that agent."""
+        self.host: SimNode | None = None
+        self.store_life = 0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = itertools.count()
+        self.odd = rng.choice((None, "n1", "n3"))
+        """A node that was started with other limits than the job's."""
+        self.agents_fail = bug in OF_AGENTS or (bug is None and rng.random() < 0.5)
         for index in range(size):
             self.after(
                 self.rng.uniform(0, 3) if self.rng.random() < 0.5 else 0.05, lambda i=index: self._boot(i)
             )
+
+    def policy_of(self, name: str) -> Policy:
+        return replace(self.policy, min_nodes=1, max_nodes=1) if name == self.odd else self.policy
 
     def _boot(self, index: int) -> None:
         self.nodes.append(SimNode(self, f"n{index}"))
@@ -115,6 +153,7 @@ class Simulation(Checks):
         reply: Callable[..., None],
         fail: Callable[..., None],
         guard: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
+        grants: bool = False,
     ) -> None:
         """A request and its reply, each with its own delay, each possibly lost; one of reply and fail is called.
 
@@ -133,22 +172,27 @@ class Simulation(Checks):
             guard(once)()
 
         def arrive() -> None:
-            if node.link.cut or self.store_down or self.rng.random() < node.link.lose_requests:
+            if not self.reaches_store(node) or self.rng.random() < node.link.lose_requests:
                 self.seen["request lost"] += 1
                 return
             try:
+                if not grants and node.leased_in != self.store_life:
+                    raise LeaseExpired("of a lost store")
                 answer = serve()
-            except LeaseExpired as error:
+            except StoreError as error:
                 self.after(self.delay(), lambda error=error: settle(fail, error))
                 return
             finally:
                 self.store_changed()
-            self.after(self.delay(), lambda: depart(answer))
+            self.after(self.delay(), lambda life=self.store_life: depart(answer, life))
 
-        def depart(answer: object) -> None:
-            if node.link.cut or self.store_down or self.rng.random() < node.link.lose_replies:
+        def depart(answer: object, life: int) -> None:
+            lost = not self.reaches_store(node) or life != self.store_life
+            if lost or self.rng.random() < node.link.lose_replies:
                 self.seen["reply lost"] += 1
                 return
+            if grants:
+                node.leased_in = life
             settle(reply, answer)
 
         clogged_s = self.rng.uniform(0.0, node.link.clog_s)
@@ -157,6 +201,33 @@ class Simulation(Checks):
         self.after(REQUEST_TIMEOUT_S / node.rate, lambda: settle(fail, timeout))
 
     # ------------------------------------------------------------ the store
+
+    def reaches_store(self, node: SimNode) -> bool:
+        if self.store_down or not self.hosted:
+            return not self.store_down and not node.link.cut and not node.link.storeless
+        host = self.host
+        if host is None or not host.running or host.paused is not None:
+            return False
+        return node is host or not (node.link.cut or node.link.storeless or host.link.cut)
+
+    def begin_store(self, host: SimNode) -> None:
+        """An agent that hosts the store begins: what the one before it held is gone, but for its newest world.
+
+        That no call of the old store counts in this one is the client's and the host's doing, and tested there
+        (`tests/contract/test_c10d.py`). Without it hardly a seed breaks a promise: a node whose old numbers mean
+        something here mostly finds its own record missing at its next write, and joins anew.
+        """
+        self.host = host
+        self.store_life += 1
+        checkpoints = self.ledger.read((CHECKPOINT_KEY,), self.now).entries
+        self.ledger = Ledger(self.history, base=self.store_life * 10**6)
+        self.ledger.transact((), tuple(Put(entry.key, entry.value) for entry in checkpoints), self.now)
+        if not self.worlds or self.bug == "an empty store knows nothing of the last world":
+            return
+        self.seen["store replaced"] += 1
+        self.ledger.transact(
+            (), (Put(WORLD_KEY, self.worlds[max(self.worlds)].carried_over().to_json()),), self.now
+        )
 
     def serve(self, request: Request) -> Answer:
         ledger = self.ledger
@@ -174,6 +245,9 @@ class Simulation(Checks):
         if isinstance(request, WriteWorld):
             if outcome.succeeded:
                 self.check_world(request.world, outcome.revision)
+                if request.world.phase is Phase.RUNNING:
+                    late_s = OVERLAP_HOSTED_S if self.hosted else OVERLAP_S
+                    self.after(late_s, lambda: self.check_alone(request.world))
             else:
                 self.seen["world race lost"] += 1
         if isinstance(request, Evict) or (isinstance(request, WriteWorld) and request.evicted):
@@ -230,6 +304,8 @@ class Simulation(Checks):
     # ------------------------------------------------------------ planted decisions
 
     def decision(self, view: View, policy: Policy, now: float) -> Decision:
+        if self.bug == "each coordinator applies its own limits" and view.world is not None:
+            view = replace(view, world=replace(view.world, limits=None))
         if self.bug == "a joiner that is not warm is invited":
             nodes = tuple(replace(node, warm=True) for node in view.nodes)
             view = replace(view, nodes=nodes, warm_since=view.arrivals)
@@ -237,6 +313,11 @@ class Simulation(Checks):
             view = replace(view, nodes=tuple(replace(node, settled=10**9) for node in view.nodes))
             if view.world is not None and view.world.phase is Phase.RUNNING:
                 view = replace(view, nodes=tuple(replace(node, settled=0) for node in view.nodes))
+        members = view.world.members if view.world is not None else ()
+        if self.bug == "a refused connection is proof of an end" and all(
+            member.incarnation in view.evicted for member in members
+        ):
+            policy = replace(policy, unheard_s=0.0)
         decision = decide(view, policy, now)
         if (
             self.bug == "generation number reused"
@@ -265,26 +346,37 @@ class Simulation(Checks):
                     "clog",
                     "reject",
                     "outage",
+                    "island",
                     "crash",
                     "crash",
                 ),
                 *("leave", "leave"),
+                *(("stuck", "thread") if self.agents_fail else ()),
             )
         )
         lasts_s = self.rng.choice((0.2, 2.0, 6.0, 12.0)) * self.rng.uniform(0.5, 1.0)
+        if fault == "island" and self.worlds:
+            members = {member.node for member in self.worlds[max(self.worlds)].members}
+            victims = [node for node in self.nodes if node.name in members]
+            lasts_s = self.rng.uniform(10.0, 18.0)
+        island = fault == "island"
+        walled = island and bool(self.worlds) and self.walls.random() < 0.3
+        keeper = victims[-1] if island and not walled and self.rng.random() < 0.6 else None  # has the store
         self.seen[f"fault {fault}"] += 1
         self.note(f"{fault} {' '.join(node.name for node in victims)} for {lasts_s:.1f} s")
         if fault != "leave":
             self.disturb(lasts_s)
-        if fault == "outage":
+        if fault == "outage" and self.host is not None:
+            self.restart(self.host, self.rng.choice((0.6, 1.0, 4.0)))
+        elif fault == "outage":
             self.store_down = True
             self.outage_until = self.now + lasts_s
             self.after(lasts_s, lambda: setattr(self, "store_down", False))
         for node in victims if fault != "outage" else ():
-            node.disturbed_until = max(node.disturbed_until, self.now + lasts_s)
-            if fault == "kill" and node.running:
-                node.kill()
-                self.after(1.0 + lasts_s, lambda node=node: node.running or node.boot())
+            if fault not in ("crash", "leave") and node is not keeper:
+                node.disturbed_until = max(node.disturbed_until, self.now + lasts_s)
+            if fault == "kill":
+                self.restart(node, 1.0 + lasts_s)
             elif fault == "pause" and node.running and node.paused is None:
                 node.paused = []
                 self.after(lasts_s, lambda node=node, life=node.lives: life == node.lives and node.resume())
@@ -296,21 +388,36 @@ class Simulation(Checks):
                 node.link.lose_replies = self.rng.uniform(0.2, 1.0)
             elif fault == "reject":
                 node.link.rejects = True
+                node.rejected_until = max(node.rejected_until, self.now + lasts_s)
+            elif node is keeper:
+                node.link.peerless = self.rng.random() < 0.5
+            elif fault == "island":
+                node.link.storeless, node.link.walled = True, walled
             elif fault == "clog":
                 node.link.clog_s = self.rng.uniform(1.0, 4.0)
             elif fault == "crash" and node.worker is not None:
                 node.crash(node.worker)
-            elif fault == "leave" and node.running and node.paused is None and not node.leaving:
-                node.leave()
-            if fault in ("cut", "requests", "replies", "clog", "reject"):
+            elif fault == "stuck" and node.running and node.paused is None and node.stuck_at is None:
+                node.stick()
+            elif fault == "thread" and node.running and node.paused is None and node.stuck_at is None:
+                node.lose_thread()
+            elif fault == "leave" and node.may_leave:
+                node.guarded(node.leave)()
+            if fault in ("cut", "requests", "replies", "clog", "reject", "island"):
                 self.after(lasts_s, lambda node=node: setattr(node, "link", Link()))
-        self.after(self.rng.choice((0.05, 1.0, 4.0)) * self.rng.uniform(0.5, 1.5), self.torment)
+        pause_s = lasts_s if fault == "island" else self.rng.choice((0.05, 1.0, 4.0))
+        self.after(pause_s * self.rng.uniform(0.5, 1.5), self.torment)
+
+    def restart(self, node: SimNode, after_s: float) -> None:
+        if node.running:
+            node.kill()
+            self.after(after_s, lambda: node.running or node.boot())
 
     def plan(self) -> None:
         """Nodes leave, and come back, with nothing else going on."""
         if self.now >= PLANS_UNTIL:
             return
-        there = [node for node in self.nodes if node.running and not node.leaving]
+        there = [node for node in self.nodes if node.may_leave]
         most = self.rng.choice((1, 1, 1, 2, len(there)))
         for node in self.rng.sample(there, k=min(len(there), most)):
             self.after(self.rng.choice((0.0, 0.0, 0.5)), node.guarded(node.leave))
@@ -326,14 +433,17 @@ class Simulation(Checks):
             if node.paused is not None:
                 node.resume()
 
+    def run_until(self, end: float) -> None:
+        while self._queue and self._queue[0][0] <= end:
+            self.now, _, action = heapq.heappop(self._queue)
+            action()
+
     def run(self) -> Counter[str]:
         """Raises PromiseBroken; returns what happened how often."""
         self.after(self.rng.uniform(0, 8), self.torment)
         self.after(CALM_AT, self.heal)
         self.after(CALM_AT + AFTERMATH_S, self.plan)
-        while self._queue and self._queue[0][0] <= END_AT:
-            self.now, _, action = heapq.heappop(self._queue)
-            action()
+        self.run_until(END_AT)
         self.check_converged()
         self.seen["rejoined"] += sum("." in node.agent.incarnation for node in self.nodes)
         return self.seen

@@ -10,10 +10,16 @@ from collections.abc import Iterator
 
 import pytest
 
+from elastic_agent.rendezvous import participant
+
+from .checks import PromiseBroken
+from .scenarios import Rack, Sick
 from .simulator import BUGS, Verdict, try_seed
 
-SEEDS = int(os.environ.get("SIMULATOR_SEEDS", "600"))
+SEEDS = int(os.environ.get("SIMULATOR_SEEDS", "300"))
 CHUNK = 25
+BATCH = 10
+"""Most planted bugs show in the first seeds."""
 
 MUST_HAPPEN = (
     "fault kill",
@@ -23,9 +29,13 @@ MUST_HAPPEN = (
     "fault replies",
     "fault clog",
     "fault outage",
+    "fault island",
     "fault crash",
     "fault reject",
     "fault leave",
+    "fault stuck",
+    "fault thread",
+    "another policy coordinates",
     "request lost",
     "reply lost",
     "lease expired",
@@ -35,10 +45,12 @@ MUST_HAPPEN = (
     "commit fenced",
     "committed",
     "probe refused",
+    "probe refused by a wall",
     "member evicted",
     "coordinator evicted",
     "eviction refused",
     "outage survived",
+    "store replaced",
     "compacted",
     "world by start",
     "world by failure",
@@ -52,6 +64,8 @@ MUST_HAPPEN = (
     "stranded",
     "rescued",
     "planned change without loss",
+    "stuck loop ended",
+    "dead thread ended",
 )
 """A batch in which one of these never happened has not tested what it claims to."""
 
@@ -69,19 +83,45 @@ def test_no_seed_breaks_a_promise(workers: multiprocessing.pool.Pool) -> None:
     for verdict in workers.imap_unordered(try_seed, range(SEEDS), chunksize=CHUNK):
         assert verdict.broken is None, verdict.broken
         seen += verdict.seen
-    if SEEDS >= 600:
+    if SEEDS >= 300:
         assert not [event for event in MUST_HAPPEN if not seen[event]], seen
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(workers: multiprocessing.pool.Pool, bug: str) -> None:
-    for first in range(0, 200, CHUNK):
-        tries = [(seed, bug) for seed in range(first, first + CHUNK)]
-        verdicts = workers.starmap(try_seed, tries, chunksize=CHUNK // 5)
+    for first in range(0, 200, BATCH):
+        tries = [(seed, bug) for seed in range(first, first + BATCH)]
+        verdicts = workers.starmap(try_seed, tries, chunksize=1)
         if any((verdict.broken or "").startswith("I") for verdict in verdicts):
             return
     pytest.fail(f"200 seeds did not notice: {bug}")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rack_that_is_lost_at_once_costs_one_generation(seed: int) -> None:
+    Rack(seed).play()
+
+
+def test_a_rack_with_the_oldest_nodes_is_missed_before_its_leases_end() -> None:
+    """One coordinator after the other is dead, and so are the first members."""
+    Rack(0, slice(16, None)).play()
+
+
+def test_one_transaction_for_a_whole_rack_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(participant, "MOST_EVICTED", 10**6)
+    with pytest.raises(PromiseBroken, match="I11"):
+        Rack(0).play()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_sick_newcomer_is_put_aside_and_the_job_goes_on(seed: int) -> None:
+    Sick(seed).play()
+
+
+def test_a_coordinator_that_blames_nobody_is_caught() -> None:
+    with pytest.raises(PromiseBroken, match="I12: one sick newcomer has ended the job"):
+        Sick(0, blame=False).play()
 
 
 def test_the_same_seed_gives_the_same_run() -> None:

@@ -240,12 +240,12 @@ class Worker:
         self.node.worker_ended(self)
 
     def die(self) -> None:
-        """A broken collective soon ends its peers, too."""
+        """A broken collective soon ends its peers, too, as far as they can hear of it."""
         if not self.alive:
             return
         self.alive = False
         for peer in self.team.workers.values():
-            if peer.ended_at is None:
+            if peer.ended_at is None and not self.node.apart_from(peer.node):
                 peer.after(0.02, 1.0, lambda peer=peer: peer.node.crash(peer))
 
 

@@ -22,15 +22,18 @@ import numpy
 import torch
 import torch._dynamo  # what DDP imports at its first use: a second less for each forked rank
 import torch.distributed as dist
+import unequal_states
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_agent.worker import (
     Checkpointer,
     CheckpointError,
     collectives,
+    durable,
     files,
     layout,
     progress,
+    restore,
     slots,
 )
 
@@ -52,6 +55,15 @@ def load(rank: int, directory: str, chunk_bytes: int = 64) -> dict[str, Any]:
     meta = {"text": "as the script set it"}
     result = attempt(Checkpointer(directory, {"meta": meta}).load)
     return {**result, "meta": meta["text"], "next": draw()}
+
+
+def load_and_save(rank: int, directory: str, step: int) -> dict[str, Any]:
+    meta: dict[str, Any] = {}
+    checkpoints = Checkpointer(directory, {"meta": meta})
+    result = attempt(checkpoints.load)
+    meta["text"] = f"after {step}"
+    checkpoints.save(step)
+    return result
 
 
 def remember(
@@ -93,10 +105,42 @@ def memory_of(node: str) -> str:
     return os.path.join(os.environ["TEST_MEMORY"], node)
 
 
+def load_at(
+    rank: int,
+    directory: str,
+    node: str,
+    local_rank: int,
+    memory: bool = True,
+    limit: int = 1 << 30,
+    as_directory: str = "",
+) -> dict[str, Any]:
+    """Load, as a rank of that node; which files it has read to verify them, and the one that it has mapped."""
+    os.environ["ELASTIC_AGENT_NODE"] = node
+    if memory:
+        be_of_node(node, local_rank)
+        os.environ["ELASTIC_AGENT_MEMORY_BYTES"] = str(limit)
+    if as_directory:
+        restore.Restore._place = lambda self: f"{node}:{as_directory}"
+    verified, mapped = [], []
+
+    def verify(stream: Any, manifest: Any) -> None:
+        verified.append(manifest.step)
+        really_verify(stream, manifest)
+
+    def torch_load(file: Any, **options: Any) -> Any:
+        if isinstance(file, str):
+            mapped.append(os.readlink(file))
+        return really_load(file, **options)
+
+    really_verify, really_load = files._verify, torch.load
+    files._verify, torch.load = verify, torch_load
+    return {**load(rank, directory), "verified": verified, "mapped": mapped}
+
+
 def load_while_the_disk_rots(rank: int, directory: str, error: bool) -> dict[str, Any]:
     """The owner's file verifies, and then cannot be read again or reads differently."""
 
-    class Rotten(io.BytesIO):
+    class Rotten(io.BufferedReader):
         def readinto(self, buffer: Any, /) -> int:
             if error:
                 raise OSError(5, "Input/output error")
@@ -104,10 +148,10 @@ def load_while_the_disk_rots(rank: int, directory: str, error: bool) -> dict[str
             buffer[0] ^= 1
             return count
 
-    def find(self: files.CheckpointFiles) -> Any:
-        found, bad = really_find(self)
+    def find(self: files.CheckpointFiles, *unwanted: Any) -> Any:
+        found, bad = really_find(self, *unwanted)
         if found is not None:
-            found = files.VerifiedCheckpoint(found.manifest, Rotten(found.stream.read()))
+            found = files.VerifiedCheckpoint(found.manifest, Rotten(found.stream.detach()))
         return found, bad
 
     really_find = files.CheckpointFiles.find
@@ -156,7 +200,7 @@ def save_on_a_failing_disk(rank: int, directory: str) -> dict[str, Any]:
         if fail:
             raise OSError(28, "No space left on device")
 
-    files.os = Overlay(fsync=fsync)
+    files.os = durable.os = Overlay(fsync=fsync)
     checkpoints = Checkpointer(directory, {"meta": {}}, max_failed_saves=3)
     results = []
     for step, fail in enumerate(failing, start=1):  # noqa: B007  # fsync reads it
@@ -171,7 +215,7 @@ def leave_save(rank: int, directory: str) -> dict[str, Any]:
         time.sleep(0.1)
         os.fsync(fd)
 
-    files.os = Overlay(fsync=fsync)
+    files.os = durable.os = Overlay(fsync=fsync)
     Checkpointer(directory, {"meta": {}}).save(10)
     return {"visible": sorted(os.listdir(directory))}
 
@@ -206,7 +250,7 @@ def train(
 
         return call
 
-    files.os = Overlay(
+    files.os = durable.os = Overlay(
         **{name: eventful(getattr(os, name)) for name in ("open", "write", "fsync", "rename", "unlink")}
     )
     slots.os = Overlay(
@@ -325,7 +369,8 @@ def run_rank(request: dict[str, Any], rank: int, answer_fd: int) -> None:
         "gloo", init_method=f"file://{request['store']}", rank=rank, world_size=len(request["args"])
     )
     seed(rank + 1000)
-    answer = globals()[request["scenario"]](rank, **request["args"][rank])
+    scenarios = {**vars(unequal_states), **globals()}
+    answer = scenarios[request["scenario"]](rank, **request["args"][rank])
     os.write(answer_fd, json.dumps(answer).encode())
 
 

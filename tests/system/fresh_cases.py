@@ -453,6 +453,12 @@ IMPORTS = (
         "sys:1: UserWarning: too high",
     ),
     script(
+        "what a module leaves open at the end",
+        "import torch, helper\nprint(helper.left)",
+        "socket.socket",
+        files={"helper.py": "import socket\nleft = socket.socket()"},
+    ),
+    script(
         "warnings as errors",
         "import warnings\nwarnings.warn('x')",
         "UserWarning",

@@ -227,15 +227,33 @@ class OneGenerationPerNode(threading.Thread):
 # --- Agents
 
 
+def planted(fault: str) -> dict[str, str]:
+    """The environment of an agent that has this fault: see the folder `planted`."""
+    return {"PYTHONPATH": str(Path(__file__).with_name("planted")), "PLANTED": fault}
+
+
 class Agent:
     """One agent process and all that it says."""
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        console: int | None = None,
+        stdin: int = subprocess.DEVNULL,
+    ) -> None:
+        """`console` is where it writes, if that is not to be the log: then nothing here knows what it says."""
         self.name = name
         self.log = log
         with open(log, "wb") as output:
             self.process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+                command,
+                env=environment,
+                stdin=stdin,
+                stdout=output if console is None else console,
+                stderr=subprocess.STDOUT,
             )
 
     @property
@@ -331,6 +349,8 @@ class Job:
         script: Sequence[str | Path] = (RECORDER,),
         environment: Mapping[str, str] | None = None,
         enter: Sequence[str] = (),
+        console: int | None = None,
+        stdin: int = subprocess.DEVNULL,
     ) -> Agent:
         """An agent with just these options. `script` is what its workers run, with arguments.
 
@@ -342,7 +362,7 @@ class Job:
         cold = () if any(option.startswith("--preload") for option in options) else ("--no-preload",)
         command = [*interpreter, f"--node-id={name}", *cold, *options, *map(str, script)]
         surroundings = {**os.environ, MARKER: self.id, "SYSTEM_TEST_HISTORY": str(self._history)}
-        agent = Agent(name, command, {**surroundings, **(environment or {})}, log)
+        agent = Agent(name, command, {**surroundings, **(environment or {})}, log, console, stdin)
         self.agents.append(agent)
         return agent
 

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from elastic_agent.worker import Drained, poll, progress, step
 
@@ -34,7 +35,7 @@ def main() -> None:
         }
         os.write(history, json.dumps({**common, "node": node, "pid": os.getpid(), **more}).encode() + b"\n")
 
-    def keep(number: int) -> None:
+    def keep(number: int) -> bool:
         record("keep", step=number)
         if options.fault == "keep" and rank == 1:
             os._exit(9)
@@ -42,6 +43,7 @@ def main() -> None:
         new = folder / f"new-{rank}"
         new.write_text(str(number))
         new.rename(folder / f"kept-{node}-{number}")
+        return True
 
     def save_and_exit(_number: int, _frame: object) -> None:
         record("sigterm", step=done)
@@ -51,7 +53,8 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, save_and_exit)
     if not options.own_handler:
-        progress.keeper = progress.lone_keeper = keep
+        keeper = SimpleNamespace(keep=keep, write_behind=lambda _: None, keep_alone=keep, keeps_alone=True)
+        progress.take_part("lockstep", keeper)
     kept = [int(path.name.rpartition("-")[2]) for path in folder.glob("kept-*")]
     done = max(kept, default=0)
     record("start", env=dict(os.environ), argv=sys.argv[1:], step=done)

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from elastic_agent.worker import Checkpointer
-from elastic_agent.worker.files import CheckpointFiles, Manifest
-from elastic_agent.worker.permit import Permit
+from elastic_agent.worker.files import CheckpointFiles
+from elastic_agent.worker.manifests import Manifest
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 GENERATION = int(os.environ["ELASTIC_AGENT_GENERATION"])
@@ -44,7 +44,7 @@ def wait_for(signal: Path) -> None:
 
 def watch_publishing(folder: Path, where: str) -> None:
     """Put hooks round the real thing: what happens in between is the library's own."""
-    really_publish, really_ask = CheckpointFiles.publish, Permit._ask
+    really_publish = CheckpointFiles.publish
 
     def stall(here: str) -> None:
         if STALLS and here == where and (folder / "stall").exists() and not (folder / "go").exists():
@@ -53,19 +53,19 @@ def watch_publishing(folder: Path, where: str) -> None:
 
     def publish(self: CheckpointFiles, manifest: Manifest, may_change: Callable[[], None]) -> None:
         stall("data-written")
+
+        def with_the_grant_of_the_write() -> None:
+            stall("granted")
+            may_change()
+
         try:
-            really_publish(self, manifest, may_change)
+            really_publish(self, manifest, with_the_grant_of_the_write)
         except Exception as error:
             record("not published", step=manifest.step, why=type(error).__name__)
             raise
         record("published", step=manifest.step)
 
-    def ask(self: Permit) -> None:
-        really_ask(self)
-        stall("granted")
-
     CheckpointFiles.publish = publish  # type: ignore[method-assign]
-    Permit._ask = ask  # type: ignore[method-assign]
 
 
 def main(folder: Path, where: str) -> None:
@@ -75,6 +75,7 @@ def main(folder: Path, where: str) -> None:
     watch_publishing(folder, where)
     del os.environ["ELASTIC_AGENT_MEMORY"]  # this process is to write by itself
     dist.init_process_group("gloo")
+    torch.manual_seed(0)  # the same on all ranks, or no save is taken
     checkpoints = Checkpointer(folder / "checkpoints", {"model": torch.nn.Linear(2, 1)})
     step = checkpoints.load()
     record("loaded", step=step)

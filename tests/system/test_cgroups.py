@@ -117,8 +117,7 @@ def test_nobody_escapes_the_guard_of_a_killed_agent(job: Job, delegated: Path) -
     agent.kill()
     job.wait_for(lambda: not alive(pid), "the end of the escapee", ORPHANS_S)
     job.wait_for(lambda: not below(delegated), "the cgroups to be removed", ORPHANS_S)
-    said = agent.says("killed what its workers left: (.*)")
-    assert said is not None
+    said = job.wait_for_text(agent, "killed what its workers left: (.*)")
     assert str(pid) in said[1].split()
 
 

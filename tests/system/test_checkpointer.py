@@ -43,6 +43,7 @@ class Worlds:
                 "WORLD_SIZE": str(len(args)),
                 "ELASTIC_AGENT_GENERATION": "1",
                 "ELASTIC_AGENT_NODE": "a",
+                "ELASTIC_AGENT_RUN": "run-a",
                 **env,
             },
         }
@@ -201,6 +202,69 @@ def test_a_failing_disk_ends_training_at_the_limit_only_and_on_every_rank(
     assert "training goes on: failed=2 limit=3" in worlds.errors.read_text()
 
 
+def test_a_run_that_was_replaced_is_refused_on_every_rank_and_its_successor_goes_on(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    args = in_directories(tmp_path, tmp_path)
+    saved(worlds, tmp_path, 10, ranks=2)
+    later = worlds.answers("load", args, ELASTIC_AGENT_RUN="run-b")
+    assert [answer["returned"] for answer in later] == [10, 10]
+    for refused in (
+        worlds.answers("save", [{**arg, "step": 20} for arg in args]),
+        worlds.answers("load", args, ELASTIC_AGENT_GENERATION="2"),
+    ):
+        assert [answer["raised"] for answer in refused] == ["OtherRun"] * 2
+        assert all("taken over by run run-b" in answer["text"] for answer in refused)
+        assert all("this run run-a" in answer["text"] for answer in refused)
+    again = worlds.answers("save", [{**arg, "step": 20} for arg in args], ELASTIC_AGENT_RUN="run-b")
+    assert [answer["returned"] for answer in again] == [True, True]
+
+
+def test_an_ended_runs_checkpoints_on_rank_0s_own_disk_are_moved_aside_and_stay_whole(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    """Rank 0 comes to a node whose disk holds those of another job, newer and older than this job's step."""
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    for step in (85, 200):
+        worlds.answers("save", [{"directory": str(theirs), "step": step}], ELASTIC_AGENT_RUN="ended")
+    saved(worlds, ours, 90)
+    both = in_directories(theirs, ours)
+    answers = worlds.answers("load", both, ELASTIC_AGENT_GENERATION="2")
+    assert [(answer["returned"], answer["meta"]) for answer in answers] == [(90, "after 90")] * 2
+    assert "another run's checkpoint is kept apart" in worlds.errors.read_text()
+    for step in (95, 200, 205):
+        args = [{**one, "step": step} for one in both]
+        answers = worlds.answers("save", args, ELASTIC_AGENT_GENERATION="2")
+        assert [answer["returned"] for answer in answers] == [True, True]
+    assert worlds.answers("load", both, ELASTIC_AGENT_GENERATION="3")[0]["returned"] == 205
+    aside = theirs / "before-ended"
+    assert sorted(path.name for path in aside.glob("*.json")) == [
+        "step-000000000085.json",
+        "step-000000000200.json",
+    ]
+    (again,) = worlds.answers("load", in_directories(aside), ELASTIC_AGENT_RUN="another")
+    assert (again["returned"], again["meta"]) == (200, "after 200")
+
+
+def test_what_a_run_comes_from_is_its_own_on_every_nodes_disk(worlds: Worlds, tmp_path: Path) -> None:
+    """The job was started again, and later rank 0 is on the node whose disk has the former run's checkpoints."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    for step in (5, 10):
+        worlds.answers("save", [{"directory": str(one), "step": step}], ELASTIC_AGENT_RUN="former")
+    answers = worlds.answers("load_and_save", [{**arg, "step": 20} for arg in in_directories(other, one)])
+    assert [answer["returned"] for answer in answers] == [10, 10]
+    args = in_directories(one, other)
+    for step in (30, 40):
+        answers = worlds.answers(
+            "load_and_save", [{**arg, "step": step} for arg in args], ELASTIC_AGENT_GENERATION=str(step)
+        )
+        assert [answer["returned"] for answer in answers] == [step - 10] * 2
+    assert sorted(path.name for path in one.glob("*.json")) == [
+        "owner.json", "step-000000000030.json", "step-000000000040.json",
+    ]  # fmt: skip
+    assert not list(one.glob("before-*"))
+
+
 def test_no_rank_leaves_save_before_the_checkpoint_exists(worlds: Worlds, tmp_path: Path) -> None:
     answers = worlds.answers("leave_save", in_directories(tmp_path, tmp_path, tmp_path))
     assert all("step-000000000010.json" in answer["visible"] for answer in answers)
@@ -247,7 +311,7 @@ def test_without_the_random_state_of_a_lost_node_the_others_have_theirs(
     answers = worlds.answers("recall", recalling(("c", 0), ("b", 0)), **env)
     assert [answer["meta"] for answer in answers] == ["after 2"] * 2
     assert answers[1]["next"] == drawn[1]
-    assert "random state not restored, nobody has kept it: step=2 rank=0" in worlds.errors.read_text()
+    assert "random state not restored, no rank has kept it: step=2 rank=0" in worlds.errors.read_text()
 
 
 def test_a_step_that_some_rank_did_not_come_to_does_not_count(worlds: Worlds, tmp_path: Path) -> None:
@@ -272,6 +336,72 @@ def test_files_that_some_nodes_have_reach_the_others(worlds: Worlds, tmp_path: P
     saved(worlds, tmp_path / "some", 10, ranks=3)
     answers = worlds.answers("load", in_directories(tmp_path / "some", tmp_path / "some", tmp_path / "none"))
     assert [answer["meta"] for answer in answers] == ["after 10"] * 3
+
+
+def loading(node: str, local_rank: int, directory: Path, **more: Any) -> dict[str, Any]:
+    return {"node": node, "local_rank": local_rank, "directory": str(directory), **more}
+
+
+def test_one_rank_of_a_node_reads_or_receives_the_file_and_the_others_map_it(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    """Node a has the file; b is sent it, into its slot; c has no memory."""
+    drawn = saved(worlds, tmp_path / "disk", 10, ranks=6)
+    (data,) = (tmp_path / "disk").glob("*.pt")
+    nowhere = tmp_path / "nowhere"
+    args = [loading("a", rank, tmp_path / "disk") for rank in (0, 1)]
+    args += [loading("b", rank, nowhere) for rank in (0, 1)]
+    args += [loading("c", rank, nowhere, memory=False) for rank in (0, 1)]
+    answers = worlds.answers("load_at", args, TEST_MEMORY=str(tmp_path))
+    assert [(answer["returned"], answer["meta"]) for answer in answers] == [(10, "after 10")] * 6
+    assert [answer["next"] for answer in answers] == drawn
+    assert [answer["verified"] for answer in answers] == [[10], [], [], [], [], []]
+    mapped = [answer["mapped"] for answer in answers]
+    assert mapped[:2] == [[str(data)]] * 2
+    assert mapped[2] == mapped[3]
+    assert mapped[2][0].startswith(str(tmp_path / "b"))
+    assert all("memfd" in path for paths in mapped[4:] for path in paths)
+    again = worlds.answers(
+        "recall", [{"directory": str(nowhere), "node": "b", "local_rank": 0}], TEST_MEMORY=str(tmp_path)
+    )
+    assert again[0]["returned"] == 10, "and it is in memory there"
+
+
+def test_a_rank_whose_file_is_another_one_does_not_trust_it(worlds: Worlds, tmp_path: Path) -> None:
+    """Both ranks are of one node and name one directory, which is not the same to them: containers can do that."""
+    drawn = saved(worlds, tmp_path / "0", 10, ranks=2)
+    saved(worlds, tmp_path / "1", 10, ranks=2)
+    spoil(tmp_path / "1", 10)
+    args = [loading("a", rank, tmp_path / str(rank), memory=False) for rank in (0, 1)]
+    answers = worlds.answers("load_at", [{**arg, "as_directory": "/runs/x"} for arg in args])
+    assert [answer["next"] for answer in answers] == drawn
+    assert [answer["verified"] for answer in answers] == [[10], []]
+    assert "memfd" in answers[1]["mapped"][0]
+
+
+def test_a_node_without_room_in_memory_receives_the_file_all_the_same(worlds: Worlds, tmp_path: Path) -> None:
+    saved(worlds, tmp_path / "disk", 10, ranks=3)
+    args = [loading("a", 0, tmp_path / "disk")]
+    args += [loading("b", rank, tmp_path / "nowhere", limit=1) for rank in (0, 1)]
+    answers = worlds.answers("load_at", args, TEST_MEMORY=str(tmp_path))
+    assert [answer["meta"] for answer in answers] == ["after 10"] * 3
+    assert all("memfd" in answer["mapped"][0] for answer in answers[1:])
+
+
+def test_a_copy_in_memory_reaches_each_node_once(worlds: Worlds, tmp_path: Path) -> None:
+    env = {"TEST_MEMORY": str(tmp_path)}
+    drawn = [
+        answer["next"]
+        for answer in worlds.answers(
+            "remember", [remembering("a", rank, [1, 2]) for rank in (0, 1, 2)], **env
+        )
+    ]
+    places = [("a", 0), ("b", 0), ("b", 1)]
+    args = [loading(node, rank, Path("/runs/x")) for node, rank in places]
+    answers = worlds.answers("load_at", args, **env)
+    assert [answer["next"] for answer in answers] == drawn
+    assert answers[1]["mapped"] == answers[2]["mapped"] != answers[0]["mapped"]
+    assert answers[1]["mapped"][0].startswith(str(tmp_path / "b"))
 
 
 STEPS, EVERY = 80, 3
@@ -322,4 +452,4 @@ def test_five_kills_change_not_one_bit(
         elif what == "remembered":
             remembered = int(step)
     assert committed == STEPS // EVERY * EVERY
-    assert len([name for name in os.listdir(directory) if name.endswith(".json")]) == 2
+    assert len(list(directory.glob("step-*.json"))) == 2

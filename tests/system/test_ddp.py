@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from elastic_agent.agent.ports import bind_listener
+
 from .harness import TORCH_PRELOADED, Agent, Job, Process
 
 PLAIN_DDP = Path(__file__).with_name("plain_ddp.py")
+OWN_STORES = Path(__file__).with_name("own_stores.py")
 CHECKPOINTED_DDP = Path(__file__).with_name("checkpointed_ddp.py")
 
 KILLS = int(os.environ.get("KILLS", "3"))
@@ -92,3 +95,17 @@ def test_a_run_with_five_kills_ends_with_the_weights_of_one_without(job: Job) ->
     # Not all failures: a gloo process that has finished may still abort while it exits, and is then repeated.
     assert len(re.findall(r"rank \d failed: killed by SIGKILL", agent.text)) == 5, "all kills hit"
     assert weights(checkpoints) == weights(expected)
+
+
+def test_a_script_may_open_stores_of_its_own_beside_the_agents(job: Job) -> None:
+    """Up to torch 2.13 all ranks waited for a server that nobody had started."""
+    with bind_listener("127.0.0.1", 0, "test") as one, bind_listener("127.0.0.1", 0, "test") as other:
+        ports = [listener.getsockname()[1] for listener in (one, other)]
+    agent = job.start("a", "--nproc-per-node=2", TORCH_PRELOADED, script=(OWN_STORES, *ports))
+    assert agent.exit_code() == 0
+    for how in ("env://", f"tcp://127.0.0.1:{ports[0]}"):
+        assert f"met at {how}: 3" in agent.text
+    assert agent.text.count("met at env://: 3") == 4, (
+        "at the agent's port and at the script's own, two ranks each"
+    )
+    assert "has failed to bind" not in agent.text

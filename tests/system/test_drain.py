@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from tests.etcd_servers import EtcdCluster
 
 from .harness import Generation, Job
-from .test_just_in_time import Run, undisturbed
+from .test_just_in_time import SCRIPT, Run, undisturbed
 
 STORE_LOST = 69
 LOCKSTEP = Path(__file__).with_name("lockstep.py")
@@ -210,6 +211,29 @@ def test_who_leaves_alone_brings_its_state_to_disk_first(job: Job) -> None:
     run.agents = [run.start("again")]
     assert run.ended() == undisturbed[steps]
     assert run.notes(what="begun")[-1]["step"] == last
+
+
+def test_who_cannot_bring_its_last_state_to_disk_says_so(job: Job) -> None:
+    directory, steps = job.folder / "checkpoints", job.folder / "steps"
+    steps.touch()
+    agent = job.start(
+        "a",
+        "--nproc-per-node=1",
+        "--stop-grace=3s",
+        script=(SCRIPT, directory, "100000"),
+        environment={"STEPS_FILE": str(steps)},
+    )
+    job.wait_for(lambda: steps.read_text().count("finished") > 2, "three steps")
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.write_text("no directory")
+    agent.signal(signal.SIGTERM)
+    job.wait_for(lambda: agent.says("is not on disk in .* yet, it is tried again"), "another try")
+    name, labels = "elastic_agent_checkpoint_saves_total", {"tier": "local", "result": "error"}
+    job.wait_for(lambda: agent.metric(name, **labels) == 1, "the failed save to be counted")
+    assert agent.exit_code() == 143
+    last = steps.read_text().count("finished") + 1
+    error = agent.says(rf"step {last} is NOT on disk in {directory}: .*Not a directory")
+    assert error, agent.text
 
 
 def test_an_operator_lets_a_node_leave(scene: Scene, etcd: EtcdCluster) -> None:

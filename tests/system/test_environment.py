@@ -37,18 +37,30 @@ SAME_EVERYWHERE = {
     "TORCHELASTIC_RUN_ID": "a-job",
     "TORCHELASTIC_RESTART_COUNT": "0",
     "TORCHELASTIC_MAX_RESTARTS": "7",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_USE_AGENT_STORE": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
     "ELASTIC_AGENT_GENERATION": "1",
 }
 
 LOOK = """
-import json, os, signal, sys
+import glob, json, os, signal, sys
+def holders(link):
+    found = set()
+    for file in glob.glob("/proc/[0-9]*/fd/*"):
+        try:
+            if os.readlink(file) == link:
+                found.add(int(file.split("/")[2]))
+        except OSError:  # it is closed meanwhile
+            pass
+    return sorted(found)
 fds = [fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
 seen = {
     "fds": sorted(map(int, fds)),
     "leader": os.getsid(0) == os.getpid(),
     "stdin": sys.stdin.read(),
+    "from": os.readlink("/proc/self/fd/0"),
+    "held by": holders(os.readlink("/proc/self/fd/0")),
+    "me": [os.getppid(), os.getpid()],
     "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     "cwd": os.getcwd(),
 }
@@ -128,21 +140,43 @@ def test_modules_and_programs_run_as_well(job: Job, options: list[str], command:
     assert job.history(what="end", rank=0)
 
 
-def test_a_worker_starts_like_from_a_shell(job: Job) -> None:
-    """Own session, no inherited descriptor of the agent, no blocked signal, empty stdin, the agent's directory."""
-    out = job.folder / "seen.json"
-    script = job.folder / "look.py"
+WARM_AND_COLD = pytest.mark.parametrize("preload", ["--preload=json", "--no-preload"])
+
+
+@WARM_AND_COLD
+def test_a_worker_starts_like_from_a_shell(job: Job, preload: str) -> None:
+    """Own session, the agent's standard input and no other descriptor of it, no blocked signal, its directory."""
+    out, script = job.folder / "seen.json", job.folder / "look.py"
     script.write_text(LOOK)
-    agent = job.start("a", script=(script, out))
+    read, write = os.pipe()
+    agent = job.start("a", preload, script=(script, out), stdin=read)
+    os.close(read)
+    os.write(write, b"one\ntwo\n")
+    os.close(write)
     assert agent.exit_code() == 0
+    assert not agent.says("cold"), "with a preloaded process there was a spare"
     seen = json.loads(out.read_text())
     assert seen == {
         "fds": [0, 1, 2],
         "leader": True,
-        "stdin": "",
+        "stdin": "one\ntwo\n",
+        "from": seen["from"],
+        "held by": sorted(seen["me"]),  # and by none of the agent's helper processes
+        "me": [agent.pid, seen["me"][1]],
         "blocked": 0,
         "cwd": str(Path.cwd()),
     }
+
+
+@WARM_AND_COLD
+def test_a_closed_standard_input_is_an_empty_one(job: Job, preload: str) -> None:
+    """And none of the files that the agent opens takes its place."""
+    out, script = job.folder / "seen.json", job.folder / "look.py"
+    script.write_text(LOOK)
+    agent = job.start("a", preload, script=(script, out), enter=("sh", "-c", 'exec "$@" <&-', "sh"))
+    assert agent.exit_code() == 0
+    seen = json.loads(out.read_text())
+    assert (seen["stdin"], seen["from"], seen["fds"]) == ("", os.devnull, [0, 1, 2])
 
 
 def test_a_program_ignores_no_signal_because_its_agent_does(job: Job) -> None:
@@ -156,14 +190,14 @@ def test_a_program_ignores_no_signal_because_its_agent_does(job: Job) -> None:
 
 def test_one_worker_per_gpu_is_refused_where_there_is_none(job: Job) -> None:
     agent = job.start("a", "--nproc-per-node=gpu", environment={"CUDA_VISIBLE_DEVICES": ""})
-    assert agent.exit_code() == 78
+    assert agent.exit_code() == 73
     assert agent.says("this node has no CUDA device")
     assert not job.history()
 
 
 def test_a_device_that_does_not_exist_is_refused(job: Job) -> None:
     agent = job.start("a", environment={"CUDA_VISIBLE_DEVICES": "0,999"})
-    assert agent.exit_code() == 78
+    assert agent.exit_code() == 73
     assert agent.says("CUDA_VISIBLE_DEVICES '0,999': expected devices of this node")
     assert not job.history()
 

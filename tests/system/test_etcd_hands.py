@@ -20,7 +20,7 @@ from .harness import RECORDER, Job
 GARBAGE = "\x00no record of ours"
 TEN_MEGABYTES = "x" * 10_000_000
 STORE_MISMATCH = 76
-BAD_CONFIG = 78
+NOT_HERE = 73
 TOKEN_GONE_S = 4.0
 """Etcd counts in whole seconds, and looks once a second."""
 PASSWORD = {"ELASTIC_AGENT_ETCD_PASSWORD": "secret"}
@@ -193,7 +193,7 @@ def test_of_two_agents_with_one_name_the_second_is_refused(job: Job, etcd: EtcdC
     first = job.join("a", *options)
     old = job.wait_for_training(world=1)
     second = job.join("a", *options)
-    assert second.exit_code() == BAD_CONFIG
+    assert second.exit_code() == NOT_HERE
     assert second.says("another live agent of job .* is already called 'a'")
     assert job.wait_for_convergence("a").number == old.number
     assert first.process.poll() is None

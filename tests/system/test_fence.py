@@ -13,6 +13,7 @@ import pytest
 
 from elastic_agent.rendezvous.c10d_host import C10dHost
 from elastic_agent.worker.files import CheckpointFiles
+from elastic_agent.worker.ownership import Run
 from tests.etcd_servers import EtcdCluster
 
 from .harness import Job, family
@@ -73,7 +74,7 @@ def expect_the_past_to_rejoin_and_the_job_to_end_well(job: Job, past: Past) -> N
     published = [(p["generation"], p["step"]) for p in job.history(what="published")]
     assert published == sorted(published), "nothing of the past after the present began"
     assert len(published) == len({step for _, step in published}), "no step was committed twice"
-    found, bad = CheckpointFiles(job.folder / "checkpoints", keep=2).find()
+    found, bad = CheckpointFiles(job.folder / "checkpoints", keep=2, run=Run("reader")).find()
     assert found is not None
     with found.stream:
         assert (found.manifest.generation, found.manifest.step) == published[-1]

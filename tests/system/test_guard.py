@@ -10,12 +10,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elastic_agent.agent.processes import guard as guard_module
 from elastic_agent.agent.processes import shim as shim_module
 from elastic_agent.agent.processes.guard import Guard
+from tests.consoles import full_pipe
 
 from .harness import C_LIBRARY_SIGNALS
 
@@ -50,8 +52,18 @@ guard = Guard()
 guard.start(incarnation)
 environment = {**os.environ, "ELASTIC_AGENT_INCARNATION": incarnation}
 worker = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL)
-guard.watch(worker.pid)
+guard.watch(worker.pid, 0)
 print(guard.pid, worker.pid, flush=True)
+time.sleep(600)
+"""
+
+# The same with folders of its own, and without a worker.
+AGENT_WITH_FOLDERS = """
+import sys, time
+from elastic_agent.agent.processes.guard import Guard
+guard = Guard()
+guard.start(sys.argv[1], sys.argv[2:])
+print(guard.pid, flush=True)
 time.sleep(600)
 """
 
@@ -138,8 +150,8 @@ def test_closing_the_guard_kills_what_is_left_but_not_the_agent_and_its_other_ch
     guard = Guard()
     guard.start(incarnation)
     other, worker, ended = sleeper(started), sleeper(started, incarnation), sleeper(started)
-    guard.watch(worker)
-    guard.watch(ended)
+    guard.watch(worker, 0)
+    guard.watch(ended, 0)
     guard.forget(ended)
     guard.close()
     assert not alive(worker)
@@ -148,7 +160,29 @@ def test_closing_the_guard_kills_what_is_left_but_not_the_agent_and_its_other_ch
     assert alive(ended), "a forgotten session's number may be somebody else's"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_folders_are_removed_though_the_reader_of_stderr_stands_still(
+    tmp_path: Path, started: list[int]
+) -> None:
+    incarnation, folder = uuid.uuid4().hex, tmp_path / "memory"
+    folder.mkdir()
+    (folder / "copy").touch()
+    worker = sleeper(started, incarnation)
+    run = [sys.executable, "-c", AGENT_WITH_FOLDERS, incarnation, str(folder)]
+    with full_pipe() as stuck:
+        agent = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=stuck.write, text=True)
+        assert agent.stdout is not None
+        guard_pid = int(agent.stdout.readline())
+        started += [guard_pid, agent.pid]
+        agent.kill()
+        eventually(lambda: not alive(guard_pid))
+    agent.communicate(timeout=PATIENCE_S)
+    assert not alive(worker)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
+)
 def test_a_guard_that_is_asked_to_stop_stays(started: list[int], number: signal.Signals) -> None:
     incarnation = uuid.uuid4().hex
     guard = Guard()
@@ -183,7 +217,7 @@ def test_a_guard_that_does_not_listen_is_replaced_and_the_new_one_knows_all_sess
     guard = Guard()
     guard.start(uuid.uuid4().hex)
     worker = sleeper(started)
-    guard.watch(worker)
+    guard.watch(worker, 0)
     first = guard.pid
     os.kill(first, number)
 
@@ -196,6 +230,69 @@ def test_a_guard_that_does_not_listen_is_replaced_and_the_new_one_knows_all_sess
     guard.close()
     assert not alive(worker)
     assert not alive(first)
+
+
+@pytest.mark.parametrize("scarce", ["pipe", "Popen"])
+def test_a_guard_that_cannot_be_replaced_at_once_is_replaced_later(
+    started: list[int], monkeypatch: pytest.MonkeyPatch, scarce: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    guard = Guard()
+    guard.start(uuid.uuid4().hex)
+    worker = sleeper(started)
+    guard.watch(worker, 0)
+    os.kill(dead := guard.pid, signal.SIGKILL)
+    before = len(os.listdir("/proc/self/fd"))
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    def noticed() -> bool:
+        guard.look()
+        return "trying again" in caplog.text
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os if scarce == "pipe" else subprocess, scarce, refuse)
+        eventually(noticed)
+        guard.look()
+    assert caplog.text.count("trying again") == 1
+    assert len(os.listdir("/proc/self/fd")) == before
+    guard.look()
+    assert guard.pid != dead
+    assert len(os.listdir("/proc/self/fd")) == before
+    guard.close()
+    assert not alive(worker)
+
+
+def test_guards_that_end_at_once_leave_no_descriptors(
+    started: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    guard = Guard()
+    guard.start(uuid.uuid4().hex)
+    worker = sleeper(started)
+    guard.watch(worker, 0)
+    os.kill(guard.pid, signal.SIGKILL)
+    before = len(os.listdir("/proc/self/fd"))
+    popen = subprocess.Popen
+
+    def ends_at_once(command: list[str], **kwargs: Any) -> subprocess.Popen[bytes]:
+        process = popen(["/bin/true"], **kwargs)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        return process
+
+    def noticed() -> bool:
+        guard.look()
+        return "trying again" in caplog.text
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", ends_at_once)
+        eventually(noticed)
+        for _ in range(5):
+            guard.look()
+        assert len(os.listdir("/proc/self/fd")) == before
+    assert caplog.text.count("trying again") == 1
+    guard.look()
+    guard.close()
+    assert not alive(worker)
 
 
 def test_the_guard_starts_without_the_modules_that_make_it_slow() -> None:
@@ -270,14 +367,23 @@ def test_cpus_that_are_not_there_are_an_error_and_nothing_is_started(tmp_path: P
     assert not (tmp_path / "started").exists()
 
 
-def test_the_command_starts_with_nothing_ignored_and_nothing_blocked() -> None:
-    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+def bit(number: int) -> int:
+    return 1 << (number - 1)
+
+
+def test_the_command_blocks_nothing_and_ignores_only_what_people_let_it_ignore() -> None:
+    """nohup and a shell's `trap '' USR1` are meant for all that is started below them; SIGALRM is anybody's."""
+    ignored = signal.SIGALRM, signal.SIGHUP, signal.SIGUSR1
+    before = [signal.signal(number, signal.SIG_IGN) for number in ignored]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2, signal.SIGTERM})
     try:
         ran = run_shim(os.getpid(), "grep", "-E", "^Sig(Ign|Blk)", "/proc/self/status")
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGUSR1, before)
-    masks = dict(line.split() for line in ran.stdout.splitlines())
-    assert masks.keys() == {"SigBlk:", "SigIgn:"}
-    assert not any(int(mask, 16) & ~C_LIBRARY_SIGNALS for mask in masks.values())
+        for number, handler in zip(ignored, before, strict=True):
+            signal.signal(number, handler)
+    masks = {
+        name: int(mask, 16) & ~C_LIBRARY_SIGNALS
+        for name, mask in (line.split() for line in ran.stdout.splitlines())
+    }
+    assert masks == {"SigBlk:": 0, "SigIgn:": bit(signal.SIGHUP) | bit(signal.SIGUSR1)}

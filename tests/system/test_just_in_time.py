@@ -38,7 +38,8 @@ class Run:
         self.directory = job.folder / f"{name}-checkpoints"
         self._file = job.folder / f"{name}-steps"
         self._file.touch()
-        options = (f"--nproc-per-node={2 // nodes}", "--max-restarts=1000")
+        # A machine that runs three tests at once may take longer than the usual 2 s.
+        options = (f"--nproc-per-node={2 // nodes}", "--max-restarts=1000", "--just-in-time-grace=8s")
         if nodes == 1:  # the others start their workers afresh: it must not matter
             options += (TORCH_PRELOADED,)
         self._options = (f"--min-nodes={nodes}", f"--max-nodes={nodes}", *options)

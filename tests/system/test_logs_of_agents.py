@@ -57,13 +57,13 @@ def test_a_full_log_disk_stops_no_training(job: Job, small_disk: Path, line: str
     assert shown > 0, "and the console still shows what the worker prints"
 
 
-def test_a_log_directory_that_cannot_be_made_stops_no_training(job: Job) -> None:
+def test_a_log_directory_that_cannot_be_made_is_said_before_anything_starts(job: Job) -> None:
     in_the_way = job.folder / "file"
     in_the_way.touch()
     agent = job.start("n", f"--log-dir={in_the_way}/logs", script=(RECORDER, "--say=at", "--steps=5"))
-    assert agent.exit_code() == 0
-    assert agent.says("Not a directory")
-    assert agent.says(r"^\[n/0\] at 5$")
+    assert agent.exit_code() == 73
+    assert agent.says(r"--log-dir .* but .*/file is no folder")
+    assert not job.history()
 
 
 def test_the_last_words_of_a_killed_worker_are_shown(job: Job) -> None:

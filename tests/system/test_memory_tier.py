@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 from elastic_agent.worker.files import CheckpointFiles
+from elastic_agent.worker.ownership import Run
 
 from .harness import ORPHANS_S, TORCH_PRELOADED, Generation, Job
 
@@ -48,7 +49,7 @@ def test_a_killed_worker_costs_no_step_and_not_one_bit(job: Job) -> None:
     assert agent.exit_code() == 0
     assert not folder.exists()
     last = job.history(what="loaded", generation=3, rank=0)[0]["step"]
-    assert max(CheckpointFiles(job.folder / "disk-of-a", keep=2).steps()) == last, (
+    assert max(CheckpointFiles(job.folder / "disk-of-a", keep=2, run=Run("reader")).steps()) == last, (
         "what was loaded is durable at the end"
     )
 
@@ -58,7 +59,7 @@ def test_a_save_is_durable_though_rank_0_is_killed_right_after_it(job: Job) -> N
     training = job.wait_for_training(world=1)
     job.wait_for(lambda: job.history(what="saved"), "the save to return")
     os.kill(training.pid(0), signal.SIGKILL)
-    files = CheckpointFiles(job.folder / "disk-of-a", keep=2)
+    files = CheckpointFiles(job.folder / "disk-of-a", keep=2, run=Run("reader"))
     job.wait_for(lambda: files.steps() and files.steps()[0] >= 5, "the save, or what came of it, on the disk")
     found, bad = files.find()
     assert found is not None
@@ -70,7 +71,7 @@ def test_a_save_right_before_the_end_is_durable_when_the_job_has_ended(job: Job)
     (job.folder / "finish").touch()
     agent = job.start("a", script=(SCRIPT, job.folder, "1"))
     assert agent.exit_code() == 0
-    assert CheckpointFiles(job.folder / "disk-of-a", keep=2).steps() == [1]
+    assert CheckpointFiles(job.folder / "disk-of-a", keep=2, run=Run("reader")).steps() == [1]
 
 
 def test_a_killed_agent_leaves_nothing_in_memory(job: Job) -> None:

@@ -165,7 +165,7 @@ def test_what_this_machine_does_not_have_is_refused_at_once(job: Job, cabling: C
     agent = join(
         job, machine, "a", "--network-interface=eth1", "--local-addr=10.9.0.7", NCCL_SOCKET_IFNAME="^eth,lo"
     )
-    assert agent.exit_code() == 78
+    assert agent.exit_code() == 73
     for problem in ("NCCL_SOCKET_IFNAME '^eth,lo'", "--network-interface 'eth1'", "--local-addr '10.9.0.7'"):
         assert problem in agent.text
     assert "3 problems in the configuration; nothing was started" in agent.text

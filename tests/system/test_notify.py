@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import socket
 import time
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from .harness import RECORDER, Job, port_for_a_store
+from .harness import RECORDER, Job, planted, port_for_a_store
 
 WATCHDOG_S = 1.5
 
@@ -92,25 +90,16 @@ def test_the_status_tells_what_trains_and_no_worker_can_speak_for_the_agent(job:
 def test_an_agent_whose_main_loop_is_stuck_falls_silent_though_its_other_threads_live(
     job: Job, ear: Ear
 ) -> None:
-    """Its log goes to a pipe that nobody reads any more: the next line that the loop has to say never ends."""
-    log = job.folder / "log"
-    os.mkfifo(log)
-    pipe = os.open(log, os.O_RDWR | os.O_NONBLOCK)
     port = port_for_a_store()
     agent = job.start(
         "a",
         f"--http-address=127.0.0.1:{port}",
-        environment=ear.environment,
-        enter=("sh", "-c", f'exec "$@" 2> {log}', "sh"),
+        "--lease-ttl=60",  # whose end would end the agent
+        environment={**ear.environment, **planted(f"stands still {job.folder / 'now'}")},
     )
-    training = job.wait_for_training(world=1)
     job.wait_for(lambda: ear.beats() >= 4, "beats")
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(pipe, b"x" * 4096)
-    os.kill(training.pid(0), signal.SIGKILL)
+    (job.folder / "now").touch()
     job.wait_for(lambda: ear.silent_s() > 2 * WATCHDOG_S, "the beats to end")
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
         assert response.status == 200, "another thread answers"
     assert agent.process.poll() is None
-    os.close(pipe)

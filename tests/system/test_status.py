@@ -115,7 +115,9 @@ def test_from_each_door_through_a_killed_worker_a_frozen_node_and_a_lost_one(
         assert sorted(nodes(shown)) == ["a", "b"]
 
     agents["c"].kill()
-    job.wait_for(lambda: "nobody listens" in run_status(*at(agents["c"].url)).stderr, "its port to be closed")
+    job.wait_for(
+        lambda: "no process listens" in run_status(*at(agents["c"].url)).stderr, "its port to be closed"
+    )
     missing = run_status(store[0], "--rdzv-id=no-such-job")
     assert (missing.returncode, missing.stdout) == (67, "")
     assert "no-such-job" in missing.stderr

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from .harness import RECORDER, Job, listening_ports, port_for_a_store
+from .harness import RECORDER, Job, listening_ports, port_for_a_store, processes_of
+from .test_drain import LOCKSTEP
 
 
 @pytest.mark.parametrize(
@@ -81,3 +86,75 @@ def test_a_signal_while_waiting_for_other_nodes_ends_at_once(job: Job) -> None:
     agent.signal(signal.SIGINT)
     assert agent.exit_code(within_s=10) == 130
     assert job.store_port not in listening_ports()
+
+
+@pytest.mark.parametrize("preload", ["--no-preload", "--preload=json"])
+def test_a_hangup_under_nohup_ends_neither_agent_nor_workers(job: Job, preload: str) -> None:
+    nohup = ("sh", "-c", "trap '' HUP USR2; exec \"$@\"", "sh")
+    agent = job.start("a", preload, enter=nohup)
+    training = job.wait_for_training(world=1)
+    for number in (signal.SIGHUP, signal.SIGUSR2):
+        os.kill(training.pid(0), number)
+        agent.signal(number)
+    steps = len(job.history(what="step"))
+    job.wait_for(lambda: len(job.history(what="step")) > steps + 5, "more steps")
+    assert "SIGHUP" not in agent.text
+    assert "SIGUSR2" not in agent.text
+
+
+def test_a_schedulers_warning_to_all_processes_is_one_planned_leave(job: Job) -> None:
+    """Slurm's --signal reaches each process of the step, and may come again; it cuts nothing short."""
+    state = job.folder / "state"
+    state.mkdir()
+    agent = job.start("a", "--stop-grace=1h", script=(LOCKSTEP, state, "--keep-s=1"))
+    job.wait_for_training(world=1)
+    job.wait_for(lambda: job.history(what="step"), "a step")
+    for process in processes_of(job.id):
+        os.kill(process.pid, signal.SIGUSR1)
+    job.wait_for(lambda: job.history(what="keep"), "the last step to be kept")
+    agent.signal(signal.SIGUSR1)
+    agent.signal(signal.SIGUSR2)
+    assert agent.exit_code() == 143
+    (kept,) = job.history(what="drained")
+    assert kept["step"] == job.history(what="step")[-1]["step"]
+    assert agent.says("SIGUSR1: leaving the job before something ends it")
+    assert agent.says("SIGUSR2: leaving the job already, because of SIGUSR1")
+    assert agent.says("ended with exit code 143: stopped by SIGUSR1")
+    assert "again: killing" not in agent.text
+
+
+WARNED_AT_ONCE = """
+import os, signal, sys
+
+class Warned:
+    def find_spec(self, name, path=None, target=None):
+        if name == "elastic_agent.agent.cli":  # the first of all that takes time
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+sys.meta_path.insert(0, Warned())
+from elastic_agent.__main__ import start
+start()
+"""
+
+
+def test_a_warning_in_an_agents_first_moments_is_a_planned_leave_too(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import time; time.sleep(1000)")
+    agent = [sys.executable, "-c", WARNED_AT_ONCE, "--standalone", "--no-preload", str(script)]
+    done = subprocess.run(agent, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 143, done.stderr
+    assert "stopped by SIGUSR1" in done.stderr
+
+
+def test_the_end_that_a_warning_told_of_leaves_the_workers_their_grace(job: Job) -> None:
+    agent = job.start("a", "--stop-grace=1h", script=(RECORDER, "--ignore-sigterm"))
+    job.wait_for_training(world=1)
+    agent.signal(signal.SIGUSR1)
+    job.wait_for(lambda: job.history(what="sigterm"), "the worker to be asked")
+    agent.signal(signal.SIGTERM)
+    job.wait_for_text(agent, "SIGTERM: leaving the job; a second signal cuts")
+    steps = len(job.history(what="step"))
+    job.wait_for(lambda: len(job.history(what="step")) > steps + 5, "more steps")
+    agent.signal(signal.SIGTERM)
+    assert agent.exit_code() == 143
+    assert agent.says("SIGTERM again: killing the workers now")

@@ -291,7 +291,7 @@ def check_timeline(page: Page, story: Story) -> None:
 
 def check_what_was_printed(page: Page, folder: Path) -> None:
     for stream in ("stdout", "stderr"):
-        printed = b"".join(file.read_bytes() for file in folder.glob(f"gen*/rank*/{stream}.log"))
+        printed = b"".join(file.read_bytes() for file in folder.glob(f"*/gen*/rank*/{stream}.log"))
         assert page.of("log_bytes_total", stream=stream) == len(printed)
         assert page.of("log_lines_total", stream=stream) == printed.count(b"\n")
     assert page.of("log_lines_total", stream="stdout") == 6 + 6 + 8 + 2 + 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -73,8 +74,14 @@ def test_an_error_file_written_by_torch_is_what_the_summary_shows(job: Job) -> N
         '{"message": {"message": "ValueError: from the error file", "extraInfo": {"py_callstack": "deep"}}}'
     )
     script = f"import os; open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write({report!r}); os._exit(7)"
-    agent = job.start("a", "--max-restarts=0", "--no-python", script=("python3", "-c", script))
+    own = job.folder / "agent.json"
+    surroundings = {"TORCHELASTIC_ERROR_FILE": str(own)}
+    agent = job.start(
+        "a", "--max-restarts=0", "--no-python", script=("python3", "-c", script), environment=surroundings
+    )
     assert agent.exit_code() == 1
+    told = json.loads(own.read_text())["message"]
+    assert (told["message"], told["errorCode"]) == ("ValueError: from the error file", 7)
     assert agent.says("ValueError: from the error file")
     assert agent.says("exit code 7")
 
@@ -119,10 +126,10 @@ def test_max_restarts_counts_the_failures_of_all_nodes_together(job: Job, budget
         assert agent.says(f"{runs} failures, --max-restarts allows {budget}")
 
 
-def test_a_command_that_does_not_exist_is_named_and_ends_the_job(job: Job) -> None:
+def test_a_command_that_does_not_exist_is_named_and_nothing_is_started(job: Job) -> None:
     agent = job.start("a", "--no-python", script=("no-such-program",))
-    assert agent.exit_code() == 3
-    assert agent.says("cannot run 'no-such-program'")
+    assert agent.exit_code() == 78
+    assert agent.says("--no-python 'no-such-program': expected a program that exists")
 
 
 def kill_and_measure(job: Job, old: Generation, rank: int, world: int) -> float:
@@ -159,3 +166,30 @@ def test_workers_that_cannot_all_be_started_are_ended_and_tried_again(job: Job) 
     agent.signal(signal.SIGTERM)
     assert agent.exit_code() == 143
     assert not job.processes()
+
+
+def test_a_rank_that_lives_on_after_the_others_have_ended_is_named_and_ended_as_a_hang(job: Job) -> None:
+    options = ("--nnodes=2", "--exit-timeout=1s")
+    worker = (RECORDER, "--report", "--steps=20", "--fault=1:0:10:hang")
+    agents = [job.join(name, *options, script=worker) for name in ("a", "b")]
+    assert [agent.exit_code() for agent in agents] == [0, 0]
+    assert agents[0].says("ranks of other nodes have ended with success; rank 0 still lives, without a step")
+    assert agents[0].says(r"rank 0.*SIGABRT|Fatal Python error: Aborted"), "it has shown where it stood"
+    assert {record["rank"] for record in job.history(what="end", generation=2)} == {0, 1}
+    assert agents[1].says(r"generation 2 \(failure\): .*hang after the end of other ranks")
+
+
+def test_a_rank_that_lives_on_after_another_one_of_its_node_is_ended_as_a_hang(job: Job) -> None:
+    worker = (RECORDER, "--report", "--steps=20", "--fault=1:0:10:hang")
+    agent = job.join("a", "--nproc-per-node=2", "--exit-timeout=1s", script=worker)
+    assert agent.exit_code() == 0
+    assert agent.says("rank 1 has ended with success; rank 0 still lives, without a step")
+    assert {record["rank"] for record in job.history(what="end", generation=2)} == {0, 1}
+
+
+def test_the_other_nodes_name_the_rank_of_a_failure_that_is_survived(job: Job) -> None:
+    worker = (RECORDER, "--steps=40", "--fault=1:0:10:raise")
+    agents = [job.join(name, "--nnodes=2", script=worker) for name in ("a", "b")]
+    assert [agent.exit_code() for agent in agents] == [0, 0]
+    assert agents[1].says(r"Worker failure in generation 1: rank 0 \(local rank 0 on node a\) failed first")
+    assert agents[1].says("RuntimeError: planned by the test")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from elastic_agent.rendezvous.decide import Policy
+from elastic_agent.rendezvous.decide import Policy, limits_of
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavailable
 from elastic_agent.rendezvous.follow import Drain, Leave, Order, Start, Stay, Stop
 from elastic_agent.rendezvous.ledger import Ledger
@@ -32,6 +32,7 @@ from elastic_agent.rendezvous.requests import (
     Subscription,
 )
 from elastic_agent.rendezvous.store import Delete, Entry, Put
+from elastic_agent.rendezvous.terms import Program
 
 TTL_S = 5.0
 POLICY = Policy("job", min_nodes=2, max_nodes=3, last_call_s=0.0, join_timeout_s=60.0)
@@ -42,7 +43,9 @@ TICK_S = 0.25
 class Peer:
     """One node: its participant, its way to the store, and workers that obey at once."""
 
-    def __init__(self, bench: Bench, name: str, policy: Policy, life: int, slots: int) -> None:
+    def __init__(
+        self, bench: Bench, name: str, policy: Policy, life: int, slots: int, program: Program | None
+    ) -> None:
         self.bench = bench
         self.name = name
         self.ports = 1000 * life
@@ -57,6 +60,7 @@ class Peer:
         """Its workers end by themselves when they are asked to."""
         http = Endpoint(f"host-{name}", 80)
         identity = NodeRecord(name, f"{name}-{life}", f"host-{name}", self.ports, slots, http)
+        identity = replace(identity, limits=limits_of(policy), program=program)
         self.part = Participant(
             identity,
             policy,
@@ -190,9 +194,16 @@ class Bench:
         self.peers: list[Peer] = []
 
     def join(
-        self, name: str, policy: Policy = POLICY, life: int = 1, slots: int = 2, *, warm: bool = True
+        self,
+        name: str,
+        policy: Policy = POLICY,
+        life: int = 1,
+        slots: int = 2,
+        *,
+        warm: bool = True,
+        program: Program | None = None,
     ) -> Peer:
-        peer = Peer(self, name, policy, life, slots)
+        peer = Peer(self, name, policy, life, slots, program)
         if warm:
             peer.part.warmed()
         self.peers.append(peer)

@@ -15,18 +15,20 @@ def test_a_small_state_is_saved_behind_training_and_restored() -> None:
         left = os.listdir(folder)
     assert 0 < measured.copy_s < measured.stall_s < measured.durable_s
     assert measured.restore_s > 0
+    assert measured.compare_s > 0
     assert not left
 
 
 def test_the_table_compares_with_a_copy_and_with_torch() -> None:
     runs = [
-        Run("behind", 100, 1, copy_s=0.010, stall_s=0.012, durable_s=0.3, restore_s=0.02),
+        Run("behind", 100, 1, copy_s=0.010, stall_s=0.012, durable_s=0.3, restore_s=0.02, compare_s=0.004),
         Run("memory-only", 100, 1, copy_s=0.010, stall_s=0.011, durable_s=0.011, restore_s=0.02),
         Run("plain", 100, 1, copy_s=0.020, stall_s=0.240, durable_s=0.24, restore_s=0.1),
     ]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table(runs).splitlines()[2:]]
     assert rows == [
         ["100 MB, 1 rank", "one copy in memory", "10 (10-20)", "", "", "", "", ""],
+        ["100 MB, 1 rank", "the comparison of all ranks, in each save", "4 (4-4)", "", "", "", "", ""],
         [
             "100 MB, 1 rank",
             "Checkpointer.remember()",

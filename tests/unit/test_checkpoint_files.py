@@ -13,9 +13,15 @@ from typing import Any
 
 import pytest
 
+from elastic_agent.worker import durable
 from elastic_agent.worker import files as files_module
+from elastic_agent.worker.durable import checksum
 from elastic_agent.worker.errors import BadCheckpoint, Fenced
-from elastic_agent.worker.files import CheckpointFiles, Manifest
+from elastic_agent.worker.files import CheckpointFiles
+from elastic_agent.worker.manifests import Manifest
+from elastic_agent.worker.ownership import Run
+
+RUN = Run("run-a")
 
 
 def content(step: int) -> bytes:
@@ -30,7 +36,13 @@ def commit(files: CheckpointFiles, step: int, *, generation: int = 1) -> Manifes
 
 def write(files: CheckpointFiles, step: int, *, generation: int) -> Manifest:
     raw = content(step)
-    return files.write(step, generation=generation, world_size=2, serialize=lambda sink: sink.write(raw))
+    return files.write(
+        step,
+        generation=generation,
+        world_size=2,
+        serialize=lambda sink: sink.write(raw),
+        may_change=permitted,
+    )
 
 
 def permitted() -> None:
@@ -59,19 +71,37 @@ def names(directory: Path) -> set[str]:
 
 
 def test_what_was_committed_is_found(tmp_path: Path) -> None:
-    files = CheckpointFiles(tmp_path / "runs" / "x", keep=2)
+    files = CheckpointFiles(tmp_path / "runs" / "x", keep=2, run=RUN)
     assert found(files) == (None, [])
     written = commit(files, 10)
-    checkpoint, bad = CheckpointFiles(tmp_path / "runs" / "x", keep=2).find()
+    checkpoint, bad = CheckpointFiles(tmp_path / "runs" / "x", keep=2, run=RUN).find()
     assert checkpoint is not None
     checkpoint.stream.close()
     assert (checkpoint.manifest, bad) == (written, [])
     assert Manifest.from_json(written.to_json()) == written
 
 
+def test_an_unwanted_checkpoint_is_taken_only_where_there_is_no_other(tmp_path: Path) -> None:
+    files = CheckpointFiles(tmp_path, keep=3, run=RUN)
+    for step in (10, 20, 30):
+        commit(files, step)
+
+    def newest(unwanted_from: int) -> tuple[int, int]:
+        claimed = files.newest_manifest(lambda manifest: manifest.step >= unwanted_from)
+        checkpoint, _ = files.find(lambda manifest: manifest.step >= unwanted_from)
+        assert claimed is not None
+        assert checkpoint is not None
+        checkpoint.stream.close()
+        return claimed.step, checkpoint.manifest.step
+
+    assert [newest(step) for step in (31, 30, 20, 10)] == [(30, 30), (20, 20), (10, 10), (30, 30)]
+
+
 def test_data_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
-    files = CheckpointFiles(tmp_path, keep=2)
-    files.write(10, generation=1, world_size=1, serialize=lambda sink: sink.write(content(10)))
+    files = CheckpointFiles(tmp_path, keep=2, run=RUN)
+    files.write(
+        10, generation=1, world_size=1, serialize=lambda sink: sink.write(content(10)), may_change=permitted
+    )
     assert found(files) == (None, [])
 
 
@@ -121,9 +151,9 @@ def huge_manifest(manifest: Path, data: Path) -> None:
 
 def manifest_of_a_later_schema(manifest: Path, data: Path) -> None:
     body = json.loads(manifest.read_bytes())
-    body["schema"] = 2
+    body["schema"] = 3
     del body["check"]
-    body["check"] = files_module._check(body)
+    body["check"] = checksum(body)
     manifest.write_text(json.dumps(body))
 
 
@@ -147,7 +177,7 @@ DAMAGES: list[tuple[Callable[[Path, Path], None], str]] = [
     (garbage_manifest, "not JSON"),
     (nested_manifest, "not JSON"),
     (huge_manifest, "longer than"),
-    (manifest_of_a_later_schema, "schema 2, this version reads 1"),
+    (manifest_of_a_later_schema, "schema 3, this version reads 1 and 2"),
     (manifest_of_another_step, "under the name of step 20"),
     (manifest_is_a_pipe, "not JSON"),
 ]
@@ -157,7 +187,7 @@ DAMAGES: list[tuple[Callable[[Path, Path], None], str]] = [
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     tmp_path: Path, damage: Callable[[Path, Path], None], reason: str
 ) -> None:
-    files = CheckpointFiles(tmp_path, keep=2)
+    files = CheckpointFiles(tmp_path, keep=2, run=RUN)
     commit(files, 10)
     manifest = commit(files, 20)
     damage(tmp_path / "step-000000000020.json", tmp_path / manifest.file)
@@ -169,7 +199,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
 
 
 def test_no_bit_of_a_manifest_may_flip_unnoticed(tmp_path: Path) -> None:
-    manifest = commit(CheckpointFiles(tmp_path, keep=1), 10)
+    manifest = commit(CheckpointFiles(tmp_path, keep=1, run=RUN), 10)
     raw = manifest.to_json()
     believed = set()
     for position in range(len(raw) * 8):
@@ -186,20 +216,70 @@ def test_no_bit_of_a_manifest_may_flip_unnoticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("step", -1), ("step", True), ("step", 1.0), ("generation", "1"), ("world_size", 0), ("size", 0),
-     ("sha256", "f" * 63), ("sha256", None), ("file", "../../etc/passwd"), ("file", "step-000000000010.pt")],
+     ("sha256", "f" * 63), ("sha256", None), ("file", "../../etc/passwd"), ("file", "step-000000000010.pt"),
+     ("run", "a/b"), ("run", None), ("file", "step-000000000010-run-b-00000000-0000000000000000.pt"),
+     ("step", 2**63), ("size", 2**63), ("generation", -1), ("sha256", "F" * 64), ("sha256", 5), ("file", 5),
+     ("file", f"step-{10:012d}-run-a-00000000-{'0' * 16}.pt"), ("schema", 3), ("schema", True), ("schema", 2.0),
+     ("schema", None), ("more", 1)],
 )  # fmt: skip
 def test_a_manifest_with_a_wrong_field_cannot_exist(tmp_path: Path, field: str, value: object) -> None:
-    body = json.loads(commit(CheckpointFiles(tmp_path, keep=1), 10).to_json())
+    body = json.loads(commit(CheckpointFiles(tmp_path, keep=1, run=RUN), 10).to_json())
     del body["check"]
     body[field] = value
-    body["check"] = files_module._check(body)
+    body["check"] = checksum(body)
     with pytest.raises(ValueError, match=field):
         Manifest.from_json(json.dumps(body).encode())
 
 
+@pytest.mark.parametrize(
+    "name", ["step", "generation", "world_size", "file", "size", "sha256", "run", "check"]
+)
+def test_a_manifest_without_a_field_cannot_exist(tmp_path: Path, name: str) -> None:
+    body = json.loads(commit(CheckpointFiles(tmp_path, keep=1, run=RUN), 10).to_json())
+    del body["check"]
+    if name != "check":
+        del body[name]
+        body["check"] = checksum(body)
+    with pytest.raises(ValueError, match=r"manifest"):
+        Manifest.from_json(json.dumps(body).encode())
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[" * 100_000, b"[]", b"1", b"null", b"\xff"])
+def test_what_is_no_object_is_no_manifest(raw: bytes) -> None:
+    with pytest.raises(ValueError, match=r"manifest"):
+        Manifest.from_json(raw)
+
+
+@pytest.mark.parametrize("fault", ["renamed", "long"])
+def test_a_manifest_that_is_whole_is_not_believed_under_another_name_or_at_any_length(
+    tmp_path: Path, fault: str
+) -> None:
+    files = CheckpointFiles(tmp_path, keep=2, run=RUN)
+    commit(files, 10)
+    path = tmp_path / "step-000000000010.json"
+    if fault == "renamed":
+        path = path.rename(tmp_path / "step-000000000020.json")
+    else:
+        path.write_bytes(path.read_bytes() + b" " * 5000)
+    checkpoint, bad = found(files)
+    assert checkpoint is None
+    assert len(bad) == 1
+    assert ("of step 10 under the name of step 20" if fault == "renamed" else "longer than") in str(bad[0])
+
+
+def test_data_whose_manifest_cannot_be_read_is_kept_and_without_one_it_is_not(tmp_path: Path) -> None:
+    files = CheckpointFiles(tmp_path, keep=2, run=RUN)
+    damaged, lost = commit(files, 10), commit(files, 20)
+    (tmp_path / "step-000000000010.json").write_bytes(b"half")
+    (tmp_path / "step-000000000020.json").unlink()
+    write(CheckpointFiles(tmp_path, keep=2, run=RUN), 30, generation=1)
+    assert (tmp_path / damaged.file).exists()
+    assert not (tmp_path / lost.file).exists()
+
+
 def test_the_newest_good_ones_are_kept_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("the user's own file")
-    files = CheckpointFiles(tmp_path, keep=2)
+    files = CheckpointFiles(tmp_path, keep=2, run=RUN)
     kept = [commit(files, step) for step in (10, 20, 30, 40)][-2:]
     assert names(tmp_path) == {
         "notes.txt", "step-000000000030.json", "step-000000000040.json", *(manifest.file for manifest in kept)
@@ -207,59 +287,92 @@ def test_the_newest_good_ones_are_kept_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_the_checkpoint_fallen_back_to_outlives_the_bad_one(tmp_path: Path) -> None:
-    files = CheckpointFiles(tmp_path, keep=2)
+    files = CheckpointFiles(tmp_path, keep=2, run=RUN)
     commit(files, 10)
     flip_a_bit(tmp_path, tmp_path / commit(files, 20).file)
 
-    resumed = CheckpointFiles(tmp_path, keep=2)
+    resumed = CheckpointFiles(tmp_path, keep=2, run=RUN)
     assert found(resumed)[0] == 10
     newest = commit(resumed, 30)
     assert resumed.steps() == [30, 10]  # not 30 and the bad 20
     truncate(tmp_path, tmp_path / newest.file)
-    assert found(CheckpointFiles(tmp_path, keep=2))[0] == 10
+    assert found(CheckpointFiles(tmp_path, keep=2, run=RUN))[0] == 10
 
 
 def test_a_past_that_was_given_up_does_not_come_back(tmp_path: Path) -> None:
-    files = CheckpointFiles(tmp_path, keep=3)
+    files = CheckpointFiles(tmp_path, keep=3, run=RUN)
     commit(files, 10)
     lost = tmp_path / commit(files, 20).file
     lost.rename(tmp_path / "the disk is away")
 
-    resumed = CheckpointFiles(tmp_path, keep=3)
+    resumed = CheckpointFiles(tmp_path, keep=3, run=RUN)
     assert found(resumed)[0] == 10
     commit(resumed, 15)
     (tmp_path / "the disk is away").rename(lost)
-    assert found(CheckpointFiles(tmp_path, keep=3)) == (15, [])
+    assert found(CheckpointFiles(tmp_path, keep=3, run=RUN)) == (15, [])
 
 
 def test_the_same_step_may_be_committed_again(tmp_path: Path) -> None:
-    files = CheckpointFiles(tmp_path, keep=2)
+    files = CheckpointFiles(tmp_path, keep=2, run=RUN)
     commit(files, 10)
     flip_a_bit(tmp_path, tmp_path / commit(files, 20).file)
-    resumed = CheckpointFiles(tmp_path, keep=2)
+    resumed = CheckpointFiles(tmp_path, keep=2, run=RUN)
     assert found(resumed)[0] == 10
     commit(resumed, 20, generation=2)
-    assert found(CheckpointFiles(tmp_path, keep=2)) == (20, [])
+    assert found(CheckpointFiles(tmp_path, keep=2, run=RUN)) == (20, [])
 
 
 def test_what_dead_writers_left_is_removed_and_a_newer_writer_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "tmp-00000001-000000000020.pt").write_bytes(b"half")
-    (tmp_path / "tmp-00000002-000000000020.json").write_bytes(b"half")
-    (tmp_path / "tmp-00000003-000000000020.pt").write_bytes(b"still being written")
-    (tmp_path / f"step-000000000005-{'a' * 16}.pt").write_bytes(b"never published")
-    manifest = commit(CheckpointFiles(tmp_path, keep=2), 10, generation=2)
-    assert names(tmp_path) == {"tmp-00000003-000000000020.pt", "step-000000000010.json", manifest.file}
+    newer = "tmp-00000003-000000000020-run-a-0a1b2c3d.pt"
+    for name in (
+        "tmp-00000001-000000000020-run-a-0a1b2c3d.pt",
+        "tmp-00000002-000000000020-run-a-0a1b2c3d.json",
+        newer,
+        f"step-000000000005-run-a-0a1b2c3d-{'a' * 16}.pt",
+    ):
+        (tmp_path / name).write_bytes(b"half")
+    manifest = commit(CheckpointFiles(tmp_path, keep=2, run=RUN), 10, generation=2)
+    assert names(tmp_path) == {newer, "step-000000000010.json", manifest.file}
+
+
+def overtaken(monkeypatch: pytest.MonkeyPatch, directory: Path, until: int) -> CheckpointFiles:
+    """A reader; each time it has listed what is there, a saver beside it replaces that, up to step `until`."""
+    saver = CheckpointFiles(directory, keep=1, run=RUN)
+    commit(saver, 10)
+    reader = CheckpointFiles(directory, keep=1, run=Run("run-b"))
+    listed = reader._candidates
+
+    def replaced(dir_fd: int) -> list[int]:
+        steps = listed(dir_fd)
+        if steps[0] < until:
+            commit(saver, steps[0] + 10)
+        return steps
+
+    monkeypatch.setattr(reader, "_candidates", replaced)
+    return reader
+
+
+def test_a_reader_beside_a_fast_saver_looks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found(overtaken(monkeypatch, tmp_path, 40)) == (40, [])
+
+
+def test_a_reader_that_is_always_overtaken_gives_up_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, bad = found(overtaken(monkeypatch, tmp_path, 10_000))
+    assert step is None
+    assert [type(one.__cause__) for one in bad] == [FileNotFoundError]
 
 
 def test_an_unreadable_directory_is_not_an_empty_one(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("not a directory")
     with pytest.raises(NotADirectoryError):
-        CheckpointFiles(tmp_path / "x", keep=1).find()
+        CheckpointFiles(tmp_path / "x", keep=1, run=RUN).find()
 
 
 def test_keeping_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep is 0"):
-        CheckpointFiles(tmp_path, keep=0)
+        CheckpointFiles(tmp_path, keep=0, run=RUN)
 
 
 # --- A writer of the past
@@ -269,40 +382,49 @@ def refused() -> None:
     raise Fenced("generation 1 is over")
 
 
-def test_a_writer_of_the_past_makes_nothing_visible_and_the_present_clears_up(tmp_path: Path) -> None:
-    past, present = CheckpointFiles(tmp_path, keep=2), CheckpointFiles(tmp_path, keep=2)
+def writers(directory: Path) -> tuple[CheckpointFiles, CheckpointFiles]:
+    """Of one run: one of the past, and one of the present."""
+    return CheckpointFiles(directory, keep=2, run=RUN), CheckpointFiles(directory, keep=2, run=RUN)
+
+
+def test_a_writer_of_the_past_leaves_nothing(tmp_path: Path) -> None:
+    past, present = writers(tmp_path)
     commit(past, 10)
     before = names(tmp_path)
-    unpublished = past.write(20, generation=1, world_size=2, serialize=lambda sink: sink.write(b"the past"))
+    unpublished = write(past, 20, generation=1)
     with pytest.raises(Fenced):
         past.publish(unpublished, refused)
-    assert names(tmp_path) == before | {unpublished.file}
-    assert found(CheckpointFiles(tmp_path, keep=2)) == (10, [])
+    assert names(tmp_path) == before
     commit(present, 20, generation=2)
-    assert unpublished.file not in names(tmp_path)
+    assert found(present) == (20, [])
 
 
-def test_a_writer_of_the_past_leaves_data_that_the_present_may_have_written_too(tmp_path: Path) -> None:
-    """The same step with the same bits has the same name, and the present may be about to name it."""
-    past, present = CheckpointFiles(tmp_path, keep=2), CheckpointFiles(tmp_path, keep=2)
-    old, new = write(past, 10, generation=1), write(present, 10, generation=2)
-    assert old.file == new.file
+def test_a_writer_of_the_past_removes_no_data_of_the_present(tmp_path: Path) -> None:
+    """The same step with the same bits: each writer's data has a name of its own."""
+    past, present = writers(tmp_path)
+    old = write(past, 10, generation=1)
+    new: list[Manifest] = []
+
+    def overtaken() -> None:
+        new.append(write(present, 10, generation=2))
+        refused()
+
     with pytest.raises(Fenced):
-        past.publish(old, refused)
-    present.publish(new, permitted)
-    assert found(CheckpointFiles(tmp_path, keep=2)) == (10, [])
+        past.publish(old, overtaken)
+    present.publish(new[0], permitted)
+    assert found(present) == (10, [])
 
 
 def test_a_rename_that_the_present_has_overtaken_fails(tmp_path: Path) -> None:
     """Leave was given, and the process stood still before it could use it."""
-    past, present = CheckpointFiles(tmp_path, keep=2), CheckpointFiles(tmp_path, keep=2)
+    past, present = writers(tmp_path)
     commit(past, 10)
     begun: list[Manifest] = []
     with pytest.raises(FileNotFoundError):
         past.publish(write(past, 20, generation=1), lambda: begun.append(write(present, 15, generation=2)))
-    assert found(CheckpointFiles(tmp_path, keep=2)) == (10, [])
+    assert found(CheckpointFiles(tmp_path, keep=2, run=RUN)) == (10, [])
     present.publish(begun[0], permitted)
-    assert found(CheckpointFiles(tmp_path, keep=2)) == (15, [])
+    assert found(CheckpointFiles(tmp_path, keep=2, run=RUN)) == (15, [])
 
 
 @pytest.mark.parametrize("already_published", [True, False])
@@ -310,7 +432,7 @@ def test_a_writer_that_stood_still_after_its_commit_deletes_nothing_of_those_who
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, already_published: bool
 ) -> None:
     """To a writer that fell back to step 10, what lies beyond step 30 looks like a past that was given up."""
-    past, present = CheckpointFiles(tmp_path, keep=2), CheckpointFiles(tmp_path, keep=2)
+    past, present = writers(tmp_path)
     commit(past, 10)
     old = write(past, 30, generation=1)
     new: list[Manifest] = []
@@ -324,12 +446,12 @@ def test_a_writer_that_stood_still_after_its_commit_deletes_nothing_of_those_who
             if already_published:
                 present.publish(new[0], permitted)
 
-    monkeypatch.setattr(files_module, "os", _Overlay(fsync=fsync))
+    replace_os(monkeypatch, _Overlay(fsync=fsync))
     past.publish(old, lambda: refused() if new else None)
     assert "old checkpoints not deleted" in caplog.text
     if not already_published:
         present.publish(new[0], permitted)
-    assert found(CheckpointFiles(tmp_path, keep=2)) == (40, [])
+    assert found(CheckpointFiles(tmp_path, keep=2, run=RUN)) == (40, [])
 
 
 # --- A disk that refuses
@@ -351,7 +473,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_costs_the_new_checkpoint_and_no_old_one(small_disk: Path) -> None:
-    files = CheckpointFiles(small_disk, keep=2)
+    files = CheckpointFiles(small_disk, keep=2, run=RUN)
     commit(files, 10)
     before = names(small_disk)
 
@@ -362,7 +484,7 @@ def test_a_full_disk_costs_the_new_checkpoint_and_no_old_one(small_disk: Path) -
             raise RuntimeError("what torch.save says of a full disk") from error
 
     with pytest.raises(OSError, match="No space left") as refused:
-        files.write(20, generation=1, world_size=1, serialize=too_much)
+        files.write(20, generation=1, world_size=1, serialize=too_much, may_change=permitted)
     assert refused.value.errno == errno.ENOSPC
     assert names(small_disk) == before
     assert found(files) == (10, [])
@@ -370,7 +492,7 @@ def test_a_full_disk_costs_the_new_checkpoint_and_no_old_one(small_disk: Path) -
 
 
 def test_a_read_only_disk_refuses_and_still_loads(small_disk: Path) -> None:
-    files = CheckpointFiles(small_disk, keep=2)
+    files = CheckpointFiles(small_disk, keep=2, run=RUN)
     commit(files, 10)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     with pytest.raises(OSError, match="Read-only"):
@@ -382,7 +504,7 @@ def test_a_read_only_disk_refuses_and_still_loads(small_disk: Path) -> None:
 def test_a_file_whose_fsync_failed_is_abandoned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    files = CheckpointFiles(tmp_path, keep=2)
+    files = CheckpointFiles(tmp_path, keep=2, run=RUN)
     commit(files, 10)
     calls = 0
 
@@ -392,14 +514,19 @@ def test_a_file_whose_fsync_failed_is_abandoned(
         if calls == failing + 1:
             raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(files_module, "os", _Overlay(fsync=fsync))
+    replace_os(monkeypatch, _Overlay(fsync=fsync))
     with pytest.raises(OSError, match="Input/output"):
         commit(files, 20)
     monkeypatch.undo()
     assert calls == failing + 1  # asked again, the kernel would call it a success
     assert not [name for name in names(tmp_path) if name.startswith("tmp-")]
     # The manifest is visible only if everything but its directory entry was known to be durable.
-    assert found(CheckpointFiles(tmp_path, keep=2)) == (20 if failing == 3 else 10, [])
+    assert found(CheckpointFiles(tmp_path, keep=2, run=RUN)) == (20 if failing == 3 else 10, [])
+
+
+def replace_os(monkeypatch: pytest.MonkeyPatch, overlay: _Overlay) -> None:
+    for module in (files_module, durable):
+        monkeypatch.setattr(module, "os", overlay)
 
 
 class _Overlay:
@@ -521,14 +648,14 @@ def broken_promises(
             if key not in seen:
                 seen.add(key)
                 look(image)
-        monkeypatch.setattr(files_module, "os", disk.overlay())
+        replace_os(monkeypatch, disk.overlay())
 
     def look(image: dict[str, bytes]) -> None:
         directory = tmp_path / f"after-cut-{len(seen)}"
         directory.mkdir()
         for name, raw in image.items():
             (directory / name).write_bytes(raw)
-        files = CheckpointFiles(directory, keep=KEEP)
+        files = CheckpointFiles(directory, keep=KEEP, run=RUN)
         where = f"saved {promised}, begun {begun}, left {sorted(image)}"
         step, bad = found(files)
         if bad:
@@ -539,9 +666,9 @@ def broken_promises(
             broken.append(f"a good checkpoint is lost: {where}")
 
     disk = Disk(cut, forget_fsync)
-    files = CheckpointFiles(tmp_path / "live", keep=KEEP)
+    files = CheckpointFiles(tmp_path / "live", keep=KEEP, run=RUN)
     (tmp_path / "live").mkdir()
-    monkeypatch.setattr(files_module, "os", disk.overlay())
+    replace_os(monkeypatch, disk.overlay())
     for step in SAVES:
         begun.append(step)
         commit(files, step)
@@ -572,6 +699,6 @@ def test_a_new_directory_has_a_durable_name(tmp_path: Path, monkeypatch: pytest.
     def fsync(fd: int) -> None:
         synced.append(os.readlink(f"/proc/self/fd/{fd}"))
 
-    monkeypatch.setattr(files_module, "os", _Overlay(fsync=fsync))
-    commit(CheckpointFiles(tmp_path / "runs" / "x", keep=1), 10)
+    replace_os(monkeypatch, _Overlay(fsync=fsync))
+    commit(CheckpointFiles(tmp_path / "runs" / "x", keep=1, run=RUN), 10)
     assert synced[:2] == [str(tmp_path), str(tmp_path / "runs")]

@@ -19,13 +19,22 @@ from elastic_agent.worker import (
     Fenced,
     NotPlainData,
     NoUsableCheckpoint,
+    OtherRun,
     StepNotGrowing,
+    files,
+    page,
     progress,
+    restore,
     rng,
 )
+from elastic_agent.worker import disk as disk_module
 from elastic_agent.worker import permit as permit_module
+from elastic_agent.worker.collectives import current_group
 from elastic_agent.worker.commits import Answer, Granted, Question, Refused, Undecided
-from elastic_agent.worker.reports import MAX_BYTES, LoadReport, Report, SaveReport, decode
+from elastic_agent.worker.manifests import Manifest
+from elastic_agent.worker.offers import BAD_STATE_VARIABLE, BadState, Offer, Owner, choose_owner
+from elastic_agent.worker.ownership import Run
+from elastic_agent.worker.reports import MAX_BYTES, LentLock, LoadReport, Message, SaveReport, decode
 
 numpy = pytest.importorskip("numpy")
 
@@ -158,10 +167,16 @@ class Gate:
         self.answers: list[Answer] = []
         self.asked: list[Question] = []
         self.visible: list[set[str]] = []
+        self.now = 0.0
         self._directory = directory
         monkeypatch.setenv("ELASTIC_AGENT_COMMITS", "a socket")
         monkeypatch.setenv("ELASTIC_AGENT_GENERATION", "7")
         monkeypatch.setattr(permit_module.Permit, "_answer", lambda permit: self._answer(permit))
+        monkeypatch.setattr(
+            disk_module.Disk,
+            "_permit",
+            lambda disk: permit_module.Permit("a socket", 7, clock=lambda: self.now).check,
+        )
 
     def _answer(self, permit: permit_module.Permit) -> Answer:
         self.asked.append(Question(permit._generation))
@@ -174,15 +189,157 @@ def gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Gate:
     return Gate(monkeypatch, tmp_path)
 
 
-def test_the_agent_is_asked_when_all_is_durable_and_nothing_visible(tmp_path: Path, gate: Gate) -> None:
-    gate.answers = [Granted(60.0)] * 2
+def test_the_agent_is_asked_before_anything_is_written_and_again_when_all_is_durable(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate.answers = [Granted(60.0)] * 3
     checkpoints = Checkpointer(tmp_path, {})
     assert checkpoints.save(10)
+    assert gate.asked == [Question(7)], "once, where the grant outlasts the write"
+    write = checkpoints._files.write
+
+    def slowly(*args: Any, **named: Any) -> Any:
+        written = write(*args, **named)
+        gate.now += 61.0
+        return written
+
+    monkeypatch.setattr(checkpoints._files, "write", slowly)
     assert checkpoints.save(20)
-    assert gate.asked == [Question(7)] * 2, "once for each checkpoint"
-    data, manifest = sorted(path.name for path in tmp_path.glob("step-000000000010*"))
-    assert gate.visible[0] == {data}
-    assert manifest in gate.visible[1]
+    first, before, durable = gate.visible
+    assert first == set()
+    (data,) = durable - before
+    assert data.startswith("step-000000000020-")
+    assert data.endswith(".pt")
+
+
+def test_who_only_reads_takes_nothing_from_the_run_that_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Checkpointer(tmp_path, {})
+    training.load()
+    training.save(10)
+    before = sorted(os.listdir(tmp_path))
+    monkeypatch.setenv("ELASTIC_AGENT_RUN", "an-evaluation")
+    reader = Checkpointer(tmp_path, {}, read_only=True)
+    assert reader.load() == 10
+    assert sorted(os.listdir(tmp_path)) == before
+    with pytest.raises(CheckpointError, match="read_only"):
+        reader.save(11)
+    assert training.save(20)
+
+
+def test_to_load_a_teacher_is_no_beginning_of_this_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent would take the teacher's step for the one from which training goes on, and pass it over as bad."""
+    teacher = Checkpointer(tmp_path / "teacher", {})
+    teacher.save(90)
+    teacher.save(100)
+    words = page.private_words()
+    monkeypatch.setattr(progress, "_words", words)
+    monkeypatch.setenv("ELASTIC_AGENT_GENERATION", "2")
+    monkeypatch.setenv(BAD_STATE_VARIABLE, "1:100")
+    before = bytes(words)
+    assert Checkpointer(tmp_path / "teacher", {}, read_only=True).load() == 100
+    with pytest.raises(CheckpointError):
+        Checkpointer(tmp_path / "teacher", {"unknown": {}}, read_only=True).load()
+    assert bytes(words) == before
+
+
+def test_a_directory_that_another_run_has_is_refused_and_a_failed_load_lets_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "LOCK_WAIT_S", 0.0)
+    training = Checkpointer(tmp_path, {})
+    assert training.load() == 0
+    training.save(10)
+    monkeypatch.setenv("ELASTIC_AGENT_RUN", "another")
+    with pytest.raises(OtherRun, match="is in use: run"):
+        Checkpointer(tmp_path, {}).load()
+    assert training.save(20)
+    training._files._lock.forget()
+    misfit = Checkpointer(tmp_path, {"other": {}})
+    with pytest.raises(CheckpointMismatch):
+        misfit.load()
+    assert training.save(30), "who could not load has taken nothing over"
+    training._files._lock.forget()
+    assert Checkpointer(tmp_path, {}).load() == 30
+    with pytest.raises(OtherRun, match="taken over by run another"):
+        training.save(40)
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, checkpoints: Checkpointer) -> tuple[str, int]:
+    """What a load raises, and which step's state the agent then takes for loaded."""
+    words = page.private_words()
+    words[page.CHOSEN_STEP] = page.NO_STEP
+    monkeypatch.setattr(progress, "_words", words)
+    try:
+        checkpoints.load()
+    except Exception as error:
+        return type(error).__name__, words[page.CHOSEN_STEP]
+    return "", words[page.CHOSEN_STEP]
+
+
+def test_the_agent_hears_which_state_is_loaded_and_not_of_a_load_that_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Checkpointer(tmp_path, {"a": {}}).save(10)
+    assert chosen(monkeypatch, Checkpointer(tmp_path, {"a": {}})) == ("", 10)
+    assert chosen(monkeypatch, Checkpointer(tmp_path, {"other": {}})) == ("CheckpointMismatch", page.NO_STEP)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OtherRun("not yours")
+
+    refused = Checkpointer(tmp_path, {"a": {}})
+    monkeypatch.setattr(refused._files, "take", refuse)
+    assert chosen(monkeypatch, refused) == ("OtherRun", page.NO_STEP)
+
+
+def test_a_state_that_ends_the_process_that_reads_it_was_told_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Checkpointer(tmp_path, {"a": {}}).save(10)
+
+    def break_off(*_: Any) -> None:
+        raise ValueError("no archive")
+
+    def die(*_: Any) -> None:
+        raise SystemExit(139)
+
+    monkeypatch.setattr(restore, "load_mapped", break_off)
+    assert chosen(monkeypatch, Checkpointer(tmp_path, {"a": {}})) == ("CheckpointError", 10)
+    monkeypatch.setattr(restore, "load_mapped", die)
+    with pytest.raises(SystemExit):
+        chosen(monkeypatch, Checkpointer(tmp_path, {"a": {}}))
+    assert progress._words is not None
+    assert progress._words[page.CHOSEN_STEP] == 10
+
+
+def test_a_bad_state_never_costs_another_run_its_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy of this run that is left is older than what another run has left on this disk."""
+    monkeypatch.setenv("ELASTIC_AGENT_RUN", "ended")
+    Checkpointer(tmp_path, {}).save(200)
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("step-*")}
+    monkeypatch.setenv("ELASTIC_AGENT_RUN", "mine")
+    monkeypatch.setenv("ELASTIC_AGENT_GENERATION", "5")
+    monkeypatch.setenv("ELASTIC_AGENT_BAD_STATE", "4:90")
+    mine = Manifest(85, 2, 1, f"step-{85:012d}-mine-00000000-{'a' * 16}.pt", 1, "a" * 64, "mine")
+    group = current_group()
+    with restore.Restore(
+        group,
+        files.CheckpointFiles(tmp_path, keep=2, run=Run("mine")),
+        None,
+        lambda _: None,
+        BadState.of(os.environ),
+    ) as one:
+        (foreign,) = one._tell(one._claim(), ())
+        assert foreign.foreign
+        assert foreign.manifest is not None
+        assert one.kin() == ()
+        assert choose_owner([foreign, Offer(mine)], BadState.of(os.environ)) == Owner(1, mine)
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("step-*")} == before
 
 
 def test_a_process_of_the_past_commits_nothing(tmp_path: Path, gate: Gate) -> None:
@@ -216,8 +373,11 @@ def test_the_agent_hears_of_saves_and_loads(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("ELASTIC_AGENT_LOCAL_RANK", "1")
     monkeypatch.setattr(progress, "_reporter", None)
 
-    def heard() -> Report:
-        return decode(agent.recv(MAX_BYTES + 1))
+    def heard() -> Message:
+        """But for the locks, which each of these Checkpointers lends."""
+        while isinstance(message := decode(agent.recv(MAX_BYTES + 1)), LentLock):
+            pass
+        return message
 
     directory = tmp_path / "x"
     Checkpointer(directory, {}).load()

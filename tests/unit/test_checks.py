@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elastic_agent.health.checks import MOST_NAMED, Comparison, differences
@@ -15,6 +17,7 @@ from elastic_agent.rendezvous.records import (
     World,
     line_up,
 )
+from elastic_agent.rendezvous.terms import Program
 
 
 def a_node(
@@ -105,11 +108,37 @@ def a_world(generation: int, *nodes: NodeRecord, phase: Phase = Phase.RUNNING) -
 def test_each_world_is_compared_once_and_only_news_are_told() -> None:
     a, b, c, spare = a_node("a"), a_node("b"), a_node("c", mtu=1500), a_node("spare", mtu=1400)
     nodes, comparison = (a, b, c, spare), Comparison()
-    assert comparison.news(a_world(1, a, b), nodes) == ()
-    (first,) = comparison.news(a_world(2, a, b, c), nodes)
+    assert comparison.news(a_world(1, a, b), nodes, "a") == ()
+    (first,) = comparison.news(a_world(2, a, b, c), nodes, "a")
     assert "1500 on c (eth0)" in first
-    assert comparison.news(a_world(2, a, b, c), nodes) == ()
-    assert comparison.news(a_world(2, a, b, c, phase=Phase.STOPPING), nodes) == ()
-    assert comparison.news(a_world(3, a, b, c), nodes) == (), "it is known"
-    assert comparison.news(a_world(4, a, b), nodes) == ()
-    assert comparison.news(a_world(5, a, b, c), nodes) == (first,), "it is back"
+    assert comparison.news(a_world(2, a, b, c), nodes, "a") == ()
+    assert comparison.news(a_world(2, a, b, c, phase=Phase.STOPPING), nodes, "a") == ()
+    assert comparison.news(a_world(3, a, b, c), nodes, "a") == (), "it is known"
+    assert comparison.news(a_world(4, a, b), nodes, "a") == ()
+    assert comparison.news(a_world(5, a, b, c), nodes, "a") == (first,), "it is back"
+
+
+OURS = Program("train.py", "1" * 64, "aa", ("--lr", "0.1"))
+
+
+def test_a_coordinator_names_nodes_that_were_told_otherwise_and_both_values() -> None:
+    a, b = replace(a_node("a"), program=OURS), replace(a_node("b"), program=OURS)
+    own = replace(a_node("c"), program=replace(OURS, arguments="bb", words=("--lr", "0.2")))
+    world = replace(a_world(1, a, b, own), program=OURS, limits_of="a")
+    (said,) = Comparison().news(world, (a, b, own), "a")
+    assert said == (
+        "node c was started with other arguments for the script: '0.2' as argument 2, where the job has '0.1';"
+        " what the job has is node a's"
+    )
+    assert Comparison().news(world, (a, b, own), "c") == (), "it says that itself"
+
+
+def test_of_many_nodes_that_were_told_otherwise_a_few_are_named() -> None:
+    """Arguments may be a node's own, like the folder of its data."""
+    own = replace(OURS, arguments="bb", words=("--lr", "0.1", "--data"))
+    nodes = [replace(a_node("a"), program=OURS)]
+    nodes += [replace(a_node(f"odd{number}"), program=own) for number in range(40)]
+    world = replace(a_world(1, *nodes), program=OURS, limits_of="a")
+    *named, rest = Comparison().news(world, nodes, "a")
+    assert len(named) == MOST_NAMED
+    assert rest.startswith(f"{40 - MOST_NAMED} more nodes were told something else")

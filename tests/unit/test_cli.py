@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,12 +14,13 @@ import pytest
 
 from elastic_agent import __version__
 from elastic_agent.agent import cli
-from elastic_agent.agent.cli import help_text, main
+from elastic_agent.agent.cli import COMMANDS, help_text, main
 from elastic_agent.agent.configuration.config import Command, Config, NodeCounts
-from elastic_agent.agent.configuration.options import OPTIONS, Source
+from elastic_agent.agent.configuration.log_level import log_level
+from elastic_agent.agent.configuration.options import COMMAND_NAMES, OPTIONS, Source
 from elastic_agent.agent.exits import ExitCode
 from elastic_agent.agent.machine import examine as machine
-from elastic_agent.agent.machine.devices import Inventory
+from elastic_agent.agent.machine.devices import Device, Inventory
 from elastic_agent.agent.machine.examine import Machine
 from elastic_agent.agent.machine.network import NetworkChoice
 from elastic_agent.agent.machine.network_search import Network
@@ -169,11 +171,47 @@ def test_check_config_shows_what_follows_on_this_machine_in_a_file_that_means_th
 def test_what_does_not_fit_this_machine_is_refused_like_any_other_problem() -> None:
     for mode in ([], ["--check-config"]):
         done = agent("--nproc-per-node", "gpu", *mode, __file__, CUDA_VISIBLE_DEVICES="")
-        assert done.returncode == 78
+        assert done.returncode == ExitCode.NOT_HERE, "another machine may have one"
         assert done.stdout == ""
         first, problem = done.stderr.splitlines()
         assert first == "elastic-agent: 1 problem in the configuration; nothing was started"
         assert problem.startswith("  1. --nproc-per-node 'gpu': expected a CUDA device")
+
+
+@pytest.mark.parametrize("level", ["verbose", "trace", "1.5", "Level 20"])
+def test_a_log_level_that_logging_does_not_know_is_refused_by_name(
+    level: str, script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOGLEVEL", level)
+    assert main(["--min-nodes=0", script]) == ExitCode.BAD_CONFIG
+    said = capsys.readouterr().err
+    assert "2 problems" in said
+    assert f"LOGLEVEL {level!r}: expected DEBUG, INFO, WARNING" in said
+
+
+@pytest.mark.parametrize(
+    ("level", "number"), [("", 20), ("20", 20), ("Debug", 10), ("warn", 30), (" error ", 40), ("7", 7)]
+)
+def test_a_log_level_is_one_of_loggings_names_in_any_case_or_a_number(level: str, number: int) -> None:
+    assert log_level({"LOGLEVEL": level}) == number
+    assert log_level({}) == 20
+
+
+def test_what_is_refused_is_in_the_error_file_unless_it_was_only_a_check(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    for words, code in (
+        (["--min-nodes", "0"], ExitCode.BAD_CONFIG),
+        (["--nproc-per-node", "gpu"], ExitCode.NOT_HERE),
+    ):
+        for mode in (["--check-config"], []):
+            assert not path.exists()
+            done = agent(*words, *mode, __file__, CUDA_VISIBLE_DEVICES="", TORCHELASTIC_ERROR_FILE=str(path))
+            assert done.returncode == code
+        told = json.loads(path.read_text())["message"]
+        assert told["errorCode"] == code
+        assert told["message"].startswith("1 problem in the configuration")
+        assert words[0] in told["message"]
+        path.unlink()
 
 
 def test_settings_and_machine_are_judged_together(script: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,17 +226,45 @@ def test_settings_and_machine_are_judged_together(script: str, capsys: pytest.Ca
 @pytest.mark.parametrize(
     "broken",
     [
-        ["--device-pinning=sideways"],  # what it should have been, nobody knows
-        ["--rdzv-backend=c10d", "--rdzv-endpoint=etcd://127.0.0.1:1"],  # nor where the nodes meet
+        ["--device-pinning=sideways"],
+        ["--rdzv-backend=c10d", "--rdzv-endpoint=etcd://127.0.0.1:1"],
+        ["--rdzv-endpoint=a,b"],
+        ["--rdzv-backend=etcd", "--rdzv-endpoint=127.0.0.1"],
+        ["--min-nodes=0"],
+        ["--max-nodes=x"],
+        ["--frobnicate=1"],
+        ["--config=/nonexistent/agent.toml"],
     ],
 )
-def test_a_machine_is_not_judged_by_settings_that_make_no_sense(
+def test_words_that_make_no_sense_hide_nothing_that_the_machine_has_to_say(
     script: str, broken: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*broken, "--network-interface=absent0", script]) == ExitCode.BAD_CONFIG
+    assert (
+        main([*broken, "--network-interface=absent0", "--local-addr=192.0.2.1", script])
+        == ExitCode.BAD_CONFIG
+    )
     said = capsys.readouterr().err
-    assert "1 problem" in said
-    assert "absent0" not in said
+    assert "3 problems" in said
+    assert "--network-interface 'absent0'" in said
+    assert "--local-addr '192.0.2.1'" in said
+
+
+def test_a_machine_is_not_judged_by_what_was_not_understood(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = Inventory((Device("0", None), Device("1", None)), 8)
+    monkeypatch.setattr(machine, "probe", lambda environ: two)
+    words = ["--nproc-per-node=4", script]
+    assert main(words) == ExitCode.NOT_HERE
+    assert "at most as many workers as there are CUDA devices" in capsys.readouterr().err
+    for unclear in (
+        "--device-pinning=non",
+        "--device-pining=none",
+        "--local-addr=?",
+        "--network-profile=fast",
+    ):
+        assert main([unclear, *words]) == ExitCode.BAD_CONFIG
+        assert "1 problem" in capsys.readouterr().err, unclear
 
 
 def test_a_wrong_configuration_starts_nothing(started: list[Config]) -> None:
@@ -226,6 +292,14 @@ def test_a_real_process_does_not_choke_on_words_a_terminal_cannot_show(script: s
     right = agent("--check-config", script, odd, PYTHONIOENCODING="ascii")
     assert right.returncode == 0
     assert "\x1b" not in right.stdout
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_job_runs_with_standard_streams_that_the_shell_has_closed(closed: str) -> None:
+    command = [sys.executable, "-m", "elastic_agent", "--no-preload", "--no-python", "true"]
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *command]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
 
 
 def test_the_command_line_needs_no_torch() -> None:
@@ -269,6 +343,10 @@ def test_a_job_that_starts_its_own_store_has_a_new_id_every_time(script: str, st
     assert started[0].rendezvous.job_id != started[1].rendezvous.job_id
 
 
+def test_the_names_of_commands_are_known_to_who_guesses_them() -> None:
+    assert tuple(COMMANDS) == COMMAND_NAMES
+
+
 def test_exit_codes_are_plain_numbers_with_a_meaning() -> None:
-    assert sorted(map(int, ExitCode)) == [0, 1, 3, 69, 71, 75, 76, 78, 130, 143]
+    assert sorted(map(int, ExitCode)) == [0, 1, 3, 65, 69, 70, 71, 73, 74, 75, 76, 78, 79, 130, 143]
     assert all(code.meaning for code in ExitCode)

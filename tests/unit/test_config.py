@@ -50,6 +50,7 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
     "nnodes": ("2:5", "nodes", NodeCounts(2, 5)),
     "nproc-per-node": ("8", "nproc_per_node", 8),
     "device-pinning": ("mask", "device_pinning", "mask"),
+    "allow-other-script": ("true", "allow_other_script", True),
     "virtual-local-rank": ("true", "device_pinning", "mask"),
     "affinity": ("exclusive", "affinity", "cores"),
     "gpu-memory-wait": ("1m", "gpu_memory_wait_s", 60.0),
@@ -65,13 +66,16 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
     "lease-ttl": ("2.5", "rendezvous.lease_ttl_s", 2.5),
     "rdzv-conf": ("join_timeout=60,lease_ttl=3", "rendezvous.join_timeout_s", 60.0),
     "max-restarts": ("0", "max_restarts", 0),
+    "run-again": ("true", "run_again", True),
     "stop-grace": ("1h", "stop.grace_s", 3600.0),
     "drain-timeout": ("25", "stop.drain_timeout_s", 25.0),
     "failure-grace": ("0", "stop.failure_grace_s", 0.0),
+    "kill-timeout": ("5m", "stop.kill_timeout_s", 300.0),
     "just-in-time-grace": ("0", "stop.just_in_time_grace_s", 0.0),
     "memory-checkpoints": ("1.5GiB", "memory_checkpoints", 3 * 2**29),
     "service-stop-limit": ("3h", "stop.service_limit_s", 10800.0),
     "hang-timeout": ("5m", "timeouts.hang_s", 300.0),
+    "exit-timeout": ("none", "timeouts.exit_s", None),
     "process-group-timeout": ("20m", "timeouts.process_group_s", 1200.0),
     "network-profile": ("roce", "network_profile", "roce"),
     "local-addr": ("fe80::1", "local_addr", "fe80::1"),
@@ -89,6 +93,7 @@ REFUSED: dict[str, Sequence[str]] = {
     "nnodes": ["0:4", "1:", ":4", "1:2:3", "x"],
     "nproc-per-node": ["0", "-2", "all", "4097"],
     "device-pinning": ["masked", "Index"],
+    "allow-other-script": ["perhaps"],
     "virtual-local-rank": ["maybe"],
     "affinity": ["socket", "core-complex", "Numa"],
     "gpu-memory-wait": ["-1s", "forever"],
@@ -104,20 +109,23 @@ REFUSED: dict[str, Sequence[str]] = {
     "lease-ttl": ["0.9", "999ms", "700"],
     "rdzv-conf": ["join_timeout", "=3", "unheard_of=1", "lease_ttl=0", "a=1,b=2"],
     "max-restarts": ["-1", "never"],
+    "run-again": ["once"],
     "stop-grace": ["-0.1", "5 parsecs"],
     "drain-timeout": ["-1"],
     "failure-grace": ["-1"],
+    "kill-timeout": ["0", "never"],
     "just-in-time-grace": ["-1"],
     "memory-checkpoints": ["2 GB", "-1GiB", "most", "9999999TiB"],
     "service-stop-limit": ["0", "never", "34s"],
     "hang-timeout": ["0", "never"],
+    "exit-timeout": ["0.5", "never"],
     "process-group-timeout": ["0.5", "-1"],
     "network-profile": ["", "Ethernet", "ib"],
     "local-addr": ["", "a b", "host:1", "http://x"],
     "network-interface": ["", "a/b", "a b", "x" * 16, "a\n", "ä"],
     "network-wait": ["-1", "long"],
     "port-range": ["0-10", "29600-29500", "1-65536", "a-b", ""],
-    "http-address": ["host:99999", ":"],
+    "http-address": ["127.0.0.1:99999", ":", "localhost", "node1:9407", "127.1"],
     "log-dir": ["", "a\0b"],
     "script": ["", "a\0b", "no/such/file.py"],
     "module": [""],
@@ -187,7 +195,7 @@ def test_defaults(script: str) -> None:
         nodes=NodeCounts(1, 1),
         nproc_per_node=1,
         device_pinning="index",
-        rendezvous=RendezvousConfig("memory", (), None, "fresh", 600.0, 1.0, 5.0, 0.0),
+        rendezvous=RendezvousConfig("memory", (), None, "fresh", 600.0, 1.0, 5.0, 60.0),
         node_id=None,
         local_addr=None,
         network_interface=None,
@@ -195,7 +203,7 @@ def test_defaults(script: str) -> None:
         port_range=None,
         max_restarts=None,
         stop=StopConfig(30.0, 1.0),
-        timeouts=TimeoutConfig(None, None),
+        timeouts=TimeoutConfig(None, None, 300.0),
         network_profile="auto",
         log_dir=None,
         http_address=None,
@@ -236,7 +244,7 @@ def test_one_pass_reports_the_problems_of_all_sources(tmp_path: Path) -> None:
     environ = {"ELASTIC_AGENT_PORT_RANGE": "x", "ELASTIC_AGENT_MAXNODES": "4", "PET_MAX_RESTARTS": "-1"}
     found = "\n".join(problems_of(argv, environ))
     for expected in (
-        f"{file}: min-nodes '0': expected a whole number of nodes from 1 to 100000",
+        f"{file}: min-nodes '0': expected a whole number of nodes from 1 to 4096",
         f"{file}: log_dirr: expected a key that elastic-agent knows; did you mean log-dir?",
         f"{file}: rendezvous: expected a key",
         "ELASTIC_AGENT_PORT_RANGE 'x': expected FIRST-LAST",
@@ -404,7 +412,7 @@ def test_two_things_to_run_in_one_source_are_refused(script: str) -> None:
 
 def test_a_script_that_cannot_be_read_is_refused(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.R_OK)  # root may read everything
-    assert "that exists and can be read" in problems_of([script])[0]
+    assert "expected a Python file, but " in problems_of([script])[0]
 
 
 def test_numbers_in_a_file_may_be_small(script: str, tmp_path: Path) -> None:
@@ -543,6 +551,35 @@ def test_the_documented_options_are_the_options() -> None:
 def test_the_documented_exit_codes_are_the_exit_codes() -> None:
     rows = [f"| {int(code)} | {code.name} | {code.meaning} |" for code in ExitCode]
     assert "\n".join(["| code | name | meaning |", "|---|---|---|", *rows, ""]) in DOCUMENT.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("folder", "but it is a folder; name a file in it, or run a package with -m"),
+        ("none.py", "but there is none of this name; check the path, seen from"),
+        ("9" * 300, "but there is none of this name; check the path, seen from"),
+        ("statsu", "did you mean elastic-agent status? Else check the path"),
+        ("version", "did you mean elastic-agent --version?"),
+        ("library.so", "but it is machine code; to run a program, write --no-python"),
+    ],
+)
+def test_what_is_wrong_with_a_script_is_said(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "library.so").write_bytes(b"\x7fELF\x02\x01")
+    [problem] = problems_of([name])
+    assert said in problem
+
+
+def test_options_behind_the_script_are_pointed_out_and_left_to_it(script: str) -> None:
+    resolved = run_resolve(
+        [script, "--nproc-per-node", "2", "--min_nodes=3", "--lr=1", "--log-dir=x", "--config=y"], {}
+    )
+    assert resolved.config.nproc_per_node == 1
+    assert [warning.partition(" ")[0] for warning in resolved.warnings] == ["--nproc-per-node", "--min_nodes"]
 
 
 # --- Fuzz: a Config or a ConfigError, nothing else ---

@@ -158,6 +158,10 @@ def test_endpoints_that_cannot_be_read(text: str, advice: str) -> None:
             "--rdzv-endpoint etcd://h1 --rdzv-id j --etcd-insecure --store-outage-grace 9 --http-address 127.0.0.1:0",
             "--http-address '127.0.0.1:0': expected an address that the other nodes reach",
         ),
+        (
+            "--rdzv-endpoint etcd://h1 --rdzv-id j --etcd-insecure --store-outage-grace 60s --http-address 127.0.0.1",
+            "--http-address '127.0.0.1': expected an address that the other nodes reach",
+        ),
     ],
 )
 def test_stores_that_cannot_be_met_in(argv: str, problem: str) -> None:

@@ -8,13 +8,25 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.rendezvous.decide import Decision, Policy, Publish, View, Wait, decide
+from elastic_agent.rendezvous.decide import (
+    FINISHING_S,
+    Decision,
+    Policy,
+    Publish,
+    View,
+    Wait,
+    decide,
+    why_not_in,
+)
 from elastic_agent.rendezvous.follow import Drain, Leave, Local, Order, Refusal, Start, Stay, Stop, follow
 from elastic_agent.rendezvous.records import (
+    Aside,
+    BadState,
     Cause,
     CauseKind,
     Endpoint,
     Failure,
+    GenerationProgress,
     Member,
     NodeRecord,
     Phase,
@@ -24,8 +36,11 @@ from elastic_agent.rendezvous.records import (
     line_up,
 )
 from elastic_agent.rendezvous.restarts import RestartPolicy
+from elastic_agent.rendezvous.terms import Limits, Program
 
 POLICY = Policy("job", min_nodes=2, max_nodes=3, last_call_s=1.0)
+LIMITS = Limits(2, 3, 1.0)
+"""Those of `POLICY`."""
 NOW = 100.0
 SETTLED = 4
 CRASH = Failure(4, "crash", "rank 0 raised ValueError")
@@ -52,6 +67,7 @@ def running(*nodes: NodeRecord, **changes: object) -> World:
         master=Endpoint(nodes[0].address, nodes[0].port),
         cause=Cause(CauseKind.START),
         step=20,
+        run="the-first",
     )
     return replace(world, **changes)  # type: ignore[arg-type]
 
@@ -116,6 +132,9 @@ def test_the_first_world_in_full() -> None:
             master=Endpoint("host-c", 4003),
             cause=Cause(CauseKind.START),
             step=7,
+            limits=LIMITS,
+            limits_of="c",
+            run="c-1",
         ),
         "3 nodes are ready",
     )
@@ -163,8 +182,12 @@ AB = running(A, B)
             "ended 4 [a b] success",
             "every worker ended with success",
         ),
-        (view(AB, A, replace(SB, succeeded=4)), "wait", "some nodes have finished"),
-        (view(AB, A, replace(SB, succeeded=4), C), "wait", "some nodes have finished"),
+        (
+            view(AB, A, replace(SB, succeeded=4)),
+            "wait until 105",
+            "of b have ended with success; waiting for",
+        ),
+        (view(AB, A, replace(SB, succeeded=4), C), "wait until 105", "waiting for those of a"),
         (view(AB, replace(A, failure=CRASH), replace(SB, succeeded=4)), "stopping 4 [a b] failure a", ""),
         (view(AB, replace(SB, succeeded=4)), "stopping 4 [a b] lost a", ""),
         # a newcomer
@@ -182,6 +205,16 @@ AB = running(A, B)
 )
 def test_what_ends_a_running_generation(seen: View, decision: str, reason: str) -> None:
     check(seen, POLICY, decision, reason)
+
+
+def test_nodes_that_end_late_are_told_once_that_others_have_ended() -> None:
+    done = view(AB, A, replace(SB, succeeded=4))
+    early, late = (replace(done, succeeded_since={"b-1": NOW - FINISHING_S + more}) for more in (1, 0))
+    assert short(decide(early, POLICY, NOW)) == "wait until 101"
+    told = decide(late, POLICY, NOW)
+    assert isinstance(told, Publish)
+    assert told.world == replace(AB, finishing=True)
+    assert short(decide(replace(late, world=told.world), POLICY, NOW)) == "wait"
 
 
 def test_the_end_says_how() -> None:
@@ -213,6 +246,7 @@ def test_a_new_run_begins_where_the_numbers_of_the_last_one_end() -> None:
     assert isinstance(decision, Publish)
     assert short(decision) == "running 5 [c d] start"
     assert decision.world.restarts == Restarts()
+    assert decision.world.run == "c-9"
     alone = decide(replace(view(ended, again[0]), came_after_end=True), POLICY, NOW)
     assert short(alone) == "wait"
     assert "waiting for 1 more" in alone.reason
@@ -412,7 +446,7 @@ def test_when_the_next_generation_starts(seen: View, decision: str, reason: str)
 
 
 def test_the_next_world_in_full() -> None:
-    """Ranks are dense with unequal slots, the master has its fresh port, cause and budget are kept."""
+    """Ranks are dense with unequal slots, the master has its fresh port, run, cause and budget are kept."""
     restarts = Restarts(2, 1, "crash", 1)
     world = stopping(C, A, restarts=restarts)
     decision = decide(view(world, replace(SA, step=31), SC, replace(B, step=33)), POLICY, NOW)
@@ -426,6 +460,9 @@ def test_the_next_world_in_full() -> None:
         cause=world.cause,
         restarts=restarts,
         step=33,
+        limits=LIMITS,
+        proven=2,
+        run="the-first",
     )
 
 
@@ -470,22 +507,75 @@ def test_every_coordinator_comes_to_the_same_wait_and_every_generation_to_anothe
     assert until(FAILED_AGAIN) != until(replace(FAILED_AGAIN, job="other"))
 
 
+FRUITLESS, PROGRESS = Restarts(1, 1, "crash", 1, culprit="a", blamed=1), Restarts(1, 0, "crash", 0)
+STEPLESS = replace(FAILED, step=0)
+"""No worker of the job has ever told of a step."""
+
+
 @pytest.mark.parametrize(
-    ("survivors", "used"),
+    ("world", "survivors", "used"),
     [
-        ((SA, SB), Restarts(1, 1, "crash", 1)),
-        ((replace(SA, step=20), SB), Restarts(1, 1, "crash", 1)),
-        ((replace(SA, lasting=3), SB), Restarts(1, 1, "crash", 1)),
-        ((SA, replace(SB, step=21)), Restarts(1, 0, "crash", 0)),
-        ((SA, replace(SB, lasting=4)), Restarts(1, 0, "crash", 0)),
+        (FAILED, (SA, SB), FRUITLESS),
+        (FAILED, (replace(SA, step=20), SB), FRUITLESS),
+        (FAILED, (SA, replace(SB, step=21)), PROGRESS),
+        # a slow script that always fails at one step makes none, however long it takes
+        (FAILED, (SA, replace(SB, lasting=4)), FRUITLESS),
+        (STEPLESS, (replace(SA, step=1), replace(SB, lasting=4)), PROGRESS),
+        (STEPLESS, (replace(SA, lasting=3), SB), FRUITLESS),
+        (STEPLESS, (SA, replace(SB, lasting=4)), PROGRESS),
     ],
 )
-def test_progress_is_a_new_step_or_a_lasting_generation(
-    survivors: tuple[NodeRecord, ...], used: Restarts
+def test_progress_is_a_new_step_or_without_any_steps_a_lasting_generation(
+    world: World, survivors: tuple[NodeRecord, ...], used: Restarts
 ) -> None:
-    decision = decide(view(FAILED, *survivors, since=0.0), STEADY, NOW)
+    decision = decide(view(world, *survivors, since=0.0), STEADY, NOW)
     assert isinstance(decision, Publish)
     assert decision.world.restarts == used
+
+
+def test_a_crash_loop_ends_however_long_each_try_takes() -> None:
+    world = replace(FAILED, step=999)
+    for failures in range(1, 5):
+        nodes = tuple(replace(node, step=999, lasting=4) for node in (SA, SB))
+        decision = decide(view(world, *nodes, since=0.0), POLICY, NOW)
+        assert isinstance(decision, Publish)
+        assert decision.world.restarts.failures == failures
+        world = replace(world, restarts=decision.world.restarts)
+    assert decision.world.result is Result.CRASH_LOOP
+
+
+def advanced(node: NodeRecord, loaded: int | None, reached: int | None, generation: int = 4) -> NodeRecord:
+    return replace(node, step=20, progress=GenerationProgress(generation, loaded, reached))
+
+
+@pytest.mark.parametrize(
+    ("survivors", "bad"),
+    [
+        ((advanced(SA, 20, None), advanced(SB, 20, None)), BadState(4, 20)),
+        # the state that was loaded was saved again
+        ((advanced(SA, 20, 20), SB), BadState(4, 20)),
+        ((advanced(SA, 20, None), advanced(SB, 20, 21)), None),
+        ((advanced(SA, 18, 19), advanced(SB, 18, None)), None),
+        # of another generation, or of none
+        ((advanced(SA, 20, None, generation=3), SB), None),
+        ((advanced(SA, None, None), SB), None),
+        ((SA, SB), None),
+    ],
+)
+def test_which_state_ends_whoever_loads_it(survivors: tuple[NodeRecord, ...], bad: BadState | None) -> None:
+    world = replace(FAILED, restarts=Restarts(2, 1, "crash", 1, at_load=1))
+    decision = decide(view(world, *survivors, since=0.0), POLICY, NOW)
+    assert isinstance(decision, Publish)
+    assert decision.world.restarts.bad_state == bad
+
+
+def test_a_failure_that_no_restart_helps_ends_the_job() -> None:
+    world = replace(FAILED, cause=replace(FAILED.cause, failure=replace(CRASH, final=True)))
+    decision = decide(view(world, SA, SB, C), POLICY, NOW)
+    assert short(decision) == "ended 4 [a b] failure a"
+    assert isinstance(decision, Publish)
+    assert decision.world.result is Result.FINAL_FAILURE
+    assert decision.world.cause.detail == "no restart helps; the last: failure of a"
 
 
 @pytest.mark.parametrize("kind", [kind for kind in CauseKind if kind is not CauseKind.FAILURE])
@@ -533,6 +623,253 @@ def test_a_loss_does_not_change_the_cause_of_a_planned_stop() -> None:
     assert short(decide(view(stopping(A, B, C), SA, SC), POLICY, NOW)) == "running 5 [a c] join a"
 
 
+# ---------------------------------------------------------------- decide: nodes that were told something else
+
+OTHER = Policy("job", min_nodes=1, max_nodes=1, last_call_s=9.0, restarts=RestartPolicy(max_failures=0))
+"""Of a coordinator that was started with other options than the job's first one."""
+REJOINED = (replace(SA, incarnation="a-1.1"), replace(SB, incarnation="b-1.1"))
+RESTARTED = (replace(SA, incarnation="a-2"), replace(SB, incarnation="b-2"))
+
+
+@pytest.mark.parametrize(
+    ("seen", "decision", "holds"),
+    [
+        # it would shrink the world to one node, or end the job at its first failure
+        (view(stopping(A, B, C, limits=LIMITS), SA, SB, SC), "running 5 [a b c] join a", True),
+        (
+            view(stopping(A, B, kind=CauseKind.FAILURE, limits=LIMITS), SA, SB, since=0.0),
+            "running 5 [a b] failure a",
+            True,
+        ),
+        # it would go on alone, where the job wants two
+        (view(stopping(A, B, limits=LIMITS), SA), "wait", True),
+        # all have lost their leases and joined again
+        (view(stopping(A, B, limits=LIMITS), *REJOINED), "running 5 [a b] join a", True),
+        # nobody is left of those who began: what the new ones were told counts
+        (view(stopping(A, B, limits=LIMITS), *RESTARTED, a=0.0, b=0.0), "running 5 [a] join a", False),
+        (view(stopping(A, B), SA, SB), "running 5 [a] join a", False),
+    ],
+)
+def test_the_jobs_limits_hold_whoever_coordinates(seen: View, decision: str, holds: bool) -> None:
+    decided = decide(seen, OTHER, NOW)
+    assert short(decided) == decision
+    if isinstance(decided, Publish):
+        assert decided.world.limits == (LIMITS if holds else Limits(1, 1, 9.0, 0))
+
+
+def test_a_full_world_invites_nobody_because_a_coordinator_would() -> None:
+    roomy = replace(POLICY, max_nodes=9)
+    check(view(replace(ABC, limits=LIMITS), A, B, C, D), roomy, "wait", "all 3 nodes of --max-nodes")
+
+
+OURS, THEIRS = Program("train.py", "1" * 64), Program("train.py", "2" * 64)
+SLOW, PATIENT = replace(OURS, lease_ttl_s=9.0), replace(OURS, outage_grace_s=60.0)
+
+
+def runs(program: Program | None, *nodes: NodeRecord) -> tuple[NodeRecord, ...]:
+    return tuple(replace(node, program=program) for node in nodes)
+
+
+@pytest.mark.parametrize(
+    ("seen", "decision"),
+    [
+        (view(replace(AB, program=OURS), *runs(OURS, A, B), *runs(THEIRS, C)), "wait"),
+        (view(replace(AB, program=OURS), *runs(OURS, A, B), *runs(OURS, C)), "draining 4 [a b] join c"),
+        # it is allowed to, or says nothing of its script
+        (
+            view(replace(AB, program=OURS), A, B, *runs(replace(THEIRS, any_script=True), C)),
+            "draining 4 [a b] join c",
+        ),
+        (view(replace(AB, program=OURS), A, B, C), "draining 4 [a b] join c"),
+        (
+            view(replace(AB, program=OURS), A, B, *runs(replace(THEIRS, digest=""), C)),
+            "draining 4 [a b] join c",
+        ),
+        # other times by which to judge who is gone: no flag allows them
+        (view(replace(AB, program=OURS), *runs(OURS, A, B), *runs(SLOW, C)), "wait"),
+        (view(replace(AB, program=OURS), *runs(OURS, A, B), *runs(PATIENT, C)), "wait"),
+        (view(replace(AB, program=OURS), A, B, *runs(replace(SLOW, any_script=True), C)), "wait"),
+        # arguments may be a node's own
+        (
+            view(replace(AB, program=OURS), A, B, *runs(replace(OURS, arguments="x"), C)),
+            "draining 4 [a b] join c",
+        ),
+        # before the first world the oldest node's counts
+        (view(None, *runs(OURS, A), *runs(THEIRS, B), *runs(OURS, C), c=0.0), "running 1 [a c] start"),
+        # all nodes of the old script are gone
+        (
+            view(stopping(A, B, program=OURS), *runs(THEIRS, *RESTARTED), a=0.0, b=0.0),
+            "running 5 [a b] join a",
+        ),
+    ],
+)
+def test_a_node_that_does_not_fit_is_in_no_world(seen: View, decision: str) -> None:
+    assert short(decide(seen, POLICY, NOW)) == decision
+
+
+@pytest.mark.parametrize(
+    ("world", "leader", "me", "refused"),
+    [
+        (None, *runs(OURS, A), *runs(THEIRS, C), True),
+        (None, *runs(OURS, A), *runs(OURS, C), False),
+        (None, *runs(OURS, A), C, False),
+        (None, *runs(OURS, A), *runs(replace(THEIRS, any_script=True), C), False),
+        (replace(AB, program=OURS), *runs(OURS, A), *runs(THEIRS, C), True),
+        (replace(AB, program=OURS), *runs(THEIRS, A), *runs(THEIRS, C), True),
+        # the coordinator is not of that world: perhaps nobody is
+        (replace(AB, program=OURS), *runs(THEIRS, D), *runs(THEIRS, C), False),
+        (replace(AB, program=OURS), *runs(OURS, D), *runs(THEIRS, C), True),
+        # a member is one
+        (replace(AB, program=OURS), *runs(OURS, A), *runs(THEIRS, B), False),
+    ],
+)
+def test_a_node_refuses_itself_only_when_it_is_sure(
+    world: World | None, leader: NodeRecord, me: NodeRecord, refused: bool
+) -> None:
+    reason = why_not_in(world, leader, me)
+    assert (reason is not None) is refused
+    assert (
+        reason is None
+        or "train.py (content 222222222222), and the job runs train.py (111111111111)" in reason
+    )
+
+
+# ---------------------------------------------------------------- decide: one newcomer on which alone workers fail
+
+JOINED = stopping(A, B, C, kind=CauseKind.FAILURE, proven=2, limits=LIMITS)
+"""A failure beside two that trained well before."""
+OF_C = Cause(
+    CauseKind.FAILURE, "c", "rank 3 lacks a package", replace(CRASH, summary="rank 3 lacks a package")
+)
+ONCE = Restarts(1, 1, "crash", 1, culprit="c", blamed=1)
+LIMITED = replace(LIMITS, max_restarts=0)
+
+
+def blamed(world: World, *nodes: NodeRecord) -> Decision:
+    return decide(view(world, *nodes, since=0.0), POLICY, NOW)
+
+
+@pytest.mark.parametrize(
+    ("world", "nodes", "decision"),
+    [
+        # the first time it may be anybody's fault, unless the job ends with it
+        (replace(JOINED, cause=OF_C), (SA, SB, SC), "running 5 [a b c] failure c"),
+        (replace(JOINED, cause=OF_C, limits=LIMITED), (SA, SB, SC), "running 5 [a b] failure c"),
+        (replace(JOINED, cause=OF_C, restarts=ONCE), (SA, SB, SC), "running 5 [a b] failure c"),
+        # another newcomer takes its place
+        (replace(JOINED, cause=OF_C, restarts=ONCE), (SA, SB, SC, D), "running 5 [a b d] failure c"),
+        # one began elsewhere
+        (replace(JOINED, restarts=ONCE), (SA, SB, SC), "running 5 [a b c] failure a"),
+        (
+            replace(JOINED, cause=OF_C, restarts=replace(ONCE, culprit="", blamed=2, failures=2)),
+            (SA, SB, SC),
+            "running 5 [a b c] failure c",
+        ),
+        # another one was heard first, and it failed, too: that says nothing, until it is heard first again
+        (
+            replace(JOINED, restarts=ONCE),
+            (replace(SA, failure=CRASH), SB, replace(SC, failure=CRASH)),
+            "running 5 [a b c] failure a",
+        ),
+        # training went well with it, or nobody knows yet with whom it does
+        (
+            replace(JOINED, cause=OF_C, restarts=ONCE),
+            (replace(SA, step=21), SB, SC),
+            "running 5 [a b c] failure c",
+        ),
+        (replace(JOINED, cause=OF_C, restarts=ONCE, proven=3), (SA, SB, SC), "running 5 [a b c] failure c"),
+        (replace(JOINED, cause=OF_C, restarts=ONCE, proven=0), (SA, SB, SC), "running 5 [a b c] failure c"),
+        # the others are too few, or need it for its store
+        (
+            replace(JOINED, cause=OF_C, restarts=ONCE, limits=replace(LIMITS, min_nodes=3)),
+            (SA, SB, SC),
+            "running 5 [a b c] failure c",
+        ),
+        (
+            replace(JOINED, cause=OF_C, restarts=ONCE),
+            (SA, SB, replace(SC, hosts_store=True)),
+            "running 5 [a b c] failure c",
+        ),
+    ],
+)
+def test_a_newcomer_on_which_alone_workers_fail_is_put_aside(
+    world: World, nodes: tuple[NodeRecord, ...], decision: str
+) -> None:
+    assert short(blamed(world, *nodes)) == decision
+
+
+def test_a_failure_that_others_had_too_neither_blames_nor_clears() -> None:
+    nodes = replace(SA, failure=CRASH), SB, replace(SC, failure=CRASH)
+    decision = blamed(replace(JOINED, restarts=ONCE), *nodes)
+    assert isinstance(decision, Publish)
+    assert (decision.world.restarts.culprit, decision.world.restarts.blamed) == ("c", 1)
+
+
+def test_who_is_put_aside_is_named_and_its_failures_cost_the_job_nothing() -> None:
+    used = replace(ONCE, failures=8)
+    decision = blamed(replace(JOINED, cause=OF_C, restarts=used), SA, SB, SC)
+    assert isinstance(decision, Publish)
+    world = decision.world
+    assert world.restarts == Restarts(7)
+    assert world.aside == (
+        Aside(
+            "c",
+            "c-1",
+            "all 2 failures since it joined began there, and without it training went well; the last: "
+            "rank 3 lacks a package",
+        ),
+    )
+    assert world.cause.detail.startswith("node c is put aside: all 2 failures")
+    assert world.proven == 2
+
+
+PUT = replace(AB, aside=(Aside("c", "c-1", "its workers fail"),), limits=LIMITS)
+
+
+def test_no_world_has_who_was_put_aside_until_its_agent_begins_another_life() -> None:
+    assert short(decide(view(PUT, A, B, C), POLICY, NOW)) == "wait"
+    again = replace(C, incarnation="c-1.1")
+    assert short(decide(view(PUT, A, B, again), POLICY, NOW)) == "wait", "it has only joined again"
+    mended = replace(C, incarnation="c-2")
+    assert short(decide(view(PUT, A, B, mended), POLICY, NOW)) == "draining 4 [a b] join c"
+    stop = replace(PUT, phase=Phase.STOPPING, cause=Cause(CauseKind.LOST, "b", "node b is gone"))
+    waits = decide(view(stop, SA, C), POLICY, NOW)
+    assert (
+        "waiting for 1 more of at least 2 nodes (here: a; put aside: c; last: node b is gone)" in waits.reason
+    )
+    for nodes, left in (((SA, SB, C), PUT.aside), ((SA, SB), ())):
+        decision = decide(view(stop, *nodes), POLICY, NOW)
+        assert isinstance(decision, Publish)
+        assert decision.world.aside == left
+
+
+@pytest.mark.parametrize(
+    ("world", "nodes", "proven"),
+    [
+        # nothing but a planned change has ended it
+        (stopping(A, B), (SA, SB, C), 2),
+        (stopping(A, B, kind=CauseKind.LOST), (SA, SB), 0),
+        (stopping(A, B, C, kind=CauseKind.LOST, proven=2), (SB, SC), 1),
+        (stopping(A, B, C, kind=CauseKind.FAILURE, proven=1), (SA, SB, SC), 1),
+        (stopping(A, B, C, kind=CauseKind.FAILURE, proven=1), (SA, SB, replace(SC, step=21)), 3),
+    ],
+)
+def test_who_was_in_the_last_healthy_generation(
+    world: World, nodes: tuple[NodeRecord, ...], proven: int
+) -> None:
+    decision = blamed(world, *nodes)
+    assert isinstance(decision, Publish)
+    assert decision.world.proven == proven
+
+
+def test_whoever_joins_between_two_failures_begins_with_no_blame_and_clears_nobody() -> None:
+    decision = blamed(
+        replace(stopping(A, B, kind=CauseKind.FAILURE, proven=1), cause=replace(OF_C, node="b")), SA, SB, C
+    )
+    assert isinstance(decision, Publish)
+    assert (decision.world.restarts.culprit, decision.world.restarts.blamed) == ("", 0)
+
+
 # ---------------------------------------------------------------- decide: what is written can be read
 
 
@@ -547,6 +884,31 @@ def test_a_thousand_newcomers_at_once_make_a_world_that_all_can_read() -> None:
     assert World.from_json(decision.world.to_json()) == decision.world
     assert "node-0000.example.org" in decision.reason
     assert "and 992 more" in decision.reason
+
+
+def longest(size: int) -> tuple[NodeRecord, ...]:
+    """Nodes with the longest names that there can be."""
+    names = [f"{i:04}".ljust(128, "x") for i in range(size)]
+    return tuple(replace(D, node=name, incarnation=name, http=Endpoint("\u00fc" * 256, 1)) for name in names)
+
+
+def test_a_world_has_no_more_members_than_its_record_can_hold() -> None:
+    policy = replace(POLICY, max_nodes=4096)
+    crowd = longest(500)
+    cause = Cause(
+        CauseKind.FAILURE, "a", "\u00fc" * 4096, Failure(4, "f" * 1024, "\u00fc" * 4096, "\u00fc" * 16384)
+    )
+    decision = decide(view(None, *crowd), policy, NOW)
+    assert isinstance(decision, Publish)
+    assert 300 < len(decision.world.members) < 500
+    asides = tuple(Aside("n" * 128, f"{i:0128}", "\u00fc" * 512) for i in range(32))
+    full = replace(decision.world, cause=cause, aside=asides)
+    assert World.from_json(full.to_json()) == full
+    waits = decide(view(full, *crowd), policy, NOW)
+    assert (
+        "standing by: with one node more the world's record would be larger than a store takes"
+        in waits.reason
+    )
 
 
 def test_giving_up_after_the_longest_failure_makes_a_world_that_all_can_read() -> None:
@@ -824,7 +1186,7 @@ def test_stopping_comes_first_whatever_else_is_true(world: World | None) -> None
     for generation, started, good, leaving, alone, over, late in itertools.product(
         (0, 4), (0, 4, 5), FLAGS, FLAGS, FLAGS, FLAGS, FLAGS
     ):
-        local = Local("a-1", generation, started, good, False, leaving, alone, over, over, late)
+        local = Local("a-1", generation, started, good, False, leaving, alone, over, over, late, late)
         order = follow(world, local)
         if generation:
             assert isinstance(order, Stop | Drain | Stay), "workers end before anything else happens"

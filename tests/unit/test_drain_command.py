@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic_agent.agent import drain_command, store_command
+from elastic_agent.agent.configuration.config import RendezvousConfig
 from elastic_agent.agent.drain_command import CannotDrain, drain, main
 from elastic_agent.agent.exits import DrainCode
 from elastic_agent.rendezvous.errors import StoreMismatch, StoreUnavailable
@@ -175,6 +177,50 @@ def test_a_store_that_is_away_for_a_while_is_said_once(scene: Scene) -> None:
     assert scene.told.count("the store does not answer, trying on: cut off") == 1
 
 
+C10D = {"rdzv-backend": "c10d", "rdzv-endpoint": "10.0.0.1:29400", "rdzv-id": "digits"}
+ETCD = {
+    "rdzv-backend": "etcd",
+    "rdzv-endpoint": "etcd://127.0.0.1:2379/jobs",
+    "rdzv-id": "words",
+    "etcd-insecure": "true",
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "stores", "backend", "job"),
+    [
+        ((), [C10D], "c10d", "digits"),
+        ((), [ETCD], "etcd", "words"),
+        (("--rdzv-id=words",), [C10D, ETCD], "etcd", "words"),
+    ],
+)
+def test_without_any_word_of_a_store_it_is_that_of_the_job_on_this_machine(
+    words: tuple[str, ...],
+    stores: list[dict[str, str]],
+    backend: str,
+    job: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def open_job(place: RendezvousConfig, timeout_s: float) -> MemoryStore:
+        asked.append(place)
+        return MemoryStore()
+
+    monkeypatch.setattr(drain_command, "stores_here", lambda *_: tuple(stores))
+    monkeypatch.setattr(store_command, "open_job", open_job)
+    assert main(["b", *words]) == DrainCode.NO_JOB
+    assert [(place.backend, place.job_id) for place in asked] == [(backend, job)]
+
+
+def test_of_several_jobs_on_this_machine_one_must_be_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(drain_command, "stores_here", lambda *_: (C10D, ETCD))
+    assert main(["b"]) == DrainCode.BAD_CONFIG
+    assert "of those on this machine: digits, words; add --rdzv-id" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -186,8 +232,9 @@ def test_a_store_that_is_away_for_a_while_is_said_once(scene: Scene) -> None:
     ],
 )
 def test_what_cannot_be_meant_is_said(
-    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(drain_command, "stores_here", lambda *_: ())
     assert main(words) == DrainCode.BAD_CONFIG
     assert text in capsys.readouterr().err
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import signal
 import socket
 import subprocess
@@ -28,6 +27,7 @@ from elastic_agent.worker.drain import (
     encode_word,
     poll,
 )
+from elastic_agent.worker.errors import SaveFailed
 from elastic_agent.worker.lines import MessageError, receive_line, send_line
 from elastic_agent.worker.page import Page
 
@@ -63,6 +63,41 @@ class Agent:
         self._socket.close()
 
 
+class Keeper:
+    """Notes what it is asked to keep."""
+
+    def __init__(
+        self, kept: list[tuple[str, int]], *, keeps_alone: bool = True, refused: bool | Exception = False
+    ) -> None:
+        self.keeps_alone = keeps_alone
+        self.has_room = True
+        self.copies: frozenset[tuple[int, int]] | None = frozenset({(7, 100), (7, 110)})
+        self._kept = kept
+        self._refused = refused
+
+    def keep(self, step: int) -> bool:
+        self._kept.append(("together", step))
+        if isinstance(self._refused, Exception):
+            raise self._refused
+        return not self._refused
+
+    def write_behind(self, step: int) -> None:
+        self._kept.append(("to disk", step))
+
+    def keep_alone(self, step: int) -> bool:
+        self._kept.append(("alone", step))
+        return self.has_room
+
+    def give_up(self, step: int) -> None:
+        self._kept.append(("given up", step))
+
+    def ages(self, step: int) -> frozenset[tuple[int, int]] | None:
+        return self.copies
+
+    def go_back(self, step: int, age: tuple[int, int]) -> None:
+        self._kept.append(("back to", age[1]))
+
+
 class Scene:
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.page = Page.make(7)
@@ -80,9 +115,9 @@ class Scene:
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(progress, "_words", None)
         monkeypatch.setattr(progress, "_listeners", ())
-        monkeypatch.setattr(progress, "keeper", lambda step: self.kept.append(("together", step)))
-        monkeypatch.setattr(progress, "lone_keeper", lambda step: self.kept.append(("alone", step)))
+        monkeypatch.setattr(progress, "keepers", {"here": Keeper(self.kept)})
         monkeypatch.setattr(drain, "_left_to_script", False)
+        monkeypatch.setattr(drain, "_leave_at_exit", lambda: None)  # this process goes on
 
     def announce(self) -> None:
         self.page.words[page.PENDING] = 1
@@ -96,7 +131,6 @@ class Scene:
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     scene = Scene(tmp_path, monkeypatch)
     yield scene
-    atexit.unregister(drain._leave)
     scene.agent.close()
     scene.page.close()
 
@@ -114,11 +148,26 @@ def test_a_step_that_is_not_the_last_one_goes_on(scene: Scene) -> None:
     assert scene.kept == []
 
 
+@pytest.mark.parametrize(("refused", "raised"), [(True, Drained), (SaveFailed("the tenth time"), SaveFailed)])
+def test_where_one_last_save_was_refused_all_go_back_and_none_is_said_to_be_kept(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, refused: bool | Exception, raised: type[BaseException]
+) -> None:
+    keepers = {"kept": Keeper(scene.kept), "refused": Keeper(scene.kept, refused=refused)}
+    monkeypatch.setattr(progress, "keepers", keepers)
+    scene.announce()
+    scene.answer = Answer.END
+    with pytest.raises(raised):
+        progress.step(120)
+    assert scene.kept == [("together", 120)] * 2 + [("given up", 120)] * 2 + [("back to", 110)] * 2
+    assert scene.said == [(Said.FINISHED, 120)]
+
+
 @pytest.mark.parametrize(
-    ("answer", "kept"), [(Answer.END, ("together", 120)), (Answer.END_ALONE, ("alone", 120))]
+    ("answer", "kept"),
+    [(Answer.END, [("together", 120), ("to disk", 120)]), (Answer.END_ALONE, [("alone", 120)])],
 )
 def test_the_last_step_is_kept_and_then_said_and_then_ends_the_process(
-    scene: Scene, answer: Answer, kept: tuple[str, int]
+    scene: Scene, answer: Answer, kept: list[tuple[str, int]]
 ) -> None:
     scene.announce()
     scene.answer = answer
@@ -126,7 +175,7 @@ def test_the_last_step_is_kept_and_then_said_and_then_ends_the_process(
         progress.step(120)
     assert (ended.value.code, ended.value.step) == (DRAINED, 120)
     assert not isinstance(ended.value, Exception), "`except Exception` must not swallow it"
-    assert scene.kept == [kept]
+    assert scene.kept == kept
     assert scene.said == [(Said.FINISHED, 120), (Said.KEPT, 120)]
 
 
@@ -137,7 +186,7 @@ def test_listeners_of_the_step_come_before_its_end(scene: Scene) -> None:
     with pytest.raises(Drained):
         progress.step(120)
     end()
-    assert scene.kept == [("listener", 120), ("together", 120)]
+    assert scene.kept == [("listener", 120), ("together", 120), ("to disk", 120)]
 
 
 def test_a_state_that_could_not_be_kept_is_not_said_to_be(
@@ -146,12 +195,45 @@ def test_a_state_that_could_not_be_kept_is_not_said_to_be(
     def fail(step: int) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(progress, "keeper", fail)
+    monkeypatch.setattr(progress.keepers["here"], "keep", fail)
     scene.announce()
     scene.answer = Answer.END
     with pytest.raises(OSError, match="no space left"):
         progress.step(120)
     assert scene.said == [(Said.FINISHED, 120)]
+
+
+def test_all_that_take_part_are_kept_at_one_step(scene: Scene) -> None:
+    progress.take_part("there", Keeper(scene.kept))
+    progress.take_part("here", progress.keepers["here"])
+    scene.announce()
+    scene.answer = Answer.END
+    with pytest.raises(Drained):
+        progress.step(120)
+    assert scene.kept == [("together", 120)] * 2 + [("to disk", 120)] * 2
+    assert scene.said == [(Said.FINISHED, 120), (Said.KEPT, 120)], "when all are"
+
+
+@pytest.mark.parametrize(
+    ("copies", "back_to"),
+    [
+        pytest.param(frozenset({(7, 100), (7, 119)}), 100, id="a common copy"),
+        pytest.param(frozenset(), -1, id="no copy at all"),
+        pytest.param(None, 110, id="no part in this step"),
+    ],
+)
+def test_where_one_has_no_room_all_go_back_to_what_all_have(
+    scene: Scene, copies: frozenset[tuple[int, int]] | None, back_to: int
+) -> None:
+    full = Keeper(scene.kept)
+    full.has_room, full.copies = False, copies
+    progress.take_part("full", full)
+    scene.announce()
+    scene.answer = Answer.END_ALONE
+    with pytest.raises(Drained):
+        progress.step(120)
+    assert scene.kept == [("alone", 120)] * 2 + [("given up", 120)] * 2 + [("back to", back_to)] * 2
+    assert scene.said == [(Said.FINISHED, 120)], "it is not said to be kept"
 
 
 def test_between_steps_a_process_that_can_keep_its_state_alone_says_so(scene: Scene) -> None:
@@ -161,10 +243,8 @@ def test_between_steps_a_process_that_can_keep_its_state_alone_says_so(scene: Sc
     assert scene.said == [(Said.PAUSING, 120)]
 
 
-def test_one_that_cannot_waits_for_the_others_at_the_next_step(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress, "lone_keeper", None)
+def test_if_one_part_cannot_be_kept_alone_the_others_are_waited_for_at_the_next_step(scene: Scene) -> None:
+    progress.take_part("there", Keeper(scene.kept, keeps_alone=False))
     progress.step(120)
     scene.announce()
     poll()
@@ -205,10 +285,8 @@ def test_an_agent_that_is_silent_is_not_waited_for(scene: Scene, monkeypatch: py
     over.set()
 
 
-def test_a_script_that_keeps_its_state_by_itself_does_so_once(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress, "keeper", None)
+def test_a_script_that_keeps_its_state_by_itself_does_so_once(scene: Scene) -> None:
+    progress.keepers.clear()
     scene.announce()
     scene.answer = Answer.END
     asked: list[int] = []
@@ -235,6 +313,41 @@ def test_a_drained_process_cleans_up_and_leaves_at_once(tmp_path: Path) -> None:
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (DRAINED, "finally at exit\n", "")
+
+
+def test_a_thread_of_the_script_that_holds_up_the_end_is_named_and_not_waited_for(tmp_path: Path) -> None:
+    """Idle threads of a pool end by themselves when Python asks them to; one at work does not."""
+    program = (
+        "import atexit, concurrent.futures, threading, time\n"
+        "from elastic_agent.worker import drain\n"
+        "drain.THREADS_S = 0.2\n"
+        "idle = concurrent.futures.ThreadPoolExecutor(thread_name_prefix='idle')\n"
+        "idle.submit(int).result()\n"
+        "busy = concurrent.futures.ThreadPoolExecutor(thread_name_prefix='busy')\n"
+        "busy.submit(time.sleep, 600)\n"
+        "threading.Thread(target=time.sleep, args=[600], name='uploader').start()\n"
+        "threading.Thread(target=time.sleep, args=[600], name='unnoticed', daemon=True).start()\n"
+        "atexit.register(print, 'at exit')\n"
+        "speaker = type('Speaker', (), {'say': lambda *_: b''})()\n"
+        "drain._end(7, speaker, alone=False)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (DRAINED, "at exit\n")
+    assert "no daemons: busy_0, uploader; all other workers wait" in ended.stderr
+
+
+def test_what_the_script_does_at_its_end_may_take_longer_than_its_threads() -> None:
+    program = (
+        "import atexit, time\n"
+        "from elastic_agent.worker import drain\n"
+        "drain.THREADS_S = 0.2\n"
+        "atexit.register(lambda: (print('begun'), time.sleep(1), print('uploaded')))\n"
+        "speaker = type('Speaker', (), {'say': lambda *_: b''})()\n"
+        "drain._end(7, speaker, alone=False)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (DRAINED, "begun\nuploaded\n")
+    assert "ending without these threads" not in ended.stderr
 
 
 # ---------------------------------------------------------------- messages

@@ -8,7 +8,15 @@ from dataclasses import replace
 import pytest
 
 from elastic_agent.rendezvous.follow import Leave, Start, Stop
-from elastic_agent.rendezvous.peers import ASK_AFTER_S, ASK_AGAIN_S, ASK_IN_TURN_S, Absence, Finding
+from elastic_agent.rendezvous.peers import (
+    ASK_AFTER_S,
+    ASK_AGAIN_S,
+    ASK_IN_TURN_S,
+    TURNS,
+    Absence,
+    Finding,
+    slow_to_go_on,
+)
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     Endpoint,
@@ -16,11 +24,13 @@ from elastic_agent.rendezvous.records import (
     Introduction,
     NodeRecord,
     Phase,
+    World,
     line_up,
 )
 from elastic_agent.rendezvous.requests import Read, WriteWorld
 
 from .bench import POLICY, TICK_S, Bench, Peer
+from .test_decide import stopping
 
 
 @pytest.fixture
@@ -131,12 +141,50 @@ def test_a_dead_coordinator_is_evicted_by_the_first_member_that_waits_for_it(ben
     fail(b)
     bench.settle()
     assert bench.phase() is Phase.RUNNING, "nobody is left to stop it"
-    bench.now += ASK_AFTER_S + ASK_IN_TURN_S
+    bench.now += ASK_AFTER_S
     assert (ask(b, Absence.REFUSED), ask(c)) == (["a-1"], []), "one after the other"
     bench.settle()
     assert bench.members() == ["b", "c"]
     assert "a" not in bench.records()
     assert b.part.coordinates
+
+
+def test_who_has_found_a_coordinator_gone_asks_the_next_one_at_once(bench: Bench) -> None:
+    """The oldest records may all be of one rack, which is lost."""
+    a, b, c = bench.joined("a", "b", "c")
+    bench.kill(a)
+    bench.kill(b)
+    fail(c)
+    bench.settle()
+    bench.now += ASK_AFTER_S + ASK_IN_TURN_S
+    assert ask(c, Absence.REFUSED) == ["a-1"]
+    bench.settle()
+    assert ask(c, Absence.REFUSED) == ["b-1"]
+    bench.settle()
+    assert c.part.coordinates
+
+
+def asks_after(world: World, mine: str) -> float | None:
+    """How long this node waits for `n0`, which coordinates, before it asks it."""
+    n0, me = (NodeRecord(name, name, "", 0, 1, http(name), settled=4) for name in ("n0", mine))
+    return next((after_s for _, after_s in slow_to_go_on(world, n0, me).values()), None)
+
+
+@pytest.mark.parametrize("size", [3, 4, 9, 100, 1000])
+def test_whatever_half_of_a_world_is_lost_somebody_of_the_other_soon_asks_the_coordinator(size: int) -> None:
+    """The nodes of a rack stand side by side. The first node coordinates, as it mostly does."""
+    names = [f"n{number}" for number in range(size)]
+    world = stopping(*(NodeRecord(name, name, "", 0, 1) for name in names))
+    asks = {name: after_s for name in names if (after_s := asks_after(world, name)) is not None}
+    turns = [ASK_AFTER_S + turn * ASK_IN_TURN_S for turn in range(min(size - 1, len(TURNS)))]
+    assert "n0" not in asks
+    assert sorted(asks.values()) == turns
+    half = size // 2
+    for first in range(size - half + 1):
+        left = {*names[:first], *names[first + half :]}
+        assert (
+            min(after_s for name, after_s in asks.items() if name in left) <= ASK_AFTER_S + 3 * ASK_IN_TURN_S
+        )
 
 
 def test_a_coordinator_that_has_not_failed_is_left_in_peace_by_those_who_train(bench: Bench) -> None:

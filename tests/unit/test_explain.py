@@ -50,7 +50,10 @@ def test_each_variable_has_its_value_who_chose_it_and_why(machine: Machine) -> N
 
 def test_the_dumps_are_below_the_log_directory(machine: Machine) -> None:
     rows = by_name(explain(replace(CONFIG, log_dir=Path("/logs")), machine, {}))
-    assert rows["TORCH_FR_DUMP_TEMP_FILE"].value == "/logs/gen<generation>/flight_records/rank_"
+    assert (
+        rows["TORCH_FR_DUMP_TEMP_FILE"].value
+        == f"/logs/{CONFIG.rendezvous.job_id}-<run>/gen<generation>/flight_records/rank_"
+    )
 
 
 def test_what_differs_from_world_to_world_is_left_open() -> None:
@@ -58,7 +61,7 @@ def test_what_differs_from_world_to_world_is_left_open() -> None:
         nodes = tuple(NodeRecord(name, name * 2, "host", port, 2) for name in names)
         members = line_up(nodes)
         master = Endpoint(f"host-{port}", port)
-        world = World("job", generation, Phase.RUNNING, members, master, Cause(CauseKind.START))
+        world = World("job", generation, Phase.RUNNING, members, master, Cause(CauseKind.START), run=names)
         place = WorkerPlace(world, members[me], 0, Path("e"), "p", Path("r"), Path("c"), Path("s"), Path("d"))
         chosen = contract(place, agent_incarnation="i", max_restarts=None)
         return {variable.name: variable.value for variable in chosen}

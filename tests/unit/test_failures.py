@@ -8,13 +8,16 @@ import os
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from elastic_agent.agent.processes.failures import (
     MAX_JSON,
@@ -25,10 +28,15 @@ from elastic_agent.agent.processes.failures import (
     examine,
     find_traceback,
     fingerprint,
+    is_final,
     read_error_file,
     summarize,
 )
+from elastic_agent.agent.training import show
 from elastic_agent.health.metrics import EXIT_REASONS
+from elastic_agent.rendezvous.records import Failure
+from elastic_agent.worker.errors import CheckpointError, NotReplicated, NoUsableCheckpoint, OtherRun
+from elastic_agent.worker.replicas import refuse_sharded
 
 FAILURE = WorkerFailure(
     rank=3,
@@ -63,8 +71,8 @@ FAILURE = WorkerFailure(
         (
             -9,
             True,
-            "killed by SIGKILL (signal 9; the kernel's out-of-memory killer: the workers need more memory "
-            "than their cgroup may use)",
+            "killed by SIGKILL (signal 9; the kernel's out-of-memory killer: no memory was left on this machine or "
+            "in its cgroup)",
             "oom",
         ),
         (-13, False, "killed by SIGPIPE (signal 13)", "signal"),
@@ -99,7 +107,7 @@ def error_json(message: object) -> Callable[[Path], object]:
         (error_json({"message": "E: x"}), ErrorReport("E: x")),
         (error_json({"message": "E: x", "extraInfo": [1]}), ErrorReport("E: x")),
         (error_json({"message": "E: x", "extraInfo": {"py_callstack": 5}}), ErrorReport("E: x")),
-        (error_json("a\x1b[31mred\x00\ud800"), ErrorReport("ared\\ud800")),
+        (error_json("a\x1b[31mred\x00\ud800"), ErrorReport("ared \\ud800")),
         (error_json("x" * 5000), ErrorReport("x" * 2045 + "...")),
         (
             error_json({"message": "E", "extraInfo": {"py_callstack": "0" * 20000 + "end"}}),
@@ -302,6 +310,48 @@ def test_the_same_failure_has_the_same_fingerprint(one: WorkerFailure, other: Wo
     assert fingerprint(one) == fingerprint(other)
 
 
+def sharded() -> Exception:
+    model = torch.nn.Linear(1, 1)
+    optimizer = ZeroRedundancyOptimizer.__new__(ZeroRedundancyOptimizer)
+    with pytest.raises(NotReplicated) as refusal:
+        refuse_sharded({"model": model, "optimizer": optimizer})
+    return refusal.value
+
+
+@pytest.mark.parametrize(
+    ("error", "final"),
+    [
+        (OtherRun("/ckpt is in use"), True),
+        (sharded(), True),
+        (NotReplicated("'weight' of part 'model' has other values on rank 0 than on rank 1"), False),
+        (CheckpointError("load again"), False),
+        (NoUsableCheckpoint("none verifies"), False),
+        (ValueError("elastic_agent.worker.errors.OtherRun: quoted"), False),
+    ],
+)
+@pytest.mark.parametrize("recorded", [True, False])
+def test_what_no_restart_helps_is_told_from_what_a_worker_left(
+    tmp_path: Path, error: Exception, final: bool, recorded: bool
+) -> None:
+    """An uncaught exception: in the error file of torch's `@record`, or as Python writes it."""
+    if recorded:
+        error_json({"message": f"{type(error).__name__}: {error}"})(tmp_path / "error.json")
+    lines = "".join(traceback.format_exception(_raised(error))).splitlines()
+    failure = examine(
+        rank=3, local_rank=1, node="a", generation=2, returncode=1, error_file=tmp_path / "error.json",
+        log_tail=[f"[rank3]: {line}" for line in lines], log_file=None,
+    )  # fmt: skip
+    assert is_final(failure) == final
+    assert not is_final(dataclasses.replace(failure, exception=None))
+
+
+def _raised(error: Exception) -> Exception:
+    try:
+        raise error
+    except Exception as raised:
+        return raised
+
+
 def test_different_failures_have_different_fingerprints() -> None:
     different = [
         with_exception("ValueError: x"),
@@ -401,8 +451,26 @@ def test_what_is_not_our_json_is_refused(text: str) -> None:
         WorkerFailure.from_json(text)
 
 
-def test_terminal_sequences_from_the_store_do_not_reach_the_terminal() -> None:
-    assert WorkerFailure.from_json(changed(cause="\x1b[2J\x1b]0;own\x07ed")).cause == "]0;owned"
+FORGED = "n\x1b]0;title\x07\nfake\r\u202e\x1b[2J"
+
+
+def test_a_failure_in_the_store_adds_no_line_and_nothing_that_a_terminal_obeys() -> None:
+    told = WorkerFailure.from_json(changed(node=FORGED, cause=FORGED, log_file=FORGED))
+    assert (told.node, told.cause, told.log_file) == ("n fake",) * 3
+    several = WorkerFailure.from_json(changed(exception=FORGED, traceback=FORGED, log_tail=FORGED))
+    assert (several.exception, several.traceback, several.log_tail) == ("n\nfake", "n\nfake", ("n", "fake"))
+    assert not [line for line in summarize(told, [told]).split("\n") if line.startswith("fake")]
+
+
+def test_details_in_the_store_that_are_not_usable_leave_the_summary(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert show(Failure(7, "f", "rank 3 broke", detail="not json"), [FAILURE]) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "the failure's details in the store are not usable: a worker failure is not JSON: "
+        "Expecting value: line 1 column 1 (char 0)",
+        "generation 7 failed: rank 3 broke",
+    ]
 
 
 def test_the_summary_names_all_that_a_person_needs_and_repeats_nothing() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.processes.guard import find_processes
+from elastic_agent.agent.processes.guard import IGNORED, find_processes
+from elastic_agent.agent.processes.shim import STAY_IGNORED
 
 OURS = "ELASTIC_AGENT_INCARNATION=abc"
 
@@ -73,3 +74,20 @@ def test_a_name_that_looks_like_other_fields_fools_nobody(proc: Path) -> None:
 def test_the_caller_and_pid_1_are_spared(proc: Path) -> None:
     add(proc, os.getpid(), OURS, session=20)
     assert find_processes("abc", {1, 20}, proc=proc) == (20,)
+
+
+def test_scripts_that_import_nothing_of_ours_ignore_the_same_signals() -> None:
+    agent = Path(__file__).parents[2] / "agent"
+    written = ", ".join(f"signal.{number.name}" for number in IGNORED)
+    texts = {str(file.relative_to(agent)): file.read_text() for file in agent.rglob("*.py")}
+    scripts = {name for name, text in texts.items() if "\nIGNORED = " in text}
+    assert scripts == {
+        "processes/guard.py",
+        "processes/store_holder.py",
+        "machine/gpu_memory_reader.py",
+        "preloader/process.py",
+    }
+    for name in scripts:
+        assert f"\nIGNORED = ({written})\n" in texts[name], name
+        assert "in IGNORED:" in texts[name], name
+    assert set(STAY_IGNORED) < set(IGNORED), "what people let a worker ignore, the others ignore anyhow"

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_agent.agent.configuration.options import WORKER_VARIABLES
 from elastic_agent.worker import Checkpointer, ElasticSampler, progress, rng, step
 from elastic_agent.worker.journal import Buffers, Journal, find
 from elastic_agent.worker.just_in_time import JustInTime, of_a_collective
@@ -34,6 +33,8 @@ from elastic_agent.worker.salvage import (
     Message,
     encode,
 )
+from elastic_agent.worker.slots import Held as HeldSlot
+from elastic_agent.worker.slots import NoRoom
 
 numpy = pytest.importorskip("numpy")
 
@@ -130,22 +131,8 @@ def draws() -> list[Any]:
 
 
 @pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Agent:
-    for name in WORKER_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / "memory").mkdir()
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "ELASTIC_AGENT_MEMORY": str(tmp_path / "memory"),
-        "ELASTIC_AGENT_MEMORY_BYTES": str(1 << 30),
-        "ELASTIC_AGENT_NODE": "a",
-        "ELASTIC_AGENT_LOCAL_RANK": "0",
-        "ELASTIC_AGENT_GENERATION": "1",
-        "ELASTIC_AGENT_SALVAGE": str(tmp_path / "salvage"),
-    }.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(progress, "_listeners", ())
+def agent(monkeypatch: pytest.MonkeyPatch, only_worker: Path, tmp_path: Path) -> Agent:
+    monkeypatch.setenv("ELASTIC_AGENT_SALVAGE", str(tmp_path / "salvage"))
     return Agent(tmp_path / "salvage")
 
 
@@ -419,6 +406,108 @@ def test_whose_error_it_is(error: BaseException, expected: bool) -> None:
     wrapped = TypeError("in a trainer")
     wrapped.__cause__ = error
     assert of_a_collective(wrapped) is expected
+
+
+# --- Several that belong together
+
+
+class Pair:
+    """A model and its moving average, each with a Checkpointer, and an agent that asks for the last step."""
+
+    NAMES = ("model", "ema")
+
+    def __init__(self, folder: Path, agent: Agent) -> None:
+        self.folder = folder
+        self.agent = agent
+        self.both = self.load()
+
+    def load(self) -> list[Checkpointer]:
+        both = [Checkpointer(self.folder / name, {"meta": {"of": name}}) for name in self.NAMES]
+        self.loaded = [one.load() for one in both]
+        return both
+
+    def refuse(self, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """There is no room for another copy of this one."""
+
+        def begin(_size: int) -> None:
+            raise NoRoom("planted")
+
+        monkeypatch.setattr(self.both[number]._memory, "_begin", begin)
+
+    def train_to_the_failure(self, at: int, told: Callable[[int], None]) -> Message | None:
+        """What the guard has kept after `at` steps. `told` is called after each of them."""
+        with self.both[0].just_in_time():
+            self.agent.accept()
+            for done in range(1, at + 1):
+                step(done)
+                told(done)
+            assert self.agent.asks(Hold(1.0)) == Held(at)
+            kept = self.agent.asks(Keep(1.0))
+            self.agent.says(Go())
+        return kept
+
+    def resume(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        monkeypatch.setenv("ELASTIC_AGENT_GENERATION", "2")
+        monkeypatch.setattr("elastic_agent.worker.progress.keepers", {})
+        self.load()
+        return self.loaded
+
+
+@pytest.fixture
+def pair(tmp_path: Path, agent: Agent) -> Pair:
+    return Pair(tmp_path / "disk", agent)
+
+
+def test_several_are_kept_at_the_same_step(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pair.train_to_the_failure(3, lambda _: None) == Kept(3)
+    assert pair.resume(monkeypatch) == [3, 3]
+
+
+@pytest.mark.parametrize("full", [0, 1])
+@pytest.mark.parametrize("remembers_every", [1, 2, None])
+@pytest.mark.parametrize("disk", ["quick", "slow"])
+def test_several_of_which_one_finds_no_room_go_on_from_one_step(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, full: int, remembers_every: int | None, disk: str
+) -> None:
+    """Whatever was in memory before. While a slow disk writes one copy, the next ones replace the other."""
+    held: list[HeldSlot] = []
+
+    def told(done: int) -> None:
+        for one in pair.both:
+            if done == 2:
+                one.save(done)
+            elif remembers_every and done % remembers_every == 0:
+                one.remember(done)
+            if done == 2 and disk == "slow":
+                assert one._memory is not None
+                held.append(one._memory.lend((1, done))[1])
+        if done == 5:
+            pair.refuse(full, monkeypatch)
+
+    kept = pair.train_to_the_failure(5, told)
+    for one in held:
+        one.stream.close()
+    loaded = pair.resume(monkeypatch)
+    assert len(set(loaded)) == 1
+    assert loaded[0] >= 2
+    if remembers_every == 1:
+        assert (kept, loaded) == (Kept(5), [5, 5]), "it was there already"
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_several_of_which_one_never_found_room_go_on_from_disk(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, full: int
+) -> None:
+    pair.refuse(full, monkeypatch)
+
+    def told(done: int) -> None:
+        for one in pair.both:
+            if done == 2:
+                one.save(done)
+            one.remember(done)
+
+    assert pair.train_to_the_failure(5, told) == Kept(None)
+    assert pair.resume(monkeypatch) == [2, 2]
 
 
 # --- The journal

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_agent.rendezvous.errors import Compacted, LeaseExpired
+from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreError
 from elastic_agent.rendezvous.ledger import Ledger
-from elastic_agent.rendezvous.store import Change, Compare, Delete, Entry, Put
+from elastic_agent.rendezvous.store import MOST_REQUEST_BYTES, Change, Compare, Delete, Entry, Put
 
 
 def put(ledger: Ledger, key: str, value: str = "", lease: int | None = None, now: float = 0.0) -> int:
@@ -46,6 +46,39 @@ def test_the_outcome_shows_the_compared_keys_as_they_stand_after_it() -> None:
     assert outcome.entries == (Entry("a", "new", 1, 2), Entry("b", "", 2, 2))
     outcome = ledger.transact((Compare("a", 1), Compare("x", 0)), (Delete("a"),), 0.0)
     assert outcome.entries == (Entry("a", "new", 1, 2), None)
+
+
+@pytest.mark.parametrize(
+    ("compares", "writes", "fits"),
+    [
+        (0, 128, True),
+        (0, 129, False),
+        (64, 64, True),
+        (65, 64, False),
+        (128, 0, True),
+        (129, 0, False),
+    ],
+)
+def test_a_transaction_has_no_more_operations_than_etcd_takes(compares: int, writes: int, fits: bool) -> None:
+    ledger = Ledger()
+    asked = (
+        tuple(Compare(f"c{i}", 0) for i in range(compares)),
+        tuple(Put(f"w{i}", "") for i in range(writes)),
+    )
+    if fits:
+        assert ledger.transact(*asked, 0.0).succeeded
+        return
+    with pytest.raises(StoreError, match="operations, at most 128"):
+        ledger.transact(*asked, 0.0)
+    assert ledger.revision == 0
+
+
+def test_a_transaction_has_no_more_bytes_than_etcd_takes() -> None:
+    ledger = Ledger()
+    put(ledger, "a", "\u00fc" * (MOST_REQUEST_BYTES // 2))
+    with pytest.raises(StoreError, match="bytes, at most"):
+        put(ledger, "a", "\u00fc" * (MOST_REQUEST_BYTES // 2 + 1))
+    assert ledger.revision == 1
 
 
 def test_a_transaction_that_writes_nothing_takes_no_revision() -> None:

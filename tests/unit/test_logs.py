@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-import elastic_agent.agent.processes.logs as logs_module
+import elastic_agent.agent.processes.console as console_module
+import elastic_agent.agent.processes.log_files as log_files_module
+from elastic_agent.agent.processes.console import Console
 from elastic_agent.agent.processes.logs import LINE_MAX, TAIL_LINES, Line, LineSplitter, WorkerLogs
 
 PATIENCE_S = 20.0
@@ -27,21 +29,34 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
+def started(console: Console) -> Console:
+    console.start()
+    return console
+
+
 class Rig:
     """`WorkerLogs` whose console is two files, and pipes that play workers."""
 
-    def __init__(self, directory: Path | None, console: Path) -> None:
-        self.directory = directory
+    def __init__(
+        self, directory: Path | None, console: Path, lost: Callable[[int], None] = lambda size: None
+    ) -> None:
+        self.directory = directory / "job-run" if directory is not None else None
         self.console = console
         self._out = (console / "out").open("wb", buffering=0)
         self._err = (console / "err").open("wb", buffering=0)
         self.counted: dict[str, list[int]] = {"stdout": [0, 0], "stderr": [0, 0]}
-        self.logs = WorkerLogs(directory, "n1", self._out, self._err, self._count)
+        self.shown = started(Console("n1", self._out.fileno(), self._err.fileno()))
+        self.logs = WorkerLogs(directory, "n1", self.shown, self._count, lost)
         self.logs.start()
+        self.logs.begin("job", "run", 1)
 
     def _count(self, name: str, lines: int, size: int) -> None:
         counted = self.counted[name]
         counted[:] = [counted[0] + lines, counted[1] + size]
+
+    def close(self) -> None:
+        self.logs.close()
+        self.shown.close(PATIENCE_S)
 
     def worker(self, generation: int = 1, rank: int = 0) -> tuple[int, int]:
         (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
@@ -64,7 +79,7 @@ class Rig:
 def rig(tmp_path: Path) -> Iterator[Rig]:
     rig = Rig(tmp_path / "logs", tmp_path)
     yield rig
-    rig.logs.close()
+    rig.close()
 
 
 @pytest.mark.parametrize(
@@ -113,6 +128,7 @@ def test_each_stream_goes_to_its_file_as_it_is_and_to_its_console_with_the_prefi
     os.write(out, b"hello\nworld\n")
     os.write(err, b"warning \xff\n")
     eventually(lambda: rig.out() == b"[n1/5] hello\n[n1/5] world\n" and rig.err() == b"[n1/5] warning \xff\n")
+    assert rig.logs.drain(3, 5, PATIENCE_S)
     assert rig.file("stdout", 3, 5) == b"hello\nworld\n"
     assert rig.file("stderr", 3, 5) == b"warning \xff\n"
     assert rig.logs.log_file(3, 5) == rig.directory / "gen3" / "rank5" / "stderr.log"  # type: ignore[operator]
@@ -147,7 +163,7 @@ def test_a_last_line_without_newline_is_shown_at_end_of_file_and_at_detach(rig: 
     os.write(err, b"detached")
     rig.logs.detach_generation(1)
     eventually(lambda: rig.err() == b"[n1/0] detached\n")
-    assert rig.file("stderr") == b"detached"
+    eventually(lambda: rig.file("stderr") == b"detached")
 
 
 def test_detach_closes_the_pipes_of_that_generation_only(rig: Rig) -> None:
@@ -166,7 +182,7 @@ def test_detach_closes_the_pipes_of_that_generation_only(rig: Rig) -> None:
     os.write(new, b"alive\n")
     eventually(lambda: b"[n1/0] alive\n" in rig.out())
     assert rig.directory is not None
-    assert sorted(path.name for path in rig.directory.iterdir()) == ["gen1", "gen2"]
+    assert sorted(path.name for path in rig.directory.glob("gen*")) == ["gen1", "gen2"]
 
 
 def test_drain_reads_what_a_dead_worker_wrote_though_a_grandchild_holds_the_pipe_open(rig: Rig) -> None:
@@ -205,7 +221,8 @@ def test_drain_ends_though_somebody_writes_without_end(rig: Rig) -> None:
 
 def test_drain_says_when_the_time_was_too_short(tmp_path: Path) -> None:
     with (tmp_path / "console").open("wb", buffering=0) as console:
-        logs = WorkerLogs(None, "n1", console, console)  # not started: nobody reads
+        shown = Console("n1", console.fileno(), console.fileno())
+        logs = WorkerLogs(None, "n1", shown)  # not started: nobody reads
         (out_read, _), (err_read, _) = os.pipe(), os.pipe()
         logs.attach(1, 0, out_read, err_read)
         assert not logs.drain(1, 0, 0.01)
@@ -229,6 +246,18 @@ def test_the_tail_is_the_last_lines_of_stderr_as_a_terminal_shows_them(rig: Rig)
     eventually(lambda: rig.err().count(b"step ") == 1000)  # the console loses no state of the bar
 
 
+def test_a_line_that_would_mislead_is_in_the_file_only(rig: Rig) -> None:
+    _, err = rig.worker()
+    rig.logs.leave_out(b"port 7 is taken.")
+    os.write(err, b"[E1] port 7 is taken.\n[E2] port 70 is taken.\n")
+    assert rig.logs.drain(1, 0, PATIENCE_S)
+    assert rig.logs.tail(1, 0) == ("[E2] port 70 is taken.",)
+    assert rig.file("stderr") == b"[E1] port 7 is taken.\n[E2] port 70 is taken.\n"
+    eventually(lambda: rig.err() == b"[n1/0] [E2] port 70 is taken.\n")
+    assert rig.counted["stderr"][0] == 2, "like the file"
+    os.close(err)
+
+
 def test_eight_workers_that_write_at_once_lose_nothing(rig: Rig) -> None:
     lines, ranks = 5000, range(8)
 
@@ -247,6 +276,7 @@ def test_eight_workers_that_write_at_once_lose_nothing(rig: Rig) -> None:
     shown = rig.out().splitlines()
     for rank in ranks:
         expected = [b"%d:%d %s" % (rank, i, b"." * (i % 97)) for i in range(lines)]
+        assert rig.logs.drain(1, rank, PATIENCE_S)
         assert rig.file("stdout", rank=rank).splitlines() == expected
         prefix = b"[n1/%d] " % rank
         assert [line[len(prefix) :] for line in shown if line.startswith(prefix)] == expected
@@ -254,6 +284,111 @@ def test_eight_workers_that_write_at_once_lose_nothing(rig: Rig) -> None:
 
 def disk_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "worker log" in record.getMessage()]
+
+
+def test_a_disk_that_does_not_answer_costs_the_main_thread_one_wait_alone(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "logs", tmp_path)
+    disk_answers = threading.Event()
+    try:
+        for rank in range(8):
+            rig.worker(rank=rank)
+        rig.logs._files.do(lambda: disk_answers.wait() and None)  # what the thread does when a write hangs
+        began = time.monotonic()
+        assert not any(rig.logs.drain(1, rank, 0.5) for rank in range(8))
+        assert rig.logs.folder(1, "flight_records") == tmp_path / "logs/job-run/gen1/flight_records"
+        rig.logs.log_file(1, 0)
+        assert time.monotonic() - began < 8 * 0.5
+        disk_answers.set()
+        eventually(lambda: rig.logs.drain(1, 0, PATIENCE_S))
+        eventually((tmp_path / "logs/job-run/gen1/flight_records").is_dir)
+    finally:
+        disk_answers.set()
+        rig.close()
+
+
+def test_a_disk_that_does_not_answer_stops_no_worker_and_says_later_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(console_module, "PATIENCE_S", PATIENCE_S)
+    monkeypatch.setattr(log_files_module, "PATIENCE_S", 0.05)
+    lost: list[int] = []
+    rig = Rig(tmp_path / "logs", tmp_path, lost.append)
+    disk_answers = threading.Event()
+    try:
+        out, _ = rig.worker()
+        os.write(out, b"first\n")
+        assert rig.logs.drain(1, 0, PATIENCE_S)
+        rig.logs._files.do(lambda: disk_answers.wait() and None)
+        writer = write_numbered_lines(out)
+        writer.join(PATIENCE_S)
+        assert not writer.is_alive(), "the worker waits for the disk"
+        eventually(lambda: rig.out().count(b"\n") == 1 + NUMBERED)
+        eventually(lambda: "stands still" in caplog.text)
+        disk_answers.set()
+        eventually(lambda: rig.logs.drain(1, 0, PATIENCE_S))
+        os.write(out, b"moves again\n")
+        assert rig.logs.drain(1, 0, PATIENCE_S)
+        kept, _, rest = rig.file("stdout").partition(b"\n[elastic-agent: the disk stood still: ")
+        missing, _, end = rest.partition(b" ")
+        assert end == b"bytes missing here]\nmoves again\n"
+        assert b"".join([b"first\n", *(b"%099d\n" % i for i in range(NUMBERED))]).startswith(kept)
+        assert int(missing) == sum(lost) == NUMBERED * 100 - (len(kept) - len(b"first\n"))
+        assert len(disk_warnings(caplog)) == 2, "that it stands still, and that it moves again"
+    finally:
+        disk_answers.set()
+        rig.close()
+
+
+def test_what_is_missing_at_the_end_of_a_file_is_said_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_files_module, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(log_files_module, "QUEUE_MAX", 0)
+    rig = Rig(tmp_path / "logs", tmp_path)
+    out, _ = rig.worker()
+    os.write(out, b"no room\n")
+    rig.logs.drain(1, 0, PATIENCE_S)
+    rig.logs.detach_generation(1)
+    rig.close()
+    assert b"stood still: 8 bytes missing here]" in rig.file("stdout")
+
+
+def test_a_write_that_takes_too_long_is_said_before_anything_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(log_files_module, "STILL_S", 0.01)
+    rig = Rig(tmp_path / "logs", tmp_path)
+    disk_answers = threading.Event()
+    try:
+        out, _ = rig.worker()
+        assert rig.logs.drain(1, 0, PATIENCE_S)
+        rig.logs._files.do(lambda: disk_answers.wait() and None)
+
+        def said() -> bool:
+            os.write(out, b"line\n")
+            return len(disk_warnings(caplog)) == 1
+
+        eventually(said)
+    finally:
+        disk_answers.set()
+        rig.close()
+    assert b"missing" not in rig.file("stdout")
+
+
+def test_the_end_does_not_wait_for_a_disk_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(tmp_path / "logs", tmp_path)
+    disk_answers = threading.Event()
+    try:
+        rig.worker()
+        rig.logs._files.do(lambda: disk_answers.wait() and None)
+        ends = threading.Thread(target=rig.logs.close, args=(0.2,))
+        ends.start()
+        ends.join(PATIENCE_S)
+        assert not ends.is_alive()
+        assert "the last lines of the workers may be missing" in caplog.text
+    finally:
+        disk_answers.set()
+        rig.shown.close(PATIENCE_S)
 
 
 @contextlib.contextmanager
@@ -286,7 +421,7 @@ def test_a_full_or_read_only_disk_costs_the_files_and_one_warning(
             for _ in range(3):
                 os.write(fd, b"x" * 9_999 + b"\n")
         eventually(lambda: (rig.out() + rig.err()).count(b"\n") == 18)
-        rig.logs.close()
+        rig.close()
         [warning] = disk_warnings(caplog)
         assert str(disk) in warning
         assert reason in warning
@@ -301,7 +436,7 @@ def test_a_disk_that_is_full_in_the_middle_of_the_last_write_is_reported(
         (out_read, out), (err_read, _) = os.pipe(), os.pipe()
         os.write(out, b"x" * 60_000)
         rig.logs.attach(1, 0, out_read, err_read)
-        rig.logs.close()
+        rig.close()
     assert len(disk_warnings(caplog)) == 1
 
 
@@ -316,7 +451,7 @@ def test_a_log_directory_that_cannot_be_made_warns_once_for_each_generation(
             os.write(out, b"still shown\n")
     eventually(lambda: rig.out().count(b"still shown\n") == 4)
     assert rig.logs.log_file(1, 0) is None
-    rig.logs.close()
+    rig.close()
     assert len(disk_warnings(caplog)) == 2
 
 
@@ -326,7 +461,7 @@ def test_without_a_directory_lines_go_to_the_console_only(
     rig = Rig(None, tmp_path)
     out, _ = rig.worker()
     os.write(out, b"hello\n")
-    rig.logs.close()
+    rig.close()
     assert rig.out() == b"[n1/0] hello\n"
     assert rig.logs.log_file(1, 0) is None
     assert caplog.records == []
@@ -338,15 +473,18 @@ def test_a_console_that_is_gone_costs_the_console_only(
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "wb", buffering=0) as gone, (tmp_path / "err").open("wb", buffering=0) as err:
-        logs = WorkerLogs(tmp_path / "logs", "n1", gone, err)
+        shown = started(Console("n1", gone.fileno(), err.fileno()))
+        logs = WorkerLogs(tmp_path / "logs", "n1", shown)
         logs.start()
+        logs.begin("job", "run", 1)
         (out_read, out), (err_read, errors) = os.pipe(), os.pipe()
         logs.attach(1, 0, out_read, err_read)
         os.write(out, b"one\n")
         os.write(out, b"two\n")
         os.write(errors, b"three\n")
         logs.close()
-    assert (tmp_path / "logs/gen1/rank0/stdout.log").read_bytes() == b"one\ntwo\n"
+        shown.close(PATIENCE_S)
+    assert (tmp_path / "logs/job-run/gen1/rank0/stdout.log").read_bytes() == b"one\ntwo\n"
     assert (tmp_path / "err").read_bytes() == b"[n1/0] three\n"
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
@@ -364,11 +502,11 @@ def write_numbered_lines(fd: int) -> threading.Thread:
 def test_a_slow_console_slows_the_workers_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logs_module, "_CONSOLE_PATIENCE_S", PATIENCE_S)
-    monkeypatch.setattr(logs_module, "_CONSOLE_MAX", 4096)  # full after each read
+    monkeypatch.setattr(console_module, "PATIENCE_S", PATIENCE_S)
+    monkeypatch.setattr(console_module, "QUEUE_MAX", 4096)  # full after each read
     read, write = os.pipe()
     with os.fdopen(write, "wb", buffering=0) as slow:
-        logs = WorkerLogs(None, "n1", slow, slow)
+        logs = WorkerLogs(None, "n1", started(Console("n1", slow.fileno(), slow.fileno())))
         logs.start()
         (out_read, out), (err_read, _) = os.pipe(), os.pipe()
         logs.attach(1, 0, out_read, err_read)
@@ -384,19 +522,20 @@ def test_a_slow_console_slows_the_workers_and_loses_nothing(
 def test_a_console_that_stands_still_does_not_stop_workers_and_says_later_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocking: bool
 ) -> None:
-    monkeypatch.setattr(logs_module, "_CONSOLE_PATIENCE_S", 0.05)
+    monkeypatch.setattr(console_module, "PATIENCE_S", 0.05)
     read, write = os.pipe()
     os.set_blocking(write, blocking)
     with os.fdopen(write, "wb", buffering=0) as stuck:
-        logs = WorkerLogs(tmp_path / "logs", "n1", stuck, stuck)
+        logs = WorkerLogs(tmp_path / "logs", "n1", started(Console("n1", stuck.fileno(), stuck.fileno())))
         logs.start()
+        logs.begin("job", "run", 1)
         (out_read, out), (err_read, _) = os.pipe(), os.pipe()
         logs.attach(1, 0, out_read, err_read)
         writer = write_numbered_lines(out)
         writer.join(PATIENCE_S)
         assert not writer.is_alive(), "the worker waits for the console"
         assert logs.drain(1, 0, PATIENCE_S)
-        assert (tmp_path / "logs/gen1/rank0/stdout.log").stat().st_size == NUMBERED * 100
+        assert (tmp_path / "logs/job-run/gen1/rank0/stdout.log").stat().st_size == NUMBERED * 100
 
         shown = bytearray()
         while b"missing here\n" not in shown:

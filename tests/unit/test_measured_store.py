@@ -11,7 +11,7 @@ from elastic_agent.rendezvous.errors import (
     LeaseExpired,
     StoreClosed,
     StoreError,
-    StoreLost,
+    StoreMismatch,
     StoreUnavailable,
 )
 from elastic_agent.rendezvous.memory import MemoryStore
@@ -125,7 +125,7 @@ def test_a_watch_delivers_what_the_store_does() -> None:
 
 
 @pytest.mark.parametrize("operation", STORE_OPERATIONS)
-@pytest.mark.parametrize("error", [StoreUnavailable("no answer"), StoreLost("gone")])
+@pytest.mark.parametrize("error", [StoreUnavailable("no answer"), StoreMismatch("another's")])
 def test_a_request_without_an_answer_is_an_error_and_has_no_duration(
     operation: str, error: StoreError
 ) -> None:

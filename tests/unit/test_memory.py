@@ -5,41 +5,29 @@ from __future__ import annotations
 import io
 import os
 import random
+import shutil
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from elastic_agent.agent.configuration.options import WORKER_VARIABLES
-from elastic_agent.worker import Checkpointer, NotPlainData, memory, progress, slots
+from elastic_agent.worker import Checkpointer, NotPlainData, memory, progress, slots, summing
 from elastic_agent.worker.layout import CannotLayOut, lay_out
 from elastic_agent.worker.room import Room
 from elastic_agent.worker.slots import Slots
+from elastic_agent.worker.summing import _Job
+from tests.unit.threads import join_threads
 
-
-@pytest.fixture(autouse=True)
-def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in WORKER_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / "memory").mkdir()
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "ELASTIC_AGENT_MEMORY": str(tmp_path / "memory"),
-        "ELASTIC_AGENT_MEMORY_BYTES": str(1 << 30),
-        "ELASTIC_AGENT_NODE": "a",
-        "ELASTIC_AGENT_LOCAL_RANK": "0",
-        "ELASTIC_AGENT_GENERATION": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(progress, "_listeners", ())
+pytestmark = pytest.mark.usefixtures("only_worker")
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Slots:
-    return Slots(str(tmp_path / "memory"), str(tmp_path / "disk"))
+def opened(only_worker: Path, tmp_path: Path) -> Slots:
+    return Slots(str(only_worker), str(tmp_path / "disk"))
 
 
 class Training:
@@ -83,7 +71,7 @@ def test_what_was_remembered_comes_back_bit_by_bit(tmp_path: Path) -> None:
     assert second.bits() == at_five
     assert (random.random(), torch.rand(1)) == drawn
     second.train(7)
-    assert not list((tmp_path).glob("disk/*")), "nothing of this was on disk"
+    assert not list((tmp_path).glob("disk/step-*")), "nothing of this was on disk"
 
 
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
@@ -273,11 +261,12 @@ def test_a_torch_that_tells_too_little_means_disk_only(
 
 
 def flip_a_bit_of_the_newest(opened: Slots) -> None:
+    join_threads("memory-sums")
     name = opened.newest_first()[0]
     header = opened.headers()[name]
     with opened.hold(name) as held:
         sums = slots.sums_of(held.stream, header.size)
-        opened.put_header(name, slots.Header(*[*[getattr(header, f) for f in header.__slots__][:-1], sums]))
+        opened.put_header(name, replace(header, sums=sums))
     path = Path(opened.folder) / f"{name}.pt"
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1
@@ -285,11 +274,34 @@ def flip_a_bit_of_the_newest(opened: Slots) -> None:
 
 
 def cut_the_newest(opened: Slots) -> None:
+    join_threads("memory-sums")
     os.truncate(Path(opened.folder) / f"{opened.newest_first()[0]}.pt", 100)
 
 
 def remove_the_newest(opened: Slots) -> None:
+    join_threads("memory-sums")
     os.unlink(Path(opened.folder) / f"{opened.newest_first()[0]}.pt")
+
+
+def test_a_remembered_copy_has_checksums_soon_and_a_changed_bit_is_found(
+    tmp_path: Path, opened: Slots, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = Checkpointer(tmp_path / "disk", {"meta": {"table": torch.zeros(100_000)}})
+    for step in (1, 2):
+        checkpoints.remember(step)
+        join_threads("memory-sums")
+    assert all(header.sums for header in opened.headers().values())
+    path = Path(opened.folder) / f"{opened.newest_first()[0]}.pt"
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+    again = Checkpointer(tmp_path / "disk", {"meta": {}})
+    assert again.load() == 1
+    assert "does not match its checksums" in caplog.text
+    join_threads("memory-sums")
+    assert all(header.sums for header in opened.headers().values()), (
+        "also when its random states were filled in"
+    )
 
 
 @pytest.mark.parametrize("spoil", [flip_a_bit_of_the_newest, cut_the_newest, remove_the_newest])
@@ -327,8 +339,8 @@ def test_a_disk_that_only_claims_to_be_newer_does_not_win(tmp_path: Path) -> Non
     checkpoints.save(20)
     checkpoints.remember(21)
     checkpoints.remember(22)
-    slots_here = Slots(os.environ["ELASTIC_AGENT_MEMORY"], str(tmp_path / "disk"))
-    slots_here.drop(lambda age: age > (1, 20))
+    assert checkpoints._memory is not None
+    checkpoints._memory.abandon_newer((1, 20))
     (data,) = (tmp_path / "disk").glob("step-000000000020-*.pt")
     os.truncate(data, 5)
     checkpoints.remember(13)
@@ -342,21 +354,60 @@ def test_the_disk_is_not_read_when_the_memory_is_newer(
     checkpoints.save(10)
     checkpoints.remember(11)
     again = Checkpointer(tmp_path / "disk", {"meta": {}})
-    monkeypatch.setattr(again._files, "find", lambda: pytest.fail("reads the disk"))
+    monkeypatch.setattr(again._files, "find", lambda _: pytest.fail("reads the disk"))
     assert again.load() == 11
 
 
-def test_the_newest_checkpointer_keeps_the_state_for_a_drain(
-    tmp_path: Path, opened: Slots, monkeypatch: pytest.MonkeyPatch
+def test_all_that_were_loaded_are_kept_for_a_drain_and_an_archive_is_not(tmp_path: Path) -> None:
+    model, ema, best = (Checkpointer(tmp_path / name, {"meta": {}}) for name in ("model", "ema", "best"))
+    assert not progress.keepers
+    model.load()
+    ema.load()
+    best.save(5)
+    for keeper in progress.keepers.values():
+        keeper.keep(7)
+    assert [Checkpointer(tmp_path / name, {"meta": {}}).load() for name in ("model", "ema", "best")] == [
+        7,
+        7,
+        5,
+    ]
+
+
+def test_a_last_save_that_the_disk_refuses_keeps_nothing_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Checkpointer(tmp_path / "disk", {"meta": {}})
-    assert progress.keeper is not None
-    progress.keeper(7)
-    assert [header.step for header in opened.headers().values()] == [7]
     monkeypatch.delenv("ELASTIC_AGENT_MEMORY")
-    Checkpointer(tmp_path / "other", {"meta": {}})
-    progress.keeper(8)
-    assert Checkpointer(tmp_path / "other", {"meta": {}}).load() == 8
+    directory = tmp_path / "disk"
+    Checkpointer(directory, {"meta": {}}).load()
+    shutil.rmtree(directory)
+    directory.write_text("no directory")
+    (keeper,) = progress.keepers.values()
+    assert not keeper.keep(8)
+    assert f"step 8 is NOT on disk in {directory}" in caplog.text
+
+
+def test_of_one_directory_the_newest_checkpointer_keeps_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Checkpointer(tmp_path / "disk", {"meta": {"is": "old"}}).load()
+    monkeypatch.delenv("ELASTIC_AGENT_MEMORY")
+    Checkpointer(tmp_path / "disk", {"meta": {"is": "new"}}).load()
+    (keeper,) = progress.keepers.values()
+    keeper.keep(8)
+    meta: dict[str, Any] = {}
+    assert Checkpointer(tmp_path / "disk", {"meta": meta}).load() == 8
+    assert meta == {"is": "new"}
+
+
+def test_two_that_go_on_from_different_steps_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, step in (("one", 30), ("other", 32)):
+        Checkpointer(tmp_path / name, {"meta": {}}).save(step)
+    Checkpointer(tmp_path / "one", {"meta": {}}).load()
+    assert not caplog.records
+    Checkpointer(tmp_path / "other", {"meta": {}}).load()
+    assert f"step=32 directory={tmp_path / 'other'} other_step=30" in caplog.text
 
 
 def test_two_checkpointers_do_not_disturb_each_other(tmp_path: Path) -> None:
@@ -367,3 +418,72 @@ def test_two_checkpointers_do_not_disturb_each_other(tmp_path: Path) -> None:
         meta: dict[str, Any] = {}
         assert Checkpointer(tmp_path / name, {"meta": meta}).load() == step
         assert meta == {"is": name}
+
+
+@pytest.mark.parametrize("change", ["drop", "abandon_newer", "fill"])
+def test_checksums_that_come_late_undo_no_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Slots, change: str
+) -> None:
+    """The thread that adds them has looked at the header, and is about to replace it."""
+    about, go = threading.Event(), threading.Event()
+    really = Slots.put_header
+
+    def put_header(self: Slots, name: str, header: slots.Header) -> None:
+        if isinstance(threading.current_thread(), _Job):
+            about.set()
+            assert go.wait(60)
+        really(self, name, header)
+
+    monkeypatch.setattr(Slots, "put_header", put_header)
+    checkpoints = Training(tmp_path / "disk").checkpoints
+    assert checkpoints.remember(5)
+    assert about.wait(60)
+    kept, (header,) = checkpoints._memory, opened.headers().values()
+    assert kept is not None
+    assert header.gaps
+    timer = threading.Timer(0.2, go.set)
+    timer.start()
+    if change == "drop":
+        kept.drop(header.age)
+    elif change == "abandon_newer":
+        kept.abandon_newer((header.generation, header.step - 1))
+    else:
+        kept.fill(header.age, kept.records(header))
+    timer.join()
+    join_threads("memory-sums")
+    assert [bool(one.gaps) for one in opened.headers().values()] == ([False] if change == "fill" else [])
+
+
+@pytest.mark.parametrize("taken_by", ["remember", "open_slot"])
+def test_a_new_state_takes_the_older_slot_also_while_that_gets_its_checksums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Slots, taken_by: str
+) -> None:
+    """The other one is free, and has the newest state: a crash in the middle would cost it."""
+    reading: list[_Job] = []
+    begun = threading.Event()
+    really = summing.zlib.crc32
+
+    def crc32(*given: Any) -> int:
+        job = threading.current_thread()
+        if isinstance(job, _Job) and not reading:
+            reading.append(job)
+            begun.set()
+            assert job.given_up.wait(60)
+        return really(*given)
+
+    monkeypatch.setattr(summing.zlib, "crc32", crc32)
+    checkpoints = Training(tmp_path / "disk").checkpoints
+    assert checkpoints.remember(1)
+    assert begun.wait(60)
+    assert checkpoints.remember(2)
+    kept = checkpoints._memory
+    assert kept is not None
+    kept._summing._jobs["b"].join()
+    assert reading[0].is_alive()
+    if taken_by == "remember":
+        assert checkpoints.remember(3)
+        assert sorted(one.step for one in opened.headers().values()) == [2, 3]
+    else:
+        slot = kept.open_slot(100)
+        assert slot.name == "a"
+        slot.close()

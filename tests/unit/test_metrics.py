@@ -132,7 +132,7 @@ def test_a_gauge_without_a_known_value_is_absent() -> None:
     unknown = ["step", "last_step_timestamp_seconds"]
     assert [value(metrics, name) for name in unknown] == [None, None]
     assert value(metrics, "restart_budget_remaining", kind="failure") is None
-    assert value(metrics, "checkpoint_last_success_timestamp_seconds", tier="shared") is None
+    assert value(metrics, "checkpoint_last_success_timestamp_seconds", tier="local") is None
 
 
 def test_what_is_known_from_the_start_is_shown_from_the_start() -> None:
@@ -225,8 +225,8 @@ def test_a_saved_checkpoint_shows_in_its_tier_only() -> None:
     assert value(metrics, "checkpoint_size_bytes", tier="local") == 99
     assert value(metrics, "checkpoint_last_step", tier="local") == 10
     assert value(metrics, "checkpoint_last_success_timestamp_seconds", tier="local") == 1_700_000_050
-    assert value(metrics, "checkpoint_saves_total", tier="shared", result="ok") == 0
-    assert value(metrics, "checkpoint_last_step", tier="shared") is None
+    assert value(metrics, "checkpoint_saves_total", tier="memory", result="ok") == 0
+    assert value(metrics, "checkpoint_last_step", tier="memory") is None
 
 
 @pytest.mark.parametrize(

@@ -49,13 +49,13 @@ def test_what_one_process_writes_the_other_reads(ours: Page) -> None:
 def test_each_word_is_read_as_what_it_is(ours: Page) -> None:
     for number, word in enumerate(
         (page.STEP, page.STEPPED_AT, page.FIRST_STEP, page.FIRST_AT, page.SCRIPT_AT, page.LOAD_AT, page.LOADED_AT,
-         page.LOADED_STEP),
+         page.LOADED_STEP, page.CHOSEN_STEP),
         start=1,
     ):  # fmt: skip
         ours.words[word] = number * 10**9
     assert ours.read() == Reading(
         step=10**9, stepped_at=2.0, first_step=3 * 10**9, first_at=4.0, script_at=5.0, load_at=6.0, loaded_at=7.0,
-        loaded_step=8 * 10**9,
+        loaded_step=8 * 10**9, chosen_step=9 * 10**9,
     )  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def test_the_two_writers_share_no_cache_line() -> None:
     agent = {page.GENERATION, page.PENDING}
     worker = {
         page.ATTACHED, page.STEP, page.STEPPED_AT, page.FIRST_STEP, page.FIRST_AT, page.SCRIPT_AT, page.LOAD_AT,
-        page.LOADED_AT, page.LOADED_STEP,
+        page.LOADED_AT, page.LOADED_STEP, page.CHOSEN_STEP,
     }  # fmt: skip
     assert {word // 8 for word in agent}.isdisjoint({word // 8 for word in worker})
     assert max(worker) < page.SIZE // 8

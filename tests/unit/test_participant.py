@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from elastic_agent.rendezvous.errors import LeaseExpired, StoreUnavailable
+from elastic_agent.agent.events import StoreMismatched
+from elastic_agent.agent.store_link import pass_on
+from elastic_agent.rendezvous.errors import LeaseExpired, StoreMismatch, StoreUnavailable
 from elastic_agent.rendezvous.follow import Drain, Leave, Refusal, Start, Stay, Stop
 from elastic_agent.rendezvous.ledger import Ledger
 from elastic_agent.rendezvous.participant import DUPLICATE_TTLS, Participant
@@ -19,6 +22,7 @@ from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     CauseKind,
     Failure,
+    GenerationProgress,
     NodeRecord,
     Phase,
     Result,
@@ -364,9 +368,8 @@ def test_nodes_of_a_store_that_came_back_empty_meet_again(bench: Bench) -> None:
     for i in range(100):
         bench.put("other", str(i))
     peers = bench.joined("a", "b", "c")
-    bench.ledger = Ledger()
-    for _ in range(10):  # so that no lease of the new store has the number of an old one
-        bench.ledger.grant(0.0, bench.now)
+    old = bench.world().generation
+    bench.ledger = Ledger(base=10)  # so that no lease of the new store has the number of an old one
     late = peers[2]
     late.connected = False
     bench.after(1)
@@ -375,7 +378,7 @@ def test_nodes_of_a_store_that_came_back_empty_meet_again(bench: Bench) -> None:
     bench.after(1)
     assert sorted(bench.members()) == ["a", "b", "c"]
     assert [peer.part.world for peer in peers] == [bench.world()] * 3
-    assert [peer.generation for peer in peers] == [2, 2, 2]
+    assert [peer.generation for peer in peers] == [old + 2] * 3, "no number is used twice"
 
 
 # ---------------------------------------------------------------- the coordinator
@@ -519,7 +522,7 @@ def test_an_agent_waits_for_its_own_earlier_life_to_be_forgotten(bench: Bench) -
     bench.kill(b)
     again = bench.join("b", life=2)
     bench.settle()
-    assert again.part.waiting_for == "an earlier agent named b to be forgotten by the store"
+    assert again.part.waiting_for == "the store to forget an earlier agent named b, or that agent lives"
     bench.after(TTL_S + 1)
     assert again.record is not None
     assert again.record.incarnation == "b-2"
@@ -546,6 +549,22 @@ def mismatch(peer: Peer) -> str:
     refusal = peer.left()
     assert refusal.why is Refusal.STORE_MISMATCH
     return refusal.reason
+
+
+def test_another_jobs_store_in_the_place_of_ours_is_refused_and_the_workers_end(bench: Bench) -> None:
+    """Whether an answer to a request says so, or another of the threads at the store."""
+    a, b = bench.joined("a", "b")
+    error = StoreMismatch("it is that of job 'other'")
+    a.part.workers_lasting(1)
+    request = a.part.request(bench.now)
+    assert request is not None
+    a.part.failed(request, error, bench.now)
+    pass_on(StoreMismatched(str(error)), b.part, bench.now)
+    for peer in (a, b):
+        assert peer.part.order(bench.now) == Stop(1, False, str(error))
+        assert peer.part.request(bench.now) is None
+        peer.part.workers_gone(1)
+        assert mismatch(peer) == str(error)
 
 
 def test_another_jobs_world_is_refused(bench: Bench) -> None:
@@ -655,6 +674,25 @@ def test_steps_alone_are_not_written(bench: Bench) -> None:
     assert b.count(WriteRecord) == writes + 1
     assert b.record is not None
     assert (b.record.step, b.record.lasting) == (5, 1)
+
+
+def test_a_failure_tells_how_far_its_generation_had_come_and_no_other(bench: Bench) -> None:
+    _, b = bench.joined("a", "b")
+    b.part.workers_load(3)
+    b.part.workers_advanced(5)
+    b.part.workers_failed(Failure(1, "crash", "rank 2 raised ValueError"))
+    bench.settle()
+    assert b.record is not None
+    assert b.record.progress == GenerationProgress(1, loaded=3, reached=5)
+    b.part.workers_load(5)
+    b.part.workers_failed(Failure(2, "crash", "rank 2 raised ValueError"))
+    bench.settle()
+    assert b.record.progress == GenerationProgress(2, loaded=5)
+    b.part.workers_load(7)
+    b.part.workers_load(None)
+    b.part.workers_failed(Failure(3, "crash", "rank 2 raised OtherRun"))
+    bench.settle()
+    assert b.record.progress == GenerationProgress(3), "the load was refused"
 
 
 def test_when_all_workers_succeed_everybody_leaves_with_success(bench: Bench) -> None:
@@ -1002,7 +1040,7 @@ def timed_out(bench: Bench, peer: Peer) -> str:
     assert peer.part.wake_at(bench.now) is not None
     bench.after(TICK_S)
     refusal = peer.left()
-    assert refusal.why is Refusal.JOIN_TIMEOUT
+    assert refusal.why is (Refusal.STORE_AWAY if "no answer" in refusal.reason else Refusal.JOIN_TIMEOUT)
     assert refusal.reason.startswith("no world within 60 s of --join-timeout: ")
     return refusal.reason
 
@@ -1057,7 +1095,7 @@ def test_a_node_cut_off_for_good_times_out_too(bench: Bench, victim: str, reason
     assert lonely.order == Stay()
     bench.after(TTL_S)
     refusal = lonely.left()
-    assert refusal.why is Refusal.JOIN_TIMEOUT
+    assert refusal.why is (Refusal.STORE_AWAY if "no answer" in refusal.reason else Refusal.JOIN_TIMEOUT)
     assert refusal.reason.endswith(reason)
 
 
@@ -1085,6 +1123,7 @@ def test_no_join_timeout_runs_while_workers_do(bench: Bench) -> None:
 # ---------------------------------------------------------------- a job of the same name again
 
 LASTING = replace(POLICY, max_nodes=2, store_outlives_job=True)
+AGAIN = replace(LASTING, runs_again=True)
 
 
 def finish(*peers: Peer) -> None:
@@ -1096,11 +1135,11 @@ def finish(*peers: Peer) -> None:
 
 
 def test_who_comes_after_the_end_begins_anew_once_all_others_have_left(bench: Bench) -> None:
-    a, b = bench.joined("a", "b", policy=LASTING)
+    a, b = bench.joined("a", "b", policy=AGAIN)
     first = a.generation
     finish(a, b)
     assert a.left().why is b.left().why is Result.SUCCEEDED
-    again = [bench.join(name, LASTING, life=2) for name in ("c", "d")]
+    again = [bench.join(name, AGAIN, life=2) for name in ("c", "d")]
     bench.settle()
     assert [peer.generation for peer in again] == [0, 0], "those of the old run are still here"
     assert not [peer for peer in again if isinstance(peer.order, Leave)]
@@ -1109,6 +1148,38 @@ def test_who_comes_after_the_end_begins_anew_once_all_others_have_left(bench: Be
         bench.kill(peer)
     bench.settle()
     assert [peer.generation for peer in again] == [first + 1] * 2
+
+
+@pytest.mark.parametrize("all_have_left", [True, False])
+def test_a_finished_job_does_not_begin_anew_because_an_agent_comes_late(
+    bench: Bench, *, all_have_left: bool
+) -> None:
+    """A node that lost its power at the end, and whose unit is enabled."""
+    lonely = replace(LASTING, min_nodes=1)
+    a, b = bench.joined("a", "b", policy=lonely)
+    finish(a, b)
+    for peer in (a, b) if all_have_left else ():
+        bench.ledger.revoke(peer.part.lease or 0)
+        bench.kill(peer)
+    late = bench.join("c", lonely)
+    bench.settle()
+    order = late.left()
+    assert order.why is Result.SUCCEEDED
+    assert re.match("job .* had ended before this agent came: .* --run-again", order.reason)
+
+
+def test_a_job_that_has_failed_begins_anew_when_somebody_starts_it_again(bench: Bench) -> None:
+    hopeless = replace(LASTING, max_nodes=1, min_nodes=1, restarts=RestartPolicy(max_failures=0))
+    (a,) = bench.joined("a", policy=hopeless)
+    first = a.generation
+    a.part.workers_failed(Failure(first, "crash", "rank 0 raised"))
+    bench.settle()
+    assert a.left().why is Result.RESTARTS_EXHAUSTED
+    bench.ledger.revoke(a.part.lease or 0)
+    bench.kill(a)
+    again = bench.join("a", hopeless, life=2)
+    bench.settle()
+    assert again.generation == first + 1
 
 
 def test_who_was_there_at_the_end_and_joins_again_ends_as_the_others_did(bench: Bench) -> None:

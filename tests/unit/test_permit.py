@@ -227,7 +227,9 @@ def test_anything_but_a_whole_answer_leaves_it_undecided(
     agent: Callable[..., ScriptedAgent], reply: Callable[[socket.socket], None], reason: str
 ) -> None:
     asked = agent(reply)
-    with pytest.raises(Unconfirmed, match=f"nobody confirms that generation 7 may still commit: .*{reason}"):
+    with pytest.raises(
+        Unconfirmed, match=f"the agent does not confirm that generation 7 may still commit: .*{reason}"
+    ):
         Permit(asked.address, 7, answer_s=0.5).check()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import re
 import select
 import socket
 import subprocess
@@ -11,21 +13,27 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
+from elastic_agent.agent.configuration.config import Command, Config
+from elastic_agent.agent.exits import CannotStart, ExitCode
 from elastic_agent.agent.port_owner import find_owner
 from elastic_agent.agent.ports import (
     FIXED_PORT,
     BindPolicy,
     BindStopped,
     PortConfigError,
+    PortError,
     PortRange,
     PortTaken,
     bind_listener,
 )
+from elastic_agent.agent.run import _binder, _listeners
 
 LOOPBACK = "127.0.0.1"
 ONE_ROUND = BindPolicy(initial_wait_s=0.01, max_wait_s=0.01, timeout_s=0.0, jitter=0.5)
@@ -185,8 +193,8 @@ def tcp_row(port: int, state: str, uid: int, inode: int) -> str:
 @pytest.mark.parametrize(
     ("rows", "pid", "told"),
     [
-        ("", None, "nobody listens"),
-        (tcp_row(81, "0A", 0, 7), None, "nobody listens"),
+        ("", None, "no process listens"),
+        (tcp_row(81, "0A", 0, 7), None, "no process listens"),
         (tcp_row(80, "0A", 1234, 8), None, "user id 1234"),
         (tcp_row(80, "06", 0, 0), None, "lingers"),
         (tcp_row(80, "0A", 0, 7), 41, "pid 41, python"),
@@ -430,3 +438,40 @@ def test_a_port_handed_over_serves_a_client_that_was_there_first() -> None:
     store.set("key", "value")
     client.join(20)
     assert answers == [b"value"]
+
+
+# --- The agent
+
+
+def test_a_machine_that_has_no_descriptors_left_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_descriptor(*_: object) -> socket.socket:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket, "socket", no_descriptor)
+    with pytest.raises(PortConfigError, match=r"Too many open files: .*raise `ulimit -n`"):
+        bind_listener(LOOPBACK, 0, "master")
+
+
+def test_the_agent_says_at_once_which_taken_port_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
+    bind = _binder(Config(Command("script", "train.py")), MagicMock())
+    caplog.set_level("INFO", "elastic_agent.agent.run")
+    with bind_listener(LOOPBACK, 0, "test") as taken, ThreadPoolExecutor() as pool:
+        binding = pool.submit(bind, LOOPBACK, port_of(taken), "metrics")
+        wait_until(lambda: bool(caplog.messages))
+        assert not binding.done()
+        taken.close()
+        binding.result(timeout=20).close()
+    (line,) = caplog.messages
+    assert re.fullmatch(
+        r"waiting up to 10 s for port \d+ of 127.0.0.1, for metrics: it is taken \(pid \d+, .*\)", line
+    )
+
+
+@pytest.mark.parametrize("refusal", [PortConfigError("no descriptors"), PortTaken.__new__(PortTaken)])
+def test_a_port_that_cannot_be_had_is_this_machines_fault(refusal: PortError) -> None:
+    def bind(address: str, port: int | None, purpose: str) -> socket.socket:
+        raise refusal
+
+    with pytest.raises(CannotStart) as caught:
+        _listeners(Config(Command("script", "train.py")), None, LOOPBACK, bind)
+    assert caught.value.code is ExitCode.NOT_HERE

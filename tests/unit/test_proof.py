@@ -8,7 +8,7 @@ import math
 import pytest
 
 from elastic_agent.rendezvous.peers import Absence, Finding, Peer, Peers
-from elastic_agent.rendezvous.proof import LEASE_MARGIN, QUIET_MARGIN, WHOLE_FRESH_S, Proof
+from elastic_agent.rendezvous.proof import LEASE_MARGIN, MOST_MEMBERS, QUIET_MARGIN, WHOLE_FRESH_S, Proof
 from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,
@@ -115,11 +115,21 @@ def test_another_member_relies_on_what_the_first_has_seen() -> None:
 
 
 def test_the_grace_ends() -> None:
-    node = proof("a", "a")
+    node = proof("a", "a", "b")
     end = LEASE_MARGIN * TTL_S + GRACE_S
-    assert node.holds(end - 0.001), "a world of one node is always whole"
+    node.found(peer("b"), runs("b"), end - 0.5)
+    assert node.holds(end - 0.001)
     assert not node.holds(end)
-    assert end in list(node.instants(0.0))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "may"), [(1, False), (2, True), (MOST_MEMBERS, True), (MOST_MEMBERS + 1, False)]
+)
+def test_a_world_of_one_node_or_of_very_many_proves_nothing(nodes: int, may: bool) -> None:
+    """One has no peers, and the first of very many would do nothing but ask and answer."""
+    node = proof("n0", *(f"n{number}" for number in range(nodes)))
+    assert bool(node.suspects(LATE)) is may
+    assert may or not node.holds(LATE)
 
 
 def test_without_workers_there_is_nothing_to_go_on_with() -> None:

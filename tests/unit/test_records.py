@@ -12,15 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_agent.agent.configuration.kinds import MOST_NODES
 from elastic_agent.rendezvous.errors import RecordInvalid
+from elastic_agent.rendezvous.fields import clean
 from elastic_agent.rendezvous.records import (
+    MAX_MEMBERS_BYTES,
     MAX_RECORD_BYTES,
+    MAX_ROW_BYTES,
     SCHEMA,
     WORLD_KEY,
+    Aside,
+    BadState,
     Cause,
     CauseKind,
     Endpoint,
     Failure,
+    GenerationProgress,
     Introduction,
     Member,
     NetworkFacts,
@@ -33,7 +40,9 @@ from elastic_agent.rendezvous.records import (
     World,
     line_up,
     node_key,
+    row_bytes,
 )
+from elastic_agent.rendezvous.terms import Limits, Program
 
 FAILURE = Failure(3, "ValueError in step", "rank 1 raised ValueError: lr < 0", '{"rank": 1}')
 NODE = NodeRecord(
@@ -44,6 +53,8 @@ NODE = NodeRecord(
     slots=2,
     http=Endpoint("10.0.0.1", 9100),
     network=NetworkFacts("eth0", 100_000, 9000, ("mlx5_0:1", "mlx5_1:1")),
+    limits=Limits(2, 4, 1.5, 3),
+    program=Program("train.py", "ab12", "cd34", ("--lr", "0.1"), 5.0, 60.0, any_script=True),
     hosts_store=True,
     leaving=True,
     warm=True,
@@ -56,6 +67,8 @@ NODE = NodeRecord(
     failure=FAILURE,
     step=17,
     lasting=2,
+    progress=GenerationProgress(3, 12, 17),
+    seen=2,
 )
 WORLD = World(
     job="job",
@@ -64,8 +77,14 @@ WORLD = World(
     members=(Member("a", "a-1", 2, 0), Member("b", "b-1", 3, 2, Endpoint("10.0.0.2", 9100))),
     master=Endpoint("10.0.0.1", 4711),
     cause=Cause(CauseKind.FAILURE, "a", "rank 1 raised", FAILURE),
-    restarts=Restarts(2, 1, "ValueError in step", 1),
+    restarts=Restarts(2, 1, "ValueError in step", 1, 1, BadState(2, 12), "b", 2),
     step=17,
+    limits=Limits(2, 4, 1.5, 3),
+    limits_of="a",
+    program=Program("train.py", "ab12", words=("--lr", "0.1")),
+    proven=1,
+    aside=(Aside("c", "c-1", "its workers fail"), Aside("d", "d-1", "its workers fail")),
+    run="a",
 )
 INTRODUCTION = Introduction("a", "a-1", 3, confirmed_s=0.25, whole_s=1.5)
 STOP = StopAt(3, 17, paused=True)
@@ -143,28 +162,49 @@ def test_every_result_comes_back(result: Result) -> None:
 
 names = st.text(string.ascii_letters + string.digits + "._-", min_size=1, max_size=128)
 numbers = st.integers(0, 2**63 - 1)
-endpoints = st.builds(Endpoint, st.text(max_size=256), st.integers(0, 65535))
+counts = st.integers(1, 2**63 - 1)
+
+
+def texts(max_size: int) -> st.SearchStrategy[str]:
+    """As they are read: an agent that writes others finds them clean when they come back."""
+    return st.text(max_size=max_size).map(clean)
+
+
+endpoints = st.builds(Endpoint, texts(256), st.integers(0, 65535))
 ages = st.none() | st.floats(0, 1e12)
 introductions = st.builds(Introduction, names, names, numbers, ages, ages)
-failures = st.builds(
-    Failure, st.integers(1, 2**63 - 1), st.text(max_size=50), st.text(max_size=50), st.text(max_size=50)
+failures = st.builds(Failure, counts, texts(50), texts(50), texts(50), st.booleans())
+limits = st.builds(Limits, counts, counts, st.floats(0, 1e12), st.none() | numbers)
+programs = st.builds(
+    Program,
+    texts(50),
+    texts(50),
+    texts(50),
+    st.lists(texts(64), max_size=4).map(tuple),
+    st.floats(0, 1e12),
+    st.floats(0, 1e12),
+    st.booleans(),
 )
+progress = st.builds(GenerationProgress, counts, st.none() | numbers, st.none() | numbers)
+asides = st.builds(Aside, names, names, texts(50))
 networks = st.builds(
     NetworkFacts,
-    st.text(max_size=64),
+    texts(64),
     st.integers(0, 2**31 - 1),
     st.integers(0, 2**31 - 1),
-    st.lists(st.text(max_size=80), max_size=4).map(tuple),
+    st.lists(texts(80), max_size=4).map(tuple),
 )
 nodes = st.builds(
     NodeRecord,
     node=names,
     incarnation=names,
-    address=st.text(max_size=256),
+    address=texts(256),
     port=st.integers(0, 65535),
     slots=st.integers(1, 4096),
     http=st.none() | endpoints,
     network=st.none() | networks,
+    limits=st.none() | limits,
+    program=st.none() | programs,
     hosts_store=st.booleans(),
     leaving=st.booleans(),
     warm=st.booleans(),
@@ -177,6 +217,8 @@ nodes = st.builds(
     failure=st.none() | failures,
     step=numbers,
     lasting=numbers,
+    progress=st.none() | progress,
+    seen=numbers,
 )
 
 
@@ -198,12 +240,31 @@ def worlds(draw: st.DrawFn) -> World:
             )
         ),
         master=draw(endpoints),
-        cause=Cause(draw(st.sampled_from(CauseKind)), draw(names), draw(st.text(max_size=50)), failure),
-        restarts=draw(st.builds(Restarts, numbers, numbers, st.text(max_size=50), numbers)),
+        cause=Cause(draw(st.sampled_from(CauseKind)), draw(names), draw(texts(50)), failure),
+        restarts=draw(
+            st.builds(
+                Restarts,
+                numbers,
+                numbers,
+                texts(50),
+                numbers,
+                numbers,
+                st.none() | st.builds(BadState, counts, numbers),
+                st.just("") | names,
+                numbers,
+            )
+        ),
         step=draw(numbers),
         result=draw(st.sampled_from(Result)) if phase is Phase.ENDED else None,
         drained=phase is Phase.STOPPING and draw(st.booleans()),
         rescuer=draw(st.just("") | names),
+        finishing=draw(st.booleans()),
+        limits=draw(st.none() | limits),
+        limits_of=draw(st.just("") | names),
+        program=draw(st.none() | programs),
+        proven=draw(numbers),
+        aside=tuple(draw(st.lists(asides, max_size=3))),
+        run=draw(st.just("") | names),
     )
 
 
@@ -225,10 +286,14 @@ def test_any_introduction_comes_back_as_it_was(introduction: Introduction) -> No
     assert Introduction.from_json(introduction.to_json()) == introduction
 
 
-def test_a_world_of_two_thousand_nodes_fits() -> None:
+def test_a_world_of_the_most_nodes_fits_with_long_names() -> None:
     crowd = tuple(
-        replace(NODE, node=f"train-node-{i:04}.example.org", incarnation=f"{i:032x}") for i in range(2000)
+        replace(
+            NODE, node=f"ip-10-0-{i >> 8}-{i & 255}.a-long-region-1.compute.internal", incarnation=f"{i:032x}"
+        )
+        for i in range(MOST_NODES)
     )
+    assert sum(map(row_bytes, crowd)) <= MAX_MEMBERS_BYTES
     world = replace(WORLD, members=line_up(crowd))
     assert World.from_json(world.to_json()) == world
 
@@ -256,6 +321,25 @@ FAILURE_FIELDS: dict[Path, list[Any]] = {
     ("failure", "fingerprint"): text(1024),
     ("failure", "summary"): text(4096),
     ("failure", "detail"): text(16384),
+    ("failure", "final"): FLAG,
+}
+SECONDS: list[Any] = [None, *AGE]
+LIMITS_FIELDS: dict[Path, list[Any]] = {
+    ("limits",): OBJECT,
+    ("limits", "min_nodes"): number(1),
+    ("limits", "max_nodes"): number(1),
+    ("limits", "last_call_s"): SECONDS,
+    ("limits", "max_restarts"): number()[1:],
+}
+PROGRAM_FIELDS: dict[Path, list[Any]] = {
+    ("program",): OBJECT,
+    ("program", "name"): text(256),
+    ("program", "digest"): text(64),
+    ("program", "arguments"): text(64),
+    ("program", "words"): [None, 1, "x", {}, [1], [None], [["x"]], ["x" * 65], ["x"] * 65],
+    ("program", "lease_ttl_s"): SECONDS,
+    ("program", "outage_grace_s"): SECONDS,
+    ("program", "any_script"): FLAG,
 }
 WRONG: dict[str, dict[Path, list[Any]]] = {
     "node": {
@@ -272,6 +356,8 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("network", "speed_mbps"): number(0, 2**31 - 1),
         ("network", "mtu"): number(0, 2**31 - 1),
         ("network", "rdma_ports"): [None, 1, "x", {}, [1], [None], [["x"]], ["x" * 81], ["x"] * 65],
+        **LIMITS_FIELDS,
+        **PROGRAM_FIELDS,
         ("hosts_store",): FLAG,
         ("leaving",): FLAG,
         ("warm",): FLAG,
@@ -285,6 +371,11 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         **FAILURE_FIELDS,
         ("step",): number(),
         ("lasting",): number(),
+        ("progress",): OBJECT,
+        ("progress", "generation"): number(),
+        ("progress", "loaded"): number()[1:],
+        ("progress", "reached"): number()[1:],
+        ("seen",): number(),
     },
     "world": {
         ("job",): NAME,
@@ -310,10 +401,23 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("restarts", "fruitless"): number(),
         ("restarts", "fingerprint"): text(1024),
         ("restarts", "alike"): number(),
+        ("restarts", "at_load"): number(),
+        ("restarts", "bad_state"): OBJECT,
+        ("restarts", "bad_state", "generation"): number(1),
+        ("restarts", "bad_state", "step"): number(),
+        ("restarts", "culprit"): text(128),
+        ("restarts", "blamed"): number(),
         ("step",): number(),
         ("result",): [1, True, [], {}, "", "other"],
         ("drained",): FLAG,
         ("rescuer",): text(128),
+        ("finishing",): FLAG,
+        **LIMITS_FIELDS,
+        ("limits_of",): text(128),
+        **PROGRAM_FIELDS,
+        ("proven",): number(),
+        ("aside",): [None, 1, True, "x", {}, [1], [None], [[]]],
+        ("run",): [*text(128), "a/b", "a b", ".\n"],
     },
     "wish": {("incarnation",): NAME},
     "stop": {
@@ -394,6 +498,8 @@ def test_the_largest_values_pass() -> None:
         4096,
         endpoint,
         network,
+        Limits(BIG, BIG, 1e9, BIG),
+        Program("x" * 256, "x" * 64, "x" * 64, ("x" * 64,) * 64, 1e9, 1e9, any_script=True),
         True,
         True,
         True,
@@ -406,6 +512,7 @@ def test_the_largest_values_pass() -> None:
         failure,
         BIG,
         BIG,
+        GenerationProgress(BIG, BIG, BIG),
     )
     assert NodeRecord.from_json(node_key(node.node), node.to_json()) == node
     world = World(
@@ -415,9 +522,10 @@ def test_the_largest_values_pass() -> None:
         (Member("n" * 128, "i" * 128, 4096, 0, endpoint),),
         endpoint,
         Cause(CauseKind.FAILURE, "n" * 128, "x" * 4096, failure),
-        Restarts(BIG, BIG, "x" * 1024, BIG),
+        Restarts(BIG, BIG, "x" * 1024, BIG, BIG, BadState(BIG, BIG), "n" * 128, BIG),
         BIG,
         Result.CRASH_LOOP,
+        run="r" * 128,
     )
     assert World.from_json(world.to_json()) == world
 
@@ -452,7 +560,9 @@ def test_a_world_that_contradicts_itself_is_refused(world: World, problem: str) 
 
 
 @pytest.mark.parametrize("kind", READERS)
-@pytest.mark.parametrize("version", [None, 0, 4, 6, "5", True, 5.0, [], "missing"])
+@pytest.mark.parametrize(
+    "version", [None, 0, SCHEMA - 1, SCHEMA + 1, str(SCHEMA), True, float(SCHEMA), [], "missing"]
+)
 def test_another_schema_version_is_refused(kind: str, version: Any) -> None:
     record, read = READERS[kind]
     root = {**tree(record), "v": version}
@@ -521,6 +631,42 @@ def test_no_value_of_any_field_raises_anything_else(kind: str, path: Path, value
     root = tree(record)
     at(root, path[:-1])[path[-1]] = value
     never_half_used(read, json.dumps(root))
+
+
+# ---------------------------------------------------------------- what peers say reaches logs
+
+FORGED = "killed\n12:00:00.000 [a] all is well\x1b]0;you\x07\x1b[2J\x9b31m\r\u202egood"
+
+
+def test_nothing_that_a_terminal_obeys_comes_out_of_a_record() -> None:
+    failure = Failure(3, FORGED, FORGED, FORGED)
+    network = replace(NODE.network, interface=FORGED, rdma_ports=(FORGED,)) if NODE.network else None
+    node = read_node(
+        replace(NODE, address=FORGED, failure=failure, network=network, http=Endpoint(FORGED, 1)).to_json()
+    )
+    member = replace(WORLD.members[1], http=Endpoint(FORGED, 1))
+    cause = Cause(CauseKind.FAILURE, FORGED, FORGED, failure)
+    aside = (Aside("c", "c-1", FORGED),)
+    world = World.from_json(replace(WORLD, cause=cause, members=(member,), aside=aside).to_json())
+    for record in (node, world):
+        assert "all is well" in repr(record)
+        assert all(text.isprintable() for text in texts_in(record)), record
+
+
+def texts_in(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    parts = value if isinstance(value, tuple) else ()
+    if hasattr(value, "__dataclass_fields__"):
+        parts = tuple(getattr(value, name) for name in value.__dataclass_fields__)
+    return [text for part in parts for text in texts_in(part)]
+
+
+@settings(deadline=None)
+@given(nodes)
+def test_no_member_takes_more_than_was_reckoned(node: NodeRecord) -> None:
+    (member,) = line_up((node,))
+    assert len(json.dumps(member.row, separators=(",", ":"))) + 1 <= row_bytes(node) <= MAX_ROW_BYTES
 
 
 # ---------------------------------------------------------------- ranks

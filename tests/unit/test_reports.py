@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import queue
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,7 @@ from elastic_agent.worker import progress
 from elastic_agent.worker.progress import Reporter
 from elastic_agent.worker.reports import (
     MAX_BYTES,
+    LentLock,
     LoadReport,
     Report,
     ReportError,
@@ -176,6 +180,14 @@ def test_reports_go_on_when_the_agent_comes_back(agent: Agent, tmp_path: Path) -
     assert returned.received() == [loaded(3)]
 
 
+def test_nothing_is_left_open_for_the_end_of_the_process_to_complain_of(agent: Agent) -> None:
+    before = os.listdir("/proc/self/fd")
+    reporter = Reporter(agent.environ)
+    reporter.send(lambda g, r: loaded(1))
+    assert os.listdir("/proc/self/fd") == before
+    assert agent.received() == [loaded(1)]
+
+
 def test_a_full_queue_does_not_block(agent: Agent) -> None:
     reporter = Reporter(agent.environ)
     for _ in range(10_000):
@@ -237,6 +249,43 @@ def test_the_agent_counts_what_it_cannot_read_or_has_no_room_for(agent: Agent, t
     reporter.send(lambda g, r: loaded(2))
     assert told.get(timeout=20) is None
     receiver.close()
+
+
+def test_a_lock_that_was_lent_is_held_until_the_agent_ends_and_once(agent: Agent, tmp_path: Path) -> None:
+    told: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    receiver = ReportReceiver(
+        tmp_path / "receiver", told.put, lambda: True, lambda: 0.0, lambda: pytest.fail("dropped")
+    )
+    receiver.start()
+    reporter = Reporter({**agent.environ, "ELASTIC_AGENT_REPORTS": str(tmp_path / "receiver")})
+    path = tmp_path / "owner.lock"
+
+    def opened() -> list[int]:
+        numbers = [int(one) for one in os.listdir("/proc/self/fd")]
+        real = os.path.realpath(path)
+        return [number for number in numbers if os.path.realpath(f"/proc/self/fd/{number}") == real]
+
+    for _ in range(3):
+        with open(path, "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            assert reporter.send(lambda g, r: LentLock(g, r, "a"), lock.fileno())
+            assert reporter.send(lambda g, r: loaded(1), lock.fileno()), "which does not keep it"
+            assert told.get(timeout=20).report == loaded(1)  # type: ignore[union-attr]
+    eventually(lambda: len(opened()) == 1)
+    assert not os.get_inheritable(opened()[0])
+    with open(path) as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert reporter.send(lambda g, r: LentLock(g - 1, r, "past"))
+    assert reporter.send(lambda g, r: LentLock(g, r, "b"))
+    eventually(lambda: opened() == [])
+    receiver.close()
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_the_agent_can_import_the_messages_without_torch() -> None:

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from elastic_agent.rendezvous.records import Restarts, Result
-from elastic_agent.rendezvous.restarts import GiveUp, RestartPolicy, Retry, after_failure
+from elastic_agent.rendezvous.records import BadState, Restarts, Result
+from elastic_agent.rendezvous.restarts import Ended, GiveUp, RestartPolicy, Retry, after_failure
 
 CAPPED = RestartPolicy(max_failures=2)
 DEFAULT = RestartPolicy()
@@ -17,7 +17,7 @@ def fail_through(story: list[tuple[str, bool]], policy: RestartPolicy) -> tuple[
     """How many of these failures (fingerprint, progress before it) the job survives, and the last verdict."""
     used, rng = Restarts(), random.Random(0)
     for survived, (fingerprint, progressed) in enumerate(story):
-        verdict = after_failure(used, fingerprint, progressed, policy, rng)
+        verdict = after_failure(used, Ended(1, fingerprint, progressed), policy, rng)
         if isinstance(verdict, GiveUp):
             return survived, verdict
         used = verdict.restarts
@@ -47,6 +47,14 @@ def test_an_explicit_cap_alone_decides_also_without_progress() -> None:
 def test_without_a_cap_a_job_that_makes_progress_goes_on_for_ever() -> None:
     survived, verdict = fail_through([("same", True)] * 1000, DEFAULT)
     assert (survived, verdict) == (1000, Retry(Restarts(1000, 0, "same", 0), 0.0))
+
+
+@pytest.mark.parametrize("policy", [DEFAULT, RestartPolicy(max_failures=100)], ids=str)
+@pytest.mark.parametrize("progressed", [True, False])
+def test_what_no_restart_helps_ends_the_job_at_once(policy: RestartPolicy, progressed: bool) -> None:
+    verdict = after_failure(Restarts(), Ended(1, "f", progressed, final=True), policy, random.Random(1))
+    assert isinstance(verdict, GiveUp)
+    assert (verdict.result, verdict.reason) == (Result.FINAL_FAILURE, "no restart helps")
 
 
 def test_without_a_cap_three_restarts_in_a_row_without_progress_are_all() -> None:
@@ -105,14 +113,41 @@ def test_giving_up_says_which_limit_was_reached(policy: RestartPolicy, text: str
 def test_what_a_failure_adds_to_the_budget(
     used: Restarts, fingerprint: str, progressed: bool, then: Restarts
 ) -> None:
-    assert after_failure(used, fingerprint, progressed, DEFAULT, random.Random(0)).restarts == then
+    assert after_failure(used, Ended(1, fingerprint, progressed), DEFAULT, random.Random(0)).restarts == then
+
+
+LOADED_30 = Restarts(2, 1, "nan", 1, at_load=1)
+BAD_30 = Restarts(3, 2, "nan", 2, at_load=2, bad_state=BadState(6, 30))
+
+
+@pytest.mark.parametrize(
+    ("used", "ended", "then"),
+    [
+        (Restarts(1, 0, "nan"), Ended(5, "nan", False, 30), LOADED_30),
+        (LOADED_30, Ended(6, "nan", False, 30), BAD_30),
+        # another failure, or one after some steps, says nothing of the state
+        (LOADED_30, Ended(6, "oom", False, 30), Restarts(3, 2, "oom", 1, 1)),
+        (LOADED_30, Ended(6, "nan", False), Restarts(3, 2, "nan", 2)),
+        # there is none before the first
+        (LOADED_30, Ended(6, "nan", False, 0), Restarts(3, 2, "nan", 2)),
+        # one older again
+        (BAD_30, Ended(7, "nan", False, 29), Restarts(4, 3, "nan", 3, 3, BadState(7, 29))),
+        # what was found bad stays so until there is progress
+        (BAD_30, Ended(7, "oom", False), Restarts(4, 3, "oom", 1, 0, BadState(6, 30))),
+        (BAD_30, Ended(7, "nan", True), Restarts(4, 0, "nan")),
+    ],
+)
+def test_a_state_that_ends_whoever_loads_it_is_left_aside(
+    used: Restarts, ended: Ended, then: Restarts
+) -> None:
+    assert after_failure(used, ended, DEFAULT, random.Random(0)).restarts == then
 
 
 def backoffs(policy: RestartPolicy, seed: int) -> list[float]:
     """The waits after the first, second, ... failure in a row without progress."""
     used, rng, waits = Restarts(), random.Random(seed), []
     for _ in range(100):
-        verdict = after_failure(used, "same", False, policy, rng)
+        verdict = after_failure(used, Ended(1, "same", False), policy, rng)
         assert isinstance(verdict, Retry)
         used = verdict.restarts
         waits.append(verdict.backoff_s)
@@ -140,5 +175,5 @@ def test_the_same_generator_gives_the_same_wait() -> None:
 
 
 def test_after_progress_there_is_no_wait() -> None:
-    verdict = after_failure(Restarts(3, 3, "a", 3), "a", True, DEFAULT, random.Random(0))
+    verdict = after_failure(Restarts(3, 3, "a", 3), Ended(1, "a", True), DEFAULT, random.Random(0))
     assert verdict == Retry(Restarts(4, 0, "a", 0), 0.0)

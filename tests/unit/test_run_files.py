@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from elastic_agent.agent.status.run_files import (
     announce,
     place_of_run_directory,
     places,
+    stores_here,
 )
 from elastic_agent.rendezvous.records import Endpoint
 
@@ -44,6 +46,22 @@ def test_an_agent_is_found_where_it_listens(
     assert agents_here([tmp_path, tmp_path / "none"], ME) == (asked,)
 
 
+def test_the_stores_of_their_jobs_are_found_each_once(tmp_path: Path, run_dir: Path) -> None:
+    words = {"rdzv-backend": "c10d", "rdzv-endpoint": "10.0.0.1:29400", "rdzv-id": "digits"}
+    for name in ("one", "two"):
+        other = tmp_path / f"{RUN_DIR_PREFIX}{name}"
+        other.mkdir(mode=0o700)
+        announce(other, ("127.0.0.1", 1), {**words, "what-else": "is left out"})
+    assert stores_here([tmp_path], ME) == (words,), "one agent's job has none"
+
+
+def test_not_even_root_believes_the_store_of_another_user(tmp_path: Path, run_dir: Path) -> None:
+    """It may name a file as the one with the password, and a server to send that to."""
+    announce(run_dir, ("127.0.0.1", 1), {"rdzv-id": "x", "etcd-password-file": "/etc/shadow"})
+    os.chown(run_dir, 12345, -1) if ME == 0 else None
+    assert stores_here([tmp_path], 0 if ME == 0 else ME + 1) == ()
+
+
 def test_several_agents_are_found_each_once(tmp_path: Path, run_dir: Path) -> None:
     for name, port in (("one", 1), ("two", 2)):
         other = tmp_path / f"{RUN_DIR_PREFIX}{name}"
@@ -51,6 +69,12 @@ def test_several_agents_are_found_each_once(tmp_path: Path, run_dir: Path) -> No
         announce(other, ("127.0.0.1", port))
     found = agents_here([tmp_path, tmp_path], ME)
     assert sorted(http.port for http in found) == [1, 2, 9100]
+
+
+def test_an_agent_of_a_version_that_names_no_store_is_found(tmp_path: Path, run_dir: Path) -> None:
+    (run_dir / "agent.json").write_text('{"v": 1, "http": {"address": "127.0.0.1", "port": 9100}}')
+    assert agents_here([tmp_path], ME) == (HERE,)
+    assert stores_here([tmp_path], ME) == ()
 
 
 def test_an_agent_that_has_gone_is_not_found(tmp_path: Path, run_dir: Path) -> None:
@@ -113,9 +137,10 @@ def containing(content: bytes) -> Callable[[Path], None]:
         containing(b"\xff"),
         containing(b"[]"),
         containing(b'{"v": 2, "http": {"address": "127.0.0.1", "port": 1}}'),
-        containing(b'{"v": 1, "http": "127.0.0.1:1"}'),
+        containing(b'{"v": 1, "http": "127.0.0.1:1", "store": {}}'),
+        containing(b'{"v": 1, "http": {"address": "127.0.0.1", "port": 1}, "store": {"rdzv-id": 7}}'),
         containing(b'{"v": 1, "http": {"address": "127.0.0.1", "port": 65536}}'),
-        containing(b'{"v": 1, "http": {"address": "127.0.0.1", "port": 1}}'.ljust(5000)),
+        containing(b'{"v": 1, "http": {"address": "127.0.0.1", "port": 1}, "store": {}}'.ljust(5000)),
     ],
 )
 def test_what_another_could_have_put_there_is_left_alone(
@@ -138,19 +163,17 @@ def test_a_service_has_its_run_directory_where_others_find_it(
 ) -> None:
     own = tmp_path / "job7"
     own.mkdir()
-    for given, place in (
-        ({}, None),
-        ({"RUNTIME_DIRECTORY": ""}, None),
-        ({"RUNTIME_DIRECTORY": "/run/none"}, None),
-    ):
-        assert place_of_run_directory(given) is place
+    monkeypatch.setattr(tempfile, "tempdir", "/usual")
+    monkeypatch.setattr("elastic_agent.agent.status.run_files.os.access", lambda path, _: path != "/run/none")
+    for given in ({}, {"RUNTIME_DIRECTORY": ""}, {"RUNTIME_DIRECTORY": "/run/none"}):
+        assert place_of_run_directory(given) == "/usual"
     monkeypatch.setattr("elastic_agent.agent.status.run_files.LONGEST_PLACE", len(str(own)))
     monkeypatch.setattr("elastic_agent.agent.status.run_files.SERVICES", tmp_path)
     for given in (str(own), f"{own}:/run/another"):
         assert place_of_run_directory({"RUNTIME_DIRECTORY": given}) == str(own)
     assert own in places()
     monkeypatch.setattr("elastic_agent.agent.status.run_files.LONGEST_PLACE", len(str(own)) - 1)
-    assert place_of_run_directory({"RUNTIME_DIRECTORY": str(own)}) is None, "no socket would fit below"
+    assert place_of_run_directory({"RUNTIME_DIRECTORY": str(own)}) == "/usual", "no socket would fit below"
 
 
 def test_agents_are_looked_for_where_they_put_temporary_files(

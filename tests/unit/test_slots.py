@@ -66,6 +66,18 @@ def test_a_slot_that_is_read_is_not_overwritten(slots: Slots) -> None:
     assert write(slots, 5) == "a"
 
 
+def test_a_copy_is_shown_while_its_header_tells_of_it(slots: Slots) -> None:
+    name = write(slots, 1)
+    with slots.hold(name) as held:
+        assert slots.shows(held)
+        slots.put_header(name, replace(held.header, sums=(1,)))
+        assert slots.shows(held), "it got its checksums meanwhile"
+        slots.put_header(name, replace(held.header, step=2))
+        assert not slots.shows(held)
+        slots.drop(lambda age: True)
+        assert not slots.shows(held)
+
+
 def test_a_slot_that_is_written_is_not_read(slots: Slots) -> None:
     write(slots, 1)
     write(slots, 2)

@@ -292,3 +292,29 @@ def test_a_step_is_as_old_as_its_end_and_no_checkpoint(pages: StatusPages, clock
     status = status_of(pages)
     assert (status.step, status.step_s) == (8, 1.75)
     assert status.checkpoint == Checkpoint(5, 3.0)
+
+
+def test_the_page_of_a_large_job_is_not_made_for_everybody_who_asks(
+    pages: StatusPages, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[float] = []
+
+    def to_json(job: JobStatus) -> str:
+        clock.now += 0.032
+        made.append(clock.now)
+        return f"page {len(made)}"
+
+    monkeypatch.setattr(JobStatus, "to_json", to_json)
+    assert [pages.job() for _ in range(5)] == ["page 1"] * 5
+    clock.now += 1.0
+    assert [pages.job() for _ in range(5)] == ["page 2"] * 5
+
+
+def test_the_page_of_a_small_job_is_always_of_now(
+    pages: StatusPages, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[JobStatus] = []
+    monkeypatch.setattr(JobStatus, "to_json", lambda job: made.append(job) or "page")
+    for _ in range(3):
+        pages.job()
+    assert len(made) == 3

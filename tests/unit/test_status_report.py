@@ -259,7 +259,7 @@ b     2-3    running          16    12          0.2 s  10.0.0.2:9100
 c     4-5    gone 1 min 12 s  -     -           -      10.0.0.3:9100
 d     -      standby          -     -           1.0 s  10.0.0.4:9100
 
-! node c: nobody listens at 10.0.0.3:9100: its agent has ended; the store still has its record
+! node c: no process listens at 10.0.0.3:9100: its agent has ended; the store still has its record
 * coordinates: decides on the next world"""
     )
 

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_agent.agent.events import Event, LeaseConfirmed
+from elastic_agent.agent.events import Event, LeaseConfirmed, StoreMismatched, Unanswered
 from elastic_agent.agent.store_link import KEEP_ALIVES_PER_TTL, StoreLink
-from elastic_agent.rendezvous.errors import StoreUnavailable
+from elastic_agent.rendezvous import threads
+from elastic_agent.rendezvous.errors import StoreError, StoreMismatch, StoreUnavailable
 from elastic_agent.rendezvous.memory import MemoryStore
-from elastic_agent.rendezvous.requests import Subscription
-from elastic_agent.rendezvous.store import LeaseId, Watch
+from elastic_agent.rendezvous.requests import Read, Subscription
+from elastic_agent.rendezvous.store import LeaseId, Snapshot, Watch
 
 PATIENCE_S = 20.0
 LEASE_S = 5.0
@@ -25,13 +26,18 @@ LEASE_S = 5.0
 class Away(MemoryStore):
     """Refuses everything, each time in other words, until `back`."""
 
-    def __init__(self) -> None:
+    def __init__(self, refusal: type[StoreError] = StoreUnavailable) -> None:
         super().__init__()
         self.back = False
         self.asked = threading.Semaphore(0)
+        self._refusal = refusal
 
     def keep_alive(self, lease: LeaseId) -> None:
         self._refuse()
+
+    def read(self, scopes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
+        self._refuse()
+        return super().read(scopes, oldest_under)
 
     def watch(self, scopes: tuple[str, ...], after_revision: int) -> Watch:
         store = self
@@ -49,7 +55,7 @@ class Away(MemoryStore):
     def _refuse(self) -> None:
         self.asked.release()
         if not self.back:
-            raise StoreUnavailable(f"refused at {time.monotonic()}")
+            raise self._refusal(f"refused at {time.monotonic()}")
 
 
 class Impatient(random.Random):
@@ -136,3 +142,27 @@ def test_a_lease_is_confirmed_again_and_again_but_not_when_it_is_new(
     assert isinstance(second, LeaseConfirmed)
     assert first.asked_at - kept_at >= ttl_s / KEEP_ALIVES_PER_TTL
     assert second.asked_at - first.asked_at >= ttl_s / KEEP_ALIVES_PER_TTL
+
+
+@pytest.mark.parametrize("thread", ["requests", "lease", "watch"])
+def test_each_thread_tells_of_another_jobs_store_and_none_fails(
+    thread: str,
+    events: queue.SimpleQueue[Event],
+    rng: Impatient,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failed: list[str] = []
+    monkeypatch.setattr(threads, "_listener", lambda name, error: failed.append(name))
+    link = StoreLink(Away(StoreMismatch), LEASE_S, events.put, time.monotonic, rng)
+    link.start()
+    if thread == "requests":
+        link.ask(Read(("",)))
+    elif thread == "lease":
+        link.keep(7)
+    else:
+        link.follow(Subscription(("",), 0))
+    event = events.get(timeout=PATIENCE_S)
+    link.close()
+    told = event.error if isinstance(event, Unanswered) else event
+    assert isinstance(told, StoreMismatch if thread == "requests" else StoreMismatched)
+    assert failed == []

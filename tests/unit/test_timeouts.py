@@ -22,7 +22,7 @@ from elastic_agent.rendezvous.records import (
     Restarts,
     World,
 )
-from elastic_agent.rendezvous.restarts import RestartPolicy, Retry, after_failure
+from elastic_agent.rendezvous.restarts import Ended, RestartPolicy, Retry, after_failure
 
 HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 
@@ -125,7 +125,7 @@ def test_repeated_network_failures_widen_up_to_a_limit_and_progress_undoes_it() 
         ("exception", False),
         ("nccl", True),
     ]:
-        verdict = after_failure(restarts, "the same", progressed, policy, rng)
+        verdict = after_failure(restarts, Ended(1, "the same", progressed), policy, rng)
         assert isinstance(verdict, Retry)
         restarts = verdict.restarts
         steps.append(widening(world(Cause(CauseKind.FAILURE, "b", "it failed", failed(reason)), restarts)))

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.accounting.turnover import NOTHING, Turnover, WorldWatch, reason
+from elastic_agent.agent.accounting.turnover import NOTHING, Turnover, WorldWatch, because, reason
 from elastic_agent.agent.processes.failures import WorkerFailure
 from elastic_agent.rendezvous.records import (
+    Aside,
     Cause,
     CauseKind,
     Endpoint,
@@ -72,6 +73,20 @@ def test_what_changes_between_two_generations(cause: Cause, nodes: str, expected
     assert seen(world(1, "ab", START), after) == [NOTHING, expected], "the stop may be missed"
 
 
+def test_a_node_that_is_put_aside_is_counted_once_with_each_life() -> None:
+    bad, worse = Aside("c", "c-1", "its workers fail"), Aside("c", "C-1", "its workers fail")
+    worlds = [
+        world(1, "abc", START),
+        replace(world(2, "ab", FAILED), aside=(bad,)),
+        replace(world(3, "ab", FAILED), aside=(bad,)),
+        world(4, "abC", JOIN),
+        replace(world(5, "ab", FAILED), aside=(worse,)),
+    ]
+    assert [change.put_aside for change in seen(*worlds)] == [0, 1, 0, 0, 1]
+    late = [replace(world(2, "ab", FAILED), aside=(bad,)), replace(world(3, "ab", FAILED), aside=(bad,))]
+    assert [change.put_aside for change in seen(*late)] == [0, 0], "it was before this node came"
+
+
 def test_a_node_that_was_heard_to_leave_beside_another_has_left() -> None:
     worlds = (world(1, "abc", START), stopped(1, "abc", LEAVE_B), world(2, "a", LEAVE_B))
     assert seen(*worlds)[2] == Turnover(left=1, lost=1)
@@ -120,3 +135,20 @@ def test_a_new_run_of_the_job_is_no_turnover_of_the_old_one() -> None:
 )
 def test_the_reason_of_a_restart(cause: Cause, expected: str) -> None:
     assert reason(cause) == expected
+
+
+@pytest.mark.parametrize(
+    ("cause", "short", "in_full"),
+    [
+        (START, "", ""),
+        (Cause(CauseKind.JOIN, "c", "c joining"), "c joining", "c joining"),
+        (FAILED, "rank 0 on node a failed", "rank 0 on node a failed: s"),
+        (replace(FAILED, detail="c is put aside: s"), "c is put aside: s", "c is put aside: s"),
+        (Cause(CauseKind.FAILURE, "a", "none", Failure(1, "f", "none")), "none", "none"),
+    ],
+)
+def test_a_failure_that_was_shown_is_named_and_not_repeated(cause: Cause, short: str, in_full: str) -> None:
+    """One of another node is not shown where no worker was left, or where one had failed by itself."""
+    assert because(world(2, "ab", cause), cause.failure) == short
+    assert because(world(2, "ab", cause), None) == in_full
+    assert because(world(2, "ab", cause), replace(OOM, generation=7)) == in_full

@@ -1,19 +1,27 @@
-"""What is left of a generation that could not be started whole."""
+"""What is left of a generation that could not be started whole, and what does not end after SIGKILL."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from elastic_agent.agent.configuration.config import Command
+from elastic_agent.agent.events import Event, WorkerExited
 from elastic_agent.agent.processes import workers
 from elastic_agent.agent.processes.guard import Guard
 from elastic_agent.agent.processes.logs import WorkerLogs
-from elastic_agent.agent.processes.workers import WorkerGroup, WorkerSpec
+from elastic_agent.agent.processes.workers import LEFTOVER_LONGEST_PAUSE_S, WorkerGroup, WorkerSpec
+
+PATIENCE_S = 20.0
+SLEEP = Command("binary", "sleep", ("300",))
 
 
 class Ignored:
@@ -36,6 +44,31 @@ class NoSpares:
         return None
 
 
+def group_of(
+    post: Callable[[Event], None] = lambda event: None,
+    clock: Callable[[], float] = time.monotonic,
+    cgroup: Path | None = None,
+) -> WorkerGroup:
+    guard, logs = cast(Guard, Ignored()), cast(WorkerLogs, Logs())
+    return WorkerGroup(1, "an-incarnation", guard, logs, post, clock, cgroup)
+
+
+def specs(count: int = 3) -> list[WorkerSpec]:
+    return [WorkerSpec(rank, rank, dict(os.environ)) for rank in range(count)]
+
+
+def scarce(monkeypatch: pytest.MonkeyPatch, name: str, left: int) -> None:
+    """The system call fails, as without descriptors, after so many that do not."""
+    call, calls = getattr(os, name), iter(range(left))
+
+    def try_call(*args: Any) -> Any:
+        if next(calls, None) is None:
+            raise OSError(24, "Too many open files")
+        return call(*args)
+
+    monkeypatch.setattr(workers.os, name, try_call)
+
+
 @pytest.mark.parametrize("before_it", [0, 2])
 def test_a_worker_that_cannot_be_started_leaves_nobody_whose_end_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, before_it: int
@@ -50,18 +83,86 @@ def test_a_worker_that_cannot_be_started_leaves_nobody_whose_end_is_waited_for(
         return started[-1]
 
     monkeypatch.setattr(workers.subprocess, "Popen", popen)
-    group = WorkerGroup(
-        1,
-        "an-incarnation",
-        cast(Guard, Ignored()),
-        cast(WorkerLogs, Logs()),
-        lambda event: None,
-        time.monotonic,
-    )
-    specs = [WorkerSpec(rank, rank, dict(os.environ)) for rank in range(3)]
+    group = group_of()
     with pytest.raises(BlockingIOError):
-        group.start(Command("binary", "sleep", ("300",)), specs, NoSpares())
+        group.start(SLEEP, specs(), NoSpares())
     assert [process.returncode for process in started] == [-9] * before_it
     group.stop(1.0, gently=False)
     assert group.gone()
     assert not group.succeeded, "also where no worker could be started: none has done its work"
+
+
+@pytest.mark.parametrize(("call", "left"), [("pipe", 3 * 2 + 1), ("pidfd_open", 2)])
+def test_a_start_that_fails_for_want_of_descriptors_gives_back_its_own(
+    monkeypatch: pytest.MonkeyPatch, call: str, left: int
+) -> None:
+    """`pipe`: the second one of the third worker; a start in `subprocess` takes one, too."""
+    before = os.listdir("/proc/self/fd")
+    group = group_of()
+    with monkeypatch.context() as patch:
+        scarce(patch, call, left)
+        with pytest.raises(OSError, match="Too many open files"):
+            group.start(SLEEP, specs(), NoSpares())
+    assert not group.running
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_start_that_fails_waits_for_no_worker_that_does_not_die(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its signals reach nothing, as those to a process in uninterruptible sleep."""
+    events: list[Event] = []
+    group = group_of(events.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerGroup, "_signal", lambda *args, **kwargs: None)
+        scarce(patch, "pidfd_open", 0)
+
+        def start() -> None:
+            with pytest.raises(OSError, match="Too many open files"):
+                group.start(SLEEP, specs(2), NoSpares())
+
+        starts = threading.Thread(target=start, daemon=True)
+        starts.start()
+        starts.join(PATIENCE_S)
+        ended = not starts.is_alive()
+    group.stop(300.0, gently=False)  # kills them, whatever was found
+    assert ended
+    assert group.running == 2
+    deadline = time.monotonic() + PATIENCE_S
+    while not group.gone():
+        assert time.monotonic() < deadline
+        for event in events:
+            assert isinstance(event, WorkerExited)
+            group.reap(event.local_rank)
+        events.clear()
+        time.sleep(0.01)
+    assert set(group.returncodes.values()) <= {-signal.SIGTERM, -signal.SIGKILL}
+
+
+def test_what_only_the_cgroup_still_shows_counts_as_not_dying(tmp_path: Path) -> None:
+    """Plain files stand in for a cgroup whose process no signal ends and no mark tells."""
+    now, cgroup = [100.0], tmp_path / "generation-1"
+    group = group_of(clock=lambda: now[0], cgroup=cgroup)
+    group.start(SLEEP, (), NoSpares())
+    (cgroup / "cgroup.procs").write_text("4711\n")
+    (cgroup / "cgroup.events").write_text("populated 1\n")
+    group.stop(0.0, gently=False)
+    assert not group.gone()
+    now[0] += 60.0
+    assert not group.gone()
+    assert group.killing_s() == 60.0
+    assert group.undying() == {4711}
+    assert group.wake_at() == now[0] + LEFTOVER_LONGEST_PAUSE_S, "a look reads all of /proc"
+
+
+def test_what_may_not_be_killed_ends_nothing_but_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child of sudo is another user's."""
+
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(workers, "find_processes", lambda *args, **kwargs: (4711,))
+    monkeypatch.setattr(workers.os, "kill", refuse)
+    group = group_of()
+    group.start(SLEEP, (), NoSpares())
+    group.stop(0.0, gently=False)
+    assert not group.gone()
+    assert group.undying() == {4711}

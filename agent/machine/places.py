@@ -1,0 +1,82 @@
+"""Folders, memory and addresses of this machine that settings name: found wanting at once, and not hours later."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ..checkpoints.folder import SHARED_MEMORY
+from ..configuration.config import Config, ConfigError, Endpoint, Problem
+from ..status.run_files import LONGEST_PLACE, place_of_run_directory
+
+_NEVER = {
+    errno.EADDRNOTAVAIL: "an address of this node, as `ip address` lists them",
+    errno.EACCES: "a port that this user may listen on, above 1023",
+    errno.EAFNOSUPPORT: "an IPv4 address: this node has no IPv6",
+}
+
+
+def check_places(config: Config, environ: Mapping[str, str]) -> None:
+    """Raises ConfigError with all that cannot work."""
+    problems = [
+        *_log_dir(config.log_dir),
+        *_memory(config.memory_checkpoints),
+        *_http(config.http_address),
+        *_run_directory(environ),
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _log_dir(directory: Path | None) -> Iterator[Problem]:
+    if directory is None:
+        return
+    there = directory.absolute()
+    while not os.path.lexists(there):
+        there = there.parent
+    if not there.is_dir():
+        found = f"{there} is no folder"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        found = f"this user may not write to {there}"
+    else:
+        return
+    expected = f"a folder that is there or can be made, but {found}"
+    yield Problem("--log-dir", str(directory), expected, "name another, or leave it out", here=True)
+
+
+def _memory(limit: int | None) -> Iterator[Problem]:
+    try:
+        found = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return  # there is none, and then the agent goes on without
+    room = found.f_blocks * found.f_frsize
+    if limit is not None and limit > room:
+        given = f"{limit / 2**30:g}GiB"
+        expected = f"at most what {SHARED_MEMORY} holds, {room / 2**30:.1f} GiB"
+        advice = "lower it, or make that larger (Docker: --shm-size, the chart: sharedMemory)"
+        yield Problem("--memory-checkpoints", given, expected, advice, here=True)
+
+
+def _http(address: Endpoint | None) -> Iterator[Problem]:
+    if address is None:
+        return
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET) as asked:
+            asked.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            asked.bind((address.host, address.port))
+    except OSError as error:
+        expected = _NEVER.get(error.errno or 0)
+        if expected is not None:  # a port that is taken may be free in a moment
+            yield Problem("--http-address", str(address), expected, "correct it, or leave it out", here=True)
+
+
+def _run_directory(environ: Mapping[str, str]) -> Iterator[Problem]:
+    if place_of_run_directory(environ) is None:
+        expected = (
+            f"a folder that this user may write to, of at most {LONGEST_PLACE} bytes, for the agent's sockets"
+        )
+        advice = "name one in TMPDIR, or let this user write to /tmp"
+        yield Problem("TMPDIR", environ.get("TMPDIR"), expected, advice, here=True)

@@ -1,0 +1,70 @@
+"""The module or program that workers are to run, looked for where they will look. Nothing of it is run.
+
+A script is a file, which `relations` has looked at. Where this cannot be told for sure, as with an interpreter that is
+not ours or a package that changes its own path, it is believed to be there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+
+from ..configuration.config import Command, ConfigError, Problem
+
+
+def check_target(command: Command, environ: Mapping[str, str]) -> None:
+    """Raises ConfigError: no restart helps what is not there."""
+    if command.kind == "binary" and shutil.which(command.target, path=environ.get("PATH")) is None:
+        expected = "a program that exists and may be run"
+        advice = f"check its name and PATH, or write its path, seen from {os.getcwd()}"
+        raise ConfigError([Problem("--no-python", command.target, expected, advice)])
+    ours = environ.get("PYTHON_EXEC", sys.executable) == sys.executable
+    if command.kind == "module" and ours and (missing := _missing(command.target)):
+        advice = (
+            f"check its name; Python looks in {os.getcwd()}, in PYTHONPATH and among what is installed for it"
+        )
+        raise ConfigError([Problem("-m", command.target, f"a module, but {missing}", advice)])
+
+
+def _missing(module: str) -> str:
+    """What is not there; empty when all is, or when that cannot be told."""
+    top, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top) or PathFinder.find_spec(top, [os.getcwd()])
+    except (ImportError, ValueError, AttributeError):
+        return ""
+    if spec is None:
+        return f"there is no {top}"
+    for name in rest:
+        places = _places(spec)
+        if places is None:
+            return ""
+        inner = PathFinder.find_spec(f"{spec.name}.{name}", places)
+        if inner is None:
+            return f"{spec.name} has no {name}"
+        spec = inner
+    places = _places(spec)
+    if (
+        places is not None
+        and spec.submodule_search_locations
+        and PathFinder.find_spec(f"{spec.name}.__main__", places) is None
+    ):
+        return f"{spec.name} is a package without __main__"
+    return ""
+
+
+def _places(spec: ModuleSpec) -> Sequence[str] | None:
+    """Where its submodules are; None when only the package itself knows."""
+    if spec.origin is not None and spec.submodule_search_locations:
+        try:
+            with open(spec.origin, encoding="utf-8", errors="replace") as file:
+                text = file.read()
+        except OSError:
+            return None
+        if "__path__" in text or "sys.modules" in text:
+            return None
+    return list(spec.submodule_search_locations or ())

@@ -1,0 +1,95 @@
+"""Below --log-dir: a folder for each run of a job, in it one for each generation; and which of them are kept.
+
+    DIR/<job>-<run>/gen<generation>/rank<rank>/{stdout,stderr}.log
+
+All nodes and all lives of a node's agent have one run in common, so that on a shared disk one folder holds all ranks.
+The newest runs and generations are kept. What is deleted is only what bears our mark and no agent holds locked: a
+folder of another user's, or a run that goes on, however old it is, stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+KEPT_RUNS = 10
+KEPT_GENERATIONS = 10
+"""The newest of each, the present one included."""
+
+MARK = ".elastic-agent"
+_GENERATION = re.compile(r"gen([0-9]{1,18})")
+
+
+def run_folder(directory: Path, job: str, run: str) -> Path:
+    return directory / f"{job}-{run}"
+
+
+class RunFolder:
+    """This agent's part in the folder of one run. `hold` and `prune` may take as long as the disk does."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._mark = -1
+
+    def hold(self) -> None:
+        """From now on no agent deletes it. Raises OSError."""
+        if self._mark >= 0:
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        mark = os.open(self.path / MARK, flags, 0o640)
+        try:
+            os.utime(mark)  # by which runs are sorted
+            fcntl.flock(mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            os.close(mark)
+            raise
+        self._mark = mark
+
+    def release(self) -> None:
+        if self._mark >= 0:
+            os.close(self._mark)
+            self._mark = -1
+
+    def prune(self, generation: int) -> None:
+        """Deletes what is older than the runs and generations that are kept. Raises OSError."""
+        for folder in self.path.iterdir():
+            found = _GENERATION.fullmatch(folder.name)
+            if found and int(found[1]) <= generation - KEPT_GENERATIONS:
+                shutil.rmtree(folder, ignore_errors=True)
+        others = [folder for folder in self.path.parent.iterdir() if folder != self.path]
+        runs = sorted(
+            ((at, folder) for folder in others if (at := _marked_at(folder)) is not None), reverse=True
+        )
+        for _, folder in runs[KEPT_RUNS - 1 :]:
+            _delete_run(folder)
+
+
+def _marked_at(folder: Path) -> float | None:
+    """When an agent last began to write there; None if it is none of our folders."""
+    with contextlib.suppress(OSError):
+        if not folder.is_symlink():
+            return (folder / MARK).lstat().st_mtime
+    return None
+
+
+def _delete_run(folder: Path) -> None:
+    """If no agent holds it. The mark goes last, so that what could not be deleted is tried again."""
+    with contextlib.suppress(OSError):
+        mark = os.open(folder / MARK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for each in folder.iterdir():
+                if _GENERATION.fullmatch(each.name):
+                    shutil.rmtree(each, ignore_errors=True)
+            if os.listdir(folder) == [MARK]:
+                shutil.rmtree(folder)
+        finally:
+            os.close(mark)

@@ -1,0 +1,95 @@
+"""What the commands that change a job's store have in common: their words, how they find the store, how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ..rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
+from ..rendezvous.records import WORLD_KEY, World
+from ..rendezvous.store import Entry, Store
+from .cli import option_help
+from .configuration.config import ConfigError, RendezvousConfig
+from .configuration.layers import Layer, read_argv
+from .configuration.options import CONFIG_FILE, HELP, Option
+from .exits import DrainCode, ForgetCode
+from .status.doors import CannotShow, open_job
+
+ANSWER_S = 10.0
+"""How long the store may take at the beginning."""
+
+
+class CannotDo(Exception):
+    """Not done, or not all of it; `code` and text say why and what to try."""
+
+    def __init__(self, code: DrainCode | ForgetCode, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+def store_command(
+    name: str,
+    words: Sequence[str],
+    codes: type[DrainCode] | type[ForgetCode],
+    usage: str,
+    meeting_place: Callable[[str | None, Layer], RendezvousConfig],
+    work: Callable[[Store, RendezvousConfig, str, Layer], None],
+    *options: Option[Any],
+) -> int:
+    """Returns one of `codes`. The first word says what is meant, and both callables get it.
+
+    `meeting_place` raises ConfigError with all problems, that of a wrong first word too; `work` raises CannotDo,
+    StoreError and RecordInvalid. `options` are the command's own.
+    """
+    subject = words[0] if words and not words[0].startswith("-") else None
+    command_line = read_argv(words[1:] if subject is not None else words, options)
+    if HELP.name in command_line.given:
+        print(_help(usage, codes, options))
+        return 0
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what happened is said by us, in one line
+    before = signal.signal(signal.SIGINT, lambda number, frame: os._exit(codes.INTERRUPTED))
+    code: DrainCode | ForgetCode
+    reason: Exception
+    try:
+        place = meeting_place(subject, command_line)
+        assert subject is not None, "a problem of the configuration"
+        store = open_job(place, ANSWER_S)
+        try:
+            work(store, place, subject, command_line)
+        finally:
+            store.close()
+        return 0
+    except CannotDo as error:
+        code, reason = error.code, error
+    except (ConfigError, CannotShow, StoreRefused) as error:  # CannotShow: a name that does not resolve
+        code, reason = codes.BAD_CONFIG, error
+    except (StoreMismatch, RecordInvalid) as error:
+        code, reason = codes.MISMATCH, error
+    except StoreError as error:
+        code, reason = codes.NO_ANSWER, error
+    finally:
+        signal.signal(signal.SIGINT, before)
+    print(f"elastic-agent {name}: {reason}", file=sys.stderr)
+    return code
+
+
+def world_of(job: str, entries: Iterable[Entry]) -> World | None:
+    """The world among them. Raises RecordInvalid, and StoreMismatch when it is another job's."""
+    text = next((entry.value for entry in entries if entry.key == WORLD_KEY), None)
+    world = None if text is None else World.from_json(text)
+    if world is not None and world.job != job:
+        raise StoreMismatch(
+            f"the store holds job {world.job!r}, not {job!r}: check --rdzv-endpoint and --rdzv-id"
+        )
+    return world
+
+
+def _help(usage: str, codes: type[DrainCode] | type[ForgetCode], options: Sequence[Option[Any]]) -> str:
+    store = "Also every option of the agent's rendezvous and of etcd, and their variables; see elastic-agent --help."
+    lines = [f"  {int(code):>3}  {code.meaning}" for code in codes]
+    return "\n".join(
+        [usage, *map(option_help, (*options, HELP, CONFIG_FILE)), "", store, "", "Exit codes:", *lines]
+    )

@@ -1,0 +1,153 @@
+"""What all nodes of a job should have been told alike: how many nodes and restarts it may have, and what it runs.
+
+Each node writes its own into its record, and the first world takes over those of the node that coordinates it. They are
+in force, whichever node coordinates later, as long as one member lives (`decide`). A node that was told something else
+can neither shrink a healthy job nor end it. In no world is one that would run another script, or that judges by other
+times who is gone: it would take a node that lives for lost, or go on in a place that another has been given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from .fields import Fields, shortened
+
+MOST_WORDS = 64
+WORD_CHARACTERS = 64
+"""Of a script's arguments at most so many words of this length are shown to other nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the operator allows the job, as far as the coordinator applies it for all nodes."""
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    last_call_s: float = 1.0
+    max_restarts: int | None = None
+    """None: any number while generations make progress."""
+
+    @staticmethod
+    def read(fields: Fields) -> Limits:
+        return Limits(
+            fields.integer("min_nodes", 1),
+            fields.integer("max_nodes", 1),
+            fields.duration("last_call_s"),
+            fields.integer_or_none("max_restarts"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a node would run, for the comparison with others'. An empty digest is compared with none."""
+
+    name: str
+    """For people."""
+    digest: str
+    """Of the script's content, or of the name of what is no script."""
+    arguments: str = ""
+    """Digest of its arguments."""
+    words: tuple[str, ...] = ()
+    """The first of these, as they may be shown: `~` and a digest for what may be a secret."""
+    lease_ttl_s: float = 0.0
+    outage_grace_s: float = 0.0
+    """How long a world may outlive its leases while the store is away."""
+    any_script: bool = False
+    """The operator allows this node to run another script than the others."""
+
+    @staticmethod
+    def read(fields: Fields) -> Program:
+        return Program(
+            fields.text("name", 256),
+            fields.text("digest", 64),
+            fields.text("arguments", 64),
+            fields.texts("words", MOST_WORDS, WORD_CHARACTERS),
+            fields.duration("lease_ttl_s"),
+            fields.duration("outage_grace_s"),
+            fields.boolean("any_script"),
+        )
+
+
+def fits(mine: Program | None, others: Program | None) -> bool:
+    """May a node that would run `mine` train with those that run `others`?"""
+    if mine is None or others is None:
+        return True
+    return (mine.any_script or not _other_script(mine, others)) and not any(_other_times(mine, others))
+
+
+def why_not(mine: Program, others: Program, of: str) -> str:
+    """What to tell the operator of a node that may not join; `of` is the one that the job goes by."""
+    times = tuple(_other_times(mine, others))
+    if times:
+        return (
+            f"this node was started with {'; '.join(times)}, as node {of} was started: by these times nodes judge who "
+            "is gone, so all must have the same. Give this node the job's; to change it, stop all agents of the job"
+        )
+    return (
+        f"this node would run {mine.name} (content {mine.digest[:12]}), and the job runs {others.name} "
+        f"({others.digest[:12]}) as node {of} does: give all nodes the same script, or start this one with "
+        "--allow-other-script if that is meant. A new version of it gets in when all nodes of the old one have left"
+    )
+
+
+def differences(
+    limits: Limits | None, program: Program | None, job: Limits | None, runs: Program | None
+) -> Iterator[str]:
+    """What a node was told (`limits`, `program`) that is not what the job goes by, each in words."""
+    if limits is not None and job is not None:
+        for option, mine, theirs in (
+            ("--min-nodes", limits.min_nodes, job.min_nodes),
+            ("--max-nodes", limits.max_nodes, job.max_nodes),
+            ("--max-restarts", _restarts(limits), _restarts(job)),
+            ("--last-call", f"{limits.last_call_s:g}s", f"{job.last_call_s:g}s"),
+        ):
+            if mine != theirs:
+                yield f"{option} {mine}, where the job has {theirs}"
+    if program is None or runs is None:
+        return
+    if _other_script(program, runs):
+        yield f"another script, {program.name} ({program.digest[:12]} for {runs.digest[:12]})"
+    if program.arguments != runs.arguments:
+        yield _other_arguments(program.words, runs.words)
+    yield from _other_times(program, runs)
+
+
+def _other_script(mine: Program, others: Program) -> bool:
+    return bool(mine.digest and others.digest and mine.digest != others.digest)
+
+
+def _other_times(mine: Program, others: Program) -> Iterator[str]:
+    for option, here, there in (
+        ("--lease-ttl", mine.lease_ttl_s, others.lease_ttl_s),
+        ("--store-outage-grace", mine.outage_grace_s, others.outage_grace_s),
+    ):
+        if here != there:
+            yield f"{option} {here:g}s, where the job has {there:g}s"
+
+
+def _other_arguments(mine: Sequence[str], others: Sequence[str]) -> str:
+    """Those that differ, as far as they are shown.
+
+    >>> _other_arguments(["--lr", "0.1"], ["--lr", "0.2"])
+    "other arguments for the script: '0.1' as argument 2, where the job has '0.2'"
+    """
+    pairs = enumerate(zip_longest(mine, others), 1)
+    said = [
+        f"{_quoted(here)} as argument {place}, where the job has {_quoted(there)}"
+        for place, (here, there) in pairs
+        if here != there
+    ]
+    if not said:
+        return "other arguments for the script, not among those that are shown to other nodes"
+    digests = " (~ and a digest: a value that is not shown)" if any("~" in text for text in said) else ""
+    return f"other arguments for the script{digests}: {shortened(said, '; ')}"
+
+
+def _quoted(word: str | None) -> str:
+    return "none" if word is None else repr(word)
+
+
+def _restarts(limits: Limits) -> str:
+    return "auto" if limits.max_restarts is None else str(limits.max_restarts)

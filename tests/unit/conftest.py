@@ -1,0 +1,33 @@
+"""A worker to test in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent.configuration.options import WORKER_VARIABLES
+
+
+@pytest.fixture
+def only_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """This process is the only worker of an agent that keeps copies in this folder, and has not done anything yet."""
+    for name in WORKER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "ELASTIC_AGENT_MEMORY": str(folder),
+        "ELASTIC_AGENT_MEMORY_BYTES": str(1 << 30),
+        "ELASTIC_AGENT_NODE": "a",
+        "ELASTIC_AGENT_LOCAL_RANK": "0",
+        "ELASTIC_AGENT_GENERATION": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    # By name: tests of other things need not load torch.
+    monkeypatch.setattr("elastic_agent.worker.progress._listeners", ())
+    monkeypatch.setattr("elastic_agent.worker.progress.keepers", {})
+    monkeypatch.setattr("elastic_agent.worker.memory._used", set())
+    return folder

@@ -1,0 +1,85 @@
+"""Who writes a copy to disk: the agent's writer where it finds the copy, and else this process, which has it open."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_agent.worker.disk import Disk
+from elastic_agent.worker.files import CheckpointFiles
+from elastic_agent.worker.ownership import Run
+from elastic_agent.worker.slots import Header, Slots
+from elastic_agent.worker.writes import Outcome
+
+
+class Case:
+    """A copy of step 1 in memory, and a writer that answers with `outcome`."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, outcome: Outcome) -> None:
+        (folder / "memory").mkdir()
+        self.slots = Slots(str(folder / "memory"), "/runs/x")
+        opened = self.slots.begin(5)
+        opened.trim()
+        os.pwrite(opened.fd, b"state", 0)
+        self.slots.seal(opened, Header(1, 1, 0, 1, 5))
+        self.held = self.slots.hold(opened.name)
+        self.disk = Disk(CheckpointFiles(folder / "disk", keep=1, run=Run("a")), 1, "", "writer")
+        self.asked = 0
+        self.wrote_here = 0
+
+        def ask(*_: Any) -> socket.socket:
+            self.asked += 1
+            return socket.socket(socket.AF_UNIX)
+
+        def write_here(_: Any) -> Outcome:
+            self.wrote_here += 1
+            return Outcome(1, 5)
+
+        monkeypatch.setattr(self.disk, "_ask", ask)
+        monkeypatch.setattr(
+            self.disk, "_hear", lambda write: outcome if write.connection is not None else None
+        )
+        monkeypatch.setattr(self.disk, "_write_here", write_here)
+
+    def lose(self) -> None:
+        self.slots.drop(lambda _: True)
+
+
+REFUSED = Outcome(1, error="SaveFailed", reason="no")
+
+
+def test_a_copy_that_the_writer_finds_is_written_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(tmp_path, monkeypatch, REFUSED)
+    case.disk.begin(case.slots, case.held)
+    assert case.disk.finish() == REFUSED
+    assert (case.asked, case.wrote_here) == (1, 0)
+
+
+@pytest.mark.parametrize("lost", ["before", "meanwhile"])
+def test_a_copy_that_the_writer_does_not_find_is_written_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    case = Case(tmp_path, monkeypatch, REFUSED)
+    if lost == "before":
+        case.lose()
+    case.disk.begin(case.slots, case.held)
+    case.lose()
+    assert case.disk.finish() == Outcome(1, 5)
+    assert (case.asked, case.wrote_here) == (lost == "meanwhile", 1)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_writer_is_left_only_what_it_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    case = Case(tmp_path, monkeypatch, REFUSED)
+    if lost:
+        case.lose()
+    case.disk.leave(case.slots, case.held)
+    assert case.asked == (not lost)

@@ -1,0 +1,221 @@
+"""The agent's console: whoever reads it or not, nobody but its own threads ever waits for that."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import elastic_agent.agent.processes.console as console_module
+from elastic_agent.agent.processes.console import Console, ConsoleHandler
+from tests.consoles import FullPipe, full_pipe
+
+PATIENCE_S = 20.0
+
+
+def test_a_log_line_never_waits_and_what_has_no_room_is_counted_and_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(console_module, "QUEUE_MAX", 1000)
+    monkeypatch.setattr(console_module, "LOG_MAX", 500)
+    lost: list[int] = []
+    with full_pipe() as stuck:
+        console = Console("n1", stuck.write, stuck.write)
+        console.count_lost(lost.append)
+        console.start()
+        log = logging.Logger("test")
+        log.addHandler(ConsoleHandler(console))
+        for number in range(100):
+            log.info("line %03d %s", number, "x" * 50)
+        assert sum(lost) > 50, "it is bounded"
+        shown = stuck.take_all(until=b"missing here\n").decode().splitlines()
+        assert shown[:-1] == [f"line {number:03d} {'x' * 50}" for number in range(len(shown) - 1)]
+        assert shown[-1] == f"[n1] the console stood still: {sum(lost)} lines missing here"
+        assert len(shown) - 1 + sum(lost) == 100
+        log.info("moves again")
+        console.close(PATIENCE_S)
+        assert os.read(stuck.read, 100) == b"moves again\n"
+
+
+def test_the_agents_own_lines_have_room_behind_those_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console_module, "PATIENCE_S", 0.01)
+    with full_pipe() as stuck:
+        console = Console("n1", stuck.write, stuck.write)
+        console.start()
+        for _ in range(40):
+            console.show("stdout", b"w" * 65535 + b"\n")
+        console.say("the agent's own")
+        assert b"the agent's own\n" in stuck.take_all(until=b"missing here\n")
+
+
+def test_a_stdout_that_stands_still_keeps_no_line_from_stderr(tmp_path: Path) -> None:
+    with full_pipe() as stuck, (tmp_path / "err").open("wb") as err:
+        console = Console("n1", stuck.write, err.fileno())
+        console.start()
+        console.show("stdout", b"for nobody\n")
+        console.say("for the log")
+        deadline = time.monotonic() + PATIENCE_S
+        while (tmp_path / "err").read_bytes() != b"for the log\n":
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+
+
+def test_the_end_waits_for_the_last_lines_but_not_for_ever() -> None:
+    read, write = os.pipe()
+    console = Console("n1", write, write)
+    console.start()
+    console.say("the last line")
+    console.close(PATIENCE_S)
+    assert os.read(read, 100) == b"the last line\n"
+    with full_pipe() as stuck:
+        console = Console("n1", stuck.write, stuck.write)
+        console.start()
+        console.say("nobody will read this")
+        ends = threading.Thread(target=console.close, args=(0.05,))
+        ends.start()
+        ends.join(PATIENCE_S)
+        assert not ends.is_alive()
+
+
+def test_what_is_printed_without_a_newline_comes_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console_module, "LOG_MAX", 100)
+    (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+    console = Console("n1", out_end, err_end)
+    console.start()
+    console.stdout.write("a question? ")
+    for _ in range(7):
+        console.stderr.write("x" * 50)
+    console.close(PATIENCE_S)
+    assert os.read(out, 1000) == b"a question? \n"
+    assert os.read(err, 1000) == b"\n".join([b"x" * 100] * 3 + [b"x" * 50]) + b"\n", (
+        "cut, and all of it there"
+    )
+
+
+def test_a_console_on_a_disk_that_was_full_shows_again_what_comes_and_how_much_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(console_module, "RETRY_S", 0.01)
+    file = tmp_path / "out"
+    console_fd, lost, said = os.open("/dev/full", os.O_WRONLY), [], 0
+    try:
+        console = Console("n1", console_fd, console_fd)
+        console.count_lost(lost.append)
+        console.start()
+        deadline = time.monotonic() + PATIENCE_S
+        while not file.exists() or not file.read_bytes():
+            assert time.monotonic() < deadline
+            console.say(f"line {said}")
+            said += 1
+            if len(lost) == 3:
+                with file.open("wb") as room:
+                    os.dup2(room.fileno(), console_fd)
+            time.sleep(0.002)
+        console.close(PATIENCE_S)
+    finally:
+        os.close(console_fd)
+    missing, *shown = file.read_text().splitlines()
+    assert missing == f"[n1] the console stood still: {sum(lost)} lines missing here"
+    assert shown == [f"line {number}" for number in range(sum(lost), said)]
+    assert len(caplog.records) == 1, "it is said once"
+
+
+def test_a_line_that_a_full_disk_has_cut_is_ended_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console_module, "RETRY_S", 0.0)
+    full, refused, really = threading.Event(), threading.Event(), os.write
+
+    def write(descriptor: int, data: memoryview) -> int:
+        if descriptor != out.fileno():
+            return really(descriptor, data)
+        if full.is_set():
+            refused.set()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if b"cut" in bytes(data):
+            full.set()
+            return really(descriptor, data[:12])
+        return really(descriptor, data)
+
+    with (tmp_path / "out").open("wb") as out:
+        monkeypatch.setattr(os, "write", write)
+        console = Console("n1", out.fileno(), out.fileno())
+        console.start()
+        console.say("whole\nwill be cut here")
+        assert refused.wait(PATIENCE_S)
+        full.clear()
+        console.say("after it")
+        console.close(PATIENCE_S)
+    missing = "[n1] the console stood still: 1 lines missing here"
+    assert (tmp_path / "out").read_text().splitlines() == ["whole", "will b", missing, "after it"]
+
+
+WHOEVER_WRITES = """
+import faulthandler, logging, os, subprocess, sys, warnings
+from elastic_agent.agent.processes.console import take
+console = take("n1")
+faulthandler.enable(2)
+for _ in range(3000):
+    print("x" * 1000)
+    print("y" * 1000, file=sys.stderr)
+    sys.stdout.flush()
+warnings.warn("a warning")
+logging.error("a library's log")
+faulthandler.dump_traceback(2)
+try:
+    os.write(2, b"from C")
+except BlockingIOError:
+    pass
+try:
+    os.write(1, b"from C")
+except BlockingIOError:
+    pass
+subprocess.run([sys.executable, "-c", "import sys; sys.stderr.write('from a process that inherits it')"])
+console.close(0.01)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+def test_nothing_in_the_process_waits_for_a_console_that_stands_still(kind: str) -> None:
+    with full_pipe() as pipe:
+        stuck = pipe if kind == "pipe" else full_socket()
+        run = [sys.executable, "-c", WHOEVER_WRITES]
+        process = subprocess.run(run, stdout=stuck.write, stderr=stuck.write, timeout=PATIENCE_S)
+        assert process.returncode == 7
+
+
+def full_socket() -> FullPipe:
+    import socket
+
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    try:
+        while True:
+            theirs.send(bytes(65536))
+    except BlockingIOError:
+        theirs.setblocking(True)
+    return FullPipe(ours.detach(), theirs.detach())
+
+
+def test_what_is_printed_comes_out_in_order_when_somebody_reads() -> None:
+    script = WHOEVER_WRITES.replace("3000", "3").replace("0.01", "5")
+    process = subprocess.run(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert process.returncode == 7
+    text = process.stdout
+    assert text.count("x" * 1000) == text.count("y" * 1000) == 3
+    for said in ("a warning", "a library's log", "File", "from C", "from a process that inherits it"):
+        assert said in text

@@ -1,0 +1,114 @@
+"""The agent's own error file: what a scheduler reads is what torchrun would have written."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from elastic_agent.agent import error_file
+from elastic_agent.agent.error_file import VARIABLE, write_error_file
+from elastic_agent.agent.processes.failures import WorkerFailure
+
+PATIENCE_S = 20.0
+
+FAILURE = WorkerFailure(
+    rank=3,
+    local_rank=1,
+    node="b",
+    generation=7,
+    returncode=-11,
+    reason="exception",
+    cause="killed by SIGSEGV: ValueError: no",
+    exception="ValueError: no",
+    traceback="Traceback (most recent call last):\n  ...\nValueError: no",
+)
+
+
+def written(path: Path, failure: WorkerFailure | None = None) -> dict[str, object]:
+    write_error_file({VARIABLE: str(path)}, 3, "crash loop", failure, 1700000000.9)
+    document: dict[str, object] = json.loads(path.read_text())
+    return document
+
+
+def test_torchs_own_reader_understands_it(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    written(path, FAILURE)
+    read = ProcessFailure(local_rank=0, pid=1, exitcode=3, error_file=str(path))
+    assert read.timestamp == 1700000000
+    assert read.message["message"] == "ValueError: no"
+
+
+def test_the_first_failed_worker_is_named_with_its_traceback_and_code(tmp_path: Path) -> None:
+    message = written(tmp_path / "error.json", FAILURE)["message"]
+    assert message == {
+        "message": "ValueError: no",
+        "extraInfo": {
+            "py_callstack": FAILURE.traceback,
+            "timestamp": "1700000000",
+            "rank": "3",
+            "node": "b",
+        },
+        "errorCode": -11,
+    }
+
+
+def test_without_a_worker_to_blame_it_says_what_the_agent_says(tmp_path: Path) -> None:
+    message = written(tmp_path / "error.json")["message"]
+    assert message == {
+        "message": "crash loop",
+        "extraInfo": {"py_callstack": "", "timestamp": "1700000000"},
+        "errorCode": 3,
+    }
+
+
+def test_an_older_file_is_replaced_and_no_scratch_file_stays(tmp_path: Path) -> None:
+    (tmp_path / "error.json").write_text("old" * 1000)
+    written(tmp_path / "error.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
+
+
+def test_it_is_no_reason_to_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_error_file({}, 1, "failed", None, 0.0)
+    assert not caplog.messages
+    write_error_file({VARIABLE: str(tmp_path / "none" / "error.json")}, 1, "failed", None, 0.0)
+    assert "is not written" in caplog.text
+
+
+def test_a_directory_in_its_place_is_told_and_no_scratch_file_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "error.json").mkdir()
+    write_error_file({VARIABLE: str(tmp_path / "error.json")}, 1, "failed", None, 0.0)
+    assert "is not written" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
+
+
+def test_a_disk_that_does_not_answer_delays_the_end_no_longer_than_is_declared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(error_file, "WITHIN_S", 0.1)
+    path = tmp_path / "error.json"
+    unanswered = Path(f"{path}.{os.getpid()}")
+    os.mkfifo(unanswered)  # who opens it to write waits for a reader
+    ends = threading.Thread(target=write_error_file, args=({VARIABLE: str(path)}, 1, "failed", None, 0.0))
+    ends.start()
+    ends.join(PATIENCE_S)
+    ended = not ends.is_alive()
+    os.close(os.open(unanswered, os.O_RDONLY | os.O_NONBLOCK))
+    assert ended
+    assert "is not written within" in caplog.text
+
+
+def test_it_is_written_where_no_thread_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert written(tmp_path / "error.json")

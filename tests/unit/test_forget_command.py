@@ -1,0 +1,124 @@
+"""`elastic-agent forget`: what it deletes, what it leaves alone, and each way in which it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent import store_command
+from elastic_agent.agent.exits import ForgetCode
+from elastic_agent.agent.forget_command import KEYS_AT_ONCE, CannotForget, forget, main
+from elastic_agent.rendezvous.errors import StoreMismatch, StoreUnavailable
+from elastic_agent.rendezvous.memory import MemoryStore
+from elastic_agent.rendezvous.records import (
+    WORLD_KEY,
+    Cause,
+    CauseKind,
+    Endpoint,
+    Member,
+    Phase,
+    World,
+    node_key,
+    wish_key,
+)
+from elastic_agent.rendezvous.store import Compare, Delete, Outcome, Put
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    store = MemoryStore()
+    for key in (WORLD_KEY, "stop", *(wish_key(f"n{number}") for number in range(2 * KEYS_AT_ONCE))):
+        store.transact((), (Put(key, "{}"),))
+    return store
+
+
+def keys(store: MemoryStore) -> list[str]:
+    return [entry.key for entry in store.read(("",)).entries]
+
+
+def test_all_that_an_ended_job_has_left_is_deleted(store: MemoryStore) -> None:
+    assert forget(store, "job") == 2 * KEYS_AT_ONCE + 2
+    assert keys(store) == []
+
+
+def test_a_job_with_live_nodes_is_left_alone(store: MemoryStore) -> None:
+    before = keys(store)
+    store.transact((), (Put(node_key("b"), "{}"),))
+    with pytest.raises(CannotForget, match="has 1 live nodes: b") as caught:
+        forget(store, "job")
+    assert caught.value.code is ForgetCode.ALIVE
+    assert keys(store) == sorted([*before, node_key("b")])
+
+
+def test_a_job_that_begins_meanwhile_keeps_its_world(store: MemoryStore) -> None:
+    class Busy(MemoryStore):
+        def transact(self, compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...]) -> Outcome:
+            if Delete(WORLD_KEY) in writes:
+                super().transact((), (Put(WORLD_KEY, "{new}"),))
+            return super().transact(compares, writes)
+
+    busy = Busy()
+    busy.transact((), (Put(WORLD_KEY, "{}"),))
+    with pytest.raises(StoreUnavailable, match="others write"):
+        forget(busy, "job")
+    assert keys(busy) == [WORLD_KEY]
+
+
+def test_the_world_of_another_job_is_left_alone() -> None:
+    store = MemoryStore()
+    other = World(
+        "job", 1, Phase.RUNNING, (Member("a", "a-1", 1, 0),), Endpoint("a", 1), Cause(CauseKind.START)
+    )
+    store.transact((), (Put(WORLD_KEY, other.to_json()),))
+    with pytest.raises(StoreMismatch, match="the store holds job 'job', not 'another'"):
+        forget(store, "another")
+    assert keys(store) == [WORLD_KEY]
+    assert forget(store, other.job) == 1
+
+
+def test_an_unknown_job_is_named() -> None:
+    with pytest.raises(CannotForget, match="nothing of a job 'job'") as caught:
+        forget(MemoryStore(), "job")
+    assert caught.value.code is ForgetCode.NO_JOB
+
+
+ETCD = "--rdzv-endpoint=etcd://127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "the name of a job"),
+        (["no name!", ETCD], "the name of a job"),
+        (["job"], "the etcd that the job's nodes met in"),
+        (["job", "--rdzv-endpoint=host:1"], "the etcd that the job's nodes met in"),
+        (["job", ETCD, "--rdzv-id=other"], "nothing else than job"),
+        (["job", ETCD, "--etcd-frob"], "--etcd-frob"),
+    ],
+)
+def test_what_cannot_be_meant_is_said(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == ForgetCode.BAD_CONFIG
+    assert text in capsys.readouterr().err
+
+
+def test_the_command_asks_the_etcd_of_that_job(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+    monkeypatch.setattr(store_command, "open_job", lambda place, timeout_s: asked.append(place) or store)
+    assert main(["digits", ETCD]) == ForgetCode.FORGOTTEN
+    assert [(place.backend, place.job_id) for place in asked] == [("etcd", "digits")]
+    assert f"job digits is forgotten: {2 * KEYS_AT_ONCE + 2} keys deleted" in capsys.readouterr().out
+
+
+def test_the_documented_exit_codes_are_the_exit_codes() -> None:
+    rows = [f"| {int(code)} | {code.name} | {code.meaning} |" for code in ForgetCode]
+    assert (
+        "\n".join(["| code | name | meaning |", "|---|---|---|", *rows, ""])
+        in (DOCS / "rendezvous.md").read_text()
+    )

@@ -1,0 +1,76 @@
+"""Folders below --log-dir: the newest stay, what somebody else has made stays, and what is in use stays."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent.processes.log_folders import KEPT_GENERATIONS, KEPT_RUNS, MARK, RunFolder, run_folder
+
+
+def a_run(directory: Path, number: int) -> RunFolder:
+    """One of long ago; the higher its number, the later."""
+    run = RunFolder(run_folder(directory, "job", f"{number:03}"))
+    run.hold()
+    os.utime(run.path / MARK, (number, number))
+    (run.path / "gen1" / "rank0").mkdir(parents=True)
+    (run.path / "gen1" / "rank0" / "stderr.log").write_text("said")
+    return run
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_the_newest_runs_are_kept(tmp_path: Path) -> None:
+    for number in range(KEPT_RUNS + 5):
+        a_run(tmp_path, number).release()
+    newest = a_run(tmp_path, 900)
+    newest.prune(1)
+    assert names(tmp_path) == [*(f"job-{n:03}" for n in range(6, KEPT_RUNS + 5)), "job-900"]
+    assert len(names(tmp_path)) == KEPT_RUNS
+
+
+def test_a_run_that_goes_on_stays_however_old_it_is(tmp_path: Path) -> None:
+    going_on = a_run(tmp_path, 0)
+    for number in range(1, KEPT_RUNS + 5):
+        a_run(tmp_path, number).release()
+    newest = a_run(tmp_path, 900)
+    newest.prune(1)
+    assert going_on.path.exists()
+    assert not (tmp_path / "job-001").exists()
+    going_on.release()
+    newest.prune(1)
+    assert not going_on.path.exists()
+
+
+def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+    (tmp_path / "job-mine" / "gen1").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / MARK).touch()
+    os.utime(tmp_path / "elsewhere" / MARK, (0, 0))
+    directory = tmp_path / "logs"
+    directory.mkdir()
+    (directory / "link").symlink_to(tmp_path / "elsewhere")
+    noted = a_run(directory, 0)
+    (noted.path / "notes.txt").write_text("of a person")
+    noted.release()
+    for number in range(1, KEPT_RUNS + 1):
+        a_run(directory, number).release()
+    a_run(directory, 900).prune(1)
+    assert (tmp_path / "elsewhere" / MARK).exists()
+    assert names(noted.path) == [MARK, "notes.txt"]
+    assert (tmp_path / "job-mine" / "gen1").exists()
+
+
+@pytest.mark.parametrize("generation", [3, KEPT_GENERATIONS, KEPT_GENERATIONS + 3])
+def test_the_newest_generations_are_kept(tmp_path: Path, generation: int) -> None:
+    run = RunFolder(tmp_path / "job-run")
+    run.hold()
+    for number in range(1, generation + 1):
+        (run.path / f"gen{number}" / "rank0").mkdir(parents=True)
+    run.prune(generation)
+    kept = {f"gen{n}" for n in range(max(1, generation - KEPT_GENERATIONS + 1), generation + 1)}
+    assert set(names(run.path)) == {MARK, *kept}

@@ -1,0 +1,159 @@
+"""A node joins that was told something else than the job's others: what it says, and what becomes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elastic_agent.rendezvous.follow import Refusal
+from elastic_agent.rendezvous.records import Failure
+from elastic_agent.rendezvous.terms import Limits, Program, differences
+
+from .bench import POLICY, Bench
+
+OURS = Program("train.py", "1" * 64, "aa", ("--lr", "0.1"), lease_ttl_s=5.0)
+THEIRS = replace(OURS, digest="2" * 64)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+@pytest.mark.parametrize(
+    ("limits", "program", "said"),
+    [
+        (Limits(1, 4), OURS, ()),
+        (None, None, ()),
+        (Limits(2, 4), OURS, ("--min-nodes 2, where the job has 1",)),
+        (
+            Limits(1, 1, 2.5, 0),
+            OURS,
+            (
+                "--max-nodes 1, where the job has 4",
+                "--max-restarts 0, where the job has auto",
+                "--last-call 2.5s, where the job has 1s",
+            ),
+        ),
+        (
+            Limits(1, 4),
+            replace(OURS, arguments="bb", words=("--lr", "0.2", "--amp")),
+            (
+                "other arguments for the script: '0.2' as argument 2, where the job has '0.1';"
+                " '--amp' as argument 3, where the job has none",
+            ),
+        ),
+        (
+            Limits(1, 4),
+            replace(OURS, arguments="bb", words=()),
+            (
+                "other arguments for the script: none as argument 1, where the job has '--lr';"
+                " none as argument 2, where the job has '0.1'",
+            ),
+        ),
+        (
+            Limits(1, 4),
+            replace(OURS, arguments="bb", words=("--lr", "~3fa2c1")),
+            (
+                "other arguments for the script (~ and a digest: a value that is not shown):"
+                " '~3fa2c1' as argument 2, where the job has '0.1'",
+            ),
+        ),
+        (
+            Limits(1, 4),
+            replace(OURS, arguments="bb"),
+            ("other arguments for the script, not among those that are shown to other nodes",),
+        ),
+        (Limits(1, 4), replace(OURS, lease_ttl_s=9.0), ("--lease-ttl 9s, where the job has 5s",)),
+        (Limits(1, 4), THEIRS, ("another script, train.py (222222222222 for 111111111111)",)),
+        (Limits(1, 4), replace(THEIRS, digest=""), ()),
+    ],
+)
+def test_every_difference_is_named(
+    limits: Limits | None, program: Program | None, said: tuple[str, ...]
+) -> None:
+    assert tuple(differences(limits, program, Limits(1, 4), OURS)) == said
+
+
+def test_a_node_with_another_script_leaves_before_it_is_in_any_world(bench: Bench) -> None:
+    bench.join("a", program=OURS)
+    bench.join("b", program=OURS)
+    bench.settle()
+    stranger = bench.join("c", program=THEIRS)
+    bench.settle()
+    world = bench.world()
+    assert world is not None
+    assert (world.generation, len(world.members)) == (1, 2)
+    refusal = stranger.left()
+    assert refusal.why is Refusal.UNLIKE_THE_JOB
+    assert "the job runs train.py (111111111111) as node a does" in refusal.reason
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        (replace(OURS, lease_ttl_s=9.0), "--lease-ttl 9s, where the job has 5s, as node a was started"),
+        (
+            replace(OURS, outage_grace_s=60.0, any_script=True),
+            "--store-outage-grace 60s, where the job has 0s",
+        ),
+    ],
+)
+def test_a_node_that_judges_by_other_times_leaves_before_it_is_in_any_world(
+    bench: Bench, odd: Program, said: str
+) -> None:
+    """Of one with a longer lease its peers would say that it has lost the store, though it has it (`proof`)."""
+    bench.join("a", program=OURS)
+    bench.join("b", program=OURS)
+    bench.settle()
+    stranger = bench.join("c", program=odd)
+    bench.settle()
+    assert bench.members() == ["a", "b"]
+    refusal = stranger.left()
+    assert refusal.why is Refusal.UNLIKE_THE_JOB
+    assert said in refusal.reason
+
+
+def test_a_node_that_may_have_another_script_joins(bench: Bench) -> None:
+    bench.join("a", program=OURS)
+    bench.join("b", program=OURS)
+    bench.settle()
+    odd = bench.join("c", program=replace(THEIRS, any_script=True))
+    bench.settle()
+    assert odd.generation == 2
+
+
+def test_a_coordinator_with_other_limits_says_so_and_does_not_apply_them(bench: Bench) -> None:
+    _, b = bench.joined("a", "b")
+    odd = bench.join("c", replace(POLICY, min_nodes=1, max_nodes=1))
+    bench.settle()
+    assert odd.part.told_otherwise == (
+        "--min-nodes 1, where the job has 2",
+        "--max-nodes 1, where the job has 3",
+    )
+    assert b.part.told_otherwise == ()
+    # The others lose their leases, and join again: their records are younger than its.
+    for name in ("a", "b"):
+        bench.delete(f"nodes/{name}")
+    bench.settle()
+    assert odd.part.coordinates
+    world = bench.world()
+    assert world is not None
+    assert {member.node for member in world.members} == {"a", "b", "c"}
+    assert (world.limits, world.limits_of) == (Limits(2, 3, 0.0), "a")
+
+
+def test_a_node_that_was_put_aside_says_why_and_stays(bench: Bench) -> None:
+    bench.joined("a", "b")
+    bad = bench.join("c")
+    bench.settle()
+    for generation in (2, 3):
+        bad.part.workers_failed(Failure(generation, "crash", "rank 4 lacks a package"))
+        bench.settle()
+    world = bench.world()
+    assert world is not None
+    assert (world.generation, [member.node for member in world.members]) == (4, ["a", "b"])
+    bad.part.request(bench.now)
+    assert bad.part.waiting_for.startswith("put aside: all 2 failures since it joined began there")
+    assert "start its agent again" in bad.part.waiting_for

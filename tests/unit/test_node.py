@@ -1,0 +1,18 @@
+"""This node's folders for the workers of its generations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import Mock
+
+from elastic_agent.agent.node import KEPT_GENERATIONS, make_directory
+
+
+def test_the_run_directory_does_not_grow_with_each_generation(tmp_path: Path) -> None:
+    node = Mock(run_dir=tmp_path)
+    (tmp_path / "writes").mkdir()
+    for generation in (1, 2, 5, *range(7, 130)):
+        make_directory(node, generation)
+        (tmp_path / f"gen{generation}" / "error-0.json").touch()
+    kept = {f"gen{generation}" for generation in range(130 - KEPT_GENERATIONS, 130)}
+    assert {path.name for path in tmp_path.iterdir()} == {"writes", *kept}

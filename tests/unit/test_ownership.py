@@ -1,0 +1,1064 @@
+"""Two runs in one checkpoint directory, in every order: who may write, what is kept, and what each is told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_agent.worker import durable, moved, ownership
+from elastic_agent.worker import files as files_module
+from elastic_agent.worker.durable import checksum
+from elastic_agent.worker.errors import CheckpointError, Fenced, OtherRun, Unconfirmed
+from elastic_agent.worker.files import CheckpointFiles
+from elastic_agent.worker.manifests import Manifest
+from elastic_agent.worker.ownership import Former, Ownership, Run, settle, successor, this_run
+
+A, B, C = (Run(f"run-{name}", f"job {name}") for name in "abc")
+
+
+def permitted() -> None:
+    pass
+
+
+class LockKeeper:
+    """What an agent does with a lock that a worker lends it. Deaf: it does not get it."""
+
+    def __init__(self) -> None:
+        self.deaf = False
+        self.run = ""
+        self.kept: list[int] = []
+
+    def keep(self, run: str, *descriptors: int) -> bool:
+        if not self.deaf:
+            if run != self.run:
+                self.end()
+            self.run = run
+            self.kept += map(os.dup, descriptors)
+        return not self.deaf
+
+    def end(self) -> None:
+        while self.kept:
+            os.close(self.kept.pop())
+
+
+class Job:
+    """Rank 0 of one generation of one run, without torch."""
+
+    def __init__(
+        self,
+        directory: Path,
+        run: Run,
+        *,
+        keep: int = 2,
+        generation: int = 1,
+        agent: LockKeeper | None = None,
+    ) -> None:
+        lend = agent.keep if agent is not None else (lambda *_: False)
+        self.files = CheckpointFiles(directory, keep=keep, run=run, lend=lend)
+        self.run = run
+        self.generation = generation
+        self.step = 0
+        self.saved: list[int] = []
+
+    def load(self) -> int:
+        try:
+            self.files.enter(wait_s=0)
+            found, _ = self.files.find()
+            self.step = 0
+            if found is not None:
+                found.stream.close()
+                self.step = found.manifest.step
+            self.files.take(self.step)
+        except CheckpointError:
+            self.files.leave()
+            raise
+        return self.step
+
+    def save(self, step: int, may_change: Callable[[], None] = permitted) -> None:
+        self.files.hold(self.step)
+        content = f"{self.run.id} after {step}".encode()
+        manifest = self.files.write(
+            step,
+            generation=self.generation,
+            world_size=1,
+            serialize=lambda sink: sink.write(content),
+            may_change=may_change,
+        )
+        self.files.publish(manifest, may_change)
+        self.step = step
+        self.saved.append(step)
+
+
+def steps(directory: Path) -> dict[int, str]:
+    """By step, whose checkpoint is there; each is whole."""
+    reader = CheckpointFiles(directory, keep=1, run=Run("reader"))
+    found = {}
+    for step in reader.steps():
+        with (checkpoint := reader.open(step)).stream:
+            found[step] = checkpoint.manifest.run
+    return found
+
+
+def owner_of(directory: Path) -> Ownership:
+    return Ownership.from_json((directory / "owner.json").read_bytes())
+
+
+@pytest.fixture(autouse=True)
+def power_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without them."""
+    monkeypatch.setattr(ownership.Lock, "take", lambda self, dir_fd: True)
+
+
+# ---------------------------------------------------------------- the value
+
+
+def test_an_owner_is_read_as_it_was_written() -> None:
+    owner = Ownership(A, (Former("", -1), Former("run-b", 7)), settled=True)
+    assert Ownership.from_json(owner.to_json()) == owner
+
+
+OWNER = Ownership(A, (Former("run-b", 7),), settled=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schema": 2}, {"run": None}, {"run": {"id": "a/b", "label": ""}}, {"run": {"id": "a", "extra": 1}},
+        {"before": [{"run": "b", "step": -2}]}, {"before": [{"run": "b", "step": True}]}, {"before": [["b", 1]]},
+        {"before": None}, {"settled": 1}, {"run": {"id": "a", "label": "x" * 201}},
+    ],
+)  # fmt: skip
+def test_what_is_no_owner_is_refused(change: dict[str, Any]) -> None:
+    body = {**json.loads(OWNER.to_json()), **change}
+    del body["check"]
+    with pytest.raises(ValueError, match=r"owner|run"):
+        Ownership.from_json(json.dumps({**body, "check": checksum(body)}).encode())
+
+
+def test_no_bit_of_an_owner_may_flip_unnoticed() -> None:
+    raw = OWNER.to_json()
+    for position in range(len(raw) * 8):
+        flipped = bytearray(raw)
+        flipped[position // 8] ^= 1 << position % 8
+        try:
+            assert Ownership.from_json(bytes(flipped)) == OWNER  # white space
+        except ValueError:
+            continue
+
+
+def test_who_comes_later_has_what_it_found_and_no_more() -> None:
+    after_a = settle(
+        successor(settle(successor(None, A), [("", 5), ("run-a", 9)]), B), [("run-a", 9), ("", 5)]
+    )
+    assert after_a.before == (Former("", 5), Former("run-a", 9))
+    assert [after_a.has("run-a", step) for step in (9, 10)] == [True, False]
+    assert after_a.has("run-b", 99)
+    assert not after_a.has("run-c", 1)
+    assert after_a.outlived("run-a")
+    assert not after_a.outlived("run-b")
+
+
+def test_runs_without_checkpoints_are_forgotten_in_the_end() -> None:
+    owner = successor(None, Run("run-0"))
+    for number in range(1, 200):
+        owner = settle(successor(owner, Run(f"run-{number}")), [("", 5)])
+    assert len(owner.before) == ownership.MAX_BEFORE + 1
+    assert owner.has("", 5)
+    assert owner.outlived("run-198")
+    assert len(owner.to_json()) < ownership.MAX_OWNER_BYTES
+
+
+def test_the_agent_names_the_run_and_without_one_each_process_is_its_own() -> None:
+    assert this_run({"ELASTIC_AGENT_RUN": "x", "TORCHELASTIC_RUN_ID": "demo"}).id == "x"
+    assert "job demo" in this_run({"TORCHELASTIC_RUN_ID": "demo"}).label
+    mine = this_run({}).id
+    assert this_run({}).id == mine
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(writes, this_run({}).id.encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(reads, 100).decode() != mine
+    os.close(reads)
+    os.close(writes)
+
+
+# ---------------------------------------------------------------- two runs, in every order
+
+
+class Interrupted:
+    """Lets `then` happen right before the call number `at` of those that reach the file system."""
+
+    CALLS = ("open", "write", "rename", "unlink", "fsync", "listdir", "mkdir")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, then: Callable[[], None]) -> None:
+        self._left = at
+        self._then = then
+        self.happened = False
+        for module in (files_module, durable):
+            monkeypatch.setattr(module, "os", self)
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(os, name)
+        if name not in self.CALLS:
+            return call
+
+        def counted(*args: Any, **named: Any) -> Any:
+            self._left -= 1
+            if self._left == 0:
+                self.happened = True
+                self._then()
+            return call(*args, **named)
+
+        return counted
+
+
+def interruptions(
+    tmp_path: Path,
+    first: Callable[[Path], Job],
+    does: Callable[[Job], object],
+    other: Callable[[Path], Job],
+    meanwhile: Callable[[Job], object],
+) -> Iterator[tuple[Path, Job, Job, CheckpointError | None, CheckpointError | None]]:
+    """`does` of a first job, and all that another does `meanwhile`, between any two calls of it."""
+    for at in count(1):
+        directory = tmp_path / str(at)
+        one = first(directory)
+        another = other(directory)
+        refusals: list[CheckpointError] = []
+
+        def then(another: Job = another, refusals: list[CheckpointError] = refusals) -> None:
+            try:
+                meanwhile(another)
+            except CheckpointError as error:
+                refusals.append(error)
+
+        refusal = None
+        with pytest.MonkeyPatch.context() as patched:
+            interrupted = Interrupted(patched, at, then)
+            try:
+                does(one)
+            except CheckpointError as error:
+                refusal = error
+        if not interrupted.happened:
+            assert at > 8, "the calls are counted"
+            return
+        yield directory, one, another, refusal, refusals[0] if refusals else None
+
+
+def started(directory: Path) -> Job:
+    """Run A, which has saved 10, 20 and 30."""
+    job = Job(directory, A)
+    job.load()
+    for step in (10, 20, 30):
+        job.save(step)
+    return job
+
+
+def second(directory: Path) -> Job:
+    return Job(directory, B)
+
+
+def go_on(*saves: int) -> Callable[[Job], None]:
+    def do(job: Job) -> None:
+        job.load()
+        for step in saves:
+            job.save(step)
+
+    return do
+
+
+@pytest.mark.usefixtures("no_locks")
+@pytest.mark.parametrize("saves", [(), (35,), (50,), (40, 45), (31, 32, 33)], ids=str)
+def test_whoever_takes_over_in_the_middle_of_a_save_keeps_all_and_the_other_is_told(
+    tmp_path: Path, saves: tuple[int, ...]
+) -> None:
+    for directory, a, b, told_a, told_b in interruptions(
+        tmp_path, started, lambda job: job.save(40), second, go_on(*saves)
+    ):
+        there = steps(directory)
+        if told_b is not None:
+            # It had saved 40 after A's 40: the same step, which it does not come from.
+            assert isinstance(told_b, OtherRun)
+            continue
+        assert b.saved == list(saves)
+        assert told_a is None or (isinstance(told_a, OtherRun) and "job b" in str(told_a))
+        if told_a is not None:
+            assert 40 not in there or there[40] == B.id
+        # What B was told is saved is there, and A's newest that it came from, or a newer one of B.
+        assert all(there[step] == B.id for step in saves[-2:])
+        newest = max(there)
+        assert there[newest] == (B.id if saves else A.id)
+        assert newest == max([*saves, 0]) or newest == b.step
+        # A's next save is refused, and so is its next generation; B goes on.
+        with pytest.raises(OtherRun, match=r"taken over by run run-b \(job b\).*this run run-a"):
+            a.save(60)
+        with pytest.raises(OtherRun, match="taken over"):
+            Job(directory, A, generation=2).load()
+        b.save(70)
+        assert Job(directory, B, generation=2).load() == 70
+        assert not [name for name in os.listdir(directory) if name.startswith("tmp-")]
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_a_save_in_the_middle_of_a_takeover_is_kept_or_refused(tmp_path: Path) -> None:
+    for directory, b, _, told_b, told_a in interruptions(
+        tmp_path, second, lambda job: job.load(), started_later, lambda job: job.save(40)
+    ):
+        assert told_a is None or isinstance(told_a, OtherRun)
+        if told_a is None:
+            assert steps(directory)[40] == A.id, "it was told that it is saved"
+        if told_b is not None:
+            assert not isinstance(told_b, OtherRun), "another load helps"
+            assert told_a is None
+            assert "run run-a saved step 40 while this run" in str(told_b)
+            b = Job(directory, B, generation=2)
+            b.load()
+        assert b.step == (40 if told_a is None else 30)
+        b.save(b.step + 5)
+        assert max(steps(directory)) == b.step
+
+
+def started_later(directory: Path) -> Job:
+    job = started(directory)
+    job.files.hold(30)
+    return job
+
+
+def one_save(job: Job) -> None:
+    job.load()
+    job.save(job.step + 40)
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_of_two_that_come_at_once_one_has_the_directory(tmp_path: Path) -> None:
+    for directory, b, c, told_b, told_c in interruptions(
+        tmp_path, second, one_save, lambda directory: Job(directory, C), one_save
+    ):
+        assert told_c is None or isinstance(told_c, OtherRun)
+        assert told_b is None or isinstance(told_b, OtherRun) or "load again" in str(told_b)
+        saved = {job.saved[-1]: job.run.id for job in (b, c) if job.saved}
+        there = steps(directory)
+        assert all(there[step] == run for step, run in saved.items() if step == max(saved))
+        goes_on = []
+        for run in (B, C):
+            again = Job(directory, run, generation=2)
+            with contextlib.suppress(OtherRun):
+                assert again.load() == max(saved, default=0)
+                again.save(again.step + 10)
+                goes_on.append(again)
+        assert len(goes_on) == 1
+        assert steps(directory)[goes_on[0].step] == goes_on[0].run.id
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_a_run_that_is_overtaken_on_its_way_in_does_not_take_the_directory_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started(tmp_path)
+    b, c = Job(tmp_path, B), Job(tmp_path, C)
+    remove = b.files._remove_abandoned
+
+    def remove_and_be_overtaken(*args: Any, **named: Any) -> None:
+        remove(*args, **named)
+        c.load()
+
+    monkeypatch.setattr(b.files, "_remove_abandoned", remove_and_be_overtaken)
+    with pytest.raises(OtherRun, match="taken over by run run-c"):
+        b.load()
+    c.save(40)
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_a_run_that_was_set_back_does_not_delete_what_another_has_saved(tmp_path: Path) -> None:
+    """B loads 30 of A; A, which cannot see that yet (a cached directory), comes to 90; B saves 31."""
+    started(tmp_path)
+    b = Job(tmp_path, B)
+    b.load()
+    owner = (tmp_path / "owner.json").read_bytes()
+    a = Job(tmp_path, A, generation=2)
+    (tmp_path / "owner.json").write_bytes(Ownership(A, settled=True).to_json())
+    a.load()
+    a.save(80)
+    a.save(90)
+    (tmp_path / "owner.json").write_bytes(owner)
+    with pytest.raises(OtherRun, match=r"holds step 90 of run run-a, which this run run-b .* at step 30"):
+        b.save(31)
+    assert steps(tmp_path) == {80: A.id, 90: A.id}
+    with pytest.raises(OtherRun, match="step 90 of run run-a"):
+        Job(tmp_path, B, generation=2).load()
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_an_older_checkpoint_that_came_behind_ones_back_is_left_alone_and_never_loaded(
+    tmp_path: Path,
+) -> None:
+    started(tmp_path)
+    b = Job(tmp_path, B)
+    b.load()
+    owner = (tmp_path / "owner.json").read_bytes()
+    (tmp_path / "owner.json").unlink()
+    unseen = Job(tmp_path, Run("unseen"), keep=9)
+    unseen.step = 31
+    unseen.save(31)
+    (tmp_path / "owner.json").write_bytes(owner)
+    for step in (40, 50, 60):
+        b.save(step)
+    assert steps(tmp_path) == {31: "unseen", 50: B.id, 60: B.id}
+    for path in [*tmp_path.glob("step-000000000050-*.pt"), *tmp_path.glob("step-000000000060-*.pt")]:
+        path.unlink()
+    again = Job(tmp_path, B, generation=2)
+    assert again.files.find()[0] is None
+
+
+def ended(directory: Path) -> None:
+    """Run A has saved 195 and 200, and its process has ended."""
+    a = Job(directory, A)
+    a.load()
+    a.save(195)
+    a.save(200)
+
+
+def test_a_run_whose_state_is_elsewhere_goes_on_and_keeps_an_ended_runs_newer_checkpoints(
+    tmp_path: Path,
+) -> None:
+    ended(tmp_path)
+    b = Job(tmp_path, B)
+    b.files.enter(wait_s=0)
+    b.files.take(90, elsewhere=True)
+    b.step = 90
+    for step in (95, 195, 200, 205):
+        b.save(step)
+    assert steps(tmp_path) == {200: B.id, 205: B.id}
+    assert steps(tmp_path / f"before-{A.id}") == {195: A.id, 200: A.id}
+    assert Job(tmp_path, B, generation=2).load() == 205
+    with pytest.raises(OtherRun, match="taken over"):
+        Job(tmp_path, A, generation=2).load()
+    del b
+    assert Job(tmp_path, C).load() == 205
+    assert Job(tmp_path / f"before-{A.id}", C).load() == 200
+
+
+@pytest.mark.parametrize("step", [90, 195])
+def test_a_move_that_was_interrupted_loses_nothing(tmp_path: Path, step: int) -> None:
+    def come(job: Job) -> None:
+        job.files.enter(wait_s=0)
+        job.files.take(step, elsewhere=True)
+
+    class Killed(BaseException):
+        pass
+
+    for at in count(1):
+        directory = tmp_path / str(at)
+        ended(directory)
+
+        def kill() -> None:
+            raise Killed
+
+        with pytest.MonkeyPatch.context() as patched, contextlib.suppress(Killed):
+            interrupted = Interrupted(patched, at, kill)
+            patched.setattr(moved, "os", interrupted)
+            come(Job(directory, B))
+        come(Job(directory, B, generation=2))
+        kept = steps(directory / f"before-{A.id}")
+        assert kept == {195: A.id, 200: A.id}
+        if not interrupted.happened:
+            assert at > 15
+            return
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_a_lock_nothing_is_moved(tmp_path: Path) -> None:
+    ended(tmp_path)
+    with pytest.raises(OtherRun, match="step 200 of run run-a"):
+        CheckpointFiles(tmp_path, keep=1, run=B).take(90, elsewhere=True)
+    assert steps(tmp_path) == {195: A.id, 200: A.id}
+
+
+def test_nothing_is_moved_while_the_other_run_lives(tmp_path: Path) -> None:
+    a = started(tmp_path)
+    with pytest.raises(OtherRun, match="is alive"):
+        CheckpointFiles(tmp_path, keep=1, run=B).take(5, elsewhere=True)
+    a.save(40)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_nothing_is_moved_where_this_run_has_been(tmp_path: Path, known: bool) -> None:
+    started(tmp_path)
+    b = Job(tmp_path, B)
+    b.load()
+    b.save(35)
+    del b
+    owner = (tmp_path / "owner.json").read_bytes()
+    (tmp_path / "owner.json").unlink()
+    unseen = Job(tmp_path, A, generation=2)
+    unseen.step = 36
+    unseen.files.hold(36)
+    unseen.save(90)
+    del unseen
+    if known:
+        (tmp_path / "owner.json").write_bytes(owner)
+        (tmp_path / "step-000000000035.json").unlink(missing_ok=True)
+    else:
+        (tmp_path / "owner.json").unlink()
+    again = CheckpointFiles(tmp_path, keep=1, run=B)
+    with pytest.raises(OtherRun, match="step 90 of run run-a"):
+        again.take(50, elsewhere=True)
+
+
+# ---------------------------------------------------------------- what a run that comes here may delete
+
+
+def fill(job: Job) -> None:
+    """Save so often that all that may be deleted is gone."""
+    for step in range(job.step + 1, job.step + 4):
+        job.save(step)
+
+
+def of(directory: Path, run: Run) -> list[int]:
+    return sorted(step for step, whose in steps(directory).items() if whose == run.id)
+
+
+def comes(directory: Path, run: Run, step: int, *kin: Former) -> Job:
+    """With a state from memory or from another node's disk."""
+    job = Job(directory, run)
+    job.files.enter(wait_s=0)
+    job.files.take(step, kin, elsewhere=True)
+    job.step = step
+    return job
+
+
+def test_what_ended_runs_have_left_is_loaded_and_deleted_by_their_successor(tmp_path: Path) -> None:
+    started(tmp_path)
+    for run in (B, C):
+        job = Job(tmp_path, run)
+        job.load()
+        job.save(job.step + 5)
+        del job
+    last = Job(tmp_path, Run("last"))
+    assert last.load() == 40
+    assert steps(tmp_path) == {35: B.id, 40: C.id}
+    fill(last)
+    assert set(steps(tmp_path).values()) == {"last"}
+    assert len(os.listdir(tmp_path)) == 6, "two checkpoints, the owner and the lock"
+
+
+def test_a_successor_that_ended_on_its_way_in_is_passed_over(tmp_path: Path) -> None:
+    """B has begun to take over, and C comes: it follows A. C loads nothing, so that A is known by `before` alone."""
+    started(tmp_path)
+    (tmp_path / "owner.json").write_bytes(successor(owner_of(tmp_path), B).to_json())
+    c = Job(tmp_path, C)
+    c.step = 30
+    fill(c)
+    assert set(steps(tmp_path).values()) == {C.id}
+
+
+def test_a_run_that_was_killed_on_its_way_in_loads_the_newest(tmp_path: Path) -> None:
+    """B had taken over A's 30, and saved 35; C has begun to take over and has not seen what there is."""
+    started(tmp_path)
+    b = Job(tmp_path, B)
+    b.load()
+    b.save(35)
+    del b
+    (tmp_path / "owner.json").write_bytes(successor(owner_of(tmp_path), C).to_json())
+    assert Job(tmp_path, C, generation=2).load() == 35
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_a_successor_still_has_what_it_loaded(tmp_path: Path) -> None:
+    a = started(tmp_path)
+    b = Job(tmp_path, B)
+    b.load()
+    fill(b)
+    assert set(steps(tmp_path).values()) == {B.id}
+    with pytest.raises(OtherRun, match="taken over by run run-b"):
+        a.save(40)
+
+
+@pytest.mark.usefixtures("no_locks")
+@pytest.mark.parametrize("step", [35, 90])
+def test_a_state_from_elsewhere_makes_nothing_here_ones_own(tmp_path: Path, step: int) -> None:
+    """A may be alive: there are no locks."""
+    started(tmp_path)
+    fill(comes(tmp_path, B, step))
+    assert of(tmp_path, A) == [20, 30]
+    b = Job(tmp_path, B, generation=2)
+    assert b.load() == step + 3
+    fill(b)
+    assert of(tmp_path, A) == [20, 30]
+    assert len(of(tmp_path, B)) == 2
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_a_state_from_elsewhere_of_the_same_step_is_refused_before_training(tmp_path: Path) -> None:
+    started(tmp_path)
+    with pytest.raises(OtherRun, match=r"step 30 of run run-a.* at step 30"):
+        comes(tmp_path, B, 30)
+    assert owner_of(tmp_path).run == A
+
+
+@pytest.mark.parametrize("step", [25, 30, 90])
+def test_a_state_from_elsewhere_moves_what_an_ended_run_has_left(tmp_path: Path, step: int) -> None:
+    started(tmp_path)
+    fill(comes(tmp_path, B, step))
+    assert set(steps(tmp_path).values()) == {B.id}
+    assert steps(tmp_path / f"before-{A.id}") == {20: A.id, 30: A.id}
+
+
+def test_what_a_state_from_elsewhere_comes_from_is_deleted_in_time(tmp_path: Path) -> None:
+    """Rank 0 came to a node whose disk has older checkpoints of this job's own past."""
+    started(tmp_path)
+    fill(comes(tmp_path, B, 90, Former(A.id, 30)))
+    assert set(steps(tmp_path).values()) == {B.id}
+    assert not (tmp_path / f"before-{A.id}").exists()
+
+
+def test_what_an_agents_memory_knows_is_this_jobs_also_where_the_job_went_back(tmp_path: Path) -> None:
+    started(tmp_path)
+    b = comes(tmp_path, B, 25, Former(A.id, ownership.MOST_STEPS))
+    assert owner_of(tmp_path).before == (Former("", -1), Former(A.id, 30))
+    fill(b)
+    assert steps(tmp_path) == {27: B.id, 28: B.id}
+    assert not (tmp_path / f"before-{A.id}").exists()
+
+
+def test_what_a_run_comes_from_is_known_in_a_directory_that_has_nothing_of_it(tmp_path: Path) -> None:
+    """So that it can tell, when rank 0 comes to another node."""
+    comes(tmp_path, B, 40, Former(A.id, 30))
+    assert owner_of(tmp_path).before == (Former("", -1), Former(A.id, 30))
+
+
+def test_a_save_without_a_load_follows_the_run_before(tmp_path: Path) -> None:
+    """As an archive of the best models does when the job is started again."""
+    started(tmp_path)
+    b = Job(tmp_path, B)
+    b.step = 31
+    fill(b)
+    assert set(steps(tmp_path).values()) == {B.id}
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_a_save_without_a_load_and_without_a_lock_deletes_nothing_of_others(tmp_path: Path) -> None:
+    started(tmp_path)
+    b = Job(tmp_path, B)
+    b.step = 31
+    fill(b)
+    assert of(tmp_path, A) == [20, 30]
+    assert of(tmp_path, B) == [33, 34]
+
+
+def copied(tmp_path: Path) -> Path:
+    """A's 20 and 30, and below them B's 5 and 7, that somebody has copied there."""
+    directory = tmp_path / "x"
+    started(directory)
+    b = Job(tmp_path / "b", B)
+    for step in (5, 7):
+        b.save(step)
+    for path in (tmp_path / "b").glob("step-*"):
+        path.rename(directory / path.name)
+    return directory
+
+
+@pytest.mark.parametrize("owner", ["kept", "damaged", "lost"])
+def test_older_checkpoints_of_a_run_that_ones_own_does_not_come_from_stay(tmp_path: Path, owner: str) -> None:
+    directory = copied(tmp_path)
+    if owner == "damaged":
+        (directory / "owner.json").write_bytes(b"half")
+    if owner == "lost":
+        (directory / "owner.json").unlink()
+    for run in (C, Run("again")):
+        job = Job(directory, run)
+        assert job.load() >= 30
+        fill(job)
+        assert of(directory, B) == [5, 7]
+        assert not of(directory, A)
+        job.files._lock.forget()
+
+
+@pytest.mark.parametrize("whose", [A, B])
+def test_a_manifest_that_cannot_be_read_is_deleted_with_its_run_and_not_otherwise(
+    tmp_path: Path, whose: Run
+) -> None:
+    directory = copied(tmp_path)
+    step = 20 if whose == A else 7
+    (directory / f"step-{step:012d}.json").write_bytes(b"half")
+    c = Job(directory, C)
+    assert c.load() == 30
+    fill(c)
+    assert (directory / f"step-{step:012d}.json").exists() == (whose == B)
+    assert len(list(directory.glob(f"step-{step:012d}-*.pt"))) == (whose == B)
+
+
+def test_an_old_directory_is_taken_over_once_also_beside_other_runs(tmp_path: Path) -> None:
+    without_names(tmp_path)
+    b = Job(tmp_path, B)
+    assert b.load() == 20
+    b.save(30)
+    del b
+    c = Job(tmp_path, C)
+    c.load()
+    fill(c)
+    assert set(steps(tmp_path).values()) == {C.id}
+
+
+# ---------------------------------------------------------------- one run, as ever
+
+
+def without_names(directory: Path) -> None:
+    """What a version that knew no runs has left."""
+    job = Job(directory, A)
+    job.save(10)
+    job.save(20)
+    for path in directory.glob("step-*.json"):
+        manifest = Manifest.from_json(path.read_bytes())
+        old = f"step-{manifest.step:012d}-{manifest.sha256[:16]}.pt"
+        (directory / manifest.file).rename(directory / old)
+        path.write_bytes(Manifest(manifest.step, 1, 1, old, manifest.size, manifest.sha256).to_json())
+    (directory / "tmp-00000007-000000000030.pt").write_bytes(b"half")
+    (directory / f"step-000000000030-{'a' * 16}.pt").write_bytes(b"never published")
+    (directory / "owner.json").unlink(missing_ok=True)
+    del job
+
+
+def test_an_old_directory_is_taken_over_once(tmp_path: Path) -> None:
+    without_names(tmp_path)
+    job = Job(tmp_path, B)
+    assert job.load() == 20
+    assert owner_of(tmp_path).before == (Former("", 20),)
+    job.save(30)
+    job.save(40)
+    assert set(steps(tmp_path).values()) == {B.id}
+    assert len(os.listdir(tmp_path)) == 6, "two checkpoints, the owner and the lock"
+
+
+def test_the_next_generation_goes_on_also_where_the_last_one_holds_the_lock(tmp_path: Path) -> None:
+    frozen = started(tmp_path)
+    before = (tmp_path / "owner.json").read_bytes()
+    again = Job(tmp_path, A, generation=2)
+    assert again.load() == 30
+    again.save(40)
+    assert (tmp_path / "owner.json").read_bytes() == before, "a restart writes nothing there"
+    frozen.files._lock.forget()
+    with pytest.raises(OtherRun):
+        Job(tmp_path, B).load()
+
+
+def test_a_job_that_is_started_again_goes_on_and_so_does_the_next(tmp_path: Path) -> None:
+    started(tmp_path)
+    for number in range(3):
+        job = Job(tmp_path, Run(f"again-{number}"))
+        assert job.load() == 30 + number
+        job.save(31 + number)
+        del job
+
+
+def test_going_back_deletes_what_was_given_up_of_ones_own_and_of_those_before(tmp_path: Path) -> None:
+    started(tmp_path)
+    job = Job(tmp_path, B)
+    job.load()
+    (data,) = tmp_path.glob("step-000000000030-*.pt")
+    data.unlink()
+    again = Job(tmp_path, B, generation=2)
+    assert again.load() == 20
+    again.save(25)
+    assert steps(tmp_path) == {20: A.id, 25: B.id}
+
+
+def test_a_newer_step_that_does_not_verify_stops_nobody(tmp_path: Path) -> None:
+    started(tmp_path)
+    (data,) = tmp_path.glob("step-000000000030-*.pt")
+    data.unlink()
+    job = Job(tmp_path, B)
+    assert job.load() == 20
+    job.save(25)
+    assert steps(tmp_path) == {20: A.id, 25: B.id}
+
+
+def test_a_save_without_a_load_makes_the_directory_ones_own(tmp_path: Path) -> None:
+    job = Job(tmp_path, A)
+    job.save(10)
+    assert owner_of(tmp_path) == Ownership(A, (Former("", -1),), settled=True)
+
+
+def test_without_an_owner_ones_own_is_not_set_above_what_another_has_saved_since(tmp_path: Path) -> None:
+    started(tmp_path)
+    b = Job(tmp_path, B)
+    b.load()
+    b.save(35)
+    del b
+    (tmp_path / "owner.json").write_bytes(b"half")
+    with pytest.raises(OtherRun, match="holds step 35 of run run-b"):
+        Job(tmp_path, A, generation=3).load()
+    assert steps(tmp_path) == {30: A.id, 35: B.id}
+    assert Job(tmp_path, C).load() == 35
+
+
+# ---------------------------------------------------------------- the lock
+
+
+def test_while_a_run_lives_another_is_refused_after_a_while_and_told_whom_it_met(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    a = started(tmp_path)
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(OtherRun, match=r"run run-a \(job a\) is alive.*this is run run-b \(job b\)"):
+        Job(tmp_path, B).files.enter(wait_s=60.0, clock=lambda: now, sleep=sleep)
+    assert now >= 60.0
+    assert len([one for one in caplog.records if "waiting for its end" in one.message]) == 1
+    assert sorted(os.listdir(tmp_path)) == before
+    a.save(40)
+
+
+def test_who_waits_goes_on_when_the_other_ends(tmp_path: Path) -> None:
+    a = started(tmp_path)
+
+    def sleep(_: float) -> None:
+        a.save(40)
+        a.files._lock.forget()
+
+    b = Job(tmp_path, B)
+    b.files.enter(sleep=sleep)
+    assert b.load() == 40
+
+
+def test_no_other_run_comes_in_between_two_generations(tmp_path: Path) -> None:
+    agent = LockKeeper()
+    a = Job(tmp_path, A, agent=agent)
+    a.load()
+    a.save(10)
+    a.files._lock.forget()
+    with pytest.raises(OtherRun, match="is in use"):
+        Job(tmp_path, B).load()
+    again = Job(tmp_path, A, generation=2, agent=agent)
+    assert again.load() == 10
+    again.save(20)
+    again.files._lock.forget()
+    with pytest.raises(OtherRun, match="is in use"):
+        Job(tmp_path, B).load()
+    agent.end()
+    assert Job(tmp_path, B).load() == 20
+
+
+def test_an_agent_that_did_not_get_the_lock_gets_it_at_the_next_save(tmp_path: Path) -> None:
+    agent = LockKeeper()
+    agent.deaf = True
+    a = Job(tmp_path, A, agent=agent)
+    a.load()
+    agent.deaf = False
+    a.save(10)
+    a.save(20)
+    assert len(agent.kept) == 1, "once it has it, it is not lent again"
+    a.files._lock.forget()
+    with pytest.raises(OtherRun, match="is in use"):
+        Job(tmp_path, B).load()
+    agent.end()
+
+
+def test_a_run_that_lost_the_node_of_rank_0_still_has_the_directory(tmp_path: Path) -> None:
+    first_agent, other_agent = LockKeeper(), LockKeeper()
+    a = Job(tmp_path, A, agent=first_agent)
+    a.load()
+    a.save(10)
+    elsewhere = Job(tmp_path, A, agent=other_agent)
+    elsewhere.files.join()
+    first_agent.end()
+    for job in (a, elsewhere):
+        job.files._lock.forget()
+    with pytest.raises(OtherRun, match="is in use"):
+        Job(tmp_path, B).load()
+    assert Job(tmp_path, A, generation=2, agent=other_agent).load() == 10
+    other_agent.end()
+
+
+def test_an_agent_that_goes_on_in_another_run_lets_go_of_the_locks_of_the_past_one(tmp_path: Path) -> None:
+    agent = LockKeeper()
+    a = Job(tmp_path, A, agent=agent)
+    a.load()
+    a.save(10)
+    a.files._lock.forget()
+    again = Job(tmp_path, B, agent=agent)
+    again.files.begin()
+    assert again.load() == 10
+
+
+def test_a_node_without_rank_0_locks_nothing_that_its_run_has_not(tmp_path: Path) -> None:
+    Job(tmp_path, A).files.join()
+    assert os.listdir(tmp_path) == []
+    started(tmp_path).files._lock.forget()
+    Job(tmp_path, B).files.join()
+    assert Job(tmp_path, C).load() == 30
+
+
+def test_an_owner_that_lost_its_file_is_told_from_others_by_the_lock(tmp_path: Path) -> None:
+    agent = LockKeeper()
+    a = Job(tmp_path, A, agent=agent)
+    a.load()
+    a.save(10)
+    a.files._lock.forget()
+    (tmp_path / "owner.json").unlink()
+    assert Job(tmp_path, A, generation=2).load() == 10
+    agent.end()
+
+
+def test_a_save_without_a_load_waits_too(tmp_path: Path) -> None:
+    a = started(tmp_path)
+    b = Job(tmp_path, B)
+    b.step = 31
+    end = threading.Timer(0.05, a.files._lock.forget)
+    end.start()
+    b.save(32)
+    end.join()
+    assert owner_of(tmp_path).run == B
+
+
+def test_a_load_that_failed_lets_go_of_the_directory(tmp_path: Path) -> None:
+    started(tmp_path)
+    b = CheckpointFiles(tmp_path, keep=1, run=B)
+    b.enter(wait_s=0)
+    with pytest.raises(OtherRun):
+        Job(tmp_path, C).load()
+    b.leave()
+    assert Job(tmp_path, C).load() == 30
+
+
+SCRIPT = """
+import os, signal, sys
+from elastic_agent.worker.errors import OtherRun
+from elastic_agent.worker.files import CheckpointFiles
+from elastic_agent.worker.ownership import this_run
+
+files = CheckpointFiles(sys.argv[1], keep=2, run=this_run(os.environ))
+try:
+    files.enter(wait_s=0.3)
+except OtherRun as error:
+    print(error)
+    sys.exit(3)
+found, _ = files.find()
+step = found.manifest.step if found else 0
+files.take(step)
+if os.fork() == 0:  # as a data loader does
+    os.close(1)
+    while True:
+        signal.pause()
+print(step, flush=True)
+for line in sys.stdin:
+    files.hold(step)
+    step += 1
+    manifest = files.write(step, generation=1, world_size=1, serialize=lambda sink: sink.write(b"x"), may_change=int)
+    files.publish(manifest, int)
+    print(step, flush=True)
+"""
+
+
+def test_the_same_script_twice_at_once_and_then_again(tmp_path: Path) -> None:
+    """Real processes, and a fork that outlives the first: the lock ends with who has taken it."""
+
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-c", SCRIPT, str(tmp_path / "x")]
+        started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True))
+        return started[-1]
+
+    def says(process: subprocess.Popen[str], line: str = "") -> str:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        if line:
+            print(line, file=process.stdin, flush=True)
+        return process.stdout.readline().strip()
+
+    try:
+        first = start()
+        assert [says(first), says(first, "save")] == ["0", "1"]
+        refused = says(start())
+        assert "is in use: run" in refused
+        assert f"process {first.pid} on" in refused
+        assert says(first, "save") == "2"
+        first.kill()
+        assert first.wait() == -signal.SIGKILL
+        third = start()
+        assert [says(third), says(third, "save")] == ["2", "3"]
+    finally:
+        for process in started:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+# ---------------------------------------------------------------- saves that end badly
+
+
+def away() -> None:
+    raise Unconfirmed("the store is away")
+
+
+def test_saves_that_nobody_confirms_leave_a_bounded_number_of_files(tmp_path: Path) -> None:
+    job = Job(tmp_path, A)
+    job.load()
+    job.save(1)
+    job.save(2)
+    before = sorted(os.listdir(tmp_path))
+    serialized = []
+
+    def unconfirmed(step: int) -> None:
+        with pytest.raises(Unconfirmed):
+            job.files.write(
+                step, generation=1, world_size=1, serialize=lambda _: serialized.append(step), may_change=away
+            )
+
+    for step in range(3, 23):
+        unconfirmed(step)
+    assert serialized == [], "nothing is written in vain"
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize("refusal", [Unconfirmed, Fenced, OSError, KeyboardInterrupt])
+def test_a_publish_that_fails_removes_its_data(tmp_path: Path, refusal: type[BaseException]) -> None:
+    job = Job(tmp_path, A)
+    job.load()
+    job.save(1)
+    before = sorted(os.listdir(tmp_path))
+    for step in range(2, 22):
+        answers = iter([None, refusal("no")])
+
+        def may_change(answers: Iterator[BaseException | None] = answers) -> None:
+            if (answer := next(answers)) is not None:
+                raise answer
+
+        with pytest.raises(refusal):
+            job.save(step, may_change)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_what_a_killed_writer_left_is_removed_before_the_next_gigabytes(tmp_path: Path) -> None:
+    job = Job(tmp_path, A)
+    job.load()
+    for step in range(1, 21):
+        # Killed before it could publish, or clear up.
+        job.files.write(
+            step, generation=1, world_size=1, serialize=lambda sink: sink.write(b"x"), may_change=permitted
+        )
+        assert len(list(tmp_path.glob("*.pt"))) == 1

@@ -1,0 +1,141 @@
+"""What settings name on this machine, and what workers are to run: looked for before anything is started."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent.configuration.config import Command, Config, ConfigError, Endpoint, Problem
+from elastic_agent.agent.exits import ExitCode
+from elastic_agent.agent.machine import places
+from elastic_agent.agent.machine.places import check_places
+from elastic_agent.agent.machine.target import check_target
+from elastic_agent.agent.status import run_files
+from elastic_agent.agent.status.run_files import place_of_run_directory
+
+SCRIPT = Command("script", "train.py")
+
+
+def problems_of(**settings: object) -> list[Problem]:
+    try:
+        check_places(Config(SCRIPT, **settings), os.environ)  # type: ignore[arg-type]
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+def test_a_log_directory_must_be_one_or_become_one(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert problems_of(log_dir=tmp_path) == []
+    assert problems_of(log_dir=tmp_path / "not" / "yet") == []
+    for wrong in (tmp_path / "file", tmp_path / "file" / "below"):
+        [problem] = problems_of(log_dir=wrong)
+        assert (problem.origin, problem.here) == ("--log-dir", True)
+        assert f"{tmp_path / 'file'} is no folder" in str(problem)
+
+
+def test_a_log_directory_must_be_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places.os, "access", lambda path, mode: path != tmp_path)
+    [problem] = problems_of(log_dir=tmp_path / "logs")
+    assert f"this user may not write to {tmp_path}" in str(problem)
+
+
+def test_no_more_memory_is_asked_for_than_there_is() -> None:
+    found = os.statvfs("/dev/shm")
+    room = found.f_blocks * found.f_frsize
+    assert problems_of(memory_checkpoints=None) == problems_of(memory_checkpoints=room) == []
+    [problem] = problems_of(memory_checkpoints=room + 1)
+    assert (problem.origin, problem.here) == ("--memory-checkpoints", True)
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        (Endpoint("127.0.0.1", 0), None),
+        (Endpoint("0.0.0.0", 0), None),
+        (Endpoint("192.0.2.99", 9100), "an address of this node"),
+    ],
+)
+def test_the_http_address_must_be_of_this_machine(address: Endpoint, expected: str | None) -> None:
+    assert [problem.expected.partition(",")[0] for problem in problems_of(http_address=address)] == (
+        [] if expected is None else [expected]
+    )
+
+
+def test_a_port_that_is_taken_may_be_free_in_a_moment() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert problems_of(http_address=Endpoint("127.0.0.1", taken.getsockname()[1])) == []
+
+
+def test_the_agents_sockets_have_a_place_although_tmpdir_is_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 110)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert place_of_run_directory(os.environ) == "/tmp"
+    assert problems_of() == []
+    monkeypatch.setattr(run_files, "_SHORT_PLACE", str(tmp_path / "none"))
+    [problem] = problems_of()
+    assert (problem.origin, problem.value, problem.here) == ("TMPDIR", str(long), True)
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for file in (
+        "flat.py",
+        "pkg/__init__.py",
+        "pkg/mod.py",
+        "runs/__init__.py",
+        "runs/__main__.py",
+        "names/mod.py",
+    ):
+        path = tmp_path / file
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("raise SystemExit('nothing of it is run')\n")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/__init__.py").write_text("__path__.append('/elsewhere')\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "module", ["flat", "pkg.mod", "runs", "names.mod", "own.anything", "torch.distributed.run", "timeit"]
+)
+def test_a_module_that_is_there_is_found_and_not_run(packages: Path, module: str) -> None:
+    check_target(Command("module", module), {})
+
+
+@pytest.mark.parametrize(
+    ("module", "missing"),
+    [
+        ("no_such_mod", "there is no no_such_mod"),
+        ("pkg.no", "pkg has no no"),
+        ("flat.no", "flat has no no"),
+        ("pkg", "pkg is a package without __main__"),
+    ],
+)
+def test_a_module_that_is_missing_is_refused_on_every_machine(
+    packages: Path, module: str, missing: str
+) -> None:
+    with pytest.raises(ConfigError, match=missing) as caught:
+        check_target(Command("module", module), {})
+    assert caught.value.code is ExitCode.BAD_CONFIG
+    check_target(Command("module", module), {"PYTHON_EXEC": "/another/python"})
+
+
+def test_a_program_is_looked_for_where_workers_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").symlink_to(sys.executable)
+    (tmp_path / "text").touch()
+    check_target(Command("binary", "./run"), {})
+    check_target(Command("binary", "run"), {"PATH": str(tmp_path)})
+    for name in ("no_such_prog", "./text", "./none"):
+        with pytest.raises(ConfigError, match="a program that exists"):
+            check_target(Command("binary", name), {"PATH": "/usr/bin"})

@@ -1,0 +1,237 @@
+"""Threads of the agent: none ends, or fails to begin, without being missed; and none is started in another way."""
+
+from __future__ import annotations
+
+import ast
+import queue
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent.drain_gate import DrainGate
+from elastic_agent.agent.events import Event, Probed, StopRead, StoreGone, ThreadFailed
+from elastic_agent.agent.exits import CannotStart, ExitCode
+from elastic_agent.agent.gate import Gate
+from elastic_agent.agent.interruptible import unless_stopped
+from elastic_agent.agent.peer_link import PeerLink
+from elastic_agent.agent.store_link import StoreLink
+from elastic_agent.rendezvous import threads
+from elastic_agent.rendezvous.errors import StoreUnavailable
+from elastic_agent.rendezvous.etcd_addresses import Addresses
+from elastic_agent.rendezvous.memory import MemoryStore
+from elastic_agent.rendezvous.peers import Absence, Peer
+from elastic_agent.rendezvous.records import Endpoint
+from elastic_agent.rendezvous.threads import Thread, listen
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 20.0
+FAILURES = ("dies", "cannot be started")
+
+
+class Failed:
+    """Every failure that the process' listener has heard of, by the thread's name."""
+
+    def __init__(self) -> None:
+        self._heard: queue.SimpleQueue[tuple[str, BaseException]] = queue.SimpleQueue()
+
+    def __call__(self, name: str, error: BaseException) -> None:
+        self._heard.put((name, error))
+
+    def next(self) -> str:
+        return self._heard.get(timeout=PATIENCE_S)[0]
+
+
+@pytest.fixture
+def failed() -> Iterator[Failed]:
+    hook, failed = threading.excepthook, Failed()
+    listen(failed)
+    yield failed
+    listen()
+    threading.excepthook = hook
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, how: str, name: str) -> None:
+    """From now on every thread of this name fails so."""
+    start, run = threading.Thread.start, Thread.run
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def die(thread: Thread) -> None:
+        if thread.name == name:
+            thread._work = planted
+        run(thread)
+
+    def planted() -> None:
+        raise MemoryError("planted")
+
+    if how == "dies":
+        monkeypatch.setattr(Thread, "run", die)
+    else:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_failure_is_told_and_then_whoever_waits_for_an_answer(
+    monkeypatch: pytest.MonkeyPatch, failed: Failed, how: str
+) -> None:
+    fail(monkeypatch, how, "one")
+    answered = threading.Event()
+    thread = Thread(lambda: None, "one", answered.set)
+    thread.start()
+    assert failed.next() == "one"
+    assert answered.wait(PATIENCE_S)
+    thread.join(PATIENCE_S)
+
+
+def test_a_thread_that_another_library_started_is_missed_too(failed: Failed) -> None:
+    def work() -> None:
+        raise ValueError("a bug")
+
+    threading.Thread(target=work, name="of a library").start()
+    assert failed.next() == "of a library"
+
+
+def test_a_thread_that_does_its_work_says_nothing(failed: Failed) -> None:
+    done = threading.Event()
+    thread = Thread(done.set, "one", lambda: failed("otherwise", ValueError()))
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert done.is_set()
+    assert failed._heard.empty()
+
+
+# --- Those who wait for an answer get one
+
+
+def _peer(post: Callable[[Event], None]) -> None:
+    PeerLink(post, time.monotonic).ask(Peer("b-1", Endpoint("127.0.0.1", 9)))
+
+
+def _drain_look(post: Callable[[Event], None], folder: Path) -> None:
+    DrainGate(folder / "drain", MemoryStore(), post, time.monotonic).look(3)
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_short_lived_thread_that_fails_has_answered(
+    monkeypatch: pytest.MonkeyPatch, failed: Failed, tmp_path: Path, how: str
+) -> None:
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    for name, begin in (("peer", _peer), ("drain-look", lambda post: _drain_look(post, tmp_path))):
+        with monkeypatch.context() as patch:
+            fail(patch, how, name)
+            begin(events.put)
+            answer = events.get(timeout=PATIENCE_S)
+        assert failed.next() == name
+        if isinstance(answer, Probed):
+            assert answer.finding is Absence.SILENT
+        else:
+            assert answer == StopRead(3, None)
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_client_whose_thread_fails_hears_the_end_and_its_place_is_free_again(
+    monkeypatch: pytest.MonkeyPatch, failed: Failed, tmp_path: Path, how: str
+) -> None:
+    gate = Gate(tmp_path / "gate", "test", lambda line: line, most=1)
+    gate.start()
+
+    def ask() -> bytes:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.settimeout(PATIENCE_S)
+            client.connect(str(gate.path))
+            try:
+                client.sendall(b"hello\n")
+                return client.recv(100)
+            except (BrokenPipeError, ConnectionResetError):  # it was closed with our question unread
+                return b""
+
+    with monkeypatch.context() as patch:
+        fail(patch, how, "test-client")
+        assert [ask() for _ in range(2)] == [b"", b""]
+        assert [failed.next() for _ in range(2)] == ["test-client"] * 2
+    assert ask() == b"hello\n"
+    gate.close()
+
+
+@pytest.mark.parametrize("how", FAILURES)
+@pytest.mark.parametrize("name", ["store-requests", "store-lease", "store-watch"])
+def test_who_uses_the_store_is_told_that_a_thread_at_it_has_failed(
+    monkeypatch: pytest.MonkeyPatch, failed: Failed, name: str, how: str
+) -> None:
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    fail(monkeypatch, how, name)
+    link = StoreLink(MemoryStore(), 5.0, events.put, time.monotonic, random.Random(1))
+    link.start()
+    assert failed.next() == name
+    assert isinstance(events.get(timeout=PATIENCE_S), StoreGone)
+    link.close()
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_names_are_asked_again_after_a_thread_for_them_has_failed(
+    monkeypatch: pytest.MonkeyPatch, failed: Failed, how: str
+) -> None:
+    now = [0.0]
+    addresses = Addresses([("etcd", 1)], lambda host, port: ("10.0.0.1",), lambda: now[0])
+    with monkeypatch.context() as patch:
+        fail(patch, how, "etcd-names")
+        addresses.refresh(PATIENCE_S)
+        assert failed.next() == "etcd-names"
+    now[0] = 10.0
+    addresses.refresh(PATIENCE_S)
+    assert [address.ip for address in addresses.ring] == ["10.0.0.1"]
+
+
+def test_a_start_ends_at_once_when_a_thread_fails_or_cannot_be_started(
+    monkeypatch: pytest.MonkeyPatch, failed: Failed
+) -> None:
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    events.put(ThreadFailed("reports", "MemoryError()"))
+    with pytest.raises(CannotStart, match="reports") as refusal:
+        unless_stopped(lambda: threading.Event().wait(PATIENCE_S), events, "looking")
+    assert refusal.value.code is ExitCode.AGENT_FAILED
+    fail(monkeypatch, "cannot be started", "looking-again")
+    with pytest.raises(CannotStart) as refusal:
+        unless_stopped(lambda: None, events, "looking again")
+    assert refusal.value.code is ExitCode.AGENT_FAILED
+
+
+# --- No other way
+
+
+def test_threads_are_started_in_one_way_only() -> None:
+    others = []
+    for folder in ("agent", "rendezvous", "health"):
+        for file in (ROOT / folder).rglob("*.py"):
+            if file == Path(threads.__file__).resolve():
+                continue
+            for node in ast.walk(ast.parse(file.read_text())):
+                made = isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                    "threading.Thread",
+                    "threading.Timer",
+                    "_thread.start_new_thread",
+                )
+                derived = isinstance(node, ast.ClassDef) and "threading.Thread" in map(
+                    ast.unparse, node.bases
+                )
+                imported = isinstance(node, ast.ImportFrom) and node.module == "threading"
+                if made or derived or imported:
+                    others.append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    assert not others, "use rendezvous.threads.Thread, whose failures are heard"
+
+
+def test_a_store_that_cannot_open_its_link_says_so(monkeypatch: pytest.MonkeyPatch, failed: Failed) -> None:
+    from elastic_agent.rendezvous.c10d import C10dStore
+
+    fail(monkeypatch, "cannot be started", "c10d-opening")
+    with pytest.raises(StoreUnavailable, match="thread"):
+        C10dStore.connect("127.0.0.1", 9, "job", 0.1)
+    assert failed.next() == "c10d-opening"

@@ -1,0 +1,128 @@
+"""What leans on more of torch than torch promises: when a version changes that, one test here fails by its name."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import inspect
+import io
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils import dlpack
+
+from elastic_agent.agent.preloader.replays import RULES
+from elastic_agent.worker import relayout
+from elastic_agent.worker.layout import lay_out
+from elastic_agent.worker.replicas import SHARDED
+
+PAYLOAD = {"weights": torch.arange(1024, dtype=torch.float32), "step": 7, "rate": 0.25}
+
+
+def test_save_leaves_tensors_out_with_seeks_and_names_their_storages() -> None:
+    """`worker/layout.py`: torch.serialization.skip_data and register_package."""
+    layout = lay_out(PAYLOAD)
+    [(offset, storage)] = layout.storages
+    assert storage.data_ptr() == PAYLOAD["weights"].data_ptr()
+    file = bytearray(layout.size)
+    layout.copy_to(memoryview(file), torch.frombuffer(file, dtype=torch.uint8))
+    loaded = torch.load(io.BytesIO(file), weights_only=True)
+    assert torch.equal(loaded["weights"], PAYLOAD["weights"])
+    assert file[offset : offset + 4096] == PAYLOAD["weights"].numpy().tobytes()
+
+
+def test_the_layout_of_an_archive_can_be_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`worker/relayout.py`: the opcodes of torch's pickle, and its place in the archive."""
+    made_by_torch = []
+    monkeypatch.setattr(relayout, "lay_out", lambda payload: made_by_torch.append(1) or lay_out(payload))
+    layouts = relayout.Layouts()
+    for step in range(4):
+        layout = layouts.lay_out({**PAYLOAD, "step": step})
+    assert len(made_by_torch) == 2  # the first, and the one that was learned from
+    file = bytearray(layout.size)
+    layout.copy_to(memoryview(file), torch.frombuffer(file, dtype=torch.uint8))
+    assert torch.load(io.BytesIO(file), weights_only=True)["step"] == 3
+
+
+def test_a_store_serves_at_a_socket_that_listens_already() -> None:
+    """`agent/processes/store_holder.py`, `rendezvous/c10d_host.py`: master_listen_fd."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+    store.set("key", "value")
+    assert dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).get("key") == b"value"
+
+
+def test_a_tensor_knows_how_many_hold_it() -> None:
+    """`worker/collectives.py`: torch.Tensor._use_count()."""
+    tensor = torch.zeros(1)
+    alone = tensor._use_count()  # type: ignore[attr-defined]
+    held = dlpack.to_dlpack(tensor)
+    assert tensor._use_count() == alone + 1  # type: ignore[attr-defined]
+    del held
+    assert tensor._use_count() == alone  # type: ignore[attr-defined]
+
+
+def test_the_store_of_the_process_group_can_be_had(tmp_path: Path) -> None:
+    """`worker/replicas.py`: torch.distributed.distributed_c10d._get_default_store()."""
+    with pytest.raises(ValueError, match="process group"):
+        dist.distributed_c10d._get_default_store()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        assert (store.add("count", 2), store.add("count", 0)) == (2, 2)
+        store.set("key", "value")
+        assert (store.multi_get(["key"]), store.check(["key"]), store.check(["none"])) == (
+            [b"value"],
+            True,
+            False,
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("module", "name"), [kind for kinds in SHARDED for kind in kinds])
+def test_what_is_refused_by_type_has_this_name(module: str, name: str) -> None:
+    """`worker/replicas.py`: what shards a state."""
+    assert isinstance(getattr(importlib.import_module(module), name), type)
+
+
+def test_the_log_level_of_c10_is_read_by_a_function_of_this_name() -> None:
+    """`agent/preloader/replays.py`: c10::initLogging()."""
+    assert torch.__file__ is not None
+    assert hasattr(
+        ctypes.CDLL(f"{torch.__file__.rpartition('/')[0]}/lib/libc10.so"), "_ZN3c1011initLoggingEv"
+    )
+
+
+def test_the_logs_of_torch_are_set_up_by_a_function_of_this_name() -> None:
+    """`agent/preloader/replays.py`: TORCH_LOGS."""
+    inspect.signature(importlib.import_module("torch._logging._internal")._init_logs).bind()
+
+
+@pytest.mark.parametrize(
+    "module", sorted({rule.read_by for rule in RULES if rule.read_by.startswith("torch")})
+)
+def test_the_module_that_reads_a_variable_is_there(module: str) -> None:
+    """`agent/preloader/replays.py`: a rule for a module that is gone would replay nothing."""
+    assert importlib.import_module(module)
+
+
+def test_all_that_is_preloaded_is_there_but_what_some_versions_do_not_have() -> None:
+    """`agent/preloader/stash.py`: DEFAULT_PRELOAD."""
+    program = (
+        "import sys; sys.modules['torch.profiler._cupti_monitor'] = None; fresh = frozenset(sys.modules)\n"
+        "from elastic_agent.agent.preloader.stash import DEFAULT_PRELOAD, NOT_IN_EVERY_TORCH, preload\n"
+        "found = preload([*DEFAULT_PRELOAD, 'torch.no_such_module'], fresh)\n"
+        "assert NOT_IN_EVERY_TORCH < set(DEFAULT_PRELOAD)\n"
+        "print(*found.skipped)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("torch.no_such_module", 0), done.stderr

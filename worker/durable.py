@@ -1,0 +1,87 @@
+"""Files that are whole and durable, or not there: below one directory, and never through a symbolic link."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from io import BufferedReader
+from typing import BinaryIO, cast
+
+
+def checksum(body: dict[str, object]) -> str:
+    """What a small JSON file says of itself, so that a flipped bit shows."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+class _DurableSink:
+    """Writes to a descriptor and digests what went by; remembers an OSError that the serializer swallows."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self.digest = hashlib.sha256()
+        self.size = 0
+        self.error: OSError | None = None
+
+    def write(self, data: bytes | memoryview, /) -> int:
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[os.write(self._fd, left) :]
+        except OSError as error:
+            self.error = error
+            raise
+        self.digest.update(data)
+        self.size += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is buffered here; fsync comes once, at the end."""
+
+
+def write_durably(dir_fd: int, name: str, serialize: Callable[[BinaryIO], object]) -> tuple[str, int]:
+    """Create `name`, let `serialize` fill it, fsync it; returns its sha256 and size. All or no file at all."""
+    # The umask says which users may read checkpoints.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(name, flags, 0o666, dir_fd=dir_fd)
+    try:
+        sink = _DurableSink(fd)
+        try:
+            # It has the two methods a serializer needs, of the many that the type promises.
+            serialize(cast(BinaryIO, sink))
+            os.fsync(fd)
+        except Exception as error:
+            # torch.save turns a full disk into a RuntimeError about file positions: tell the real story.
+            if sink.error is not None:
+                raise sink.error from error
+            raise
+        finally:
+            os.close(fd)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=dir_fd)
+        raise
+    return sink.digest.hexdigest(), sink.size
+
+
+def open_for_reading(dir_fd: int, name: str) -> BufferedReader:
+    # O_NONBLOCK: a named pipe in the place of a file must fail to verify, not hang the load.
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+    return os.fdopen(fd, "rb")
+
+
+def make_directory(path: str) -> None:
+    """Like makedirs, but a new directory's own name is durable too."""
+    if os.path.isdir(path):
+        return
+    parent = os.path.dirname(path)
+    make_directory(parent)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path)
+    parent_fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(parent_fd)
+    finally:
+        os.close(parent_fd)

@@ -1,0 +1,81 @@
+"""Gives copies in memory their checksums while training goes on.
+
+A copy counts from the instant at which it is sealed; a thread then reads it once and adds the checksums to its header.
+Until that has come to an end, or where the process ended before, the copy's bytes cannot be verified: a load believes
+its header, since to refuse such a copy would lose the very steps that it was made for. Of equal copies one with
+checksums is preferred.
+
+Only a caller that is about to change the slot waits for the thread, for a millisecond: it gives up then.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import zlib
+from dataclasses import replace
+
+from .slots import PIECE_BYTES, Slots
+
+_STRIDE = 1 << 20
+"""Bytes between two looks at whether to give up."""
+
+
+class Summing:
+    """The checksums of one Checkpointer's slots. For the process that fills them."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._jobs: dict[str, _Job] = {}
+
+    def start(self, name: str) -> None:
+        """That slot was sealed, or its header changed."""
+        self.stop(name)
+        job = _Job(self._slots, name)
+        try:
+            job.start()
+        except RuntimeError:  # no thread can be started now: this copy goes without
+            return
+        self._jobs[name] = job
+
+    def stop(self, *names: str) -> None:
+        """These slots are about to change."""
+        for name in names:
+            job = self._jobs.pop(name, None)
+            if job is not None:
+                job.given_up.set()
+                job.join()
+
+
+class _Job(threading.Thread):
+    def __init__(self, slots: Slots, name: str) -> None:
+        # The end of the process does not wait for it.
+        super().__init__(name="memory-sums", daemon=True)
+        self.given_up = threading.Event()
+        self._slots = slots
+        self._slot = name
+
+    def run(self) -> None:
+        try:
+            with self._slots.hold(self._slot) as held:
+                size = held.header.size
+                with mmap.mmap(held.stream.fileno(), size, prot=mmap.PROT_READ) as mapping:
+                    sums = self._sums(mapping, size)
+                if sums and self._slots.headers().get(self._slot) == held.header:
+                    self._slots.put_header(self._slot, replace(held.header, sums=sums))
+        except (OSError, ValueError):
+            pass  # the copy is gone, or there is no room for its checksums
+
+    def _sums(self, mapping: mmap.mmap, size: int) -> tuple[int, ...]:
+        """As of `sums_of`; empty when it gave up."""
+        sums = []
+        with memoryview(mapping) as view:
+            for begin in range(0, size, PIECE_BYTES):
+                crc, end = 0, min(begin + PIECE_BYTES, size)
+                for offset in range(begin, end, _STRIDE):
+                    if self.given_up.is_set():
+                        return ()
+                    with view[offset : min(offset + _STRIDE, end)] as stretch:
+                        crc = zlib.crc32(stretch, crc)
+                sums.append(crc)
+        return tuple(sums)

@@ -1,0 +1,39 @@
+"""What belongs together does not go on from two steps.
+
+A script may have several Checkpointers, and the last step of a generation is kept in the memory of each. Where one of
+them finds no room, the others give that step up, too. The copy that was made of it may have taken the place of a newer
+one than what is left elsewhere: so all go back to the newest copy that all have, or to the disk where there is none. No
+torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+NO_COPY = (-1, -1)
+"""Older than every copy."""
+
+
+class InMemory(Protocol):
+    """A Checkpointer's copies in memory on this node."""
+
+    def give_up(self, step: int) -> None:
+        """Drop the copy of this generation's `step`."""
+
+    def ages(self, step: int) -> frozenset[tuple[int, int]] | None:
+        """Generation and step of each copy. None: it has no part in this step."""
+
+    def go_back(self, step: int, age: tuple[int, int]) -> None:
+        """Drop all copies newer than that one, if it has a part in this step."""
+
+
+def give_up(step: int, owners: Iterable[InMemory]) -> None:
+    """Not all of these have kept `step`."""
+    owners = tuple(owners)
+    for owner in owners:
+        owner.give_up(step)
+    ages = [ages for owner in owners if (ages := owner.ages(step)) is not None]
+    newest = max(frozenset[tuple[int, int]]().union(*ages).intersection(*ages), default=NO_COPY)
+    for owner in owners:
+        owner.go_back(step, newest)
