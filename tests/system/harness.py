@@ -26,7 +26,7 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,6 +70,8 @@ class Process:
     pid: int
     started: str
     environment: Mapping[str, str]
+    parent: int = field(compare=False)
+    session: int = field(compare=False)
 
     @property
     def node(self) -> str:
@@ -101,7 +103,8 @@ def look_at(pid: int) -> Process | None:
     if fields[0] in ("Z", "X") or not environment.endswith(b"\0"):
         return None
     pairs = (item.partition(b"=") for item in environment.split(b"\0") if item)
-    return Process(pid, fields[19], {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs})
+    variables = {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+    return Process(pid, fields[19], variables, parent=int(fields[1]), session=int(fields[3]))
 
 
 def processes_of(job: str) -> list[Process]:

@@ -126,7 +126,8 @@ def test_what_a_worker_did_until_it_was_killed_is_counted_and_what_came_then_tol
     script.write_text(STEPS_UNTIL_KILLED)
     agent = job.start("a", script=(script,))
     told = job.wait_for_text(
-        agent, r"generation 2: first step is 251, after (\S+) s without training \((.*)\) because .*SIGKILL"
+        agent,
+        r"generation 2: first step is 251, after (\S+) s without training \((.*)\) because rank 0 on node a failed",
     )
     at = {
         name: float(job.wait_for_text(agent, rf"{name} at (\S+)")[1])

@@ -21,10 +21,8 @@ def preloaded(job: Job, agent: Agent) -> Process:
 
     def found() -> Process | None:
         for process in job.processes():
-            command = Path(f"/proc/{process.pid}/cmdline").read_bytes()
-            parent = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1]
-            session = os.getsid(process.pid)
-            if b"/preloader/process.py" in command and int(parent) == agent.pid and session == process.pid:
+            leads = process.parent == agent.pid and process.session == process.pid
+            if leads and "/preloader/process.py" in str(process):
                 return process
         return None
 
@@ -35,7 +33,7 @@ def preloaded(job: Job, agent: Agent) -> Process:
 
 def spares(job: Job, agent: Agent) -> set[int]:
     session = preloaded(job, agent).pid
-    return {process.pid for process in job.processes() if os.getsid(process.pid) == session} - {session}
+    return {process.pid for process in job.processes() if process.session == session} - {session}
 
 
 def from_spares(agent: Agent, generation: int, workers: int) -> bool:
