@@ -14,7 +14,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import BufferedRandom, BufferedReader
 from typing import Any
 
@@ -213,15 +213,7 @@ class NodeMemory:
 
     def hurry(self, step: int) -> bool:
         """Whether this step's state is here already. From now on it counts without a record of the rank that failed."""
-        age = (self.place.generation, step)
-        self._summing.stop(*NAMES)
-        with contextlib.suppress(OSError):
-            for name, header in self._slots.headers().items():
-                if header.age == age:
-                    if header.gaps and not header.haste:
-                        self._slots.put_header(name, replace(header, haste=True))
-                    return True
-        return False
+        return self._slots.hurry((self.place.generation, step))
 
     def open_slot(self, size: int) -> Opened:
         """Local rank 0: a slot for a state that comes from elsewhere; `keep` or its own `close` follows.
@@ -416,13 +408,11 @@ class NodeMemory:
         return self._slots, self._hold(age)
 
     def drop(self, age: tuple[int, int]) -> None:
-        """Local rank 0: that copy cannot be read, and nobody shall be offered it again."""
-        self._summing.stop(*NAMES)
+        """That copy cannot be read or does not count: no rank is offered it again."""
         self._slots.drop(lambda had: had == age)
 
     def abandon_newer(self, age: tuple[int, int]) -> None:
         """Local rank 0: training goes on from this state; a newer copy must not be taken for what comes of it."""
-        self._summing.stop(*NAMES)
         self._slots.drop(lambda had: had > age)
 
     def records(self, header: Header) -> dict[int, bytes]:

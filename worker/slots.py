@@ -15,6 +15,10 @@ One process of a node writes: the worker with local rank 0; every rank writes it
 slot while workers train (the disk writer) holds a shared `flock` on it, and a slot that is held is not overwritten.
 With one slot held the writer has the other one only: then a crash in the middle of a copy leaves the held one.
 
+A header that is there changes in several processes: checksums come from a thread or the disk writer, another rank says
+that it was taken in haste, a load completes it. Each of them holds the slot, and a lock on the folder for the time of
+reading and replacing the header.
+
 A slot keeps its pages from one state to the next: memory that is there already costs one copy to fill, where new
 memory costs five times that. No torch here: the disk writer imports this module.
 """
@@ -31,7 +35,7 @@ import re
 import stat
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from io import BufferedReader
@@ -114,6 +118,10 @@ class Header:
     def age(self) -> tuple[int, int]:
         """The greater is the newer: a generation goes on from what was before, or abandons what of it was later."""
         return self.generation, self.step
+
+    def is_same_copy(self, other: Header) -> bool:
+        """Whether both are of the same bytes: a copy may get checksums, or begin to count without some ranks."""
+        return replace(self, sums=(), haste=False) == replace(other, sums=(), haste=False)
 
     def to_json(self) -> bytes:
         body = {"schema": SCHEMA, **asdict(self)}
@@ -233,20 +241,27 @@ class Slots:
 
     def hold(self, name: str) -> Held:
         """Keep a slot as it is and open it. Raises OSError, ValueError when it does not hold what its header says."""
-        fd = os.open(
-            f"{name}.pt", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._dir_fd
-        )
-        stream = os.fdopen(fd, "rb")
+        stream = self._shared(name)
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             header = self._header(name)  # only now: before the lock it could be about to go
-            found = os.fstat(fd)
+            found = os.fstat(stream.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_size != header.size:
                 raise ValueError(f"{found.st_size} bytes long, the header says {header.size}")
         except BaseException:
             stream.close()
             raise
         return Held(name, header, stream)
+
+    def _shared(self, name: str) -> BufferedReader:
+        """The slot, which is not written while this is open. Raises OSError."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        stream = os.fdopen(os.open(f"{name}.pt", flags, dir_fd=self._dir_fd), "rb")
+        try:
+            fcntl.flock(stream.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BaseException:
+            stream.close()
+            raise
+        return stream
 
     def _header(self, name: str) -> Header:
         return Header.from_json(self._read(f"{name}.json", _MAX_HEADER_BYTES))
@@ -295,13 +310,41 @@ class Slots:
         opened.close()
 
     def put_header(self, name: str, header: Header) -> None:
-        """Only for a caller that keeps the slot from being overwritten. Raises OSError."""
+        """Only for a caller that keeps all others from changing it. Raises OSError."""
         self._replace(f"{name}.json", header.to_json())
+
+    def add_sums(self, held: Held, sums: tuple[int, ...]) -> None:
+        """Unless that copy has changed meanwhile, or gone. Raises OSError."""
+        with self._changing_headers():
+            found = self.headers().get(held.name)
+            if found is not None and found.is_same_copy(held.header):
+                self.put_header(held.name, replace(found, sums=sums))
+
+    def hurry(self, age: tuple[int, int]) -> bool:
+        """Let the copy of that age count without the random states of some ranks. False: there is none."""
+        for name in NAMES:
+            with contextlib.suppress(OSError, ValueError), self._changing_headers(), self._shared(name):
+                header = self._header(name)
+                if header.age == age:
+                    if header.gaps and not header.haste:
+                        self.put_header(name, replace(header, haste=True))
+                    return True
+        return False
+
+    @contextlib.contextmanager
+    def _changing_headers(self) -> Iterator[None]:
+        """One of all threads and processes at a time, for a few system calls. Raises OSError."""
+        fd = os.open(".", _DIRECTORY, dir_fd=self._dir_fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
 
     def shows(self, held: Held) -> bool:
         """Whether others still find that copy here: they do not when its header or the whole folder is gone."""
         found = self.headers().get(held.name)
-        return found is not None and replace(found, sums=()) == replace(held.header, sums=())
+        return found is not None and found.is_same_copy(held.header)
 
     def fill(self, held: Held, records: dict[int, bytes]) -> Header:
         """Put the random states of all ranks into the slot itself, as far as they fit; returns its new header."""
@@ -318,7 +361,8 @@ class Slots:
         finally:
             os.close(fd)
         filled = replace(header, gaps=(), haste=False, sums=())
-        self.put_header(held.name, filled)
+        with self._changing_headers():
+            self.put_header(held.name, filled)
         return filled
 
     def taken(self) -> int:
@@ -355,10 +399,19 @@ class Slots:
         return emptied
 
     def drop(self, unwanted: Callable[[tuple[int, int]], bool]) -> None:
-        """Copies of such an age are nobody's any more."""
-        for name, header in self.headers().items():
-            if unwanted(header.age):
-                self._remove(f"{name}.json")
+        """Remove the headers of copies of such an age. Raises OSError."""
+        # A folder that is gone has none.
+        with contextlib.suppress(FileNotFoundError), self._changing_headers():
+            for name in NAMES:
+                try:
+                    slot: contextlib.AbstractContextManager[object] = self._shared(name)
+                except BlockingIOError:
+                    continue  # it is being written, and has no header
+                except OSError:
+                    slot = contextlib.nullcontext()  # a header without a slot
+                with slot, contextlib.suppress(OSError, ValueError):
+                    if unwanted(self._header(name).age):
+                        self._remove(f"{name}.json")
 
     def drop_older(self) -> None:
         """Give back the memory of the slot that does not hold the newest state, unless it is being read."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import mmap
 import threading
 import zlib
-from dataclasses import replace
 
 from .slots import PIECE_BYTES, Slots
 
@@ -61,8 +60,8 @@ class _Job(threading.Thread):
                 size = held.header.size
                 with mmap.mmap(held.stream.fileno(), size, prot=mmap.PROT_READ) as mapping:
                     sums = self._sums(mapping, size)
-                if sums and self._slots.headers().get(self._slot) == held.header:
-                    self._slots.put_header(self._slot, replace(held.header, sums=sums))
+                if sums:
+                    self._slots.add_sums(held, sums)
         except (OSError, ValueError):
             pass  # the copy is gone, or there is no room for its checksums
 

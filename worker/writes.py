@@ -22,7 +22,7 @@ import json
 import mmap
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any, BinaryIO, TypeVar
 
 from . import errors
@@ -146,9 +146,9 @@ def write_copy(
         serialize=pour,
         may_change=may_change,
     )
-    if not header.sums and slots.headers().get(held.name) == header:
+    if not header.sums:
         with contextlib.suppress(OSError):  # a memory without room for them is no reason to refuse the save
-            slots.put_header(held.name, replace(header, sums=tuple(sums)))
+            slots.add_sums(held, tuple(sums))
     files.publish(manifest, may_change)
     return manifest
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +78,57 @@ def test_a_copy_is_shown_while_its_header_tells_of_it(slots: Slots) -> None:
         assert not slots.shows(held)
         slots.drop(lambda age: True)
         assert not slots.shows(held)
+
+
+def test_processes_that_change_one_header_undo_nothing_of_each_other(slots: Slots, tmp_path: Path) -> None:
+    """The disk writer and a thread add checksums, a rank that failed makes the copy count without it."""
+    other = Slots(str(tmp_path), "/runs/x")
+    opened = slots.begin(8)
+    opened.trim()
+    remembered = Header(1, 1, 0, 1, 8, gaps=((0, 8),))
+    slots.seal(opened, remembered)
+    started = threading.Barrier(2)
+
+    def add_sums() -> None:
+        started.wait()
+        with other.hold(opened.name) as held:
+            for _ in range(20):
+                other.add_sums(held, (1,))
+
+    for _ in range(100):
+        slots.put_header(opened.name, remembered)
+        adding = threading.Thread(target=add_sums)
+        adding.start()
+        started.wait()
+        assert slots.hurry(remembered.age)
+        adding.join()
+        assert slots.headers()[opened.name] == replace(remembered, haste=True, sums=(1,))
+    other.close()
+
+
+def test_a_copy_that_is_not_here_cannot_be_made_to_count(slots: Slots) -> None:
+    write(slots, 1)
+    assert slots.hurry((1, 1))
+    assert not slots.headers()["a"].haste, "it needs no records"
+    assert not slots.hurry((1, 2))
+    slots.begin(5)
+    opened = slots.begin(5)
+    assert not slots.hurry((1, 1)), "its slot is being written"
+    opened.close()
+
+
+def test_a_copy_is_dropped_and_what_takes_its_place_is_not(slots: Slots, tmp_path: Path) -> None:
+    name = write(slots, 1)
+    opened = slots.begin(5)
+    os.unlink(Path(slots.folder) / f"{name}.pt")
+    slots.drop(lambda age: age == (1, 1))
+    assert slots.headers() == {}, "also without its slot"
+    slots.put_header(opened.name, Header(2, 1, 0, 1, 5))
+    slots.drop(lambda age: True)
+    assert slots.headers()[opened.name].step == 2, "it is being written"
+    opened.close()
+    shutil.rmtree(slots.folder)
+    slots.drop(lambda age: True)
 
 
 def test_a_slot_that_is_written_is_not_read(slots: Slots) -> None:
