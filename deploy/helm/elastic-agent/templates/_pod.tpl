@@ -86,7 +86,7 @@ spec:
         periodSeconds: 10
         timeoutSeconds: 5
         failureThreshold: 3
-        # Whoever does not answer for so long does not stop in order, either.
+        # A pod that does not answer for so long does not stop in order, either.
         terminationGracePeriodSeconds: 5
       readinessProbe:
         httpGet: {path: /readyz, port: http}
