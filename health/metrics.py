@@ -373,7 +373,7 @@ class Metrics(Page):
         )
         self.checkpoint_set_backs_total = self._counter(
             "checkpoint_set_backs_total",
-            "States that the workers were told to pass over for an older one, because those that had loaded it failed "
+            "States that the workers passed over for an older one, because those that had loaded it failed "
             "alike before another step.",
         )
 
