@@ -37,7 +37,8 @@ STORE_REQUESTS = ("grant", "keep_alive", "revoke", "transact", "read")
 STORE_OPERATIONS = (*STORE_REQUESTS, "watch")
 PORT_PURPOSES = ("store", "metrics", "master")
 CHECKPOINT_TIERS = ("memory", "local")
-CHECKPOINT_RESULTS = ("ok", "error", "corrupt")
+SAVE_RESULTS = ("ok", "error")
+LOAD_RESULTS = ("ok", "error", "corrupt")
 LOG_STREAMS = ("stdout", "stderr")
 
 DURATION_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -329,13 +330,13 @@ class Metrics(Page):
             "checkpoint_saves_total",
             "Saves to disk that rank 0 reported on this node, and copies to this node's memory, by result.",
             tier=CHECKPOINT_TIERS,
-            result=CHECKPOINT_RESULTS,
+            result=SAVE_RESULTS,
         )
         self.checkpoint_loads_total = self._counter(
             "checkpoint_loads_total",
             "Checkpoint loads, each worker's counted, by result.",
             tier=CHECKPOINT_TIERS,
-            result=CHECKPOINT_RESULTS,
+            result=LOAD_RESULTS,
         )
         self.checkpoint_save_duration_seconds = self._histogram(
             "checkpoint_save_duration_seconds",

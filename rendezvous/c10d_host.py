@@ -110,7 +110,6 @@ class C10dHost(MemoryStore):
         self._remember = remember
         if past is not None:
             self.transact((), (Put(WORLD_KEY, past.carried_over().to_json()),))
-        self.requests = 0
         self.dropped = 0
         """Messages that were not done: garbage, another schema, or late over a link that is no longer used."""
         self._parked: dict[Caller, _Parked] = {}
@@ -176,7 +175,6 @@ class C10dHost(MemoryStore):
                 continue
             if self._closing.is_set():
                 return
-            self.requests += 1
             try:
                 self._handle(raw)
             except StoreClosed:
