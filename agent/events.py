@@ -87,6 +87,14 @@ class WorkerExited:
 
 
 @dataclass(frozen=True, slots=True)
+class TailReady:
+    """All that this worker, which has failed, has printed is read, and is in its log files."""
+
+    generation: int
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class HolderSpoke:
     """The process that serves the workers' stores has said this. Nothing: it has ended."""
 
@@ -202,6 +210,7 @@ Event: TypeAlias = (
     | StoreMismatched
     | Probed
     | WorkerExited
+    | TailReady
     | HolderSpoke
     | ReaderSpoke
     | WriterWanted

@@ -35,6 +35,7 @@ from .events import (
     Signalled,
     Stirred,
     StopRead,
+    TailReady,
     ThreadFailed,
     WorkerAnswered,
     WorkerExited,
@@ -285,6 +286,8 @@ class Loop:
             self._participant.probed(event.peer, event.finding, event.asked_at, now)
         elif isinstance(event, WorkerExited):
             self._training.exited(event)
+        elif isinstance(event, TailReady):
+            self._training.tail_ready(event)
         elif isinstance(event, GuardSpoke):
             self._training.guard_spoke(event, now)
         elif isinstance(event, HolderSpoke):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import signal
 import socket
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ from .events import (
     Reported,
     Stirred,
     StopRead,
+    TailReady,
     WorkerAnswered,
     WorkerExited,
     WorkerKept,
@@ -68,8 +70,8 @@ from .salvage_gate import SalvageGate
 
 log = logging.getLogger(__name__)
 
-DRAIN_LOGS_S = 0.5
-"""How long the last words of a failed worker may take from its pipe to the failure summary."""
+TAIL_WITHIN_S = 0.5
+"""A failure whose worker's last lines have not been read and written after so long is reported without the rest."""
 
 LISTEN_PAUSE_S = 0.02
 """Between two looks whether all workers have finished a step, while a planned change waits for that."""
@@ -82,6 +84,16 @@ _STATE = {
     True: "and this node keeps the state after its last step",
     False: "and this node does not keep the state after its last step",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class _Crash:
+    """A worker that has failed. It is examined when its last lines have been read, or when that takes too long."""
+
+    local_rank: int
+    returncode: int
+    at: float
+    due_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +148,10 @@ class Training:
         self._hang = HangWatch(None)
         self._hung = False
         self._late_exits = LateExits(None)
+        self._crashes: deque[_Crash] = deque()
+        """Those that are not examined yet, the first first."""
+        self._tails_late = False
+        """The log disk did not answer in time when it was last asked to."""
         self._failures: list[WorkerFailure] = []
         self._salvage = Salvage(0, 0.0)
         self._draining = Draining(0)
@@ -156,6 +172,7 @@ class Training:
         self._say_if_widened(world)
         self._say_if_set_back(world)
         self._world, self._started_at, self._failures = world, now, []
+        self._crashes.clear()
         self._hang, self._hung = HangWatch(self._config.timeouts.hang_s), False
         self._late_exits = LateExits(self._config.timeouts.exit_s)
         self._pages, self._read = WorkerPages(generation), {}
@@ -224,6 +241,7 @@ class Training:
             return False
         self._look()
         self._drain_gate.present = Present(self._participant.world, self._participant.world_revision)
+        self._examine_overdue(group, now)
         self._tell(self._salvage.turn(now))
         if self._postponed is not None and not self._salvage.under_way:
             group.stop(self._postponed.grace_s, gently=self._postponed.gently, asking=self._postponed.asking)
@@ -231,10 +249,10 @@ class Training:
         if not group.stopping and self._draining.stopping:
             self._end_who_waits(group, now)
         ended = group.stopping or group.succeeded or (not group.running and self._drained(group))
-        if ended and group.gone():
+        if ended and group.gone() and not self._crashes:
             self._finish(group, now)
             return True
-        if not group.stopping:
+        if not group.stopping and not self._crashes:
             if now >= self._started_at + LASTING_S:
                 self._participant.workers_lasting(group.generation)
             silent = group.running and not self._draining.told
@@ -249,10 +267,12 @@ class Training:
         due_at = self._spares_due_at
         if self.group is None:
             return (due_at,)
+        examine_at = self._crashes[0].due_at if self._crashes else None
         if self.group.stopping:
-            return (due_at, self.group.wake_at(), self._salvage.wake_at())
+            return (due_at, examine_at, self.group.wake_at(), self._salvage.wake_at())
         return (
             due_at,
+            examine_at,
             self._started_at + LASTING_S,
             self._hang.due_at,
             self._salvage.wake_at(),
@@ -348,6 +368,13 @@ class Training:
             self._observer.ended(event.local_rank, "ok", event.at)
         else:
             self._failed(group, event.local_rank, returncode, event.at)
+
+    def tail_ready(self, event: TailReady) -> None:
+        self._tails_late = False
+        group = self.group
+        if group is not None and group.generation == event.generation:
+            while self._crashes and any(crash.local_rank == event.local_rank for crash in self._crashes):
+                self._examine(group, self._crashes.popleft())
 
     def guard_spoke(self, event: GuardSpoke, now: float) -> None:
         if event.generation != self._salvage.generation:
@@ -505,22 +532,33 @@ class Training:
             log.info("generation %d: %d workers start cold: %s", group.generation, len(group.cold), reasons)
 
     def _failed(self, group: WorkerGroup, local_rank: int, returncode: int, at: float) -> None:
-        """A worker has ended as it should not: find out why, and end the generation with it."""
-        rank = group.ranks[local_rank]
-        self._logs.drain(group.generation, rank, DRAIN_LOGS_S)
+        """A worker has ended as it should not: its last lines say why, and are on their way here."""
+        due_at = self._clock() + (0.0 if self._tails_late else TAIL_WITHIN_S)
+        self._crashes.append(_Crash(local_rank, returncode, at, due_at))
+        ready = TailReady(group.generation, local_rank)
+        self._logs.drain(group.generation, group.ranks[local_rank], lambda: self._post(ready))
+
+    def _examine_overdue(self, group: WorkerGroup, now: float) -> None:
+        while self._crashes and now >= self._crashes[0].due_at:
+            self._tails_late = True
+            self._examine(group, self._crashes.popleft())
+
+    def _examine(self, group: WorkerGroup, crash: _Crash) -> None:
+        """Find out why this worker has failed, and end the generation with it."""
+        rank = group.ranks[crash.local_rank]
         failure = examine(
             rank=rank,
-            local_rank=local_rank,
+            local_rank=crash.local_rank,
             node=self._node.name,
             generation=group.generation,
-            returncode=returncode,
-            error_file=error_file(self._node, group.generation, local_rank),
+            returncode=crash.returncode,
+            error_file=error_file(self._node, group.generation, crash.local_rank),
             log_tail=self._logs.tail(group.generation, rank),
             log_file=self._logs.log_file(group.generation, rank),
             oom_killed=self._oom_kills.lately(self._clock()),
         )
         self._failures.append(failure)
-        self._observer.ended(local_rank, failure.reason, at)
+        self._observer.ended(crash.local_rank, failure.reason, crash.at)
         if not group.stopping:
             told = Failure(
                 group.generation,

@@ -149,8 +149,6 @@ class WorkerLogs:
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._stopping = False
         self._left_out: bytes | None = None
-        self._late: threading.Event | None = None
-        """What was not done within its time: the disk does not answer."""
         self._thread = Thread(self._serve, "worker-logs")
 
     def start(self) -> None:
@@ -186,7 +184,7 @@ class WorkerLogs:
         self._post(partial(self._open, stderr))
 
     def tail(self, generation: int, rank: int) -> tuple[str, ...]:
-        """The last lines of stderr, or of stdout when stderr has none. Complete once `drain` said so."""
+        """The last lines of stderr, or of stdout when stderr has none. Complete once `drain` is done."""
         stdout, stderr = self._streams[generation, rank]
         return stderr.tail.lines() or stdout.tail.lines()
 
@@ -204,21 +202,15 @@ class WorkerLogs:
         self._files.do(partial(_make_folder, folder))
         return folder
 
-    def drain(self, generation: int, rank: int, timeout_s: float) -> bool:
-        """Waits until everything that a dead worker wrote has been read, and is in its files. False: not within
-        `timeout_s`.
+    def drain(self, generation: int, rank: int, then: Callable[[], None]) -> None:
+        """Calls `then`, in another thread, once all that a dead worker wrote has been read and is in its files.
 
-        After a late one there is no other wait until the disk answers. Does not wait for end-of-file: a grandchild
-        that outlives the worker holds the pipes open.
+        Never waits: a disk that stands still delays `then`. Does not depend on end-of-file: a grandchild that outlives
+        the worker holds the pipes open.
         """
-        done = threading.Event()
         for stream in self._streams[generation, rank]:
             self._post(partial(self._drain, stream))
-        self._post(partial(self._files.do, done.set))
-        if self._late is not None and not self._late.is_set():
-            return done.is_set()
-        self._late = done
-        return done.wait(timeout_s)
+        self._post(partial(self._files.do, then))
 
     def detach_generation(self, generation: int) -> None:
         """Reads what is left, then closes the generation's pipes and files; its tails are forgotten at once."""

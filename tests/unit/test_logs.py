@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import random
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,12 @@ def eventually(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.002)
+
+
+def drained(logs: WorkerLogs, generation: int, rank: int, within_s: float = PATIENCE_S) -> bool:
+    done = threading.Event()
+    logs.drain(generation, rank, done.set)
+    return done.wait(within_s)
 
 
 def started(console: Console) -> Console:
@@ -128,7 +136,7 @@ def test_each_stream_goes_to_its_file_as_it_is_and_to_its_console_with_the_prefi
     os.write(out, b"hello\nworld\n")
     os.write(err, b"warning \xff\n")
     eventually(lambda: rig.out() == b"[n1/5] hello\n[n1/5] world\n" and rig.err() == b"[n1/5] warning \xff\n")
-    assert rig.logs.drain(3, 5, PATIENCE_S)
+    assert drained(rig.logs, 3, 5)
     assert rig.file("stdout", 3, 5) == b"hello\nworld\n"
     assert rig.file("stderr", 3, 5) == b"warning \xff\n"
     assert rig.logs.log_file(3, 5) == rig.directory / "gen3" / "rank5" / "stderr.log"  # type: ignore[operator]
@@ -194,7 +202,7 @@ def test_drain_reads_what_a_dead_worker_wrote_though_a_grandchild_holds_the_pipe
     os.close(err_write)
     worker.wait(PATIENCE_S)
     try:
-        assert rig.logs.drain(1, 0, PATIENCE_S)
+        assert drained(rig.logs, 1, 0)
         assert rig.logs.tail(1, 0)[-2:] == ("line 500", "last")
         assert rig.file("stderr").endswith(b"line 500\nlast")
     finally:
@@ -213,32 +221,32 @@ def test_drain_ends_though_somebody_writes_without_end(rig: Rig) -> None:
     thread = threading.Thread(target=chatter)
     thread.start()
     try:
-        assert rig.logs.drain(1, 0, PATIENCE_S)
+        assert drained(rig.logs, 1, 0)
     finally:
         stop.set()
         thread.join()
 
 
-def test_drain_says_when_the_time_was_too_short(tmp_path: Path) -> None:
+def test_what_is_not_read_is_not_drained(tmp_path: Path) -> None:
     with (tmp_path / "console").open("wb", buffering=0) as console:
         shown = Console("n1", console.fileno(), console.fileno())
         logs = WorkerLogs(None, "n1", shown)  # not started: nobody reads
         (out_read, _), (err_read, _) = os.pipe(), os.pipe()
         logs.attach(1, 0, out_read, err_read)
-        assert not logs.drain(1, 0, 0.01)
+        assert not drained(logs, 1, 0, 0.01)
 
 
 def test_the_tail_is_the_last_lines_of_stderr_as_a_terminal_shows_them(rig: Rig) -> None:
     out, err = rig.worker()
     os.write(out, b"result\n")
-    assert rig.logs.drain(1, 0, PATIENCE_S)
+    assert drained(rig.logs, 1, 0)
     assert rig.logs.tail(1, 0) == ("result",), "stdout, as long as stderr is empty"
     for i in range(TAIL_LINES + 10):
         os.write(err, b"line %d\n" % i)
     for i in range(1000):
         os.write(err, b"\rstep %d" % i)
     os.write(err, b"\nbad \xff byte\n" + b"x" * 100_000)
-    assert rig.logs.drain(1, 0, PATIENCE_S)
+    assert drained(rig.logs, 1, 0)
     tail = rig.logs.tail(1, 0)
     assert len(tail) == TAIL_LINES
     assert tail[-5:-2] == (f"line {TAIL_LINES + 9}", "step 999", r"bad \xff byte")
@@ -250,7 +258,7 @@ def test_a_line_that_would_mislead_is_in_the_file_only(rig: Rig) -> None:
     _, err = rig.worker()
     rig.logs.leave_out(b"port 7 is taken.")
     os.write(err, b"[E1] port 7 is taken.\n[E2] port 70 is taken.\n")
-    assert rig.logs.drain(1, 0, PATIENCE_S)
+    assert drained(rig.logs, 1, 0)
     assert rig.logs.tail(1, 0) == ("[E2] port 70 is taken.",)
     assert rig.file("stderr") == b"[E1] port 7 is taken.\n[E2] port 70 is taken.\n"
     eventually(lambda: rig.err() == b"[n1/0] [E2] port 70 is taken.\n")
@@ -276,7 +284,7 @@ def test_eight_workers_that_write_at_once_lose_nothing(rig: Rig) -> None:
     shown = rig.out().splitlines()
     for rank in ranks:
         expected = [b"%d:%d %s" % (rank, i, b"." * (i % 97)) for i in range(lines)]
-        assert rig.logs.drain(1, rank, PATIENCE_S)
+        assert drained(rig.logs, 1, rank)
         assert rig.file("stdout", rank=rank).splitlines() == expected
         prefix = b"[n1/%d] " % rank
         assert [line[len(prefix) :] for line in shown if line.startswith(prefix)] == expected
@@ -286,20 +294,21 @@ def disk_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "worker log" in record.getMessage()]
 
 
-def test_a_disk_that_does_not_answer_costs_the_main_thread_one_wait_alone(tmp_path: Path) -> None:
+def test_a_disk_that_does_not_answer_costs_the_main_thread_no_wait(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "logs", tmp_path)
     disk_answers = threading.Event()
+    done: queue.SimpleQueue[int] = queue.SimpleQueue()
     try:
         for rank in range(8):
             rig.worker(rank=rank)
         rig.logs._files.do(lambda: disk_answers.wait() and None)  # what the thread does when a write hangs
-        began = time.monotonic()
-        assert not any(rig.logs.drain(1, rank, 0.5) for rank in range(8))
+        for rank in range(8):
+            rig.logs.drain(1, rank, partial(done.put, rank))
         assert rig.logs.folder(1, "flight_records") == tmp_path / "logs/job-run/gen1/flight_records"
         rig.logs.log_file(1, 0)
-        assert time.monotonic() - began < 8 * 0.5
+        assert done.empty(), "all calls have returned, and the disk has not answered"
         disk_answers.set()
-        eventually(lambda: rig.logs.drain(1, 0, PATIENCE_S))
+        assert [done.get(timeout=PATIENCE_S) for _ in range(8)] == list(range(8)), "in the order of the calls"
         eventually((tmp_path / "logs/job-run/gen1/flight_records").is_dir)
     finally:
         disk_answers.set()
@@ -317,7 +326,7 @@ def test_a_disk_that_does_not_answer_stops_no_worker_and_says_later_what_is_miss
     try:
         out, _ = rig.worker()
         os.write(out, b"first\n")
-        assert rig.logs.drain(1, 0, PATIENCE_S)
+        assert drained(rig.logs, 1, 0)
         rig.logs._files.do(lambda: disk_answers.wait() and None)
         writer = write_numbered_lines(out)
         writer.join(PATIENCE_S)
@@ -325,9 +334,9 @@ def test_a_disk_that_does_not_answer_stops_no_worker_and_says_later_what_is_miss
         eventually(lambda: rig.out().count(b"\n") == 1 + NUMBERED)
         eventually(lambda: "stands still" in caplog.text)
         disk_answers.set()
-        eventually(lambda: rig.logs.drain(1, 0, PATIENCE_S))
+        eventually(lambda: drained(rig.logs, 1, 0))
         os.write(out, b"moves again\n")
-        assert rig.logs.drain(1, 0, PATIENCE_S)
+        assert drained(rig.logs, 1, 0)
         kept, _, rest = rig.file("stdout").partition(b"\n[elastic-agent: the disk stood still: ")
         missing, _, end = rest.partition(b" ")
         assert end == b"bytes missing here]\nmoves again\n"
@@ -347,7 +356,7 @@ def test_what_is_missing_at_the_end_of_a_file_is_said_there(
     rig = Rig(tmp_path / "logs", tmp_path)
     out, _ = rig.worker()
     os.write(out, b"no room\n")
-    rig.logs.drain(1, 0, PATIENCE_S)
+    drained(rig.logs, 1, 0)
     rig.logs.detach_generation(1)
     rig.close()
     assert b"stood still: 8 bytes missing here]" in rig.file("stdout")
@@ -361,7 +370,7 @@ def test_a_write_that_takes_too_long_is_said_before_anything_is_lost(
     disk_answers = threading.Event()
     try:
         out, _ = rig.worker()
-        assert rig.logs.drain(1, 0, PATIENCE_S)
+        assert drained(rig.logs, 1, 0)
         rig.logs._files.do(lambda: disk_answers.wait() and None)
 
         def said() -> bool:
@@ -534,7 +543,7 @@ def test_a_console_that_stands_still_does_not_stop_workers_and_says_later_what_i
         writer = write_numbered_lines(out)
         writer.join(PATIENCE_S)
         assert not writer.is_alive(), "the worker waits for the console"
-        assert logs.drain(1, 0, PATIENCE_S)
+        assert drained(logs, 1, 0)
         assert (tmp_path / "logs/job-run/gen1/rank0/stdout.log").stat().st_size == NUMBERED * 100
 
         shown = bytearray()

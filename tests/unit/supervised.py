@@ -1,0 +1,225 @@
+"""One node's workers without processes: the supervisor with a real participant and observer, and fakes for the rest."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from elastic_agent.agent import training
+from elastic_agent.agent.accounting.observer import Observer
+from elastic_agent.agent.configuration.config import Command, Config, TimeoutConfig
+from elastic_agent.agent.drain_gate import DrainGate
+from elastic_agent.agent.events import Event, StopRead, TailReady, WorkerExited
+from elastic_agent.agent.machine.examine import examine
+from elastic_agent.agent.node import Node
+from elastic_agent.agent.preloader.spares import Spares
+from elastic_agent.agent.processes import workers
+from elastic_agent.agent.processes.children import Children
+from elastic_agent.agent.processes.guard import Guard
+from elastic_agent.agent.processes.logs import WorkerLogs
+from elastic_agent.agent.processes.worker_store import WorkerStore
+from elastic_agent.agent.salvage_gate import SalvageGate
+from elastic_agent.agent.status.pages import StatusPages
+from elastic_agent.agent.training import Training
+from elastic_agent.health.metrics import Metrics
+from elastic_agent.rendezvous.participant import Participant
+from elastic_agent.rendezvous.records import (
+    Cause,
+    CauseKind,
+    Endpoint,
+    Failure,
+    Member,
+    NodeRecord,
+    Phase,
+    StopAt,
+    World,
+)
+from elastic_agent.worker.salvage import FromAgent
+
+from .bench import ALONE, TTL_S
+
+
+class Ignored:
+    """A part of the agent of which the test expects nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+class FakeLogs(Ignored):
+    """The log disk answers when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, Callable[[], None]]] = []
+        self.lines: tuple[str, ...] = ()
+
+    def drain(self, generation: int, rank: int, then: Callable[[], None]) -> None:
+        self.asked.append((rank, then))
+
+    def tail(self, generation: int, rank: int) -> tuple[str, ...]:
+        return self.lines
+
+    def answer(self) -> None:
+        asked, self.asked = self.asked, []
+        for _, then in asked:
+            then()
+
+
+class FakeSpares(Ignored):
+    ready = 0
+    loaded = False
+
+    def turn(self, now: float) -> None:
+        return None
+
+    def prepared(self, count: int, now: float) -> bool:
+        return True
+
+
+class FakeJustInTime:
+    def __init__(self) -> None:
+        self.told: list[tuple[int, FromAgent]] = []
+
+    def tell(self, generation: int, local_rank: int, message: FromAgent) -> None:
+        self.told.append((local_rank, message))
+
+
+class FakeDrainGate(Ignored):
+    def __init__(self) -> None:
+        self.looks = 0
+        self.asking: set[int] = set()
+
+    def look(self, generation: int) -> None:
+        self.looks += 1
+
+    def asks(self, generation: int, local_rank: int) -> bool:
+        return local_rank in self.asking
+
+
+class FakeWorkers(workers.WorkerGroup):
+    """Workers without processes: they end when the test says so, and ignore signals."""
+
+    def start(self, command: Command, specs: Sequence[workers.WorkerSpec], spares: workers.Spares) -> None:
+        for spec in specs:
+            self._processes[spec.local_rank] = cast(workers.Process, FakeProcess(1000 + spec.local_rank))
+            self.ranks[spec.local_rank] = spec.rank
+        self.signals: list[tuple[int, signal.Signals]] = []
+        self.codes: dict[int, int] = {}
+
+    def reap(self, local_rank: int) -> int:
+        self.returncodes[local_rank] = self.codes[local_rank]
+        return self.codes[local_rank]
+
+    def gone(self) -> bool:
+        return not self.running
+
+    def _signal(self, process: workers.Process, number: signal.Signals, *, group: bool) -> None:
+        self.signals.append((process.pid - 1000, number))
+
+
+class RecordingParticipant(Participant):
+    """Keeps what it was given after it has begun anew."""
+
+    failures: list[Failure]
+
+    def workers_failed(self, failure: Failure) -> None:
+        self.failures.append(failure)
+        super().workers_failed(failure)
+
+
+class FakeProcess:
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+
+class Supervised:
+    """A node of `count` workers, alone in its world."""
+
+    def __init__(
+        self, run_dir: Path, count: int, timeouts: TimeoutConfig | None = None, guard_s: float = 2.0
+    ) -> None:
+        self.now = 100.0
+        self.events: list[Event] = []
+        command = Command("binary", "sleep", ("300",))
+        config = Config(command, nproc_per_node=count, timeouts=timeouts or TimeoutConfig())
+        self.config = replace(config, stop=replace(config.stop, just_in_time_grace_s=guard_s))
+        identity = NodeRecord("a", "a-1", "host-a", 1000, count)
+        self.participant = RecordingParticipant(
+            identity, ALONE, lease_ttl_s=TTL_S, rng=random.Random(1), now=self.now
+        )
+        self.participant.failures = []
+        self.metrics = Metrics(
+            "job", "a", "1", slots=count, min_nodes=1, max_nodes=1, started_at_s=0.0, clock=self.clock
+        )
+        pages = StatusPages("job", "a", "a-1", "1", lease_ttl_s=5.0, max_restarts=None, clock=self.clock)
+        self.logs, self.just_in_time, self.drain_gate = FakeLogs(), FakeJustInTime(), FakeDrainGate()
+        machine = examine(self.config, {"PATH": os.environ["PATH"]})
+        place = run_dir / "unused"
+        node = Node("a", "a-1", machine, run_dir, place, place, place, place, None, None, {})
+        self.training = Training(
+            self.config,
+            node,
+            self.participant,
+            cast(Guard, Ignored()),
+            cast(WorkerStore, Ignored()),
+            cast(Spares, FakeSpares()),
+            cast(WorkerLogs, self.logs),
+            Observer(self.metrics, pages, None, self.now, lambda: 0.0),
+            cast(Children, Ignored()),
+            cast(SalvageGate, self.just_in_time),
+            cast(DrainGate, self.drain_gate),
+            self.events.append,
+            self.clock,
+        )
+
+    def clock(self) -> float:
+        return self.now
+
+    @property
+    def reported(self) -> list[str]:
+        """The failures that the participant was given."""
+        return [failure.summary for failure in self.participant.failures]
+
+    @property
+    def group(self) -> FakeWorkers:
+        group = self.training.group
+        assert isinstance(group, FakeWorkers)
+        return group
+
+    def start(self, generation: int = 1) -> None:
+        member = Member("a", "a-1", self.participant.identity.slots, 0)
+        master = Endpoint("host-a", 1000)
+        world = World("job", generation, Phase.RUNNING, (member,), master, Cause(CauseKind.START))
+        self.training.start(world, member, cast(socket.socket, Ignored()), self.now)
+
+    def turn(self, after_s: float = 0.0) -> bool:
+        """The loop's: the events that have come, then what is due."""
+        self.now += after_s
+        while self.events:
+            event = self.events.pop(0)
+            if isinstance(event, WorkerExited):
+                self.training.exited(event)
+            elif isinstance(event, TailReady):
+                self.training.tail_ready(event)
+            elif isinstance(event, StopRead):
+                self.training.stop_read(event)
+            else:
+                raise AssertionError(event)
+        return self.training.turn(self.now)
+
+    def exit(self, local_rank: int, returncode: int) -> None:
+        self.group.codes[local_rank] = returncode
+        self.events.append(WorkerExited(self.group.generation, local_rank, self.now))
+
+    def stop_was(self, stop: StopAt | None) -> None:
+        self.events.append(StopRead(self.group.generation, stop))
+
+
+def without_processes(patch: Any) -> None:
+    patch.setattr(training, "WorkerGroup", FakeWorkers)
