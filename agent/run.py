@@ -33,6 +33,7 @@ from ..rendezvous.records import NODES_PREFIX, Introduction, NodeRecord
 from ..rendezvous.restarts import RestartPolicy
 from ..rendezvous.store import Store
 from ..rendezvous.threads import Thread, listen
+from ..worker.available_memory import read_memory
 from .accounting.measured_store import MeasuredStore
 from .accounting.observer import Observer
 from .checkpoints.disk_writer import DiskWriter
@@ -50,13 +51,12 @@ from .heartbeat import Heartbeat
 from .interruptible import unless_stopped
 from .loop import WARNINGS, Ending, Loop
 from .machine.addresses import LOOPBACK, reachable_at, unique_node_id
-from .machine.cgroups import claim_cgroup, own_cgroup
+from .machine.cgroups import claim_cgroup
 from .machine.examine import Machine
 from .machine.gpu_memory import GpuMemory
 from .machine.network import NetworkChoice, NotYet
 from .machine.network_search import Network, wait_for_network
 from .machine.oom import warn_of_group_kill
-from .machine.scarce_memory import read_memory
 from .node import Node
 from .peer_link import PeerLink
 from .port_owner import find_owner
@@ -354,7 +354,6 @@ def _spares(
     clock: Callable[[], float],
 ) -> Spares:
     """By its mark the guard finds the preloaded process, too."""
-    cgroup = own_cgroup()
     return Spares(
         job_python(environment),
         config.preload.words,
@@ -362,7 +361,7 @@ def _spares(
         {**environment, "ELASTIC_AGENT_INCARNATION": incarnation},
         events.put,
         clock,
-        lambda: read_memory(cgroup),
+        read_memory,
         first_on_path(config.command, os.getcwd()),
     )
 

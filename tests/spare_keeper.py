@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from elastic_agent.agent.events import Event, Stirred
-from elastic_agent.agent.machine.scarce_memory import MIB, Memory
 from elastic_agent.agent.preloader.spares import Spare, Spares
 from elastic_agent.agent.processes.children import PR_SET_CHILD_SUBREAPER, adopt_orphans
+from elastic_agent.worker.available_memory import MIB, Memory
 
 PATIENCE_S = 60.0
 """Importing torch takes two seconds, and many more on a busy machine."""

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
+from .available_memory import Memory, file_system, read_memory
 from .layout import Layout
 from .offers import Copy
 from .ownership import this_run
 from .relayout import Layouts
-from .room import Room, room, room_of
 from .slots import (
     FOLDER_VARIABLE,
     LIMIT_VARIABLE,
@@ -316,9 +316,9 @@ class NodeMemory:
         grows = max(0, both - self._slots.taken())
         if grows:
             self._check_limit(both)
-        for now in (room(), room_of(self._slots.memory)):
+        for now in (*read_memory(), file_system(self._slots.memory)):
             if now is not None:
-                self._check_room(grows, now)
+                self._check_available(grows, now)
         try:
             return self._slots.begin(size)
         except SlotsBusy:
@@ -341,18 +341,18 @@ class NodeMemory:
                 f"{self._limit} are allowed: raise --memory-checkpoints, and the size of /dev/shm if need be"
             )
 
-    def _check_room(self, grows: int, now: Room) -> None:
+    def _check_available(self, grows: int, now: Memory) -> None:
         """A slot grows only while enough is left for others, and is given back when they have too little.
 
         The newest copy is kept even then: nobody can tell whether its state is anywhere else.
         """
         least = int(LEAST_FREE * now.total)
-        if now.left < least // 2:
+        if now.available < least // 2:
             self._slots.drop_older()
-        elif not grows or now.left - grows >= least:
+        elif not grows or now.available - grows >= least:
             return
         raise NoRoom(
-            f"{now.left >> 20} MiB of {now.what} are left of {now.total >> 20}, a copy would take {grows >> 20} more, "
+            f"{now.of} has {now.available >> 20} MiB left of {now.total >> 20}, a copy would take {grows >> 20} more, "
             f"and {least >> 20} are to be left: give the job more, or use --memory-checkpoints off"
         )
 

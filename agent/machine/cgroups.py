@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from pathlib import Path
+
+from ...worker.available_memory import own_cgroup
 
 log = logging.getLogger(__name__)
 
@@ -43,32 +44,6 @@ def claim_cgroup(incarnation: str) -> Path | None:
         return None
     log.info("the workers of each generation are held in a cgroup below %s", ours)
     return ours
-
-
-def own_cgroup(proc: Path = Path("/proc/self")) -> Path | None:
-    """Where this process stands in the tree of cgroups version 2; None when there is none, or it is out of sight."""
-    return place_in("", proc)
-
-
-def place_in(controller: str, proc: Path = Path("/proc/self")) -> Path | None:
-    """The same in the tree of a controller of version 1; empty for version 2."""
-    try:
-        rows = [line.split(":", 2) for line in _lines(proc / "cgroup")]
-        path = next(path for _, names, path in rows if controller in names.split(","))
-        mounts = [line.split(" ") for line in _lines(proc / "mountinfo")]
-    except (OSError, StopIteration):
-        return None
-    if ".." in path.split("/"):  # above the root of this process' cgroup namespace
-        return None
-    for fields in mounts:
-        dash = fields.index("-")
-        kind, options = fields[dash + 1], fields[-1].split(",")
-        if kind == "cgroup2" if not controller else kind == "cgroup" and controller in options:
-            root, mounted_at = map(_unescaped, fields[3:5])
-            below = os.path.relpath(path, root)
-            if below.split("/")[0] != "..":
-                return Path(mounted_at, below)
-    return None
 
 
 def is_delegated(cgroup: Path, uid: int) -> bool:
@@ -96,12 +71,3 @@ def _make(cgroup: Path) -> str:
         return ""
     cgroup.rmdir()
     return problem
-
-
-def _lines(file: Path) -> list[str]:
-    return file.read_text().splitlines()
-
-
-def _unescaped(path: str) -> str:
-    """As in /proc/self/mountinfo: a blank is written \\040."""
-    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), path)

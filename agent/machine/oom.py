@@ -7,10 +7,9 @@ A worker that it kills ends by SIGKILL, as one that a person kills. The kernel c
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
-from .cgroups import own_cgroup, place_in
+from ...worker.available_memory import own_cgroup, read_rows, upwards
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +49,10 @@ class OomKills:
 
 def find_counter(proc: Path = Path("/proc/self")) -> Path | None:
     """Of the cgroup of this process, or of the nearest around it that counts."""
-    for folder in _upwards(own_cgroup(proc)):
+    for folder in upwards(own_cgroup("", proc)):
         if (folder / "memory.events").exists():
             return folder / "memory.events"
-    here = place_in("memory", proc)
+    here = own_cgroup("memory", proc)
     if here is not None and (here / "memory.oom_control").exists():
         return here / "memory.oom_control"
     return None
@@ -61,7 +60,7 @@ def find_counter(proc: Path = Path("/proc/self")) -> Path | None:
 
 def warn_of_group_kill(proc: Path = Path("/proc/self")) -> None:
     """Where the kernel was told to kill a cgroup as a whole, the agent dies with its first worker."""
-    for folder in _upwards(own_cgroup(proc)):
+    for folder in upwards(own_cgroup("", proc)):
         try:
             as_a_whole = (folder / "memory.oom.group").read_text().strip() == "1"
         except OSError:
@@ -76,18 +75,6 @@ def warn_of_group_kill(proc: Path = Path("/proc/self")) -> None:
             return
 
 
-def _upwards(folder: Path | None) -> Iterator[Path]:
-    for each in (folder, *folder.parents) if folder is not None else ():
-        yield each
-        if each.name == "cgroup":
-            return
-
-
 def _read(counter: Path | None) -> int | None:
     """None: there is no count now."""
-    try:
-        lines = counter.read_text().splitlines() if counter is not None else []
-    except OSError:
-        return None
-    found = (line.split() for line in lines)
-    return next((int(words[1]) for words in found if len(words) == 2 and words[0] == "oom_kill"), None)
+    return read_rows(counter).get("oom_kill") if counter is not None else None

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from ...rendezvous.threads import Thread
+from ...worker.available_memory import Memory
 from ..events import Event, Stirred
-from ..machine.scarce_memory import MemoryPolicy, Reader, pressure
+from ..machine.memory_pressure import MemoryPolicy, pressure
 from ..processes.failures import describe_exit
 from ..processes.standing import KILLED_S, ends_within, stat_of
 from ..processes.workers import Process, tied
@@ -119,7 +120,7 @@ class Spares:
         environment: Mapping[str, str],
         post: Callable[[Event], None],
         clock: Callable[[], float],
-        read_memory: Reader,
+        read_memory: Callable[[], tuple[Memory, ...]],
         first_on_path: str,
         policy: MemoryPolicy = ENOUGH_MEMORY,
     ) -> None:

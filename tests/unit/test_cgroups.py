@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.machine.cgroups import is_delegated, own_cgroup
+from elastic_agent.agent.machine.cgroups import is_delegated
 from elastic_agent.agent.processes.guard import cgroup_members, empty_cgroup, remove_cgroup
+from elastic_agent.worker.available_memory import own_cgroup
 
 V2 = "34 25 0:29 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate"
 V1 = "35 25 0:30 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
@@ -38,11 +39,11 @@ ROOT = "24 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw"
 def test_the_agents_own_place(tmp_path: Path, cgroup: str, mounts: list[str], expected: str | None) -> None:
     (tmp_path / "cgroup").write_text(f"{cgroup}\n")
     (tmp_path / "mountinfo").write_text("".join(f"{mount}\n" for mount in mounts))
-    assert own_cgroup(tmp_path) == (Path(expected) if expected is not None else None)
+    assert own_cgroup("", tmp_path) == (Path(expected) if expected is not None else None)
 
 
 def test_without_proc_there_is_no_place(tmp_path: Path) -> None:
-    assert own_cgroup(tmp_path) is None
+    assert own_cgroup("", tmp_path) is None
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from elastic_agent.worker import Checkpointer, memory, progress, slots
+from elastic_agent.worker.available_memory import Memory, file_system
 from elastic_agent.worker.replicas import Replicas
-from elastic_agent.worker.room import Room, room_of
 from elastic_agent.worker.slots import Slots
 from tests.unit.threads import join_threads
 
@@ -183,18 +183,18 @@ def test_what_an_earlier_generation_left_under_another_name_makes_room(
 def test_a_copy_leaves_a_reserve_in_the_file_system(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    left = Room(left=3 << 20, total=64 << 20, what=f"the file system of {folder}")
-    monkeypatch.setattr(memory, "room_of", lambda _folder: left)
+    left = Memory(3 << 20, 64 << 20, of=f"the file system of {folder}")
+    monkeypatch.setattr(memory, "file_system", lambda _folder: left)
     assert not Checkpointer(tmp_path / "disk", {"meta": {"table": torch.zeros(1 << 20)}}).remember(1)
-    assert f"3 MiB of the file system of {folder} are left of 64" in caplog.text
+    assert f"the file system of {folder} has 3 MiB left of 64" in caplog.text
     assert not list(folder.rglob("*.pt"))
 
 
 def test_the_room_of_a_file_system_is_what_it_says_of_itself(folder: Path) -> None:
-    found, told = room_of(str(folder)), os.statvfs(folder)
+    found, told = file_system(str(folder)), os.statvfs(folder)
     assert found is not None
     assert found.total == told.f_blocks * told.f_frsize
-    assert room_of(str(folder / "gone")) is None
+    assert file_system(str(folder / "gone")) is None
 
 
 @pytest.fixture

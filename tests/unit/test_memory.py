@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from elastic_agent.worker import Checkpointer, NotPlainData, memory, progress, slots, summing
+from elastic_agent.worker.available_memory import Memory
 from elastic_agent.worker.layout import CannotLayOut, lay_out
-from elastic_agent.worker.room import Room
 from elastic_agent.worker.slots import Slots
 from elastic_agent.worker.summing import _Job
 from tests.unit.threads import join_threads
@@ -222,9 +222,9 @@ def test_a_machine_short_of_memory_gives_back_the_older_copy_and_keeps_the_newes
         checkpoints.remember(step)
     before = opened.taken()
     with monkeypatch.context() as patch:
-        patch.setattr(memory, "room", lambda: Room(left=1 << 20, total=1 << 30))
+        patch.setattr(memory, "read_memory", lambda: (Memory(1 << 20, 1 << 30),))
         assert not checkpoints.remember(3)
-        assert "1 MiB of memory are left of 1024" in caplog.text
+        assert "this machine has 1 MiB left of 1024" in caplog.text
         assert [header.step for header in opened.headers().values()] == [2]
         assert 0 < opened.taken() <= before // 2
         assert checkpoints.save(4), "on disk"
@@ -235,7 +235,7 @@ def test_a_machine_short_of_memory_gives_back_the_older_copy_and_keeps_the_newes
 def test_a_slot_does_not_take_the_last_memory(
     tmp_path: Path, opened: Slots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "room", lambda: Room(left=100 << 20, total=1 << 30))
+    monkeypatch.setattr(memory, "read_memory", lambda: (Memory(100 << 20, 1 << 30),))
     large = Checkpointer(tmp_path / "disk", {"meta": {"table": torch.zeros(10 << 20)}})
     assert not large.remember(1), "80 MiB more would leave less than 5 %"
     assert opened.taken() == 0

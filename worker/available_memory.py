@@ -1,0 +1,132 @@
+"""How much memory is left: on the machine, in the control groups that hold this process, and in a file system.
+
+Pages of shared memory count like any others: where they are more than there is, the kernel kills a worker instead of
+refusing them. The file system that they are in has a size of its own: where others (data loaders, NCCL) find it full,
+they end by SIGBUS.
+
+No torch here: the agent imports this module.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+MIB = 2**20
+
+_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Limit, use, and the row of memory.stat with what was read from files and is not in use: it goes first when memory is
+needed. By controller: of version 2, which has one tree for all, and of version 1."""
+
+_NO_LIMIT = 2**60
+"""Version 1 writes a number that no machine has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes that could be had, of all. `stalled`: per cent of the last ten seconds in which some task waited for
+    memory (PSI); 0 where the kernel does not count it."""
+
+    available: int
+    total: int
+    stalled: float = 0.0
+    of: str = "this machine"
+
+
+def read_memory(proc: Path = Path("/proc")) -> tuple[Memory, ...]:
+    """Of the machine, and of each cgroup with a limit that this process is in. What cannot be read is left out."""
+    return (*_machine(proc), *_cgroups(proc / "self"))
+
+
+def file_system(folder: str) -> Memory | None:
+    """The one of `folder`, which may be smaller than the memory; None when it cannot be read."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return None
+    available, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    return Memory(available, total, of=f"the file system of {folder}")
+
+
+@cache
+def own_cgroup(controller: str = "", proc: Path = Path("/proc/self")) -> Path | None:
+    """Where this process is in a tree of cgroups: of version 2, or of a controller of version 1. Looked up once.
+
+    None when there is none, or it is out of sight.
+    """
+    try:
+        rows = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
+        path = next(path for _, names, path in rows if controller in names.split(","))
+        mounts = [line.split(" ") for line in (proc / "mountinfo").read_text().splitlines()]
+    except (OSError, StopIteration):
+        return None
+    if ".." in path.split("/"):  # above the root of this process' cgroup namespace
+        return None
+    for fields in mounts:
+        dash = fields.index("-")
+        kind, options = fields[dash + 1], fields[-1].split(",")
+        if kind == "cgroup2" if not controller else kind == "cgroup" and controller in options:
+            root, mounted_at = map(_unescaped, fields[3:5])
+            below = os.path.relpath(path, root)
+            if below.split("/")[0] != "..":
+                return Path(mounted_at, below)
+    return None
+
+
+def upwards(cgroup: Path | None) -> Iterator[Path]:
+    """This one, and those around it."""
+    for folder in (cgroup, *cgroup.parents) if cgroup is not None else ():
+        yield folder
+        if folder.name == "cgroup":
+            return
+
+
+def read_rows(file: Path) -> dict[str, int]:
+    """The lines of a name and a number; empty when the file cannot be read."""
+    try:
+        lines = [line.split() for line in file.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
+
+
+def _machine(proc: Path) -> Iterator[Memory]:
+    rows = read_rows(proc / "meminfo")
+    if rows.keys() >= {"MemAvailable:", "MemTotal:"}:
+        stalled = _stalled(proc / "pressure/memory")
+        yield Memory(rows["MemAvailable:"] * 1024, rows["MemTotal:"] * 1024, stalled)
+
+
+def _cgroups(proc: Path) -> Iterator[Memory]:
+    for controller, (limit_file, used_file, unused_row) in _FILES.items():
+        for folder in upwards(own_cgroup(controller, proc)):
+            try:
+                limit = int((folder / limit_file).read_text())
+                used = int((folder / used_file).read_text())
+            except (OSError, ValueError):  # no limit is the word max
+                continue
+            if limit < _NO_LIMIT:
+                available = limit - used + read_rows(folder / "memory.stat").get(unused_row, 0)
+                stalled = _stalled(folder / "memory.pressure")
+                yield Memory(max(0, available), limit, stalled, f"the cgroup {folder}")
+
+
+def _stalled(file: Path) -> float:
+    """The share of the first row, "some avg10=1.25 ..."."""
+    try:
+        found = re.match(r"some avg10=([\d.]+)", file.read_text())
+        return float(found[1]) if found else 0.0
+    except (OSError, ValueError):  # PSI is off
+        return 0.0
+
+
+def _unescaped(path: str) -> str:
+    """As in /proc/self/mountinfo: a blank is written \\040."""
+    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), path)
