@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import queue
 import signal
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..health.http import Probe
-from ..rendezvous.follow import Drain, Leave, Refusal, Start, Stop
+from ..rendezvous.driver import Driver
+from ..rendezvous.follow import Drain, Leave, Order, Refusal, Start, Stop
 from ..rendezvous.participant import Participant
 from ..rendezvous.records import Result
 from ..rendezvous.threads import Thread
@@ -47,7 +47,7 @@ from .exits import ExitCode
 from .heartbeat import STUCK_AFTER_S, Heartbeat
 from .machine.gpu_memory import GpuMemory
 from .peer_link import PeerLink
-from .ports import PortError
+from .ports import OfferedPort, PortError
 from .processes.failures import WorkerFailure
 from .service_manager import ServiceManager
 from .store_link import StoreLink, pass_on
@@ -103,26 +103,22 @@ class Loop:
         manager: ServiceManager,
         commits: CommitGate,
         events: queue.SimpleQueue[Event],
-        listener: socket.socket,
-        new_listener: Callable[[], socket.socket],
+        port: OfferedPort,
         heartbeat: Heartbeat,
         clock: Callable[[], float],
     ) -> None:
-        """`listener` is the port that the participant has offered; `new_listener` binds another."""
         self._config = config
         self._participant = participant
         self._training = training
-        self._link = link
-        self._peers = peers
         self._gpu_memory = gpu_memory
         self._disk_writer = disk_writer
         self._observer = observer
         self._manager = manager
         self._commits = commits
         self._events = events
-        self._listener = listener
-        self._new_listener = new_listener
+        self._port = port
         self._clock = clock
+        self._driver = Driver(participant, link, peers.ask, self)
         self._signals: list[signal.Signals] = []
         self._left_as: str = ""
         """What made this node leave the job, once something has."""
@@ -179,41 +175,41 @@ class Loop:
             log.info("%s: leaving the job", DRAIN_COMMAND)
             self._leave(DRAIN_COMMAND, now)
         self._observer.compare(participant)
-        while True:
-            request = participant.request(now)
-            if request is not None:
-                self._link.ask(request)
-            for peer in participant.probes(now):
-                self._peers.ask(peer)
-            if participant.wants_port:
-                self._renew_listener()
-            elif not self._obey(now):
-                break
-        self._link.keep(participant.lease)
+        again_at = self._driver.turn(now)
         self._commits.standing = Standing(participant.incarnation, participant.proven_until)
-        self._link.follow(participant.subscription)
         self._observer.look(participant, self._training.group, now)
         self._manager.turn(self._observer.status(participant, self._training.group))
         wake_at = (
-            participant.wake_at(now),
+            again_at,
             self._manager.next_beat,
             self._gpu_memory.turn(now),
             *self._training.wake_at(),
         )
         return min((at for at in wake_at if at is not None and at > now), default=None)
 
-    def _obey(self, now: float) -> bool:
-        """True when something changed that may bring another order at once."""
-        training, stop = self._training, self._config.stop
-        if training.turn(now):
+    # ---------------------------------------------------------------- effects, for the driver
+
+    def new_port(self) -> int | None:
+        try:
+            return self._port.renew()
+        except PortError as error:
+            log.error("no port for the workers' store: %s", error)
+            self._doom = self._doom or Ending(ExitCode.NOT_HERE, str(error))
+            return None
+
+    def advance(self, now: float) -> bool:
+        workers_gone = self._training.turn(now)
+        if workers_gone:
             self._gpu_memory.workers_gone(now)
-            return True
+        return workers_gone
+
+    def obey(self, order: Order, now: float) -> bool:
+        training, stop = self._training, self._config.stop
         if self._departing is not None:
             return False
         if unkillable := training.unkillable():
             self._ending = Ending(ExitCode.UNKILLABLE, unkillable)
             return False
-        order = self._participant.order(now)
         if self._doom is not None:
             training.stop(stop.failure_grace_s, gently=False, reason=self._doom.reason)
             if training.group is None:
@@ -221,7 +217,7 @@ class Loop:
         elif isinstance(order, Start):
             if self._gpu_memory.waiting or not training.prepared(order.world, order.member, now):
                 return False
-            training.start(order.world, order.member, self._listener, now)
+            training.start(order.world, order.member, self._port.listener, now)
             return True
         elif isinstance(order, Drain):
             return training.drain(order)
@@ -264,17 +260,6 @@ class Loop:
             code = ExitCode.STOPPED_BY_SIGINT if interrupted else ExitCode.STOPPED_BY_SIGTERM
             return Ending(code, f"stopped by {self._left_as}")
         return Ending(_EXITS[order.why], order.reason, failure)
-
-    def _renew_listener(self) -> None:
-        """The port offered so far belongs to a past generation: nobody may meet there again."""
-        self._listener.close()
-        try:
-            self._listener = self._new_listener()
-        except PortError as error:
-            log.error("no port for the workers' store: %s", error)
-            self._doom = Ending(ExitCode.NOT_HERE, str(error))
-            return
-        self._participant.offer_port(self._listener.getsockname()[1])
 
     # ---------------------------------------------------------------- events
 

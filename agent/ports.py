@@ -200,6 +200,21 @@ def bind_listener(
     return listener
 
 
+class OfferedPort:
+    """The port that this node offers for the store of the next generation's workers, bound and listening."""
+
+    def __init__(self, listener: socket.socket, bind: Callable[[], socket.socket]) -> None:
+        """`bind` opens another one. It raises PortError."""
+        self.listener = listener
+        self._bind = bind
+
+    def renew(self) -> int:
+        """Close it and offer another: no worker may meet on one that belongs to a past generation."""
+        self.listener.close()
+        self.listener = self._bind()
+        return int(self.listener.getsockname()[1])
+
+
 def _listen(address: str, port: int, purpose: str) -> socket.socket | None:
     """One try on one port: the listening socket, or None if the port is taken."""
     try:

@@ -60,7 +60,7 @@ from .machine.oom import warn_of_group_kill
 from .node import Node
 from .peer_link import PeerLink
 from .port_owner import find_owner
-from .ports import FIXED_PORT, PortError, bind_listener
+from .ports import FIXED_PORT, OfferedPort, PortError, bind_listener
 from .preloader.spares import Spares
 from .processes.children import Children, adopt_orphans
 from .processes.console import Console, ConsoleHandler
@@ -255,8 +255,7 @@ def _run(
             manager,
             commits,
             events,
-            listener,
-            lambda: bind(address, None, "master"),
+            OfferedPort(listener, lambda: bind(address, None, "master")),
             heartbeat,
             clock,
         )

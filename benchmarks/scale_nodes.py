@@ -36,9 +36,12 @@ from typing import Any
 from elastic_agent.agent.events import Answered, Event, Probed, StoreGone, Unanswered
 from elastic_agent.agent.store_link import StoreLink, pass_on
 from elastic_agent.rendezvous.decide import Policy
-from elastic_agent.rendezvous.follow import Start, Stop
+from elastic_agent.rendezvous.driver import Driver
+from elastic_agent.rendezvous.follow import Order, Start, Stop
 from elastic_agent.rendezvous.participant import Participant
+from elastic_agent.rendezvous.peers import Peer
 from elastic_agent.rendezvous.records import Endpoint, Failure, Introduction, NetworkFacts, NodeRecord
+from elastic_agent.rendezvous.requests import Request, Subscription
 from elastic_agent.rendezvous.store import (
     Change,
     Compare,
@@ -180,21 +183,22 @@ def _size(entries: Sequence[Entry | None]) -> int:
 class _Node:
     """One agent without workers. Everything here happens in the loop's thread, but for what the link's threads do."""
 
-    def __init__(self, participant: Participant, link: StoreLink, ask: Callable[[Probed], None]) -> None:
+    def __init__(self, participant: Participant, link: StoreLink, post: Callable[[Probed], None]) -> None:
         self.participant = participant
         self.generation = 0
         """The one whose workers would run here; the last one if they were stopped."""
         self.started_at = 0.0
         self.asking = False
         self.link = link
-        self._ask = ask
+        self._post = post
+        self._driver = Driver(participant, self, self._probe, self)
         self._port = participant.identity.port
 
     def hear(self, event: Event, now: float) -> None:
         if isinstance(event, Answered | Unanswered):
             self.asking = False
         if isinstance(event, StoreGone):
-            raise event.error
+            raise RuntimeError(event.reason)
         if isinstance(event, Probed):
             self.participant.probed(event.peer, event.finding, event.asked_at, now)
         else:
@@ -208,26 +212,29 @@ class _Node:
 
     def turn(self, now: float) -> float | None:
         """As the agent's main loop does it; the instant of the next turn if nothing happens before."""
-        participant = self.participant
-        while True:
-            request = participant.request(now)
-            if request is not None:
-                self.asking = True
-                self.link.ask(request)
-            for peer in participant.probes(now):
-                there = Introduction("alive", peer.incarnation, 0)
-                self._ask(Probed(peer, there, now))
-            if participant.wants_port:
-                self._port += 1
-                participant.offer_port(self._port)
-            elif not self._obey(now):
-                break
-        self.link.keep(participant.lease)
-        self.link.follow(participant.subscription)
-        return participant.wake_at(now)
+        return self._driver.turn(now)
 
-    def _obey(self, now: float) -> bool:
-        order = self.participant.order(now)
+    def ask(self, request: Request) -> None:
+        self.asking = True
+        self.link.ask(request)
+
+    def keep(self, lease: LeaseId | None) -> None:
+        self.link.keep(lease)
+
+    def follow(self, subscription: Subscription | None) -> None:
+        self.link.follow(subscription)
+
+    def _probe(self, peer: Peer) -> None:
+        self._post(Probed(peer, Introduction("alive", peer.incarnation, 0), time.monotonic()))
+
+    def new_port(self) -> int:
+        self._port += 1
+        return self._port
+
+    def advance(self, now: float) -> bool:
+        return False
+
+    def obey(self, order: Order, now: float) -> bool:
         if isinstance(order, Start):
             self.participant.workers_started(order.world)
             self.generation, self.started_at = order.world.generation, now

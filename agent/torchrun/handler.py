@@ -42,7 +42,7 @@ from ..configuration.config import Config
 from ..exits import CannotStart
 from ..machine.addresses import unique_node_id
 from ..machine.network_search import wait_for_network
-from ..ports import PortError, bind_listener
+from ..ports import OfferedPort, PortError, bind_listener
 from ..store_opening import connect_to_etcd
 from .creator import BACKEND
 from .membership import NEVER_GIVE_UP, End, Membership, Place, Status
@@ -188,8 +188,7 @@ class EtcdV3Handler(RendezvousHandler):
             store,
             identity,
             policy,
-            listener,
-            lambda: bind_listener(address, 0, "master"),
+            OfferedPort(listener, lambda: bind_listener(address, 0, "master")),
             lease_ttl_s=rendezvous.lease_ttl_s,
         )
         membership.start()

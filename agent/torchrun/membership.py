@@ -1,8 +1,8 @@
 """This node's part in a rendezvous whose workers another program runs: torchrun's agent.
 
-A thread drives the `Participant`, as the main loop does for workers of our own. The other program *wants a place* in
-a world when it has no workers, and *gives it back*, saying how they ended, when they are gone. It asks whether they
-must end whenever it likes: the answer lies ready in a frozen `Status`.
+A thread drives the `Participant`, by the same `Driver` as the main loop that has workers of its own. The other program
+*wants a place* in a world when it has no workers, and *gives it back*, saying how they ended, when they are gone. It
+asks whether they must end whenever it likes: the answer lies ready in a frozen `Status`.
 
 Invariants: only the thread touches the participant. Whoever else asks never waits for the store. The lease is renewed
 only while the thread turns (`heartbeat`): one that has ended or stands still hears of no other world, and torchrun's
@@ -24,8 +24,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ...rendezvous.decide import Decision, Policy, View, decide
+from ...rendezvous.driver import Driver
 from ...rendezvous.errors import StoreError, StoreUnavailable
-from ...rendezvous.follow import Drain, Leave, Start, Stop
+from ...rendezvous.follow import Drain, Leave, Order, Start, Stay, Stop
 from ...rendezvous.participant import Participant
 from ...rendezvous.proof import LEASE_MARGIN
 from ...rendezvous.records import (
@@ -44,8 +45,10 @@ from ...rendezvous.records import (
 from ...rendezvous.restarts import LASTING_S, RestartPolicy
 from ...rendezvous.store import Compare, Put, Store
 from ...rendezvous.threads import Thread
-from ..events import Event, StoreGone
+from ..events import Event, Probed, StoreGone
 from ..heartbeat import Heartbeat
+from ..peer_link import PeerLink
+from ..ports import OfferedPort
 from ..store_link import StoreLink, pass_on
 
 log = logging.getLogger(__name__)
@@ -137,18 +140,15 @@ class Membership:
         store: Store,
         identity: NodeRecord,
         policy: Policy,
-        listener: socket.socket,
-        new_listener: Callable[[], socket.socket],
+        port: OfferedPort,
         *,
         lease_ttl_s: float,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
-        """`listener` is bound to the port that `identity` offers; `new_listener` binds another."""
         rng = rng or random.SystemRandom()
         self._store = store
-        self._listener = listener
-        self._new_listener = new_listener
+        self._port = port
         self._clock = clock
         self._events: queue.SimpleQueue[Event | _Wanted | _GivenBack | _Closed] = queue.SimpleQueue()
         self._participant = Participant(
@@ -163,6 +163,10 @@ class Membership:
             "the rendezvous thread",
         )
         self._link = StoreLink(store, lease_ttl_s, self._events.put, clock, rng, self._turns)
+        peers = PeerLink(self._events.put, clock)
+        self._driver = Driver(self._participant, self._link, peers.ask, self)
+        self._order: Order = Stay()
+        """The newest one."""
         self._thread = Thread(self._run, "rendezvous", self._ended)
         self._changed = threading.Condition()
         self._status = Status()
@@ -232,7 +236,7 @@ class Membership:
         except StoreError as error:
             log.warning("left without saying goodbye: %s", error)
         self._store.close()
-        self._listener.close()
+        self._port.listener.close()
 
     # ---------------------------------------------------------------- the thread
 
@@ -272,29 +276,7 @@ class Membership:
         participant = self._participant
         has_workers = self._place is not None and not self._status.stop
         self._heartbeat.turned(participant.good_until(now) if has_workers else None)
-        while True:
-            request = participant.request(now)
-            if request is not None:
-                self._link.ask(request)
-            if participant.wants_port:
-                self._listener.close()
-                self._listener = self._new_listener()
-                participant.offer_port(self._listener.getsockname()[1])
-                continue
-            order = participant.order(now)
-            if isinstance(order, Drain) and participant.workers_told(order.generation):
-                continue  # torchrun's workers look at no flag: they will be signalled
-            if not (isinstance(order, Start) and self._wanted):
-                break
-            self._take(order, now)
-        instants = [participant.wake_at(now)]
-        if self._place is not None:
-            lasting_at = self._taken_at + LASTING_S
-            instants.append(lasting_at)
-            if now >= lasting_at:
-                participant.workers_lasting(self._place.generation)
-        self._link.keep(participant.lease)
-        self._link.follow(participant.subscription)
+        again_at, order = self._driver.turn(now), self._order
         self._publish(
             Status(
                 participant.world,
@@ -305,12 +287,30 @@ class Membership:
                 self._problem,
             )
         )
-        return min((at for at in instants if at is not None and at > now), default=None)
+        lasting_at = self._taken_at + LASTING_S if self._place is not None else None
+        return min((at for at in (again_at, lasting_at) if at is not None and at > now), default=None)
+
+    def new_port(self) -> int:
+        return self._port.renew()
+
+    def advance(self, now: float) -> bool:
+        if self._place is not None and now >= self._taken_at + LASTING_S:
+            self._participant.workers_lasting(self._place.generation)
+        return False
+
+    def obey(self, order: Order, now: float) -> bool:
+        self._order = order
+        if isinstance(order, Drain):  # torchrun's workers look at no flag: they will be signalled
+            return self._participant.workers_told(order.generation)
+        if isinstance(order, Start) and self._wanted:
+            self._take(order, now)
+            return True
+        return False
 
     def _take(self, start: Start, now: float) -> None:
         self._participant.workers_started(start.world)
         rank = start.world.members.index(start.member)
-        self._place = Place(start.world, rank, self._listener if rank == 0 else None)
+        self._place = Place(start.world, rank, self._port.listener if rank == 0 else None)
         self._taken_at, self._wanted = now, False
 
     def _is_finishing(self, now: float) -> bool:
@@ -334,6 +334,8 @@ class Membership:
                 self._end(event.place, event.end)
         elif isinstance(event, StoreGone):
             self._problem = event.reason
+        elif isinstance(event, Probed):
+            self._participant.probed(event.peer, event.finding, event.asked_at, now)
         else:
             pass_on(event, self._participant, now)
 

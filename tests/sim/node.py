@@ -1,6 +1,6 @@
 """One machine of the simulator: an agent of several lives, its clock and its link, and the worker that it runs.
 
-Every node drives a real `Participant` as the real main loop does. A store request, a watch and a probe each have their
+Every node drives a real `Participant` by the real `Driver`. A store request, a watch and a probe each have their
 own way through the simulated network; what the agent does with its worker takes its time.
 """
 
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from elastic_agent.agent.heartbeat import Silence, Turned, why_stuck
 from elastic_agent.rendezvous.decide import limits_of
 from elastic_agent.rendezvous.drain import WHAT_STANDS, stranded
+from elastic_agent.rendezvous.driver import Driver
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavailable
-from elastic_agent.rendezvous.follow import Drain, Leave, Refusal, Start, Stop
+from elastic_agent.rendezvous.follow import Drain, Leave, Order, Refusal, Start, Stop
 from elastic_agent.rendezvous.participant import Participant
 from elastic_agent.rendezvous.peers import Absence, Finding, Peer
 from elastic_agent.rendezvous.proof import LEASE_MARGIN
@@ -33,7 +34,7 @@ from elastic_agent.rendezvous.requests import (
     Request,
     Subscription,
 )
-from elastic_agent.rendezvous.store import Compare, Snapshot
+from elastic_agent.rendezvous.store import Compare, LeaseId, Snapshot
 
 from .training import CHECKPOINT_KEY, STRANDED_S, Worker
 
@@ -121,7 +122,7 @@ class SimNode:
             self.name,
             f"{self.name}-{life}",
             f"host-{self.name}",
-            self.fresh_port(),
+            self.new_port(),
             slots=2,
             http=Endpoint(self.name, 80),
             limits=limits_of(sim.policy_of(self.name)),
@@ -135,6 +136,9 @@ class SimNode:
             now=self.clock(),
             decision=sim.decision,
         )
+        self.driver = Driver(self.agent, self, self.probe, self)
+        self.kept: LeaseId | None = None
+        """The lease that is kept alive."""
         self.watched, self.stopping = None, False
         self.drained_with = 0
         self.wakes_at = self.clock()
@@ -149,10 +153,6 @@ class SimNode:
 
     def clock(self) -> float:
         return self.epoch + self.rate * self.sim.now
-
-    def fresh_port(self) -> int:
-        self.port += 1
-        return self.port
 
     def guarded(self, action: Callable[[], None]) -> Callable[[], None]:
         """`action` of the main loop: for this life of the agent only, not while it is paused, never while stuck."""
@@ -177,34 +177,36 @@ class SimNode:
             self.agent._session.proof.confirmed_at = 1e12
 
     def turn(self) -> None:
-        """What the real main loop does after every event."""
+        """What the real main loop does after every event, by the real driver."""
         self.plant()
-        while True:
-            now = self.clock()
-            request = self.agent.request(now)
-            if request is not None:
-                self.send(request)
-            if self.agent.wants_port:
-                self.agent.offer_port(self.fresh_port())
-                continue
-            for peer in self.agent.probes(now):
-                self.probe(peer)
-            if self.agent.subscription is not self.watched:
-                self.watched = self.agent.subscription
-                if self.watched is not None:
-                    self.watched_to = dict.fromkeys(self.watched.scopes, self.watched.after_revision)
-                    self.pull_soon()
-            self.rescue()
-            if not self.obey(now):
-                break
-        wake_at = self.agent.wake_at(now)
+        now = self.clock()
+        wake_at = self.driver.turn(now)
         if wake_at is not None and not now < self.wakes_at <= wake_at:
             self.wakes_at = wake_at
             self.sim.after((wake_at - now) / self.rate + 1e-6, self.guarded(self.turn))
 
-    def obey(self, now: float) -> bool:
-        """True when obeying changed something that may give another order at once."""
-        order = self.agent.order(now)
+    # ------------------------------------------------------------ effects and store, for the driver
+
+    def new_port(self) -> int:
+        self.port += 1
+        return self.port
+
+    def advance(self, now: float) -> bool:
+        self.rescue()
+        return False
+
+    def keep(self, lease: LeaseId | None) -> None:
+        self.kept = lease
+
+    def follow(self, subscription: Subscription | None) -> None:
+        if subscription is self.watched:
+            return
+        self.watched = subscription
+        if subscription is not None:
+            self.watched_to = dict.fromkeys(subscription.scopes, subscription.after_revision)
+            self.pull_soon()
+
+    def obey(self, order: Order, now: float) -> bool:
         if isinstance(order, Start):
             self.start_workers(order)
             return True
@@ -309,7 +311,7 @@ class SimNode:
             sim.call(self, lambda: sim.ledger.revoke(lease), lambda _: None, lambda _: None, lambda act: act)
         sim.after(sim.rng.uniform(1.0, 6.0), lambda life=self.lives: self.lives == life and self.boot())
 
-    def send(self, request: Request) -> None:
+    def ask(self, request: Request) -> None:
         sim = self.sim
         if self.deaf:
             return
@@ -325,7 +327,7 @@ class SimNode:
         sim.call(self, lambda: sim.serve(request), reply, fail, grants=isinstance(request, Grant))
 
     def keep_alive(self) -> None:
-        lease, asked_at = self.agent.lease, self.clock()
+        lease, asked_at = self.kept, self.clock()
         if self.agent.lease_good(asked_at) and not self.agent._session.proof.lease_proven(asked_at):
             self.sim.seen["outage survived"] += 1
         if lease is not None:
