@@ -36,5 +36,7 @@ def full_pipe() -> Iterator[FullPipe]:
         os.set_blocking(write, True)
         yield FullPipe(read, write)
     finally:
+        # A thread that still waits there must not write to what gets the same number next.
+        with open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), write)
         os.close(read)
-        os.close(write)

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.stopping import stop
+
 HOST = "127.0.0.1"
 START_S = 30.0
 SHARED_MEMORY = Path("/dev/shm")
@@ -75,12 +77,6 @@ class Member:
     port: int
     peer_port: int
     process: subprocess.Popen[bytes] | None = None
-
-
-def _stands_still(pid: int) -> bool:
-    """SIGSTOP reaches a process' threads one after the other."""
-    stats = Path(f"/proc/{pid}/task").glob("*/stat")
-    return {stat.read_text().rpartition(")")[2].split()[0] for stat in stats} == {"T"}
 
 
 class EtcdCluster:
@@ -190,12 +186,9 @@ class EtcdCluster:
 
     def freeze(self, number: int) -> None:
         """Returns when none of its threads can answer any more."""
-        self._signal(number, signal.SIGSTOP)
         process = self.members[number].process
         assert process is not None
-        deadline = time.monotonic() + 10.0
-        while not _stands_still(process.pid):
-            assert time.monotonic() < deadline, f"member {number} does not stand still"
+        stop(process.pid)
 
     def thaw(self, number: int) -> None:
         self._signal(number, signal.SIGCONT)

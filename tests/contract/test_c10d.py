@@ -50,6 +50,7 @@ from elastic_agent.rendezvous.errors import (
 from elastic_agent.rendezvous.ledger import HISTORY
 from elastic_agent.rendezvous.records import WORLD_KEY, Cause, CauseKind, Endpoint, Member, Phase, World
 from elastic_agent.rendezvous.store import MOST_OPERATIONS, Change, Compare, Put, Snapshot
+from tests.stopping import stop
 
 ADDRESS = "127.0.0.1"
 PATIENCE_S = 20.0
@@ -186,7 +187,7 @@ def test_a_hung_host_is_reported_in_time_and_used_again_when_it_wakes(
     store = connect(host.port, request_timeout_s=0.5)
     watch = store.watch(("k",), 0)
     assert watch.next(0.1) == ()
-    host.process.send_signal(signal.SIGSTOP)
+    stop(host.process.pid)
     for _ in range(3):
         outcome = in_thread(lambda: store.read(("",)))()
         assert isinstance(outcome, StoreUnavailable)
@@ -651,7 +652,7 @@ def test_calls_to_a_host_that_does_not_read_are_bounded(
 ) -> None:
     host = host_process()
     store = connect(host.port, request_timeout_s=0.001)
-    host.process.send_signal(signal.SIGSTOP)
+    stop(host.process.pid)
     outcomes = set()
     for _ in range(400):
         try:

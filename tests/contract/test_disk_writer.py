@@ -30,6 +30,7 @@ from elastic_agent.worker.lines import MessageError, receive_line
 from elastic_agent.worker.ownership import Run
 from elastic_agent.worker.reports import MAX_BYTES, SaveReport, decode
 from elastic_agent.worker.slots import Slots
+from tests.stopping import stop
 
 PATIENCE_S = 20.0
 
@@ -399,7 +400,7 @@ def test_a_writer_that_stands_still_is_not_waited_for_and_changes_nothing_when_i
     agent.turn()
     wait_for(lambda: agent.gate.asked, "the writer to ask")
     (pid,) = agent.writer.pids
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     agent.gate.open.set()
     checkpoints._disk._clock = lambda: time.monotonic() + 2 * disk.LEAST_S
     assert checkpoints.wait()
