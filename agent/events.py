@@ -136,8 +136,8 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True)
-class GuardSpoke:
-    """A worker that guards its last step has said this. Nothing: it guards no more."""
+class JustInTimeMessage:
+    """A message of a worker that takes part in just-in-time saves. None: it no longer does."""
 
     generation: int
     local_rank: int
@@ -217,7 +217,7 @@ Event: TypeAlias = (
     | WriterEnded
     | Stirred
     | Reported
-    | GuardSpoke
+    | JustInTimeMessage
     | WorkerAnswered
     | WorkerKept
     | StopRead

@@ -26,8 +26,8 @@ from .configuration.config import Config
 from .environment.timeouts import last_save_s
 from .events import (
     Event,
-    GuardSpoke,
     HolderSpoke,
+    JustInTimeMessage,
     Probed,
     ReaderSpoke,
     Reported,
@@ -273,8 +273,8 @@ class Loop:
             self._training.exited(event)
         elif isinstance(event, TailReady):
             self._training.tail_ready(event)
-        elif isinstance(event, GuardSpoke):
-            self._training.guard_spoke(event, now)
+        elif isinstance(event, JustInTimeMessage):
+            self._training.just_in_time_message(event, now)
         elif isinstance(event, HolderSpoke):
             self._training.holder_spoke(event)
         elif isinstance(event, Stirred):

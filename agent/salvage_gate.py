@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..rendezvous.threads import Thread
 from ..worker.salvage import FROM_WORKER, FromAgent, Guarding, Lines, Message, MessageError, encode
-from .events import Event, GuardSpoke
+from .events import Event, JustInTimeMessage
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class SalvageGate:
                 self._guards[guard.name] = connection
         if guard.name is None or not isinstance(message, FROM_WORKER):
             raise MessageError(f"{message.said!r} from a worker that has not said who it is, or is none")
-        self._post(GuardSpoke(*guard.name, message))
+        self._post(JustInTimeMessage(*guard.name, message))
 
     def _drop(self, connection: socket.socket, guard: _Guard) -> None:
         self._selector.unregister(connection)
@@ -113,7 +113,7 @@ class SalvageGate:
             if guard.name is None or self._guards.get(guard.name) is not connection:
                 return
             del self._guards[guard.name]
-        self._post(GuardSpoke(*guard.name, None))
+        self._post(JustInTimeMessage(*guard.name, None))
 
 
 class _Guard:

@@ -33,8 +33,8 @@ from .environment.contract import bind_of_rank_0_failed
 from .environment.timeouts import WIDENING, drain_timeout_s, widening
 from .events import (
     Event,
-    GuardSpoke,
     HolderSpoke,
+    JustInTimeMessage,
     Reported,
     Stirred,
     StopRead,
@@ -376,7 +376,7 @@ class Training:
             while self._crashes and any(crash.local_rank == event.local_rank for crash in self._crashes):
                 self._examine(group, self._crashes.popleft())
 
-    def guard_spoke(self, event: GuardSpoke, now: float) -> None:
+    def just_in_time_message(self, event: JustInTimeMessage, now: float) -> None:
         if event.generation != self._salvage.generation:
             return
         if event.message is None:

@@ -398,8 +398,8 @@ class Checkpointer:
             return
         try:
             on_disk = self._files.newest_manifest()
-            if (on_disk is None or on_disk.step != wanted.step) and memory.is_whole(wanted.age):
-                self._disk.begin(*memory.lend(wanted.age))
+            if (on_disk is None or on_disk.step != wanted.step) and memory.is_whole(wanted.version):
+                self._disk.begin(*memory.lend(wanted.version))
         except (OSError, ValueError) as error:
             logger.warning("the loaded state is not brought to disk: step=%d reason=%s", wanted.step, error)
 

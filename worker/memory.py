@@ -375,54 +375,56 @@ class NodeMemory:
             Copy(header, frozenset(self.records(header))) for header in self._slots.headers().values()
         )
 
-    def hold(self, age: tuple[int, int]) -> Held:
+    def hold(self, version: tuple[int, int]) -> Held:
         """Open this node's copy of a state, which local rank 0 verifies.
 
         Raises OSError, ValueError when it is not what was offered.
         """
-        held = self._hold(age)
+        held = self._hold(version)
         if self.is_keeper and held.header.sums and sums_of(held.stream, held.header.size) != held.header.sums:
             held.stream.close()
             raise ValueError(f"{held.name}.pt in {self._slots.folder} does not match its checksums")
         return held
 
-    def _hold(self, age: tuple[int, int]) -> Held:
+    def _hold(self, version: tuple[int, int]) -> Held:
         # A step may have been remembered and then saved: the copy without gaps has all that the other has.
         found = sorted(self._slots.headers().items(), key=lambda one: (len(one[1].gaps), not one[1].sums))
         for name, header in found:
-            if header.age == age:
+            if header.version == version:
                 return self._slots.hold(name)
-        raise ValueError(f"step {age[1]} of generation {age[0]} is not in {self._slots.folder} any more")
+        raise ValueError(
+            f"step {version[1]} of generation {version[0]} is not in {self._slots.folder} any more"
+        )
 
-    def ages(self) -> frozenset[tuple[int, int]]:
+    def versions(self) -> frozenset[tuple[int, int]]:
         """Of all copies here."""
-        return frozenset(header.age for header in self._slots.headers().values())
+        return frozenset(header.version for header in self._slots.headers().values())
 
-    def is_whole(self, age: tuple[int, int]) -> bool:
+    def is_whole(self, version: tuple[int, int]) -> bool:
         """Whether a copy of that state is here which needs no records."""
-        return any(header.age == age and not header.gaps for header in self._slots.headers().values())
+        return any(header.version == version and not header.gaps for header in self._slots.headers().values())
 
-    def lend(self, age: tuple[int, int]) -> tuple[Slots, Held]:
+    def lend(self, version: tuple[int, int]) -> tuple[Slots, Held]:
         """For the disk: that copy, which is not overwritten until it is closed. Raises as `hold`."""
         self._summing.stop(*NAMES)
-        return self._slots, self._hold(age)
+        return self._slots, self._hold(version)
 
-    def drop(self, age: tuple[int, int]) -> None:
+    def drop(self, version: tuple[int, int]) -> None:
         """That copy cannot be read or does not count: no rank is offered it again."""
-        self._slots.drop(lambda had: had == age)
+        self._slots.drop(lambda had: had == version)
 
-    def abandon_newer(self, age: tuple[int, int]) -> None:
+    def abandon_newer(self, version: tuple[int, int]) -> None:
         """Local rank 0: training goes on from this state; a newer copy must not be taken for what comes of it."""
-        self._slots.drop(lambda had: had > age)
+        self._slots.drop(lambda had: had > version)
 
     def records(self, header: Header) -> dict[int, bytes]:
         """The random states that this node's ranks have written down for that state."""
-        return self._slots.records(header.age, header.world_size)
+        return self._slots.records(header.version, header.world_size)
 
-    def fill(self, age: tuple[int, int], records: dict[int, bytes]) -> None:
+    def fill(self, version: tuple[int, int], records: dict[int, bytes]) -> None:
         """Local rank 0: complete the copy of that state, so that it needs no records any more."""
         self._summing.stop(*NAMES)
-        with self._hold(age) as held:
+        with self._hold(version) as held:
             filled = self._slots.fill(held, records)
         if not filled.sums:
             self._summing.start(held.name)

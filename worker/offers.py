@@ -189,7 +189,7 @@ def _own_disks(offers: Sequence[Offer]) -> list[tuple[Manifest, int]]:
 def _is_beyond(manifest: Manifest, header: Header, run: str) -> bool:
     if manifest.run != header.run and run in (manifest.run, header.run):
         return manifest.run == run
-    return manifest.step > header.base and (manifest.generation, manifest.step) > header.age
+    return manifest.step > header.base and (manifest.generation, manifest.step) > header.version
 
 
 def _newest_copy(offers: Sequence[Offer]) -> tuple[Header, int] | None:
@@ -197,7 +197,9 @@ def _newest_copy(offers: Sequence[Offer]) -> tuple[Header, int] | None:
     counting = [(header, rank) for header, rank in copies if _counts(header, offers)]
     if not copies:
         return None
-    return max(counting or copies, key=lambda one: (one[0].age, not one[0].gaps, bool(one[0].sums), one[1]))
+    return max(
+        counting or copies, key=lambda one: (one[0].version, not one[0].gaps, bool(one[0].sums), one[1])
+    )
 
 
 def _counts(header: Header, offers: Sequence[Offer]) -> bool:
@@ -208,7 +210,7 @@ def _counts(header: Header, offers: Sequence[Offer]) -> bool:
         rank
         for offer in offers
         for copy in offer.copies
-        if copy.header.age == header.age
+        if copy.header.version == header.version
         for rank in copy.ranks
     }
     return known.issuperset(range(header.world_size))
@@ -216,4 +218,4 @@ def _counts(header: Header, offers: Sequence[Offer]) -> bool:
 
 def nodes_with(header: Header, offers: Sequence[Offer]) -> set[str]:
     """Where that state is in memory. Its bytes may differ from node to node, what they say does not."""
-    return {offer.node for offer in offers for copy in offer.copies if copy.header.age == header.age}
+    return {offer.node for offer in offers for copy in offer.copies if copy.header.version == header.version}

@@ -223,7 +223,7 @@ class Restore:
         node = memory.place.node if memory is not None else ""
         if memory is not None and node in nodes_with(wanted, self._offers):
             try:
-                self._held = self._stack.enter_context(memory.hold(wanted.age))
+                self._held = self._stack.enter_context(memory.hold(wanted.version))
             except (OSError, ValueError) as error:
                 problem = str(error) or repr(error)
                 logger.warning("a copy in memory is left aside: step=%d reason=%s", wanted.step, problem)
@@ -233,7 +233,7 @@ class Restore:
             self._stack.pop_all().close()
             self._held = None
             if memory is not None and memory.is_keeper and node in broken:
-                memory.drop(wanted.age)
+                memory.drop(wanted.version)
         return not broken
 
     def _load_copy(self, owner: int, wanted: Header, apply: Callable[[Loaded], None]) -> None:
@@ -274,8 +274,8 @@ class Restore:
     def _keep(self, memory: NodeMemory, wanted: Header, records: dict[int, bytes]) -> None:
         """Let this node's memory have the whole state too: the node that had it until now may be the next to go."""
         try:
-            memory.abandon_newer(wanted.age)
-            memory.fill(wanted.age, records)
+            memory.abandon_newer(wanted.version)
+            memory.fill(wanted.version, records)
         except (OSError, ValueError) as error:
             logger.warning(
                 "the loaded state is not in this node's memory: step=%d reason=%s", wanted.step, error

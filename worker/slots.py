@@ -115,7 +115,7 @@ class Header:
             raise ValueError(f"header: run is {self.run!r}, which is no name of a run")
 
     @property
-    def age(self) -> tuple[int, int]:
+    def version(self) -> tuple[int, int]:
         """The greater is the newer: a generation goes on from what was before, or abandons what of it was later."""
         return self.generation, self.step
 
@@ -154,13 +154,13 @@ class Header:
 class Record:
     """The random state of one rank after a step."""
 
-    age: tuple[int, int]
+    version: tuple[int, int]
     """Of the state that belongs to it: generation and step."""
     world_size: int
     state: bytes
 
     def to_bytes(self) -> bytes:
-        head = _RECORD.pack(_RECORD_MAGIC, zlib.crc32(self.state), *self.age, self.world_size)
+        head = _RECORD.pack(_RECORD_MAGIC, zlib.crc32(self.state), *self.version, self.world_size)
         return head + self.state
 
     @classmethod
@@ -237,7 +237,7 @@ class Slots:
 
     def newest_first(self) -> list[str]:
         headers = self.headers()
-        return sorted(headers, key=lambda name: headers[name].age, reverse=True)
+        return sorted(headers, key=lambda name: headers[name].version, reverse=True)
 
     def hold(self, name: str) -> Held:
         """Keep a slot as it is and open it. Raises OSError, ValueError when it does not hold what its header says."""
@@ -279,7 +279,7 @@ class Slots:
         order = sorted(
             NAMES,
             key=lambda name: (
-                (headers[name].age, not headers[name].gaps) if name in headers else ((-1, -1), False)
+                (headers[name].version, not headers[name].gaps) if name in headers else ((-1, -1), False)
             ),
         )
         for name in order:
@@ -320,12 +320,12 @@ class Slots:
             if found is not None and found.is_same_copy(held.header):
                 self.put_header(held.name, replace(found, sums=sums))
 
-    def hurry(self, age: tuple[int, int]) -> bool:
-        """Let the copy of that age count without the random states of some ranks. False: there is none."""
+    def hurry(self, version: tuple[int, int]) -> bool:
+        """Let the copy of that version count without the random states of some ranks. False: there is none."""
         for name in NAMES:
             with contextlib.suppress(OSError, ValueError), self._changing_headers(), self._shared(name):
                 header = self._header(name)
-                if header.age == age:
+                if header.version == version:
                     if header.gaps and not header.haste:
                         self.put_header(name, replace(header, haste=True))
                     return True
@@ -399,7 +399,7 @@ class Slots:
         return emptied
 
     def drop(self, unwanted: Callable[[tuple[int, int]], bool]) -> None:
-        """Remove the headers of copies of such an age. Raises OSError."""
+        """Remove the headers of the copies whose version is `unwanted`. Raises OSError."""
         # A folder that is gone has none.
         with contextlib.suppress(FileNotFoundError), self._changing_headers():
             for name in NAMES:
@@ -410,7 +410,7 @@ class Slots:
                 except OSError:
                     slot = contextlib.nullcontext()  # a header without a slot
                 with slot, contextlib.suppress(OSError, ValueError):
-                    if unwanted(self._header(name).age):
+                    if unwanted(self._header(name).version):
                         self._remove(f"{name}.json")
 
     def drop_older(self) -> None:
@@ -422,11 +422,11 @@ class Slots:
 
     def put_record(self, rank: int, record: Record) -> None:
         """Write down `rank`'s random state beside that of its step before."""
-        ages = {name: self._record_age(name) for name in (f"rng-{rank}-0", f"rng-{rank}-1")}
-        same = [name for name, age in ages.items() if age == record.age]
-        self._replace(same[0] if same else min(ages, key=lambda name: ages[name]), record.to_bytes())
+        versions = {name: self._record_version(name) for name in (f"rng-{rank}-0", f"rng-{rank}-1")}
+        same = [name for name, version in versions.items() if version == record.version]
+        self._replace(same[0] if same else min(versions, key=lambda name: versions[name]), record.to_bytes())
 
-    def records(self, age: tuple[int, int], world_size: int) -> dict[int, bytes]:
+    def records(self, version: tuple[int, int], world_size: int) -> dict[int, bytes]:
         """By rank, the random states that were written down here for that state of that world."""
         found: dict[int, bytes] = {}
         try:
@@ -437,13 +437,13 @@ class Slots:
             if match := _RECORD_NAME.fullmatch(name):
                 with contextlib.suppress(OSError, ValueError):
                     record = self._record(name)
-                    if (record.age, record.world_size) == (age, world_size):
+                    if (record.version, record.world_size) == (version, world_size):
                         found[int(match[1])] = record.state
         return found
 
-    def _record_age(self, name: str) -> tuple[int, int]:
+    def _record_version(self, name: str) -> tuple[int, int]:
         try:
-            return self._record(name).age
+            return self._record(name).version
         except (OSError, ValueError):
             return (-1, -1)
 

@@ -116,7 +116,7 @@ class Spread:
             raise_together(group, error)
         if way is Way.MAPS:
             assert memory is not None
-            return self._stack.enter_context(memory.hold(header.age)).stream
+            return self._stack.enter_context(memory.hold(header.version)).stream
         there = mine if way is Way.HAS else received
         assert there is not None
         return there

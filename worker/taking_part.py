@@ -161,15 +161,15 @@ class TakingPart:
         if memory is not None:
             memory.drop((memory.place.generation, step))
 
-    def ages(self, step: int) -> frozenset[tuple[int, int]] | None:
+    def versions(self, step: int) -> frozenset[tuple[int, int]] | None:
         if self._is_beyond(step):
             return None
         memory = self._copies.memory
-        return memory.ages() if memory is not None else frozenset()
+        return memory.versions() if memory is not None else frozenset()
 
-    def go_back(self, step: int, age: tuple[int, int]) -> None:
+    def go_back(self, step: int, version: tuple[int, int]) -> None:
         if self._copies.memory is not None and not self._is_beyond(step):
-            self._copies.memory.abandon_newer(age)
+            self._copies.memory.abandon_newer(version)
 
 
 def all_taking_part() -> tuple[TakingPart, ...]:

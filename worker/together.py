@@ -21,10 +21,10 @@ class InMemory(Protocol):
     def give_up(self, step: int) -> None:
         """Drop the copy of this generation's `step`."""
 
-    def ages(self, step: int) -> frozenset[tuple[int, int]] | None:
+    def versions(self, step: int) -> frozenset[tuple[int, int]] | None:
         """Generation and step of each copy. None: it has no part in this step."""
 
-    def go_back(self, step: int, age: tuple[int, int]) -> None:
+    def go_back(self, step: int, version: tuple[int, int]) -> None:
         """Drop all copies newer than that one, if it has a part in this step."""
 
 
@@ -33,7 +33,7 @@ def give_up(step: int, owners: Iterable[InMemory]) -> None:
     owners = tuple(owners)
     for owner in owners:
         owner.give_up(step)
-    ages = [ages for owner in owners if (ages := owner.ages(step)) is not None]
-    newest = max(frozenset[tuple[int, int]]().union(*ages).intersection(*ages), default=NO_COPY)
+    versions = [versions for owner in owners if (versions := owner.versions(step)) is not None]
+    newest = max(frozenset[tuple[int, int]]().union(*versions).intersection(*versions), default=NO_COPY)
     for owner in owners:
         owner.go_back(step, newest)

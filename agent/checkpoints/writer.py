@@ -171,7 +171,7 @@ class _Writer:
             raise copy
         slots, held = copy
         with contextlib.closing(slots), held:
-            if held.header.age != (order.copied_by, order.step):
+            if held.header.version != (order.copied_by, order.step):
                 raise ValueError(f"slot {order.slot} holds step {held.header.step} by now")
             return write_copy(self._files_of(order), slots, held, order.generation, may_change).size
 

@@ -91,11 +91,11 @@ class Keeper:
     def give_up(self, step: int) -> None:
         self._kept.append(("given up", step))
 
-    def ages(self, step: int) -> frozenset[tuple[int, int]] | None:
+    def versions(self, step: int) -> frozenset[tuple[int, int]] | None:
         return self.copies
 
-    def go_back(self, step: int, age: tuple[int, int]) -> None:
-        self._kept.append(("back to", age[1]))
+    def go_back(self, step: int, version: tuple[int, int]) -> None:
+        self._kept.append(("back to", version[1]))
 
 
 class Scene:

@@ -324,7 +324,7 @@ def test_spoilt_copies_only_give_way_to_the_disk(tmp_path: Path, opened: Slots) 
     for step in (11, 12):
         checkpoints.remember(step)
     cut_the_newest(opened)
-    opened.drop(lambda age: age == (1, 12))
+    opened.drop(lambda version: version == (1, 12))
     cut_the_newest(opened)
     assert Checkpointer(tmp_path / "disk", {"meta": {}}).load() == 10
 
@@ -444,11 +444,11 @@ def test_checksums_that_come_late_undo_no_change(
     timer = threading.Timer(0.2, go.set)
     timer.start()
     if change == "drop":
-        kept.drop(header.age)
+        kept.drop(header.version)
     elif change == "abandon_newer":
         kept.abandon_newer((header.generation, header.step - 1))
     else:
-        kept.fill(header.age, kept.records(header))
+        kept.fill(header.version, kept.records(header))
     timer.join()
     join_threads("memory-sums")
     assert [bool(one.gaps) for one in opened.headers().values()] == ([False] if change == "fill" else [])

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_agent.agent.events import Event, GuardSpoke
+from elastic_agent.agent.events import Event, JustInTimeMessage
 from elastic_agent.agent.salvage import Orders, Salvage
 from elastic_agent.agent.salvage_gate import SalvageGate
 from elastic_agent.worker.salvage import (
@@ -255,11 +255,11 @@ def test_the_gate_passes_on_who_says_what_and_tells_each_its_own(
     workers = [worker(gate) for _ in range(2)]
     for local_rank, connection in enumerate(workers):
         connection.sendall(encode(Guarding(7, local_rank)))
-        assert events.get(timeout=10) == GuardSpoke(7, local_rank, Guarding(7, local_rank))
+        assert events.get(timeout=10) == JustInTimeMessage(7, local_rank, Guarding(7, local_rank))
     workers[1].sendall(encode(Broken()) + encode(Held(3)))
     assert [events.get(timeout=10) for _ in range(2)] == [
-        GuardSpoke(7, 1, Broken()),
-        GuardSpoke(7, 1, Held(3)),
+        JustInTimeMessage(7, 1, Broken()),
+        JustInTimeMessage(7, 1, Held(3)),
     ]
     gate.tell(7, 1, Keep(1.0))
     gate.tell(7, 0, Go())
@@ -267,7 +267,7 @@ def test_the_gate_passes_on_who_says_what_and_tells_each_its_own(
     assert Lines().add(workers[1].recv(4096)) == [Keep(1.0)]
     assert Lines().add(workers[0].recv(4096)) == [Go()]
     workers[0].close()
-    assert events.get(timeout=10) == GuardSpoke(7, 0, None)
+    assert events.get(timeout=10) == JustInTimeMessage(7, 0, None)
     gate.tell(7, 0, Go())
 
 
@@ -281,6 +281,6 @@ def test_the_gate_ends_a_connection_that_does_not_speak_its_language(
     other = worker(gate)
     other.sendall(encode(Guarding(7, 5)))
     heard = []
-    while not heard or heard[-1] != GuardSpoke(7, 5, Guarding(7, 5)):
+    while not heard or heard[-1] != JustInTimeMessage(7, 5, Guarding(7, 5)):
         heard.append(events.get(timeout=10))
     assert len(heard) <= 3

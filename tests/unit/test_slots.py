@@ -76,7 +76,7 @@ def test_a_copy_is_shown_while_its_header_tells_of_it(slots: Slots) -> None:
         assert slots.shows(held), "it got its checksums meanwhile"
         slots.put_header(name, replace(held.header, step=2))
         assert not slots.shows(held)
-        slots.drop(lambda age: True)
+        slots.drop(lambda version: True)
         assert not slots.shows(held)
 
 
@@ -100,7 +100,7 @@ def test_processes_that_change_one_header_undo_nothing_of_each_other(slots: Slot
         adding = threading.Thread(target=add_sums)
         adding.start()
         started.wait()
-        assert slots.hurry(remembered.age)
+        assert slots.hurry(remembered.version)
         adding.join()
         assert slots.headers()[opened.name] == replace(remembered, haste=True, sums=(1,))
     other.close()
@@ -121,14 +121,14 @@ def test_a_copy_is_dropped_and_what_takes_its_place_is_not(slots: Slots, tmp_pat
     name = write(slots, 1)
     opened = slots.begin(5)
     os.unlink(Path(slots.folder) / f"{name}.pt")
-    slots.drop(lambda age: age == (1, 1))
+    slots.drop(lambda version: version == (1, 1))
     assert slots.headers() == {}, "also without its slot"
     slots.put_header(opened.name, Header(2, 1, 0, 1, 5))
-    slots.drop(lambda age: True)
+    slots.drop(lambda version: True)
     assert slots.headers()[opened.name].step == 2, "it is being written"
     opened.close()
     shutil.rmtree(slots.folder)
-    slots.drop(lambda age: True)
+    slots.drop(lambda version: True)
 
 
 def test_a_slot_that_is_written_is_not_read(slots: Slots) -> None:
@@ -315,7 +315,7 @@ def test_what_was_loaded_outlives_the_first_copy_made_of_it(slots: Slots) -> Non
     """Step 10 of generation 1 was not loaded, since some rank had not come to it: then it is no newer than step 9."""
     write(slots, 10)
     write(slots, 9)
-    slots.drop(lambda age: age > (1, 9))
+    slots.drop(lambda version: version > (1, 9))
     slots.begin(5).close()
     assert newest(slots).step == 9
 
