@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import os
 import sys
-import textwrap
 import time
 import uuid
 from collections.abc import Callable, Sequence
 
 from .. import __version__
 from .configuration.config import ConfigError
+from .configuration.help import option_help
 from .configuration.layers import read_argv
-from .configuration.options import CHECK_CONFIG, GROUPS, HELP, VERSION, Option, Source
+from .configuration.options import CHECK_CONFIG, GROUPS, HELP, VERSION, Source
 from .configuration.resolve import Resolved
 from .configuration.settings import comment
 from .error_file import write_error_file
@@ -133,15 +133,6 @@ def help_text() -> str:
         parts += [option_help(option) for option in options if Source.CLI in option.sources]
         parts.append("")
     return "\n".join([*parts, _EXAMPLES.rstrip()])
-
-
-def option_help(option: Option[object]) -> str:
-    names = ", ".join(filter(None, [option.short, *(f"--{name}" for name in option.names)]))
-    shown = "" if option.flag or not option.default else f" (default: {option.default})"
-    body = textwrap.fill(
-        option.help + shown, 100, initial_indent=" " * 8, subsequent_indent=" " * 8, break_on_hyphens=False
-    )
-    return f"  {names} {option.metavar}".rstrip() + "\n" + body
 
 
 def _fresh_id() -> str:

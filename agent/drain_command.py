@@ -24,7 +24,7 @@ from .configuration.layers import ENV_PREFIX, Layer
 from .configuration.options import JOB_ID, Option
 from .configuration.resolve import resolve_meeting_place
 from .exits import DrainCode
-from .status.run_files import places, stores_here
+from .processes.run_files import places, stores_here
 from .store_command import CannotDo, store_command, world_of
 
 _USAGE = """\

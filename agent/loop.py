@@ -23,7 +23,7 @@ from .accounting.observer import Observer
 from .checkpoints.disk_writer import DiskWriter
 from .commit_gate import CommitGate, Standing
 from .configuration.config import Config
-from .environment.timeouts import last_save_s
+from .configuration.timeouts import last_save_s
 from .events import (
     Event,
     HolderSpoke,
@@ -50,7 +50,7 @@ from .peer_link import PeerLink
 from .ports import OfferedPort, PortError
 from .processes.failures import WorkerFailure
 from .service_manager import ServiceManager
-from .store_link import StoreLink, pass_on
+from .store.link import StoreLink, pass_on
 from .training import Training
 
 log = logging.getLogger(__name__)

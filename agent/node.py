@@ -14,8 +14,8 @@ from ..rendezvous.records import Member, World
 from .checkpoints.folder import MemoryFolder
 from .configuration.config import Config
 from .environment.contract import WorkerPlace, chosen_variables
-from .environment.variables import compose
 from .machine.examine import Machine
+from .machine.variables import compose
 from .processes.workers import WorkerSpec
 
 KEPT_GENERATIONS = 3

@@ -42,8 +42,8 @@ from .commit_gate import CommitGate
 from .configuration.config import Config, Endpoint
 from .configuration.log_level import log_level
 from .configuration.options import SECRET_VARIABLES
+from .configuration.timeouts import drain_timeout_s
 from .drain_gate import DrainGate
-from .environment.timeouts import drain_timeout_s
 from .error_file import write_error_file
 from .events import Event, Signalled, ThreadFailed
 from .exits import CannotStart, ExitCode
@@ -69,15 +69,15 @@ from .processes.guard import Guard
 from .processes.logs import WorkerLogs
 from .processes.remains import await_end, file_for
 from .processes.reports import ReportReceiver
+from .processes.run_files import RUN_DIR_PREFIX, announce, place_of_run_directory, places
 from .processes.worker_store import WorkerStore
 from .processes.workers import first_on_path, job_python
 from .program import program_of
 from .salvage_gate import SalvageGate
 from .service_manager import ServiceManager
 from .status.pages import JOB_PATH, STATUS_PATH, StatusPages
-from .status.run_files import RUN_DIR_PREFIX, announce, place_of_run_directory, places
-from .store_link import StoreLink
-from .store_opening import Binder, c10d_listener, open_store, store_options
+from .store.link import StoreLink
+from .store.opening import Binder, c10d_listener, open_store, store_options
 from .training import Training
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from typing import Any
 from ..rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
 from ..rendezvous.records import WORLD_KEY, World
 from ..rendezvous.store import Entry, Store
-from .cli import option_help
 from .configuration.config import ConfigError, RendezvousConfig
+from .configuration.help import option_help
 from .configuration.layers import Layer, read_argv
 from .configuration.options import CONFIG_FILE, HELP, Option
 from .exits import DrainCode, ForgetCode

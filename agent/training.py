@@ -27,10 +27,11 @@ from ..worker.page import Reading
 from ..worker.reports import SaveReport
 from .accounting.observer import Observer
 from .configuration.config import Config
+from .configuration.timeouts import drain_timeout_s
 from .drain_gate import DrainGate
 from .draining import Draining
 from .environment.contract import bind_of_rank_0_failed
-from .environment.timeouts import WIDENING, drain_timeout_s, widening
+from .environment.widening import WIDENING, widening
 from .events import (
     Event,
     HolderSpoke,

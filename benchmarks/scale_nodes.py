@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elastic_agent.agent.events import Answered, Event, Probed, StoreGone, Unanswered
-from elastic_agent.agent.store_link import StoreLink, pass_on
+from elastic_agent.agent.store.link import StoreLink, pass_on
 from elastic_agent.rendezvous.decide import Policy
 from elastic_agent.rendezvous.driver import Driver
 from elastic_agent.rendezvous.follow import Order, Start, Stop

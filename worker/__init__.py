@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpointer
-    from .drain import Drained, poll
+    from .drain import Drained
     from .errors import (
         CheckpointError,
         CheckpointMismatch,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         StepNotGrowing,
     )
     from .process_group import init_process_group
-    from .progress import step
+    from .progress import poll, step
     from .sampler import ElasticSampler
 
 _HOME = {
@@ -57,7 +57,7 @@ _HOME = {
     "Sharded": "errors",
     "StepNotGrowing": "errors",
     "init_process_group": "process_group",
-    "poll": "drain",
+    "poll": "progress",
     "step": "progress",
 }
 

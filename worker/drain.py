@@ -1,9 +1,10 @@
 """A planned change, seen from a worker: it ends after the step that all have agreed on, and its state is kept.
 
-While a change waits (the flag in the worker's page is up), `step` asks the agent at the end of each step whether that
-was the last one. So may `poll`, anywhere between two steps: an evaluation loop calls it now and then, else the change
-waits until the evaluation is over. When it was the last one, every Checkpointer that was loaded keeps its state, and
-`Drained` is raised. Nothing has to catch it: it ends the process as `sys.exit` would, with a code that the agent knows.
+While a change waits (the flag in the worker's page is up), `progress.step` asks the agent at the end of each step
+whether that was the last one. So may `progress.poll`, anywhere between two steps: an evaluation loop calls it now and
+then, else the change waits until the evaluation is over. When it was the last one, every Checkpointer that was loaded
+keeps its state, and `Drained` is raised. Nothing has to catch it: it ends the process as `sys.exit` would, with a code
+that the agent knows.
 
     {"v": 1, "generation": 7, "rank": 0, "local_rank": 0, "step": 120, "said": "finished"}
     {"v": 1, "answer": "go on"}
@@ -25,13 +26,12 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
-from . import progress
 from .errors import CheckpointError
 from .lines import MessageError, body_of, receive_line, send_line, to_line
-from .together import give_up
+from .together import Keeper, give_up
 
 logger = logging.getLogger(__name__)
 
@@ -127,24 +127,18 @@ _left_to_script = False
 """The script's own handler of SIGTERM was called: it ends the process when it has saved."""
 
 
-def end_of_step(step: int) -> None:
+def end_of_step(step: int, keepers: Sequence[Keeper]) -> None:
     """A change waits, and `step` has just been finished. Raises Drained if that was the last one."""
-    _ask(step, Said.FINISHED)
+    _ask(step, keepers, Said.FINISHED)
 
 
-def poll() -> None:
-    """For whatever takes long between two steps, as an evaluation does: end here if a planned change waits for it.
-
-    Call it at places where the process could end, on every rank that is at work there; not between the beginning of a
-    step and its `step()`. It costs less than a microsecond when no change waits. Raises Drained.
-    """
-    step = progress.awaited_between_steps()
-    if step is not None:
-        alone = all(keeper.keeps_alone for keeper in progress.keepers.values())
-        _ask(step, Said.PAUSING if alone else Said.FINISHED)
+def between_steps(step: int, keepers: Sequence[Keeper]) -> None:
+    """A change waits, and the step after `step` has not been begun. Raises Drained if `step` was the last one."""
+    alone = all(keeper.keeps_alone for keeper in keepers)
+    _ask(step, keepers, Said.PAUSING if alone else Said.FINISHED)
 
 
-def _ask(step: int, said: Said) -> None:
+def _ask(step: int, keepers: Sequence[Keeper], said: Said) -> None:
     if _left_to_script:
         return
     try:
@@ -156,18 +150,18 @@ def _ask(step: int, said: Said) -> None:
         )
         return
     if answer is not Answer.GO_ON:
-        _end(step, speaker, alone=answer is Answer.END_ALONE)
+        _end(step, keepers, speaker, alone=answer is Answer.END_ALONE)
 
 
-def _end(step: int, speaker: _Speaker, *, alone: bool) -> None:
+def _end(step: int, keepers: Sequence[Keeper], speaker: _Speaker, *, alone: bool) -> None:
     """Keep the state and raise Drained; or, where only the script can keep it, let the script do as for a SIGTERM."""
-    if not progress.keepers and callable(signal.getsignal(signal.SIGTERM)):
+    if not keepers and callable(signal.getsignal(signal.SIGTERM)):
         global _left_to_script
         _left_to_script = True
         logger.info("step %d is the last one: calling the script's handler of SIGTERM", step)
         signal.raise_signal(signal.SIGTERM)
         return
-    if _keep(step, alone=alone):
+    if _keep(step, keepers, alone=alone):
         try:
             speaker.say(step, Said.KEPT)
         except (ValueError, OSError) as error:
@@ -176,9 +170,8 @@ def _end(step: int, speaker: _Speaker, *, alone: bool) -> None:
     raise Drained(step)
 
 
-def _keep(step: int, *, alone: bool) -> bool:
+def _keep(step: int, keepers: Sequence[Keeper], *, alone: bool) -> bool:
     """Whether every Checkpointer that takes part keeps its state."""
-    keepers = tuple(progress.keepers.values())
     if not alone:
         try:
             answers = [keeper.keep(step) for keeper in keepers]  # the other ranks wait in each

@@ -1,4 +1,4 @@
-"""What belongs together does not go on from two steps.
+"""What a planned change asks of each Checkpointer, and what belongs together does not go on from two steps.
 
 A script may have several Checkpointers, and the last step of a generation is kept in the memory of each. Where one of
 them finds no room, the others give that step up, too. The copy that was made of it may have taken the place of a newer
@@ -26,6 +26,25 @@ class InMemory(Protocol):
 
     def go_back(self, step: int, version: tuple[int, int]) -> None:
         """Drop all copies newer than that one, if it has a part in this step."""
+
+
+class Keeper(InMemory, Protocol):
+    """What a Checkpointer that takes part in training can do for a planned change."""
+
+    @property
+    def keeps_alone(self) -> bool:
+        """Whether it could do so without the other ranks."""
+
+    def keep(self, step: int) -> bool:
+        """Make the state after this step survive this process. Every rank calls it, and waits there for the others.
+
+        False: it does not, which was said."""
+
+    def write_behind(self, step: int) -> None:
+        """All Checkpointers have kept this step: let the disk writer have what is only in memory."""
+
+    def keep_alone(self, step: int) -> bool:
+        """The same without the others; False when this node has no room for it."""
 
 
 def give_up(step: int, owners: Iterable[InMemory]) -> None:

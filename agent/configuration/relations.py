@@ -17,7 +17,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import cast
 
-from ..environment.timeouts import HEARTBEAT_VARIABLE, LAST_SAVE_S, LEAVING_S, process_group_s, whole_stop_s
 from .config import Endpoint, Problem, TimeoutConfig
 from .layers import Setting
 from .options import (
@@ -49,6 +48,7 @@ from .options import (
     Option,
 )
 from .settings import Settings
+from .timeouts import HEARTBEAT_VARIABLE, LAST_SAVE_S, LEAVING_S, process_group_s, whole_stop_s
 
 
 def check_relations(settings: Settings, environ: Mapping[str, str]) -> list[tuple[set[str], Problem]]:

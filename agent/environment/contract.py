@@ -16,9 +16,9 @@ from ..configuration.config import Config
 from ..machine.examine import Machine
 from ..machine.network import network_variables
 from ..machine.network_search import Network
-from .timeouts import widening
+from ..machine.variables import Variable
 from .torch_settings import Facts, torch_settings
-from .variables import Variable
+from .widening import widening
 
 USES_AGENT_STORE = 1
 """Rank 0's torch hosts each store that its script asks for, and MASTER_PORT's is the agent's all the same.

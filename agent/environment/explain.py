@@ -28,9 +28,9 @@ from ..configuration.options import HELP, SECRET_VARIABLES, Option, Source
 from ..exits import ExitCode
 from ..machine.examine import Machine, prepare
 from ..machine.network import NotYet
+from ..machine.variables import USER, Variable, settle
 from ..processes.log_folders import run_folder
 from .contract import WorkerPlace, chosen_variables
-from .variables import USER, Variable, settle
 
 _USAGE = """\
 usage: elastic-agent explain-env [--json] [options of a run] SCRIPT [arguments]

@@ -16,10 +16,11 @@ from pathlib import Path
 from string import Formatter
 
 from ..configuration.config import TimeoutConfig
+from ..configuration.timeouts import HEARTBEAT_VARIABLE, process_group_s, watchdog_s
 from ..machine.profiles import Profile, Transport
 from ..machine.software import ANY, Range, Software
-from .timeouts import HEARTBEAT_VARIABLE, WIDENING, process_group_s, watchdog_s
-from .variables import Variable
+from ..machine.variables import Variable
+from .widening import WIDENING
 
 PROCESS_GROUP_VARIABLE = "ELASTIC_AGENT_PROCESS_GROUP_TIMEOUT_S"
 """Read by `worker.process_group`, because torch takes that timeout from no variable."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..configuration.config import ConfigError, DevicePinning, Problem, WorkerCount
-from ..environment.variables import Variable
+from .variables import Variable
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"

@@ -17,8 +17,7 @@ from typing import TypeVar
 from ..configuration.config import Config, ConfigError, Problem
 from ..configuration.layers import Layer
 from ..configuration.resolve import Resolved, resolve
-from ..environment.timeouts import ladder
-from ..environment.variables import Variable, settle
+from ..configuration.timeouts import ladder
 from .affinity import CpuShare, probe_cpus, share
 from .devices import Inventory, PinnedDevice, pin, probe, resolve_workers
 from .gpu_memory import watched
@@ -29,6 +28,7 @@ from .places import check_places
 from .profiles import TCP, Profile, choose_profile
 from .software import CURRENT, Software, find_software
 from .target import check_target
+from .variables import Variable, settle
 
 T = TypeVar("T")
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 from ...rendezvous.records import MAX_RDMA_PORTS, NetworkFacts
 from ..configuration.config import ConfigError, Problem
-from ..environment.variables import Variable
 from .addresses import LOOPBACK, is_loopback
 from .interfaces import IP, Address, Interface, RdmaPort
+from .variables import Variable
 
 PLUMBING = (
     "docker", "br-", "veth", "podman", "lxc", "lxd", "virbr", "vnet",

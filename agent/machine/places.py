@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..checkpoints.folder import SHARED_MEMORY
 from ..configuration.config import Config, ConfigError, Endpoint, Problem
-from ..status.run_files import LONGEST_PLACE, place_of_run_directory
+from ..processes.run_files import LONGEST_PLACE, place_of_run_directory
 
 _NEVER = {
     errno.EADDRNOTAVAIL: "an address of this node, as `ip address` lists them",

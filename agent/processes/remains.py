@@ -20,8 +20,8 @@ from pathlib import Path
 from ...rendezvous.errors import RecordInvalid
 from ...rendezvous.fields import Fields, shortened
 from ..exits import CannotStart, ExitCode
-from ..status.run_files import paths_in, trusted_text
 from .guard import boot_id, living_since, pid_namespace
+from .run_files import paths_in, trusted_text
 from .standing import standing
 
 log = logging.getLogger(__name__)

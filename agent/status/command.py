@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar, cast
 
 from ...rendezvous.records import Endpoint as Address
-from ..cli import option_help
 from ..configuration.config import ConfigError, Endpoint, Problem, RendezvousConfig
+from ..configuration.help import option_help
 from ..configuration.kinds import YES_OR_NO, Kind, duration, endpoint
 from ..configuration.layers import Layer, read_argv, read_environ
 from ..configuration.options import (
@@ -37,9 +37,9 @@ from ..configuration.options import (
 )
 from ..configuration.resolve import resolve_meeting_place
 from ..exits import StatusCode
+from ..processes.run_files import agents_here, places
 from .doors import AgentsDoor, CannotShow, Door, Found, Silence, StoreDoor, ask_nodes
 from .report import SCHEMA, JobReport, report
-from .run_files import agents_here, places
 from .text import Screen, lines
 
 _USAGE = """\

@@ -22,7 +22,7 @@ from ..configuration.config import RendezvousConfig
 from ..exits import StatusCode
 from ..http_get import NoAnswer, get
 from ..machine.addresses import AddressError, default_source, is_loopback, resolve
-from ..store_opening import connect_to_etcd
+from ..store.opening import connect_to_etcd
 from .pages import JOB_PATH, MAX_JOB_BYTES, MAX_STATUS_BYTES, STATUS_PATH, JobStatus, NodeStatus
 
 AT_ONCE = 128

@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
-BACKEND = "etcd-v3"
-"""The entry point's name: torch refuses a handler that calls itself otherwise."""
-
 
 def creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
     """What torch calls once, to learn how handlers are made."""

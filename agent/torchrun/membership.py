@@ -49,7 +49,7 @@ from ..events import Event, Probed, StoreGone
 from ..heartbeat import Heartbeat
 from ..peer_link import PeerLink
 from ..ports import OfferedPort
-from ..store_link import StoreLink, pass_on
+from ..store.link import StoreLink, pass_on
 
 log = logging.getLogger(__name__)
 

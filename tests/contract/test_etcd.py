@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.events import LeaseConfirmed
-from elastic_agent.agent.store_link import StoreLink
+from elastic_agent.agent.store.link import StoreLink
 from elastic_agent.rendezvous.errors import (
     Compacted,
     LeaseExpired,

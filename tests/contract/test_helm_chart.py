@@ -18,7 +18,7 @@ import pytest
 
 from elastic_agent import __version__
 from elastic_agent.agent.configuration.options import OPTIONS, Source
-from elastic_agent.agent.environment.timeouts import whole_stop_s
+from elastic_agent.agent.configuration.timeouts import whole_stop_s
 from elastic_agent.agent.exits import ExitCode
 from elastic_agent.agent.run import HOST_LINGERS_S
 from tests.pods import CHART, Manifest, agent_pod, configuration, environment, pods, render, run_helm

@@ -13,7 +13,7 @@ import pytest
 
 from elastic_agent.agent.configuration.kinds import duration
 from elastic_agent.agent.configuration.options import STOP_GRACE
-from elastic_agent.agent.environment.timeouts import whole_stop_s
+from elastic_agent.agent.configuration.timeouts import whole_stop_s
 from elastic_agent.agent.exits import ExitCode
 from elastic_agent.agent.loop import HEARTBEAT_S, STUCK_AFTER_S
 from elastic_agent.agent.processes.guard import SWEEP_S

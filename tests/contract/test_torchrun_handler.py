@@ -26,8 +26,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from elastic_agent.agent.torchrun.creator import BACKEND, create_handler, creator
-from elastic_agent.agent.torchrun.handler import EtcdV3Handler
+from elastic_agent.agent.torchrun.creator import create_handler, creator
+from elastic_agent.agent.torchrun.handler import BACKEND, EtcdV3Handler
 from elastic_agent.agent.torchrun.membership import TURNS_EVERY_S
 from elastic_agent.agent.torchrun.parameters import read_parameters
 from elastic_agent.rendezvous.errors import StoreRefused, StoreUnavailable

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.configuration.config import ConfigError, DevicePinning, WorkerCount
-from elastic_agent.agent.environment.variables import compose
 from elastic_agent.agent.machine.devices import Device, Inventory, pin, probe, resolve_workers
+from elastic_agent.agent.machine.variables import compose
 
 CPU_ONLY = Inventory(cuda=(), cpus=6)
 FOUR_GPUS = Inventory(cuda=tuple(map(Device, "0123")), cpus=64)

@@ -25,11 +25,11 @@ from elastic_agent.worker.drain import (
     decode_word,
     encode_answer,
     encode_word,
-    poll,
 )
 from elastic_agent.worker.errors import SaveFailed
 from elastic_agent.worker.lines import MessageError, receive_line, send_line
 from elastic_agent.worker.page import Page
+from elastic_agent.worker.progress import poll
 
 WORD = Word(7, 3, 1, 120, Said.FINISHED)
 
@@ -309,7 +309,7 @@ def test_a_drained_process_cleans_up_and_leaves_at_once(tmp_path: Path) -> None:
         "sys.slow = Slow()\n"
         "atexit.register(print, 'at exit')\n"
         "drain._Speaker = type('Speaker', (), {'say': lambda *_: b''})\n"
-        "try:\n    drain._end(7, drain._Speaker(), alone=False)\nfinally:\n    print('finally', end=' ')"
+        "try:\n    drain._end(7, (), drain._Speaker(), alone=False)\nfinally:\n    print('finally', end=' ')"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (DRAINED, "finally at exit\n", "")
@@ -329,7 +329,7 @@ def test_a_thread_of_the_script_that_holds_up_the_end_is_named_and_not_waited_fo
         "threading.Thread(target=time.sleep, args=[600], name='unnoticed', daemon=True).start()\n"
         "atexit.register(print, 'at exit')\n"
         "speaker = type('Speaker', (), {'say': lambda *_: b''})()\n"
-        "drain._end(7, speaker, alone=False)"
+        "drain._end(7, (), speaker, alone=False)"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (DRAINED, "at exit\n")
@@ -343,7 +343,7 @@ def test_what_the_script_does_at_its_end_may_take_longer_than_its_threads() -> N
         "drain.THREADS_S = 0.2\n"
         "atexit.register(lambda: (print('begun'), time.sleep(1), print('uploaded')))\n"
         "speaker = type('Speaker', (), {'say': lambda *_: b''})()\n"
-        "drain._end(7, speaker, alone=False)"
+        "drain._end(7, (), speaker, alone=False)"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (DRAINED, "begun\nuploaded\n")

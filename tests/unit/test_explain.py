@@ -11,11 +11,11 @@ import pytest
 from elastic_agent.agent.configuration.config import Command, Config, TimeoutConfig
 from elastic_agent.agent.environment.contract import WorkerPlace, contract
 from elastic_agent.agent.environment.explain import OF_A_WORLD, Explained, explain, main
-from elastic_agent.agent.environment.variables import USER
 from elastic_agent.agent.machine import examine as machines
 from elastic_agent.agent.machine.examine import Machine, examine
 from elastic_agent.agent.machine.profiles import TCP
 from elastic_agent.agent.machine.software import Software
+from elastic_agent.agent.machine.variables import USER
 from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, World, line_up
 
 CONFIG = Config(Command("script", "train.py"), nproc_per_node=2, timeouts=TimeoutConfig(60.0))

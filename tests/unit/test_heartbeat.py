@@ -15,7 +15,7 @@ from elastic_agent.agent import heartbeat as heartbeat_module
 from elastic_agent.agent.events import Event, LeaseConfirmed
 from elastic_agent.agent.heartbeat import STUCK_AFTER_S, Heartbeat, Silence, Turned, why_stuck
 from elastic_agent.agent.processes.standing import standing, standings
-from elastic_agent.agent.store_link import StoreLink
+from elastic_agent.agent.store.link import StoreLink
 from elastic_agent.rendezvous.memory import MemoryStore
 
 PATIENCE_S = 20.0

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from elastic_agent.agent.configuration.config import ConfigError
-from elastic_agent.agent.environment.variables import compose
 from elastic_agent.agent.machine.interfaces import Address, Interface, RdmaPort
 from elastic_agent.agent.machine.network import (
     MOST_LISTED,
@@ -20,6 +19,7 @@ from elastic_agent.agent.machine.network import (
     choose,
     network_variables,
 )
+from elastic_agent.agent.machine.variables import compose
 
 
 def an_interface(name: str, *addresses: str, up: bool = True, speed: int | None = None) -> Interface:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from elastic_agent.agent.events import StoreMismatched
-from elastic_agent.agent.store_link import pass_on
+from elastic_agent.agent.store.link import pass_on
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreMismatch, StoreUnavailable
 from elastic_agent.rendezvous.follow import Drain, Leave, Refusal, Start, Stay, Stop
 from elastic_agent.rendezvous.ledger import Ledger

@@ -15,8 +15,8 @@ from elastic_agent.agent.exits import ExitCode
 from elastic_agent.agent.machine import places
 from elastic_agent.agent.machine.places import check_places
 from elastic_agent.agent.machine.target import check_target
-from elastic_agent.agent.status import run_files
-from elastic_agent.agent.status.run_files import place_of_run_directory
+from elastic_agent.agent.processes import run_files
+from elastic_agent.agent.processes.run_files import place_of_run_directory
 
 SCRIPT = Command("script", "train.py")
 

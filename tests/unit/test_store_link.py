@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from elastic_agent.agent.events import Event, LeaseConfirmed, StoreMismatched, Unanswered
-from elastic_agent.agent.store_link import KEEP_ALIVES_PER_TTL, StoreLink
+from elastic_agent.agent.store.link import KEEP_ALIVES_PER_TTL, StoreLink
 from elastic_agent.rendezvous import threads
 from elastic_agent.rendezvous.errors import StoreError, StoreMismatch, StoreUnavailable
 from elastic_agent.rendezvous.memory import MemoryStore

@@ -12,7 +12,7 @@ from elastic_agent.agent.configuration.config import (
     EtcdConfig,
     Secret,
 )
-from elastic_agent.agent.store_opening import etcd_password
+from elastic_agent.agent.store.opening import etcd_password
 from elastic_agent.rendezvous.errors import StoreRefused
 
 
@@ -38,7 +38,7 @@ def test_an_agent_with_a_store_in_memory_loads_neither_torch_nor_grpc() -> None:
 import queue, sys
 import elastic_agent.agent.run
 from elastic_agent.agent.configuration.config import Command, Config
-from elastic_agent.agent.store_opening import open_store
+from elastic_agent.agent.store.opening import open_store
 open_store(Config(Command("script", "train.py")), None, None, queue.SimpleQueue()).grant(5.0)
 sys.exit(" ".join({"torch", "grpc"} & set(sys.modules)) or 0)
 """

@@ -19,7 +19,7 @@ from elastic_agent.agent.exits import CannotStart, ExitCode
 from elastic_agent.agent.gate import Gate
 from elastic_agent.agent.interruptible import unless_stopped
 from elastic_agent.agent.peer_link import PeerLink
-from elastic_agent.agent.store_link import StoreLink
+from elastic_agent.agent.store.link import StoreLink
 from elastic_agent.rendezvous import threads
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.etcd_addresses import Addresses

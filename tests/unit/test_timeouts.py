@@ -10,7 +10,8 @@ import pytest
 from elastic_agent.agent.configuration.config import ConfigError, TimeoutConfig
 from elastic_agent.agent.configuration.layers import read_argv
 from elastic_agent.agent.configuration.resolve import resolve
-from elastic_agent.agent.environment.timeouts import WIDENING, WideningPolicy, ladder, widening
+from elastic_agent.agent.configuration.timeouts import ladder
+from elastic_agent.agent.environment.widening import WIDENING, WideningPolicy, widening
 from elastic_agent.agent.processes.failures import Reason, WorkerFailure
 from elastic_agent.rendezvous.records import (
     Cause,

@@ -11,10 +11,10 @@ import pytest
 
 from elastic_agent.agent.configuration.config import ConfigError, NetworkProfile, TimeoutConfig
 from elastic_agent.agent.environment.torch_settings import Facts, torch_settings
-from elastic_agent.agent.environment.variables import USER, settle
 from elastic_agent.agent.machine.interfaces import RdmaPort
 from elastic_agent.agent.machine.profiles import TCP, Profile, choose_profile
 from elastic_agent.agent.machine.software import CURRENT, Range, Software, find_software
+from elastic_agent.agent.machine.variables import USER, settle
 
 GPU = Software("2.13.0+cu130", "2.30.7")
 CPU = Software("2.13.0+cpu")

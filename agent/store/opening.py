@@ -13,16 +13,16 @@ import socket
 from collections.abc import Callable
 from typing import TypeAlias
 
-from ..rendezvous.errors import StoreError, StoreMismatch, StoreRefused
-from ..rendezvous.memory import MemoryStore
-from ..rendezvous.store import Store
-from .configuration.config import Config, Endpoint, EtcdConfig, RendezvousConfig
-from .events import Event
-from .exits import CannotStart, ExitCode
-from .interruptible import unless_stopped
-from .ports import ONE_TRY, PortError, bind_listener
-from .store_link import KEEP_ALIVES_PER_TTL
-from .store_memory import StoreMemory
+from ...rendezvous.errors import StoreError, StoreMismatch, StoreRefused
+from ...rendezvous.memory import MemoryStore
+from ...rendezvous.store import Store
+from ..configuration.config import Config, Endpoint, EtcdConfig, RendezvousConfig
+from ..events import Event
+from ..exits import CannotStart, ExitCode
+from ..interruptible import unless_stopped
+from ..ports import ONE_TRY, PortError, bind_listener
+from .link import KEEP_ALIVES_PER_TTL
+from .memory import StoreMemory
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def _host_or_join_c10d(
 ) -> Store:
     """`memory`: of the hosts at this endpoint. A port that the kernel chose is no place where one comes back."""
     if listener is not None:
-        from ..rendezvous.c10d_host import C10dHost
+        from ...rendezvous.c10d_host import C10dHost
 
         address, job = listener.getsockname()[0], rendezvous.job_id
         if memory is None:
@@ -118,7 +118,7 @@ def _host_or_join_c10d(
                 past.generation,
             )
         return C10dHost(listener, address, job, past=past, remember=memory.remember)
-    from ..rendezvous.c10d import C10dStore
+    from ...rendezvous.c10d import C10dStore
 
     assert endpoint is not None, "without an endpoint this agent hosts the store"
     patience_s = max(LEAST_PATIENCE_S, rendezvous.lease_ttl_s / KEEP_ALIVES_PER_TTL)
@@ -129,7 +129,7 @@ def _host_or_join_c10d(
 
 def connect_to_etcd(rendezvous: RendezvousConfig, *, only_to_read: bool = False) -> Store:
     """Tries for as long as the join timeout. Raises StoreError."""
-    from ..rendezvous.etcd import EtcdAccess, EtcdLogin, EtcdStore, EtcdTls
+    from ...rendezvous.etcd import EtcdAccess, EtcdLogin, EtcdStore, EtcdTls
 
     etcd = rendezvous.etcd
     assert etcd is not None, "the backend is etcd"

@@ -22,8 +22,8 @@ import stat
 import tempfile
 from pathlib import Path
 
-from ..rendezvous.errors import RecordInvalid
-from ..rendezvous.records import MAX_RECORD_BYTES, WORLD_KEY, Phase, World
+from ...rendezvous.errors import RecordInvalid
+from ...rendezvous.records import MAX_RECORD_BYTES, WORLD_KEY, Phase, World
 
 log = logging.getLogger(__name__)
 

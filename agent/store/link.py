@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from ..rendezvous.errors import (
+from ...rendezvous.errors import (
     Compacted,
     LeaseExpired,
     StoreClosed,
@@ -24,11 +24,11 @@ from ..rendezvous.errors import (
     StoreMismatch,
     StoreUnavailable,
 )
-from ..rendezvous.participant import Participant
-from ..rendezvous.requests import RETRY, Answer, Grant, Read, Request, RetryPolicy, Subscription
-from ..rendezvous.store import LeaseId, Store, Watch
-from ..rendezvous.threads import Thread
-from .events import (
+from ...rendezvous.participant import Participant
+from ...rendezvous.requests import RETRY, Answer, Grant, Read, Request, RetryPolicy, Subscription
+from ...rendezvous.store import LeaseId, Store, Watch
+from ...rendezvous.threads import Thread
+from ..events import (
     Answered,
     Changed,
     Event,

@@ -10,19 +10,13 @@ Each rung sees less than the one below it. The *hang limit* is this agent's: it 
 *process-group timeout* is torch's: it knows which collective did not end, and ends the process. The *heartbeat*
 watches the thread that watches the collectives: that thread is itself stuck in CUDA. A rung that fires too early
 takes the answer from one that knows more, so each is derived from the one below it, unless the user chose.
-
-Repeated network failures *widen* some timeouts: `widening` says by how many steps, from what all nodes know alike, so
-that every node chooses the same.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-from ...rendezvous.records import CauseKind, World
-from ..configuration.config import StopConfig, TimeoutConfig
-from ..processes.failures import FailureInvalid, WorkerFailure
+from .config import StopConfig, TimeoutConfig
 
 PROCESS_GROUP_PER_HANG = 2.0
 """A process group's timeout, in hang limits, where the user has chosen none."""
@@ -39,31 +33,9 @@ for it. A node that brings to disk what nobody goes on with in memory may take a
 
 LEAVING_S = 5.0
 """What a planned stop takes beside: at most 3 s until the others stop with this node
-(`participant.LEAVE_TOGETHER_S`), and the rest to reap the workers and to say goodbye to the store."""
+(`LEAVE_TOGETHER_S` in `rendezvous`), and the rest to reap the workers and to say goodbye to the store."""
 
 HEARTBEAT_VARIABLE = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
-
-
-@dataclass(frozen=True, slots=True)
-class WideningPolicy:
-    """From which failure on timeouts grow, and how far: the last of each tuple is the limit.
-
-    NCCL's waits: with n retries of a connection n (n + 1) / 20 s, and with an InfiniBand timeout of t
-    7 * 4.096 us * 2^t until a path counts as dead.
-    """
-
-    after: int = 2
-    """So many failures in a row without progress, of which the last was the network's, are *repeated*."""
-    socket_retries: tuple[int, ...] = (34, 48, 68)  # 60, 118, 235 s; 34 is NCCL's own
-    ib_timeout: tuple[int, ...] = (20, 21, 22)  # 30, 60, 120 s; 20 is NCCL's own
-    process_group: tuple[float, ...] = (1.0, 2.0, 4.0)
-
-    @property
-    def most(self) -> int:
-        return len(self.process_group) - 1
-
-
-WIDENING = WideningPolicy()
 
 
 def process_group_s(chosen: TimeoutConfig, factor: float = 1.0) -> float | None:
@@ -98,15 +70,3 @@ def ladder(chosen: TimeoutConfig) -> str:
     hang = "no hang limit" if chosen.hang_s is None else f"hang limit {chosen.hang_s:g} s"
     whose = "chosen" if chosen.process_group_s is not None else "twice the hang limit"
     return f"{hang} < process group {group_s:g} s ({whose}) < watchdog's heartbeat {watchdog_s(group_s)} s"
-
-
-def widening(world: World, policy: WideningPolicy = WIDENING) -> int:
-    """By how many steps the timeouts of this generation are widened; 0 as soon as one has made progress."""
-    failure = world.cause.failure
-    if world.cause.kind is not CauseKind.FAILURE or failure is None:
-        return 0
-    try:
-        network = WorkerFailure.from_json(failure.detail).reason == "nccl"
-    except FailureInvalid:
-        return 0
-    return min(policy.most, max(0, world.restarts.fruitless - policy.after + 1)) if network else 0

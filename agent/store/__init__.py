@@ -1,0 +1,1 @@
+"""The store that the nodes of a job meet in, as the agent opens, hosts and asks it."""

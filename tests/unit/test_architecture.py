@@ -1,0 +1,246 @@
+"""Which folder may import which, and that nothing imports in a circle.
+
+The imports are read from the syntax tree, so those under TYPE_CHECKING and inside functions count, too; a finding says
+which kind it is. What the package loads by name at run time (`worker/__init__.py`) is not seen here.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "elastic_agent"
+TOPS = ("rendezvous", "worker", "health", "agent")
+
+LOWEST = ("events", "exits", "http_get", "interruptible", "port_owner", "ports")
+"""Modules beside agent's shell that its folders stand on: what the threads say, how a process ends, sockets."""
+
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "rendezvous": (),
+    "worker": (),
+    "health": (),
+    "agent, lowest": (),
+    "agent/configuration": ("agent, lowest",),
+    "agent/processes": ("agent, lowest", "agent/configuration"),
+    "agent/checkpoints": ("agent, lowest", "agent/processes"),
+    "agent/machine": ("agent, lowest", "agent/configuration", "agent/processes", "agent/checkpoints"),
+    "agent/environment": (
+        *("agent, lowest", "agent/configuration", "agent/processes", "agent/checkpoints", "agent/machine"),
+    ),
+    "agent/preloader": ("agent, lowest", "agent/processes", "agent/machine"),
+    "agent/store": ("agent, lowest", "agent/configuration"),
+    "agent/status": (
+        *("agent, lowest", "agent/configuration", "agent/processes", "agent/machine", "agent/store"),
+    ),
+    "agent/accounting": ("agent/processes", "agent/status"),
+    "agent": (
+        *("agent, lowest", "agent/configuration", "agent/processes", "agent/checkpoints", "agent/machine"),
+        *("agent/environment", "agent/preloader", "agent/store", "agent/status", "agent/accounting"),
+    ),
+    "agent/torchrun": ("agent, lowest", "agent/configuration", "agent/machine", "agent/store", "agent"),
+}
+"""From the bottom up: each folder, and those above it in this table that it may import. Each of agent's folders may
+import rendezvous, worker and health besides. "agent" is the shell: the modules at its top that are not `LOWEST`."""
+
+EXCEPTIONS = {("health/checks.py", "rendezvous/records.py"), ("health/checks.py", "rendezvous/terms.py")}
+"""Comparing the nodes of a job takes their records."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """`source` and `target` are files."""
+
+    source: str
+    target: str
+    line: int
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line} ({self.kind}): {self.text}"
+
+
+@functools.cache
+def product() -> dict[str, str]:
+    files = (file for top in TOPS for file in sorted((ROOT / top).rglob("*.py")))
+    return {str(file.relative_to(ROOT)): file.read_text() for file in files}
+
+
+def imports(sources: Mapping[str, str]) -> list[Import]:
+    """All that these files import from one another."""
+    return [found for file, text in sources.items() for found in imports_of(file, text, sources)]
+
+
+def imports_of(file: str, text: str, sources: Mapping[str, str]) -> Iterator[Import]:
+    def walk(node: ast.AST, kind: str) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            inside = kind
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                inside = "inside a function"
+            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                inside = "for types only"
+            if isinstance(child, ast.Import | ast.ImportFrom):
+                for target in _targets(file, child, sources):
+                    if target != file:
+                        yield Import(file, target, child.lineno, kind, ast.unparse(child))
+            yield from walk(child, inside)
+
+    return walk(ast.parse(text), "at import")
+
+
+def _targets(file: str, node: ast.Import | ast.ImportFrom, sources: Mapping[str, str]) -> set[str]:
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    else:
+        above = [PACKAGE, *file.split("/")[:-1]]
+        base = above[: len(above) - node.level + 1] if node.level else []
+        module = ".".join([*base, *filter(None, [node.module])])
+        names = [f"{module}.{alias.name}" for alias in node.names]
+    return set(filter(None, (_file(name, sources) for name in names)))
+
+
+def _file(name: str, sources: Mapping[str, str]) -> str | None:
+    """The file of ours that is meant by the dotted name of a module, or of something in a module."""
+    first, *rest = name.split(".")
+    while first == PACKAGE and rest:
+        path = "/".join(rest)
+        for candidate in (f"{path}.py", f"{path}/__init__.py"):
+            if candidate in sources:
+                return candidate
+        rest.pop()
+    return None
+
+
+@functools.cache
+def of_product() -> list[Import]:
+    return imports(product())
+
+
+def folder(file: str) -> str:
+    path, _, name = file.rpartition("/")
+    return "agent, lowest" if path == "agent" and name.removesuffix(".py") in LOWEST else path
+
+
+def forbidden(found: list[Import]) -> list[str]:
+    problems = []
+    for one in found:
+        source, target = folder(one.source), folder(one.target)
+        base = TOPS[:3] if source.startswith("agent") else ()
+        allowed = source == target or target in (*MAY_IMPORT[source], *base)
+        if not allowed and (one.source, one.target) not in EXCEPTIONS:
+            problems.append(f"{one}\n    {source} may not import {target}")
+    return problems
+
+
+def circles(found: list[Import]) -> list[str]:
+    """Each circle of modules once, with the lines that close it."""
+    ways: dict[str, dict[str, Import]] = {}
+    for one in found:
+        ways.setdefault(one.source, {}).setdefault(one.target, one)
+    done: set[str] = set()
+    problems = []
+
+    def follow(file: str, path: list[str]) -> None:
+        if file in path:
+            lines = [*path[path.index(file) :], file]
+            steps = [str(ways[a][b]) for a, b in itertools.pairwise(lines)]
+            problems.append("a circle of imports\n    " + "\n    ".join(steps))
+        elif file not in done:
+            for target in ways.get(file, ()):
+                follow(target, [*path, file])
+            done.add(file)
+
+    for file in ways:
+        follow(file, [])
+    return problems
+
+
+def test_every_folder_has_a_row() -> None:
+    assert {folder(file) for file in product()} == set(MAY_IMPORT)
+    assert not [name for name in LOWEST if not (ROOT / "agent" / f"{name}.py").exists()]
+
+
+def test_a_folder_imports_only_those_above_it_in_the_table() -> None:
+    """So there is no circle between folders."""
+    above: set[str] = set()
+    for name, allowed in MAY_IMPORT.items():
+        assert set(allowed) <= above, f"{name} may import what stands below it: {set(allowed) - above}"
+        above.add(name)
+
+
+def test_folders_import_what_they_may() -> None:
+    found = forbidden(of_product())
+    assert not found, "\n".join(found)
+
+
+def test_what_the_table_allows_is_needed() -> None:
+    found = of_product()
+    needed = {(folder(one.source), folder(one.target)) for one in found}
+    spare = {(name, other) for name, allowed in MAY_IMPORT.items() for other in allowed} - needed
+    assert not spare, "take these out of the table"
+    assert {(one.source, one.target) for one in found} >= EXCEPTIONS
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    found = circles(of_product())
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "expected"),
+    [
+        (
+            "worker/planted.py",
+            "import os\nfrom ..agent.exits import ExitCode\n",
+            "worker/planted.py:2 (at import): from ..agent.exits import ExitCode\n"
+            "    worker may not import agent, lowest",
+        ),
+        (
+            "rendezvous/planted.py",
+            "def late():\n    from ..worker import slots\n",
+            "rendezvous/planted.py:2 (inside a function): from ..worker import slots\n"
+            "    rendezvous may not import worker",
+        ),
+        (
+            "agent/machine/planted.py",
+            "if TYPE_CHECKING:\n    from ..environment.contract import Variable\n",
+            "agent/machine/planted.py:2 (for types only): from ..environment.contract import Variable\n"
+            "    agent/machine may not import agent/environment",
+        ),
+        (
+            "agent/status/planted.py",
+            "from ..cli import main\n",
+            "agent/status/planted.py:1 (at import): from ..cli import main\n    agent/status may not import agent",
+        ),
+        (
+            "health/planted.py",
+            "import elastic_agent.rendezvous.records\n",
+            "health/planted.py:1 (at import): import elastic_agent.rendezvous.records\n"
+            "    health may not import rendezvous",
+        ),
+    ],
+)
+def test_a_forbidden_import_is_found_with_its_line(file: str, text: str, expected: str) -> None:
+    assert forbidden(list(imports_of(file, text, product()))) == [expected]
+
+
+def test_a_circle_is_found_with_its_lines() -> None:
+    planted = {
+        "worker/one.py": "from .two import b\n",
+        "worker/two.py": "from . import three\n",
+        "worker/three.py": "def late():\n    from .one import a\n",
+        "worker/four.py": "from .one import a\n",
+    }
+    assert circles(imports(planted)) == [
+        "a circle of imports\n"
+        "    worker/one.py:1 (at import): from .two import b\n"
+        "    worker/two.py:1 (at import): from . import three\n"
+        "    worker/three.py:2 (inside a function): from .one import a"
+    ]
