@@ -17,10 +17,10 @@ import uuid
 from collections.abc import Callable, Sequence
 
 from .. import __version__
-from .configuration.config import ConfigError
-from .configuration.help import option_help
+from .configuration.config import CHECK_CONFIG, HELP, VERSION, ConfigError
 from .configuration.layers import read_argv
-from .configuration.options import CHECK_CONFIG, GROUPS, HELP, VERSION, Source
+from .configuration.option import Source
+from .configuration.options import GROUPS
 from .configuration.resolve import Resolved
 from .configuration.settings import comment
 from .error_file import write_error_file
@@ -128,9 +128,9 @@ def help_text() -> str:
     parts.append("Instead of a script, as the very first word (a script of that name is run as ./NAME):")
     parts += [f"  {name}\n        {help_line}" for name, (_, help_line) in COMMANDS.items()]
     parts.append("")
-    for group, options in GROUPS.items():
-        parts.append(f"{group}:")
-        parts += [option_help(option) for option in options if Source.CLI in option.sources]
+    for group in GROUPS:
+        parts.append(f"{group.title}:")
+        parts += [option.help_text() for option in group if Source.CLI in option.sources]
         parts.append("")
     return "\n".join([*parts, _EXAMPLES.rstrip()])
 

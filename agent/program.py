@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ..rendezvous.terms import MOST_WORDS, Program
-from .configuration.config import Command, Config
+from .configuration.config import Config
+from .configuration.values import Command
 
 SHOWN_CHARACTERS = 512
 """Of all arguments together: thousands of nodes each have them in their records."""

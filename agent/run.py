@@ -29,7 +29,7 @@ from ..health.metrics import Metrics
 from ..rendezvous.decide import Policy, limits_of
 from ..rendezvous.participant import Participant
 from ..rendezvous.proof import LEASE_MARGIN
-from ..rendezvous.records import NODES_PREFIX, Introduction, NodeRecord
+from ..rendezvous.records import NODES_PREFIX, Endpoint, Introduction, NodeRecord
 from ..rendezvous.restarts import RestartPolicy
 from ..rendezvous.store import Store
 from ..rendezvous.threads import Thread, listen
@@ -39,7 +39,7 @@ from .accounting.observer import Observer
 from .checkpoints.disk_writer import DiskWriter
 from .checkpoints.folder import make_folder
 from .commit_gate import CommitGate
-from .configuration.config import Config, Endpoint
+from .configuration.config import Config
 from .configuration.log_level import log_level
 from .configuration.options import SECRET_VARIABLES
 from .configuration.timeouts import drain_timeout_s
@@ -519,7 +519,7 @@ def _listeners(
     try:
         return (
             bind(address, None, "master"),
-            bind(http.host, http.port, "metrics") if http is not None else bind(address, None, "metrics"),
+            bind(http.address, http.port, "metrics") if http is not None else bind(address, None, "metrics"),
             c10d_listener(config, endpoint, address, bind),
         )
     except PortError as error:

@@ -11,10 +11,10 @@ from typing import Any
 from ..rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
 from ..rendezvous.records import WORLD_KEY, World
 from ..rendezvous.store import Entry, Store
-from .configuration.config import ConfigError, RendezvousConfig
-from .configuration.help import option_help
+from .configuration.config import CONFIG_FILE, HELP, ConfigError
 from .configuration.layers import Layer, read_argv
-from .configuration.options import CONFIG_FILE, HELP, Option
+from .configuration.option import Option
+from .configuration.rendezvous import RendezvousConfig
 from .exits import DrainCode, ForgetCode
 from .status.doors import CannotShow, open_job
 
@@ -91,5 +91,13 @@ def _help(usage: str, codes: type[DrainCode] | type[ForgetCode], options: Sequen
     store = "Also every option of the agent's rendezvous and of etcd, and their variables; see elastic-agent --help."
     lines = [f"  {int(code):>3}  {code.meaning}" for code in codes]
     return "\n".join(
-        [usage, *map(option_help, (*options, HELP, CONFIG_FILE)), "", store, "", "Exit codes:", *lines]
+        [
+            usage,
+            *(option.help_text() for option in (*options, HELP, CONFIG_FILE)),
+            "",
+            store,
+            "",
+            "Exit codes:",
+            *lines,
+        ]
     )

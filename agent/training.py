@@ -175,7 +175,7 @@ class Training:
         self._world, self._started_at, self._failures = world, now, []
         self._crashes.clear()
         self._hang, self._hung = HangWatch(self._config.timeouts.hang_s), False
-        self._late_exits = LateExits(self._config.timeouts.exit_s)
+        self._late_exits = LateExits(self._config.timeouts.exit_s or None)
         self._pages, self._read = WorkerPages(generation), {}
         self._salvage = Salvage(generation, self._config.stop.just_in_time_grace_s)
         self._draining = Draining(generation)

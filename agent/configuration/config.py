@@ -1,9 +1,9 @@
-"""What the agent was told to do: one frozen `Config`, complete and checked before anything starts.
+"""What the agent is to do: one frozen `Config`, complete and checked before anything starts.
 
-This file is only the data. `options` says what may be written, `kinds` how each text becomes a value, `layers` reads
-the file, the environment and the command line, and `resolve` decides who wins and checks the whole. Whoever holds a
-`Config` that came from there may rely on it: every number is in range, and their relations hold. Durations are
-seconds; `None` has the meaning written beside the field.
+Each option stands here, or in `stopping` or `rendezvous`, beside the part of `Config` that it fills. `option` says what
+a row is, `kinds` how each text becomes a value, `layers` reads the file, the environment and the command line, and
+`resolve` decides who wins and checks the whole. A `Config` that came from there can be relied on: every number is in
+range, and their relations hold. Durations are seconds; `None` has the meaning written beside the field.
 """
 
 from __future__ import annotations
@@ -11,124 +11,259 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from ...rendezvous.records import Endpoint
 from ..exits import ExitCode
 from ..ports import PortRange
+from .kinds import (
+    IDENTIFIER,
+    INTERFACE,
+    MOST_NODES,
+    MOST_WORKERS,
+    PATH,
+    TEXT,
+    YES_OR_NO,
+    Kind,
+    duration,
+    ip_endpoint,
+    read_affinity,
+    read_arguments,
+    read_device_pinning,
+    read_host,
+    read_network_profile,
+    read_node_counts,
+    read_port_range,
+    read_preload,
+    read_worker_count,
+    whole_number,
+)
+from .option import Group, Option, Source
+from .rendezvous import RendezvousConfig
+from .stopping import MAX_RESTARTS, MEMORY_CHECKPOINTS, RUN_AGAIN, StopConfig, TimeoutConfig
+from .values import (
+    Affinity,
+    Command,
+    DevicePinning,
+    NetworkProfile,
+    NodeCounts,
+    Preload,
+    WorkerCount,
+)
 
-Affinity = Literal["none", "numa", "cores"]
-Backend = Literal["c10d", "etcd", "memory"]
-CommandKind = Literal["script", "module", "binary"]
-DevicePinning = Literal["index", "mask", "none"]
-NetworkProfile = Literal["auto", "ethernet", "infiniband", "roce", "efa", "debug"]
-WorkerCount = int | Literal["auto", "gpu", "cpu"]
+RUNNING = Group("What to run")
+SCRIPT: Option[str | None] = RUNNING.option(
+    "script",
+    TEXT,
+    "Python script every worker runs; on the command line the first word that is no option, all words"
+    " after it are the script's own",
+    metavar="PATH",
+    sources=Source.ENV | Source.FILE,
+)
+MODULE: Option[str | None] = RUNNING.option(
+    "module",
+    TEXT,
+    "run a module, as python -m does; all words after it are the module's own",
+    metavar="NAME",
+    short="-m",
+)
+NO_PYTHON: Option[str | None] = RUNNING.option(
+    "no-python",
+    TEXT,
+    "run a program without Python; all words after it are the program's own",
+    metavar="PROGRAM",
+)
+ARGS: Option[tuple[str, ...]] = RUNNING.option(
+    "args",
+    Kind("words as a shell would split them", read_arguments),
+    "arguments of the script, module or program; in the file a list of texts",
+    metavar="WORDS",
+    default="",
+    sources=Source.ENV | Source.FILE,
+)
+ALLOW_OTHER_SCRIPT: Option[bool] = RUNNING.option(
+    "allow-other-script",
+    YES_OR_NO,
+    "let this node join though its script is not, byte for byte, that of the job's other nodes; without, it says which"
+    " differ and leaves with exit code 65. Only the script's own file is compared, not what it imports; of -m and"
+    " --no-python only the name",
+    default="false",
+    flag=True,
+)
 
-MASK = "***"
-"""What is shown in place of a secret."""
+NODES = Group("Nodes and workers")
+MIN_NODES: Option[int] = NODES.option(
+    "min-nodes",
+    whole_number(1, MOST_NODES, "nodes"),
+    "training runs only while at least N nodes are there",
+    metavar="N",
+    default="1",
+)
+MAX_NODES: Option[int | None] = NODES.option(
+    "max-nodes",
+    whole_number(1, MOST_NODES, "nodes"),
+    "at most N nodes train together (default: --min-nodes)",
+    metavar="N",
+)
+NNODES: Option[NodeCounts] = NODES.option(
+    "nnodes",
+    Kind(f"N or MIN:MAX, nodes from 1 to {MOST_NODES}", read_node_counts),
+    "short for --min-nodes MIN --max-nodes MAX; one number is both",
+    metavar="MIN:MAX",
+    torchrun="nnodes",
+    shorthand=True,
+)
+NPROC_PER_NODE: Option[WorkerCount] = NODES.option(
+    "nproc-per-node",
+    Kind(f"a number of workers from 1 to {MOST_WORKERS}, or auto, gpu, cpu", read_worker_count),
+    "workers on this node: a number, gpu (one per GPU), cpu (one per CPU core), auto (gpu if there is"
+    " one, else cpu)",
+    metavar="N",
+    default="1",
+    torchrun="nproc-per-node",
+)
+DEVICE_PINNING: Option[DevicePinning] = NODES.option(
+    "device-pinning",
+    Kind("index, mask or none", read_device_pinning),
+    "index: all devices visible, LOCAL_RANK selects; mask: each worker sees only its own device, with"
+    " LOCAL_RANK 0; none: devices are left alone",
+    metavar="HOW",
+    default="index",
+)
+VIRTUAL_LOCAL_RANK: Option[bool] = NODES.option(
+    "virtual-local-rank",
+    YES_OR_NO,
+    "torchrun's name for --device-pinning mask",
+    default="false",
+    torchrun="virtual-local-rank",
+    flag=True,
+    shorthand=True,
+)
+AFFINITY: Option[Affinity] = NODES.option(
+    "affinity",
+    Kind("none, numa or cores, or torchrun's node (numa) and exclusive (cores)", read_affinity),
+    "numa: each worker keeps to the CPUs next to its device, without devices to those of a NUMA node; cores: workers"
+    " divide these cores among them, whole ones; none: nothing is set. With the first two OMP_NUM_THREADS follows",
+    metavar="HOW",
+    default="none",
+    torchrun="numa-binding",
+)
+GPU_MEMORY_WAIT: Option[float] = NODES.option(
+    "gpu-memory-wait",
+    duration(0.0),
+    "a restart waits at most so long until killed workers' GPU memory is free again, 0 is off; needs nvidia-ml-py",
+    metavar="DURATION",
+    default="30s",
+)
+PRELOAD: Option[Preload] = NODES.option(
+    "preload",
+    Kind("names of modules with commas between, default or auto among them or alone, or none", read_preload),
+    "a process imports these modules in advance, and workers are forked from it within milliseconds. default: torch,"
+    " and what DistributedDataParallel imports when it is first used; auto: what a worker of the first generation"
+    " imports from site-packages, alone with default; none: each worker imports all by itself, as under torchrun",
+    metavar="NAMES",
+    default="default",
+)
+NO_PRELOAD: Option[bool] = NODES.option(
+    "no-preload",
+    YES_OR_NO,
+    "short for --preload none",
+    default="false",
+    flag=True,
+    shorthand=True,
+)
+NODE_ID: Option[str | None] = NODES.option(
+    "node-id",
+    IDENTIFIER,
+    "this node's name in logs and metrics; two agents of one job may not share it (default: a new,"
+    " unique one)",
+    metavar="NAME",
+)
 
+NETWORK = Group("Network and logs")
+LOCAL_ADDR: Option[str | None] = NETWORK.option(
+    "local-addr",
+    Kind("a host name or an IP address, without port", read_host),
+    "address at which other nodes reach this one (default: found out)",
+    metavar="HOST",
+    torchrun="local-addr",
+)
+NETWORK_INTERFACE: Option[str | None] = NETWORK.option(
+    "network-interface",
+    INTERFACE,
+    "interface over which the nodes reach each other, for the store, the workers, NCCL and gloo; may differ from node"
+    " to node (default: the one that leads to the rendezvous, never a container bridge)",
+    metavar="NAME",
+)
+NETWORK_WAIT: Option[float] = NETWORK.option(
+    "network-wait",
+    duration(0.0),
+    "at the start, wait so long for an interface, a route or a host name that is not there yet; 0 does not wait",
+    metavar="DURATION",
+    default="30s",
+)
+NETWORK_PROFILE: Option[NetworkProfile] = NETWORK.option(
+    "network-profile",
+    Kind("auto, ethernet, infiniband, roce, efa or debug", read_network_profile),
+    "what NCCL is told about the network, where your environment says nothing: auto looks for active RDMA ports,"
+    " ethernet is TCP even where there are some, debug is auto with NCCL's and torch's own reports",
+    metavar="NAME",
+    default="auto",
+)
+PORT_RANGE: Option[PortRange | None] = NETWORK.option(
+    "port-range",
+    Kind("FIRST-LAST with ports from 1 to 65535, or one port", read_port_range),
+    "ports this agent may listen on for its workers, for other nodes' probes (unless --http-address names"
+    " a port) and, without an endpoint, for the store (default: any free port)",
+    metavar="FIRST-LAST",
+)
+HTTP_ADDRESS: Option[Endpoint | None] = NETWORK.option(
+    "http-address",
+    ip_endpoint(0),
+    "metrics and health probes; port 0 is any free port, the log says which (default: a free port at"
+    " 127.0.0.1, or at this node's own address when other nodes can join: they probe it after failures)",
+    metavar="ADDRESS[:PORT]",
+)
+LOG_DIR: Option[Path | None] = NETWORK.option(
+    "log-dir",
+    PATH,
+    "also write each worker's output into files below DIR (default: console only)",
+    metavar="DIR",
+    torchrun="log-dir",
+)
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """A host and a TCP port, where port 0 asks for any free one."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-@dataclass(frozen=True, slots=True)
-class NodeCounts:
-    """A world has at least `min` and at most `max` nodes, 1 <= min <= max."""
-
-    min: int = 1
-    max: int = 1
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Secret:
-    """A text that no log, message or dump may show. Who uses it takes `text`, as late as possible."""
-
-    text: str
-
-    def __repr__(self) -> str:
-        return MASK
-
-
-@dataclass(frozen=True, slots=True)
-class EtcdConfig:
-    """How to speak to etcd. The keys of a job are `<prefix>/<job>/...`."""
-
-    prefix: str = "/elastic-agent"
-    ca: Path | None = None  # None: plain text
-    cert: Path | None = None  # with `key`, for a server that asks who we are
-    key: Path | None = None
-    user: str | None = None  # None: no authentication by password; else one of the following two is given
-    password: Secret | None = None
-    password_file: Path | None = None  # to be read anew at every authentication
-
-
-@dataclass(frozen=True, slots=True)
-class RendezvousConfig:
-    """Where the nodes of one job meet, and how long they wait for each other."""
-
-    backend: Backend = "memory"
-    endpoints: tuple[
-        Endpoint, ...
-    ] = ()  # etcd: one or more; c10d: one, or none and this agent hosts the store
-    etcd: EtcdConfig | None = None  # with etcd only
-    job_id: str = "default"
-    join_timeout_s: float = 600.0
-    last_call_s: float = 1.0
-    lease_ttl_s: float = 5.0
-    store_outage_grace_s: float = 60.0  # etcd only; 0: workers stop when the lease can no longer be proved
-
-
-@dataclass(frozen=True, slots=True)
-class StopConfig:
-    """Seconds until SIGKILL: from the beginning of a planned stop, and from SIGTERM after another worker failed."""
-
-    grace_s: float = 30.0
-    failure_grace_s: float = 1.0
-    kill_timeout_s: float = 60.0  # from SIGKILL until what does not end costs this node its place
-    just_in_time_grace_s: float = 2.0  # before that, for workers that guard their last step
-    drain_timeout_s: float | None = None  # of `grace_s`: workers end by themselves; None: `timeouts` knows
-    service_limit_s: float | None = None  # from SIGTERM to the agent until all is killed; None: never
-
-
-@dataclass(frozen=True, slots=True)
-class TimeoutConfig:
-    """When a collective that does not end is given up; `timeouts` has the whole ladder."""
-
-    hang_s: float | None = None  # without a step for so long; None: never
-    process_group_s: float | None = None  # None: follows from hang_s, else what torch and the script say
-    exit_s: float | None = (
-        300.0  # without a step for so long after other ranks have ended with success; None: never
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Preload:
-    """What the preloaded process imports, which workers are forked from; without any word there is none."""
-
-    words: tuple[str, ...] = ("default",)
-    """Names of modules; default: torch, and what DDP imports at its first use; auto: what workers import."""
-
-    def __str__(self) -> str:
-        return ",".join(self.words) or "none"
-
-    def __bool__(self) -> bool:
-        return bool(self.words)
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """What every worker runs. `target` is a path, a module name or a program, as `kind` says."""
-
-    kind: CommandKind
-    target: str
-    args: tuple[str, ...] = ()
+ITSELF = Group("Configuration")
+CONFIG_FILE: Option[str | None] = ITSELF.option(
+    "config",
+    TEXT,
+    "read settings from FILE.toml first",
+    metavar="FILE.toml",
+    sources=Source.CLI | Source.ENV,
+)
+CHECK_CONFIG: Option[bool] = ITSELF.option(
+    "check-config",
+    YES_OR_NO,
+    "print every setting with its source and what follows from them on this machine, start nothing",
+    default="false",
+    flag=True,
+    sources=Source.CLI,
+)
+VERSION: Option[bool] = ITSELF.option(
+    "version",
+    YES_OR_NO,
+    "print the version",
+    default="false",
+    flag=True,
+    sources=Source.CLI,
+)
+HELP: Option[bool] = ITSELF.option(
+    "help",
+    YES_OR_NO,
+    "print this text",
+    default="false",
+    short="-h",
+    flag=True,
+    sources=Source.CLI,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,29 +271,30 @@ class Config:
     """Everything an agent needs to know to run one job on one node."""
 
     command: Command
-    nodes: NodeCounts = NodeCounts()
-    nproc_per_node: WorkerCount = 1
-    device_pinning: DevicePinning = "index"
-    affinity: Affinity = "none"
-    gpu_memory_wait_s: float = 30.0  # 0: a restart does not wait for it
-    preload: Preload = Preload()
+    nodes: NodeCounts = read_node_counts(str(MIN_NODES.default))
+    nproc_per_node: WorkerCount = NPROC_PER_NODE.field()
+    device_pinning: DevicePinning = DEVICE_PINNING.field()
+    affinity: Affinity = AFFINITY.field()
+    gpu_memory_wait_s: float = GPU_MEMORY_WAIT.field()  # 0: a restart does not wait for it
+    preload: Preload = PRELOAD.field()
     rendezvous: RendezvousConfig = RendezvousConfig()
-    node_id: str | None = None  # None: the agent makes one that no other agent has
-    local_addr: str | None = None  # None: the address that other nodes reach is found out
-    network_interface: str | None = None  # None: the one that leads to the other nodes
-    network_wait_s: float = 30.0  # for an interface, a route or a name that is not there yet
-    port_range: PortRange | None = None  # None: any free port
-    allow_other_script: bool = False  # than the job's other nodes
-    run_again: bool = False
-    max_restarts: int | None = None  # None: no limit while generations progress, 3 in a row without
+    node_id: str | None = NODE_ID.field()  # None: the agent makes one that no other agent has
+    local_addr: str | None = LOCAL_ADDR.field()  # None: the address that other nodes reach is found out
+    network_interface: str | None = NETWORK_INTERFACE.field()  # None: the one that leads to the other nodes
+    network_wait_s: float = NETWORK_WAIT.field()  # for an interface, a route or a name that is not there yet
+    port_range: PortRange | None = PORT_RANGE.field()  # None: any free port
+    allow_other_script: bool = ALLOW_OTHER_SCRIPT.field()  # than the job's other nodes
+    run_again: bool = RUN_AGAIN.field()
+    max_restarts: int | None = MAX_RESTARTS.field()
+    """None: no limit while generations make progress, 3 in a row without."""
     stop: StopConfig = StopConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
-    network_profile: NetworkProfile = "auto"
-    memory_checkpoints: int | None = None  # bytes; 0: on disk only; None: a share of the shared memory
-    log_dir: Path | None = None  # None: workers' output goes to the console only
-    http_address: Endpoint | None = (
-        None  # None: where other nodes reach this one (memory: loopback), any free port
-    )
+    network_profile: NetworkProfile = NETWORK_PROFILE.field()
+    memory_checkpoints: int | None = MEMORY_CHECKPOINTS.field()
+    """Bytes; 0: on disk only; None: a share of the shared memory."""
+    log_dir: Path | None = LOG_DIR.field()  # None: workers' output goes to the console only
+    http_address: Endpoint | None = HTTP_ADDRESS.field()
+    """None: where other nodes reach this one (memory: loopback), any free port."""
 
     @property
     def solitary(self) -> bool:

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar, cast, get_args
 
+from ...rendezvous.records import Endpoint
 from ..ports import PortConfigError, PortRange
-from .config import (
+from .values import (
     MASK,
     Affinity,
     Backend,
     DevicePinning,
-    Endpoint,
     NetworkProfile,
     NodeCounts,
     Preload,
@@ -220,7 +220,7 @@ def ip_endpoint(default_port: int) -> Kind[Endpoint]:
     def parse(text: str) -> Endpoint:
         found = any_host.parse(text)
         try:
-            ipaddress.ip_address(found.host)
+            ipaddress.ip_address(found.address)
         except ValueError:
             raise ValueError("write the address: 127.0.0.1 for localhost, 0.0.0.0 for all") from None
         return found

@@ -14,30 +14,28 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Generic, TypeVar, cast
 
-from .config import NodeCounts, Problem
-from .options import (
+from .config import (
     ARGS,
     DEVICE_PINNING,
     MAX_NODES,
     MIN_NODES,
     NNODES,
     NO_PRELOAD,
-    OPTIONS,
     PRELOAD,
-    RDZV_CONF,
     SCRIPT,
-    TARGETS,
     VIRTUAL_LOCAL_RANK,
-    WORKER_VARIABLES,
-    Option,
-    Source,
+    Problem,
 )
+from .option import Option, Source
+from .options import OPTIONS, TARGETS, WORKER_VARIABLES
+from .rendezvous import RDZV_CONF
 from .torchrun_spellings import (
     IGNORED_RDZV_CONF_KEYS,
     IGNORED_TORCHRUN_OPTIONS,
     IGNORED_TORCHRUN_SHORTS,
     RDZV_CONF_KEYS,
 )
+from .values import NodeCounts
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -17,37 +17,37 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import cast
 
-from .config import Endpoint, Problem, TimeoutConfig
+from ...rendezvous.records import Endpoint
+from .config import HTTP_ADDRESS, MAX_NODES, MIN_NODES, SCRIPT, Problem
 from .layers import Setting
-from .options import (
+from .option import Option
+from .options import COMMAND_NAMES
+from .rendezvous import (
     BACKEND,
-    COMMAND_NAMES,
-    DRAIN_TIMEOUT,
     ENDPOINT,
+    ETCD,
     ETCD_CA,
     ETCD_CERT,
     ETCD_INSECURE,
     ETCD_KEY,
-    ETCD_OPTIONS,
     ETCD_PASSWORD,
     ETCD_PASSWORD_FILE,
     ETCD_USER,
-    HANG_TIMEOUT,
-    HTTP_ADDRESS,
     JOB_ID,
     JOIN_TIMEOUT,
     LAST_CALL,
     LEASE_TTL,
-    MAX_NODES,
-    MIN_NODES,
-    PROCESS_GROUP_TIMEOUT,
-    SCRIPT,
-    SERVICE_STOP_LIMIT,
-    STOP_GRACE,
     STORE_OUTAGE_GRACE,
-    Option,
 )
 from .settings import Settings
+from .stopping import (
+    DRAIN_TIMEOUT,
+    HANG_TIMEOUT,
+    PROCESS_GROUP_TIMEOUT,
+    SERVICE_STOP_LIMIT,
+    STOP_GRACE,
+    TimeoutConfig,
+)
 from .timeouts import HEARTBEAT_VARIABLE, LAST_SAVE_S, LEAVING_S, process_group_s, whole_stop_s
 
 
@@ -105,7 +105,7 @@ class _Rules:
             self.broken.append((involved, Problem(origin, setting.text or None, expected, advice)))
 
     def expect_of_etcd(self, holds: bool, option: Option[object], expected: str, advice: str) -> None:
-        self.expect(holds, option, expected, advice, BACKEND, ENDPOINT, *ETCD_OPTIONS)
+        self.expect(holds, option, expected, advice, BACKEND, ENDPOINT, *ETCD)
 
 
 def _check_nodes_and_times(rules: _Rules) -> None:
@@ -225,7 +225,7 @@ def _check_meeting_place(rules: _Rules) -> None:
             BACKEND,
         )
     if backend.value != "etcd":
-        for option in ETCD_OPTIONS:
+        for option in ETCD:
             rules.expect(
                 settings[option].value == option.default_value,
                 option,
@@ -377,6 +377,6 @@ def _look_at(path: Path) -> os.stat_result | None:
 def _is_loopback(endpoint: Endpoint) -> bool:
     """As far as the text says: a name is not looked up, for it may mean another machine tomorrow."""
     try:
-        return ipaddress.ip_address(endpoint.host).is_loopback
+        return ipaddress.ip_address(endpoint.address).is_loopback
     except ValueError:
-        return endpoint.host == "localhost"
+        return endpoint.address == "localhost"

@@ -12,86 +12,47 @@ configuration file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar, cast
 
 from .config import (
-    Command,
-    CommandKind,
-    Config,
-    ConfigError,
-    EtcdConfig,
-    NodeCounts,
-    Problem,
-    RendezvousConfig,
-    StopConfig,
-    TimeoutConfig,
-)
-from .kinds import C10D_PORT, ETCD_PORT, StoreAddress
-from .layers import Layer, Setting, read_environ, read_file
-from .log_level import check_log_level
-from .options import (
-    AFFINITY,
-    ALLOW_OTHER_SCRIPT,
     ARGS,
-    BACKEND,
     CONFIG_FILE,
     DEVICE_PINNING,
-    DRAIN_TIMEOUT,
-    ENDPOINT,
-    ETCD_CA,
-    ETCD_CERT,
-    ETCD_KEY,
-    ETCD_OPTIONS,
-    ETCD_PASSWORD,
-    ETCD_PASSWORD_FILE,
-    ETCD_USER,
-    EXIT_TIMEOUT,
-    FAILURE_GRACE,
-    GPU_MEMORY_WAIT,
-    GROUPS,
-    HANG_TIMEOUT,
     HTTP_ADDRESS,
-    JOB_ID,
-    JOIN_TIMEOUT,
-    JUST_IN_TIME_GRACE,
-    KILL_TIMEOUT,
-    LAST_CALL,
-    LEASE_TTL,
     LOCAL_ADDR,
     LOG_DIR,
     MAX_NODES,
-    MAX_RESTARTS,
-    MEMORY_CHECKPOINTS,
     MIN_NODES,
     MODULE,
     NETWORK_INTERFACE,
     NETWORK_PROFILE,
-    NETWORK_WAIT,
     NO_PYTHON,
-    NODE_ID,
     NPROC_PER_NODE,
-    OPTIONS,
-    PORT_RANGE,
-    PRELOAD,
-    PROCESS_GROUP_TIMEOUT,
-    RUN_AGAIN,
     SCRIPT,
-    SERVICE_STOP_LIMIT,
-    STANDALONE,
-    STOP_GRACE,
-    STORE_OUTAGE_GRACE,
-    TARGETS,
-    Option,
+    Config,
+    ConfigError,
+    Problem,
 )
+from .kinds import C10D_PORT, ETCD_PORT, StoreAddress
+from .layers import Layer, Setting, read_environ, read_file
+from .log_level import check_log_level
+from .option import Option
+from .options import OPTIONS, TARGETS
 from .relations import check_relations
+from .rendezvous import BACKEND, ENDPOINT, ETCD, JOB_ID, MEETING, STANDALONE, EtcdConfig, RendezvousConfig
 from .settings import Settings
+from .stopping import MEMORY_CHECKPOINTS
+from .values import Command, CommandKind, NodeCounts
+
+T = TypeVar("T")
 
 COMMAND_KINDS: dict[str, CommandKind] = {
     SCRIPT.name: "script",
     MODULE.name: "module",
     NO_PYTHON.name: "binary",
 }
-_MEETING = frozenset(option.name for option in (*GROUPS["Rendezvous"], *ETCD_OPTIONS))
+_MEETING = frozenset(option.name for option in (*MEETING, *ETCD))
 _HARDLY_A_SCRIPTS = frozenset(
     f"--{name}"
     for option in OPTIONS
@@ -208,7 +169,7 @@ def _derive(settings: Settings, fresh_id: Callable[[], str]) -> list[str]:
             (MAX_NODES, 1),
             (BACKEND, "memory"),
             (ENDPOINT, None),
-            *((option, option.default_value) for option in ETCD_OPTIONS),
+            *((option, option.default_value) for option in ETCD),
         ]
         for option, value in alone:
             if option in settings and settings[option].value != value:
@@ -261,44 +222,23 @@ def _command(settings: Settings) -> Command | None:
     return None
 
 
+def _filled(part: type[T], settings: Settings, **known: object) -> T:
+    """A part of `Config` whose fields have the values of their options, but for the `known` ones."""
+    values = dict(known)
+    for field in fields(cast(Any, part)):
+        if field.name not in known:
+            option = field.metadata.get("option")
+            values[field.name] = (
+                _filled(type(field.default), settings) if option is None else settings[option].value
+            )
+    return part(**values)
+
+
 def _config(settings: Settings, command: Command) -> Config:
     max_nodes = settings[MAX_NODES].value
     assert max_nodes is not None  # `_derive` filled it in
-    return Config(
-        command=command,
-        nodes=NodeCounts(settings[MIN_NODES].value, max_nodes),
-        nproc_per_node=settings[NPROC_PER_NODE].value,
-        device_pinning=settings[DEVICE_PINNING].value,
-        affinity=settings[AFFINITY].value,
-        gpu_memory_wait_s=settings[GPU_MEMORY_WAIT].value,
-        preload=settings[PRELOAD].value,
-        rendezvous=_rendezvous(settings),
-        node_id=settings[NODE_ID].value,
-        local_addr=settings[LOCAL_ADDR].value,
-        network_interface=settings[NETWORK_INTERFACE].value,
-        network_wait_s=settings[NETWORK_WAIT].value,
-        port_range=settings[PORT_RANGE].value,
-        allow_other_script=settings[ALLOW_OTHER_SCRIPT].value,
-        run_again=settings[RUN_AGAIN].value,
-        max_restarts=settings[MAX_RESTARTS].value,
-        stop=StopConfig(
-            settings[STOP_GRACE].value,
-            settings[FAILURE_GRACE].value,
-            settings[KILL_TIMEOUT].value,
-            settings[JUST_IN_TIME_GRACE].value,
-            settings[DRAIN_TIMEOUT].value,
-            settings[SERVICE_STOP_LIMIT].value,
-        ),
-        timeouts=TimeoutConfig(
-            settings[HANG_TIMEOUT].value,
-            settings[PROCESS_GROUP_TIMEOUT].value,
-            settings[EXIT_TIMEOUT].value or None,  # written as 0, a duration as every other
-        ),
-        memory_checkpoints=settings[MEMORY_CHECKPOINTS].value,
-        network_profile=settings[NETWORK_PROFILE].value,
-        log_dir=settings[LOG_DIR].value,
-        http_address=settings[HTTP_ADDRESS].value,
-    )
+    nodes = NodeCounts(settings[MIN_NODES].value, max_nodes)
+    return _filled(Config, settings, command=command, nodes=nodes, rendezvous=_rendezvous(settings))
 
 
 def _what_is_clear(merged: _Merged, command: Command | None, unclear: frozenset[str]) -> Config:
@@ -320,25 +260,16 @@ def _rendezvous(settings: Settings) -> RendezvousConfig:
     backend, job_id, address = settings[BACKEND].value, settings[JOB_ID].value, settings[ENDPOINT].value
     assert backend is not None  # `_derive` filled these in
     assert job_id is not None  # or `relations` has refused it
-    return RendezvousConfig(
+    return _filled(
+        RendezvousConfig,
+        settings,
         backend=backend,
         endpoints=address.endpoints if address is not None else (),
         etcd=_etcd(settings, address) if backend == "etcd" else None,
         job_id=job_id,
-        join_timeout_s=settings[JOIN_TIMEOUT].value,
-        last_call_s=settings[LAST_CALL].value,
-        lease_ttl_s=settings[LEASE_TTL].value,
-        store_outage_grace_s=settings[STORE_OUTAGE_GRACE].value,
     )
 
 
 def _etcd(settings: Settings, address: StoreAddress | None) -> EtcdConfig:
-    return EtcdConfig(
-        prefix=address.prefix if address is not None and address.prefix is not None else EtcdConfig().prefix,
-        ca=settings[ETCD_CA].value,
-        cert=settings[ETCD_CERT].value,
-        key=settings[ETCD_KEY].value,
-        user=settings[ETCD_USER].value,
-        password=settings[ETCD_PASSWORD].value,
-        password_file=settings[ETCD_PASSWORD_FILE].value,
-    )
+    prefix = address.prefix if address is not None else None
+    return _filled(EtcdConfig, settings, prefix=prefix or EtcdConfig().prefix)

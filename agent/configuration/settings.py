@@ -6,9 +6,11 @@ import json
 from collections.abc import Mapping
 from typing import TypeVar, cast
 
-from .config import Secret
 from .layers import Setting
-from .options import ETCD_PASSWORD, OPTIONS, Option, Source
+from .option import Option, Source
+from .options import OPTIONS
+from .rendezvous import ETCD_PASSWORD
+from .values import Secret
 
 T = TypeVar("T")
 

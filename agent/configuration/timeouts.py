@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 
-from .config import StopConfig, TimeoutConfig
+from .stopping import StopConfig, TimeoutConfig
 
 PROCESS_GROUP_PER_HANG = 2.0
 """A process group's timeout, in hang limits, where the user has chosen none."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .options import (
+from .config import NETWORK_INTERFACE, NETWORK_WAIT
+from .option import Option
+from .rendezvous import (
     ETCD_CA,
     ETCD_CERT,
     ETCD_INSECURE,
@@ -12,9 +14,6 @@ from .options import (
     JOIN_TIMEOUT,
     LAST_CALL,
     LEASE_TTL,
-    NETWORK_INTERFACE,
-    NETWORK_WAIT,
-    Option,
 )
 
 RDZV_CONF_KEYS: dict[str, Option[object]] = {

@@ -21,10 +21,11 @@ from pathlib import Path
 
 from ...rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, World, line_up
 from ..checkpoints.folder import describe_folder
-from ..configuration.config import Config, ConfigError
+from ..configuration.config import HELP, Config, ConfigError
 from ..configuration.kinds import YES_OR_NO
 from ..configuration.layers import read_argv
-from ..configuration.options import HELP, SECRET_VARIABLES, Option, Source
+from ..configuration.option import Option, Source
+from ..configuration.options import SECRET_VARIABLES
 from ..exits import ExitCode
 from ..machine.examine import Machine, prepare
 from ..machine.network import NotYet

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
 
-from ..configuration.config import TimeoutConfig
+from ..configuration.stopping import TimeoutConfig
 from ..configuration.timeouts import HEARTBEAT_VARIABLE, process_group_s, watchdog_s
 from ..machine.profiles import Profile, Transport
 from ..machine.software import ANY, Range, Software

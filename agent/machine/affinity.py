@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from ..configuration.config import Affinity
+from ..configuration.values import Affinity
 from .devices import Device
 from .variables import Variable
 

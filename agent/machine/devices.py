@@ -20,7 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..configuration.config import ConfigError, DevicePinning, Problem, WorkerCount
+from ..configuration.config import ConfigError, Problem
+from ..configuration.values import DevicePinning, WorkerCount
 from .variables import Variable
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ..configuration.config import Config, ConfigError, Endpoint, Problem
+from ...rendezvous.records import Endpoint
+from ..configuration.config import Config, ConfigError, Problem
 from ..exits import CannotStart, ExitCode
 from .addresses import AddressError, default_source, is_loopback, resolve, source_address
 from .interfaces import interfaces, rdma_ports
@@ -105,12 +106,12 @@ def _places_of_store(config: Config) -> list[str | None]:
     errors = []
     for given in config.rendezvous.endpoints:
         try:
-            address = resolve(given.host, given.port)
+            address = resolve(given.address, given.port)
         except AddressError as error:
             errors.append(str(error))
             continue
         # Debian's /etc/hosts gives a machine's own name a loopback address, where no other node can come.
-        own_name = is_loopback(address) and given.host not in ("localhost", address)
+        own_name = is_loopback(address) and given.address not in ("localhost", address)
         places.append(None if own_name else address)
     if errors and not places:
         raise AddressError("; ".join(errors))

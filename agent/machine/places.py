@@ -8,8 +8,9 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from ...rendezvous.records import Endpoint
 from ..checkpoints.folder import SHARED_MEMORY
-from ..configuration.config import Config, ConfigError, Endpoint, Problem
+from ..configuration.config import Config, ConfigError, Problem
 from ..processes.run_files import LONGEST_PLACE, place_of_run_directory
 
 _NEVER = {
@@ -60,17 +61,17 @@ def _memory(limit: int | None) -> Iterator[Problem]:
         yield Problem("--memory-checkpoints", given, expected, advice, here=True)
 
 
-def _http(address: Endpoint | None) -> Iterator[Problem]:
-    if address is None:
+def _http(http: Endpoint | None) -> Iterator[Problem]:
+    if http is None:
         return
     try:
-        with socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET) as asked:
+        with socket.socket(socket.AF_INET6 if ":" in http.address else socket.AF_INET) as asked:
             asked.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            asked.bind((address.host, address.port))
+            asked.bind((http.address, http.port))
     except OSError as error:
         expected = _NEVER.get(error.errno or 0)
         if expected is not None:  # a port that is taken may be free in a moment
-            yield Problem("--http-address", str(address), expected, "correct it, or leave it out", here=True)
+            yield Problem("--http-address", str(http), expected, "correct it, or leave it out", here=True)
 
 
 def _run_directory(environ: Mapping[str, str]) -> Iterator[Problem]:

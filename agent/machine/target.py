@@ -13,7 +13,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 
-from ..configuration.config import Command, ConfigError, Problem
+from ..configuration.config import ConfigError, Problem
+from ..configuration.values import Command
 
 
 def check_target(command: Command, environ: Mapping[str, str]) -> None:

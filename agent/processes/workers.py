@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...rendezvous.threads import Thread
-from ..configuration.config import Command
+from ..configuration.values import Command
 from ..events import Event, WorkerExited
 from .guard import Guard, cgroup_members, empty_cgroup, find_processes, remove_cgroup
 from .logs import WorkerLogs

@@ -20,21 +20,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar, cast
 
-from ...rendezvous.records import Endpoint as Address
-from ..configuration.config import ConfigError, Endpoint, Problem, RendezvousConfig
-from ..configuration.help import option_help
+from ...rendezvous.records import Endpoint
+from ..configuration.config import CONFIG_FILE, HELP, SCRIPT, ConfigError, Problem
 from ..configuration.kinds import YES_OR_NO, Kind, duration, endpoint
 from ..configuration.layers import Layer, read_argv, read_environ
-from ..configuration.options import (
-    CONFIG_FILE,
-    ENDPOINT,
-    ETCD_OPTIONS,
-    GROUPS,
-    HELP,
-    SCRIPT,
-    STANDALONE,
-    Option,
-)
+from ..configuration.option import Option
+from ..configuration.rendezvous import ENDPOINT, ETCD, MEETING, STANDALONE, RendezvousConfig
 from ..configuration.resolve import resolve_meeting_place
 from ..exits import StatusCode
 from ..processes.run_files import agents_here, places
@@ -93,7 +84,7 @@ TIMEOUT: Option[float] = Option(
 )
 STATUS_OPTIONS: tuple[Option[object], ...] = (AGENT, JSON, WATCH, TIMEOUT)
 
-_OF_THE_STORE = frozenset(o.name for o in (*GROUPS["Rendezvous"], *ETCD_OPTIONS) if o is not STANDALONE)
+_OF_THE_STORE = frozenset(o.name for o in (*MEETING, *ETCD) if o is not STANDALONE)
 
 T = TypeVar("T")
 
@@ -134,7 +125,9 @@ def help_text() -> str:
     options = (*STATUS_OPTIONS, HELP, CONFIG_FILE)
     store = "Also every option of the agent's rendezvous and of etcd, and their variables; see elastic-agent --help."
     codes = [f"  {int(code):>3}  {code.meaning}" for code in StatusCode]
-    return "\n".join([_USAGE, *map(option_help, options), "", store, "", "Exit codes:", *codes])
+    return "\n".join(
+        [_USAGE, *(option.help_text() for option in options), "", store, "", "Exit codes:", *codes]
+    )
 
 
 # --- Which door
@@ -166,7 +159,7 @@ def choose_door(command_line: Layer, environ: Mapping[str, str]) -> Door:
             advice = "add --rdzv-endpoint as the agents have it, or ask one of them: --agent HOST:PORT"
             raise ConfigError([Problem("rdzv-endpoint", None, "the address of the job's store", advice)])
     if agent is not None:
-        return AgentsDoor(lambda: [Address(agent.host, agent.port)], timeout_s, here=False)
+        return AgentsDoor(lambda: [agent], timeout_s, here=False)
     here = AgentsDoor(lambda: agents_here(places(), os.getuid()), timeout_s, here=True)
     if ENDPOINT.name not in read_environ(environ).given:
         return here

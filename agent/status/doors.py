@@ -18,7 +18,7 @@ from typing import TypeAlias, TypeVar
 from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
 from ...rendezvous.records import NODES_PREFIX, WORLD_KEY, Endpoint, NodeRecord, World
 from ...rendezvous.store import Entry, Store
-from ..configuration.config import RendezvousConfig
+from ..configuration.rendezvous import RendezvousConfig
 from ..exits import StatusCode
 from ..http_get import NoAnswer, get
 from ..machine.addresses import AddressError, default_source, is_loopback, resolve
@@ -248,7 +248,7 @@ def open_job(rendezvous: RendezvousConfig, timeout_s: float) -> Store:
     from ...rendezvous.c10d import C10dStore
 
     (endpoint,) = rendezvous.endpoints
-    address = _c10d_address(endpoint.host, endpoint.port)
+    address = _c10d_address(endpoint.address, endpoint.port)
     return C10dStore.connect(address, endpoint.port, rendezvous.job_id, timeout_s, timeout_s)
 
 

@@ -15,8 +15,10 @@ from typing import TypeAlias
 
 from ...rendezvous.errors import StoreError, StoreMismatch, StoreRefused
 from ...rendezvous.memory import MemoryStore
+from ...rendezvous.records import Endpoint
 from ...rendezvous.store import Store
-from ..configuration.config import Config, Endpoint, EtcdConfig, RendezvousConfig
+from ..configuration.config import Config
+from ..configuration.rendezvous import EtcdConfig, RendezvousConfig
 from ..events import Event
 from ..exits import CannotStart, ExitCode
 from ..interruptible import unless_stopped
@@ -50,7 +52,7 @@ def c10d_listener(
     if endpoint is None:
         return bind(address, None, "store")
     try:
-        return bind_listener(endpoint.host, endpoint.port, "store", policy=ONE_TRY)
+        return bind_listener(endpoint.address, endpoint.port, "store", policy=ONE_TRY)
     except PortError:
         return None
 
@@ -123,7 +125,7 @@ def _host_or_join_c10d(
     assert endpoint is not None, "without an endpoint this agent hosts the store"
     patience_s = max(LEAST_PATIENCE_S, rendezvous.lease_ttl_s / KEEP_ALIVES_PER_TTL)
     return C10dStore.connect(
-        endpoint.host, endpoint.port, rendezvous.job_id, rendezvous.join_timeout_s, patience_s
+        endpoint.address, endpoint.port, rendezvous.job_id, rendezvous.join_timeout_s, patience_s
     )
 
 
@@ -134,7 +136,7 @@ def connect_to_etcd(rendezvous: RendezvousConfig, *, only_to_read: bool = False)
     etcd = rendezvous.etcd
     assert etcd is not None, "the backend is etcd"
     access = EtcdAccess(
-        tuple((endpoint.host, endpoint.port) for endpoint in rendezvous.endpoints),
+        tuple((endpoint.address, endpoint.port) for endpoint in rendezvous.endpoints),
         etcd.prefix,
         EtcdTls(etcd.ca, etcd.cert, etcd.key) if etcd.ca is not None else None,
         EtcdLogin(etcd.user, lambda: etcd_password(etcd)) if etcd.user is not None else None,

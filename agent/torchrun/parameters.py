@@ -10,18 +10,10 @@ import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ..configuration.config import Config, ConfigError, Problem
+from ..configuration.config import LOCAL_ADDR, MAX_NODES, MIN_NODES, NO_PYTHON, Config, ConfigError, Problem
 from ..configuration.layers import Layer
-from ..configuration.options import (
-    BACKEND,
-    ENDPOINT,
-    JOB_ID,
-    LOCAL_ADDR,
-    MAX_NODES,
-    MIN_NODES,
-    NO_PYTHON,
-    Option,
-)
+from ..configuration.option import Option
+from ..configuration.rendezvous import BACKEND, ENDPOINT, JOB_ID
 from ..configuration.resolve import resolve
 from ..configuration.torchrun_spellings import IGNORED_RDZV_CONF_KEYS, RDZV_CONF_KEYS
 

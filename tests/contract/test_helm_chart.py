@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from elastic_agent import __version__
-from elastic_agent.agent.configuration.options import OPTIONS, Source
+from elastic_agent.agent.configuration.option import Source
+from elastic_agent.agent.configuration.options import OPTIONS
 from elastic_agent.agent.configuration.timeouts import whole_stop_s
 from elastic_agent.agent.exits import ExitCode
 from elastic_agent.agent.run import HOST_LINGERS_S

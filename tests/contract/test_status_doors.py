@@ -11,8 +11,8 @@ from typing import cast
 
 import pytest
 
-from elastic_agent.agent.configuration.config import Endpoint as Place
-from elastic_agent.agent.configuration.config import EtcdConfig, RendezvousConfig, Secret
+from elastic_agent.agent.configuration.rendezvous import EtcdConfig, RendezvousConfig
+from elastic_agent.agent.configuration.values import Secret
 from elastic_agent.agent.exits import StatusCode
 from elastic_agent.agent.status import doors as status_doors
 from elastic_agent.agent.status.doors import (
@@ -235,7 +235,7 @@ def put(store: Store, **values: str) -> None:
 
 
 def etcd_place(cluster: EtcdCluster, job: str, **more: object) -> RendezvousConfig:
-    endpoints = tuple(Place(host, port) for host, port in cluster.endpoints)
+    endpoints = tuple(Endpoint(host, port) for host, port in cluster.endpoints)
     return RendezvousConfig("etcd", endpoints, EtcdConfig(**more), job_id=job)  # type: ignore[arg-type]
 
 
@@ -296,7 +296,7 @@ def test_a_user_of_etcd_who_may_only_read_can_look_and_no_other() -> None:
 
 def test_no_store_is_an_answer_in_time() -> None:
     http = nobody()
-    place = Place(http.address, http.port)
+    place = Endpoint(http.address, http.port)
     for rendezvous in (
         RendezvousConfig("etcd", (place,), EtcdConfig(), "digits"),
         RendezvousConfig("c10d", (place,), None, "digits"),
@@ -308,7 +308,7 @@ def test_a_c10d_store_tells_only_its_own_job(host_process: Callable[..., HostPro
     from elastic_agent.rendezvous.c10d import C10dStore
 
     host = host_process("digits")
-    place = (Place(HOST, host.port),)
+    place = (Endpoint(HOST, host.port),)
     door = StoreDoor(RendezvousConfig("c10d", place, None, "digits"), PATIENCE_S)
     assert refused(door).code is StatusCode.NO_JOB
     writer = C10dStore.connect(HOST, host.port, "digits", PATIENCE_S)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.configuration.kinds import duration
-from elastic_agent.agent.configuration.options import STOP_GRACE
+from elastic_agent.agent.configuration.stopping import STOP_GRACE
 from elastic_agent.agent.configuration.timeouts import whole_stop_s
 from elastic_agent.agent.exits import ExitCode
 from elastic_agent.agent.loop import HEARTBEAT_S, STUCK_AFTER_S

@@ -13,7 +13,9 @@ from typing import Any, cast
 
 from elastic_agent.agent import training
 from elastic_agent.agent.accounting.observer import Observer
-from elastic_agent.agent.configuration.config import Command, Config, TimeoutConfig
+from elastic_agent.agent.configuration.config import Config
+from elastic_agent.agent.configuration.stopping import TimeoutConfig
+from elastic_agent.agent.configuration.values import Command
 from elastic_agent.agent.drain_gate import DrainGate
 from elastic_agent.agent.events import Event, StopRead, TailReady, WorkerExited
 from elastic_agent.agent.machine.examine import examine

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.configuration.config import Affinity
+from elastic_agent.agent.configuration.values import Affinity
 from elastic_agent.agent.machine.affinity import CpuLayout, cpu_list, probe_cpus, share
 from elastic_agent.agent.machine.devices import Device
 from elastic_agent.agent.machine.variables import compose

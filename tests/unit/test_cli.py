@@ -15,9 +15,11 @@ import pytest
 from elastic_agent import __version__
 from elastic_agent.agent import cli
 from elastic_agent.agent.cli import COMMANDS, help_text, main
-from elastic_agent.agent.configuration.config import Command, Config, NodeCounts
+from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.log_level import log_level
-from elastic_agent.agent.configuration.options import COMMAND_NAMES, OPTIONS, Source
+from elastic_agent.agent.configuration.option import Source
+from elastic_agent.agent.configuration.options import COMMAND_NAMES, OPTIONS
+from elastic_agent.agent.configuration.values import Command, NodeCounts
 from elastic_agent.agent.exits import ExitCode
 from elastic_agent.agent.machine import examine as machine
 from elastic_agent.agent.machine.devices import Device, Inventory

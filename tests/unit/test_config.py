@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
 
@@ -13,33 +14,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_agent.agent.configuration.config import (
-    Command,
-    Config,
-    ConfigError,
-    Endpoint,
-    NodeCounts,
-    Preload,
-    RendezvousConfig,
-    StopConfig,
-    TimeoutConfig,
-)
+from elastic_agent.agent.configuration.config import Config, ConfigError
 from elastic_agent.agent.configuration.layers import MOST_FILE_BYTES, read_argv
-from elastic_agent.agent.configuration.options import (
-    ETCD_OPTIONS,
-    GROUPS,
-    OPTIONS,
-    WORKER_VARIABLES,
-    Option,
-    Source,
-)
+from elastic_agent.agent.configuration.option import Option, Source
+from elastic_agent.agent.configuration.options import GROUPS, OPTIONS, WORKER_VARIABLES
+from elastic_agent.agent.configuration.rendezvous import ETCD, EtcdConfig, RendezvousConfig
 from elastic_agent.agent.configuration.resolve import Resolved, resolve
+from elastic_agent.agent.configuration.stopping import StopConfig, TimeoutConfig
 from elastic_agent.agent.configuration.torchrun_spellings import (
     IGNORED_RDZV_CONF_KEYS,
     IGNORED_TORCHRUN_OPTIONS,
 )
+from elastic_agent.agent.configuration.values import Command, NodeCounts, Preload
 from elastic_agent.agent.exits import ExitCode
 from elastic_agent.agent.ports import PortRange
+from elastic_agent.rendezvous.records import Endpoint
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -73,9 +62,8 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
     "kill-timeout": ("5m", "stop.kill_timeout_s", 300.0),
     "just-in-time-grace": ("0", "stop.just_in_time_grace_s", 0.0),
     "memory-checkpoints": ("1.5GiB", "memory_checkpoints", 3 * 2**29),
-    "service-stop-limit": ("3h", "stop.service_limit_s", 10800.0),
     "hang-timeout": ("5m", "timeouts.hang_s", 300.0),
-    "exit-timeout": ("none", "timeouts.exit_s", None),
+    "exit-timeout": ("none", "timeouts.exit_s", 0.0),
     "process-group-timeout": ("20m", "timeouts.process_group_s", 1200.0),
     "network-profile": ("roce", "network_profile", "roce"),
     "local-addr": ("fe80::1", "local_addr", "fe80::1"),
@@ -183,10 +171,28 @@ def test_auto_alone_is_preloaded_with_the_default(script: str) -> None:
 
 
 def test_the_tables_of_this_test_know_every_option() -> None:
-    elsewhere = {option.name for option in ETCD_OPTIONS}  # test_config_etcd
+    elsewhere = {option.name for option in ETCD}  # test_config_etcd
     settable = {option.name for option in OPTIONS if Source.FILE in option.sources} - elsewhere
     assert set(REFUSED) == settable
-    assert set(LANDINGS) == settable - {"script", "module", "no-python", "args"}
+    assert set(LANDINGS) == settable - {"script", "module", "no-python", "args", "service-stop-limit"}
+
+
+def test_each_option_fills_at_most_one_field_and_gives_its_default() -> None:
+    """So no default is declared a second time. The other options are read where the rest is put together."""
+    filled: list[Option[object]] = []
+    for part in (Config, RendezvousConfig, EtcdConfig, StopConfig, TimeoutConfig):
+        for field in fields(part):
+            option = field.metadata.get("option")
+            if option is not None:
+                filled.append(option)
+                assert field.default == option.default_value
+    assert len(set(filled)) == len(filled)
+    others = {option.name for option in OPTIONS if not option.shorthand and option not in filled}
+    assert others == {
+        *("script", "module", "no-python", "args", "min-nodes", "max-nodes"),
+        *("rdzv-backend", "rdzv-endpoint", "rdzv-id", "standalone", "etcd-insecure", "service-stop-limit"),
+        *("config", "check-config", "version", "help"),
+    }
 
 
 def test_defaults(script: str) -> None:
@@ -542,8 +548,8 @@ def option_row(option: Option[object]) -> str:
 def test_the_documented_options_are_the_options() -> None:
     heading = "| option | value | default | where | meaning |"
     tables = [
-        "\n".join([f"### {group}", "", heading, "|---|---|---|---|---|", *map(option_row, options)])
-        for group, options in GROUPS.items()
+        "\n".join([f"### {group.title}", "", heading, "|---|---|---|---|---|", *map(option_row, group)])
+        for group in GROUPS
     ]
     assert "\n\n".join(tables) in DOCUMENT.read_text()
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.configuration.config import ConfigError, DevicePinning, WorkerCount
+from elastic_agent.agent.configuration.config import ConfigError
+from elastic_agent.agent.configuration.values import DevicePinning, WorkerCount
 from elastic_agent.agent.machine.devices import Device, Inventory, pin, probe, resolve_workers
 from elastic_agent.agent.machine.variables import compose
 

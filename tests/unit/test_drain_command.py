@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent import drain_command, store_command
-from elastic_agent.agent.configuration.config import RendezvousConfig
+from elastic_agent.agent.configuration.rendezvous import RendezvousConfig
 from elastic_agent.agent.drain_command import CannotDrain, drain, main
 from elastic_agent.agent.exits import DrainCode
 from elastic_agent.rendezvous.errors import StoreMismatch, StoreUnavailable

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.configuration.config import Command, Config, TimeoutConfig
+from elastic_agent.agent.configuration.config import Config
+from elastic_agent.agent.configuration.stopping import TimeoutConfig
+from elastic_agent.agent.configuration.values import Command
 from elastic_agent.agent.environment.contract import WorkerPlace, contract
 from elastic_agent.agent.environment.explain import OF_A_WORLD, Explained, explain, main
 from elastic_agent.agent.machine import examine as machines

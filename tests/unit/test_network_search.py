@@ -8,22 +8,16 @@ import logging
 
 import pytest
 
-from elastic_agent.agent.configuration.config import (
-    Backend,
-    Command,
-    Config,
-    ConfigError,
-    Endpoint,
-    EtcdConfig,
-    NodeCounts,
-    RendezvousConfig,
-)
+from elastic_agent.agent.configuration.config import Config, ConfigError
+from elastic_agent.agent.configuration.rendezvous import EtcdConfig, RendezvousConfig
+from elastic_agent.agent.configuration.values import Backend, Command, NodeCounts
 from elastic_agent.agent.exits import CannotStart, ExitCode
 from elastic_agent.agent.machine import network_search
 from elastic_agent.agent.machine.addresses import AddressError
 from elastic_agent.agent.machine.interfaces import Address, Interface
 from elastic_agent.agent.machine.network import NotYet
 from elastic_agent.agent.machine.network_search import Network, look, wait_for_network
+from elastic_agent.rendezvous.records import Endpoint
 
 OWN, OTHER = "10.0.0.1", "10.9.0.1"
 HOSTS = {
@@ -103,7 +97,7 @@ def a_config(
         (a_config("etcd", "localhost", "unknown"), OWN, None),
         (a_config("etcd", "unknown", local_addr=OTHER), OTHER, None),
     ],
-    ids=lambda value: "+".join(e.host for e in value.rendezvous.endpoints) if isinstance(value, Config) else value,
+    ids=lambda value: "+".join(e.address for e in value.rendezvous.endpoints) if isinstance(value, Config) else value,
 )  # fmt: skip
 def test_where_other_nodes_reach_this_one_and_where_its_store_is(
     config: Config, address: str, endpoint: str | None

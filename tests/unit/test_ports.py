@@ -20,7 +20,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from elastic_agent.agent.configuration.config import Command, Config
+from elastic_agent.agent.configuration.config import Config
+from elastic_agent.agent.configuration.values import Command
 from elastic_agent.agent.exits import CannotStart, ExitCode
 from elastic_agent.agent.port_owner import find_owner
 from elastic_agent.agent.ports import (

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.configuration.config import (
-    EtcdConfig,
-    Secret,
-)
+from elastic_agent.agent.configuration.rendezvous import EtcdConfig
+from elastic_agent.agent.configuration.values import Secret
 from elastic_agent.agent.store.opening import etcd_password
 from elastic_agent.rendezvous.errors import StoreRefused
 

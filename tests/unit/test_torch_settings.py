@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.configuration.config import ConfigError, NetworkProfile, TimeoutConfig
+from elastic_agent.agent.configuration.config import ConfigError
+from elastic_agent.agent.configuration.stopping import TimeoutConfig
+from elastic_agent.agent.configuration.values import NetworkProfile
 from elastic_agent.agent.environment.torch_settings import Facts, torch_settings
 from elastic_agent.agent.machine.interfaces import RdmaPort
 from elastic_agent.agent.machine.profiles import TCP, Profile, choose_profile

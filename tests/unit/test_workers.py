@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from elastic_agent.agent.configuration.config import Command
+from elastic_agent.agent.configuration.values import Command
 from elastic_agent.agent.events import Event, WorkerExited
 from elastic_agent.agent.processes import workers
 from elastic_agent.agent.processes.guard import Guard

@@ -1,0 +1,184 @@
+"""Where the nodes of one job meet: the options of the rendezvous and of its stores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...rendezvous.records import Endpoint
+from .kinds import (
+    C10D_PORT,
+    ETCD_PORT,
+    IDENTIFIER,
+    PATH,
+    SECRET,
+    STORE_ADDRESS,
+    USER,
+    YES_OR_NO,
+    Kind,
+    StoreAddress,
+    duration,
+    read_backend,
+    read_conf,
+    read_job_id,
+)
+from .option import Group, Option, Source
+from .values import (
+    Backend,
+    Secret,
+)
+
+MEETING = Group("Rendezvous")
+BACKEND: Option[Backend | None] = MEETING.option(
+    "rdzv-backend",
+    Kind("c10d, etcd or memory", read_backend),
+    "c10d: a TCPStore hosted by one of the agents; etcd (also etcd-v3): an etcd 3 cluster, no node is special;"
+    " memory: no other node can ever join (default: what the endpoint's URL says; memory with one node and no"
+    " endpoint; else c10d)",
+    metavar="STORE",
+    torchrun="rdzv-backend",
+)
+ENDPOINT: Option[StoreAddress | None] = MEETING.option(
+    "rdzv-endpoint",
+    STORE_ADDRESS,
+    f"the store, the same on all nodes. c10d: one host, port {C10D_PORT} if none is given (default, also"
+    " localhost:0: this agent hosts the store on a free port and prints the command for the other nodes)."
+    f" etcd: any members of the cluster, port {ETCD_PORT} if none is given; the URL form stands for"
+    " --rdzv-backend etcd, its PREFIX begins the job's keys, PREFIX/JOB/... (default: /elastic-agent)",
+    metavar="HOST[:PORT],...",
+    torchrun="rdzv-endpoint",
+)
+JOB_ID: Option[str | None] = MEETING.option(
+    "rdzv-id",
+    Kind(f"{IDENTIFIER.expects}, or none", read_job_id),
+    "the job's name, the same on all nodes; required with etcd, which serves many jobs (default, also none:"
+    " 'default' with a c10d endpoint, which belongs to one job; a new, unique one if this agent starts the store)",
+    metavar="ID",
+    torchrun="rdzv-id",
+)
+STANDALONE: Option[bool] = MEETING.option(
+    "standalone",
+    YES_OR_NO,
+    "this node alone, whatever is said of nodes and rendezvous: one node, memory store",
+    default="false",
+    torchrun="standalone",
+    flag=True,
+)
+JOIN_TIMEOUT: Option[float] = MEETING.option(
+    "join-timeout",
+    duration(1.0),
+    "give up when --min-nodes nodes have not met for so long",
+    metavar="DURATION",
+    default="600s",
+)
+LAST_CALL: Option[float] = MEETING.option(
+    "last-call",
+    duration(0.0),
+    "first start only: once --min-nodes nodes are there, wait so long for more",
+    metavar="DURATION",
+    default="1s",
+)
+LEASE_TTL: Option[float] = MEETING.option(
+    "lease-ttl",
+    duration(1.0),
+    "a node that has not been heard of for so long is lost; the same on all nodes, else exit code 65",
+    metavar="DURATION",
+    default="5s",
+)
+RDZV_CONF: Option[tuple[tuple[str, str], ...]] = MEETING.option(
+    "rdzv-conf",
+    Kind("KEY=VALUE,KEY=VALUE", read_conf),
+    "torchrun's spelling of --join-timeout (join_timeout), --last-call (last_call_timeout), --lease-ttl"
+    " (lease_ttl), --network-interface (network_interface), --network-wait (network_wait), and without etcd- of"
+    " --etcd-ca (also cacert, ca_cert), --etcd-cert (ssl_cert), --etcd-key (ssl_cert_key),"
+    " --etcd-user, --etcd-password-file and --etcd-insecure; may be repeated, torchrun's other keys"
+    " are ignored with a warning",
+    metavar="K=V,...",
+    torchrun="rdzv-conf",
+    shorthand=True,
+)
+
+ETCD = Group("Rendezvous through etcd")
+ETCD_CA: Option[Path | None] = ETCD.option(
+    "etcd-ca",
+    PATH,
+    "speak TLS, with a server whose certificate one of the authorities in this PEM file has signed",
+    metavar="FILE",
+)
+ETCD_CERT: Option[Path | None] = ETCD.option(
+    "etcd-cert",
+    PATH,
+    "mutual TLS: this node's certificate (PEM)",
+    metavar="FILE",
+)
+ETCD_KEY: Option[Path | None] = ETCD.option(
+    "etcd-key",
+    PATH,
+    "mutual TLS: this node's key (PEM), which neither group nor others may read; a file of root's may"
+    " be lent to a group",
+    metavar="FILE",
+)
+ETCD_USER: Option[str | None] = ETCD.option(
+    "etcd-user",
+    USER,
+    "etcd's name for this job, with a password; its role needs read and write on PREFIX/JOB/ alone",
+    metavar="NAME",
+)
+ETCD_PASSWORD_FILE: Option[Path | None] = ETCD.option(
+    "etcd-password-file",
+    PATH,
+    "holds the password, as private as the key; read anew at every authentication, one newline at its end"
+    " does not count. Or set the variable ELASTIC_AGENT_ETCD_PASSWORD",
+    metavar="FILE",
+)
+ETCD_PASSWORD: Option[Secret | None] = ETCD.option(
+    "etcd-password",
+    SECRET,
+    "the password itself, in the variable ELASTIC_AGENT_ETCD_PASSWORD; the workers do not inherit it",
+    sources=Source.ENV,
+)
+ETCD_INSECURE: Option[bool] = ETCD.option(
+    "etcd-insecure",
+    YES_OR_NO,
+    "allow plain text, passwords included, to a store that is not on this machine's loopback",
+    default="false",
+    flag=True,
+)
+STORE_OUTAGE_GRACE: Option[float] = ETCD.option(
+    "store-outage-grace",
+    duration(0.0),
+    "how long a job may go on without the store after its leases can no longer be proved, while all its nodes"
+    " still reach each other by HTTP; 0 is off; the same on all nodes, else exit code 65",
+    metavar="DURATION",
+    default="60s",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdConfig:
+    """How to speak to etcd. The keys of a job are `<prefix>/<job>/...`."""
+
+    prefix: str = "/elastic-agent"
+    ca: Path | None = ETCD_CA.field()  # None: plain text
+    cert: Path | None = ETCD_CERT.field()  # with `key`, for a server that asks who we are
+    key: Path | None = ETCD_KEY.field()
+    user: str | None = ETCD_USER.field()
+    """None: no authentication by password; else one of the following two is given."""
+    password: Secret | None = ETCD_PASSWORD.field()
+    password_file: Path | None = ETCD_PASSWORD_FILE.field()  # to be read anew at every authentication
+
+
+@dataclass(frozen=True, slots=True)
+class RendezvousConfig:
+    """Where the nodes of one job meet, and how long they wait for each other."""
+
+    backend: Backend = "memory"
+    endpoints: tuple[Endpoint, ...] = ()
+    """etcd: one or more; c10d: one, or none and this agent hosts the store."""
+    etcd: EtcdConfig | None = None  # with etcd only
+    job_id: str = "default"
+    join_timeout_s: float = JOIN_TIMEOUT.field()
+    last_call_s: float = LAST_CALL.field()
+    lease_ttl_s: float = LEASE_TTL.field()
+    store_outage_grace_s: float = STORE_OUTAGE_GRACE.field()
+    """etcd only; 0: workers stop when the lease can no longer be proved."""

@@ -1,0 +1,141 @@
+"""When a job restarts, how its workers stop, and when training that stands still is given up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .kinds import (
+    SIZE,
+    YES_OR_NO,
+    Kind,
+    duration,
+    read_restarts,
+    time_limit,
+)
+from .option import Group, Option
+
+STOPPING = Group("Restarts and stopping")
+MAX_RESTARTS: Option[int | None] = STOPPING.option(
+    "max-restarts",
+    Kind("a whole number of restarts from 0 to 1000000, or auto", read_restarts),
+    "restarts after worker failures, counted over all nodes; planned changes are free (auto: no limit"
+    " while generations make progress, 3 in a row without)",
+    metavar="N",
+    default="auto",
+    torchrun="max-restarts",
+)
+RUN_AGAIN: Option[bool] = STOPPING.option(
+    "run-again",
+    YES_OR_NO,
+    "begin the job anew where etcd says that it has ended with success; else an agent that comes after that end leaves"
+    " with exit code 0",
+    default="false",
+    flag=True,
+)
+STOP_GRACE: Option[float] = STOPPING.option(
+    "stop-grace",
+    duration(0.0),
+    "planned stop: from its beginning to SIGKILL; workers that do not end by themselves within --drain-timeout get"
+    " SIGTERM and the rest of it",
+    metavar="DURATION",
+    default="30s",
+    torchrun="shutdown-timeout",
+)
+DRAIN_TIMEOUT: Option[float | None] = STOPPING.option(
+    "drain-timeout",
+    duration(0.0),
+    "planned change: how long workers that call elastic_agent.worker.step may take to come to a common last step, keep"
+    " it and end by themselves; longer than the longest step, 0 signals them at once (default: two thirds of"
+    " --stop-grace)",
+    metavar="DURATION",
+)
+FAILURE_GRACE: Option[float] = STOPPING.option(
+    "failure-grace",
+    duration(0.0),
+    "another worker failed: from SIGTERM to SIGKILL, 0 kills at once",
+    metavar="DURATION",
+    default="1s",
+)
+KILL_TIMEOUT: Option[float] = STOPPING.option(
+    "kill-timeout",
+    duration(1.0),
+    "how long processes may take to end after SIGKILL; then this node gives up its place, with exit code 74, so that"
+    " the others go on. A later agent of the job here waits as long for what is left, and ends so, too. A process that"
+    " waits for a dead disk or device never ends; one that gives back much memory may take many seconds",
+    metavar="DURATION",
+    default="60s",
+)
+JUST_IN_TIME_GRACE: Option[float] = STOPPING.option(
+    "just-in-time-grace",
+    duration(0.0),
+    "another worker failed: how long workers that guard their last step (Checkpointer.just_in_time) may take to"
+    " keep it before --failure-grace begins; 0 keeps nothing",
+    metavar="DURATION",
+    default="2s",
+)
+MEMORY_CHECKPOINTS: Option[int | None] = STOPPING.option(
+    "memory-checkpoints",
+    SIZE,
+    "memory in /dev/shm for the newest states of all Checkpointers here, two copies of each; off: checkpoints are only"
+    " on disk, and training waits for it (default: half of /dev/shm)",
+    metavar="SIZE",
+)
+SERVICE_STOP_LIMIT: Option[float | None] = STOPPING.option(
+    "service-stop-limit",
+    duration(1.0),
+    "how long the service manager waits after SIGTERM before it kills everything (systemd: TimeoutStopSec,"
+    " Kubernetes: terminationGracePeriodSeconds); a stop must fit: --stop-grace, as long again (at least 10 s) to"
+    " bring to disk what only this node has, and 5 s to leave (default: no limit)",
+    metavar="DURATION",
+)
+
+TIMEOUTS = Group("Timeouts of training")
+HANG_TIMEOUT: Option[float | None] = TIMEOUTS.option(
+    "hang-timeout",
+    duration(1.0),
+    "workers here that have reported steps (elastic_agent.worker.step) and then report neither a step nor a checkpoint"
+    " for so long have failed; must be longer than the longest step, evaluation or save (default: off)",
+    metavar="DURATION",
+)
+EXIT_TIMEOUT: Option[float] = TIMEOUTS.option(
+    "exit-timeout",
+    time_limit(1.0),
+    "when some ranks have ended with success, others that report neither a step nor a checkpoint for so long (or that"
+    " never reported a step, and hardly use the processor) hang at their end, and have failed; must be longer than"
+    " what one rank does alone at the end, such as writing the final model; 0 or none: only say so",
+    metavar="DURATION",
+    default="5m",
+)
+PROCESS_GROUP_TIMEOUT: Option[float | None] = TIMEOUTS.option(
+    "process-group-timeout",
+    duration(1.0),
+    "a collective that has not ended for so long ends its process; applied by"
+    " elastic_agent.worker.init_process_group (default: twice --hang-timeout, without it torch's own)",
+    metavar="DURATION",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StopConfig:
+    """Seconds until SIGKILL: from the beginning of a planned stop, and from SIGTERM after another worker failed."""
+
+    grace_s: float = STOP_GRACE.field()
+    failure_grace_s: float = FAILURE_GRACE.field()
+    kill_timeout_s: float = KILL_TIMEOUT.field()
+    """From SIGKILL until what does not end costs this node its place."""
+    just_in_time_grace_s: float = JUST_IN_TIME_GRACE.field()
+    """Before `failure_grace_s`, for workers that guard their last step."""
+    drain_timeout_s: float | None = DRAIN_TIMEOUT.field()
+    """Of `grace_s`: workers end by themselves. None: `timeouts` knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeoutConfig:
+    """When training that stands still is given up; `timeouts` has the whole ladder."""
+
+    hang_s: float | None = HANG_TIMEOUT.field()
+    """Without a step. None: never."""
+    process_group_s: float | None = PROCESS_GROUP_TIMEOUT.field()
+    """None: follows from `hang_s`, else what torch and the script say."""
+    exit_s: float = EXIT_TIMEOUT.field()
+    """Without a step after other ranks have ended with success. 0: never."""
