@@ -86,7 +86,7 @@ class Gauge(Family):
         self._values: dict[Series, float] = {}
 
     def set(self, value: float | None, /, **labels: object) -> None:
-        """None: nobody knows now."""
+        """None: unknown now."""
         series = self._series(labels)
         with self._lock:
             if value is None:

@@ -11,7 +11,7 @@ being rendered, never other clients. A connection goes one way through three pha
 
 Invariant: whatever a client does, it costs at most one of `max_connections` places, a bounded head and one
 answer in memory, and `lifetime_s` seconds. When all places are taken, a newcomer gets the place of the oldest
-client that has its answer or has not asked yet: whoever connects and asks at once is served in any flood of
+client that has its answer or has not asked yet: a client that connects and asks at once is served in any flood of
 silent clients.
 
 It only shows. There is no TLS and no authentication: the caller binds to loopback or the pod's address.
@@ -150,7 +150,7 @@ class HealthServer:
                 self._advance(key.data)
         self._expire()
         if newcomers:
-            self._accept()  # last, so that nobody who asked in time loses the place to a newcomer
+            self._accept()  # last, so that no client that asked in time loses its place to a newcomer
         return True
 
     def _patience_s(self) -> float | None:

@@ -433,7 +433,7 @@ class Metrics(Page):
         waiting: int | None = None,
         lost: int | None = None,
     ) -> None:
-        """Nodes in each state; None where nobody here knows."""
+        """Nodes in each state; None where they are unknown here."""
         with self._lock:
             self.nodes.set(active, state="active")
             self.nodes.set(standby, state="standby")
@@ -468,7 +468,7 @@ class Metrics(Page):
                 self.recovery_phase_duration_seconds.observe(seconds, phase=phase)
 
     def account(self, productive_s: float, lost_s: Mapping[str, float], *, reports_steps: bool) -> None:
-        """What the agent's life until now went into. Without steps nobody knows how much of it was productive."""
+        """What the agent's life until now went into. Without steps it is unknown how much of it was productive."""
         with self._lock:
             self.productive_time_seconds_total.reach(productive_s)
             for cause, seconds in lost_s.items():

@@ -1,4 +1,4 @@
-"""The two collectives a checkpoint needs: everybody hears what everybody says, and one rank sends a file.
+"""The two collectives a checkpoint needs: each rank gets what every rank gives, and one rank sends a file.
 
 Only bytes travel, as uint8 tensors: torch's own object collectives would run what peers send. Everything runs on
 the default process group, on the device its backend needs, and is a plain copy where there is one process.
@@ -45,7 +45,7 @@ class Group:
     def send(self, stream: BufferedReader | BufferedRandom | None, size: int, *, source: int) -> int:
         """Copy the `size` bytes of the source rank's stream into that of every other rank which has one.
 
-        Returns the checksum of what went by: a source that cannot read goes on sending, so that nobody waits for
+        Returns the checksum of what went by: a source that cannot read goes on sending, so that no rank waits for
         ever, and raises OSError at the end. Receivers must compare it, or a digest that they know.
         """
         error: OSError | None = None

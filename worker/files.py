@@ -112,7 +112,7 @@ class CheckpointFiles:
         self.directory = os.path.abspath(directory)
         self.keep = keep
         self.run = run
-        # Steps that this object wrote or verified. What nobody looked at does not count as a good one to fall
+        # Steps that this object wrote or verified. What was not looked at does not count as a good one to fall
         # back to, so it can never push a good one out of the newest `keep`.
         self.good: set[int] = set()
         self._bad: set[int] = set()

@@ -1,13 +1,13 @@
 """What one rank alone knows of its last steps, written down at every step where it outlives the rank.
 
-In data-parallel training the weights are on every rank, and whoever survives can save them. The random state of a
+In data-parallel training the weights are on every rank, and a rank that survives can save them. The random state of a
 rank, and the buffers of its modules (running averages of BatchNorm), are its own. They go into a file in the agent's
 folder in memory, which this process has mapped: when it is killed, the pages are still there.
 
 An entry holds both as they were at one *boundary*, the end of a step. There are two of them, written in turn, and one
 for the step that is under way: made when backward begins, which is after the last random number of most steps, and
 before any other rank can finish the step. So the others may be one step ahead of a rank that was killed, and still
-somebody knows how it would have gone on.
+it is known how it would have gone on.
 
 Invariant: an entry that names a step is whole. Its name is taken away before a byte changes, and given after the last.
 """

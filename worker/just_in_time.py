@@ -7,7 +7,7 @@ hook on all optimizers of torch) and ends (`step`), and keeps aside what else ch
 states and buffers (see `journal`), and what plain dicts hold.
 
 When the generation fails, the agent says "hold" to a thread that has been waiting for nothing else. It takes the lock
-that an update needs, so that none can begin, and tells which boundary the state is of; whoever is in an update ends it
+that an update needs, so that none can begin, and tells which boundary the state is of; a rank in an update ends it
 first. One worker of a node, whose boundary is the newest, is then told to copy its state to memory. A worker whose
 collective has raised waits for that at the end of the guard; one whose collective never returns can be left where it
 is, for the copy is the thread's. The agent waits for all this no longer than `--just-in-time-grace`.

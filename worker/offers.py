@@ -10,7 +10,7 @@ Ranks copy without waiting for each other, so the newest copy may be one that so
 only when every rank's random state after it is known, unless the world has changed its size, there is no other, or
 it was taken in haste, after a rank had failed: then that rank's random numbers are others than they would have been.
 
-Where nobody has anything in memory the newest step on any disk wins, of one step the newest generation's.
+Where no rank has anything in memory the newest step on any disk wins, of one step the newest generation's.
 
 A run loads what is its own, or was taken over by it. Another run's checkpoint counts only where there is nothing else,
 as when a job is started again: then its checkpoint is what this run goes on from. Generations of two runs say nothing
@@ -127,7 +127,7 @@ class Owner:
 def choose_owner(offers: Sequence[Offer], bad: BadState | None = None) -> Owner | None:
     """See the module's docstring; of equals the lowest rank's. `offers` are by rank.
 
-    None when nobody has ever had a checkpoint. Raises NoUsableCheckpoint when some exist and none is good.
+    None when no rank has ever had a checkpoint. Raises NoUsableCheckpoint when some exist and none is good.
     """
     kin = runs_in_memory(offers)
     offers = [replace(offer, foreign=_is_foreign(offer, kin)) for offer in offers]

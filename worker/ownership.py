@@ -23,7 +23,7 @@ back by loading again. While it lives it holds the lock, where there are locks, 
     B loads from memory or from another node's disk          what that state comes from; the rest is moved, or stays
     B saves, and has not loaded                              with the lock what A had, without it only its own
     B is `read_only`                                         nothing
-    files without a run's name, nobody was here before       those, once
+    files without a run's name, no run was here before       those, once
     `owner.json` is lost or damaged; B loads A's             A's, and files without a name
 
 Pure values and the lock; what is read and written when: see `files`.

@@ -7,7 +7,7 @@ there were. Hence two numbers, epoch and position, are all that must survive a c
 rest: no sample is repeated and none is lost.
 
 The position moves in `step()` and not when a sample is drawn: a DataLoader draws ahead, by `prefetch_factor` batches
-for each of its processes, and what nobody has trained on must be dealt again.
+for each of its processes, and what was not trained on must be dealt again.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class ElasticSampler(Sampler[int]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken, in a world of any size and with batches of any size.
 
-        Raises SamplerMismatch, and changes nothing, when the order of the epoch is another here: then nobody can say
+        Raises SamplerMismatch, and changes nothing, when the order of the epoch is another here: then it is unknown
         which samples are left.
         """
         own = self.state_dict()

@@ -11,7 +11,7 @@ Invariant: a header that can be read tells the truth about its slot, whenever wh
 removes the header before it changes a byte of the slot, and renames the new one into place after the last. It takes
 the slot that does not hold the newest state, so that a crash in the middle of a copy costs the older one only.
 
-One process of a node writes: the worker with local rank 0; every rank writes its own random state. Whoever reads a
+One process of a node writes: the worker with local rank 0; every rank writes its own random state. The reader of a
 slot while workers train (the disk writer) holds a shared `flock` on it, and a slot that is held is not overwritten.
 With one slot held the writer has the other one only: then a crash in the middle of a copy leaves the held one.
 
@@ -480,7 +480,7 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A slot that is being written; nobody else has it."""
+    """A slot that is being written; no other process has it."""
 
     name: str
     fd: int

@@ -59,7 +59,7 @@ class Stand:
 
 
 def firsts(places: Sequence[str]) -> list[int]:
-    """By rank, the lowest rank in the same place; in an unknown one ("") everybody is alone."""
+    """By rank, the lowest rank in the same place; in an unknown one ("") each rank is alone."""
     return [places.index(place) if place else rank for rank, place in enumerate(places)]
 
 

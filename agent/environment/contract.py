@@ -83,7 +83,7 @@ def chosen_variables(
 
 
 def contract(place: WorkerPlace, *, agent_incarnation: str, max_restarts: int | None) -> tuple[Variable, ...]:
-    """Where the worker stands and whom it meets: nobody may choose these but the agent."""
+    """Where the worker stands and whom it meets: only the agent chooses these."""
     world, member = place.world, place.member
     node_rank = str(world.members.index(member))
     limit = world.max_restarts(max_restarts)

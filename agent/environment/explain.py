@@ -101,7 +101,7 @@ def main(words: Sequence[str]) -> int:
         print(f"elastic-agent explain-env: without the network's: {machine.network.missing}", file=sys.stderr)
     rows = explain(resolved.config, machine, environ)
     wants_json = JSON.name in command_line.given and command_line.given[JSON.name].value
-    with contextlib.suppress(BrokenPipeError):  # whoever reads has seen enough
+    with contextlib.suppress(BrokenPipeError):  # the reader has seen enough
         print(_json(rows) if wants_json else _text(rows), flush=True)
     return ExitCode.SUCCESS
 

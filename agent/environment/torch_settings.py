@@ -35,7 +35,7 @@ class Facts:
     timeouts: TimeoutConfig
     workers: int = 1
     flight_records: Path | None = None
-    """Where the flight recorder's dumps of this generation belong; None where nobody would find them."""
+    """Where the flight recorder's dumps of this generation belong; None where they would not be found."""
     widening: int = 0
     """By how many steps: see `timeouts`."""
 

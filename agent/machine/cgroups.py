@@ -2,7 +2,7 @@
 
 No process leaves a cgroup by forking, by a session of its own or by forgetting its environment: what a worker starts
 can be found and killed for certain. Only version 2 can do that, and a cgroup has one owner alone, who says so when
-part of it is somebody else's to divide. *Delegated* is what systemd marks as such (`Delegate=yes`: an extended
+part of it is another program's to divide. *Delegated* is what systemd marks as such (`Delegate=yes`: an extended
 attribute), or what belongs to this user while the cgroup around it does not: systemd before 251 hands over without
 a mark that others than root can read. Being able to write is no sign: root can write everywhere.
 

@@ -65,7 +65,7 @@ def probe(environ: Mapping[str, str], proc: Path = Path("/proc"), dev: Path = Pa
     Raises `ConfigError` for an entry that does not exist.
     """
     installed, cpus = _installed(proc, dev), len(os.sched_getaffinity(0))
-    by_address = environ.get(ORDER, BY_ADDRESS) == BY_ADDRESS  # else nobody but the driver knows the order
+    by_address = environ.get(ORDER, BY_ADDRESS) == BY_ADDRESS  # else only the driver knows the order
     addresses = [gpu.address if by_address else None for gpu in installed]
     indices = [Device(str(index), address) for index, address in enumerate(addresses)]
     listed = environ.get(VISIBLE)
@@ -161,7 +161,7 @@ def _installed(proc: Path, dev: Path) -> Sequence[_Gpu]:
     """The NVIDIA GPUs whose device node we were given, or that the driver shows if there is no node; by address.
 
     A container may see all of the host's GPUs in /proc, but in /dev only its own; and Slurm's device cgroup leaves
-    nodes that nobody may open, which CUDA does not count: so /dev comes first. On a host the nodes may be made at
+    nodes that no process may open, which CUDA does not count: so /dev comes first. On a host the nodes may be made at
     first use, which may be our workers': then only /proc knows. (So a container that was given none of its host's
     GPUs, yet sees /proc/driver/nvidia, needs CUDA_VISIBLE_DEVICES set to "".)
     """
@@ -235,7 +235,7 @@ def _by_index(entry: str, indices: Sequence[Device]) -> tuple[Device, str] | Non
 def _by_uuid(entry: str, kind: str, installed: Sequence[_Gpu]) -> tuple[Device, str] | None:
     """The device and its full uuid, empty where it is believed; None if there is no such device for sure.
 
-    Nobody but the driver knows the uuids of MIG devices, and those of GPUs before their first use.
+    Only the driver knows the uuids of MIG devices, and those of GPUs before their first use.
     """
     if not entry.startswith(kind) or not installed:
         return None

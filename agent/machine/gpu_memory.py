@@ -74,7 +74,7 @@ class GpuMemory:
         self._post = post
         self._clock = clock
         self.pids: tuple[int, ...] = ()
-        """Of the reader, also when it is not heard any more: it may hang in the driver, and then nobody can end it."""
+        """Of the reader, also when it is not heard any more: it may hang in the driver, and then no signal ends it."""
         self._reader: subprocess.Popen[bytes] | None = None
         self._baseline: Sequence[float] = ()
         self._reading: Sequence[float] = ()
@@ -166,7 +166,7 @@ class GpuMemory:
         log.warning(
             "GPU memory: %s, %.1f s after the workers ended; not waiting any longer", held, self._wait_s
         )
-        self._baseline = self._reading or self._baseline  # it may be somebody else's, and stay
+        self._baseline = self._reading or self._baseline  # it may be another process', and stay
         self._until = None
 
     @property

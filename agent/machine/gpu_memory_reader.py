@@ -44,7 +44,7 @@ def unaccounted_mib(nvml: Any, device: str) -> float:
     used: int = nvml.nvmlDeviceGetMemoryInfo(handle).used
     try:
         processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except nvml.NVMLError:  # not for every kind of device, nor for everybody
+    except nvml.NVMLError:  # not for every kind of device, nor for every user
         processes = []
     living = [process for process in processes if os.path.exists(f"/proc/{process.pid}")]
     return (used - sum(process.usedGpuMemory or 0 for process in living)) / MIB

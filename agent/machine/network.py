@@ -134,7 +134,7 @@ def network_variables(choice: NetworkChoice) -> tuple[Variable, ...]:
     return (
         Variable(NCCL_SOCKET_IFNAME, f"={name}", f"exactly this name; {reason}", by="network"),
         *exact,
-        # Whoever chose NCCL's interface may have chosen one without this family.
+        # The interface that was chosen for NCCL may have no address of this family.
         Variable(
             NCCL_SOCKET_FAMILY,
             choice.family,

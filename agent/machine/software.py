@@ -1,7 +1,7 @@
 """Which torch and which NCCL the workers will load, by the metadata of what is installed: torch is not imported here.
 
 Settings have changed their names and defaults from version to version, so a row of the table of settings holds for a
-`Range` of versions. A version that nobody can tell counts as a current one: that is what this package needs itself.
+`Range` of versions. A version that is unknown counts as a current one: that is what this package needs itself.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Software:
 
 
 CURRENT = Software()
-"""Nobody knows which: as of today."""
+"""Unknown: as of today."""
 
 
 def find_software(environ: Mapping[str, str]) -> Software:

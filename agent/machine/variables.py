@@ -29,7 +29,7 @@ class Variable:
 
 
 def settle(inherited: Mapping[str, str], chosen: Iterable[Variable]) -> tuple[Variable, ...]:
-    """The variables that somebody has `chosen`, each as it won: of two with one name the later, or the user's own."""
+    """The variables that were `chosen`, each as it won: of two with one name the later, or the user's own."""
     won: dict[str, Variable] = {}
     for variable in chosen:
         own = next((name for name in (variable.name, *variable.aliases) if name in inherited), None)

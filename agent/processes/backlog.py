@@ -1,6 +1,6 @@
 """Work for a thread that may stand still, in a queue that is bounded: who brings it waits for room once at most.
 
-A console that nobody reads and a disk that does not answer hold whoever writes there, for any time. So a thread that
+A console that is not read and a disk that does not answer hold their writers, for any time. So a thread that
 does nothing else does it, and all others bring what is to be done. What finds no room is refused and never comes; the
 first that finds none may wait for a while, the next do not, until the thread goes on.
 """

@@ -5,13 +5,13 @@ so the idle spares of the preloaded process become its own children, whose exit 
 whatever a worker leaves behind, also what has left the worker's session and forgotten its environment (`guard`).
 
 A *stranger* is a child of the agent that none of its rooms knows. Only strangers are ever buried here: who waited for
-any child would take the exit status away from whoever needs it. An orphan always comes to the agent's main thread,
+any child would take the exit status away from its owner. An orphan always comes to the agent's main thread,
 and this code runs there: a child that another thread starts is never mistaken for one, and one of the main thread's own
 is known before anybody looks again.
 
-Invariants: without the kernel's list of a thread's children (CONFIG_PROC_CHILDREN) the agent adopts nobody: it could
-not tell strangers from its own. And where the process had children before it was an agent (`sidecar & exec
-elastic-agent`), an orphan may be theirs: then it is buried when it ends, but nobody is told of it.
+Invariants: without the kernel's list of a thread's children (CONFIG_PROC_CHILDREN) the agent adopts no orphans: it
+could not tell strangers from its own. And where the process had children before it was an agent (`sidecar & exec
+elastic-agent`), an orphan may be theirs: then it is reaped when it ends, without a word.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Children:
         self._bury_at = 0.0
 
     def knows(self, pids: Callable[[], Collection[int]]) -> None:
-        """These are waited for by somebody, whenever they are asked for."""
+        """These have an owner that waits for them, whenever they are asked for."""
         self._known.append(pids)
 
     def expects(self, sessions: Callable[[], Collection[int]]) -> None:
@@ -89,7 +89,7 @@ class Children:
         try:
             with open(_list_of_children()) as file:
                 children = list(map(int, file.read().split()))
-        except OSError:  # see the module's docstring: nobody was adopted
+        except OSError:  # without the kernel's list no orphan was adopted
             return []
         known = {pid for pids in self._known for pid in pids()}
         return [pid for pid in children if pid not in known]

@@ -12,8 +12,8 @@ A process *belongs* to an incarnation when its environment carries the incarnati
 worker's (workers lead their own), or when it descends from such a process. Each rule finds what the others miss: the
 first orphans in sessions of their own, the second a scrubbed environment, the third both while the parent lives. What
 left all three is found by the living agent, which adopts it (`children`), and after the agent's death only where it has
-a cgroup for its workers (`cgroups`): nobody leaves that. A zombie is dead. An agent forgets a session as soon as it is
-empty: from then on its number may return as somebody else's.
+a cgroup for its workers (`cgroups`): no process leaves that. A zombie is dead. An agent forgets a session as soon as it
+is empty: from then on its number may return as another session's.
 
 Invariant: the guard never kills pid 1, the agent or itself, nor a process that it did not just see belong.
 
@@ -102,7 +102,7 @@ def empty_cgroup(cgroup: str | os.PathLike[str]) -> bool:
     try:
         with open(os.path.join(cgroup, "cgroup.kill"), "w") as file:
             file.write("1")
-    except OSError:  # before Linux 5.14: whoever forks meanwhile is found by the next look
+    except OSError:  # before Linux 5.14: children forked meanwhile are found by the next look
         for pid in cgroup_members(cgroup):
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -154,8 +154,8 @@ class Guard:
         cgroup: str | os.PathLike[str] | None = None,
         remains: tuple[str | os.PathLike[str], str, str] = ("", "", ""),
     ) -> None:
-        """`folders` are the agent's own, of temporary files, `cgroup` that of all its workers: nobody else can remove
-        them after a SIGKILL. `remains`: the file for what does not die, and the job and the node that stand there."""
+        """`folders` are the agent's own, of temporary files, `cgroup` that of all its workers: no other process can
+        remove them after a SIGKILL. `remains`: the file for what does not die, and the job and the node that stand there."""
         self._incarnation = incarnation
         self._folders = tuple(os.fspath(folder) for folder in folders)
         self._cgroup = os.fspath(cgroup) if cgroup is not None else ""

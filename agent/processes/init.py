@@ -1,7 +1,7 @@
 """Process 1 of a container: passes signals on to the agent, buries orphans, and ends as the agent ends.
 
 The kernel makes two demands on the first process of a PID namespace. Every orphan becomes its child, and stays a
-zombie until somebody asks for its exit status. And a signal that it has no handler for does nothing to it. An agent
+zombie until its exit status is asked for. And a signal that it has no handler for does nothing to it. An agent
 that met them itself would have to tell orphans from its own children, whose exit statuses it must not lose. So when the
 agent finds itself to be process 1, it goes on in a child process, where all is as on any machine; what stays behind
 is this init, which knows one child and has no other work.

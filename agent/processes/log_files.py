@@ -1,7 +1,7 @@
 """The files of worker logs: written by a thread that does nothing else, so that only it waits for the disk.
 
 A disk may be full, read-only or gone, which it says; or it does not answer (a dead NFS, a frozen file system), and
-then whoever writes stands still for as long as it does. Workers must do neither. What finds no room in the queue is
+then its writers stand still for as long as it does. Workers must do neither. What finds no room in the queue is
 dropped and counted, and where the file goes on it says how many bytes are missing. One warning tells of each.
 """
 

@@ -1,15 +1,15 @@
 """The workers' own store: one fresh TCPStore for each generation, on a socket that was bound long before.
 
 torchrun keeps one store for all restarts, and on torch 2.13 the second process group finds the first one's keys
-and hangs. Here the master node serves a new store on a listening socket bound when it joined: nobody can take the
-port in between, and a worker that connects before the store is up waits in the backlog instead of failing and
+and hangs. Here the master node serves a new store on a listening socket bound when it joined: no other process can take
+the port in between, and a worker that connects before the store is up waits in the backlog instead of failing and
 retrying half a second later.
 
 Importing torch costs two seconds and 150 MB, so another process serves the stores: the *holder* (see `store_holder`),
 started when this node is master for the first time and kept for the generations after: a spare that becomes it, or
 else a process of its own. A socket is handed over as
 soon as the holder is ready for it, and closed here then. If the holder ends, the generation that it serves fails; if it
-serves none, nobody need know. The next generation gets another.
+serves none, that stays here. The next generation gets another.
 
 Invariant: a listening socket is open only while a store is served on it or soon will be. Workers of a store that
 has ended are refused, never left to wait.
@@ -81,7 +81,7 @@ class WorkerStore:
         """Takes over `listener`, until `close`. Raises OSError when no holder can be started."""
         self._serving, self._listener = True, listener
         if self._holder is not None and self._holder.ready and not self._hand_over(self._holder):
-            self._end_holder()  # killed while nobody needed it, and its end is not heard yet
+            self._end_holder()  # killed while it was not needed, and its end is not known yet
         if self._holder is None:
             self._start_holder()
 
