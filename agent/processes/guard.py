@@ -155,7 +155,8 @@ class Guard:
         remains: tuple[str | os.PathLike[str], str, str] = ("", "", ""),
     ) -> None:
         """`folders` are the agent's own, of temporary files, `cgroup` that of all its workers: no other process can
-        remove them after a SIGKILL. `remains`: the file for what does not die, and the job and the node that stand there."""
+        remove them after a SIGKILL. `remains`: the file for what does not die, and the job and the node that stand
+        there."""
         self._incarnation = incarnation
         self._folders = tuple(os.fspath(folder) for folder in folders)
         self._cgroup = os.fspath(cgroup) if cgroup is not None else ""

@@ -3,7 +3,7 @@
 `worker_store` starts it as `python store_holder.py`, through `shim`, so that it dies with the agent wherever it is,
 in the import of torch too. Its standard input is one end of a socket pair that keeps messages apart. It says `ready`
 when torch is imported. From then on every message ends the store before it: `serve` brings the listening socket of
-the next one, `close` none. What goes wrong is its last word, and then it ends; end-of-file means that it is of no more use.
+the next one, `close` none. What goes wrong is its last word, and then it ends; at end-of-file it ends, too.
 
 Invariant: it holds no socket but that of the store it serves. When it dies, workers are refused, not kept waiting.
 """
