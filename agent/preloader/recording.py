@@ -4,13 +4,13 @@ A `Recording` is made round the imports of the preloaded process. For each modul
 
 - which modules its body imports, those too that were there already: what a fresh process has in `sys.modules`
   after importing it is what can be reached from it;
-- which variables of the environment it reads;
-- what else it leaves behind: functions for the end of the process, filters for warnings, warnings, variables of the
-  environment, text on the standard streams. Of these none is in effect when the recording ends but the first, which
-  whoever is forked from this process has to undo (atexit._clear).
+- which variables of the environment it reads, and which it sets: those are not set when the recording ends;
+- which functions it registers for the end of the process: whoever is forked from this process has to undo that
+  (atexit._clear).
 
 A module's doing is all that happens while its body runs, also in functions of others that it calls. C code that reads
-the environment is not seen: `replays` knows those variables by name.
+the environment is not seen: `replays` knows those variables by name. What else a module leaves behind stays, and each
+fork has it from its start: filters for warnings, loggers.
 """
 
 from __future__ import annotations
@@ -21,22 +21,17 @@ import contextlib
 import importlib
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from .registries import Growth
-
 OTHERS = ""
 """The doer where no module is being loaded."""
 
-STREAMS = (1, 2)
-
-PATCHED = ("atexit", "warnings")
-"""Modules that a recording changes: they are there from its begin, and imported when somebody imports them."""
+PATCHED = "atexit"
+"""The module that a recording changes: it is there from its begin, and imported when a module imports it."""
 
 
 @dataclass(slots=True)
@@ -45,18 +40,8 @@ class Doings:
 
     imports: dict[str, None] = field(default_factory=dict)
     reads: dict[str, None] = field(default_factory=dict)
-    endings: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-    entered: dict[str, dict[Any, Any]] = field(default_factory=dict)
-    """In lists of Python's own modules: see `registries`."""
-    filters: list[Any] = field(default_factory=list)
-    """As they stand in warnings.filters: the first of them came last."""
     set: dict[str, str] = field(default_factory=dict)
-    said: list[tuple[int, bytes] | warnings.WarningMessage] = field(default_factory=list)
-    """Text on a stream, by its descriptor; and warnings."""
-
-    @property
-    def leaves_something(self) -> bool:
-        return any((self.reads, self.endings, self.entered, self.filters, self.set, self.said))
+    endings: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
 
 class Recording:
@@ -67,7 +52,6 @@ class Recording:
         """All that came into sys.modules, in its order."""
         self.doings: dict[str, Doings] = {}
         self._loading: list[str] = []
-        self._growth = Growth()
         self._undo = contextlib.ExitStack()
 
     def of(self, name: str) -> Doings:
@@ -78,23 +62,13 @@ class Recording:
         return self.of(self._loading[-1] if self._loading else OTHERS)
 
     def __enter__(self) -> Recording:
-        before = frozenset(sys.modules).difference(PATCHED)
-        undo = self._undo
-        undo.callback(self._take_modules, before)
-        undo.enter_context(self._watching_imports())
-        undo.enter_context(self._watching_environment())
-        undo.enter_context(self._watching_endings())
-        self._captured = undo.enter_context(_captured_streams())
-        undo.callback(_remember_filters)
-        undo.enter_context(warnings.catch_warnings())
-        warnings.showwarning = self._note_warning  # type: ignore[assignment]
-        # All of them: which are shown is decided by the filters of the process that a module is given to.
-        warnings.simplefilter("always")
-        self._filters: list[Any] = list(warnings.filters)
+        self._undo.callback(self._take_modules, frozenset(sys.modules).difference((PATCHED,)))
+        self._undo.enter_context(self._watching_imports())
+        self._undo.enter_context(self._watching_environment())
+        self._undo.enter_context(self._watching_endings())
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._settle(OTHERS)
         self._undo.close()
 
     def _take_modules(self, before: frozenset[str]) -> None:
@@ -110,39 +84,20 @@ class Recording:
             parent = name.rpartition(".")[0]
             if name in loaded:
                 behind = name
-            elif name not in PATCHED and not (name in sys.builtin_module_names and name in imported):
+            elif name != PATCHED and not (name in sys.builtin_module_names and name in imported):
                 self.of(parent if parent in self.modules else behind).imports[name] = None
 
     # --- Who does something
 
     @contextlib.contextmanager
     def loading(self, name: str) -> Iterator[None]:
-        self._settle(self._loading[-1] if self._loading else OTHERS)
         self.current.imports[name] = None
         self.of(name)
         self._loading.append(name)
         try:
             yield
         finally:
-            self._settle(name)
             self._loading.pop()
-
-    def _settle(self, name: str) -> None:
-        """What lies in the common places since the last time is the doing of `name`."""
-        doer = self.of(name)
-        if warnings.filters != self._filters:
-            known = {id(entry) for entry in self._filters}
-            doer.filters[:0] = [entry for entry in warnings.filters if id(entry) not in known]
-            self._filters = list(warnings.filters)
-        for keeper, entries in self._growth.new().items():
-            doer.entered.setdefault(keeper, {}).update(entries)
-        doer.said += self._captured()
-
-    def _note_warning(
-        self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object
-    ) -> None:
-        self.current.said += self._captured()
-        self.current.said.append(warnings.WarningMessage(message, category, filename, lineno))
 
     # --- What is watched
 
@@ -219,7 +174,7 @@ class Recording:
         def recorded_register(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
             if not recording:  # a module may have kept us by name
                 return register(function, *args, **kwargs)
-            if getattr(function, "__qualname__", "") != "finalize._exitfunc":  # `registries` does that
+            if getattr(function, "__qualname__", "") != "finalize._exitfunc":  # `stash` does that
                 self.current.endings.append((function, args, kwargs))
             return function
 
@@ -273,39 +228,3 @@ def found_by_others(finder: object, name: str, path: Any, target: Any) -> Module
             if spec is not None:
                 return spec
     return None
-
-
-class _NotShown(Warning):
-    """Passes the filters, and is not shown."""
-
-
-def _remember_filters() -> None:
-    """When `warnings` is gone, at the end of the process, C code goes by the filters that it used last: without this,
-    those of the recording, which show all."""
-    warnings.simplefilter("ignore", _NotShown)
-    warnings.warn_explicit("", _NotShown, "", 0)
-    del warnings.filters[0]  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def _captured_streams() -> Iterator[Callable[[], list[tuple[int, bytes]]]]:
-    """The standard streams go to files; the value tells what was written there since it was last called."""
-    with contextlib.ExitStack() as stack:
-        files = {number: os.memfd_create(f"stream {number}") for number in STREAMS}
-        read = dict.fromkeys(STREAMS, 0)
-
-        def written() -> list[tuple[int, bytes]]:
-            found = []
-            for number, file in files.items():
-                if size := os.fstat(file).st_size - read[number]:
-                    found.append((number, os.pread(file, size, read[number])))
-                    read[number] += size
-            return found
-
-        for number, file in files.items():
-            kept = os.dup(number)
-            os.dup2(file, number)
-            stack.callback(os.close, kept)
-            stack.callback(os.dup2, kept, number)
-            stack.callback(os.close, file)
-        yield written

@@ -3,8 +3,9 @@
 A fresh process knows only what Python needs to start, so a worker's `sys.modules` is emptied down to that (`hide`).
 When the script imports something that lies in the stash, it gets the very module, and with it all that a fresh import
 of it would have brought (`recording`): nothing less, since modules rely on each other's imports, and no more, since
-scripts ask `"torch" in sys.modules`. Only then does whatever else the import leaves behind come into effect, and what
-the modules read from the environment when they were loaded is compared with what they would read now (`replays`).
+scripts ask `"torch" in sys.modules`. Only then are the variables set that the import sets, and its functions registered
+for the end of the process; and what the modules read from the environment when they were loaded is compared with what
+they would read now (`replays`).
 
 A module is given only if the script's own import would have found the same file: a `numpy.py` beside the script is the
 script's `numpy`. It is given once: who deletes it from `sys.modules` or reloads it gets it loaded again, as ever.
@@ -24,7 +25,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from . import registries, replays
+from . import replays
 from .recording import PATCHED, Doings, Recording, found_by_others
 
 DEFAULT_PRELOAD = (
@@ -46,7 +47,7 @@ DEFAULT_PRELOAD = (
 NOT_IN_EVERY_TORCH = frozenset({"torch.profiler._cupti_monitor"})  # in 2.13, and gone in 2.14
 """Of the modules above: the absence of one is no news."""
 
-NOT_DOUBLED = ("__main__", *PATCHED)
+NOT_DOUBLED = ("__main__", PATCHED)
 
 
 @dataclass(slots=True)
@@ -79,6 +80,8 @@ class Stash:
     """What `_brought_by` says of the modules that were asked for, found out once for all forks."""
     _doers: Mapping[str, Doings] = field(default_factory=dict)
     """Of the modules that have done more than import others."""
+    _finalizers: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    """What weakref.finalize has to call, by the module whose function it is: it needs that one whole."""
     tell: Callable[[str], None] = lambda problem: None
     """Hears of each difference to a fresh process that is found too late to be avoided."""
 
@@ -97,21 +100,36 @@ class Stash:
             del sys.modules[name]
         # Copies of the names, made one after the other, lie together: forks touch them all, but few pages.
         self.hidden = {f"{name} "[:-1]: module for name, module in self.recording.modules.items()}
-        registries.empty(self.hidden)
         for name, module in self.hidden.items():
             parent, _, child = name.rpartition(".")
             holder = self.hidden.get(parent) or sys.modules.get(parent)
             if holder is not None and holder.__dict__.get(child) is module:
                 delattr(holder, child)
                 self.bound.add(name)
+        self._take_finalizers()
         self._order = {name: place for place, name in enumerate(self.hidden)}
         for name in self.hidden.keys() & self.asked:
             brought = frozenset(self._brought_by(name))
             self._brought[name] = [each for each in self.hidden if each in brought]
-        self._doers = {name: doer for name, doer in self.recording.doings.items() if doer.leaves_something}
+        self._doers = {
+            name: doer
+            for name, doer in self.recording.doings.items()
+            if doer.reads or doer.set or doer.endings
+        }
         importlib.invalidate_caches()  # as a script begins: it finds out itself what lies where
         self._tops = frozenset(name for name in self.hidden if "." not in name)
         sys.meta_path.insert(0, _Giver(self))
+
+    def _take_finalizers(self) -> None:
+        weakref: Any = self.hidden.get("weakref")
+        if weakref is None:
+            return
+        for finalizer, info in list(weakref.finalize._registry.items()):
+            owner = getattr(info.func, "__module__", None)
+            if owner in self.hidden:
+                self._finalizers.setdefault(owner, {})[finalizer] = info
+                del weakref.finalize._registry[finalizer]
+        weakref.finalize._registered_with_atexit = False
 
     # --- In a forked one
 
@@ -165,12 +183,10 @@ class Stash:
             for variable, value in doer.set.items():
                 if os.environ.get(variable) == self.base.get(variable):
                     os.environ[variable] = self.base[variable] = value
-            warnings.filters[:0] = [entry for entry in doer.filters if entry not in warnings.filters]  # type: ignore[index]
-            registries.enter(doer.entered)
             for function, args, kwargs in doer.endings:
                 atexit.register(function, *args, **kwargs)
-            for said in doer.said:
-                _say_again(said)
+        for finalizers in [self._finalizers.pop(each) for each in names if each in self._finalizers]:
+            _enter(finalizers)
         for problem in replays.at_import(given, {n: None for doer in doings for n in doer.reads}, self.base):
             self.tell(problem)
             warnings.warn(f"elastic-agent: {problem}", RuntimeWarning, stacklevel=3)
@@ -266,10 +282,10 @@ def version(path: str) -> tuple[int, int] | None:
     return found.st_size, found.st_mtime_ns
 
 
-def _say_again(said: tuple[int, bytes] | warnings.WarningMessage) -> None:
-    if isinstance(said, tuple):
-        descriptor, text = said
-        os.write(descriptor, text)
-    else:
-        message: Any = said.message
-        warnings.warn_explicit(message, said.category, said.filename, said.lineno)
+def _enter(finalizers: Mapping[Any, Any]) -> None:
+    """The module `weakref` has come with whatever has made them."""
+    finalize: Any = sys.modules["weakref"].finalize
+    finalize._registry.update(finalizers)
+    if not finalize._registered_with_atexit:
+        finalize._registered_with_atexit = True
+        atexit.register(finalize._exitfunc)

@@ -248,25 +248,6 @@ def test_what_was_set_too_late_is_told_to_the_script_and_to_the_agent(
         assert name in outcome.stderr
 
 
-def test_what_importing_says_is_said_to_the_script_that_imports(tmp_path: Path) -> None:
-    package = tmp_path / "site"
-    package.mkdir()
-    (package / "talker.py").write_text(
-        "import warnings, sys\nprint('hello')\nprint('oh', file=sys.stderr)\nwarnings.warn('careful')\n"
-        "warnings.warn('old', DeprecationWarning)\nwarnings.filterwarnings('ignore', 'not this')\n"
-    )
-    case = script(
-        "talker",
-        "import warnings\nprint('first')\nimport talker\nwarnings.warn('not this')\nprint(len(warnings.filters))",
-        "careful",
-    )
-    talking = Preloaded(("talker",), {"PYTHONPATH": str(package)})
-    try:
-        compare(Bench(tmp_path / "bench", talking), case)
-    finally:
-        talking.close()
-
-
 @pytest.mark.parametrize("profiled", [False, True])
 def test_at_its_end_a_fork_does_not_unload_what_was_preloaded(tmp_path: Path, profiled: bool) -> None:
     package = tmp_path / "site"
