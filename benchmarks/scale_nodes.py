@@ -329,13 +329,13 @@ def _identity(number: int) -> NodeRecord:
 
 
 def connect_etcd(host: str, port: int) -> Store:
-    from elastic_agent.rendezvous.etcd import EtcdAccess, EtcdStore
+    from elastic_agent.rendezvous.etcd.store import EtcdAccess, EtcdStore
 
     return EtcdStore.connect(EtcdAccess(((host, port),)), JOB, lease_ttl_s=LEASE_TTL_S, timeout_s=CONNECT_S)
 
 
 def connect_c10d(host: str, port: int) -> Store:
-    from elastic_agent.rendezvous.c10d import C10dStore
+    from elastic_agent.rendezvous.c10d.store import C10dStore
 
     return C10dStore.connect(host, port, JOB, CONNECT_S, request_timeout_s=LEASE_TTL_S / 5)
 

@@ -78,7 +78,7 @@ def _free_ports(count: int) -> list[int]:
 def main() -> None:
     server: object
     if sys.argv[1] == "c10d":
-        from elastic_agent.rendezvous.c10d_host import C10dHost
+        from elastic_agent.rendezvous.c10d.host import C10dHost
 
         listener = socket.create_server((HOST, 0), backlog=1024)
         port = listener.getsockname()[1]

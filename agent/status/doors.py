@@ -245,7 +245,7 @@ def open_job(rendezvous: RendezvousConfig, timeout_s: float) -> Store:
         return connect_to_etcd(patient, only_to_read=True)
     import torch.distributed  # noqa: F401  before the clock runs: it takes seconds
 
-    from ...rendezvous.c10d import C10dStore
+    from ...rendezvous.c10d.store import C10dStore
 
     (endpoint,) = rendezvous.endpoints
     address = _c10d_address(endpoint.address, endpoint.port)

@@ -107,7 +107,7 @@ def _host_or_join_c10d(
 ) -> Store:
     """`memory`: of the hosts at this endpoint. A port that the kernel chose is no place where one comes back."""
     if listener is not None:
-        from ...rendezvous.c10d_host import C10dHost
+        from ...rendezvous.c10d.host import C10dHost
 
         address, job = listener.getsockname()[0], rendezvous.job_id
         if memory is None:
@@ -120,7 +120,7 @@ def _host_or_join_c10d(
                 past.generation,
             )
         return C10dHost(listener, address, job, past=past, remember=memory.remember)
-    from ...rendezvous.c10d import C10dStore
+    from ...rendezvous.c10d.store import C10dStore
 
     assert endpoint is not None, "without an endpoint this agent hosts the store"
     patience_s = max(LEAST_PATIENCE_S, rendezvous.lease_ttl_s / KEEP_ALIVES_PER_TTL)
@@ -131,7 +131,7 @@ def _host_or_join_c10d(
 
 def connect_to_etcd(rendezvous: RendezvousConfig, *, only_to_read: bool = False) -> Store:
     """Tries for as long as the join timeout. Raises StoreError."""
-    from ...rendezvous.etcd import EtcdAccess, EtcdLogin, EtcdStore, EtcdTls
+    from ...rendezvous.etcd.store import EtcdAccess, EtcdLogin, EtcdStore, EtcdTls
 
     etcd = rendezvous.etcd
     assert etcd is not None, "the backend is etcd"

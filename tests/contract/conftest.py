@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from elastic_agent.rendezvous.c10d_host import C10dHost
+from elastic_agent.rendezvous.c10d.host import C10dHost
 from tests.etcd_servers import EtcdCluster, etcd_cluster
 
 ADDRESS = "127.0.0.1"
 
 HOST_PROGRAM = """
 import socket, sys
-from elastic_agent.rendezvous.c10d_host import C10dHost
+from elastic_agent.rendezvous.c10d.host import C10dHost
 listener = socket.create_server(("127.0.0.1", int(sys.argv[2])))
 port = listener.getsockname()[1]
 host = C10dHost(listener, "127.0.0.1", sys.argv[1])

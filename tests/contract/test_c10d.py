@@ -17,11 +17,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from torch.distributed import DistStoreError, QueueEmptyError, TCPStore
 
-from elastic_agent.rendezvous import c10d_host as c10d_host_module
-from elastic_agent.rendezvous import c10d_link as c10d_link_module
-from elastic_agent.rendezvous.c10d import C10dStore
-from elastic_agent.rendezvous.c10d_host import QUIET_S, C10dHost
-from elastic_agent.rendezvous.c10d_wire import (
+from elastic_agent.rendezvous.c10d import host as c10d_host_module
+from elastic_agent.rendezvous.c10d import link as c10d_link_module
+from elastic_agent.rendezvous.c10d.host import QUIET_S, C10dHost
+from elastic_agent.rendezvous.c10d.store import C10dStore
+from elastic_agent.rendezvous.c10d.wire import (
     META_KEY,
     PARKED_S,
     REQUEST_LIMIT_BYTES,
@@ -662,7 +662,7 @@ def test_calls_to_a_host_that_does_not_read_are_bounded(
 
 def test_importing_the_store_does_not_import_torch() -> None:
     program = (
-        "import sys; import elastic_agent.rendezvous.c10d, elastic_agent.rendezvous.c10d_host; "
+        "import sys; import elastic_agent.rendezvous.c10d.store, elastic_agent.rendezvous.c10d.host; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

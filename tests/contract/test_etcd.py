@@ -27,10 +27,10 @@ from elastic_agent.rendezvous.errors import (
     StoreRefused,
     StoreUnavailable,
 )
-from elastic_agent.rendezvous.etcd import EtcdAccess, EtcdLogin, EtcdStore, EtcdTls
-from elastic_agent.rendezvous.etcd_addresses import Address
-from elastic_agent.rendezvous.etcd_channel import TXN, Line
-from elastic_agent.rendezvous.etcd_tls import handshake_problem
+from elastic_agent.rendezvous.etcd.addresses import Address
+from elastic_agent.rendezvous.etcd.channel import TXN, Line
+from elastic_agent.rendezvous.etcd.store import EtcdAccess, EtcdLogin, EtcdStore, EtcdTls
+from elastic_agent.rendezvous.etcd.tls import handshake_problem
 from elastic_agent.rendezvous.requests import RETRY, Subscription
 from elastic_agent.rendezvous.store import Change, Compare, Delete, Put, Watch
 from tests.etcd_servers import HOST, Certificates, EtcdCluster, etcd_cluster, make_certificates
@@ -801,7 +801,7 @@ def in_python(program: str, **environment: str) -> subprocess.CompletedProcess[s
 
 def test_importing_the_store_loads_neither_grpc_nor_protobuf() -> None:
     done = in_python(
-        "import sys, elastic_agent.rendezvous.etcd\n"
+        "import sys, elastic_agent.rendezvous.etcd.store\n"
         "print([name for name in ('grpc', 'google', 'etcd3', 'torch', 'ssl') if name in sys.modules])"
     )
     assert (done.stdout, done.stderr) == ("[]\n", "")
@@ -811,7 +811,7 @@ def test_making_a_store_warns_of_nothing_and_leaves_the_environment_as_it_was(si
     done = in_python(
         "import os\n"
         "before = dict(os.environ)\n"
-        "from elastic_agent.rendezvous.etcd import EtcdAccess, EtcdStore\n"
+        "from elastic_agent.rendezvous.etcd.store import EtcdAccess, EtcdStore\n"
         f"store = EtcdStore.connect(EtcdAccess({single.endpoints!r}), 'job', lease_ttl_s=60.0, timeout_s=20.0)\n"
         "from grpc._cython import cygrpc\n"
         "print(dict(os.environ) == before, cygrpc._GRPC_ENABLE_FORK_SUPPORT)",
@@ -823,7 +823,7 @@ def test_making_a_store_warns_of_nothing_and_leaves_the_environment_as_it_was(si
 def test_a_protobuf_that_was_loaded_too_early_is_said_clearly(single: EtcdCluster) -> None:
     done = in_python(
         "import google.protobuf.descriptor\n"
-        "from elastic_agent.rendezvous.etcd import EtcdAccess, EtcdStore\n"
+        "from elastic_agent.rendezvous.etcd.store import EtcdAccess, EtcdStore\n"
         f"EtcdStore.connect(EtcdAccess({single.endpoints!r}), 'job', lease_ttl_s=60.0, timeout_s=20.0)",
     )
     assert (

@@ -9,7 +9,7 @@ import pytest
 
 from elastic_agent.agent.exits import ForgetCode
 from elastic_agent.agent.forget_command import KEYS_AT_ONCE, main
-from elastic_agent.rendezvous.etcd import EtcdAccess, EtcdStore
+from elastic_agent.rendezvous.etcd.store import EtcdAccess, EtcdStore
 from elastic_agent.rendezvous.records import (
     STOP_KEY,
     WORLD_KEY,

@@ -7,7 +7,7 @@ import uuid
 from dataclasses import replace
 
 from elastic_agent.rendezvous.decide import Policy
-from elastic_agent.rendezvous.etcd import EtcdAccess, EtcdStore
+from elastic_agent.rendezvous.etcd.store import EtcdAccess, EtcdStore
 from elastic_agent.rendezvous.participant import Participant
 from elastic_agent.rendezvous.records import (
     NODES_PREFIX,

@@ -305,7 +305,7 @@ def test_no_store_is_an_answer_in_time() -> None:
 
 
 def test_a_c10d_store_tells_only_its_own_job(host_process: Callable[..., HostProcess]) -> None:
-    from elastic_agent.rendezvous.c10d import C10dStore
+    from elastic_agent.rendezvous.c10d.store import C10dStore
 
     host = host_process("digits")
     place = (Endpoint(HOST, host.port),)

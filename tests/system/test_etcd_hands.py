@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_agent.rendezvous.etcd import EtcdAccess, EtcdStore
+from elastic_agent.rendezvous.etcd.store import EtcdAccess, EtcdStore
 from elastic_agent.rendezvous.store import Put
 from tests.etcd_servers import EtcdCluster, etcd_cluster
 

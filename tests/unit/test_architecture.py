@@ -17,13 +17,16 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "elastic_agent"
-TOPS = ("rendezvous", "worker", "health", "agent")
+LIBRARIES = ("rendezvous", "worker", "health")
+TOPS = (*LIBRARIES, "agent")
 
 LOWEST = ("events", "exits", "http_get", "interruptible", "port_owner", "ports")
 """Modules beside agent's shell that its folders stand on: what the threads say, how a process ends, sockets."""
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "rendezvous": (),
+    "rendezvous/etcd": ("rendezvous",),
+    "rendezvous/c10d": ("rendezvous",),
     "worker": (),
     "health": (),
     "agent, lowest": (),
@@ -35,9 +38,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("agent, lowest", "agent/configuration", "agent/processes", "agent/checkpoints", "agent/machine"),
     ),
     "agent/preloader": ("agent, lowest", "agent/processes", "agent/machine"),
-    "agent/store": ("agent, lowest", "agent/configuration"),
+    "agent/store": ("rendezvous/etcd", "rendezvous/c10d", "agent, lowest", "agent/configuration"),
     "agent/status": (
-        *("agent, lowest", "agent/configuration", "agent/processes", "agent/machine", "agent/store"),
+        *("rendezvous/c10d", "agent, lowest", "agent/configuration", "agent/processes", "agent/machine"),
+        "agent/store",
     ),
     "agent/accounting": ("agent/processes", "agent/status"),
     "agent": (
@@ -47,7 +51,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "agent/torchrun": ("agent, lowest", "agent/configuration", "agent/machine", "agent/store", "agent"),
 }
 """From the bottom up: each folder, and those above it in this table that it may import. Each of agent's folders may
-import rendezvous, worker and health besides. "agent" is the shell: the modules at its top that are not `LOWEST`."""
+import `LIBRARIES` besides, but not the stores in their folders: these are opened in one place. "agent" is the
+shell: the modules at its top that are not `LOWEST`."""
 
 EXCEPTIONS = {("health/checks.py", "rendezvous/records.py"), ("health/checks.py", "rendezvous/terms.py")}
 """Comparing the nodes of a job takes their records."""
@@ -132,7 +137,7 @@ def forbidden(found: list[Import]) -> list[str]:
     problems = []
     for one in found:
         source, target = folder(one.source), folder(one.target)
-        base = TOPS[:3] if source.startswith("agent") else ()
+        base = LIBRARIES if source.startswith("agent") else ()
         allowed = source == target or target in (*MAY_IMPORT[source], *base)
         if not allowed and (one.source, one.target) not in EXCEPTIONS:
             problems.append(f"{one}\n    {source} may not import {target}")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elastic_agent.rendezvous.c10d_wire import (
+from elastic_agent.rendezvous.c10d.wire import (
     Await,
     Call,
     Caller,

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from elastic_agent.rendezvous.errors import StoreRefused, StoreUnavailable
-from elastic_agent.rendezvous.etcd import EtcdAccess, EtcdLogin
-from elastic_agent.rendezvous.etcd_addresses import Address, Addresses, following
-from elastic_agent.rendezvous.etcd_channel import Session, Verdict, judge
+from elastic_agent.rendezvous.etcd.addresses import Address, Addresses, following
+from elastic_agent.rendezvous.etcd.channel import Session, Verdict, judge
+from elastic_agent.rendezvous.etcd.store import EtcdAccess, EtcdLogin
 
 A, B, C = (Address("h", f"10.0.0.{number}", 2379) for number in (1, 2, 3))
 

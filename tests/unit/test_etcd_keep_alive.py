@@ -8,9 +8,9 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from elastic_agent.rendezvous.etcd_access import EtcdAccess
-from elastic_agent.rendezvous.etcd_addresses import Address
-from elastic_agent.rendezvous.etcd_channel import LEASE_KEEP_ALIVE, TXN, Connection
+from elastic_agent.rendezvous.etcd.access import EtcdAccess
+from elastic_agent.rendezvous.etcd.addresses import Address
+from elastic_agent.rendezvous.etcd.channel import LEASE_KEEP_ALIVE, TXN, Connection
 
 TIMEOUT_S = 60.0
 FIRST_S = 30.0

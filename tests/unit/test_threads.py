@@ -22,7 +22,7 @@ from elastic_agent.agent.peer_link import PeerLink
 from elastic_agent.agent.store.link import StoreLink
 from elastic_agent.rendezvous import threads
 from elastic_agent.rendezvous.errors import StoreUnavailable
-from elastic_agent.rendezvous.etcd_addresses import Addresses
+from elastic_agent.rendezvous.etcd.addresses import Addresses
 from elastic_agent.rendezvous.memory import MemoryStore
 from elastic_agent.rendezvous.peers import Absence, Peer
 from elastic_agent.rendezvous.records import Endpoint
@@ -229,7 +229,7 @@ def test_threads_are_started_in_one_way_only() -> None:
 
 
 def test_a_store_that_cannot_open_its_link_says_so(monkeypatch: pytest.MonkeyPatch, failed: Failed) -> None:
-    from elastic_agent.rendezvous.c10d import C10dStore
+    from elastic_agent.rendezvous.c10d.store import C10dStore
 
     fail(monkeypatch, "cannot be started", "c10d-opening")
     with pytest.raises(StoreUnavailable, match="thread"):

@@ -15,7 +15,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import StoreRefused
+from ..errors import StoreRefused
 
 WHILE_LOADING = {
     "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "python",

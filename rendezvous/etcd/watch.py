@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from .errors import Compacted, StoreClosed, StoreError
-from .etcd_channel import WATCH, Connection
-from .store import Change, Watch
-from .threads import Thread
+from ..errors import Compacted, StoreClosed, StoreError
+from ..store import Change, Watch
+from ..threads import Thread
+from .channel import WATCH, Connection
 
 Bounds: TypeAlias = tuple[bytes, bytes]
 """The first key, and the first one behind the last."""

@@ -5,7 +5,7 @@ scopes is one transaction, too, so that all of it is of one revision, and linear
 `<prefix>/<job>/` and given out without it.
 
 Requests are answered within a fifth of the lease's time to live or raise StoreUnavailable, so that several
-keep-alives fit in while a lease counts as good. `etcd_channel` says how a member in trouble is left for another.
+keep-alives fit in while a lease counts as good. `channel` says how a member in trouble is left for another.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import random
 import time
 from typing import Any
 
-from .errors import LeaseExpired, StoreError, StoreRefused, StoreUnavailable
-from .etcd_access import EtcdAccess, EtcdLogin, EtcdTls
-from .etcd_channel import LEASE_GRANT, LEASE_KEEP_ALIVE, LEASE_REVOKE, TXN, Connection
-from .etcd_tls import context
-from .etcd_watch import EtcdWatch
-from .search import search
-from .store import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot, Store, Watch, is_folder
+from ..errors import LeaseExpired, StoreError, StoreRefused, StoreUnavailable
+from ..search import search
+from ..store import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot, Store, Watch, is_folder
+from .access import EtcdAccess, EtcdLogin, EtcdTls
+from .channel import LEASE_GRANT, LEASE_KEEP_ALIVE, LEASE_REVOKE, TXN, Connection
+from .tls import context
+from .watch import EtcdWatch
 
 __all__ = ["EtcdAccess", "EtcdLogin", "EtcdStore", "EtcdTls"]
 

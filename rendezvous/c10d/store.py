@@ -1,4 +1,4 @@
-"""The c10d store as the other nodes see it: calls sent to the node that hosts it (`c10d_host`).
+"""The c10d store as the other nodes see it: calls sent to the node that hosts it (`host`).
 
 A call is answered within the request timeout, or raises within it:
 
@@ -28,8 +28,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from .c10d_link import Asked, Link, LinkBroken, NobodyListens, knock, open_link
-from .c10d_wire import (
+from ..errors import (
+    Compacted,
+    LeaseExpired,
+    StoreClosed,
+    StoreError,
+    StoreMismatch,
+    StoreUnavailable,
+)
+from ..search import search
+from ..store import Change, Compare, Delete, LeaseId, Outcome, Put, Snapshot, Store, Watch
+from ..threads import Thread
+from .link import Asked, Link, LinkBroken, NobodyListens, knock, open_link
+from .wire import (
     PARKED_S,
     Await,
     Call,
@@ -43,17 +54,6 @@ from .c10d_wire import (
     Revoke,
     Transact,
 )
-from .errors import (
-    Compacted,
-    LeaseExpired,
-    StoreClosed,
-    StoreError,
-    StoreMismatch,
-    StoreUnavailable,
-)
-from .search import search
-from .store import Change, Compare, Delete, LeaseId, Outcome, Put, Snapshot, Store, Watch
-from .threads import Thread
 
 REQUEST_TIMEOUT_S = 5.0
 

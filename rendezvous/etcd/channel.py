@@ -29,11 +29,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import LeaseExpired, StoreClosed, StoreError, StoreRefused, StoreUnavailable
-from .etcd_access import EtcdAccess
-from .etcd_addresses import Address, Addresses, following
-from .etcd_rpc import load
-from .etcd_tls import credentials, handshake_problem
+from ..errors import LeaseExpired, StoreClosed, StoreError, StoreRefused, StoreUnavailable
+from .access import EtcdAccess
+from .addresses import Address, Addresses, following
+from .rpc import load
+from .tls import credentials, handshake_problem
 
 LINE_LIFE_S = 0.25
 """Once every address had its turn in vain, a line is not replaced before this age: gRPC tries it again by itself."""

@@ -18,14 +18,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeAlias
 
-from .store import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot
+from ..store import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot
 
 SCHEMA = 2
 PROGRAM = "elastic-agent"
 META_KEY = "elastic-agent/meta"
 REQUEST_QUEUE = "elastic-agent/requests"
 REQUEST_LIMIT_BYTES = 2 * 1024 * 1024
-"""A record (at most 256 Ki characters, says `records`) that has been escaped once more fits well."""
+"""A record (at most `records.MAX_RECORD_BYTES`) that has been escaped once more fits well."""
 REPLY_LIMIT_BYTES = 7 * 1024 * 1024
 """TCPStore itself cuts the connection above 8 MiB."""
 

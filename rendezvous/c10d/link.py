@@ -22,7 +22,9 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from .c10d_wire import (
+from ..errors import StoreClosed, StoreError, StoreMismatch, StoreUnavailable
+from ..threads import Thread
+from .wire import (
     META_KEY,
     REQUEST_LIMIT_BYTES,
     REQUEST_QUEUE,
@@ -36,8 +38,6 @@ from .c10d_wire import (
     encode_request,
     reply_queue,
 )
-from .errors import StoreClosed, StoreError, StoreMismatch, StoreUnavailable
-from .threads import Thread
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

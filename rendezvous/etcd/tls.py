@@ -10,10 +10,10 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import StoreRefused
-from .etcd_access import EtcdTls
-from .etcd_addresses import Address
-from .etcd_rpc import Rpc
+from ..errors import StoreRefused
+from .access import EtcdTls
+from .addresses import Address
+from .rpc import Rpc
 
 if TYPE_CHECKING:
     import ssl

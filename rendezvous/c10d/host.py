@@ -25,8 +25,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .c10d_link import CONNECT_TIMEOUT, IDLE_TIMEOUT
-from .c10d_wire import (
+from ..errors import Compacted, StoreClosed, StoreError, StoreUnavailable
+from ..memory import MemoryStore
+from ..records import WORLD_KEY, World
+from ..store import Change, Compare, Delete, Outcome, Put, in_scopes
+from ..threads import Thread
+from .link import CONNECT_TIMEOUT, IDLE_TIMEOUT
+from .wire import (
     META_KEY,
     PARKED_S,
     REPLY_LIMIT_BYTES,
@@ -51,11 +56,6 @@ from .c10d_wire import (
     encode_reply,
     reply_queue,
 )
-from .errors import Compacted, StoreClosed, StoreError, StoreUnavailable
-from .memory import MemoryStore
-from .records import WORLD_KEY, World
-from .store import Change, Compare, Delete, Outcome, Put, in_scopes
-from .threads import Thread
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
