@@ -134,6 +134,10 @@ class Reported:
     report: Report
     at: float
 
+    @property
+    def generation(self) -> int:
+        return self.report.generation
+
 
 @dataclass(frozen=True, slots=True)
 class JustInTimeMessage:
@@ -199,6 +203,11 @@ class Signalled:
     number: int
 
 
+GenerationEvent: TypeAlias = (
+    WorkerExited | TailReady | Reported | JustInTimeMessage | WorkerAnswered | WorkerKept | StopRead
+)
+"""What the workers of one generation do, and what follows from it."""
+
 Event: TypeAlias = (
     Answered
     | Unanswered
@@ -209,18 +218,12 @@ Event: TypeAlias = (
     | StoreGone
     | StoreMismatched
     | Probed
-    | WorkerExited
-    | TailReady
+    | GenerationEvent
     | HolderSpoke
     | ReaderSpoke
     | WriterWanted
     | WriterEnded
     | Stirred
-    | Reported
-    | JustInTimeMessage
-    | WorkerAnswered
-    | WorkerKept
-    | StopRead
     | SavesFinished
     | ThreadFailed
     | Signalled

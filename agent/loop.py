@@ -2,7 +2,7 @@
 
 A turn asks the `Participant` three things (what to ask of the store, what to watch, what to do with the workers),
 carries that out without blocking, and waits for the next event or instant. Every other thread only posts events.
-What the workers are and do is the matter of `Training`.
+What the workers are and do is the matter of the `Supervisor`.
 """
 
 from __future__ import annotations
@@ -26,20 +26,14 @@ from .configuration.config import Config
 from .configuration.timeouts import last_save_s
 from .events import (
     Event,
+    GenerationEvent,
     HolderSpoke,
-    JustInTimeMessage,
     Probed,
     ReaderSpoke,
-    Reported,
     SavesFinished,
     Signalled,
     Stirred,
-    StopRead,
-    TailReady,
     ThreadFailed,
-    WorkerAnswered,
-    WorkerExited,
-    WorkerKept,
     WriterEnded,
     WriterWanted,
 )
@@ -51,7 +45,7 @@ from .ports import OfferedPort, PortError
 from .processes.failures import WorkerFailure
 from .service_manager import ServiceManager
 from .store.link import StoreLink, pass_on
-from .training import Training
+from .supervision.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +88,7 @@ class Loop:
         self,
         config: Config,
         participant: Participant,
-        training: Training,
+        training: Supervisor,
         link: StoreLink,
         peers: PeerLink,
         gpu_memory: GpuMemory,
@@ -269,12 +263,8 @@ class Loop:
             return
         if isinstance(event, Probed):
             self._participant.probed(event.peer, event.finding, event.asked_at, now)
-        elif isinstance(event, WorkerExited):
-            self._training.exited(event)
-        elif isinstance(event, TailReady):
-            self._training.tail_ready(event)
-        elif isinstance(event, JustInTimeMessage):
-            self._training.just_in_time_message(event, now)
+        elif isinstance(event, GenerationEvent):
+            self._training.hear(event, now)
         elif isinstance(event, HolderSpoke):
             self._training.holder_spoke(event)
         elif isinstance(event, Stirred):
@@ -286,14 +276,6 @@ class Loop:
         elif isinstance(event, WriterWanted | WriterEnded):
             if self._departing is None:
                 self._disk_writer.heard(event)
-        elif isinstance(event, Reported):
-            self._training.reported(event)
-        elif isinstance(event, WorkerAnswered):
-            self._training.answered(event)
-        elif isinstance(event, WorkerKept):
-            self._training.kept(event)
-        elif isinstance(event, StopRead):
-            self._training.stop_read(event)
         elif isinstance(event, ThreadFailed):
             self._thread_failed(event)
         elif isinstance(event, Signalled):

@@ -57,7 +57,6 @@ from .machine.gpu_memory import GpuMemory
 from .machine.network import NetworkChoice, NotYet
 from .machine.network_search import Network, wait_for_network
 from .machine.oom import warn_of_group_kill
-from .node import Node
 from .peer_link import PeerLink
 from .port_owner import find_owner
 from .ports import FIXED_PORT, OfferedPort, PortError, bind_listener
@@ -71,14 +70,15 @@ from .processes.remains import await_end, file_for
 from .processes.reports import ReportReceiver
 from .processes.run_files import RUN_DIR_PREFIX, announce, place_of_run_directory, places
 from .processes.worker_store import WorkerStore
-from .processes.workers import first_on_path, job_python
+from .processes.workers import WorkerGroup, first_on_path, job_python
 from .program import program_of
 from .salvage_gate import SalvageGate
 from .service_manager import ServiceManager
 from .status.pages import JOB_PATH, STATUS_PATH, StatusPages
 from .store.link import StoreLink
 from .store.opening import Binder, c10d_listener, open_store, store_options
-from .training import Training
+from .supervision.supervisor import Gates, Processes, Supervisor
+from .supervision.worker_spec import Node
 
 log = logging.getLogger(__name__)
 
@@ -228,22 +228,32 @@ def _run(
             cgroup,
             environment,
         )
+
+        def new_group(generation: int) -> WorkerGroup:
+            group_cgroup = cgroup / f"generation-{generation}" if cgroup is not None else None
+            strangers = children.strangers
+            return WorkerGroup(
+                generation, incarnation, guard, logs, events.put, clock, group_cgroup, strangers
+            )
+
         observer = Observer(metrics, pages, config.max_restarts, started_at, time.time)
         loop = Loop(
             config,
             participant,
-            Training(
+            Supervisor(
                 config,
                 node,
                 participant,
-                guard,
-                worker_store,
-                spares,
-                logs,
                 observer,
-                children,
-                salvage_gate,
-                drain_gate,
+                Processes(
+                    new_group=new_group,
+                    guard=guard,
+                    children=children,
+                    spares=spares,
+                    worker_store=worker_store,
+                    logs=logs,
+                ),
+                Gates(just_in_time=salvage_gate, drain=drain_gate),
                 events.put,
                 clock,
             ),

@@ -17,12 +17,11 @@ import os
 import re
 import signal
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ...health.hang import HangWatch
 from ...rendezvous.fields import clean
 
 Reason = Literal["ok", "exception", "signal", "oom", "nccl", "hang", "unknown"]
@@ -211,15 +210,6 @@ def examine(
         log_tail=log_tail,
         log_file=None if log_file is None else _clean(str(log_file)),
     )
-
-
-def hung(
-    node: str, generation: int, ranks: Mapping[int, int], hang: HangWatch, log_file: Path | None
-) -> WorkerFailure:
-    """The end that the agent makes of workers which do not move, blamed on the hindmost; `ranks` by local rank."""
-    at = ", ".join(f"rank {ranks[local]}: {step}" for local, step in sorted(hang.steps.items()))
-    cause = f"hang: no step or checkpoint reported for {hang.limit_s:g} s (--hang-timeout); last steps: {at}"
-    return stuck(node, generation, ranks[hang.hindmost], hang.hindmost, cause, log_file)
 
 
 def stuck(

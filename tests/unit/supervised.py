@@ -11,25 +11,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from elastic_agent.agent import training
 from elastic_agent.agent.accounting.observer import Observer
 from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.configuration.values import Command
-from elastic_agent.agent.drain_gate import DrainGate
-from elastic_agent.agent.events import Event, StopRead, TailReady, WorkerExited
+from elastic_agent.agent.events import Event, GenerationEvent, StopRead, WorkerExited
 from elastic_agent.agent.machine.examine import examine
-from elastic_agent.agent.node import Node
 from elastic_agent.agent.preloader.spares import Spares
 from elastic_agent.agent.processes import workers
 from elastic_agent.agent.processes.children import Children
+from elastic_agent.agent.processes.failures import WorkerFailure
 from elastic_agent.agent.processes.guard import Guard
 from elastic_agent.agent.processes.logs import WorkerLogs
 from elastic_agent.agent.processes.worker_store import WorkerStore
-from elastic_agent.agent.salvage_gate import SalvageGate
 from elastic_agent.agent.status.pages import StatusPages
-from elastic_agent.agent.training import Training
+from elastic_agent.agent.supervision.supervisor import Gates, Processes, Supervisor
+from elastic_agent.agent.supervision.worker_spec import Node
 from elastic_agent.health.metrics import Metrics
+from elastic_agent.rendezvous.drain import Present
 from elastic_agent.rendezvous.participant import Participant
 from elastic_agent.rendezvous.records import (
     Cause,
@@ -92,8 +91,9 @@ class FakeJustInTime:
         self.told.append((local_rank, message))
 
 
-class FakeDrainGate(Ignored):
+class FakeDrainGate:
     def __init__(self) -> None:
+        self.present = Present(None, 0)
         self.looks = 0
         self.asking: set[int] = set()
 
@@ -164,21 +164,27 @@ class Supervised:
         machine = examine(self.config, {"PATH": os.environ["PATH"]})
         place = run_dir / "unused"
         node = Node("a", "a-1", machine, run_dir, place, place, place, place, None, None, {})
-        self.training = Training(
+        self.supervisor = Supervisor(
             self.config,
             node,
             self.participant,
-            cast(Guard, Ignored()),
-            cast(WorkerStore, Ignored()),
-            cast(Spares, FakeSpares()),
-            cast(WorkerLogs, self.logs),
             Observer(self.metrics, pages, None, self.now, lambda: 0.0),
-            cast(Children, Ignored()),
-            cast(SalvageGate, self.just_in_time),
-            cast(DrainGate, self.drain_gate),
+            Processes(
+                new_group=self.new_group,
+                guard=cast(Guard, Ignored()),
+                children=cast(Children, Ignored()),
+                spares=cast(Spares, FakeSpares()),
+                worker_store=cast(WorkerStore, Ignored()),
+                logs=cast(WorkerLogs, self.logs),
+            ),
+            Gates(just_in_time=self.just_in_time, drain=self.drain_gate),
             self.events.append,
             self.clock,
         )
+
+    def new_group(self, generation: int) -> FakeWorkers:
+        guard, logs = cast(Guard, Ignored()), cast(WorkerLogs, self.logs)
+        return FakeWorkers(generation, "a-1", guard, logs, self.events.append, self.clock)
 
     def clock(self) -> float:
         return self.now
@@ -189,8 +195,15 @@ class Supervised:
         return [failure.summary for failure in self.participant.failures]
 
     @property
+    def failures(self) -> list[WorkerFailure]:
+        """The workers of the newest generation that have failed, as they were examined."""
+        generation = self.supervisor._generation
+        assert generation is not None
+        return generation.failures
+
+    @property
     def group(self) -> FakeWorkers:
-        group = self.training.group
+        group = self.supervisor.group
         assert isinstance(group, FakeWorkers)
         return group
 
@@ -198,22 +211,16 @@ class Supervised:
         member = Member("a", "a-1", self.participant.identity.slots, 0)
         master = Endpoint("host-a", 1000)
         world = World("job", generation, Phase.RUNNING, (member,), master, Cause(CauseKind.START))
-        self.training.start(world, member, cast(socket.socket, Ignored()), self.now)
+        self.supervisor.start(world, member, cast(socket.socket, Ignored()), self.now)
 
     def turn(self, after_s: float = 0.0) -> bool:
         """The loop's: the events that have come, then what is due."""
         self.now += after_s
         while self.events:
             event = self.events.pop(0)
-            if isinstance(event, WorkerExited):
-                self.training.exited(event)
-            elif isinstance(event, TailReady):
-                self.training.tail_ready(event)
-            elif isinstance(event, StopRead):
-                self.training.stop_read(event)
-            else:
-                raise AssertionError(event)
-        return self.training.turn(self.now)
+            assert isinstance(event, GenerationEvent)
+            self.supervisor.hear(event, self.now)
+        return self.supervisor.turn(self.now)
 
     def exit(self, local_rank: int, returncode: int) -> None:
         self.group.codes[local_rank] = returncode
@@ -221,7 +228,3 @@ class Supervised:
 
     def stop_was(self, stop: StopAt | None) -> None:
         self.events.append(StopRead(self.group.generation, stop))
-
-
-def without_processes(patch: Any) -> None:
-    patch.setattr(training, "WorkerGroup", FakeWorkers)

@@ -44,9 +44,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "agent/store",
     ),
     "agent/accounting": ("agent/processes", "agent/status"),
+    "agent/supervision": (
+        *("agent, lowest", "agent/configuration", "agent/processes", "agent/checkpoints", "agent/machine"),
+        *("agent/environment", "agent/preloader", "agent/accounting"),
+    ),
     "agent": (
         *("agent, lowest", "agent/configuration", "agent/processes", "agent/checkpoints", "agent/machine"),
         *("agent/environment", "agent/preloader", "agent/store", "agent/status", "agent/accounting"),
+        "agent/supervision",
     ),
     "agent/torchrun": ("agent, lowest", "agent/configuration", "agent/machine", "agent/store", "agent"),
 }

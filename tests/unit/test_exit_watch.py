@@ -7,8 +7,13 @@ from collections.abc import Collection
 
 import pytest
 
-from elastic_agent.agent.late_exits import AT_WORK, LOOK_EVERY_S, LateExits, session_processor_time
-from elastic_agent.health.exit_watch import ExitWatch
+from elastic_agent.agent.supervision.exit_watch import ExitWatch
+from elastic_agent.agent.supervision.late_exits import (
+    AT_WORK,
+    LOOK_EVERY_S,
+    LateExits,
+    session_processor_time,
+)
 
 
 def test_nothing_is_due_before_a_rank_has_ended_nor_without_a_limit() -> None:

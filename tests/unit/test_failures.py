@@ -32,7 +32,7 @@ from elastic_agent.agent.processes.failures import (
     read_error_file,
     summarize,
 )
-from elastic_agent.agent.training import show
+from elastic_agent.agent.supervision.failure_reports import show
 from elastic_agent.health.metrics import EXIT_REASONS
 from elastic_agent.rendezvous.records import Failure
 from elastic_agent.worker.errors import CheckpointError, NotReplicated, NoUsableCheckpoint, OtherRun

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_agent.agent.events import Event, JustInTimeMessage
-from elastic_agent.agent.salvage import Orders, Salvage
 from elastic_agent.agent.salvage_gate import SalvageGate
+from elastic_agent.agent.supervision.just_in_time_state import JustInTimeState, Orders
 from elastic_agent.worker.salvage import (
     FROM_AGENT,
     FROM_WORKER,
@@ -37,8 +37,8 @@ from elastic_agent.worker.salvage import (
 GRACE_S = 2.0
 
 
-def guarded(*local_ranks: int, grace_s: float = GRACE_S) -> Salvage:
-    salvage = Salvage(7, grace_s)
+def guarded(*local_ranks: int, grace_s: float = GRACE_S) -> JustInTimeState:
+    salvage = JustInTimeState(7, grace_s)
     for local_rank in local_ranks:
         assert salvage.heard(local_rank, Guarding(7, local_rank), 0.0) == []
     return salvage
@@ -65,7 +65,7 @@ def test_the_newest_whole_step_is_kept_by_one_and_then_all_go() -> None:
 
 
 def test_nobody_guards_so_nobody_is_waited_for() -> None:
-    salvage = Salvage(7, GRACE_S)
+    salvage = JustInTimeState(7, GRACE_S)
     assert salvage.begin(10.0) == []
     assert not salvage.under_way
     assert salvage.over

@@ -7,9 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.training import TAIL_WITHIN_S
+from elastic_agent.agent.configuration.stopping import TimeoutConfig
+from elastic_agent.agent.events import (
+    JustInTimeMessage,
+    Reported,
+    StopRead,
+    TailReady,
+    WorkerAnswered,
+    WorkerExited,
+    WorkerKept,
+)
+from elastic_agent.agent.supervision.failure_reports import TAIL_WITHIN_S
+from elastic_agent.rendezvous.drain import End
+from elastic_agent.rendezvous.follow import Drain
+from elastic_agent.worker.drain import DRAINED
+from elastic_agent.worker.reports import SaveReport
+from elastic_agent.worker.salvage import Go, Guarding, Held, Hold, Keep, Kept
 
-from .supervised import Supervised, without_processes
+from .supervised import Supervised
 
 TRACEBACK = (
     "Traceback (most recent call last):",
@@ -19,8 +34,7 @@ TRACEBACK = (
 
 
 @pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervised:
-    without_processes(monkeypatch)
+def node(tmp_path: Path) -> Supervised:
     node = Supervised(tmp_path, 8)
     node.start()
     return node
@@ -46,11 +60,11 @@ def test_a_log_disk_that_hangs_while_eight_workers_fail_does_not_hold_the_loop(n
     node.turn()
     assert not node.reported
     assert node.now == began
-    due_at = min(at for at in node.training.wake_at() if at is not None)
+    due_at = min(at for at in node.supervisor.wake_at() if at is not None)
     assert due_at == began + TAIL_WITHIN_S
     assert node.turn(TAIL_WITHIN_S), "all have ended, and nothing is waited for twice"
     assert node.reported == ["exit code 1"]
-    assert len(node.training._failures) == 8
+    assert len(node.failures) == 8
 
 
 def test_while_the_log_disk_hangs_a_later_failure_is_reported_at_once(node: Supervised) -> None:
@@ -76,11 +90,122 @@ def test_while_the_log_disk_hangs_a_later_failure_is_reported_at_once(node: Supe
 
 
 def test_a_generation_is_not_over_before_its_last_failure_is_examined(node: Supervised) -> None:
-    node.training.stop(1.0, gently=False, reason="another node has failed")
+    node.supervisor.stop(1.0, gently=False, reason="another node has failed")
     for rank in range(8):
         node.exit(rank, 1)
     assert not node.turn()
     node.logs.answer()
     assert node.turn()
-    assert len(node.training._failures) == 8
+    assert len(node.failures) == 8
     assert not node.reported, "they have failed after they were asked to end"
+
+
+def test_workers_that_end_with_success_end_the_generation(node: Supervised) -> None:
+    for rank in range(8):
+        node.exit(rank, 0)
+        assert node.turn() == (rank == 7)
+    assert node.supervisor.group is None
+    assert not node.reported
+    assert node.supervisor.wake_at() == (None,)
+
+
+def test_what_comes_of_another_generation_is_refused(node: Supervised) -> None:
+    node.group.codes[0] = 1
+    saved = SaveReport(9, 0, 5, "ok", 1.0, 10)
+    for event in (
+        WorkerExited(9, 0, node.now),
+        TailReady(9, 0),
+        JustInTimeMessage(9, 0, Guarding(9, 0)),
+        WorkerAnswered(9, 0, 5, End(5)),
+        WorkerKept(9, 0),
+        StopRead(9, None),
+        Reported(saved, node.now),
+    ):
+        node.supervisor.hear(event, node.now)
+    generation = node.supervisor._generation
+    assert generation is not None
+    assert not node.group.returncodes
+    assert (generation.drain.told, generation.drain.kept) == (set(), set())
+    assert node.supervisor.group is not None
+    [value] = [count for _, _, count in node.metrics.checkpoint_saves_total.samples() if count]
+    assert value == 1, "but for what the disk writer saves later"
+
+
+def test_each_generation_begins_with_nothing_of_the_one_before(node: Supervised) -> None:
+    node.exit(0, 1)
+    node.turn()
+    node.logs.answer()
+    node.turn()
+    for rank in range(1, 8):
+        node.exit(rank, -signal.SIGTERM)
+    assert node.turn()
+    failure = node.participant.failures[0]
+    blamed = node.supervisor.show_failure(failure)
+    assert blamed is not None
+    assert blamed.log_tail == (), "it is this node's own, until the next generation begins"
+    before = node.supervisor._generation
+    node.start(2)
+    generation = node.supervisor._generation
+    assert generation is not before
+    assert generation is not None
+    assert (generation.failures, generation.hung, generation.postponed) == ([], False, None)
+    assert node.supervisor.undisturbed == 2
+
+
+def test_survivors_that_guard_their_last_step_are_not_signalled_before_it_is_kept(node: Supervised) -> None:
+    node.supervisor.hear(JustInTimeMessage(1, 1, Guarding(1, 1)), node.now)
+    node.exit(0, 1)
+    node.turn()
+    node.logs.answer()
+    node.turn()
+    assert node.group.stopping
+    assert not node.group.signals
+    assert node.just_in_time.told == [(1, Hold(1.0))]
+    node.supervisor.hear(JustInTimeMessage(1, 1, Held(7)), node.now)
+    assert node.just_in_time.told[1:] == [(1, Keep(2.0))]
+    node.supervisor.hear(JustInTimeMessage(1, 1, Kept(7)), node.now)
+    node.turn()
+    assert node.just_in_time.told[2:] == [(1, Go())]
+    assert [rank for rank, _ in node.group.signals] == list(range(1, 8))
+
+
+def test_a_crash_in_a_planned_change_counts_when_the_store_says_so(node: Supervised) -> None:
+    assert node.supervisor.drain(Drain(1, False, "a node joins"))
+    node.exit(0, 1)
+    node.turn()
+    assert (node.drain_gate.looks, node.reported) == (1, [])
+    node.stop_was(None)
+    node.turn()
+    node.logs.answer()
+    node.turn()
+    assert node.reported == ["exit code 1"]
+
+
+def test_workers_that_drain_are_no_failure(node: Supervised) -> None:
+    node.supervisor.drain(Drain(1, True, "a node joins"))
+    for rank in range(8):
+        node.supervisor.hear(WorkerAnswered(1, rank, 5, End(5)), node.now)
+        node.supervisor.hear(WorkerKept(1, rank), node.now)
+        node.exit(rank, DRAINED)
+    signals = node.group.signals
+    assert node.turn()
+    assert not node.reported
+    assert not signals
+
+
+def test_workers_that_do_not_move_are_ended_by_the_signal_that_shows_where_they_stand(tmp_path: Path) -> None:
+    node = Supervised(tmp_path, 2, TimeoutConfig(hang_s=10.0))
+    node.start()
+    generation = node.supervisor._generation
+    assert generation is not None
+    generation.hang.stepped(0, 3, node.now)
+    generation.hang.stepped(1, 2, node.now)
+    node.turn(9.9)
+    assert not node.reported
+    node.turn(0.2)
+    assert node.reported[0].startswith("hang: no step or checkpoint reported for 10 s (--hang-timeout)")
+    assert node.group.signals == [(rank, signal.SIGABRT) for rank in range(2)]
+    node.exit(0, -signal.SIGABRT)
+    node.exit(1, -signal.SIGABRT)
+    assert node.turn()
+    assert len(node.reported) == 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from ..worker.salvage import Broken, FromAgent, FromWorker, Go, Guarding, Held, Hold, Keep, Kept
+from ...worker.salvage import Broken, FromAgent, FromWorker, Go, Guarding, Held, Hold, Keep, Kept
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class _Guard:
     tried: bool = False
 
 
-class Salvage:
+class JustInTimeState:
     """One generation's. Until `begin` it only learns who guards."""
 
     def __init__(self, generation: int, grace_s: float) -> None:

@@ -1,36 +1,32 @@
 """A planned change as this node's workers go through it: who was told to end, who has, and who need not be waited for.
 
-Without I/O: `Training` tells what happens, and does what is asked for. A worker that was told to ends by itself, and is
-no failure then. It is one if it crashes on the way to its last step. Between the two are workers that wait in a step
-for ranks that have ended already (`rendezvous.drain`): their collective may break, or never return. So before a crash
-counts in a drain, and when a worker takes long, somebody has to look in the store for where all were to end.
+Without I/O: the `Supervisor` reports what happens, and does what is asked for. A worker that was told to end does so by
+itself, and is no failure then. It is one if it crashes on the way to its last step. Between the two are workers that
+wait in a step for ranks that have ended already (`rendezvous.drain`): their collective may break, or never return. So
+before a crash counts in a drain, and when a worker takes long, the store is asked where all were to end.
 
 Instants are seconds on the monotonic clock.
 """
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from ..rendezvous.drain import stranded
-from ..rendezvous.records import StopAt
-from ..worker.drain import DRAINED
-from ..worker.page import Reading
+from ...rendezvous.drain import stranded
+from ...rendezvous.records import StopAt
+from ...worker.page import Reading
+from .exits import Exit, classify_exit
 
 STRANDED_S = 2.0
 """Whoever has neither finished a step nor asked for so long, after the last one, waits for somebody or is busy."""
 
 LOOK_AGAIN_S = 1.0
 
-LEAVING = (DRAINED, 0, -signal.SIGTERM, 128 + signal.SIGTERM)
-"""How a worker ends that was told to: as `Drained` does, or as a script does that has kept its state by itself."""
-
 
 @dataclass(slots=True)
-class Draining:
-    """See the module's docstring. Of one generation."""
+class DrainState:
+    """Of one generation."""
 
     generation: int
     since: float | None = None
@@ -61,17 +57,23 @@ class Draining:
             self.stopping, self._look_at = True, now + STRANDED_S
         return first
 
-    def exited(self, local_rank: int, returncode: int, at: float) -> bool:
-        """Whether this is no failure, as far as is known: an entry in `doubtful` waits for a look."""
-        if local_rank in self.kept or (local_rank in self.told and returncode in LEAVING):
+    def exited(
+        self, local_rank: int, returncode: int, at: float, *, stopping: bool = False, hung: bool = False
+    ) -> Exit:
+        """`stopping` and `hung`: see `classify_exit`. What is DOUBTFUL waits for a look."""
+        kind = classify_exit(
+            returncode,
+            stopping=stopping,
+            hung=hung,
+            draining=self.under_way,
+            told=local_rank in self.told,
+            kept=local_rank in self.kept,
+        )
+        if kind is Exit.DRAINED:
             self.ended.add(local_rank)
-            return True
-        if local_rank in self.told:
-            return False
-        if self.under_way and returncode != 0:
+        elif kind is Exit.DOUBTFUL:
             self.doubtful[local_rank] = returncode, at
-            return True
-        return returncode == 0
+        return kind
 
     def looked(self, stop: StopAt | None, read: Mapping[int, Reading]) -> dict[int, tuple[int, float]]:
         """Where all were to end is known now, or cannot be. Returns those whose crash was a failure."""

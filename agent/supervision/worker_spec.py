@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..rendezvous.records import Member, World
-from .checkpoints.folder import MemoryFolder
-from .configuration.config import Config
-from .environment.contract import WorkerPlace, chosen_variables
-from .machine.examine import Machine
-from .machine.variables import compose
-from .processes.workers import WorkerSpec
+from ...rendezvous.records import Member, World
+from ..checkpoints.folder import MemoryFolder
+from ..configuration.config import Config
+from ..environment.contract import WorkerPlace, chosen_variables
+from ..machine.examine import Machine
+from ..machine.variables import compose
+from ..processes.workers import WorkerSpec
 
 KEPT_GENERATIONS = 3
 """In the run directory, for a person who looks."""

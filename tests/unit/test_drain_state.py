@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from elastic_agent.agent.draining import LOOK_AGAIN_S, STRANDED_S, Draining
+from elastic_agent.agent.supervision.drain_state import LOOK_AGAIN_S, STRANDED_S, DrainState
+from elastic_agent.agent.supervision.exits import Exit
 from elastic_agent.rendezvous.records import StopAt
 from elastic_agent.worker.drain import DRAINED
 from elastic_agent.worker.page import Reading
@@ -17,8 +18,8 @@ READ = {0: Reading(step=7, stepped_at=NOW), 1: Reading(step=7, stepped_at=NOW)}
 
 
 @pytest.fixture
-def draining() -> Draining:
-    draining = Draining(4)
+def draining() -> DrainState:
+    draining = DrainState(4)
     assert draining.begin(NOW, stopping=False)
     assert not draining.begin(NOW + 1, stopping=True)
     assert draining.since == NOW
@@ -26,29 +27,29 @@ def draining() -> Draining:
 
 
 @pytest.mark.parametrize("code", [DRAINED, 0, -signal.SIGTERM, 128 + signal.SIGTERM])
-def test_whoever_was_told_may_end(draining: Draining, code: int) -> None:
+def test_whoever_was_told_may_end(draining: DrainState, code: int) -> None:
     draining.told = {0}
-    assert draining.exited(0, code, NOW)
+    assert draining.exited(0, code, NOW) is Exit.DRAINED
     assert draining.complete({0: code})
     assert not draining.keeps_all({0: code}), "it may have kept its state, or not"
 
 
 @pytest.mark.parametrize("code", [1, -signal.SIGKILL, -signal.SIGSEGV])
-def test_a_crash_before_the_state_is_kept_is_a_failure(draining: Draining, code: int) -> None:
+def test_a_crash_before_the_state_is_kept_is_a_failure(draining: DrainState, code: int) -> None:
     draining.told = {0}
-    assert not draining.exited(0, code, NOW)
+    assert draining.exited(0, code, NOW) is Exit.FAILED
     assert not draining.complete({0: code})
 
 
 @pytest.mark.parametrize("code", [DRAINED, 0, 1, -signal.SIGKILL])
-def test_once_it_is_kept_the_end_is_the_scripts_own_business(draining: Draining, code: int) -> None:
+def test_once_it_is_kept_the_end_is_the_scripts_own_business(draining: DrainState, code: int) -> None:
     draining.told, draining.kept = {0, 1}, {0, 1}
-    assert draining.exited(0, code, NOW)
+    assert draining.exited(0, code, NOW) is Exit.DRAINED
     assert draining.complete({0: code, 1: DRAINED})
     assert draining.keeps_all({0: code, 1: DRAINED})
 
 
-def test_one_that_has_not_kept_its_state_leaves_the_node_without(draining: Draining) -> None:
+def test_one_that_has_not_kept_its_state_leaves_the_node_without(draining: DrainState) -> None:
     draining.told, draining.kept = {0, 1}, {0}
     draining.exited(0, DRAINED, NOW)
     draining.exited(1, DRAINED, NOW)
@@ -56,19 +57,19 @@ def test_one_that_has_not_kept_its_state_leaves_the_node_without(draining: Drain
     assert not draining.keeps_all({0: DRAINED, 1: DRAINED})
 
 
-def test_workers_that_are_signalled_before_they_have_kept_it_have_not_drained(draining: Draining) -> None:
+def test_workers_that_are_signalled_before_they_have_kept_it_have_not_drained(draining: DrainState) -> None:
     draining.told = {0}
     assert not draining.complete({0: 0}), "nobody has told that this one ended by itself"
 
 
-def test_a_training_that_is_over_has_not_drained(draining: Draining) -> None:
-    assert draining.exited(0, 0, NOW)
+def test_a_training_that_is_over_has_not_drained(draining: DrainState) -> None:
+    assert draining.exited(0, 0, NOW) is Exit.ENDED
     assert not draining.complete({0: 0})
 
 
 def test_without_a_drain_every_crash_is_a_failure() -> None:
-    draining = Draining(4)
-    assert not draining.exited(0, 1, NOW)
+    draining = DrainState(4)
+    assert draining.exited(0, 1, NOW) is Exit.FAILED
     assert draining.doubtful == {}
 
 
@@ -77,16 +78,16 @@ def test_without_a_drain_every_crash_is_a_failure() -> None:
     [(None, [0]), (StopAt(3, 7, True), [0]), (StopAt(4, 8, True), [0]), (StopAt(4, 7), [0]), (PAUSED, [])],
 )
 def test_a_crash_counts_unless_it_waited_for_ranks_that_have_ended(
-    draining: Draining, stop: StopAt | None, failed: list[int]
+    draining: DrainState, stop: StopAt | None, failed: list[int]
 ) -> None:
-    assert draining.exited(0, 1, NOW), "somebody has to look first"
+    assert draining.exited(0, 1, NOW) is Exit.DOUBTFUL, "the store has to be asked first"
     assert draining.doubtful == {0: (1, NOW)}
     assert list(draining.looked(stop, READ)) == failed
     assert draining.doubtful == {}
     assert draining.complete({0: 1}) == (not failed)
 
 
-def test_who_takes_long_is_looked_after(draining: Draining) -> None:
+def test_who_takes_long_is_looked_after(draining: DrainState) -> None:
     soon = NOW + 1 + STRANDED_S
     assert draining.look_at() == soon
     assert not draining.wants_look(soon - 0.01, [0])
@@ -110,7 +111,7 @@ def test_who_takes_long_is_looked_after(draining: Draining) -> None:
     ],
 )
 def test_only_who_waits_for_good_is_left_behind(
-    draining: Draining, now: float, running: list[int], asking: list[int], stop: StopAt, behind: bool
+    draining: DrainState, now: float, running: list[int], asking: list[int], stop: StopAt, behind: bool
 ) -> None:
     draining.looked(stop, READ)
     assert draining.left_behind(now, running, READ, asking) == behind

@@ -7,6 +7,7 @@ worker whose collective waits for a worker elsewhere is as silent as the one tha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -58,3 +59,10 @@ class HangWatch:
     def hindmost(self) -> int:
         """The local rank that is behind the others: the likeliest of this node to be stuck by itself."""
         return min(self.steps, key=lambda local_rank: (self.steps[local_rank], local_rank))
+
+    def cause(self, ranks: Mapping[int, int]) -> str:
+        """Of the end that the agent makes of these workers; `ranks` by local rank."""
+        at = ", ".join(f"rank {ranks[local]}: {step}" for local, step in sorted(self.steps.items()))
+        return (
+            f"hang: no step or checkpoint reported for {self.limit_s:g} s (--hang-timeout); last steps: {at}"
+        )

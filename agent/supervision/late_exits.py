@@ -13,9 +13,9 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable
 
-from ..health.exit_watch import ExitWatch
-from ..rendezvous.fields import shortened
-from .processes.standing import stat_of
+from ...rendezvous.fields import shortened
+from ..processes.standing import stat_of
+from .exit_watch import ExitWatch
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,57 @@
+"""What the end of a worker means: every combination of what was asked of it, and every code that matters."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+
+import pytest
+
+from elastic_agent.agent.processes.failures import HANG_SIGNAL
+from elastic_agent.agent.supervision.exits import AS_ASKED, LEAVING, Exit, classify_exit
+from elastic_agent.worker.drain import DRAINED
+
+TERMINATED, SHELL_TERMINATED, KILLED, ABORTED, CRASHED = (
+    -signal.SIGTERM,
+    128 + signal.SIGTERM,
+    -signal.SIGKILL,
+    -HANG_SIGNAL,
+    1,
+)
+CODES = (0, CRASHED, DRAINED, TERMINATED, SHELL_TERMINATED, KILLED, ABORTED)
+E, D, Q, A, H, F = Exit.ENDED, Exit.DRAINED, Exit.DOUBTFUL, Exit.AS_ASKED, Exit.HUNG, Exit.FAILED
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        pytest.param("", (E, F, F, F, F, F, F), id="on its own"),
+        pytest.param("draining", (E, Q, Q, Q, Q, Q, Q), id="a planned change is announced"),
+        pytest.param("draining told", (D, F, D, D, D, F, F), id="after its last step"),
+        pytest.param("draining told kept", (D, D, D, D, D, D, D), id="its state is kept"),
+        pytest.param("stopping", (E, F, A, A, A, A, F), id="asked to end"),
+        pytest.param("stopping hung", (E, F, A, A, A, A, H), id="it did not move"),
+        pytest.param("stopping draining", (E, F, A, A, A, A, F), id="asked to end, in a planned change"),
+        pytest.param(
+            "stopping draining told kept", (E, F, A, A, A, A, F), id="signalled after it kept its state"
+        ),
+    ],
+)
+def test_each_code_means(flags: str, expected: tuple[Exit, ...]) -> None:
+    given = {name: name in flags.split() for name in ("stopping", "hung", "draining", "told", "kept")}
+    assert tuple(classify_exit(code, **given) for code in CODES) == expected
+
+
+def test_in_every_combination() -> None:
+    for stopping, hung, draining, told, kept in itertools.product((False, True), repeat=5):
+        for code in CODES:
+            kind = classify_exit(code, stopping=stopping, hung=hung, draining=draining, told=told, kept=kept)
+            if code == 0:
+                assert kind in (Exit.ENDED, Exit.DRAINED), "success is never held against a worker"
+            if stopping:
+                assert kind not in (Exit.DRAINED, Exit.DOUBTFUL), "the planned change is over"
+            if kind is Exit.AS_ASKED:
+                assert stopping
+                assert code in AS_ASKED
+            if kind is Exit.DRAINED:
+                assert kept or code in LEAVING
