@@ -59,11 +59,13 @@ def _module(name: str, path: Path) -> Any:
 
 if TYPE_CHECKING:
     from ..processes import shim, store_holder
-    from . import gpu_drivers, learning, script, shown, start, stash, wire
+    from . import fresh_process, gpu_drivers, learning, start, wire
+    from .fidelity import import_cache, proc_title
 else:
     # By names that nobody else uses, and now: later sys.modules is not ours any more.
     _module("elastic_agent_preloader", HERE / "__init__.py")
-    from elastic_agent_preloader import gpu_drivers, learning, script, shown, start, stash, wire
+    from elastic_agent_preloader import fresh_process, gpu_drivers, learning, start, wire
+    from elastic_agent_preloader.fidelity import import_cache, proc_title
 
     shim = _module("elastic_agent_shim", HERE.parent / "processes" / "shim.py")
     store_holder = _module("elastic_agent_store_holder", HERE.parent / "processes" / "store_holder.py")
@@ -95,7 +97,7 @@ def main(agent_pid: int) -> None:
     known = Imported(received[0], ignored)
     try:
         known.check()
-        wire.send(channel, {"loaded": known.count, "skipped": dict(known.stash.skipped)})
+        wire.send(channel, {"loaded": known.count, "skipped": dict(known.cache.skipped)})
         born = _serve(channel, known)
     except Unfit as unfit:
         wire.send(channel, {"unfit": str(unfit), "stale": unfit.stale})
@@ -119,7 +121,7 @@ def _serve(channel: socket.socket, known: Imported) -> Newborn | None:
 
 def expanded(words: Sequence[str]) -> list[str]:
     """The names of modules that the words of --preload stand for."""
-    several = {"default": stash.DEFAULT_PRELOAD, "auto": ()}
+    several = {"default": import_cache.DEFAULT_PRELOAD, "auto": ()}
     return [name for word in words for name in several.get(word, (word,))]
 
 
@@ -135,16 +137,16 @@ class Imported:
         path = list(sys.path)
         if not getattr(sys.flags, "safe_path", False):  # 3.11
             sys.path.insert(0, told["first_on_path"])  # where workers look first, too
-        self.stash = stash.preload(list(names), FRESH)
-        self.stash.path = tuple(path)
+        self.cache = import_cache.preload(list(names), FRESH)
+        self.cache.path = tuple(path)
         sys.path[:] = path
-        self.count = len(self.stash.recording.modules)
+        self.count = len(self.cache.tracer.modules)
         self.stay_ignored = stay_ignored
         self._cuda = sys.modules.get("torch.cuda")
         self.store_kind = getattr(sys.modules.get("torch.distributed"), "TCPStore", None)
         installed = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-        self._edited = {path: was for path, was in self.stash.files.items() if not path.startswith(installed)}
-        self.stash.hide()
+        self._edited = {path: was for path, was in self.cache.files.items() if not path.startswith(installed)}
+        self.cache.hide()
         gc.collect()
         gc.freeze()
 
@@ -160,13 +162,13 @@ class Imported:
             raise Unfit(
                 f"something that it imports has opened {driver}, a GPU's driver, which no fork can use"
             )
-        if changed := self.stash.changed():
+        if changed := self.cache.changed():
             raise Unfit(f"{changed[0]} has changed since it was imported", stale=True)
 
     def edited(self) -> str:
         """A file that people edit and that has changed; empty if there is none. What is installed is only checked
         in the background, and before each fork."""
-        return next((path for path, was in self._edited.items() if stash.version(path) != was), "")
+        return next((path for path, was in self._edited.items() if import_cache.version(path) != was), "")
 
 
 def _name_of_thread(thread: str) -> str:
@@ -260,7 +262,7 @@ def _serve_stores(channel: int, known: Imported) -> NoReturn:
     os.dup2(channel, 0)
     os.close(channel)
     with contextlib.suppress(OSError):  # then ps shows it as one of us
-        shown.show([sys.executable, store_holder.__file__], os.environ)
+        proc_title.show([sys.executable, store_holder.__file__], os.environ)
     # Of a client that is cut off torch would write pages of C++ frames; what goes wrong is said on the channel.
     for stream in (1, 2):
         os.dup2(nothing := os.open(os.devnull, os.O_RDWR), stream)
@@ -297,8 +299,8 @@ def become_worker(
     for notebook in descriptors[3:]:
         learning.note_imports(notebook)
     try:
-        script.run(told, known.stash, tell, known.stay_ignored)
-    except script.Become:
+        fresh_process.run(told, known.cache, tell, known.stay_ignored)
+    except fresh_process.Become:
         channel.close()
         raise
 

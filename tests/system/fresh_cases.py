@@ -640,5 +640,5 @@ TORCH = (
 )
 
 LIGHT = (*IDENTITY, *ENDS, *NAMES, *MODULES, *PROCESSES)
-"""Run beside a stash without torch, which lets them end sooner."""
+"""Run beside a cache without torch, which lets them end sooner."""
 CASES = (*LIGHT, *IMPORTS, *TORCH)

@@ -22,11 +22,12 @@ def main(folder: str, names: list[str]) -> None:
     del sys.path[0]
     package = sys.modules["under_test"] = types.ModuleType("under_test")
     package.__path__ = [folder]
-    script, stash, start = (
-        importlib.import_module(f"under_test.{name}") for name in ("script", "stash", "start")
+    fresh_process, import_cache, start = (
+        importlib.import_module(f"under_test.{name}")
+        for name in ("fresh_process", "fidelity.import_cache", "start")
     )
     gc.disable()
-    known = stash.preload(names, FRESH)
+    known = import_cache.preload(names, FRESH)
     known.hide()
     gc.freeze()
     assert not known.skipped, known.skipped
@@ -51,7 +52,7 @@ def main(folder: str, names: list[str]) -> None:
                 with open(path, "a") as file:
                     file.write(problem + "\n")
 
-            script.run(start.Start.from_json(json.dumps(asked["start"])), known, tell)
+            fresh_process.run(start.Start.from_json(json.dumps(asked["start"])), known, tell)
         print(child)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     os._exit(0)

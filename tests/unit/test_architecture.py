@@ -37,7 +37,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "agent/environment": (
         *("agent, lowest", "agent/configuration", "agent/processes", "agent/checkpoints", "agent/machine"),
     ),
-    "agent/preloader": ("agent, lowest", "agent/processes", "agent/machine"),
+    "agent/preloader/fidelity": (),
+    "agent/preloader": ("agent, lowest", "agent/processes", "agent/machine", "agent/preloader/fidelity"),
     "agent/store": ("rendezvous/etcd", "rendezvous/c10d", "agent, lowest", "agent/configuration"),
     "agent/status": (
         *("rendezvous/c10d", "agent, lowest", "agent/configuration", "agent/processes", "agent/machine"),

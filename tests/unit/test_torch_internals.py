@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import dlpack
 
-from elastic_agent.agent.preloader.replays import RULES
+from elastic_agent.agent.preloader.fidelity.env_rules import RULES
 from elastic_agent.worker import relayout
 from elastic_agent.worker.layout import lay_out
 from elastic_agent.worker.replicas import SHARDED
@@ -95,7 +95,7 @@ def test_what_is_refused_by_type_has_this_name(module: str, name: str) -> None:
 
 
 def test_the_log_level_of_c10_is_read_by_a_function_of_this_name() -> None:
-    """`agent/preloader/replays.py`: c10::initLogging()."""
+    """`agent/preloader/fidelity/env_rules.py`: c10::initLogging()."""
     assert torch.__file__ is not None
     assert hasattr(
         ctypes.CDLL(f"{torch.__file__.rpartition('/')[0]}/lib/libc10.so"), "_ZN3c1011initLoggingEv"
@@ -103,7 +103,7 @@ def test_the_log_level_of_c10_is_read_by_a_function_of_this_name() -> None:
 
 
 def test_the_logs_of_torch_are_set_up_by_a_function_of_this_name() -> None:
-    """`agent/preloader/replays.py`: TORCH_LOGS."""
+    """`agent/preloader/fidelity/env_rules.py`: TORCH_LOGS."""
     inspect.signature(importlib.import_module("torch._logging._internal")._init_logs).bind()
 
 
@@ -111,15 +111,15 @@ def test_the_logs_of_torch_are_set_up_by_a_function_of_this_name() -> None:
     "module", sorted({rule.read_by for rule in RULES if rule.read_by.startswith("torch")})
 )
 def test_the_module_that_reads_a_variable_is_there(module: str) -> None:
-    """`agent/preloader/replays.py`: a rule for a module that is gone would replay nothing."""
+    """`agent/preloader/fidelity/env_rules.py`: a rule for a module that is gone would replay nothing."""
     assert importlib.import_module(module)
 
 
 def test_all_that_is_preloaded_is_there_but_what_some_versions_do_not_have() -> None:
-    """`agent/preloader/stash.py`: DEFAULT_PRELOAD."""
+    """`agent/preloader/fidelity/import_cache.py`: DEFAULT_PRELOAD."""
     program = (
         "import sys; sys.modules['torch.profiler._cupti_monitor'] = None; fresh = frozenset(sys.modules)\n"
-        "from elastic_agent.agent.preloader.stash import DEFAULT_PRELOAD, NOT_IN_EVERY_TORCH, preload\n"
+        "from elastic_agent.agent.preloader.fidelity.import_cache import DEFAULT_PRELOAD, NOT_IN_EVERY_TORCH, preload\n"
         "found = preload([*DEFAULT_PRELOAD, 'torch.no_such_module'], fresh)\n"
         "assert NOT_IN_EVERY_TORCH < set(DEFAULT_PRELOAD)\n"
         "print(*found.skipped)"

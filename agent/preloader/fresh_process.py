@@ -29,9 +29,9 @@ from importlib.machinery import BuiltinImporter
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from . import replays, shown
+from .fidelity import env_rules, proc_title
+from .fidelity.import_cache import ImportCache
 from .start import SCRIPT, Start
-from .stash import Stash
 
 IGNORED_BY_PYTHON = tuple(getattr(signal, name) for name in ("SIGPIPE", "SIGXFSZ") if hasattr(signal, name))
 UNCHANGEABLE = (signal.SIGKILL, signal.SIGSTOP)
@@ -44,44 +44,44 @@ class Become(BaseException):
 
 def run(
     start: Start,
-    stash: Stash,
+    cache: ImportCache,
     tell: Callable[[str], None] = lambda problem: None,
     stay_ignored: Collection[int] = (),
 ) -> NoReturn:
     """Raises Become, or executes the same command anew when it cannot be had otherwise.
 
-    To be called after `stash.hide`, in a process with one thread, whose first three descriptors are the worker's, and
+    To be called after `cache.hide`, in a process with one thread, whose first three descriptors are the worker's, and
     which has no others that stay open. `tell` hears why a worker starts cold, and of differences that were found too
     late for that. Signals that are to `stay_ignored` are those that the agent was started to ignore.
     """
     os.chdir(start.cwd)
-    if problem := obstacle(start, stash):
+    if problem := obstacle(start, cache):
         tell(problem)
         _start_cold(start, stay_ignored)
-    stash.tell = tell
+    cache.tell = tell
     _show(start)
-    _take_environment(start, stash)
+    _take_environment(start, cache)
     _take_signals(stay_ignored)
     _take_streams()
-    _take_interpreter(start, stash)
+    _take_interpreter(start, cache)
     sys.excepthook = _script_hook(start) if start.kind == SCRIPT else _module_hook(start)
     raise Become
 
 
-def obstacle(start: Start, stash: Stash) -> str:
+def obstacle(start: Start, cache: ImportCache) -> str:
     """Why this cannot be run in a fork of this process; empty if it can. To be asked in the worker's directory."""
     script = start.target if start.kind == SCRIPT else None
-    if problem := replays.obstacle(stash.base, start.environment, script, stash.reads):
+    if problem := env_rules.obstacle(cache.base, start.environment, script, cache.reads):
         return problem
     if script is not None and (not os.path.isfile(script) or not os.access(script, os.R_OK)):
         return f"{script} is no file that can be read"
     if script is not None and zipfile.is_zipfile(script):
         return f"{script} is an archive"
-    if not _safe_path() and (names := stash.shadowed([_first_on_path(start)])):
+    if not _safe_path() and (names := cache.shadowed([_first_on_path(start)])):
         return f"{_first_on_path(start)} has its own {', '.join(names)}"
     if sys.gettrace() is not None or sys.getprofile() is not None:
         return "a tracer or a profiler watches this process from its start"
-    return shown.refusal()
+    return proc_title.refusal()
 
 
 def _start_cold(start: Start, stay_ignored: Collection[int]) -> NoReturn:
@@ -96,14 +96,14 @@ def _start_cold(start: Start, stay_ignored: Collection[int]) -> NoReturn:
 
 
 def _show(start: Start) -> None:
-    shown.show([sys.orig_argv[0], *start.command], start.environment)
-    shown.name(os.path.basename(sys.orig_argv[0]))
+    proc_title.show([sys.orig_argv[0], *start.command], start.environment)
+    proc_title.name(os.path.basename(sys.orig_argv[0]))
 
 
-def _take_environment(start: Start, stash: Stash) -> None:
+def _take_environment(start: Start, cache: ImportCache) -> None:
     os.environ.clear()
     os.environ.update(start.environment)
-    replays.at_start(stash.base, start.environment)
+    env_rules.at_start(cache.base, start.environment)
 
 
 def _take_signals(stay_ignored: Collection[int]) -> None:
@@ -134,10 +134,10 @@ def _take_streams() -> None:
         text.mode = mode
 
 
-def _take_interpreter(start: Start, stash: Stash) -> None:
+def _take_interpreter(start: Start, cache: ImportCache) -> None:
     sys.argv[:] = [start.target if start.kind == SCRIPT else "-m", *start.args]
     sys.orig_argv[:] = [sys.orig_argv[0], *start.command]
-    sys.path[:] = stash.path if _safe_path() else [_first_on_path(start), *stash.path]
+    sys.path[:] = cache.path if _safe_path() else [_first_on_path(start), *cache.path]
     finders: list[Any] = list(sys.path_importer_cache.values())
     for finder in finders:
         if hasattr(finder, "invalidate_caches"):
@@ -146,7 +146,7 @@ def _take_interpreter(start: Start, stash: Stash) -> None:
     _leave_libraries_whole(start)
     gc.enable()  # what the preloaded process has frozen stays so: to look through it would copy all of it
     # Kept for ever: what the script never asked for is not to be taken apart at its end.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(stash))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(cache))
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(sys.modules["__main__"]))
     sys.modules["__main__"] = _fresh_main()
     if start.environment.get("PYTHONFAULTHANDLER") or sys.flags.dev_mode:

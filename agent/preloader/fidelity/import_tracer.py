@@ -1,15 +1,15 @@
 """What importing does to a process, written down while it happens, so that it can be undone and done again elsewhere.
 
-A `Recording` is made round the imports of the preloaded process. For each module that is loaded it knows, in order:
+An `ImportTracer` is made round the imports of the preloaded process. For each module that is loaded it knows, in order:
 
 - which modules its body imports, those too that were there already: what a fresh process has in `sys.modules`
   after importing it is what can be reached from it;
-- which variables of the environment it reads, and which it sets: those are not set when the recording ends;
+- which variables of the environment it reads, and which it sets: those are not set when the tracing ends;
 - which functions it registers for the end of the process: whoever is forked from this process has to undo that
   (atexit._clear).
 
 A module's doing is all that happens while its body runs, also in functions of others that it calls. C code that reads
-the environment is not seen: `replays` knows those variables by name. What else a module leaves behind stays, and each
+the environment is not seen: `env_rules` knows those variables by name. What else a module leaves behind stays, and each
 fork has it from its start: filters for warnings, loggers.
 """
 
@@ -31,11 +31,11 @@ OTHERS = ""
 """The doer where no module is being loaded."""
 
 PATCHED = "atexit"
-"""The module that a recording changes: it is there from its begin, and imported when a module imports it."""
+"""The module that a tracer changes: it is there from its begin, and imported when a module imports it."""
 
 
 @dataclass(slots=True)
-class Doings:
+class Effects:
     """Of one module; see above."""
 
     imports: dict[str, None] = field(default_factory=dict)
@@ -44,24 +44,24 @@ class Doings:
     endings: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
 
-class Recording:
+class ImportTracer:
     """Everything that was imported `with` it."""
 
     def __init__(self) -> None:
         self.modules: dict[str, ModuleType] = {}
         """All that came into sys.modules, in its order."""
-        self.doings: dict[str, Doings] = {}
+        self.effects: dict[str, Effects] = {}
         self._loading: list[str] = []
         self._undo = contextlib.ExitStack()
 
-    def of(self, name: str) -> Doings:
-        return self.doings.setdefault(name, Doings())
+    def of(self, name: str) -> Effects:
+        return self.effects.setdefault(name, Effects())
 
     @property
-    def current(self) -> Doings:
+    def current(self) -> Effects:
         return self.of(self._loading[-1] if self._loading else OTHERS)
 
-    def __enter__(self) -> Recording:
+    def __enter__(self) -> ImportTracer:
         self._undo.callback(self._take_modules, frozenset(sys.modules).difference((PATCHED,)))
         self._undo.enter_context(self._watching_imports())
         self._undo.enter_context(self._watching_environment())
@@ -78,8 +78,8 @@ class Recording:
         }
         # Some come without being loaded: made by their parent, or by another, which is put behind them once loaded.
         # Those built into Python are not seen being loaded, but whoever imports them is known.
-        loaded, behind = frozenset(self.doings), OTHERS
-        imported = {name for doer in self.doings.values() for name in doer.imports}
+        loaded, behind = frozenset(self.effects), OTHERS
+        imported = {name for doer in self.effects.values() for name in doer.imports}
         for name in reversed(self.modules):
             parent = name.rpartition(".")[0]
             if name in loaded:
@@ -110,7 +110,7 @@ class Recording:
                 imports = self.current.imports
                 imports[name] = None
 
-        def recorded_import(
+        def traced_import(
             name: str,
             globals: Any = None,
             locals: Any = None,
@@ -125,18 +125,18 @@ class Recording:
                     note(f"{base}.{item}")
             return module
 
-        def recorded_gcd_import(name: str, package: str | None = None, level: int = 0) -> ModuleType:
+        def traced_gcd_import(name: str, package: str | None = None, level: int = 0) -> ModuleType:
             module: ModuleType = true_gcd_import(name, package, level)
             note(getattr(module, "__name__", name))
             return module
 
         # The import system's own frames do not count where a warning says who caused it: neither shall this one.
-        for function in (recorded_import, recorded_gcd_import):
-            function.__code__ = function.__code__.replace(co_filename="<recording importlib._bootstrap>")
+        for function in (traced_import, traced_gcd_import):
+            function.__code__ = function.__code__.replace(co_filename="<tracing importlib._bootstrap>")
         finder = _Finder(self)
         sys.meta_path.insert(0, finder)
-        builtins.__import__ = recorded_import
-        importlib._bootstrap._gcd_import = recorded_gcd_import  # type: ignore[attr-defined]
+        builtins.__import__ = traced_import
+        importlib._bootstrap._gcd_import = traced_gcd_import  # type: ignore[attr-defined]
         try:
             yield
         finally:
@@ -150,15 +150,15 @@ class Recording:
         get, put, remove = kind.__getitem__, kind.__setitem__, kind.__delitem__
         before = dict(os.environ)
 
-        def recorded_get(environ: Any, key: Any) -> Any:
+        def traced_get(environ: Any, key: Any) -> Any:
             self.current.reads[os.fsdecode(key)] = None
             return get(environ, key)
 
-        def recorded_put(environ: Any, key: Any, value: Any) -> None:
+        def traced_put(environ: Any, key: Any, value: Any) -> None:
             put(environ, key, value)
             self.current.set[os.fsdecode(key)] = os.fsdecode(value)
 
-        kind.__getitem__, kind.__setitem__ = recorded_get, recorded_put  # type: ignore[method-assign]
+        kind.__getitem__, kind.__setitem__ = traced_get, traced_put  # type: ignore[method-assign]
         try:
             yield
         finally:
@@ -171,30 +171,30 @@ class Recording:
     def _watching_endings(self) -> Iterator[None]:
         register = atexit.register
 
-        def recorded_register(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-            if not recording:  # a module may have kept us by name
+        def traced_register(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+            if not tracing:  # a module may have kept us by name
                 return register(function, *args, **kwargs)
-            if getattr(function, "__qualname__", "") != "finalize._exitfunc":  # `stash` does that
+            if getattr(function, "__qualname__", "") != "finalize._exitfunc":  # `import_cache` does that
                 self.current.endings.append((function, args, kwargs))
             return function
 
-        recording = True
-        atexit.register = recorded_register  # type: ignore[assignment]
+        tracing = True
+        atexit.register = traced_register  # type: ignore[assignment]
         try:
             yield
         finally:
-            recording = False
+            tracing = False
             atexit.register = register
-            for doer in self.doings.values():
+            for doer in self.effects.values():
                 for function, args, kwargs in doer.endings:
                     register(function, *args, **kwargs)
 
 
 class _Finder:
-    """Lets the others find, and tells the recording when what they have found is loaded."""
+    """Lets the others find, and tells the tracer when what they have found is loaded."""
 
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
+    def __init__(self, tracer: ImportTracer) -> None:
+        self._tracer = tracer
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         spec = found_by_others(self, name, path, target)
@@ -207,17 +207,17 @@ class _Finder:
         if create is None or execute is None:
             return
 
-        def recorded_create(spec: ModuleSpec) -> Any:
-            with self._recording.loading(name):
+        def traced_create(spec: ModuleSpec) -> Any:
+            with self._tracer.loading(name):
                 return create(spec)
 
-        def recorded_execute(module: ModuleType) -> Any:
+        def traced_execute(module: ModuleType) -> Any:
             # The loader is the module's from now on, and no trace of us may stay.
             del loader.create_module, loader.exec_module
-            with self._recording.loading(name):
+            with self._tracer.loading(name):
                 return execute(module)
 
-        loader.create_module, loader.exec_module = recorded_create, recorded_execute
+        loader.create_module, loader.exec_module = traced_create, traced_execute
 
 
 def found_by_others(finder: object, name: str, path: Any, target: Any) -> ModuleSpec | None:

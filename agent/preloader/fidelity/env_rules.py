@@ -3,14 +3,14 @@
 A forked worker has an environment of its own, but the preloaded process has read parts of its environment already. For
 what Python and C code read so early, RULES says what follows when a worker has another value: the same effect can
 still be had (a replay), or the worker must start cold. Variables that Python code reads while a module is loaded need
-no rule to be noticed, `recording` saw them: without a rule they, too, mean a cold start.
+no rule to be noticed, `import_tracer` saw them: without a rule they, too, mean a cold start.
 
 Asked three times. `obstacle`: before a worker is started, what of its environment, or of what its script sets itself,
-asks for a cold start. `at_import`: modules of the stash are being given to a script, which may have set variables in
-whatever way; what can be replayed is replayed now, the rest can only be told. `renew`: what must not be equal in two
-processes, and is in two forks.
+asks for a cold start. `at_import`: modules are being given to a script, which may have set variables in whatever way;
+what can be replayed is replayed now, the rest can only be told. `renew`: what must not be equal in two processes, and
+is in two forks.
 
-Standard library only, and no module of the stash by name: what is replayed is done to the modules that are given.
+Standard library only, and no cached module by name: what is replayed is done to the modules that are given.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The modules that the preloaded process has imported, kept for the scripts of the processes forked from it.
 
 A fresh process knows only what Python needs to start, so a worker's `sys.modules` is emptied down to that (`hide`).
-When the script imports something that lies in the stash, it gets the very module, and with it all that a fresh import
-of it would have brought (`recording`): nothing less, since modules rely on each other's imports, and no more, since
+When the script imports something that lies in the cache, it gets the very module, and with it all that a fresh import
+of it would have brought (`import_tracer`): nothing less, since modules rely on each other's imports, and no more, since
 scripts ask `"torch" in sys.modules`. Only then are the variables set that the import sets, and its functions registered
 for the end of the process; and what the modules read from the environment when they were loaded is compared with what
-they would read now (`replays`).
+they would read now (`env_rules`).
 
 A module is given only if the script's own import would have found the same file: a `numpy.py` beside the script is the
 script's `numpy`. It is given once: who deletes it from `sys.modules` or reloads it gets it loaded again, as ever.
@@ -25,8 +25,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from . import replays
-from .recording import PATCHED, Doings, Recording, found_by_others
+from . import env_rules
+from .import_tracer import PATCHED, Effects, ImportTracer, found_by_others
 
 DEFAULT_PRELOAD = (
     "torch",
@@ -51,12 +51,12 @@ NOT_DOUBLED = ("__main__", PATCHED)
 
 
 @dataclass(slots=True)
-class Stash:
+class ImportCache:
     """See the module's docstring. Made by `preload`."""
 
     fresh: frozenset[str]
     """The names in sys.modules of a process that has just started."""
-    recording: Recording
+    tracer: ImportTracer
     base: dict[str, str]
     """The environment that the modules have read."""
     asked: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class Stash:
     """The place of each hidden module in a fresh sys.modules."""
     _brought: dict[str, Sequence[str]] = field(default_factory=dict)
     """What `_brought_by` says of the modules that were asked for, found out once for all forks."""
-    _doers: Mapping[str, Doings] = field(default_factory=dict)
+    _doers: Mapping[str, Effects] = field(default_factory=dict)
     """Of the modules that have done more than import others."""
     _finalizers: dict[str, dict[Any, Any]] = field(default_factory=dict)
     """What weakref.finalize has to call, by the module whose function it is: it needs that one whole."""
@@ -99,7 +99,7 @@ class Stash:
         for name in [name for name in sys.modules if name not in self.fresh]:
             del sys.modules[name]
         # Copies of the names, made one after the other, lie together: forks touch them all, but few pages.
-        self.hidden = {f"{name} "[:-1]: module for name, module in self.recording.modules.items()}
+        self.hidden = {f"{name} "[:-1]: module for name, module in self.tracer.modules.items()}
         for name, module in self.hidden.items():
             parent, _, child = name.rpartition(".")
             holder = self.hidden.get(parent) or sys.modules.get(parent)
@@ -112,9 +112,7 @@ class Stash:
             brought = frozenset(self._brought_by(name))
             self._brought[name] = [each for each in self.hidden if each in brought]
         self._doers = {
-            name: doer
-            for name, doer in self.recording.doings.items()
-            if doer.reads or doer.set or doer.endings
+            name: doer for name, doer in self.tracer.effects.items() if doer.reads or doer.set or doer.endings
         }
         importlib.invalidate_caches()  # as a script begins: it finds out itself what lies where
         self._tops = frozenset(name for name in self.hidden if "." not in name)
@@ -134,7 +132,7 @@ class Stash:
     # --- In a forked one
 
     def shadowed(self, folders: Sequence[str]) -> tuple[str, ...]:
-        """The stashed modules in whose place something is imported, when these folders come first on sys.path."""
+        """The cached modules in whose place something is imported, when these folders come first on sys.path."""
         lying_there = set()
         for folder in folders:
             try:
@@ -159,10 +157,10 @@ class Stash:
         return [each for each in (self._brought_by(name) if brought is None else brought) if each in hidden]
 
     def _brought_by(self, name: str) -> list[str]:
-        doings, hidden = self.recording.doings, self.hidden
+        effects, hidden = self.tracer.effects, self.hidden
         found, ahead = {name}, [name]
         while ahead:
-            doer = doings.get(ahead.pop())
+            doer = effects.get(ahead.pop())
             for imported in doer.imports if doer is not None else ():
                 while imported in hidden and imported not in found:
                     found.add(imported)
@@ -172,14 +170,14 @@ class Stash:
 
     def give(self, name: str) -> None:
         names = self.given_with(name)
-        doings = [self._doers[each] for each in names if each in self._doers]
+        effects = [self._doers[each] for each in names if each in self._doers]
         given = {each: self.hidden.pop(each) for each in names}
         sys.modules.update({each: module for each, module in given.items() if each not in sys.modules})
         for each, module in given.items():
             parent, _, child = each.rpartition(".")
             if each in self.bound and sys.modules[each] is module:
                 setattr(sys.modules[parent], child, module)
-        for doer in doings:
+        for doer in effects:
             for variable, value in doer.set.items():
                 if os.environ.get(variable) == self.base.get(variable):
                     os.environ[variable] = self.base[variable] = value
@@ -187,20 +185,22 @@ class Stash:
                 atexit.register(function, *args, **kwargs)
         for finalizers in [self._finalizers.pop(each) for each in names if each in self._finalizers]:
             _enter(finalizers)
-        for problem in replays.at_import(given, {n: None for doer in doings for n in doer.reads}, self.base):
+        for problem in env_rules.at_import(
+            given, {n: None for doer in effects for n in doer.reads}, self.base
+        ):
             self.tell(problem)
             warnings.warn(f"elastic-agent: {problem}", RuntimeWarning, stacklevel=3)
 
 
 class _Giver:
-    """Finds what lies in the stash, when it is the file that all others find, too."""
+    """Finds what lies in the cache, when it is the file that all others find, too."""
 
-    def __init__(self, stash: Stash) -> None:
-        self._stash = stash
+    def __init__(self, cache: ImportCache) -> None:
+        self._cache = cache
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        stash = self._stash
-        module = stash.hidden.get(name)
+        cache = self._cache
+        module = cache.hidden.get(name)
         if module is None or target is not None:
             return None
         known = module.__spec__
@@ -219,7 +219,7 @@ class _Giver:
 
         def execute(module: ModuleType) -> None:
             module.__spec__ = known  # the import system has put its own there
-            stash.give(name)
+            cache.give(name)
 
         loader.create_module, loader.exec_module = create, execute
         return spec
@@ -229,17 +229,17 @@ class _Loader:
     """In place of one that is a class, and so can have no functions of its own: for modules built into Python."""
 
 
-def preload(names: Sequence[str], fresh: Collection[str]) -> Stash:
+def preload(names: Sequence[str], fresh: Collection[str]) -> ImportCache:
     """Imports these modules. `fresh` are the names in sys.modules before this process had imported anything."""
     base = dict(os.environ)
     skipped = {}
-    # Ours stay ours: what scripts are given was loaded for them, and the recording saw all of it.
+    # Ours stay ours: what scripts are given was loaded for them, and the tracer saw all of it.
     ours = {
         name: module for name, module in sys.modules.items() if name not in fresh and name not in NOT_DOUBLED
     }
     for name in ours:
         del sys.modules[name]
-    with Recording() as recording:
+    with ImportTracer() as tracer:
         for name in names:
             try:
                 importlib.import_module(name)
@@ -249,15 +249,15 @@ def preload(names: Sequence[str], fresh: Collection[str]) -> Stash:
                     skipped[name] = f"{type(error).__name__}: {error}"
     for name, module in ours.items():
         sys.modules.setdefault(name, module)
-    return Stash(
+    return ImportCache(
         frozenset(fresh),
-        recording,
+        tracer,
         base,
         tuple(names),
         skipped,
         path=tuple(sys.path),
-        files=_sources(recording.modules.values()),
-        reads=frozenset(name for doings in recording.doings.values() for name in doings.reads),
+        files=_sources(tracer.modules.values()),
+        reads=frozenset(name for effects in tracer.effects.values() for name in effects.reads),
     )
 
 
