@@ -30,7 +30,7 @@ from ..configuration.resolve import resolve_meeting_place
 from ..exits import StatusCode
 from ..processes.run_files import agents_here, places
 from .doors import AgentsDoor, CannotShow, Door, Found, Silence, StoreDoor, ask_nodes
-from .report import SCHEMA, JobReport, report
+from .report import SCHEMA, JobReport, as_json, report
 from .text import Screen, lines
 
 _USAGE = """\
@@ -247,7 +247,7 @@ def _json_screen(seen: Seen, interval_s: float | None) -> str:
     if isinstance(seen, CannotShow):
         document["problem"] = {"code": int(seen.code), "name": seen.code.name, "text": str(seen)}
     else:
-        document["jobs"] = [job.as_json() for job in seen]
+        document["jobs"] = [as_json(job) for job in seen]
     return json.dumps(document, indent=2 if interval_s is None else None)
 
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from ...rendezvous.fields import Fields
 from ...rendezvous.participant import Participant
 from ...rendezvous.records import MAX_RECORD_BYTES, MAX_TEXT, NodeRecord, Phase, World
-from ...worker.reports import LoadReport, Report, SaveReport
+from ...worker.reports import Report, SaveReport
 from ..processes.failures import FailureInvalid, WorkerFailure
 from ..processes.workers import WorkerGroup
 
@@ -43,7 +44,7 @@ class Checkpoint:
     """None when workers of this node have loaded it, and another agent knows when it was saved."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus:
     """What one agent says of itself. Ages are None where nothing has happened yet."""
 
@@ -53,31 +54,31 @@ class NodeStatus:
     version: str
     up_s: float
     """Age of this agent."""
-    state: str
+    state: str = "init"
     """A state of the metric elastic_agent_state."""
-    waiting_for: str
+    waiting_for: str = "the rendezvous store"
     """Empty while its workers run."""
-    coordinates: bool
-    world: int
+    coordinates: bool = False
+    world: int = 0
     """The generation of the world that it knows; 0 when there is none."""
-    phase: str
+    phase: str = ""
     """Its phase; empty when there is none."""
-    phase_s: float | None
+    phase_s: float | None = None
     """Since when it has known of this phase."""
-    generation: int
+    generation: int = 0
     """The generation whose workers are on this node; 0 when there are none."""
-    workers: int
+    workers: int = 0
     """How many of them are alive."""
-    running_s: float | None
+    running_s: float | None = None
     """Age of these workers."""
-    step: int
-    step_s: float | None
-    checkpoint: Checkpoint | None
-    lease_s: float | None
+    step: int = 0
+    step_s: float | None = None
+    checkpoint: Checkpoint | None = None
+    lease_s: float | None = None
     """Age of the newest confirmation of its lease; None without a lease."""
     lease_ttl_s: float
     max_restarts: int | None
-    backoff_s: float
+    backoff_s: float = 0.0
 
     def to_json(self) -> str:
         return json.dumps({"v": SCHEMA, **asdict(self)}, separators=(",", ":"))
@@ -167,37 +168,23 @@ def _checkpoint(fields: Fields) -> Checkpoint:
     return Checkpoint(fields.integer("step"), fields.age("age_s"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Progress:
-    """What this node's workers have reported last; instants are monotonic."""
-
-    step: int = 0
-    step_at: float | None = None
-    checkpoint: int | None = None
-    checkpoint_at: float | None = None
+_AGES = ("up_s", "phase_s", "running_s", "step_s", "lease_s")
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """The main loop's state after a turn: whole, so that another thread may read it. Instants are monotonic."""
+def _aged(status: NodeStatus, now: float) -> NodeStatus:
+    """`status` has instants in the place of ages."""
 
-    incarnation: str
-    state: str = "init"
-    waiting_for: str = "the rendezvous store"
-    coordinates: bool = False
-    generation: int = 0
-    workers: int = 0
-    running_since: float | None = None
-    lease_at: float | None = None
-    backoff_s: float = 0.0
-    world: World | None = None
-    world_since: float = 0.0
-    nodes: tuple[NodeRecord, ...] = ()
-    coordinator: str | None = None
+    def age(instant: float | None) -> float | None:
+        return max(0.0, now - instant) if instant is not None else None
+
+    ages: dict[str, Any] = {name: age(getattr(status, name)) for name in _AGES}
+    if status.checkpoint is not None:
+        ages["checkpoint"] = replace(status.checkpoint, age_s=age(status.checkpoint.age_s))
+    return replace(status, **ages)
 
 
 class StatusPages:
-    """Fed by the main loop through the observer; the pages are for any thread."""
+    """Fed by the main loop through the observer; the pages are for any thread, each made of one frozen object."""
 
     def __init__(
         self,
@@ -210,93 +197,67 @@ class StatusPages:
         max_restarts: int | None,
         clock: Callable[[], float],
     ) -> None:
-        self._job = job
-        self._node = node
-        self._version = version
-        self._lease_ttl_s = lease_ttl_s
-        self._max_restarts = max_restarts
         self._clock = clock
-        self._made_at = clock()
-        self._seen = _Seen(incarnation)
-        self._progress = _Progress()
+        self._status = NodeStatus(
+            job=job,
+            node=node,
+            incarnation=incarnation,
+            version=version,
+            up_s=clock(),
+            lease_ttl_s=lease_ttl_s,
+            max_restarts=max_restarts,
+        )
+        """With instants, monotonic, in the place of ages: those are counted when the page is asked for."""
+        self._job = JobStatus(job, None, (), None, complete=False)
         self._job_page = ""
-        self._job_page_due_at = self._made_at
+        self._job_page_due_at = clock()
 
     def look(self, participant: Participant, group: WorkerGroup | None, state: str, now: float) -> None:
         """After every turn."""
-        before, world = self._seen, participant.world
+        before, world = self._status, participant.world
         generation = group.generation if group is not None else 0
         undisturbed = group is not None and not group.stopping
-        self._seen = _Seen(
+        since = before.running_s if generation == before.generation else now
+        self._status = replace(
+            before,
             incarnation=participant.incarnation,
             state=state,
-            waiting_for="" if undisturbed or _over(world) else participant.waiting_for,
+            waiting_for="" if undisturbed or _over(world) else participant.waiting_for[:MAX_TEXT],
             coordinates=participant.coordinates,
+            world=world.generation if world is not None else 0,
+            phase=world.phase.value if world is not None else "",
+            phase_s=participant.world_since if world is not None else None,
             generation=generation,
             workers=group.running if group is not None else 0,
-            running_since=before.running_since if generation == before.generation else now,
-            lease_at=participant.confirmed_at,
+            running_s=since if generation else None,
+            lease_s=participant.confirmed_at,
             backoff_s=participant.backoff_s,
-            world=world,
-            world_since=participant.world_since,
-            nodes=participant.known_nodes,
-            coordinator=participant.coordinator,
         )
+        nodes, coordinator = participant.known_nodes, participant.coordinator
+        self._job = JobStatus(before.job, world, nodes, coordinator, participant.coordinates)
 
     def stepped(self, step: int, at: float) -> None:
         """A worker of the present generation has finished this step."""
-        self._progress = replace(self._progress, step=step, step_at=at)
+        self._status = replace(self._status, step=step, step_s=at)
 
     def reported(self, report: Report, now: float) -> None:
         """A worker of the present generation has."""
-        progress = self._progress
-        if report.tier != "local":
+        known = self._status.checkpoint
+        if report.tier != "local" or report.result != "ok":
             return  # what is in memory ends with the agent
-        if isinstance(report, SaveReport) and report.result == "ok":
-            self._progress = replace(progress, checkpoint=report.step, checkpoint_at=now)
-        elif isinstance(report, LoadReport) and report.result == "ok" and report.step != progress.checkpoint:
-            self._progress = replace(progress, checkpoint=report.step, checkpoint_at=None)
+        if isinstance(report, SaveReport):
+            self._status = replace(self._status, checkpoint=Checkpoint(report.step, now))
+        elif known is None or report.step != known.step:
+            self._status = replace(self._status, checkpoint=Checkpoint(report.step, None))
 
     def node(self) -> str:
-        now, seen, progress = self._clock(), self._seen, self._progress
-
-        def age(instant: float | None) -> float | None:
-            return max(0.0, now - instant) if instant is not None else None
-
-        checkpoint = progress.checkpoint
-        return NodeStatus(
-            job=self._job,
-            node=self._node,
-            incarnation=seen.incarnation,
-            version=self._version,
-            up_s=now - self._made_at,
-            state=seen.state,
-            waiting_for=seen.waiting_for[:MAX_TEXT],
-            coordinates=seen.coordinates,
-            world=seen.world.generation if seen.world is not None else 0,
-            phase=seen.world.phase.value if seen.world is not None else "",
-            phase_s=age(seen.world_since) if seen.world is not None else None,
-            generation=seen.generation,
-            workers=seen.workers,
-            running_s=age(seen.running_since) if seen.generation else None,
-            step=progress.step,
-            step_s=age(progress.step_at),
-            checkpoint=Checkpoint(checkpoint, age(progress.checkpoint_at))
-            if checkpoint is not None
-            else None,
-            lease_s=age(seen.lease_at),
-            lease_ttl_s=self._lease_ttl_s,
-            max_restarts=self._max_restarts,
-            backoff_s=seen.backoff_s,
-        ).to_json()
+        return _aged(self._status, self._clock()).to_json()
 
     def job(self) -> str:
         """Of the last moment or two, where there are many nodes. Called by one thread."""
         now = self._clock()
         if now >= self._job_page_due_at:
-            seen = self._seen
-            job = JobStatus(self._job, seen.world, seen.nodes, seen.coordinator, seen.coordinates)
-            self._job_page = job.to_json()
+            self._job_page = self._job.to_json()
             self._job_page_due_at = now + PAGE_RESTS * (self._clock() - now)
         return self._job_page
 

@@ -7,7 +7,8 @@ A pure function, and one plain form in JSON (`docs/status.md`). Ages are those t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
 from typing import Any
 
 from ...health.checks import told_otherwise
@@ -29,6 +30,22 @@ _ABSENT = {
 }
 
 
+_OWN = (
+    *("node", "incarnation", "member", "first_rank", "slots", "address", "state", "coordinates", "leaving"),
+    *("has_lease", "silence", "silent_s"),
+)
+_SAID = {
+    **{name: name for name in ("generation", "workers", "running_s", "step")},
+    "step_age_s": "step_s",
+    "checkpoint": "checkpoint",
+    "lease_age_s": "lease_s",
+    **{name: name for name in ("lease_ttl_s", "waiting_for")},
+    "agent_age_s": "up_s",
+    "version": "version",
+}
+"""The keys of a node in JSON: attributes of `NodeReport`, and of what the node says of itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class NodeReport:
     """One life of a node."""
@@ -38,7 +55,7 @@ class NodeReport:
     slots: int
     first_rank: int | None
     """None for a node that is not a member of the world."""
-    http: Endpoint | None
+    address: Endpoint | None
     coordinates: bool
     leaving: bool
     has_lease: bool | None
@@ -47,6 +64,10 @@ class NodeReport:
     silent_s: float | None
     status: NodeStatus | None
     """What it says of itself; None exactly when it is silent."""
+
+    @property
+    def member(self) -> bool:
+        return self.first_rank is not None
 
     @property
     def state(self) -> str:
@@ -73,7 +94,7 @@ class NodeReport:
 @dataclass(frozen=True, slots=True)
 class CauseReport:
     kind: CauseKind
-    node: str
+    node: str | None
     rank: int | None
     text: str
     """A sentence that stands alone."""
@@ -84,32 +105,27 @@ class RestartReport:
     failures: int
     fruitless: int
     """Failures in a row without progress."""
-    limit: int | None = None
-    """--max-restarts; None without a limit, and when `known` is false."""
-    known: bool = False
+    limit: int | None
+    """--max-restarts; None without a limit, and when it is not known."""
+    limit_known: bool
     """An agent has told what the limit is."""
-    backoff_s: float = 0.0
-
-    @property
-    def left(self) -> int | None:
-        return max(0, self.limit - self.failures) if self.limit is not None else None
-
-    @property
-    def fruitless_left(self) -> int | None:
-        """Without a limit: how many more in a row the job survives without progress."""
-        auto = self.known and self.limit is None
-        return max(0, RestartPolicy().max_fruitless - self.fruitless) if auto else None
+    left: int | None
+    fruitless_left: int | None
+    """Without a limit: how many more in a row the job survives without progress."""
+    backoff_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class JobReport:
+    """Its fields are the keys of the JSON form."""
+
     job: str
     asked: str
     state: str
     """waiting, running, stopping, succeeded or failed."""
     generation: int
     """0 before the first."""
-    phase_s: float | None
+    phase_age_s: float | None
     """Since when the world is in its present phase."""
     world_size: int
     group_world_size: int
@@ -127,35 +143,24 @@ class JobReport:
     """Members by rank, then the others, oldest first."""
     notes: tuple[str, ...] = ()
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "job": self.job,
-            "asked": self.asked,
-            "state": self.state,
-            "generation": self.generation,
-            "phase_age_s": _rounded(self.phase_s),
-            "world_size": self.world_size,
-            "group_world_size": self.group_world_size,
-            "master": str(self.master) if self.master is not None else None,
-            "result": self.result.value if self.result is not None else None,
-            "cause": _cause_json(self.cause),
-            "restarts": {
-                "failures": self.restarts.failures,
-                "fruitless": self.restarts.fruitless,
-                "limit": self.restarts.limit,
-                "limit_known": self.restarts.known,
-                "left": self.restarts.left,
-                "fruitless_left": self.restarts.fruitless_left,
-                "backoff_s": _rounded(self.restarts.backoff_s),
-            },
-            "step": self.step,
-            "checkpoint": _checkpoint_json(self.checkpoint),
-            "coordinator": self.coordinator,
-            "waiting_for": self.waiting_for,
-            "complete": self.complete,
-            "nodes": [_node_json(node) for node in self.nodes],
-            "notes": list(self.notes),
-        }
+
+def as_json(value: Any) -> Any:
+    """What json writes of a report, or of a part of one."""
+    match value:
+        case float():
+            return round(value, 3)
+        case Enum():
+            return value.value
+        case Endpoint():
+            return str(value)
+        case tuple():
+            return [as_json(item) for item in value]
+        case NodeReport():
+            said = {key: as_json(getattr(value.status, name, None)) for key, name in _SAID.items()}
+            return {name: as_json(getattr(value, name)) for name in _OWN} | said
+    if is_dataclass(value):
+        return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
+    return value
 
 
 def report(found: Found, answers: Mapping[str, Answer], silent_for: Mapping[str, float]) -> JobReport:
@@ -171,7 +176,7 @@ def report(found: Found, answers: Mapping[str, Answer], silent_for: Mapping[str,
         asked=found.asked,
         state=state,
         generation=world.generation if world is not None else 0,
-        phase_s=_phase_age(world, told),
+        phase_age_s=_phase_age(world, told),
         world_size=world.size if world is not None else 0,
         group_world_size=len(world.members) if world is not None else 0,
         master=world.master if world is not None else None,
@@ -217,7 +222,7 @@ def _nodes(
             incarnation=of.incarnation,
             slots=of.slots,
             first_rank=first_rank,
-            http=record.http if record is not None else of.http,
+            address=record.http if record is not None else of.http,
             coordinates=record is not None and record.node == job.coordinator,
             leaving=record is not None and record.leaving,
             has_lease=True if record is not None else (False if job.complete else None),
@@ -265,16 +270,26 @@ def _cause(world: World) -> CauseReport:
         text = f"node {cause.node} failed: {cause.detail}"
     else:
         text = cause.detail
-    return CauseReport(cause.kind, cause.node, worker.rank if worker is not None else None, text)
+    return CauseReport(cause.kind, cause.node or None, worker.rank if worker is not None else None, text)
 
 
 def _restarts(world: World | None, spokesman: NodeStatus | None) -> RestartReport:
     used = world.restarts if world is not None else Restarts()
-    if spokesman is None:
-        return RestartReport(used.failures, used.fruitless)
-    limit = spokesman.max_restarts if world is None else world.max_restarts(spokesman.max_restarts)
-    backoff_s = spokesman.backoff_s
-    return RestartReport(used.failures, used.fruitless, limit, known=True, backoff_s=backoff_s)
+    known = spokesman is not None
+    limit = spokesman.max_restarts if spokesman is not None else None
+    if known and world is not None:
+        limit = world.max_restarts(limit)
+    return RestartReport(
+        failures=used.failures,
+        fruitless=used.fruitless,
+        limit=limit,
+        limit_known=known,
+        left=max(0, limit - used.failures) if limit is not None else None,
+        fruitless_left=max(0, RestartPolicy().max_fruitless - used.fruitless)
+        if known and limit is None
+        else None,
+        backoff_s=spokesman.backoff_s if spokesman is not None else 0.0,
+    )
 
 
 def _written_step(job: JobStatus) -> int:
@@ -291,51 +306,3 @@ def _newest(checkpoints: Iterable[Checkpoint | None]) -> Checkpoint | None:
     step = max(checkpoint.step for checkpoint in known)
     ages = [checkpoint.age_s for checkpoint in known if checkpoint.step == step]
     return Checkpoint(step, min((age for age in ages if age is not None), default=None))
-
-
-# --- The JSON form
-
-
-def _node_json(node: NodeReport) -> dict[str, Any]:
-    status = node.status
-    return {
-        "node": node.node,
-        "incarnation": node.incarnation,
-        "member": node.first_rank is not None,
-        "first_rank": node.first_rank,
-        "slots": node.slots,
-        "address": str(node.http) if node.http is not None else None,
-        "state": node.state,
-        "coordinates": node.coordinates,
-        "leaving": node.leaving,
-        "has_lease": node.has_lease,
-        "silence": node.silence.value if node.silence is not None else None,
-        "silent_s": _rounded(node.silent_s),
-        "generation": status.generation if status is not None else None,
-        "workers": status.workers if status is not None else None,
-        "running_s": _rounded(status.running_s) if status is not None else None,
-        "step": status.step if status is not None else None,
-        "step_age_s": _rounded(status.step_s) if status is not None else None,
-        "checkpoint": _checkpoint_json(status.checkpoint) if status is not None else None,
-        "lease_age_s": _rounded(status.lease_s) if status is not None else None,
-        "lease_ttl_s": status.lease_ttl_s if status is not None else None,
-        "waiting_for": status.waiting_for if status is not None else None,
-        "agent_age_s": _rounded(status.up_s) if status is not None else None,
-        "version": status.version if status is not None else None,
-    }
-
-
-def _cause_json(cause: CauseReport | None) -> dict[str, Any] | None:
-    if cause is None:
-        return None
-    return {"kind": cause.kind.value, "node": cause.node or None, "rank": cause.rank, "text": cause.text}
-
-
-def _checkpoint_json(checkpoint: Checkpoint | None) -> dict[str, Any] | None:
-    if checkpoint is None:
-        return None
-    return {"step": checkpoint.step, "age_s": _rounded(checkpoint.age_s)}
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 3)

@@ -78,7 +78,9 @@ def span(seconds: float) -> str:
 
 def _head(report: JobReport, screen: Screen) -> list[str]:
     state = report.state if report.result is None else f"{report.state} ({report.result.value})"
-    since = f" for {span(report.phase_s)}" if report.phase_s is not None and report.result is None else ""
+    since = (
+        f" for {span(report.phase_age_s)}" if report.phase_age_s is not None and report.result is None else ""
+    )
     title = f"job {_bold(report.job, screen)}: {_paint(state, report.state, screen)}"
     title += f", generation {report.generation}{since}" if report.generation else " for its first world"
     rows = []
@@ -108,7 +110,7 @@ def _world(report: JobReport) -> str:
 def _restarts(restarts: RestartReport) -> str:
     used = f"{_count(restarts.failures, 'failure')} so far"
     pause = f"; the next start waits {span(restarts.backoff_s)}" if restarts.backoff_s else ""
-    if not restarts.known:
+    if not restarts.limit_known:
         return f"{used}; the limit is not known, no agent answers"
     if restarts.limit is not None:
         return f"{used}, {restarts.left} left of {restarts.limit}{pause}"
@@ -162,7 +164,7 @@ def _cells(node: NodeReport) -> tuple[str, ...]:
     status = node.status
     name = f"{node.node} *" if node.coordinates else node.node
     state = f"{node.state}, leaving" if node.leaving and node.state != "draining" else node.state
-    address = str(node.http) if node.http is not None else "-"
+    address = str(node.address) if node.address is not None else "-"
     if status is None:
         state += f" {span(node.silent_s)}" if node.silent_s is not None else ""
         return (name, node.ranks or "-", state, "-", "-", "-", address)
@@ -194,7 +196,7 @@ def _notes(report: JobReport, screen: Screen) -> list[str]:
 
 def _absence(node: NodeReport) -> str:
     assert node.silence is not None
-    how = _ABSENCE[node.silence].format(http=node.http)
+    how = _ABSENCE[node.silence].format(http=node.address)
     lease = {True: "; the store still has its record", False: "; its lease has ended", None: ""}[
         node.has_lease
     ]

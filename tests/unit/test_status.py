@@ -17,6 +17,7 @@ from elastic_agent.agent.status import command as status
 from elastic_agent.agent.status.command import STATUS_OPTIONS, Watch, choose_door
 from elastic_agent.agent.status.doors import AgentsDoor, CannotShow, Door, Found, StoreDoor
 from elastic_agent.agent.status.pages import JobStatus
+from elastic_agent.agent.status.report import as_json
 from elastic_agent.rendezvous.records import Endpoint
 
 from .test_status_pages import JOB
@@ -243,7 +244,7 @@ def test_every_key_of_the_json_form_is_documented() -> None:
     from .test_status_report import told
 
     page = (DOCS / "status.md").read_text()
-    job = told().as_json()
+    job = as_json(told())
     for keys in (job, job["restarts"], job["cause"], job["nodes"][0], ("schema", "at", "jobs", "problem")):
         for key in keys:
             assert f"`{key}`" in page, key

@@ -11,7 +11,7 @@ import pytest
 
 from elastic_agent.agent.status.doors import Answer, Found, Silence
 from elastic_agent.agent.status.pages import Checkpoint, JobStatus, NodeStatus
-from elastic_agent.agent.status.report import JobReport, report
+from elastic_agent.agent.status.report import JobReport, as_json, report
 from elastic_agent.agent.status.text import Screen, lines, span
 from elastic_agent.rendezvous.records import (
     Cause,
@@ -94,7 +94,7 @@ def test_the_state_of_a_job(world: World | None, workers: int, state: str) -> No
 def test_a_job_whose_nodes_are_all_silent_is_only_known_to_be_stopping() -> None:
     silent = dict.fromkeys(ALL, Silence.SILENT)
     job = told(found(STOPPING), silent)
-    assert (job.state, job.restarts.known, job.phase_s) == ("stopping", False, None)
+    assert (job.state, job.restarts.limit_known, job.phase_age_s) == ("stopping", False, None)
 
 
 def test_members_are_told_by_rank_and_then_who_stands_by() -> None:
@@ -152,9 +152,9 @@ def test_the_phase_is_as_old_as_whoever_has_known_it_longest_says() -> None:
         "b-1": says("b", phase_s=8.0),
         "c-1": says("c", phase_s=99.0, world=2),
     }
-    assert told(answers=answers).phase_s == 8.0
+    assert told(answers=answers).phase_age_s == 8.0
     answers["b-1"] = says("b", phase_s=98.0, phase="stopping")
-    assert told(answers=answers).phase_s == 1.0
+    assert told(answers=answers).phase_age_s == 1.0
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_the_cause_is_a_sentence_that_stands_alone(cause: Cause, text: str) -> N
 
 def test_the_json_form_has_only_plain_values_and_is_complete() -> None:
     answers = {**ALL, "c-1": Silence.REFUSED}
-    document = told(answers=answers, silent_for={"c-1": 12.0}).as_json()
+    document = as_json(told(answers=answers, silent_for={"c-1": 12.0}))
     assert json.loads(json.dumps(document, allow_nan=False)) == document
     assert document["cause"] == {
         "kind": "failure",
