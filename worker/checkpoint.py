@@ -46,6 +46,7 @@ from .replicas import refuse_sharded
 from .reports import SaveResult, Tier
 from .restore import Restore
 from .resume import apply
+from .save_plan import Occasion, ToDisk
 from .slots import CopyLost, Header
 from .states import Stateful, prove_loadable
 from .taking_part import TakingPart, all_taking_part
@@ -109,13 +110,13 @@ class Checkpointer:
         self._memory = memory_of(os.environ, self._files.directory) if not read_only else None
         self._bad_state = BadState.of(os.environ) if not read_only else None
         self._account = progress if not read_only else progress.Silent()
-        self._copies = Copies(self._memory)
         self._disk = Disk(
             self._files,
             int(os.environ.get("ELASTIC_AGENT_GENERATION", "0")),
             os.environ.get("ELASTIC_AGENT_COMMITS", ""),
             os.environ.get(ADDRESS_VARIABLE, ""),
         )
+        self._copies = Copies(self._memory, self._disk)
         self._part = TakingPart(
             self._files.directory,
             self._contents,
@@ -265,9 +266,11 @@ class Checkpointer:
         if not self._copies.note(step, random_state):
             return False
         self._disk.turn()
-        if memory.is_keeper:
+        occasion = Occasion.LAST_STEP_ALONE if haste else Occasion.REMEMBER
+        plan = self._copies.plan(occasion, memory.place.rank)
+        if plan.copies:
             payload = {"step": step, "state": self._contents.states()}
-            return self._copies.make(payload, like=random_state, haste=haste)
+            return self._copies.make(payload, plan, like=random_state)
         self._copies.say_copied(step)
         return True
 
@@ -321,8 +324,8 @@ class Checkpointer:
 
     def _save_here(self, step: int, random_states: Sequence[bytes], group: Group) -> int | None:
         """The size of the checkpoint that is on disk now; None if that is up to others."""
-        memory = self._memory if self._memory is not None and self._memory.is_keeper else None
-        if group.rank != 0 and memory is None:
+        plan = self._copies.plan(Occasion.SAVE, group.rank)
+        if plan.does_nothing:
             return None
         if group.rank == 0:
             self._files.hold(self._check_grows(step))
@@ -332,23 +335,19 @@ class Checkpointer:
             except (NotSaved, Unconfirmed):
                 pass  # which was said; this one may fare better
         payload = self._contents.payload(step, random_states)
-        writes_behind = group.rank == 0 and self._disk.writes_behind
-        if writes_behind:
+        if plan.disk is ToDisk.BEHIND:
             self._disk.promise(step)
-        copied = memory is not None and self._copies.make(
-            payload, then=self._disk.begin if writes_behind else None
-        )
-        if copied and writes_behind:
+        copied = plan.copies and self._copies.make(payload, plan)
+        way = plan.way_to_disk(copied=copied)
+        if way is ToDisk.BEHIND:
             self._disk.turn()  # if nobody could be asked, it is written now
-            return None
-        return self._commit(payload) if group.rank == 0 else None
+        return self._commit(payload) if way is ToDisk.NOW else None
 
     def _hear_of_the_last_write(self) -> None:
         """Rank 0: wait for the end of a write behind, and raise if it was refused. There may have been none."""
         lost = ""
         try:
-            if self._memory is not None:
-                self._memory.settle()
+            self._copies.settle()
         except CopyLost as error:
             lost = str(error)
         outcome = self._disk.finish(lost)

@@ -1,7 +1,8 @@
 """The copies that one worker makes of its state in the slots of this node, and takes out again.
 
 A slot holds the very bytes of the file that `torch.save` would write (see `layout`), so whatever torch can load can be
-kept here. While a GPU still copies, the process goes on, and a thread seals the slot when the last byte has come.
+kept here. While a GPU still copies, the process goes on, and a thread seals the slot when the last byte has come
+(`copies`).
 
 What is taken out is mapped, not read: the only copy is the one that `load_state_dict` makes (see `states`).
 """
@@ -12,8 +13,7 @@ import contextlib
 import logging
 import mmap
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedRandom, BufferedReader
 from typing import Any
@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from .available_memory import Memory, file_system, read_memory
-from .layout import Layout
 from .offers import Copy
 from .ownership import this_run
 from .relayout import Layouts
@@ -29,7 +28,6 @@ from .slots import (
     FOLDER_VARIABLE,
     LIMIT_VARIABLE,
     NAMES,
-    CopyLost,
     Header,
     Held,
     NoRoom,
@@ -93,6 +91,16 @@ class _Mapping:
             self._pinned = address
 
 
+@dataclass(frozen=True, slots=True)
+class CopyUnderWay:
+    """A slot that is being filled."""
+
+    opened: Opened
+    header: Header
+    events: Sequence[torch.cuda.Event]
+    """When they have come, the GPU has copied all of it; none: no GPU has any part in it."""
+
+
 class NodeMemory:
     """One Checkpointer's copies in the memory of this node, as one rank sees them."""
 
@@ -104,9 +112,6 @@ class NodeMemory:
         self._slots = slots
         self._limit = limit
         self._mappings: dict[str, _Mapping] = {}
-        self._copying: threading.Thread | None = None
-        self._lost = ""
-        """Why the newest copy that a thread was to seal is not there."""
         self._proven = False
         self._layouts = Layouts()
         self._summing = Summing(slots)
@@ -128,84 +133,67 @@ class NodeMemory:
         """Every rank: write down the random state after `step`. Raises NoRoom."""
         place = self.place
         record = Record((place.generation, step), place.world_size, random_state)
-        with self._costing_a_copy_only():
+        with self.costing_a_copy_only():
             self._slots.put_record(place.rank, record)
 
-    def put(
-        self,
-        payload: dict[str, Any],
-        *,
-        room_for_random_state: int = 0,
-        haste: bool = False,
-        then: Callable[[Slots, Held], None] | None = None,
-    ) -> int:
-        """Local rank 0: copy a state into a slot, with room for all ranks' random states if it does not hold them.
+    def begin_copy(
+        self, payload: dict[str, Any], *, room_for_random_state: int = 0, partial: bool = False
+    ) -> CopyUnderWay:
+        """Copy a state into a slot, with room for all ranks' random states if it does not hold them. `seal` follows.
 
-        Returns the size of the state in bytes.
-
-        `then` is given the copy when it is complete, by another thread if a GPU copies.
+        `partial`: see `Header.haste`.
 
         Raises NoRoom, SlotsBusy, CannotLayOut; what `prove_loadable` raises; what the states' own pickling raises.
         """
-        self._join()
-        self._lost = ""
         self._summing.stop(*self._not_newest())
         place = self.place
         rows = torch.zeros(place.world_size, room_for_random_state, dtype=torch.uint8)
         if room_for_random_state:
             payload = {**payload, "rng": rows}
         layout = self._layouts.lay_out(payload)
-        with self._costing_a_copy_only():
-            return self._put(payload, layout, rows, haste, then)
+        with self.costing_a_copy_only():
+            opened = self._begin(layout.size)
+            try:
+                mapping = self._mapped(opened)
+                opened.trim()
+                events = layout.copy_to(mapping.view, mapping.tensor)
+                if not (self._proven and is_plain(payload)):
+                    prove_loadable(opened.path, payload["step"])
+                    self._proven = True
+                gaps = []
+                if rows.numel():
+                    begin = layout.offset_of(rows)
+                    gaps = [(begin + rank * rows.shape[1], rows.shape[1]) for rank in range(place.world_size)]
+            except BaseException:
+                opened.close()
+                raise
+        header = Header(
+            payload["step"],
+            place.generation,
+            self.base,
+            place.world_size,
+            layout.size,
+            tuple(gaps),
+            partial,
+            run=place.run,
+        )
+        return CopyUnderWay(opened, header, events)
 
-    def _put(
-        self,
-        payload: dict[str, Any],
-        layout: Layout,
-        rows: torch.Tensor,
-        haste: bool,
-        then: Callable[[Slots, Held], None] | None,
-    ) -> int:
-        place = self.place
-        opened = self._begin(layout.size)
-        try:
-            mapping = self._mapped(opened)
-            opened.trim()
-            events = layout.copy_to(mapping.view, mapping.tensor)
-            if not (self._proven and is_plain(payload)):
-                prove_loadable(opened.path, payload["step"])
-                self._proven = True
-            gaps = []
-            if rows.numel():
-                begin = layout.offset_of(rows)
-                gaps = [(begin + rank * rows.shape[1], rows.shape[1]) for rank in range(place.world_size)]
-            header = Header(
-                payload["step"],
-                place.generation,
-                self.base,
-                place.world_size,
-                layout.size,
-                tuple(gaps),
-                haste,
-                run=place.run,
-            )
-            if events:
-                self._seal_beside(opened, header, events, then)
-            else:
-                self._slots.seal(opened, header)
-        except BaseException:
-            opened.close()
-            raise
-        if not events:
-            self._pass_on(opened.name, then)
-        return layout.size
+    def seal(self, copy: CopyUnderWay) -> None:
+        """All its bytes have come: it counts. Raises OSError, and then the slot is still open."""
+        self._slots.seal(copy.opened, copy.header)
 
-    def _pass_on(self, name: str, then: Callable[[Slots, Held], None] | None) -> None:
-        """A new copy: the disk writer reads all of it, and gives it its checksums; else a thread does."""
-        if then is not None:
-            then(self._slots, self._slots.hold(name))
-        else:
-            self._summing.start(name)
+    def lend_sealed(self, copy: CopyUnderWay) -> tuple[Slots, Held]:
+        """For the disk: a copy of this process that is sealed. Raises as `hold`."""
+        return self._slots, self._slots.hold(copy.opened.name)
+
+    def lend_unsealed(self, copy: CopyUnderWay) -> tuple[Slots, Held]:
+        """No other process can find it, but this process has all its bytes, and the disk can have them."""
+        return self._slots, Held(copy.opened.name, copy.header, os.fdopen(copy.opened.fd, "rb"))
+
+    def sum_up(self, copy: CopyUnderWay) -> None:
+        """Give it its checksums, in a thread. Where the disk writer reads all of it, that process does."""
+        self._summing.start(copy.opened.name)
 
     def _not_newest(self) -> list[str]:
         newest = self._slots.newest_first()[:1]
@@ -221,7 +209,7 @@ class NodeMemory:
         Raises NoRoom, SlotsBusy.
         """
         self._summing.stop(*self._not_newest())
-        with self._costing_a_copy_only():
+        with self.costing_a_copy_only():
             opened = self._begin(size)
             try:
                 opened.trim()
@@ -234,72 +222,16 @@ class NodeMemory:
         """Local rank 0: it has come. Raises OSError, and then the slot is still open."""
         self._slots.seal(opened, header)
 
-    def settle(self) -> None:
-        """Wait until the newest copy is complete. Raises CopyLost, once, when it is not there."""
-        self._join()
-        lost, self._lost = self._lost, ""
-        if lost:
-            raise CopyLost(lost)
-
-    def _join(self) -> None:
-        if self._copying is not None:
-            self._copying.join()
-            self._copying = None
-
-    def _seal_beside(self, *what: Any) -> None:
-        thread = threading.Thread(target=self._seal_later, args=what, name="memory-copy")
-        try:
-            thread.start()
-        except RuntimeError:  # no thread can be started now: training waits instead
-            self._seal_later(*what)
-        else:
-            self._copying = thread
-
-    def _seal_later(
-        self,
-        opened: Opened,
-        header: Header,
-        events: list[torch.cuda.Event],
-        then: Callable[[Slots, Held], None] | None,
-    ) -> None:
-        """In a thread of its own: whatever goes wrong is told by `settle`."""
-        whole = False
-        try:
-            for event in events:
-                event.synchronize()
-            whole = True
-            self._slots.seal(opened, header)
-        except Exception as error:
-            self._lose(header, error)
-            if not whole or then is None:
-                opened.close()
-                return
-            # No other process can find it, but this process has all its bytes, and the disk can have them.
-            held = Held(opened.name, header, os.fdopen(opened.fd, "rb"))
-            then(self._slots, held)
-            return
-        try:
-            self._pass_on(opened.name, then)
-        except Exception as error:
-            self._lose(header, error)
-
-    def _lose(self, header: Header, error: Exception) -> None:
-        self._lost = f"step {header.step} is not in memory: {self._reason(error)}"
-        logger.warning(
-            "a copy to memory did not end, the older one is kept: step=%d reason=%s",
-            header.step,
-            self._reason(error),
-        )
-
     @contextlib.contextmanager
-    def _costing_a_copy_only(self) -> Iterator[None]:
+    def costing_a_copy_only(self) -> Iterator[None]:
         """A memory that is full or gone costs a copy, and no step: raises NoRoom for every OSError."""
         try:
             yield
         except OSError as error:
-            raise NoRoom(self._reason(error)) from error
+            raise NoRoom(self.reason(error)) from error
 
-    def _reason(self, error: Exception) -> str:
+    def reason(self, error: Exception) -> str:
+        """Why there is no copy, and what to do about it."""
         if not isinstance(error, OSError):
             return repr(error)
         if not os.path.isdir(self.folder):

@@ -17,6 +17,7 @@ from .collectives import current_group
 from .contents import Contents
 from .copies import Copies
 from .disk import Disk
+from .save_plan import Occasion, ToDisk
 from .states import Part
 
 logger = logging.getLogger(__name__)
@@ -90,10 +91,10 @@ class TakingPart:
             return True
         group = current_group()
         random_states = self._contents.gather(step, group)
-        memory = self._copies.memory
-        copied = memory is not None
-        if memory is not None and memory.is_keeper:
-            copied = self._copies.make(self._contents.payload(step, random_states))
+        plan = self._copies.plan(Occasion.LAST_STEP, group.rank)
+        copied = self._copies.memory is not None
+        if plan.copies:
+            copied = self._copies.make(self._contents.payload(step, random_states), plan)
             copied = self._copies.settled() and copied
         floor = self._floor()
         if all(group.gather(b"copied" if copied else b"")):
@@ -107,7 +108,9 @@ class TakingPart:
     def write_behind(self, step: int) -> None:
         """Rank 0, after `keep`: order the write of a copy that was made on every node."""
         memory = self._copies.memory
-        if memory is None or memory.place.rank != 0 or not (self._disk.leaving and self._disk.writes_behind):
+        if memory is None or not self._disk.leaving:
+            return
+        if self._copies.plan(Occasion.LAST_STEP, memory.place.rank).disk is not ToDisk.AFTERWARDS:
             return
         try:
             self._disk.leave(*memory.lend((memory.place.generation, step)))
@@ -151,9 +154,10 @@ class TakingPart:
         # On a GPU in a stream of its own: the usual one waits for a collective that never ends.
         on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch left it without annotations
         beside = torch.cuda.stream(torch.cuda.Stream()) if on_gpu else contextlib.nullcontext()  # type: ignore[no-untyped-call]
+        plan = self._copies.plan(Occasion.FAILURE, memory.place.rank)
         random_state = rng.capture()
         with beside:
-            copied = self._copies.make({"step": step, "state": states}, like=random_state, haste=True)
+            copied = self._copies.make({"step": step, "state": states}, plan, like=random_state)
         return self._copies.settled() and copied
 
     def give_up(self, step: int) -> None:
