@@ -53,7 +53,7 @@ from .reports import (
     Tier,
     encode,
 )
-from .together import Keeper
+from .together import Checkpointers
 
 logger = logging.getLogger(__name__)
 
@@ -79,14 +79,14 @@ class _Listener:
 def _ask_agent(step: int) -> None:
     from .drain import end_of_step  # who never sees a planned change need not load what it takes
 
-    end_of_step(step, tuple(keepers.values()))
+    end_of_step(step, checkpointers.all())
 
 
 on_pending: Callable[[int], None] = _ask_agent
 """Called at the end of a step while a planned change waits for this worker; may raise, which ends the worker."""
 
-keepers: dict[str, Keeper] = {}
-"""By name, those that take part, in the order in which every rank has let them: all are kept at one step."""
+checkpointers = Checkpointers()
+"""This process's."""
 
 _listeners: tuple[_Listener, ...] = ()
 _words: memoryview | None = None
@@ -148,11 +148,6 @@ def on_step(
     return end
 
 
-def take_part(name: str, keeper: Keeper) -> None:
-    """From now on this one's state is kept in planned changes, instead of that of an earlier one of the same name."""
-    keepers[name] = keeper
-
-
 def poll() -> None:
     """For whatever takes long between two steps, as an evaluation does: end here if a planned change waits for it.
 
@@ -163,7 +158,7 @@ def poll() -> None:
     if step is not None:
         from .drain import between_steps
 
-        between_steps(step, tuple(keepers.values()))
+        between_steps(step, checkpointers.all())
 
 
 def awaited_between_steps() -> int | None:
@@ -296,7 +291,7 @@ def _forked() -> None:
     global _words, _listeners
     if _words is not None:
         _words, _listeners = page.private_words(), ()
-        keepers.clear()
+        checkpointers.clear()
 
 
 os.register_at_fork(after_in_child=_forked)

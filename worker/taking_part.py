@@ -68,7 +68,7 @@ class TakingPart:
             self._contents.replicas.note_soon(current_group())
 
     def register(self) -> None:
-        progress.take_part(self._directory, self)
+        progress.checkpointers.add(self._directory, self)
 
     def _is_beyond(self, step: int) -> bool:
         """These are the steps of another training, begun in this process after this one was done."""
@@ -177,4 +177,4 @@ class TakingPart:
 
 
 def all_taking_part() -> tuple[TakingPart, ...]:
-    return tuple(one for one in progress.keepers.values() if isinstance(one, TakingPart))
+    return tuple(one for one in progress.checkpointers.all() if isinstance(one, TakingPart))

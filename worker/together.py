@@ -47,6 +47,25 @@ class Keeper(InMemory, Protocol):
         """The same without the others; False when this node has no room for it."""
 
 
+class Checkpointers:
+    """Those of a process that take part in training, in the order in which every rank has let them."""
+
+    def __init__(self) -> None:
+        self._by_directory: dict[str, Keeper] = {}
+
+    def add(self, directory: str, keeper: Keeper) -> None:
+        """Its state is kept in planned changes from now on, instead of that of an earlier one of this directory."""
+        self._by_directory[directory] = keeper
+
+    def all(self) -> tuple[Keeper, ...]:
+        """All are kept at one step, or none is."""
+        return tuple(self._by_directory.values())
+
+    def clear(self) -> None:
+        """A child process takes no part."""
+        self._by_directory.clear()
+
+
 def give_up(step: int, owners: Iterable[InMemory]) -> None:
     """Not all of these have kept `step`."""
     owners = tuple(owners)

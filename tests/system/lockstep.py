@@ -54,7 +54,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, save_and_exit)
     if not options.own_handler:
         keeper = SimpleNamespace(keep=keep, write_behind=lambda _: None, keep_alone=keep, keeps_alone=True)
-        progress.take_part("lockstep", keeper)
+        progress.checkpointers.add("lockstep", keeper)
     kept = [int(path.name.rpartition("-")[2]) for path in folder.glob("kept-*")]
     done = max(kept, default=0)
     record("start", env=dict(os.environ), argv=sys.argv[1:], step=done)

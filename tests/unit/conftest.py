@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.configuration.options import WORKER_VARIABLES
+from elastic_agent.worker.together import Checkpointers
 
 
 @pytest.fixture
@@ -28,6 +29,6 @@ def only_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         monkeypatch.setenv(name, value)
     # By name: tests of other things need not load torch.
     monkeypatch.setattr("elastic_agent.worker.progress._listeners", ())
-    monkeypatch.setattr("elastic_agent.worker.progress.keepers", {})
+    monkeypatch.setattr("elastic_agent.worker.progress.checkpointers", Checkpointers())
     monkeypatch.setattr("elastic_agent.worker.memory._used", set())
     return folder

@@ -30,6 +30,7 @@ from elastic_agent.worker.errors import SaveFailed
 from elastic_agent.worker.lines import MessageError, receive_line, send_line
 from elastic_agent.worker.page import Page
 from elastic_agent.worker.progress import poll
+from elastic_agent.worker.together import Checkpointers
 
 WORD = Word(7, 3, 1, 120, Said.FINISHED)
 
@@ -98,6 +99,14 @@ class Keeper:
         self._kept.append(("back to", version[1]))
 
 
+def taking_part(**keepers: Keeper) -> Checkpointers:
+    """In the place of this process's."""
+    checkpointers = Checkpointers()
+    for name, keeper in keepers.items():
+        checkpointers.add(name, keeper)
+    return checkpointers
+
+
 class Scene:
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.page = Page.make(7)
@@ -115,7 +124,7 @@ class Scene:
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(progress, "_words", None)
         monkeypatch.setattr(progress, "_listeners", ())
-        monkeypatch.setattr(progress, "keepers", {"here": Keeper(self.kept)})
+        monkeypatch.setattr(progress, "checkpointers", taking_part(here=Keeper(self.kept)))
         monkeypatch.setattr(drain, "_left_to_script", False)
         monkeypatch.setattr(drain, "_leave_at_exit", lambda: None)  # this process goes on
 
@@ -152,8 +161,8 @@ def test_a_step_that_is_not_the_last_one_goes_on(scene: Scene) -> None:
 def test_where_one_last_save_was_refused_all_go_back_and_none_is_said_to_be_kept(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, refused: bool | Exception, raised: type[BaseException]
 ) -> None:
-    keepers = {"kept": Keeper(scene.kept), "refused": Keeper(scene.kept, refused=refused)}
-    monkeypatch.setattr(progress, "keepers", keepers)
+    both = taking_part(kept=Keeper(scene.kept), refused=Keeper(scene.kept, refused=refused))
+    monkeypatch.setattr(progress, "checkpointers", both)
     scene.announce()
     scene.answer = Answer.END
     with pytest.raises(raised):
@@ -195,7 +204,8 @@ def test_a_state_that_could_not_be_kept_is_not_said_to_be(
     def fail(step: int) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(progress.keepers["here"], "keep", fail)
+    (here,) = progress.checkpointers.all()
+    monkeypatch.setattr(here, "keep", fail)
     scene.announce()
     scene.answer = Answer.END
     with pytest.raises(OSError, match="no space left"):
@@ -204,8 +214,9 @@ def test_a_state_that_could_not_be_kept_is_not_said_to_be(
 
 
 def test_all_that_take_part_are_kept_at_one_step(scene: Scene) -> None:
-    progress.take_part("there", Keeper(scene.kept))
-    progress.take_part("here", progress.keepers["here"])
+    (here,) = progress.checkpointers.all()
+    progress.checkpointers.add("there", Keeper(scene.kept))
+    progress.checkpointers.add("here", here)
     scene.announce()
     scene.answer = Answer.END
     with pytest.raises(Drained):
@@ -227,7 +238,7 @@ def test_where_one_has_no_room_all_go_back_to_what_all_have(
 ) -> None:
     full = Keeper(scene.kept)
     full.has_room, full.copies = False, copies
-    progress.take_part("full", full)
+    progress.checkpointers.add("full", full)
     scene.announce()
     scene.answer = Answer.END_ALONE
     with pytest.raises(Drained):
@@ -244,7 +255,7 @@ def test_between_steps_a_process_that_can_keep_its_state_alone_says_so(scene: Sc
 
 
 def test_if_one_part_cannot_be_kept_alone_the_others_are_waited_for_at_the_next_step(scene: Scene) -> None:
-    progress.take_part("there", Keeper(scene.kept, keeps_alone=False))
+    progress.checkpointers.add("there", Keeper(scene.kept, keeps_alone=False))
     progress.step(120)
     scene.announce()
     poll()
@@ -286,7 +297,7 @@ def test_an_agent_that_is_silent_is_not_waited_for(scene: Scene, monkeypatch: py
 
 
 def test_a_script_that_keeps_its_state_by_itself_does_so_once(scene: Scene) -> None:
-    progress.keepers.clear()
+    progress.checkpointers.clear()
     scene.announce()
     scene.answer = Answer.END
     asked: list[int] = []

@@ -35,6 +35,7 @@ from elastic_agent.worker.salvage import (
 )
 from elastic_agent.worker.slots import Held as HeldSlot
 from elastic_agent.worker.slots import NoRoom
+from elastic_agent.worker.together import Checkpointers
 
 numpy = pytest.importorskip("numpy")
 
@@ -448,7 +449,7 @@ class Pair:
 
     def resume(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         monkeypatch.setenv("ELASTIC_AGENT_GENERATION", "2")
-        monkeypatch.setattr("elastic_agent.worker.progress.keepers", {})
+        monkeypatch.setattr("elastic_agent.worker.progress.checkpointers", Checkpointers())
         self.load()
         return self.loaded
 

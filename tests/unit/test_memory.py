@@ -360,11 +360,11 @@ def test_the_disk_is_not_read_when_the_memory_is_newer(
 
 def test_all_that_were_loaded_are_kept_for_a_drain_and_an_archive_is_not(tmp_path: Path) -> None:
     model, ema, best = (Checkpointer(tmp_path / name, {"meta": {}}) for name in ("model", "ema", "best"))
-    assert not progress.keepers
+    assert not progress.checkpointers.all()
     model.load()
     ema.load()
     best.save(5)
-    for keeper in progress.keepers.values():
+    for keeper in progress.checkpointers.all():
         keeper.keep(7)
     assert [Checkpointer(tmp_path / name, {"meta": {}}).load() for name in ("model", "ema", "best")] == [
         7,
@@ -381,7 +381,7 @@ def test_a_last_save_that_the_disk_refuses_keeps_nothing_and_says_so(
     Checkpointer(directory, {"meta": {}}).load()
     shutil.rmtree(directory)
     directory.write_text("no directory")
-    (keeper,) = progress.keepers.values()
+    (keeper,) = progress.checkpointers.all()
     assert not keeper.keep(8)
     assert f"step 8 is NOT on disk in {directory}" in caplog.text
 
@@ -392,7 +392,7 @@ def test_of_one_directory_the_newest_checkpointer_keeps_the_state(
     Checkpointer(tmp_path / "disk", {"meta": {"is": "old"}}).load()
     monkeypatch.delenv("ELASTIC_AGENT_MEMORY")
     Checkpointer(tmp_path / "disk", {"meta": {"is": "new"}}).load()
-    (keeper,) = progress.keepers.values()
+    (keeper,) = progress.checkpointers.all()
     keeper.keep(8)
     meta: dict[str, Any] = {}
     assert Checkpointer(tmp_path / "disk", {"meta": meta}).load() == 8
