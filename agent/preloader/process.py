@@ -27,7 +27,6 @@ FRESH = frozenset(sys.modules) - {"__future__"}
 import contextlib  # noqa: E402
 import gc  # noqa: E402
 import importlib.util  # noqa: E402
-import json  # noqa: E402
 import os  # noqa: E402
 import select  # noqa: E402
 import signal  # noqa: E402
@@ -291,7 +290,7 @@ def become_worker(
         except OSError:  # the agent has ended, or the script runs already
             pass
 
-    told = start.Start.from_json(json.dumps(message["start"]))
+    told = start.Start.of(message["start"])
     if edited := known.edited():
         tell(f"{edited} has changed since it was imported")
         os.chdir(told.cwd)

@@ -48,8 +48,6 @@ log = logging.getLogger(__name__)
 
 PROCESS = Path(__file__).with_name("process.py")
 
-ENOUGH_MEMORY = MemoryPolicy()
-
 MEMORY_EVERY_S = 5.0
 """Between two looks at how scarce memory is."""
 
@@ -122,7 +120,6 @@ class Spares:
         clock: Callable[[], float],
         read_memory: Callable[[], tuple[Memory, ...]],
         first_on_path: str,
-        policy: MemoryPolicy = ENOUGH_MEMORY,
     ) -> None:
         """`python` is the job's, `environment` what its workers inherit, with the mark of this agent, `first_on_path`
         the folder where they look first for modules. So many spares are `wanted`. Nothing is preloaded before `start`:
@@ -137,7 +134,6 @@ class Spares:
         self._post = post
         self._clock = clock
         self._read_memory = read_memory
-        self._policy = policy
         self._notebook = Notebook() if "auto" in names else None
         self._learn_at: float | None = None
         self._learned: tuple[str, ...] = ()
@@ -442,7 +438,7 @@ class Spares:
 
     def _look_at_memory(self) -> None:
         judged = (
-            pressure(self._policy, memory, before=bool(self._pressure)) for memory in self._read_memory()
+            pressure(MemoryPolicy(), memory, before=bool(self._pressure)) for memory in self._read_memory()
         )
         scarce = next(filter(None, judged), "")
         if scarce and not self._pressure:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 SCRIPT = "script"
 MODULE = "module"
@@ -30,18 +30,11 @@ class Start:
         module = ("-m",) if self.kind == MODULE else ()
         return ("-u", *module, self.target, *self.args)
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
     @staticmethod
-    def from_json(text: str | bytes) -> Start:
-        """Raises BadStart."""
-        try:
-            found = json.loads(text)
-        except ValueError as error:
-            raise BadStart(f"not JSON: {error}") from error
+    def of(found: Any) -> Start:
+        """From what JSON has given. Raises BadStart."""
         if not isinstance(found, dict) or set(found) != {"kind", "target", "args", "environment", "cwd"}:
-            raise BadStart(f"not the fields of a start: {text[:200]!r}")
+            raise BadStart(f"not the fields of a start: {repr(found)[:200]}")
         kind, target, args, environment, cwd = (
             found[name] for name in ("kind", "target", "args", "environment", "cwd")
         )

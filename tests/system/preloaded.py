@@ -52,7 +52,7 @@ def main(folder: str, names: list[str]) -> None:
                 with open(path, "a") as file:
                     file.write(problem + "\n")
 
-            fresh_process.run(start.Start.from_json(json.dumps(asked["start"])), known, tell)
+            fresh_process.run(start.Start.of(asked["start"]), known, tell)
         print(child)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     os._exit(0)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
@@ -57,7 +57,7 @@ class Preloaded:
 
     def start(self, start: Start, stdout: Path, stderr: Path, told: Path) -> int:
         asked = {
-            "start": json.loads(start.to_json()),
+            "start": asdict(start),
             "stdout": str(stdout),
             "stderr": str(stderr),
             "told": str(told),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -12,7 +13,7 @@ START = Start("script", "train.py", ("--lr", "0.1"), {"RANK": "0", "ODD": "\udcf
 
 
 def test_a_start_survives_the_way_there() -> None:
-    assert Start.from_json(START.to_json()) == START
+    assert Start.of(json.loads(json.dumps(asdict(START)))) == START
 
 
 def test_the_command_is_what_python_is_given() -> None:
@@ -40,10 +41,10 @@ def test_the_command_is_what_python_is_given() -> None:
 )
 def test_what_no_process_can_be_is_refused(changed: dict[str, object]) -> None:
     with pytest.raises(BadStart):
-        Start.from_json(json.dumps({**json.loads(START.to_json()), **changed}))
+        Start.of({**json.loads(json.dumps(asdict(START))), **changed})
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"kind": "script"}'])
-def test_what_is_no_start_is_refused(text: str) -> None:
+@pytest.mark.parametrize("found", [None, "", [], {}, {"kind": "script"}], ids=repr)
+def test_what_is_no_start_is_refused(found: object) -> None:
     with pytest.raises(BadStart):
-        Start.from_json(text)
+        Start.of(found)
