@@ -20,15 +20,15 @@ from pathlib import Path
 from ..rendezvous.errors import RecordInvalid, StoreError
 from ..rendezvous.records import WORLD_KEY, World
 from ..rendezvous.store import Store
-from ..worker.commits import (
+from ..worker.wire.codec import kind_of
+from ..worker.wire.messages import (
+    COMMIT_QUESTIONS,
     MAX_REASON_CHARS,
-    Answer,
-    Granted,
-    Question,
-    Refused,
-    Undecided,
-    decode_question,
-    encode_answer,
+    CommitAnswer,
+    CommitGranted,
+    CommitQuestion,
+    CommitRefused,
+    CommitUndecided,
 )
 from .gate import Gate
 
@@ -50,51 +50,53 @@ class Standing:
 NOBODY = Standing("", -math.inf)
 
 
-def judge(question: Question, world: World | None, standing: Standing, now: float) -> Answer:
+def judge(question: CommitQuestion, world: World | None, standing: Standing, now: float) -> CommitAnswer:
     """`world` is what the store held after `standing` was taken and before `now`.
 
     The phase does not matter. A generation that stops may still save, and one that the leaving host of the store
     has ended too: no other begins before this node's workers are gone.
     """
     if world is None:
-        return Refused("the rendezvous store holds no world")
+        return CommitRefused("the rendezvous store holds no world")
     if world.generation > question.generation:
-        return Refused(f"generation {world.generation} has replaced it")
+        return CommitRefused(f"generation {world.generation} has replaced it")
     if world.generation < question.generation:
-        return Refused(f"the rendezvous store has fallen back to generation {world.generation}")
+        return CommitRefused(f"the rendezvous store has fallen back to generation {world.generation}")
     if world.member(standing.incarnation) is None:
-        return Refused("this node, which joined anew, is no member of it")
+        return CommitRefused("this node, which joined anew, is no member of it")
     left_s = standing.proven_until - now
     if left_s <= 0:
-        return Undecided("the rendezvous store does not confirm this node's lease")
-    return Granted(left_s)
+        return CommitUndecided("the rendezvous store does not confirm this node's lease")
+    return CommitGranted(left_s)
 
 
-class CommitGate(Gate):
+class CommitGate(Gate[CommitQuestion]):
     """Each of its threads may wait for the store."""
 
     def __init__(self, path: Path, store: Store, clock: Callable[[], float]) -> None:
-        super().__init__(path, "commit", self._reply, most=MAX_CLIENTS)
+        super().__init__(path, "commit", COMMIT_QUESTIONS, self._reply, most=MAX_CLIENTS)
         self.standing = NOBODY
         """For the main loop to replace as a whole, so that no thread ever sees half of a change."""
         self._store = store
         self._clock = clock
 
-    def answer(self, question: Question) -> Answer:
+    def answer(self, question: CommitQuestion) -> CommitAnswer:
         # First, and only then the read: a lease that ended while the store was asked is not mistaken for a new one.
         standing = self.standing
         try:
             entries = self._store.read((WORLD_KEY,)).entries
             world = next((World.from_json(entry.value) for entry in entries), None)
         except (StoreError, RecordInvalid) as error:
-            return Undecided(str(error)[:MAX_REASON_CHARS])
+            return CommitUndecided(str(error)[:MAX_REASON_CHARS])
         return judge(question, world, standing, self._clock())
 
-    def _reply(self, line: bytes) -> bytes:
-        question = decode_question(line)
+    def _reply(self, question: CommitQuestion) -> CommitAnswer:
         answer = self.answer(question)
-        if not isinstance(answer, Granted):
+        if not isinstance(answer, CommitGranted):
             log.warning(
-                "generation %d may not commit: %s: %s", question.generation, answer.kind, answer.reason
+                "generation %d may not commit: %s: %s",
+                question.generation,
+                kind_of(type(answer)).removeprefix("commit_"),
+                answer.reason,
             )
-        return encode_answer(answer)
+        return answer

@@ -21,8 +21,7 @@ from ..rendezvous.records import StopAt
 from ..rendezvous.requests import WriteStop
 from ..rendezvous.store import Store
 from ..rendezvous.threads import Thread
-from ..worker import drain
-from ..worker.drain import Said, decode_word, encode_answer
+from ..worker.wire.messages import STEPS_ENDED, Said, StepAnswer, StepEnded, Verdict
 from .events import Event, StopRead, WorkerAnswered, WorkerKept
 from .gate import Gate
 
@@ -38,13 +37,13 @@ PAUSE_S = 0.05
 """Between two questions to a store that gives no answer."""
 
 
-class DrainGate(Gate):
+class DrainGate(Gate[StepEnded]):
     """See the module's docstring."""
 
     def __init__(
         self, path: Path, store: Store, post: Callable[[Event], None], clock: Callable[[], float]
     ) -> None:
-        super().__init__(path, "drain", self._reply, most=MAX_CLIENTS)
+        super().__init__(path, "drain", STEPS_ENDED, self._reply, most=MAX_CLIENTS)
         self.present = Present(None, 0)
         """For the main loop to replace as a whole."""
         self._store = store
@@ -88,11 +87,10 @@ class DrainGate(Gate):
     def _write(self, verdict: WriteStop) -> bool:
         return self._store.transact(verdict.compares, verdict.writes).succeeded
 
-    def _reply(self, line: bytes) -> bytes:
-        word = decode_word(line)
+    def _reply(self, word: StepEnded) -> StepAnswer:
         if word.said is Said.KEPT:
             self._post(WorkerKept(word.generation, word.local_rank))
-            return encode_answer(drain.Answer.GO_ON)
+            return StepAnswer(Verdict.GO_ON)
         key = word.generation, word.local_rank
         self._count(key, 1)
         try:
@@ -101,7 +99,7 @@ class DrainGate(Gate):
                 self._post(WorkerAnswered(word.generation, word.local_rank, word.step, answer))
         finally:
             self._count(key, -1)
-        return encode_answer(_told(answer))
+        return StepAnswer(_verdict(answer))
 
     def _count(self, key: tuple[int, int], by: int) -> None:
         with self._lock:
@@ -119,7 +117,7 @@ class DrainGate(Gate):
         self._post(StopRead(generation, stop))
 
 
-def _told(answer: Answer) -> drain.Answer:
+def _verdict(answer: Answer) -> Verdict:
     if isinstance(answer, End):
-        return drain.Answer.END_ALONE if answer.alone else drain.Answer.END
-    return drain.Answer.GO_ON
+        return Verdict.END_ALONE if answer.alone else Verdict.END
+    return Verdict.GO_ON

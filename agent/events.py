@@ -14,8 +14,7 @@ from ..rendezvous.peers import Finding, Peer
 from ..rendezvous.records import StopAt
 from ..rendezvous.requests import Answer, Request, Subscription
 from ..rendezvous.store import Change, LeaseId
-from ..worker.reports import Report
-from ..worker.salvage import FromWorker
+from ..worker.wire.messages import FromGuard, Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +144,7 @@ class JustInTimeMessage:
 
     generation: int
     local_rank: int
-    message: FromWorker | None
+    message: FromGuard | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,15 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from ..rendezvous.threads import Thread
-from ..worker.lines import MessageError, receive_line, send_line
+from ..worker.wire.channel import receive, send
+from ..worker.wire.codec import Checked, Codec, Invalid
 
 log = logging.getLogger(__name__)
+
+_Question = TypeVar("_Question")
 
 CLIENT_S = 2.0
 """How long a worker may take to ask once it is connected, and to take its answer."""
@@ -25,14 +29,23 @@ ACCEPT_PAUSE_S = 1.0
 """The rest after this process ran out of file descriptors."""
 
 
-class Gate:
-    """See the module's docstring. `answer` is called by many threads; it may raise MessageError: then there is none."""
+class Gate(Generic[_Question]):
+    """See the module's docstring. `answer` is called by many threads."""
 
-    def __init__(self, path: Path, subject: str, answer: Callable[[bytes], bytes], *, most: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        subject: str,
+        questions: Codec[_Question],
+        reply: Callable[[_Question], Checked],
+        *,
+        most: int,
+    ) -> None:
         """`subject` names what is asked about, in the log. More than `most` clients at once wait in the backlog."""
         self.path = path
         self._subject = subject
-        self._answer = answer
+        self._questions = questions
+        self._reply_to = reply
         self._places = threading.BoundedSemaphore(most)
         self._closed = threading.Event()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -64,8 +77,8 @@ class Gate:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            send_line(connection, self._answer(receive_line(connection, CLIENT_S)), CLIENT_S)
-        except (OSError, MessageError) as error:
+            send(connection, self._reply_to(receive(connection, self._questions, CLIENT_S)), CLIENT_S)
+        except (OSError, Invalid) as error:
             log.warning("a question about a %s is left without an answer: %s", self._subject, error)
         self._ended(connection)
 

@@ -34,6 +34,7 @@ from ..rendezvous.restarts import RestartPolicy
 from ..rendezvous.store import Store
 from ..rendezvous.threads import Thread, listen
 from ..worker.available_memory import read_memory
+from ..worker.wire.environment import WorkerEnv
 from .accounting.measured_store import MeasuredStore
 from .accounting.observer import Observer
 from .checkpoints.disk_writer import DiskWriter
@@ -44,6 +45,7 @@ from .configuration.log_level import log_level
 from .configuration.options import SECRET_VARIABLES
 from .configuration.timeouts import drain_timeout_s
 from .drain_gate import DrainGate
+from .environment.contract import worker_env
 from .error_file import write_error_file
 from .events import Event, Signalled, ThreadFailed
 from .exits import CannotStart, ExitCode
@@ -150,7 +152,7 @@ def _run(
 
     with contextlib.ExitStack() as stack:
         run_dir = Path(stack.enter_context(_run_directory()))
-        memory = make_folder(config.memory_checkpoints, run_dir / "writes")
+        memory = make_folder(config.memory_checkpoints)
         if memory is not None:
             stack.callback(memory.close)
         listener, http, store_listener = _listeners(config, endpoint, address, bind)
@@ -204,12 +206,13 @@ def _run(
         stack.callback(worker_store.end)
         lost = metrics.log_file_bytes_dropped_total.inc
         logs = _started(stack, WorkerLogs(config.log_dir, name, console, metrics.printed, lost))
-        reports = _started(stack, _receiver(run_dir, events, metrics, clock))
-        commits = _started(stack, CommitGate(run_dir / "commits", store, clock))
-        drain_gate = _started(stack, DrainGate(run_dir / "drain", store, events.put, clock))
-        salvage_gate = _started(stack, SalvageGate(run_dir / "salvage", events.put))
+        env = worker_env(incarnation, run_dir, memory)
+        _started(stack, _receiver(Path(env.reports), events, metrics, clock))
+        commits = _started(stack, CommitGate(Path(env.commits), store, clock))
+        drain_gate = _started(stack, DrainGate(Path(env.drain), store, events.put, clock))
+        salvage_gate = _started(stack, SalvageGate(Path(env.salvage), events.put))
         disk_writer = _started(
-            stack, DiskWriter(run_dir / "writes", commits.path, reports.path, environment, events.put)
+            stack, DiskWriter(run_dir / "writes", env.commits, env.reports, environment, events.put)
         )
         children.knows(lambda: (guard.pid, *gpu_memory.pids, *worker_store.pids))
         children.knows(lambda: (*disk_writer.pids, *spares.pids))
@@ -220,11 +223,7 @@ def _run(
             incarnation,
             machine,
             run_dir,
-            reports.path,
-            commits.path,
-            salvage_gate.path,
-            drain_gate.path,
-            memory,
+            env,
             cgroup,
             environment,
         )
@@ -367,7 +366,7 @@ def _spares(
         job_python(environment),
         config.preload.words,
         machine.workers + 1,
-        {**environment, "ELASTIC_AGENT_INCARNATION": incarnation},
+        {**environment, **WorkerEnv(incarnation=incarnation).variables()},
         events.put,
         clock,
         read_memory,
@@ -393,10 +392,10 @@ def _server(bind: socket.socket, metrics: Metrics, probes: _Probes, pages: Statu
 
 
 def _receiver(
-    run_dir: Path, events: queue.SimpleQueue[Event], metrics: Metrics, clock: Callable[[], float]
+    path: Path, events: queue.SimpleQueue[Event], metrics: Metrics, clock: Callable[[], float]
 ) -> ReportReceiver:
     return ReportReceiver(
-        run_dir / "reports",
+        path,
         events.put,
         lambda: events.qsize() < MAX_WAITING_EVENTS,
         clock,

@@ -1,4 +1,4 @@
-"""The agent's end of the connections over which workers hear that their generation has failed (`worker/salvage.py`).
+"""The agent's end of the connections over which workers learn that their generation has failed.
 
 One thread reads them all and posts what they say; the main loop answers. It costs nothing while nothing fails.
 """
@@ -14,7 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..rendezvous.threads import Thread
-from ..worker.salvage import FROM_WORKER, FromAgent, Guarding, Lines, Message, MessageError, encode
+from ..worker.wire.channel import Lines
+from ..worker.wire.codec import Invalid, kind_of
+from ..worker.wire.messages import FROM_GUARDS, FromGuard, Guarding, ToGuard, encode
 from .events import Event, JustInTimeMessage
 
 log = logging.getLogger(__name__)
@@ -48,14 +50,14 @@ class SalvageGate:
     def close(self) -> None:
         self._waker.close()
 
-    def tell(self, generation: int, local_rank: int, message: FromAgent) -> None:
+    def tell(self, generation: int, local_rank: int, message: ToGuard) -> None:
         with self._lock:
             connection = self._guards.get((generation, local_rank))
             if connection is not None:
                 try:
                     connection.send(encode(message), socket.MSG_DONTWAIT)
                 except OSError as error:
-                    log.debug("rank %d does not hear %s: %s", local_rank, message.said, error)
+                    log.debug("rank %d does not hear %s: %s", local_rank, kind_of(type(message)), error)
 
     def _serve(self) -> None:
         self._selector.register(self._woken, selectors.EVENT_READ)
@@ -91,19 +93,19 @@ class SalvageGate:
             return
         except ConnectionResetError:
             data = b""  # it was killed with words of ours unread
-        except (OSError, MessageError) as error:
+        except (OSError, Invalid) as error:
             log.warning("a worker's connection is closed: %s", error)
             data = b""
         if not data:
             self._drop(connection, guard)
 
-    def _hear(self, connection: socket.socket, guard: _Guard, message: Message) -> None:
+    def _hear(self, connection: socket.socket, guard: _Guard, message: FromGuard) -> None:
         if isinstance(message, Guarding):
             guard.name = message.generation, message.local_rank
             with self._lock:
                 self._guards[guard.name] = connection
-        if guard.name is None or not isinstance(message, FROM_WORKER):
-            raise MessageError(f"{message.said!r} from a worker that has not said who it is, or is none")
+        if guard.name is None:
+            raise Invalid(f"{kind_of(type(message))} from a worker that has not said who it is")
         self._post(JustInTimeMessage(*guard.name, message))
 
     def _drop(self, connection: socket.socket, guard: _Guard) -> None:
@@ -120,5 +122,5 @@ class _Guard:
     """What is known of one connection."""
 
     def __init__(self) -> None:
-        self.lines = Lines()
+        self.lines = Lines(FROM_GUARDS)
         self.name: tuple[int, int] | None = None

@@ -30,8 +30,8 @@ from typing import Any
 
 from elastic_agent.agent.checkpoints.disk_writer import DiskWriter
 from elastic_agent.agent.events import Event, WriterEnded, WriterWanted
-from elastic_agent.worker.commits import Granted, encode_answer
-from elastic_agent.worker.lines import receive_line
+from elastic_agent.worker.wire.channel import receive, send
+from elastic_agent.worker.wire.messages import COMMIT_QUESTIONS, CommitGranted
 from report import add_options, keep, markdown, publish, ratio, spread
 
 GOAL = 1.3
@@ -115,7 +115,7 @@ def run(system: str, megabytes: int, ranks: int, disk: Path | None) -> Run:
         threading.Thread(target=grant, args=(folder / "commits",), daemon=True).start()
         # Nobody reads the reports.
         writer = DiskWriter(
-            folder / "writes", folder / "commits", folder / "reports", dict(os.environ), events.put
+            folder / "writes", str(folder / "commits"), str(folder / "reports"), dict(os.environ), events.put
         )
         writer.start()
         try:
@@ -147,8 +147,8 @@ def grant(path: Path) -> None:
     while True:
         connection, _ = listener.accept()
         with connection:
-            receive_line(connection, 5.0)
-            connection.sendall(encode_answer(Granted(60.0)))
+            receive(connection, COMMIT_QUESTIONS, 5.0)
+            send(connection, CommitGranted(60.0), 5.0)
 
 
 def world(

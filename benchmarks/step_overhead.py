@@ -25,9 +25,12 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_agent.worker import drain, page, progress
-from elastic_agent.worker.lines import receive_line
-from elastic_agent.worker.page import Page
+from elastic_agent.worker import drain, progress
+from elastic_agent.worker.wire import shared_progress as page
+from elastic_agent.worker.wire.channel import receive, send
+from elastic_agent.worker.wire.environment import NAMES
+from elastic_agent.worker.wire.messages import STEPS_ENDED, StepAnswer, Verdict
+from elastic_agent.worker.wire.shared_progress import Page
 from report import add_options, keep, markdown, publish, ratio, spread
 
 GOAL_US = 5.0
@@ -78,9 +81,9 @@ def run(case: str, calls: int) -> Run:
     calls = max(1, calls // 100) if case == "pending" else calls
     with closing(Page.make(GENERATION)) as ours, answering() as agent:
         ours.words[page.PENDING] = case == "pending"
-        environment = {**os.environ, "ELASTIC_AGENT_GENERATION": str(GENERATION), drain.VARIABLE: agent}
+        environment = {**os.environ, "ELASTIC_AGENT_GENERATION": str(GENERATION), NAMES["drain"]: agent}
         environment |= {"RANK": "0", "ELASTIC_AGENT_LOCAL_RANK": "0"}
-        environment |= {} if case == "private" else {page.VARIABLE: ours.path}
+        environment |= {} if case == "private" else {NAMES["page"]: ours.path}
         command = [sys.executable, __file__, "--run", case, "--calls", str(calls)]
         measured = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
         if ours.read().step != (None if case == "private" else 2 * BLOCKS * calls):
@@ -124,15 +127,14 @@ def answering() -> Iterator[str]:
 
 
 def answer(listener: socket.socket) -> None:
-    go_on = drain.encode_answer(drain.Answer.GO_ON)
     while True:
         try:
             worker, _ = listener.accept()
         except OSError:
             return  # shut down
         with worker:
-            drain.decode_word(receive_line(worker, drain.ANSWER_S))
-            worker.sendall(go_on)
+            receive(worker, STEPS_ENDED, drain.ANSWER_S)
+            send(worker, StepAnswer(Verdict.GO_ON), drain.ANSWER_S)
 
 
 def table(runs: Sequence[Run]) -> str:

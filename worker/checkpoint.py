@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from . import progress, rng, salvage
+from . import progress, rng
 from .collectives import Group, current_group
 from .contents import Contents
 from .copies import Copies
@@ -43,14 +43,15 @@ from .offers import BadState, Owner
 from .ownership import this_run
 from .refusals import because, together
 from .replicas import refuse_sharded
-from .reports import SaveResult, Tier
 from .restore import Restore
 from .resume import apply
 from .save_plan import Occasion, ToDisk
 from .slots import CopyLost, Header
 from .states import Stateful, prove_loadable
 from .taking_part import TakingPart, all_taking_part
-from .writes import ADDRESS_VARIABLE
+from .wire.environment import WorkerEnv
+from .wire.messages import SaveResult, Tier
+from .writes import refusal_of
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,8 @@ class Checkpointer:
             raise ValueError(f"max_failed_saves is {max_failed_saves}, expected at least 1")
         self._files = CheckpointFiles(directory, keep=keep, run=this_run(os.environ), lend=progress.lend)
         self._read_only = read_only
-        self._speaks_for_node = os.environ.get("ELASTIC_AGENT_LOCAL_RANK") == "0" and not read_only
+        env = WorkerEnv.of(os.environ)
+        self._speaks_for_node = env.local_rank == 0 and not read_only
         self._contents = Contents(state, of_rank_0)
         self._max_failed_saves = max_failed_saves
         self._failed_saves = 0
@@ -110,12 +112,7 @@ class Checkpointer:
         self._memory = memory_of(os.environ, self._files.directory) if not read_only else None
         self._bad_state = BadState.of(os.environ) if not read_only else None
         self._account = progress if not read_only else progress.Silent()
-        self._disk = Disk(
-            self._files,
-            int(os.environ.get("ELASTIC_AGENT_GENERATION", "0")),
-            os.environ.get("ELASTIC_AGENT_COMMITS", ""),
-            os.environ.get(ADDRESS_VARIABLE, ""),
-        )
+        self._disk = Disk(self._files, env.generation, env.commits, env.writes)
         self._copies = Copies(self._memory, self._disk)
         self._part = TakingPart(
             self._files.directory,
@@ -285,7 +282,7 @@ class Checkpointer:
         the loop: see `just_in_time`. One guards all Checkpointers that were loaded. Without an agent, or without room
         in its memory, this does nothing.
         """
-        memory, address = self._memory, os.environ.get(salvage.VARIABLE, "")
+        memory, address = self._memory, WorkerEnv.of(os.environ).salvage
         if memory is None or not address:
             return contextlib.nullcontext()
         self._part.register()
@@ -352,7 +349,7 @@ class Checkpointer:
             lost = str(error)
         outcome = self._disk.finish(lost)
         if outcome is not None:
-            self._count(outcome.refusal())
+            self._count(refusal_of(outcome))
 
     def _make_durable(self) -> None:
         """Rank 0: wait for the newest save, and raise while it is not on disk: also when that was told before."""

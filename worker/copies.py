@@ -14,9 +14,9 @@ from . import progress
 from .disk import Disk
 from .layout import CannotLayOut
 from .memory import CopyUnderWay, NodeMemory
-from .reports import SaveResult
 from .save_plan import Occasion, SavePlan, ToDisk, plan_save
 from .slots import CopyLost, Header, NoRoom, SlotsBusy
+from .wire.messages import SaveResult
 
 logger = logging.getLogger(__name__)
 

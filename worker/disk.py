@@ -20,11 +20,13 @@ from typing import BinaryIO
 from . import progress
 from .errors import CheckpointError, SaveFailed
 from .files import CheckpointFiles
-from .lines import MessageError, receive_line
 from .manifests import Manifest
 from .permit import Permit
 from .slots import Held, Slots
-from .writes import CANCEL, Order, OrderError, Outcome, decode, encode, write_copy
+from .wire.channel import receive, send
+from .wire.codec import Invalid
+from .wire.messages import MAX_REASON_CHARS, WRITE_OUTCOMES, CancelWrite, WriteOrder, WriteOutcome
+from .writes import outcome_of, write_copy
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ class Disk:
         self._writer = writer
         self._clock = clock
         self._under_way: _UnderWay | None = None
-        self._outcome: Outcome | None = None
+        self._outcome: WriteOutcome | None = None
         """Of a write that has ended, and that nobody has asked for."""
         self._due: int | None = None
         """A step that was promised, and that has not been begun to be written."""
@@ -139,7 +141,7 @@ class Disk:
         ):
             self._outcome = self.finish()
 
-    def finish(self, lost: str = "") -> Outcome | None:
+    def finish(self, lost: str = "") -> WriteOutcome | None:
         """Wait for the end of the newest write. What became of it, told once; None: there was none.
 
         `lost` is why a copy that was promised to the disk may never have come here.
@@ -148,8 +150,10 @@ class Disk:
         self._outcome = self._due = None
         if write is None:
             if outcome is None and due is not None:
-                return Outcome(
-                    due, error=SaveFailed.__name__, reason=lost or f"step {due} never came to be written"
+                return WriteOutcome(
+                    due,
+                    error=SaveFailed.__name__,
+                    reason=(lost or f"step {due} never came to be written")[:MAX_REASON_CHARS],
                 )
             return outcome
         outcome = self._hear(write)
@@ -176,7 +180,7 @@ class Disk:
             logger.error("the newest save is not on disk: step=%d reason=%s", outcome.step, outcome.reason)
 
     def _ask(self, slots: Slots, held: Held) -> socket.socket | None:
-        order = Order(
+        order = WriteOrder(
             slots.memory,
             self.files.directory,
             held.name,
@@ -184,49 +188,48 @@ class Disk:
             held.header.generation,
             self._generation,
             self.files.keep,
-            sorted(self.files.good),
+            tuple(sorted(self.files.good)),
             self.files.run.id,
         )
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.settimeout(ASKING_S)
             connection.connect(self._writer)
-            connection.sendall(encode(order))
+            send(connection, order, ASKING_S)
         except OSError as error:
             logger.warning("the disk writer cannot be asked: step=%d reason=%s", order.step, error)
             connection.close()
             return None
         return connection
 
-    def _hear(self, write: _UnderWay) -> Outcome | None:
+    def _hear(self, write: _UnderWay) -> WriteOutcome | None:
         """None: the writer will not do it."""
         if write.connection is None:
             return None
         try:
-            return decode(Outcome, receive_line(write.connection, write.deadline - self._clock()))
-        except (OSError, MessageError, OrderError) as error:
+            return receive(write.connection, WRITE_OUTCOMES, write.deadline - self._clock())
+        except (OSError, Invalid) as error:
             logger.warning(
                 "the disk writer has not done its work: step=%d reason=%s", write.held.header.step, error
             )
             return None
 
-    def _write_here(self, write: _UnderWay) -> Outcome:
+    def _write_here(self, write: _UnderWay) -> WriteOutcome:
         header = write.held.header
         logger.warning("training waits while this process writes its checkpoint itself: step=%d", header.step)
         if write.connection is not None:
             try:
-                write.connection.settimeout(ASKING_S)
-                write.connection.sendall(CANCEL)
+                send(write.connection, CancelWrite(), ASKING_S)
             except OSError:
                 pass  # it is gone already
         started_s, size, refusal = self._clock(), 0, None
         try:
             size = write_copy(self.files, write.slots, write.held, self._generation, self._permit()).size
         except (CheckpointError, OSError, ValueError) as error:
-            refusal = Outcome.of(header.step, error, self.files.directory)
+            refusal = outcome_of(header.step, error, self.files.directory)
         took_s = self._clock() - started_s
         progress.checkpoint_save(header.step, "error" if refusal else "ok", took_s, size, blocked_s=took_s)
-        return refusal or Outcome(header.step, size)
+        return refusal or WriteOutcome(header.step, size)
 
     def _permit(self) -> Callable[[], None]:
         return Permit(self._commits, self._generation).check

@@ -6,12 +6,6 @@ then, else the change waits until the evaluation is over. When it was the last o
 keeps its state, and `Drained` is raised. Nothing has to catch it: it ends the process as `sys.exit` would, with a code
 that the agent knows.
 
-    {"v": 1, "generation": 7, "rank": 0, "local_rank": 0, "step": 120, "said": "finished"}
-    {"v": 1, "answer": "go on"}
-
-One line of JSON each way, over a connection of its own to the UNIX stream socket that `ELASTIC_AGENT_DRAIN` names. Both
-ends use this file; `agent/drain_gate.py` answers.
-
 An agent that gives no answer is not waited for: this worker goes on, and asks again after the next step. No torch here.
 """
 
@@ -19,24 +13,21 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import enum
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
 
 from .errors import CheckpointError
-from .lines import MessageError, body_of, receive_line, send_line, to_line
 from .together import Keeper, give_up
+from .wire.channel import ask
+from .wire.environment import WorkerEnv
+from .wire.messages import STEP_ANSWERS, Said, StepEnded, Verdict
 
 logger = logging.getLogger(__name__)
 
-VARIABLE = "ELASTIC_AGENT_DRAIN"
-VERSION = 1
 DRAINED = 83
 """The exit code of a worker that has ended as it was told."""
 
@@ -58,71 +49,6 @@ class Drained(SystemExit):
         self.step = step
 
 
-class Said(enum.Enum):
-    FINISHED = "finished"
-    """The step has just been finished. May this rank begin the next one?"""
-    PAUSING = "pausing"
-    """It was the last one finished, the next has not been begun, and this process could keep its state alone."""
-    KEPT = "kept"
-    """This was the last step, and its state is kept. No question."""
-
-
-class Answer(enum.Enum):
-    GO_ON = "go on"
-    END = "end"
-    """Keep the state together with all ranks, and end."""
-    END_ALONE = "end alone"
-    """Some ranks may never come here: keep the state without them, and end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Word:
-    """What a worker says to its agent."""
-
-    generation: int
-    rank: int
-    local_rank: int
-    step: int
-    said: Said
-
-    def __post_init__(self) -> None:
-        for name in ("generation", "rank", "local_rank", "step"):
-            value = getattr(self, name)
-            # bool is an int to isinstance.
-            if type(value) is not int or not 0 <= value < 2**63:
-                raise MessageError(f"{name} is {value!r}, expected an integer from 0 on")
-
-
-def encode_word(word: Word) -> bytes:
-    return to_line(VERSION, {**asdict(word), "said": word.said.value})
-
-
-def decode_word(line: bytes) -> Word:
-    """Raises MessageError, never anything else."""
-    body = body_of(line, VERSION)
-    if body.keys() != {field.name for field in fields(Word)}:
-        raise MessageError(f"a word with the fields {sorted(body)}")
-    try:
-        return Word(**{**body, "said": Said(body["said"])})
-    except ValueError as error:
-        raise MessageError(f"a word that cannot be read: {error}") from error
-
-
-def encode_answer(answer: Answer) -> bytes:
-    return to_line(VERSION, {"answer": answer.value})
-
-
-def decode_answer(line: bytes) -> Answer:
-    """Raises MessageError, never anything else."""
-    answer = body_of(line, VERSION).get("answer")
-    try:
-        return Answer(answer)
-    except ValueError as error:
-        raise MessageError(f"answer {answer!r} is none of {[known.value for known in Answer]}") from error
-
-
-# ---------------------------------------------------------------- in the worker
-
 _left_to_script = False
 """The script's own handler of SIGTERM was called: it ends the process when it has saved."""
 
@@ -143,14 +69,14 @@ def _ask(step: int, keepers: Sequence[Keeper], said: Said) -> None:
         return
     try:
         speaker = _Speaker(os.environ)
-        answer = decode_answer(speaker.say(step, said))
+        verdict = speaker.say(step, said)
     except (KeyError, ValueError, OSError) as error:
         logger.warning(
             "the agent gave no answer whether step %d is the last one, going on: reason=%s", step, error
         )
         return
-    if answer is not Answer.GO_ON:
-        _end(step, keepers, speaker, alone=answer is Answer.END_ALONE)
+    if verdict is not Verdict.GO_ON:
+        _end(step, keepers, speaker, alone=verdict is Verdict.END_ALONE)
 
 
 def _end(step: int, keepers: Sequence[Keeper], speaker: _Speaker, *, alone: bool) -> None:
@@ -245,16 +171,10 @@ class _Speaker:
     """Says one thing after the other. Raises KeyError and ValueError where the variables are not an agent's."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self._address = environ[VARIABLE]
-        self._generation = int(environ["ELASTIC_AGENT_GENERATION"])
+        self._env = WorkerEnv.of(environ)
         self._rank = int(environ["RANK"])
-        self._local_rank = int(environ["ELASTIC_AGENT_LOCAL_RANK"])
 
-    def say(self, step: int, said: Said) -> bytes:
-        """The agent's answer. Raises OSError and MessageError."""
-        word = Word(self._generation, self._rank, self._local_rank, step, said)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(ANSWER_S)
-            connection.connect(self._address)
-            send_line(connection, encode_word(word), ANSWER_S)
-            return receive_line(connection, ANSWER_S)
+    def say(self, step: int, said: Said) -> Verdict:
+        """The agent's answer. Raises OSError and Invalid."""
+        ended = StepEnded(self._env.generation, self._rank, self._env.local_rank, step, said)
+        return ask(self._env.drain, ended, STEP_ANSWERS, ANSWER_S).verdict

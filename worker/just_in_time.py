@@ -36,22 +36,22 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from . import progress
 from .journal import Buffers, Journal
 from .memory import Place
-from .salvage import (
+from .states import Part, state_of, unwrapped
+from .together import InMemory, give_up
+from .wire.channel import Lines
+from .wire.codec import Invalid
+from .wire.messages import (
+    TO_GUARDS,
     Broken,
-    FromWorker,
-    Go,
+    FromGuard,
     Guarding,
     Held,
     Hold,
     Keep,
     Kept,
-    Lines,
-    Message,
-    MessageError,
+    ToGuard,
     encode,
 )
-from .states import Part, state_of, unwrapped
-from .together import InMemory, give_up
 
 logger = logging.getLogger(__name__)
 
@@ -244,25 +244,25 @@ class JustInTime:
     # ---------------------------------------------------------------- what the agent runs into
 
     def _listen(self) -> None:
-        lines = Lines()
+        lines = Lines(TO_GUARDS)
         try:
             while data := self._socket.recv(4096):
                 for message in lines.add(data):
                     self._obey(message)
         except OSError:
             pass  # the agent has ended, or the guard
-        except MessageError as error:
+        except Invalid as error:
             logger.warning("no save just in time any more: reason=%s", error)
         finally:
             self._release()
 
-    def _obey(self, message: Message) -> None:
+    def _obey(self, message: ToGuard) -> None:
         if isinstance(message, Hold):
             self._holding = self._holding or self._update.acquire(timeout=message.within_s)
             self._say(Held(self._boundary if self._holding else None))
         elif isinstance(message, Keep):
             self._say(Kept(self._copy()))
-        elif isinstance(message, Go):
+        else:
             self._release()
 
     def _release(self) -> None:
@@ -286,7 +286,7 @@ class JustInTime:
             return None
         return step
 
-    def _say(self, message: FromWorker) -> None:
+    def _say(self, message: FromGuard) -> None:
         self._socket.sendall(encode(message))
 
 

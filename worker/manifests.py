@@ -8,7 +8,7 @@ import re
 from dataclasses import asdict, dataclass, fields
 
 from .durable import checksum, open_for_reading
-from .ownership import RUN_NAME
+from .wire.messages import RUN_NAME
 
 SCHEMA = 2
 _WITHOUT_RUN = 1

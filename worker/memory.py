@@ -25,8 +25,6 @@ from .offers import Copy
 from .ownership import this_run
 from .relayout import Layouts
 from .slots import (
-    FOLDER_VARIABLE,
-    LIMIT_VARIABLE,
     NAMES,
     Header,
     Held,
@@ -40,6 +38,7 @@ from .slots import (
 )
 from .states import is_plain, prove_loadable
 from .summing import Summing
+from .wire.environment import WorkerEnv
 
 logger = logging.getLogger(__name__)
 
@@ -380,21 +379,21 @@ class Place:
 
 def memory_of(environ: Mapping[str, str], directory: str) -> NodeMemory | None:
     """None where there is no agent, or one that grants no memory."""
-    folder = environ.get(FOLDER_VARIABLE, "")
-    if not folder:
-        return None
     try:
+        env = WorkerEnv.of(environ)
+        if not env.memory:
+            return None
         place = Place(
-            environ["ELASTIC_AGENT_NODE"],
-            int(environ["ELASTIC_AGENT_GENERATION"]),
+            env.node,
+            env.generation,
             int(environ["RANK"]),
-            int(environ["ELASTIC_AGENT_LOCAL_RANK"]),
+            env.local_rank,
             int(environ["WORLD_SIZE"]),
             this_run(environ).id,
         )
-        return NodeMemory(Slots(folder, directory), int(environ[LIMIT_VARIABLE]), place)
+        return NodeMemory(Slots(env.memory, directory), env.memory_bytes, place)
     except (KeyError, ValueError, OSError) as error:
-        logger.warning("no copies in memory, checkpoints go to disk only: folder=%s reason=%r", folder, error)
+        logger.warning("no copies in memory, checkpoints go to disk only: reason=%r", error)
         return None
 
 

@@ -30,9 +30,8 @@ from .errors import NoUsableCheckpoint
 from .manifests import Manifest
 from .ownership import this_run
 from .slots import Header
-
-BAD_STATE_VARIABLE = "ELASTIC_AGENT_BAD_STATE"
-MAX_REASON_CHARS = 500
+from .wire.environment import WorkerEnv
+from .wire.messages import MAX_REASON_CHARS
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +54,11 @@ class BadState:
 
     @staticmethod
     def of(environ: Mapping[str, str]) -> BadState | None:
-        generation, colon, step = environ.get(BAD_STATE_VARIABLE, "").partition(":")
+        env = WorkerEnv.of(environ)
+        generation, colon, step = env.bad_state.partition(":")
         if not colon:
             return None
-        return BadState(
-            int(generation), int(step), int(environ["ELASTIC_AGENT_GENERATION"]), this_run(environ).id
-        )
+        return BadState(int(generation), int(step), env.generation, this_run(environ).id)
 
     def covers(self, what: Manifest | Header, *, foreign: bool = False) -> bool:
         """That state, and what came of it. What later generations have made of an older one is good.

@@ -35,7 +35,6 @@ import fcntl
 import functools
 import json
 import os
-import re
 import socket
 import uuid
 import weakref
@@ -45,13 +44,13 @@ from io import FileIO
 
 from .durable import checksum
 from .errors import CheckpointError, OtherRun
+from .wire.environment import WorkerEnv
+from .wire.messages import RUN_NAME
 
 OWNER_NAME = "owner.json"
 LOCK_NAME = "owner.lock"
-RUN_VARIABLE = "ELASTIC_AGENT_RUN"
 
 SCHEMA = 1
-RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 MAX_OWNER_BYTES = 64 << 10
 MAX_LABEL_CHARS = 200
 MOST_STEPS = 2**63 - 1
@@ -176,7 +175,7 @@ def this_run(environ: Mapping[str, str]) -> Run:
     job = environ.get("TORCHELASTIC_RUN_ID", "")
     where = f"process {os.getpid()} on {socket.gethostname()}"
     label = f"job {job}, {where}" if job else where
-    return Run(environ.get(RUN_VARIABLE) or _made_up(os.getpid()), label[:MAX_LABEL_CHARS])
+    return Run(WorkerEnv.of(environ).run or _made_up(os.getpid()), label[:MAX_LABEL_CHARS])
 
 
 @functools.cache

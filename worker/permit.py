@@ -15,13 +15,13 @@ and plain python, everything is permitted.
 from __future__ import annotations
 
 import math
-import socket
 import time
 from collections.abc import Callable
 
-from .commits import Answer, Granted, Question, Refused, decode_answer, encode_question
 from .errors import Fenced, Unconfirmed
-from .lines import MessageError, receive_line, send_line
+from .wire.channel import ask
+from .wire.codec import Invalid
+from .wire.messages import COMMIT_ANSWERS, CommitGranted, CommitQuestion, CommitRefused
 
 ANSWER_S = 5.0
 """How long the agent may take, and with it the store that it asks."""
@@ -70,25 +70,18 @@ class Permit:
         # Read before the question leaves: the agent says how long after it nobody can take this node's place.
         asked_at = self._clock()
         try:
-            answer = self._answer()
-        except (OSError, MessageError) as error:
+            answer = ask(self._address, CommitQuestion(self._generation), COMMIT_ANSWERS, self._answer_s)
+        except (OSError, Invalid) as error:
             raise self._unknown(f"the agent does not answer: {error}") from error
-        if isinstance(answer, Granted):
+        if isinstance(answer, CommitGranted):
             self._valid_until = asked_at + answer.valid_s
-        elif isinstance(answer, Refused):
+        elif isinstance(answer, CommitRefused):
             raise Fenced(
                 f"generation {self._generation} is over: this process belongs to the past and must not commit "
                 f"({answer.reason})"
             )
         else:
             raise self._unknown(answer.reason)
-
-    def _answer(self) -> Answer:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(self._answer_s)
-            connection.connect(self._address)
-            send_line(connection, encode_question(Question(self._generation)), self._answer_s)
-            return decode_answer(receive_line(connection, self._answer_s))
 
     def _unknown(self, why: str) -> Unconfirmed:
         return Unconfirmed(

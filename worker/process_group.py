@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-TIMEOUT_VARIABLE = "ELASTIC_AGENT_PROCESS_GROUP_TIMEOUT_S"
+from .wire.environment import PROCESS_GROUP_TIMEOUT
 
 
 def init_process_group(
@@ -27,7 +27,7 @@ def init_process_group(
     Whatever else is passed goes to torch as it is. Without an agent, or when it was told of no timeout, this is
     torch's own function.
     """
-    chosen = os.environ.get(TIMEOUT_VARIABLE)
+    chosen = os.environ.get(PROCESS_GROUP_TIMEOUT)
     if timeout is None and chosen:
         timeout = timedelta(seconds=float(chosen))
     dist.init_process_group(backend, init_method, timeout, *args, **more)

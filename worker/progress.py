@@ -1,14 +1,12 @@
 """What this process tells its node's agent as it trains, and what happens between two steps.
 
-A step goes into the page that both share (`page`, named by `ELASTIC_AGENT_PAGE`): two words are written and one is
-read, no system call. Saves and loads are rare and have more to say: they are sent to the agent's socket (`reports`,
-named by `ELASTIC_AGENT_REPORTS`), if that costs no waiting, and are lost without a word otherwise. So may a lent lock
-be, but its owner knows (`lend` returns False), and lends it again at its next save or load.
+A step goes into the page that both share (`shared_progress`): two words are written and one is read, no system call.
+Saves and loads are rare and have more to say: they are sent to the agent's socket, if that costs no waiting, and are
+lost without a word otherwise. So may a lent lock be, but its owner knows (`lend` returns False), and lends it again at
+its next save or load.
 
 Nothing here may ever disturb training: without the variables (torchrun, plain python) nobody is told anything. Only one
 process speaks for a worker: data loaders and other children inherit the variables and stay silent.
-
-The local rank comes from `ELASTIC_AGENT_LOCAL_RANK`: where each worker sees one device, LOCAL_RANK is 0 for all.
 
 No torch here: whoever only calls `step` need not have it.
 """
@@ -21,15 +19,18 @@ import logging
 import multiprocessing
 import os
 import signal
-import socket
 import time
-from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import index
 
-from . import page
-from .page import (
+from .together import Checkpointers
+from .wire import shared_progress as page
+from .wire.channel import Reporter
+from .wire.codec import Invalid
+from .wire.environment import WorkerEnv
+from .wire.messages import LentLock, LoadReport, LoadResult, SaveReport, SaveResult, Tier
+from .wire.shared_progress import (
     CHOSEN_STEP,
     FIRST_AT,
     FIRST_STEP,
@@ -42,18 +43,6 @@ from .page import (
     Page,
     PageError,
 )
-from .reports import (
-    LentLock,
-    LoadReport,
-    LoadResult,
-    Message,
-    ReportError,
-    SaveReport,
-    SaveResult,
-    Tier,
-    encode,
-)
-from .together import Checkpointers
 
 logger = logging.getLogger(__name__)
 
@@ -249,13 +238,13 @@ def _attach() -> memoryview:
 
 def _words_of(environ: Mapping[str, str]) -> memoryview:
     """The words of this worker's page; private ones where there is none, or another process speaks for the worker."""
-    path = environ.get(page.VARIABLE, "")
-    if not path:
-        return page.private_words()
     try:
-        words = Page.attach(path, int(environ["ELASTIC_AGENT_GENERATION"])).words
-    except (KeyError, ValueError, OSError, PageError) as error:
-        logger.warning("the agent cannot see this worker's steps: page=%s reason=%r", path, error)
+        env = WorkerEnv.of(environ)
+        if not env.page:
+            return page.private_words()
+        words = Page.attach(env.page, env.generation).words
+    except (Invalid, OSError, PageError) as error:
+        logger.warning("the agent cannot see this worker's steps: reason=%r", error)
         return page.private_words()
     speaker = words[page.ATTACHED]
     if speaker not in (0, os.getpid()) and _lives(speaker):
@@ -298,45 +287,6 @@ os.register_at_fork(after_in_child=_forked)
 
 
 # ---------------------------------------------------------------- reports
-
-
-class Reporter:
-    """Sends this process's reports; `environ` says where to and as whom."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._pid = os.getpid()
-        self._address = environ.get("ELASTIC_AGENT_REPORTS", "")
-        self._silent = not self._address
-        if self._silent:
-            return
-        try:
-            self._generation = int(environ["ELASTIC_AGENT_GENERATION"])
-            self._local_rank = int(environ["ELASTIC_AGENT_LOCAL_RANK"])
-        except (KeyError, ValueError) as error:
-            self._silent = True
-            logger.warning("no reports to the agent: address=%s reason=%r", self._address, error)
-
-    def send(self, report: Callable[[int, int], Message], *descriptors: int) -> bool:
-        """Send the report made for this generation and local rank, with open files, or drop it: False."""
-        if self._silent or os.getpid() != self._pid:
-            return False
-        try:
-            # One for each report: they are rare, and at the end of the process nothing is left open.
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as channel:
-                message = encode(report(self._generation, self._local_rank))
-                rights = (
-                    [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
-                )
-                channel.sendmsg([message], rights, 0, self._address)
-            return True
-        except OSError:
-            # The agent is restarting, or its queue is full: the next report carries newer news anyway.
-            pass
-        except (ReportError, TypeError) as error:
-            # The caller's mistake, but a wrong progress report must not end a training run.
-            self._silent = True
-            logger.warning("no more reports to the agent: reason=%s", error)
-        return False
 
 
 _reporter: Reporter | None = None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from . import errors
 from .collectives import Group
 from .errors import CheckpointError
-from .offers import MAX_REASON_CHARS
+from .wire.messages import MAX_REASON_CHARS
 
 
 def raise_together(group: Group, error: CheckpointError | None) -> None:

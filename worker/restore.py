@@ -27,6 +27,7 @@ from .ownership import MOST_STEPS, Former, Ownership
 from .refusals import together
 from .slots import Header, Held
 from .spread import Bytes, Spread, firsts
+from .wire.environment import WorkerEnv
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ class Restore:
 
     def _place(self) -> str:
         """Ranks in the same place see the same files: what one has verified the others need not read."""
-        node = os.environ.get("ELASTIC_AGENT_NODE", "")
+        node = WorkerEnv.of(os.environ).node
         return f"{node}:{self._files.directory}" if node else ""
 
     def _unwanted(self, manifest: Manifest) -> bool:

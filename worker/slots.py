@@ -1,6 +1,6 @@
 """This node's copies in memory: two slots for the state, and each rank's random state beside them.
 
-The agent owns a folder in memory (`ELASTIC_AGENT_MEMORY`), which outlives its workers and ends with it. Below it each
+The agent owns a folder in memory (`WorkerEnv.memory`), which outlives its workers and ends with it. Below it each
 checkpoint directory has one:
 
     a.pt, b.pt       the slots: the bytes of a checkpoint file, which `torch.load` reads
@@ -41,10 +41,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from io import BufferedReader
 
 from .durable import checksum
-from .ownership import RUN_NAME
-
-FOLDER_VARIABLE = "ELASTIC_AGENT_MEMORY"
-LIMIT_VARIABLE = "ELASTIC_AGENT_MEMORY_BYTES"
+from .wire.messages import RUN_NAME
 
 SCHEMA = 1
 NAMES = ("a", "b")

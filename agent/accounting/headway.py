@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...worker.page import Reading
+from ...worker.wire.shared_progress import Reading
 
 
 class Step(NamedTuple):

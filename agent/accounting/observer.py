@@ -17,8 +17,8 @@ from ...health.metrics import Metrics
 from ...rendezvous.follow import Refusal
 from ...rendezvous.participant import Participant
 from ...rendezvous.records import BadState, CauseKind, Failure, Member, NodeRecord, Phase, Result, World
-from ...worker.page import Reading
-from ...worker.reports import LoadReport, Report, SaveReport
+from ...worker.wire.messages import LoadReport, Report, SaveReport
+from ...worker.wire.shared_progress import Reading
 from ..processes.workers import WorkerGroup
 from ..status.pages import StatusPages
 from .headway import Headway, Step, headway

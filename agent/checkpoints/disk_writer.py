@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from ...rendezvous.threads import Thread
-from ...worker.lines import MAX_BYTES, MessageError
+from ...worker.wire.channel import Lines, send
+from ...worker.wire.codec import Invalid
+from ...worker.wire.messages import MAX_BYTES, UNSAVED_STEPS, FinishWrites, UnsavedStep, UnsavedSteps
 from ..events import Event, WriterEnded, WriterWanted
 from ..processes.failures import describe_exit
 from ..processes.standing import KILLED_S, ends_within, standing
 from ..processes.workers import tied
-from .unsaved import Unsaved, decode
-from .writer import FINISH
 
 log = logging.getLogger(__name__)
 
@@ -45,20 +45,20 @@ class DiskWriter:
     def __init__(
         self,
         path: Path,
-        commits: Path,
-        reports: Path,
+        commits: str,
+        reports: str,
         environment: Mapping[str, str],
         post: Callable[[Event], None],
     ) -> None:
         """`path` is where orders come, `commits` and `reports` are the agent's other sockets."""
         self.path = path
-        self._command = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(commits), str(reports)]
+        self._command = [sys.executable, "-I", "-S", "-c", _PROGRAM, commits, reports]
         self._environment = environment
         self._post = post
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = threading.Event()
         self._started: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._unsaved: tuple[Unsaved, ...] | None = None
+        self._unsaved: tuple[UnsavedStep, ...] | None = None
         """What the writer has last told of, while it finishes."""
         self._finishing_since = 0.0
         self._tried_again: set[tuple[int, str]] = set()
@@ -98,17 +98,17 @@ class DiskWriter:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.settimeout(within_s)
                 connection.connect(str(self.path))
-                connection.sendall(FINISH)
-                for line in _lines(connection, deadline):
-                    self._told(decode(line), within_s)
+                send(connection, FinishWrites(), within_s)
+                for told in _messages(connection, deadline):
+                    self._told(told.unsaved, within_s)
             process.wait(max(0.0, deadline - time.monotonic()))
-        except (OSError, MessageError, subprocess.TimeoutExpired):
+        except (OSError, Invalid, subprocess.TimeoutExpired):
             if self._unsaved is None:
                 log.warning("a save may not be on disk: it was not written within %g s", within_s)
             _end(process)
         self._say_what_is_lost(within_s)
 
-    def _told(self, unsaved: tuple[Unsaved, ...], within_s: float) -> None:
+    def _told(self, unsaved: tuple[UnsavedStep, ...], within_s: float) -> None:
         """What the writer has not done yet, while it finishes."""
         self._unsaved = unsaved
         for one in unsaved:
@@ -175,16 +175,15 @@ class DiskWriter:
             time.sleep(PAUSE_S)
 
 
-def _lines(connection: socket.socket, deadline: float) -> Iterator[bytes]:
-    """Until the other end closes. Raises OSError, also when that is not before the deadline, seconds, monotonic."""
-    begun = b""
+def _messages(connection: socket.socket, deadline: float) -> Iterator[UnsavedSteps]:
+    """Until the other end closes. Raises Invalid; OSError, also when that is not before the deadline, monotonic."""
+    lines = Lines(UNSAVED_STEPS)
     while True:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         chunk = connection.recv(MAX_BYTES)
         if not chunk:
             return
-        *whole, begun = (begun + chunk).split(b"\n")
-        yield from whole
+        yield from lines.add(chunk)
 
 
 def _await_end(pid: int) -> None:

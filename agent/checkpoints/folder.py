@@ -27,12 +27,10 @@ DEFAULT_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class MemoryFolder:
-    """`limit` is the most bytes that the copies of all workers here may take; at the socket `writes` the workers order
-    a copy to be written to disk."""
+    """`limit` is the most bytes that the copies of all workers here may take."""
 
     path: Path
     limit: int
-    writes: Path
     lock: int | None = None
     """A descriptor that is locked while the agent lives, so that others can tell what nobody has removed. None: the
     folder is only described."""
@@ -43,7 +41,7 @@ class MemoryFolder:
             os.close(self.lock)
 
 
-def describe_folder(limit: int | None, writes: Path, place: Path = SHARED_MEMORY) -> MemoryFolder | None:
+def describe_folder(limit: int | None, place: Path = SHARED_MEMORY) -> MemoryFolder | None:
     """The folder that an agent would make here, with its name left open."""
     try:
         share = _share_of(place)
@@ -51,10 +49,10 @@ def describe_folder(limit: int | None, writes: Path, place: Path = SHARED_MEMORY
         return None
     if limit == 0:
         return None
-    return MemoryFolder(place / f"{PREFIX}<random>", share if limit is None else limit, writes)
+    return MemoryFolder(place / f"{PREFIX}<random>", share if limit is None else limit)
 
 
-def make_folder(limit: int | None, writes: Path, place: Path = SHARED_MEMORY) -> MemoryFolder | None:
+def make_folder(limit: int | None, place: Path = SHARED_MEMORY) -> MemoryFolder | None:
     """None, and the log says why, when checkpoints go to disk only. `limit` None: a share of what there is; 0: off."""
     if limit == 0:
         return None
@@ -69,7 +67,7 @@ def make_folder(limit: int | None, writes: Path, place: Path = SHARED_MEMORY) ->
     if limit is None:
         limit = share
     log.info("checkpoints in memory: at most %.1f GiB in %s", limit / 2**30, path)
-    return MemoryFolder(path, limit, writes, lock)
+    return MemoryFolder(path, limit, lock)
 
 
 def remove_abandoned(place: Path) -> None:

@@ -1,12 +1,12 @@
 """The disk writer: a process of the agent that brings copies in memory to the disk while the workers train on.
 
 `disk_writer` starts it through `shim`, so that it dies with the agent. Its standard input is a listening socket, over
-which rank 0 sends its orders (see `worker/writes`). An order outlives the rank 0 that gave it. What becomes of one is
+which rank 0 sends its orders (`worker/writes.py`). An order outlives the rank 0 that gave it. What becomes of one is
 told to whoever gave it, and to the agent as a report; before anything becomes visible the agent's commit gate is
 asked whether the generation that ordered it is still the present one.
 
-Orders are carried out one after the other: the disk is one. On the agent's word `FINISH` it does what it has begun,
-tries again what has failed, tells the agent over that connection what is not on disk yet (see `unsaved`), and ends
+Orders are carried out one after the other: the disk is one. On the agent's `FinishWrites` it does what it has begun,
+tries again what has failed, tells the agent over that connection what is not on disk yet (`UnsavedSteps`), and ends
 when nothing is left that another try could help. The agent ends it when the time is over. It hears no SIGTERM: a
 service manager sends that to all at once, and workers in their grace still save.
 
@@ -31,27 +31,28 @@ from ...rendezvous.requests import RETRY
 from ...rendezvous.threads import Thread
 from ...worker.errors import CheckpointError, Fenced, SaveFailed
 from ...worker.files import CheckpointFiles
-from ...worker.lines import MessageError, receive_line, send_line
 from ...worker.ownership import Run
 from ...worker.permit import Permit
-from ...worker.reports import SaveReport, SaveResult
-from ...worker.reports import encode as encode_report
 from ...worker.slots import Held, Slots
-from ...worker.writes import (
-    CANCEL,
+from ...worker.wire.channel import receive, send
+from ...worker.wire.codec import Invalid
+from ...worker.wire.messages import (
+    MAX_BYTES,
     MAX_REASON_CHARS,
-    Order,
-    OrderError,
-    Outcome,
-    decode,
+    WRITE_CANCELS,
+    WRITE_ORDERS,
+    FinishWrites,
+    SaveReport,
+    SaveResult,
+    UnsavedStep,
+    UnsavedSteps,
+    WriteOrder,
+    WriteOutcome,
     encode,
-    write_copy,
 )
+from ...worker.writes import outcome_of, write_copy
 from ..processes.guard import IGNORED
-from .unsaved import Unsaved
-from .unsaved import encode as encode_unsaved
 
-FINISH = b"finish\n"
 ORDER_S = 5.0
 """How long an order may take to come, and its outcome to go."""
 
@@ -60,7 +61,7 @@ FAILURES = (CheckpointError, OSError, ValueError)
 
 
 def main(commits: str, reports: str) -> None:
-    """Until `FINISH`, or the agent's end."""
+    """Until `FinishWrites`, or the agent's end."""
     os.nice(10)  # training comes first
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
@@ -81,28 +82,27 @@ class _Writer:
         self._orders: queue.SimpleQueue[_Taken | None] = queue.SimpleQueue()
         self._files: dict[tuple[str, int, str], CheckpointFiles] = {}
         self._lock = threading.Lock()
-        self._unsaved: dict[str, tuple[Order, Unsaved]] = {}
+        self._unsaved: dict[str, tuple[WriteOrder, UnsavedStep]] = {}
         """By directory, the newest order, until it is done or its generation was fenced."""
         self._agent: socket.socket | None = None
         """Where the agent waits for the end."""
 
     def take(self, connection: socket.socket) -> None:
         try:
-            line = receive_line(connection, ORDER_S)
-            if line == FINISH:
+            order = receive(connection, WRITE_ORDERS, ORDER_S)
+            if isinstance(order, FinishWrites):
                 with self._lock:
                     self._agent = connection
                     self._tell()
                 self._orders.put(None)
                 return
-            order = decode(Order, line)
-        except (OSError, MessageError, OrderError) as error:
+        except (OSError, Invalid) as error:
             with contextlib.suppress(OSError):  # the agent's console stands still
                 print(f"elastic-agent: an order to write a checkpoint is left: {error}", file=sys.stderr)
             connection.close()
             return
         with self._lock:
-            self._unsaved[order.directory] = order, Unsaved(order.step, order.directory)
+            self._unsaved[order.directory] = order, UnsavedStep(order.step, order.directory)
         self._orders.put(_Taken(order, connection, _hold(order), time.monotonic()))
 
     def work(self) -> None:
@@ -111,7 +111,7 @@ class _Writer:
             outcome = self._carry_out(taken)
             self._report(order, outcome, time.monotonic() - taken.at)
             try:
-                send_line(taken.connection, encode(outcome), ORDER_S)
+                send(taken.connection, outcome, ORDER_S)
             except OSError:
                 pass  # whoever gave the order has ended
             taken.connection.close()
@@ -123,21 +123,21 @@ class _Writer:
                 self._try_again(order)
         os._exit(0)
 
-    def _carry_out(self, taken: _Taken) -> Outcome:
+    def _carry_out(self, taken: _Taken) -> WriteOutcome:
         order = taken.order
         try:
             size = self._write(order, taken.copy, taken.connection)
         except FAILURES as error:
             self._failed(order, error)
-            return Outcome.of(order.step, error, order.directory)
+            return outcome_of(order.step, error, order.directory)
         self._settled(order)
-        return Outcome(order.step, size)
+        return WriteOutcome(order.step, size)
 
-    def _to_try_again(self) -> list[Order]:
+    def _to_try_again(self) -> list[WriteOrder]:
         with self._lock:
             return [order for order, left in self._unsaved.values() if not left.final]
 
-    def _try_again(self, order: Order) -> None:
+    def _try_again(self, order: WriteOrder) -> None:
         """Without the one who gave it: no worker trains on, so that the slot still holds what it did, or never will."""
         at = time.monotonic()
         try:
@@ -153,11 +153,11 @@ class _Writer:
         except FAILURES as error:
             self._failed(order, error)
             return
-        self._report(order, Outcome(order.step, size), time.monotonic() - at)
+        self._report(order, WriteOutcome(order.step, size), time.monotonic() - at)
         self._settled(order)
 
     def _write(
-        self, order: Order, copy: tuple[Slots, Held] | Exception, connection: socket.socket | None
+        self, order: WriteOrder, copy: tuple[Slots, Held] | Exception, connection: socket.socket | None
     ) -> int:
         """Its size. `connection` leads to the one who gave the order and may take it back. Raises `FAILURES`."""
         permit = Permit(self._commits, order.generation)
@@ -175,7 +175,7 @@ class _Writer:
                 raise ValueError(f"slot {order.slot} holds step {held.header.step} by now")
             return write_copy(self._files_of(order), slots, held, order.generation, may_change).size
 
-    def _failed(self, order: Order, error: Exception | None) -> None:
+    def _failed(self, order: WriteOrder, error: Exception | None) -> None:
         """None: the copy is gone, and what was wrong before is why it was not written."""
         if isinstance(error, Fenced):  # others go on, and save what they do
             self._settled(order)
@@ -188,7 +188,7 @@ class _Writer:
                 self._unsaved[order.directory] = order, replace(unsaved, reason=reason, final=not retry)
                 self._tell()
 
-    def _settled(self, order: Order) -> None:
+    def _settled(self, order: WriteOrder) -> None:
         with self._lock:
             newest, _ = self._unsaved.get(order.directory, (None, None))
             if newest is order:
@@ -199,9 +199,9 @@ class _Writer:
         """The lock is held."""
         if self._agent is not None:
             with contextlib.suppress(OSError):  # the agent no longer waits
-                send_line(self._agent, encode_unsaved(left for _, left in self._unsaved.values()), ORDER_S)
+                send(self._agent, UnsavedSteps(tuple(left for _, left in self._unsaved.values())), ORDER_S)
 
-    def _files_of(self, order: Order) -> CheckpointFiles:
+    def _files_of(self, order: WriteOrder) -> CheckpointFiles:
         """The same for all orders, since it knows what it wrote."""
         key = order.directory, order.keep, order.run
         files = self._files.get(key)
@@ -211,26 +211,26 @@ class _Writer:
         files.trust(*order.good)
         return files
 
-    def _report(self, order: Order, outcome: Outcome, duration_s: float) -> None:
+    def _report(self, order: WriteOrder, outcome: WriteOutcome, duration_s: float) -> None:
         result: SaveResult = "error" if outcome.error else "ok"
         report = SaveReport(order.generation, 0, order.step, result, duration_s, outcome.size)
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as agent:
-                agent.sendto(encode_report(report), self._reports)
+                agent.sendto(encode(report), self._reports)
         except OSError:
             pass  # the agent has too much to do, or is ending
 
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    order: Order
+    order: WriteOrder
     connection: socket.socket
     copy: tuple[Slots, Held] | Exception
     at: float
     """Seconds, monotonic."""
 
 
-def _hold(order: Order) -> tuple[Slots, Held] | Exception:
+def _hold(order: WriteOrder) -> tuple[Slots, Held] | Exception:
     """What it names; or why it cannot be had."""
     try:
         slots = Slots(order.memory, order.directory)
@@ -243,7 +243,7 @@ def _hold(order: Order) -> tuple[Slots, Held] | Exception:
         return error
 
 
-def _is_on_disk(files: CheckpointFiles, order: Order) -> bool:
+def _is_on_disk(files: CheckpointFiles, order: WriteOrder) -> bool:
     """Whether this run has come as far there already: rank 0 may have written it itself."""
     newest = files.newest_manifest(lambda manifest: not files.is_ours(manifest))
     return (
@@ -255,6 +255,9 @@ def _is_on_disk(files: CheckpointFiles, order: Order) -> bool:
 
 def _cancelled(connection: socket.socket) -> bool:
     try:
-        return bool(select.select([connection], [], [], 0)[0]) and connection.recv(len(CANCEL)) == CANCEL
-    except OSError:
+        if not select.select([connection], [], [], 0)[0]:
+            return False
+        WRITE_CANCELS.decode(connection.recv(MAX_BYTES))
+    except (OSError, Invalid):
         return False
+    return True

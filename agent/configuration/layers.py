@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Generic, TypeVar, cast
 
+from ...worker.wire.environment import WORKER_VARIABLES
 from .config import (
     ARGS,
     DEVICE_PINNING,
@@ -27,7 +28,7 @@ from .config import (
     Problem,
 )
 from .option import Option, Source
-from .options import OPTIONS, TARGETS, WORKER_VARIABLES
+from .options import OPTIONS, TARGETS
 from .rendezvous import RDZV_CONF
 from .torchrun_spellings import (
     IGNORED_RDZV_CONF_KEYS,

@@ -20,24 +20,3 @@ TARGETS = (SCRIPT, MODULE, NO_PYTHON)  # each says what to run; one source may g
 
 # Variables that no process which the agent starts may inherit.
 SECRET_VARIABLES = frozenset({"ELASTIC_AGENT_ETCD_PASSWORD"})
-
-# Variables that an agent gives its workers. An agent started inside a worker inherits them.
-WORKER_VARIABLES = frozenset(
-    {
-        "ELASTIC_AGENT_BAD_STATE",
-        "ELASTIC_AGENT_GENERATION",
-        "ELASTIC_AGENT_RUN",
-        "ELASTIC_AGENT_REPORTS",
-        "ELASTIC_AGENT_COMMITS",
-        "ELASTIC_AGENT_SALVAGE",
-        "ELASTIC_AGENT_DRAIN",
-        "ELASTIC_AGENT_PAGE",
-        "ELASTIC_AGENT_MEMORY",
-        "ELASTIC_AGENT_MEMORY_BYTES",
-        "ELASTIC_AGENT_WRITES",
-        "ELASTIC_AGENT_LOCAL_RANK",
-        "ELASTIC_AGENT_INCARNATION",
-        "ELASTIC_AGENT_NODE",
-        "ELASTIC_AGENT_PROCESS_GROUP_TIMEOUT_S",
-    }
-)

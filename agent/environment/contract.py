@@ -7,10 +7,11 @@ set here with the same spelling and meaning, except that TORCHELASTIC_RESTART_CO
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...rendezvous.records import Member, World
+from ...worker.wire.environment import WorkerEnv
 from ..checkpoints.folder import MemoryFolder
 from ..configuration.config import Config
 from ..machine.examine import Machine
@@ -39,6 +40,20 @@ def bind_of_rank_0_failed(master_port: int) -> bytes:
     return f"{what} TORCHELASTIC_USE_AGENT_STORE is enabled so ignoring the error.".encode()
 
 
+def worker_env(incarnation: str, run_dir: Path, memory: MemoryFolder | None) -> WorkerEnv:
+    """What all workers of this agent are given; `run_dir` has the sockets at which it answers them."""
+    env = WorkerEnv(
+        incarnation=incarnation,
+        reports=str(run_dir / "reports"),
+        commits=str(run_dir / "commits"),
+        salvage=str(run_dir / "salvage"),
+        drain=str(run_dir / "drain"),
+    )
+    if memory is None:
+        return env
+    return replace(env, memory=str(memory.path), memory_bytes=memory.limit, writes=str(run_dir / "writes"))
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
     """Where one worker stands in its world, and the files that are its own."""
@@ -47,24 +62,17 @@ class WorkerPlace:
     member: Member
     local_rank: int
     error_file: Path
-    page: str
-    reports: Path
-    commits: Path
-    salvage: Path
-    drain: Path
+    env: WorkerEnv
+    """What it is given whatever its world: `contract` adds its place."""
     flight_records: Path | None = None
     """Where torch's flight recorder writes what it knows of this generation's collectives."""
-    memory: MemoryFolder | None = None
-    """Where the worker library keeps the newest state."""
 
     @property
     def rank(self) -> int:
         return self.member.first_rank + self.local_rank
 
 
-def chosen_variables(
-    config: Config, machine: Machine, place: WorkerPlace, *, agent_incarnation: str
-) -> tuple[Variable, ...]:
+def chosen_variables(config: Config, machine: Machine, place: WorkerPlace) -> tuple[Variable, ...]:
     """All that anybody but the user has to say about one worker's environment; the later rooms are the stronger."""
     facts = Facts(
         machine.software,
@@ -77,12 +85,12 @@ def chosen_variables(
     return (
         *torch_settings(facts),
         *(network_variables(machine.network.choice) if isinstance(machine.network, Network) else ()),
-        *contract(place, agent_incarnation=agent_incarnation, max_restarts=config.max_restarts),
+        *contract(place, config.max_restarts),
         *machine.variables(place.local_rank),
     )
 
 
-def contract(place: WorkerPlace, *, agent_incarnation: str, max_restarts: int | None) -> tuple[Variable, ...]:
+def contract(place: WorkerPlace, max_restarts: int | None) -> tuple[Variable, ...]:
     """Where the worker stands and whom it meets: only the agent chooses these."""
     world, member = place.world, place.member
     node_rank = str(world.members.index(member))
@@ -107,27 +115,15 @@ def contract(place: WorkerPlace, *, agent_incarnation: str, max_restarts: int | 
         "TORCHELASTIC_USE_AGENT_STORE": USES_AGENT_STORE,
         "TORCHELASTIC_ERROR_FILE": place.error_file,
     }
-    ours = {
-        "ELASTIC_AGENT_GENERATION": world.generation,
-        "ELASTIC_AGENT_RUN": world.run,
-        "ELASTIC_AGENT_NODE": member.node,
-        "ELASTIC_AGENT_LOCAL_RANK": place.local_rank,
-        "ELASTIC_AGENT_INCARNATION": agent_incarnation,
-        "ELASTIC_AGENT_PAGE": place.page,
-        "ELASTIC_AGENT_REPORTS": place.reports,
-        "ELASTIC_AGENT_COMMITS": place.commits,
-        "ELASTIC_AGENT_SALVAGE": place.salvage,
-        "ELASTIC_AGENT_DRAIN": place.drain,
-    }
-    if place.memory is not None:
-        ours |= {
-            "ELASTIC_AGENT_MEMORY": place.memory.path,
-            "ELASTIC_AGENT_MEMORY_BYTES": place.memory.limit,
-            "ELASTIC_AGENT_WRITES": place.memory.writes,
-        }
     bad = world.restarts.bad_state
-    if bad is not None:
-        ours["ELASTIC_AGENT_BAD_STATE"] = f"{bad.generation}:{bad.step}"
+    ours = replace(
+        place.env,
+        generation=world.generation,
+        run=world.run,
+        node=member.node,
+        local_rank=place.local_rank,
+        bad_state=f"{bad.generation}:{bad.step}" if bad is not None else "",
+    ).variables()
     return tuple(
         Variable(name, str(value), reason, yielding=False, by=room)
         for room, reason, group in (

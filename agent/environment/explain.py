@@ -15,11 +15,12 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
 from ...rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, World, line_up
+from ...worker.wire.environment import NAMES
 from ..checkpoints.folder import describe_folder
 from ..configuration.config import HELP, Config, ConfigError
 from ..configuration.kinds import YES_OR_NO
@@ -31,7 +32,7 @@ from ..machine.examine import Machine, prepare
 from ..machine.network import NotYet
 from ..machine.variables import USER, Variable, settle
 from ..processes.log_folders import run_folder
-from .contract import WorkerPlace, chosen_variables
+from .contract import WorkerPlace, chosen_variables, worker_env
 
 _USAGE = """\
 usage: elastic-agent explain-env [--json] [options of a run] SCRIPT [arguments]
@@ -60,8 +61,8 @@ OF_A_WORLD = frozenset(
         "MASTER_ADDR",
         "MASTER_PORT",
         "TORCHELASTIC_RESTART_COUNT",
-        "ELASTIC_AGENT_GENERATION",
-        "ELASTIC_AGENT_RUN",
+        NAMES["generation"],
+        NAMES["run"],
     }
 )
 """What no worker can know before there is a world."""
@@ -135,27 +136,22 @@ def _row(name: str, variables: Sequence[Variable]) -> Explained:
 def _chosen(config: Config, machine: Machine, local_rank: int) -> tuple[Variable, ...]:
     node = NodeRecord(config.node_id or "<node>", "<incarnation>", "", 0, machine.workers)
     members = line_up((node,))
-    world = World(
-        config.rendezvous.job_id, 1, Phase.RUNNING, members, Endpoint("", 0), Cause(CauseKind.START)
-    )
+    job, start = config.rendezvous.job_id, Cause(CauseKind.START)
+    world = World(job, 1, Phase.RUNNING, members, Endpoint("", 0), start, run="<run>")
     records = None
     if config.log_dir is not None and machine.software.has_nccl:
         folder = run_folder(config.log_dir.absolute(), config.rendezvous.job_id, "<run>")
         records = folder / f"gen{GENERATION}" / "flight_records"
+    memory = describe_folder(config.memory_checkpoints)
     place = WorkerPlace(
         world,
         members[0],
         local_rank,
         error_file=RUN_DIR / f"gen{GENERATION}" / "error-<local rank>.json",
-        page="/proc/<agent>/fd/<page>",
-        reports=RUN_DIR / "reports",
-        commits=RUN_DIR / "commits",
-        salvage=RUN_DIR / "salvage",
-        drain=RUN_DIR / "drain",
+        env=replace(worker_env("<incarnation>", RUN_DIR, memory), page="/proc/<agent>/fd/<page>"),
         flight_records=records,
-        memory=describe_folder(config.memory_checkpoints, RUN_DIR / "writes"),
     )
-    return chosen_variables(config, machine, place, agent_incarnation="<incarnation>")
+    return chosen_variables(config, machine, place)
 
 
 # --- Shown

@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
 
+from ...worker.wire.environment import PROCESS_GROUP_TIMEOUT
 from ..configuration.stopping import TimeoutConfig
 from ..configuration.timeouts import HEARTBEAT_VARIABLE, process_group_s, watchdog_s
 from ..machine.profiles import Profile, Transport
 from ..machine.software import ANY, Range, Software
 from ..machine.variables import Variable
 from .widening import WIDENING
-
-PROCESS_GROUP_VARIABLE = "ELASTIC_AGENT_PROCESS_GROUP_TIMEOUT_S"
-"""Read by `worker.process_group`, because torch takes that timeout from no variable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +150,7 @@ DEFAULTS = (
         when=WITH_NCCL,
     ),
     Row(
-        PROCESS_GROUP_VARIABLE,
+        PROCESS_GROUP_TIMEOUT,
         "{process_group_timeout}",
         "applied by elastic_agent.worker.init_process_group",
         yielding=False,
@@ -212,7 +210,7 @@ DEBUG = (
 
 WIDENED = (
     Row(
-        PROCESS_GROUP_VARIABLE,
+        PROCESS_GROUP_TIMEOUT,
         "{wider_process_group_timeout}",
         "network failures without progress: twice, then four times",
         yielding=False,

@@ -20,7 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...rendezvous.threads import Thread
-from ...worker.reports import MAX_BYTES, LentLock, ReportError, decode
+from ...worker.wire.codec import Invalid
+from ...worker.wire.messages import MAX_BYTES, REPORTS, LentLock
 from ..events import Event, Reported
 
 log = logging.getLogger(__name__)
@@ -73,8 +74,8 @@ class ReportReceiver:
             if flags & socket.MSG_CTRUNC:
                 self._drop("the lock of a checkpoint directory: this agent has no descriptors left")
             try:
-                report = decode(datagram)
-            except ReportError as error:
+                report = REPORTS.decode(datagram)
+            except Invalid as error:
                 self._drop("a report that does not decode: %s", error)
                 report = None
             if isinstance(report, LentLock):

@@ -1,4 +1,4 @@
-"""The agent's end of its workers' pages (`worker.page`): made before a generation starts, read as the main loop turns.
+"""The agent's end of its workers' pages: made before a generation starts, read as the main loop turns.
 
 Reading costs some loads from memory and nothing on the worker's side: there is no event for a step. Pages outlive their
 workers, so that what one did last is there when it has exited.
@@ -6,7 +6,7 @@ workers, so that what one did last is there when it has exited.
 
 from __future__ import annotations
 
-from ...worker.page import PENDING, SCRIPT_AT, Page, Reading
+from ...worker.wire.shared_progress import PENDING, SCRIPT_AT, Page, Reading
 
 
 class WorkerPages:
@@ -17,7 +17,7 @@ class WorkerPages:
         self._pages: dict[int, Page] = {}
 
     def make(self, local_rank: int) -> str:
-        """The page of a worker that is to be started; returns its path, for `ELASTIC_AGENT_PAGE`. Raises OSError."""
+        """The page of a worker that is to be started; returns its path, for `WorkerEnv.page`. Raises OSError."""
         page = self._pages[local_rank] = Page.make(self._generation)
         return page.path
 

@@ -17,7 +17,7 @@ from typing import Any
 from ...rendezvous.fields import Fields
 from ...rendezvous.participant import Participant
 from ...rendezvous.records import MAX_RECORD_BYTES, MAX_TEXT, NodeRecord, Phase, World
-from ...worker.reports import Report, SaveReport
+from ...worker.wire.messages import Report, SaveReport
 from ..processes.failures import FailureInvalid, WorkerFailure
 from ..processes.workers import WorkerGroup
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ...rendezvous.drain import stranded
 from ...rendezvous.records import StopAt
-from ...worker.page import Reading
+from ...worker.wire.shared_progress import Reading
 from .exits import Exit, classify_exit
 
 STRANDED_S = 2.0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ...rendezvous.records import World
 from ...rendezvous.restarts import LASTING_S
-from ...worker.page import Reading
+from ...worker.wire.shared_progress import Reading
 from ..configuration.config import Config
 from ..configuration.timeouts import drain_timeout_s
 from ..environment.widening import WIDENING, widening

@@ -12,11 +12,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from ...worker.salvage import Broken, FromAgent, FromWorker, Go, Guarding, Held, Hold, Keep, Kept
+from ...worker.wire.messages import Broken, FromGuard, Go, Guarding, Held, Hold, Keep, Kept, ToGuard
 
 log = logging.getLogger(__name__)
 
-Orders = list[tuple[int, FromAgent]]
+Orders = list[tuple[int, ToGuard]]
 """By local rank."""
 
 
@@ -58,7 +58,7 @@ class JustInTimeState:
         log.info("generation %d: %d workers may hold its last step", self.generation, len(self._guards))
         return [(local_rank, Hold(self._grace_s / 2)) for local_rank in sorted(self._guards)]
 
-    def heard(self, local_rank: int, said: FromWorker, now: float) -> Orders:
+    def heard(self, local_rank: int, said: FromGuard, now: float) -> Orders:
         if isinstance(said, Guarding):
             self._guards[local_rank] = _Guard()
             return [(local_rank, Go())] if self.over else []

@@ -21,8 +21,7 @@ from ...rendezvous.follow import Drain
 from ...rendezvous.participant import Participant
 from ...rendezvous.records import Failure, Member, World
 from ...rendezvous.restarts import LASTING_S
-from ...worker.reports import SaveReport
-from ...worker.salvage import FromAgent
+from ...worker.wire.messages import SaveReport, ToGuard
 from ..accounting.observer import Observer
 from ..configuration.config import Config
 from ..environment.contract import bind_of_rank_0_failed
@@ -76,7 +75,7 @@ class Processes:
 
 
 class JustInTimeGate(Protocol):
-    def tell(self, generation: int, local_rank: int, message: FromAgent) -> None: ...
+    def tell(self, generation: int, local_rank: int, message: ToGuard) -> None: ...
 
 
 class DrainGate(Protocol):

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...rendezvous.records import Member, World
-from ..checkpoints.folder import MemoryFolder
+from ...worker.wire.environment import WorkerEnv
 from ..configuration.config import Config
 from ..environment.contract import WorkerPlace, chosen_variables
 from ..machine.examine import Machine
@@ -30,11 +30,8 @@ class Node:
     incarnation: str
     machine: Machine
     run_dir: Path
-    reports: Path
-    commits: Path
-    salvage: Path
-    drain: Path
-    memory: MemoryFolder | None
+    env: WorkerEnv
+    """What every worker here is given."""
     cgroup: Path | None
     """Below it each generation's workers have one of their own."""
     environment: Mapping[str, str]
@@ -56,15 +53,10 @@ def worker_spec(
         member,
         local_rank,
         error_file=error_file(node, world.generation, local_rank),
-        page=page,
-        reports=node.reports,
-        commits=node.commits,
-        salvage=node.salvage,
-        drain=node.drain,
+        env=replace(node.env, page=page),
         flight_records=flight_records,
-        memory=node.memory,
     )
-    chosen = chosen_variables(config, node.machine, place, agent_incarnation=node.incarnation)
+    chosen = chosen_variables(config, node.machine, place)
     obstacle = "the command is a program of its own" if config.command.kind == "binary" else ""
     return WorkerSpec(
         place.rank,

@@ -21,15 +21,26 @@ import torch
 from elastic_agent.agent.checkpoints import disk_writer as disk_writer_module
 from elastic_agent.agent.checkpoints import writer as writer_module
 from elastic_agent.agent.checkpoints.disk_writer import DiskWriter
-from elastic_agent.agent.configuration.options import WORKER_VARIABLES
 from elastic_agent.agent.events import Event, WriterEnded, WriterWanted
-from elastic_agent.worker import Checkpointer, Fenced, SaveFailed, disk, progress, writes
-from elastic_agent.worker.commits import Answer, Granted, Refused, Undecided, encode_answer
+from elastic_agent.worker import Checkpointer, Fenced, SaveFailed, disk, progress
 from elastic_agent.worker.files import CheckpointFiles
-from elastic_agent.worker.lines import MessageError, receive_line
 from elastic_agent.worker.ownership import Run
-from elastic_agent.worker.reports import MAX_BYTES, SaveReport, decode
 from elastic_agent.worker.slots import Slots
+from elastic_agent.worker.wire.channel import receive, send
+from elastic_agent.worker.wire.codec import Invalid
+from elastic_agent.worker.wire.environment import WORKER_VARIABLES
+from elastic_agent.worker.wire.messages import (
+    COMMIT_QUESTIONS,
+    MAX_BYTES,
+    REPORTS,
+    CancelWrite,
+    CommitAnswer,
+    CommitGranted,
+    CommitRefused,
+    CommitUndecided,
+    SaveReport,
+    WriteOrder,
+)
 from tests.stopping import stop
 
 PATIENCE_S = 20.0
@@ -48,7 +59,7 @@ class Gate(threading.Thread):
 
     def __init__(self, path: Path) -> None:
         super().__init__(name="gate", daemon=True)
-        self.answer: Answer = Granted(60.0)
+        self.answer: CommitAnswer = CommitGranted(60.0)
         self.open = threading.Event()
         self.open.set()
         self.asked = 0
@@ -62,11 +73,11 @@ class Gate(threading.Thread):
                 connection, _ = self._socket.accept()
             except OSError:
                 return
-            with connection, contextlib.suppress(OSError, MessageError):  # who asked was killed
-                receive_line(connection, 5.0)
+            with connection, contextlib.suppress(OSError, Invalid):  # who asked was killed
+                receive(connection, COMMIT_QUESTIONS, 5.0)
                 self.asked += 1
                 self.open.wait()
-                connection.sendall(encode_answer(self.answer))
+                send(connection, self.answer, 5.0)
 
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
@@ -84,7 +95,11 @@ class Agent:
         self._reports.settimeout(PATIENCE_S)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.writer = DiskWriter(
-            folder / "writes", folder / "commits", folder / "reports", dict(os.environ), self._events.put
+            folder / "writes",
+            str(folder / "commits"),
+            str(folder / "reports"),
+            dict(os.environ),
+            self._events.put,
         )
         self.writer.start()
 
@@ -95,7 +110,7 @@ class Agent:
 
     def heard(self) -> SaveReport:
         while True:
-            report = decode(self._reports.recv(MAX_BYTES + 1))
+            report = REPORTS.decode(self._reports.recv(MAX_BYTES + 1))
             if isinstance(report, SaveReport) and report.tier == "local":
                 return report
 
@@ -291,7 +306,7 @@ def test_a_last_save_that_nobody_needs_any_more_is_no_error(
     agent: Agent, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another generation goes on."""
-    agent.gate.answer = Refused("generation 8 has replaced it")
+    agent.gate.answer = CommitRefused("generation 8 has replaced it")
     ordered_and_left(directory)
     agent.turn()
     assert agent.heard().result == "error"
@@ -334,7 +349,7 @@ def test_an_earlier_save_that_failed_does_not_count_where_a_later_one_is_on_disk
 
 
 def test_a_save_of_the_past_is_refused_and_said_at_the_next(agent: Agent, directory: Path) -> None:
-    agent.gate.answer = Refused("generation 8 has replaced it")
+    agent.gate.answer = CommitRefused("generation 8 has replaced it")
     checkpoints = Checkpointer(directory, {"meta": {}})
     assert checkpoints.save(10)
     agent.turn()
@@ -344,13 +359,13 @@ def test_a_save_of_the_past_is_refused_and_said_at_the_next(agent: Agent, direct
 
 
 def test_an_unconfirmed_save_ends_nothing_however_often(agent: Agent, directory: Path) -> None:
-    agent.gate.answer = Undecided("the store is away")
+    agent.gate.answer = CommitUndecided("the store is away")
     checkpoints = Checkpointer(directory, {"meta": {}}, max_failed_saves=1)
     assert checkpoints.save(1)
     agent.turn()
     assert checkpoints.save(2)
     assert not checkpoints.wait()
-    agent.gate.answer = Granted(60.0)
+    agent.gate.answer = CommitGranted(60.0)
     assert checkpoints.save(3)
     assert checkpoints.wait()
     assert on_disk(directory) == [3]
@@ -428,12 +443,12 @@ def test_what_rank_0_has_taken_back_is_not_published(
     ours, theirs = socket.socketpair()
     held = memory.hold((7, 10))
     with ours, theirs:
-        order = writes.Order(memory._slots.memory, str(directory), held.name, 10, 7, 7, 2, [], "run-a")
+        order = WriteOrder(memory._slots.memory, str(directory), held.name, 10, 7, 7, 2, (), "run-a")
         taken = writer_module._Taken(order, theirs, (Slots(order.memory, order.directory), held), 0.0)
         publish = writer_module.CheckpointFiles.publish
 
         def too_late(*args: Any) -> None:
-            ours.sendall(writes.CANCEL)
+            send(ours, CancelWrite(), 5.0)
             publish(*args)
 
         monkeypatch.setattr(writer_module.CheckpointFiles, "publish", too_late)
@@ -457,11 +472,11 @@ def test_what_was_loaded_from_memory_is_brought_to_disk(
     agent: Agent, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The generation that saved it ended in the middle: only the present one may commit."""
-    agent.gate.answer = Refused("generation 8 has replaced it")
+    agent.gate.answer = CommitRefused("generation 8 has replaced it")
     Checkpointer(directory, {"meta": {}}).save(10)
     agent.turn()
     assert agent.heard().result == "error"
-    agent.gate.answer = Granted(60.0)
+    agent.gate.answer = CommitGranted(60.0)
     monkeypatch.setenv("ELASTIC_AGENT_GENERATION", "8")
     checkpoints = Checkpointer(directory, {"meta": {}})
     assert checkpoints.load() == 10

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.configuration.options import WORKER_VARIABLES
 from elastic_agent.worker.together import Checkpointers
+from elastic_agent.worker.wire.environment import WORKER_VARIABLES
 
 
 @pytest.fixture

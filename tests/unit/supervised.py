@@ -41,7 +41,8 @@ from elastic_agent.rendezvous.records import (
     StopAt,
     World,
 )
-from elastic_agent.worker.salvage import FromAgent
+from elastic_agent.worker.wire.environment import WorkerEnv
+from elastic_agent.worker.wire.messages import ToGuard
 
 from .bench import ALONE, TTL_S
 
@@ -85,9 +86,9 @@ class FakeSpares(Ignored):
 
 class FakeJustInTime:
     def __init__(self) -> None:
-        self.told: list[tuple[int, FromAgent]] = []
+        self.told: list[tuple[int, ToGuard]] = []
 
-    def tell(self, generation: int, local_rank: int, message: FromAgent) -> None:
+    def tell(self, generation: int, local_rank: int, message: ToGuard) -> None:
         self.told.append((local_rank, message))
 
 
@@ -162,8 +163,7 @@ class Supervised:
         pages = StatusPages("job", "a", "a-1", "1", lease_ttl_s=5.0, max_restarts=None, clock=self.clock)
         self.logs, self.just_in_time, self.drain_gate = FakeLogs(), FakeJustInTime(), FakeDrainGate()
         machine = examine(self.config, {"PATH": os.environ["PATH"]})
-        place = run_dir / "unused"
-        node = Node("a", "a-1", machine, run_dir, place, place, place, place, None, None, {})
+        node = Node("a", "a-1", machine, run_dir, WorkerEnv(), None, {})
         self.supervisor = Supervisor(
             self.config,
             node,

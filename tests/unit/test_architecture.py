@@ -17,17 +17,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "elastic_agent"
-LIBRARIES = ("rendezvous", "worker", "health")
-TOPS = (*LIBRARIES, "agent")
+TOPS = ("rendezvous", "worker", "health", "agent")
+LIBRARIES = ("worker/wire", *TOPS[:3])
 
 LOWEST = ("events", "exits", "http_get", "interruptible", "port_owner", "ports")
 """Modules beside agent's shell that its folders stand on: what the threads say, how a process ends, sockets."""
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "worker/wire": (),
     "rendezvous": (),
     "rendezvous/etcd": ("rendezvous",),
     "rendezvous/c10d": ("rendezvous",),
-    "worker": (),
+    "worker": ("worker/wire",),
     "health": (),
     "agent, lowest": (),
     "agent/configuration": ("agent, lowest",),
@@ -46,7 +47,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "agent/accounting": ("agent/processes", "agent/status"),
     "agent/supervision": (
-        *("agent, lowest", "agent/configuration", "agent/processes", "agent/checkpoints", "agent/machine"),
+        *("agent, lowest", "agent/configuration", "agent/processes", "agent/machine"),
         *("agent/environment", "agent/preloader", "agent/accounting"),
     ),
     "agent": (

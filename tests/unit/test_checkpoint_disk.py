@@ -13,13 +13,13 @@ from elastic_agent.worker.disk import Disk
 from elastic_agent.worker.files import CheckpointFiles
 from elastic_agent.worker.ownership import Run
 from elastic_agent.worker.slots import Header, Slots
-from elastic_agent.worker.writes import Outcome
+from elastic_agent.worker.wire.messages import WriteOutcome
 
 
 class Case:
     """A copy of step 1 in memory, and a writer that answers with `outcome`."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, outcome: Outcome) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, outcome: WriteOutcome) -> None:
         (folder / "memory").mkdir()
         self.slots = Slots(str(folder / "memory"), "/runs/x")
         opened = self.slots.begin(5)
@@ -35,9 +35,9 @@ class Case:
             self.asked += 1
             return socket.socket(socket.AF_UNIX)
 
-        def write_here(_: Any) -> Outcome:
+        def write_here(_: Any) -> WriteOutcome:
             self.wrote_here += 1
-            return Outcome(1, 5)
+            return WriteOutcome(1, 5)
 
         monkeypatch.setattr(self.disk, "_ask", ask)
         monkeypatch.setattr(
@@ -49,7 +49,7 @@ class Case:
         self.slots.drop(lambda _: True)
 
 
-REFUSED = Outcome(1, error="SaveFailed", reason="no")
+REFUSED = WriteOutcome(1, error="SaveFailed", reason="no")
 
 
 def test_a_copy_that_the_writer_finds_is_written_by_it(
@@ -70,7 +70,7 @@ def test_a_copy_that_the_writer_does_not_find_is_written_here(
         case.lose()
     case.disk.begin(case.slots, case.held)
     case.lose()
-    assert case.disk.finish() == Outcome(1, 5)
+    assert case.disk.finish() == WriteOutcome(1, 5)
     assert (case.asked, case.wrote_here) == (lost == "meanwhile", 1)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_agent.agent.configuration.options import WORKER_VARIABLES
 from elastic_agent.worker import (
     Checkpointer,
     CheckpointError,
@@ -22,7 +21,6 @@ from elastic_agent.worker import (
     OtherRun,
     StepNotGrowing,
     files,
-    page,
     progress,
     restore,
     rng,
@@ -30,11 +28,24 @@ from elastic_agent.worker import (
 from elastic_agent.worker import disk as disk_module
 from elastic_agent.worker import permit as permit_module
 from elastic_agent.worker.collectives import current_group
-from elastic_agent.worker.commits import Answer, Granted, Question, Refused, Undecided
 from elastic_agent.worker.manifests import Manifest
-from elastic_agent.worker.offers import BAD_STATE_VARIABLE, BadState, Offer, Owner, choose_owner
+from elastic_agent.worker.offers import BadState, Offer, Owner, choose_owner
 from elastic_agent.worker.ownership import Run
-from elastic_agent.worker.reports import MAX_BYTES, LentLock, LoadReport, Message, SaveReport, decode
+from elastic_agent.worker.wire import shared_progress as page
+from elastic_agent.worker.wire.environment import NAMES, WORKER_VARIABLES
+from elastic_agent.worker.wire.messages import (
+    MAX_BYTES,
+    REPORTS,
+    CommitAnswer,
+    CommitGranted,
+    CommitQuestion,
+    CommitRefused,
+    CommitUndecided,
+    LentLock,
+    LoadReport,
+    Report,
+    SaveReport,
+)
 
 numpy = pytest.importorskip("numpy")
 
@@ -164,22 +175,22 @@ class Gate:
     """The agent's answers, one for each question, without a socket between."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
-        self.answers: list[Answer] = []
-        self.asked: list[Question] = []
+        self.answers: list[CommitAnswer] = []
+        self.asked: list[CommitQuestion] = []
         self.visible: list[set[str]] = []
         self.now = 0.0
         self._directory = directory
         monkeypatch.setenv("ELASTIC_AGENT_COMMITS", "a socket")
         monkeypatch.setenv("ELASTIC_AGENT_GENERATION", "7")
-        monkeypatch.setattr(permit_module.Permit, "_answer", lambda permit: self._answer(permit))
+        monkeypatch.setattr(permit_module, "ask", lambda _address, question, *_: self._answer(question))
         monkeypatch.setattr(
             disk_module.Disk,
             "_permit",
             lambda disk: permit_module.Permit("a socket", 7, clock=lambda: self.now).check,
         )
 
-    def _answer(self, permit: permit_module.Permit) -> Answer:
-        self.asked.append(Question(permit._generation))
+    def _answer(self, question: CommitQuestion) -> CommitAnswer:
+        self.asked.append(question)
         self.visible.append({path.name for path in self._directory.glob("step-*")})
         return self.answers.pop(0)
 
@@ -192,10 +203,10 @@ def gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Gate:
 def test_the_agent_is_asked_before_anything_is_written_and_again_when_all_is_durable(
     tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate.answers = [Granted(60.0)] * 3
+    gate.answers = [CommitGranted(60.0)] * 3
     checkpoints = Checkpointer(tmp_path, {})
     assert checkpoints.save(10)
-    assert gate.asked == [Question(7)], "once, where the grant outlasts the write"
+    assert gate.asked == [CommitQuestion(7)], "once, where the grant outlasts the write"
     write = checkpoints._files.write
 
     def slowly(*args: Any, **named: Any) -> Any:
@@ -238,7 +249,7 @@ def test_to_load_a_teacher_is_no_beginning_of_this_training(
     words = page.private_words()
     monkeypatch.setattr(progress, "_words", words)
     monkeypatch.setenv("ELASTIC_AGENT_GENERATION", "2")
-    monkeypatch.setenv(BAD_STATE_VARIABLE, "1:100")
+    monkeypatch.setenv(NAMES["bad_state"], "1:100")
     before = bytes(words)
     assert Checkpointer(tmp_path / "teacher", {}, read_only=True).load() == 100
     with pytest.raises(CheckpointError):
@@ -343,7 +354,7 @@ def test_a_bad_state_never_costs_another_run_its_checkpoints(
 
 
 def test_a_process_of_the_past_commits_nothing(tmp_path: Path, gate: Gate) -> None:
-    gate.answers = [Granted(60.0), Refused("generation 8 has replaced it")]
+    gate.answers = [CommitGranted(60.0), CommitRefused("generation 8 has replaced it")]
     checkpoints = Checkpointer(tmp_path, {})
     checkpoints.save(10)
     with pytest.raises(Fenced, match="generation 7 is over"):
@@ -355,8 +366,8 @@ def test_a_process_of_the_past_commits_nothing(tmp_path: Path, gate: Gate) -> No
 def test_an_unconfirmed_generation_saves_nothing_and_ends_nothing(
     tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
-    away = Undecided("the store is away")
-    gate.answers = [Granted(60.0), *[away] * 5, Granted(60.0)]
+    away = CommitUndecided("the store is away")
+    gate.answers = [CommitGranted(60.0), *[away] * 5, CommitGranted(60.0)]
     checkpoints = Checkpointer(tmp_path, {}, max_failed_saves=2)
     assert [checkpoints.save(step) for step in range(1, 8)] == [True, *[False] * 5, True]
     assert "training goes on" in caplog.text
@@ -373,9 +384,9 @@ def test_the_agent_hears_of_saves_and_loads(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("ELASTIC_AGENT_LOCAL_RANK", "1")
     monkeypatch.setattr(progress, "_reporter", None)
 
-    def heard() -> Message:
+    def heard() -> Report:
         """But for the locks, which each of these Checkpointers lends."""
-        while isinstance(message := decode(agent.recv(MAX_BYTES + 1)), LentLock):
+        while isinstance(message := REPORTS.decode(agent.recv(MAX_BYTES + 1)), LentLock):
             pass
         return message
 

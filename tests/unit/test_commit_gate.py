@@ -27,9 +27,16 @@ from elastic_agent.rendezvous.records import (
     World,
 )
 from elastic_agent.rendezvous.store import Delete, Put, Snapshot
-from elastic_agent.worker.commits import Answer, Granted, Question, Refused, Undecided
 from elastic_agent.worker.errors import Fenced, SaveFailed
 from elastic_agent.worker.permit import Permit
+from elastic_agent.worker.wire.messages import (
+    CommitAnswer,
+    CommitGranted,
+    CommitQuestion,
+    CommitRefused,
+    CommitUndecided,
+    encode,
+)
 
 PATIENCE_S = 20.0
 
@@ -42,29 +49,30 @@ WORLD = World(
     cause=Cause(CauseKind.START),
 )
 HERE = Standing("life-a", 103.0)
+UNPROVEN = CommitUndecided("the rendezvous store does not confirm this node's lease")
 
 
 @pytest.mark.parametrize(
     ("world", "standing", "answer"),
     [
-        (WORLD, HERE, Granted(3.0)),
-        (WORLD, Standing("life-b", 100.5), Granted(0.5)),
-        (replace(WORLD, phase=Phase.STOPPING, cause=Cause(CauseKind.LEAVE, "b")), HERE, Granted(3.0)),
+        (WORLD, HERE, CommitGranted(3.0)),
+        (WORLD, Standing("life-b", 100.5), CommitGranted(0.5)),
+        (replace(WORLD, phase=Phase.STOPPING, cause=Cause(CauseKind.LEAVE, "b")), HERE, CommitGranted(3.0)),
         # The host of the store leaves: the job ends, and its workers save within their grace.
-        (replace(WORLD, phase=Phase.ENDED, result=Result.STORE_HOST_LEFT), HERE, Granted(3.0)),
-        (WORLD, Standing("life-a", 100.0), Undecided("the rendezvous store does not confirm this node's lease")),
-        (WORLD, Standing("life-a", -math.inf), Undecided("the rendezvous store does not confirm this node's lease")),
-        (None, HERE, Refused("the rendezvous store holds no world")),
-        (replace(WORLD, generation=8), HERE, Refused("generation 8 has replaced it")),
-        (replace(WORLD, generation=8, phase=Phase.STOPPING), HERE, Refused("generation 8 has replaced it")),
-        (replace(WORLD, generation=6), HERE, Refused("the rendezvous store has fallen back to generation 6")),
-        (WORLD, Standing("life-a.1", 103.0), Refused("this node, which joined anew, is no member of it")),
+        (replace(WORLD, phase=Phase.ENDED, result=Result.STORE_HOST_LEFT), HERE, CommitGranted(3.0)),
+        (WORLD, Standing("life-a", 100.0), UNPROVEN),
+        (WORLD, Standing("life-a", -math.inf), UNPROVEN),
+        (None, HERE, CommitRefused("the rendezvous store holds no world")),
+        (replace(WORLD, generation=8), HERE, CommitRefused("generation 8 has replaced it")),
+        (replace(WORLD, generation=8, phase=Phase.STOPPING), HERE, CommitRefused("generation 8 has replaced it")),
+        (replace(WORLD, generation=6), HERE, CommitRefused("the rendezvous store has fallen back to generation 6")),
+        (WORLD, Standing("life-a.1", 103.0), CommitRefused("this node, which joined anew, is no member of it")),
         # However the lease stands, what is over is over.
-        (replace(WORLD, generation=8), Standing("life-a", 0.0), Refused("generation 8 has replaced it")),
+        (replace(WORLD, generation=8), Standing("life-a", 0.0), CommitRefused("generation 8 has replaced it")),
     ],
 )  # fmt: skip
-def test_who_may_commit(world: World | None, standing: Standing, answer: Answer) -> None:
-    assert judge(Question(7), world, standing, 100.0) == answer
+def test_who_may_commit(world: World | None, standing: Standing, answer: CommitAnswer) -> None:
+    assert judge(CommitQuestion(7), world, standing, 100.0) == answer
 
 
 class Scene:
@@ -170,7 +178,7 @@ def test_what_was_read_before_a_freeze_is_worth_nothing_after_it(scene: Scene, s
         scene.gate.standing = replace(HERE, proven_until=scene.now + 3.0)
 
     store.meanwhile = freeze  # type: ignore[method-assign]
-    assert isinstance(scene.gate.answer(Question(7)), Undecided)
+    assert isinstance(scene.gate.answer(CommitQuestion(7)), CommitUndecided)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +199,7 @@ def test_broken_clients_delay_nobody(scene: Scene, garbage: bytes, monkeypatch: 
 
 def test_places_are_given_back(scene: Scene) -> None:
     """Also by clients that hang up without a question, ask nonsense, or do not wait for the answer."""
-    for what in (b"", b"hello\n", b'{"v": 1, "generation": 7}\n'):
+    for what in (b"", b"hello\n", encode(CommitQuestion(7))):
         for _ in range(MAX_CLIENTS):
             with scene.connect() as client:
                 client.sendall(what)

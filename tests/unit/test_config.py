@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from elastic_agent.agent.configuration.config import Config, ConfigError
 from elastic_agent.agent.configuration.layers import MOST_FILE_BYTES, read_argv
 from elastic_agent.agent.configuration.option import Option, Source
-from elastic_agent.agent.configuration.options import GROUPS, OPTIONS, WORKER_VARIABLES
+from elastic_agent.agent.configuration.options import GROUPS, OPTIONS
 from elastic_agent.agent.configuration.rendezvous import ETCD, EtcdConfig, RendezvousConfig
 from elastic_agent.agent.configuration.resolve import Resolved, resolve
 from elastic_agent.agent.configuration.stopping import StopConfig, TimeoutConfig
@@ -29,6 +29,7 @@ from elastic_agent.agent.configuration.values import Command, NodeCounts, Preloa
 from elastic_agent.agent.exits import ExitCode
 from elastic_agent.agent.ports import PortRange
 from elastic_agent.rendezvous.records import Endpoint
+from elastic_agent.worker.wire.environment import WORKER_VARIABLES
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 

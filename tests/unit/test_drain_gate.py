@@ -28,7 +28,7 @@ from elastic_agent.rendezvous.records import (
     World,
 )
 from elastic_agent.rendezvous.store import Outcome, Put, Snapshot
-from elastic_agent.worker.drain import Answer, Said, Word, decode_answer, encode_word
+from elastic_agent.worker.wire.messages import Said, StepEnded, Verdict
 
 DRAINED = World(
     job="job",
@@ -64,8 +64,8 @@ class Scene:
             found.append(self.events.get())
         return found
 
-    def say(self, said: Said, rank: int, step: int) -> Answer:
-        return decode_answer(self.gate._reply(encode_word(Word(7, rank, rank, step, said))))
+    def say(self, said: Said, rank: int, step: int) -> Verdict:
+        return self.gate._reply(StepEnded(7, rank, rank, step, said)).verdict
 
 
 @pytest.fixture
@@ -103,18 +103,18 @@ def test_a_world_that_has_changed_meanwhile_names_no_step(scene: Scene) -> None:
 
 
 def test_the_main_loop_hears_of_an_end_before_the_worker_does(scene: Scene) -> None:
-    assert scene.say(Said.FINISHED, 0, 20) is Answer.GO_ON
+    assert scene.say(Said.FINISHED, 0, 20) is Verdict.GO_ON
     assert scene.heard() == []
-    assert scene.say(Said.FINISHED, 1, 21) is Answer.END
+    assert scene.say(Said.FINISHED, 1, 21) is Verdict.END
     assert scene.heard() == [WorkerAnswered(7, 1, 21, End(21))]
-    assert scene.say(Said.KEPT, 1, 21) is Answer.GO_ON
+    assert scene.say(Said.KEPT, 1, 21) is Verdict.GO_ON
     assert scene.heard() == [WorkerKept(7, 1)]
-    assert scene.say(Said.FINISHED, 1, 30) is Answer.GO_ON
+    assert scene.say(Said.FINISHED, 1, 30) is Verdict.GO_ON
     assert scene.heard() == [WorkerAnswered(7, 1, 30, Beyond(21))]
 
 
 def test_between_steps_rank_0_ends_at_once_and_others_need_not_come(scene: Scene) -> None:
-    assert scene.say(Said.PAUSING, 0, 20) is Answer.END_ALONE
+    assert scene.say(Said.PAUSING, 0, 20) is Verdict.END_ALONE
     assert scene.stop == StopAt(7, 20, paused=True)
 
 

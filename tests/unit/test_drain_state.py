@@ -10,7 +10,7 @@ from elastic_agent.agent.supervision.drain_state import LOOK_AGAIN_S, STRANDED_S
 from elastic_agent.agent.supervision.exits import Exit
 from elastic_agent.rendezvous.records import StopAt
 from elastic_agent.worker.drain import DRAINED
-from elastic_agent.worker.page import Reading
+from elastic_agent.worker.wire.shared_progress import Reading
 
 NOW = 100.0
 PAUSED = StopAt(4, 7, paused=True)

@@ -8,38 +8,29 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from elastic_agent.worker import drain, page, progress
-from elastic_agent.worker.drain import (
-    DRAINED,
-    Answer,
-    Drained,
-    Said,
-    Word,
-    decode_answer,
-    decode_word,
-    encode_answer,
-    encode_word,
-)
+from elastic_agent.worker import drain, progress
+from elastic_agent.worker.drain import DRAINED, Drained
 from elastic_agent.worker.errors import SaveFailed
-from elastic_agent.worker.lines import MessageError, receive_line, send_line
-from elastic_agent.worker.page import Page
 from elastic_agent.worker.progress import poll
 from elastic_agent.worker.together import Checkpointers
+from elastic_agent.worker.wire import shared_progress as page
+from elastic_agent.worker.wire.channel import receive, send
+from elastic_agent.worker.wire.environment import NAMES
+from elastic_agent.worker.wire.messages import STEPS_ENDED, Said, StepAnswer, StepEnded, Verdict
+from elastic_agent.worker.wire.shared_progress import Page
 
-WORD = Word(7, 3, 1, 120, Said.FINISHED)
+WORD = StepEnded(7, 3, 1, 120, Said.FINISHED)
 
 
 class Agent:
     """Answers as the test says, and remembers what it was told."""
 
-    def __init__(self, path: Path, answer: Callable[[Word], Answer | None]) -> None:
-        self.words: list[Word] = []
+    def __init__(self, path: Path, answer: Callable[[StepEnded], Verdict | None]) -> None:
+        self.words: list[StepEnded] = []
         self._answer = answer
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(str(path))
@@ -53,11 +44,11 @@ class Agent:
             except OSError:
                 return
             with connection:
-                word = decode_word(receive_line(connection, 5.0))
+                word = receive(connection, STEPS_ENDED, 5.0)
                 self.words.append(word)
                 answer = self._answer(word)
                 if answer is not None:
-                    send_line(connection, encode_answer(answer), 5.0)
+                    send(connection, StepAnswer(answer), 5.0)
 
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
@@ -111,12 +102,12 @@ class Scene:
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.page = Page.make(7)
         self.path = tmp_path / "drain"
-        self.answer: Answer | None = Answer.GO_ON
+        self.answer: Verdict | None = Verdict.GO_ON
         self.agent = Agent(self.path, lambda word: self.answer)
         self.kept: list[tuple[str, int]] = []
         for name, value in {
-            page.VARIABLE: self.page.path,
-            drain.VARIABLE: str(self.path),
+            NAMES["page"]: self.page.path,
+            NAMES["drain"]: str(self.path),
             "ELASTIC_AGENT_GENERATION": "7",
             "RANK": "3",
             "ELASTIC_AGENT_LOCAL_RANK": "1",
@@ -164,7 +155,7 @@ def test_where_one_last_save_was_refused_all_go_back_and_none_is_said_to_be_kept
     both = taking_part(kept=Keeper(scene.kept), refused=Keeper(scene.kept, refused=refused))
     monkeypatch.setattr(progress, "checkpointers", both)
     scene.announce()
-    scene.answer = Answer.END
+    scene.answer = Verdict.END
     with pytest.raises(raised):
         progress.step(120)
     assert scene.kept == [("together", 120)] * 2 + [("given up", 120)] * 2 + [("back to", 110)] * 2
@@ -173,10 +164,10 @@ def test_where_one_last_save_was_refused_all_go_back_and_none_is_said_to_be_kept
 
 @pytest.mark.parametrize(
     ("answer", "kept"),
-    [(Answer.END, [("together", 120), ("to disk", 120)]), (Answer.END_ALONE, [("alone", 120)])],
+    [(Verdict.END, [("together", 120), ("to disk", 120)]), (Verdict.END_ALONE, [("alone", 120)])],
 )
 def test_the_last_step_is_kept_and_then_said_and_then_ends_the_process(
-    scene: Scene, answer: Answer, kept: list[tuple[str, int]]
+    scene: Scene, answer: Verdict, kept: list[tuple[str, int]]
 ) -> None:
     scene.announce()
     scene.answer = answer
@@ -190,7 +181,7 @@ def test_the_last_step_is_kept_and_then_said_and_then_ends_the_process(
 
 def test_listeners_of_the_step_come_before_its_end(scene: Scene) -> None:
     scene.announce()
-    scene.answer = Answer.END
+    scene.answer = Verdict.END
     end = progress.on_step(lambda step: scene.kept.append(("listener", step)))
     with pytest.raises(Drained):
         progress.step(120)
@@ -207,7 +198,7 @@ def test_a_state_that_could_not_be_kept_is_not_said_to_be(
     (here,) = progress.checkpointers.all()
     monkeypatch.setattr(here, "keep", fail)
     scene.announce()
-    scene.answer = Answer.END
+    scene.answer = Verdict.END
     with pytest.raises(OSError, match="no space left"):
         progress.step(120)
     assert scene.said == [(Said.FINISHED, 120)]
@@ -218,7 +209,7 @@ def test_all_that_take_part_are_kept_at_one_step(scene: Scene) -> None:
     progress.checkpointers.add("there", Keeper(scene.kept))
     progress.checkpointers.add("here", here)
     scene.announce()
-    scene.answer = Answer.END
+    scene.answer = Verdict.END
     with pytest.raises(Drained):
         progress.step(120)
     assert scene.kept == [("together", 120)] * 2 + [("to disk", 120)] * 2
@@ -240,7 +231,7 @@ def test_where_one_has_no_room_all_go_back_to_what_all_have(
     full.has_room, full.copies = False, copies
     progress.checkpointers.add("full", full)
     scene.announce()
-    scene.answer = Answer.END_ALONE
+    scene.answer = Verdict.END_ALONE
     with pytest.raises(Drained):
         progress.step(120)
     assert scene.kept == [("alone", 120)] * 2 + [("given up", 120)] * 2 + [("back to", back_to)] * 2
@@ -276,9 +267,9 @@ def test_without_an_answer_training_goes_on(
     if trouble == "no answer":
         scene.answer = None
     elif trouble == "no agent":
-        monkeypatch.setenv(drain.VARIABLE, "/nowhere")
+        monkeypatch.setenv(NAMES["drain"], "/nowhere")
     else:
-        monkeypatch.delenv(drain.VARIABLE)
+        monkeypatch.delenv(NAMES["drain"])
     progress.step(120)
     assert scene.kept == []
 
@@ -287,7 +278,7 @@ def test_an_agent_that_is_silent_is_not_waited_for(scene: Scene, monkeypatch: py
     monkeypatch.setattr(drain, "ANSWER_S", 0.1)
     over = threading.Event()
 
-    def say_nothing(_: Word) -> None:
+    def say_nothing(_: StepEnded) -> None:
         over.wait(20)
 
     scene.agent._answer = say_nothing
@@ -299,7 +290,7 @@ def test_an_agent_that_is_silent_is_not_waited_for(scene: Scene, monkeypatch: py
 def test_a_script_that_keeps_its_state_by_itself_does_so_once(scene: Scene) -> None:
     progress.checkpointers.clear()
     scene.announce()
-    scene.answer = Answer.END
+    scene.answer = Verdict.END
     asked: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda *_: asked.append(120))
     try:
@@ -319,7 +310,7 @@ def test_a_drained_process_cleans_up_and_leaves_at_once(tmp_path: Path) -> None:
         "class Slow:\n    def __del__(self): print('taken apart')\n"
         "sys.slow = Slow()\n"
         "atexit.register(print, 'at exit')\n"
-        "drain._Speaker = type('Speaker', (), {'say': lambda *_: b''})\n"
+        "drain._Speaker = type('Speaker', (), {'say': lambda *_: None})\n"
         "try:\n    drain._end(7, (), drain._Speaker(), alone=False)\nfinally:\n    print('finally', end=' ')"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -339,7 +330,7 @@ def test_a_thread_of_the_script_that_holds_up_the_end_is_named_and_not_waited_fo
         "threading.Thread(target=time.sleep, args=[600], name='uploader').start()\n"
         "threading.Thread(target=time.sleep, args=[600], name='unnoticed', daemon=True).start()\n"
         "atexit.register(print, 'at exit')\n"
-        "speaker = type('Speaker', (), {'say': lambda *_: b''})()\n"
+        "speaker = type('Speaker', (), {'say': lambda *_: None})()\n"
         "drain._end(7, (), speaker, alone=False)"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
@@ -353,55 +344,9 @@ def test_what_the_script_does_at_its_end_may_take_longer_than_its_threads() -> N
         "from elastic_agent.worker import drain\n"
         "drain.THREADS_S = 0.2\n"
         "atexit.register(lambda: (print('begun'), time.sleep(1), print('uploaded')))\n"
-        "speaker = type('Speaker', (), {'say': lambda *_: b''})()\n"
+        "speaker = type('Speaker', (), {'say': lambda *_: None})()\n"
         "drain._end(7, (), speaker, alone=False)"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (DRAINED, "begun\nuploaded\n")
     assert "ending without these threads" not in ended.stderr
-
-
-# ---------------------------------------------------------------- messages
-
-
-@pytest.mark.parametrize("said", Said)
-def test_a_word_comes_back_as_it_was(said: Said) -> None:
-    word = replace(WORD, said=said)
-    assert decode_word(encode_word(word)) == word
-
-
-@pytest.mark.parametrize("answer", Answer)
-def test_an_answer_comes_back_as_it_was(answer: Answer) -> None:
-    assert decode_answer(encode_answer(answer)) == answer
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"v": 2},
-        {"v": True},
-        {"generation": -1},
-        {"generation": True},
-        {"rank": "0"},
-        {"local_rank": None},
-        {"step": 1.0},
-        {"step": 2**63},
-        {"said": "other"},
-        {"said": None},
-        {"more": 1},
-    ],
-)
-def test_any_other_word_is_refused(change: dict[str, Any]) -> None:
-    import json
-
-    body = {**json.loads(encode_word(WORD)), **change}
-    with pytest.raises(MessageError):
-        decode_word(json.dumps(body).encode() + b"\n")
-
-
-@pytest.mark.parametrize(
-    "line", [b"", b"{", b"[]", b'"x"', b'{"v": 1}', b'{"v": 1, "answer": "stop"}', b"\xff"]
-)
-def test_any_other_answer_is_refused(line: bytes) -> None:
-    with pytest.raises(MessageError):
-        decode_answer(line)

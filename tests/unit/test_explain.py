@@ -11,7 +11,7 @@ import pytest
 from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.configuration.values import Command
-from elastic_agent.agent.environment.contract import WorkerPlace, contract
+from elastic_agent.agent.environment.contract import WorkerPlace, contract, worker_env
 from elastic_agent.agent.environment.explain import OF_A_WORLD, Explained, explain, main
 from elastic_agent.agent.machine import examine as machines
 from elastic_agent.agent.machine.examine import Machine, examine
@@ -64,8 +64,8 @@ def test_what_differs_from_world_to_world_is_left_open() -> None:
         members = line_up(nodes)
         master = Endpoint(f"host-{port}", port)
         world = World("job", generation, Phase.RUNNING, members, master, Cause(CauseKind.START), run=names)
-        place = WorkerPlace(world, members[me], 0, Path("e"), "p", Path("r"), Path("c"), Path("s"), Path("d"))
-        chosen = contract(place, agent_incarnation="i", max_restarts=None)
+        place = WorkerPlace(world, members[me], 0, Path("e"), worker_env("i", Path("r"), None))
+        chosen = contract(place, None)
         return {variable.name: variable.value for variable in chosen}
 
     one, other = of("a", 1, 1, 0), of("bca", 2, 2, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_agent.agent.accounting.headway import Headway, Step, headway
-from elastic_agent.worker.page import Reading
+from elastic_agent.worker.wire.shared_progress import Reading
 
 BEGUN = Reading(script_at=1.0)
 LOADING = Reading(script_at=1.5, load_at=2.0)

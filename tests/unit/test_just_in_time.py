@@ -20,22 +20,23 @@ from elastic_agent.worker import Checkpointer, ElasticSampler, progress, rng, st
 from elastic_agent.worker.journal import Buffers, Journal, find
 from elastic_agent.worker.just_in_time import JustInTime, of_a_collective
 from elastic_agent.worker.memory import Place
-from elastic_agent.worker.salvage import (
+from elastic_agent.worker.slots import Held as HeldSlot
+from elastic_agent.worker.slots import NoRoom
+from elastic_agent.worker.together import Checkpointers
+from elastic_agent.worker.wire.channel import Lines
+from elastic_agent.worker.wire.messages import (
+    FROM_GUARDS,
     Broken,
-    FromAgent,
+    FromGuard,
     Go,
     Guarding,
     Held,
     Hold,
     Keep,
     Kept,
-    Lines,
-    Message,
+    ToGuard,
     encode,
 )
-from elastic_agent.worker.slots import Held as HeldSlot
-from elastic_agent.worker.slots import NoRoom
-from elastic_agent.worker.together import Checkpointers
 
 numpy = pytest.importorskip("numpy")
 
@@ -51,15 +52,15 @@ class Agent:
         self._listener.bind(str(path))
         self._listener.listen()
         self._listener.settimeout(PATIENCE_S)
-        self._lines = Lines()
-        self._heard: list[Message] = []
+        self._lines = Lines(FROM_GUARDS)
+        self._heard: list[FromGuard] = []
 
     def accept(self) -> None:
         self._connection, _ = self._listener.accept()
         self._connection.settimeout(PATIENCE_S)
         assert self.hears() == Guarding(1, 0)
 
-    def hears(self) -> Message | None:
+    def hears(self) -> FromGuard | None:
         """None when the guard has ended."""
         while not self._heard:
             data = self._connection.recv(4096)
@@ -68,10 +69,10 @@ class Agent:
             self._heard += self._lines.add(data)
         return self._heard.pop(0)
 
-    def says(self, message: FromAgent) -> None:
+    def says(self, message: ToGuard) -> None:
         self._connection.sendall(encode(message))
 
-    def asks(self, message: FromAgent) -> Message | None:
+    def asks(self, message: ToGuard) -> FromGuard | None:
         self.says(message)
         return self.hears()
 
@@ -435,7 +436,7 @@ class Pair:
 
         monkeypatch.setattr(self.both[number]._memory, "_begin", begin)
 
-    def train_to_the_failure(self, at: int, told: Callable[[int], None]) -> Message | None:
+    def train_to_the_failure(self, at: int, told: Callable[[int], None]) -> FromGuard | None:
         """What the guard has kept after `at` steps. `told` is called after each of them."""
         with self.both[0].just_in_time():
             self.agent.accept()

@@ -10,11 +10,9 @@ import pytest
 from elastic_agent.agent.checkpoints import folder as folder_module
 from elastic_agent.agent.checkpoints.folder import make_folder
 
-WRITES = Path("writes")
-
 
 def test_a_folder_is_its_owners_alone_and_goes_with_the_agent(tmp_path: Path) -> None:
-    made = make_folder(1 << 20, WRITES, tmp_path)
+    made = make_folder(1 << 20, tmp_path)
     assert made is not None
     assert made.path.stat().st_mode & 0o777 == 0o700
     assert made.limit == 1 << 20
@@ -24,7 +22,7 @@ def test_a_folder_is_its_owners_alone_and_goes_with_the_agent(tmp_path: Path) ->
 
 
 def test_by_default_half_of_the_shared_memory_may_be_used(tmp_path: Path) -> None:
-    made = make_folder(None, WRITES, tmp_path)
+    made = make_folder(None, tmp_path)
     assert made is not None
     found = os.statvfs(tmp_path)
     assert made.limit == found.f_blocks * found.f_frsize // 2
@@ -32,31 +30,31 @@ def test_by_default_half_of_the_shared_memory_may_be_used(tmp_path: Path) -> Non
 
 
 def test_switched_off_there_is_none(tmp_path: Path) -> None:
-    assert make_folder(0, WRITES, tmp_path) is None
+    assert make_folder(0, tmp_path) is None
     assert not list(tmp_path.iterdir())
 
 
 def test_without_shared_memory_the_log_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert make_folder(None, WRITES, tmp_path / "missing") is None
+    assert make_folder(None, tmp_path / "missing") is None
     assert "no checkpoints in memory, they go to disk only" in caplog.text
 
 
 def test_what_a_killed_agent_and_guard_left_is_removed_and_what_lives_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    living = make_folder(None, WRITES, tmp_path)
-    dead = make_folder(None, WRITES, tmp_path)
+    living = make_folder(None, tmp_path)
+    dead = make_folder(None, tmp_path)
     assert living is not None
     assert dead is not None
     os.close(dead.lock)
     other = tmp_path / "somebody-else"
     other.mkdir()
-    young = make_folder(None, WRITES, tmp_path)
+    young = make_folder(None, tmp_path)
     assert young is not None
     assert dead.path.exists(), "it could be one that is just being made"
     monkeypatch.setattr(folder_module, "YOUNG_S", -1.0)
     (tmp_path / "elastic-agent-link").symlink_to(other)
-    last = make_folder(None, WRITES, tmp_path)
+    last = make_folder(None, tmp_path)
     assert last is not None
     assert not dead.path.exists()
     assert all(path.exists() for path in (living.path, young.path, last.path, other))

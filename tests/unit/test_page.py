@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.worker import page
-from elastic_agent.worker.page import (
+from elastic_agent.worker.wire import shared_progress as page
+from elastic_agent.worker.wire.shared_progress import (
     Page,
     PageError,
     PageOfAnotherGeneration,
@@ -35,7 +35,7 @@ def test_a_new_page_tells_of_nothing(ours: Page) -> None:
 
 def test_what_one_process_writes_the_other_reads(ours: Page) -> None:
     program = (
-        "import sys; from elastic_agent.worker import page\n"
+        "import sys; from elastic_agent.worker.wire import shared_progress as page\n"
         "words = page.Page.attach(sys.argv[1], 7).words\n"
         "assert words[page.PENDING] == 1\n"
         "words[page.STEPPED_AT], words[page.STEP] = 2_500_000_000, 2**62\n"

@@ -1,110 +1,26 @@
-"""What a worker asks before it commits: the messages, and a client that believes nothing but a grant in time."""
+"""What a worker asks before it commits: a client that believes nothing but a grant in time."""
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from elastic_agent.worker.commits import (
-    MAX_REASON_CHARS,
-    Answer,
-    Granted,
-    Question,
-    Refused,
-    Undecided,
-    decode_answer,
-    decode_question,
-    encode_answer,
-    encode_question,
-)
 from elastic_agent.worker.errors import Fenced, Unconfirmed
-from elastic_agent.worker.lines import MAX_BYTES, MessageError
 from elastic_agent.worker.permit import MAX_QUESTIONS, Permit
-
-# --- The messages
-
-ANSWERS: list[Answer] = [
-    Granted(2.5),
-    Granted(1),
-    Refused("it is over"),
-    Undecided(MAX_REASON_CHARS * "\U0001f600"),
-]
-
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.kind)
-def test_an_answer_survives_the_wire(answer: Answer) -> None:
-    line = encode_answer(answer)
-    assert decode_answer(line) == answer
-    assert len(line) <= MAX_BYTES
-    assert line.count(b"\n") == 1
-
-
-def test_the_wire_format_is_the_published_one() -> None:
-    assert json.loads(encode_question(Question(7))) == {"v": 1, "generation": 7}
-    assert json.loads(encode_answer(Granted(2.5))) == {"v": 1, "answer": "granted", "valid_s": 2.5}
-    assert json.loads(encode_answer(Refused("x"))) == {"v": 1, "answer": "refused", "reason": "x"}
-    assert json.loads(encode_answer(Undecided("x"))) == {"v": 1, "answer": "undecided", "reason": "x"}
-
-
-GRANTED = {"v": 1, "answer": "granted", "valid_s": 1.0}
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"", b"\xff\xfe", b"1", b"[]", b"[" * 4000, b"null",
-        *(
-            json.dumps({**GRANTED, **change}).encode()
-            for change in (
-                {"v": 2}, {"v": True}, {"answer": "yes"}, {"answer": ["granted"]}, {"extra": 1}, {"answer": "refused"},
-                {"valid_s": 0}, {"valid_s": -1}, {"valid_s": True}, {"valid_s": "1"}, {"valid_s": None},
-                {"valid_s": float("nan")}, {"valid_s": float("inf")}, {"valid_s": 10**400},
-            )
-        ),
-        b'{"v": 1, "answer": "granted"}',
-        b'{"v": 1, "answer": "refused", "reason": 1}',
-        json.dumps({"v": 1, "answer": "undecided", "reason": "x" * (MAX_REASON_CHARS + 1)}).encode(),
-    ],
-)  # fmt: skip
-def test_a_malformed_answer_is_refused(line: bytes) -> None:
-    with pytest.raises(MessageError):
-        decode_answer(line)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"", b"[]", b'{"v": 1}', b'{"v": 2, "generation": 7}', b'{"v": 1, "generation": 7, "step": 1}',
-        *(f'{{"v": 1, "generation": {value}}}'.encode() for value in ("-1", "true", "1.0", '"7"', "null", str(2**63))),
-    ],
-)  # fmt: skip
-def test_a_malformed_question_is_refused(line: bytes) -> None:
-    with pytest.raises(MessageError):
-        decode_question(line)
-
-
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text("ag\0é\ud800")
-JSON = st.recursive(SCALARS, st.lists, max_leaves=3)
-
-
-@settings(deadline=None)
-@given(st.binary() | st.dictionaries(st.sampled_from([*GRANTED, "reason", "generation"]), JSON).map(
-    lambda changes: json.dumps({**GRANTED, **changes}).encode()
-))  # fmt: skip
-def test_whatever_arrives_is_a_message_or_a_message_error(line: bytes) -> None:
-    for decode in (decode_answer, decode_question):
-        try:
-            decode(line)
-        except MessageError:
-            pass
-
+from elastic_agent.worker.wire.messages import (
+    COMMIT_QUESTIONS,
+    MAX_BYTES,
+    CommitAnswer,
+    CommitGranted,
+    CommitQuestion,
+    CommitRefused,
+    CommitUndecided,
+    encode,
+)
 
 # --- Asking
 
@@ -115,7 +31,7 @@ class ScriptedAgent(threading.Thread):
     def __init__(self, path: Path, replies: list[Callable[[socket.socket], None]]) -> None:
         super().__init__(daemon=True)
         self.address = str(path)
-        self.heard: list[Question] = []
+        self.heard: list[CommitQuestion] = []
         self._replies = replies
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(self.address)
@@ -125,7 +41,7 @@ class ScriptedAgent(threading.Thread):
         for reply in self._replies:
             connection, _ = self._socket.accept()
             with connection:
-                self.heard.append(decode_question(connection.recv(MAX_BYTES)))
+                self.heard.append(COMMIT_QUESTIONS.decode(connection.recv(MAX_BYTES)))
                 reply(connection)
 
     def close(self) -> None:
@@ -150,8 +66,8 @@ def says(line: bytes) -> Callable[[socket.socket], None]:
     return lambda connection: connection.sendall(line)
 
 
-def answers(answer: Answer) -> Callable[[socket.socket], None]:
-    return says(encode_answer(answer))
+def answers(answer: CommitAnswer) -> Callable[[socket.socket], None]:
+    return says(encode(answer))
 
 
 def is_silent(connection: socket.socket) -> None:
@@ -172,22 +88,22 @@ class Clock:
 
 
 def test_a_grant_lets_every_change_be_made_until_it_runs_out(agent: Callable[..., ScriptedAgent]) -> None:
-    asked = agent(answers(Granted(2.0)), answers(Granted(2.0)))
+    asked = agent(answers(CommitGranted(2.0)), answers(CommitGranted(2.0)))
     clock = Clock()
     permit = Permit(asked.address, 7, clock=clock)
     for _ in range(10):
         permit.check()
-    assert asked.heard == [Question(7)]
+    assert asked.heard == [CommitQuestion(7)]
     clock._moves = [2.0]
     permit.check()
-    assert asked.heard == [Question(7)] * 2
+    assert asked.heard == [CommitQuestion(7)] * 2
 
 
 def test_a_grant_counts_from_the_question_and_not_from_the_answer(
     agent: Callable[..., ScriptedAgent],
 ) -> None:
     """First check, question sent; then 3 s pass before the answer is here: a grant of 2 s has run out on its way."""
-    asked = agent(answers(Granted(2.0)), answers(Refused("generation 8 has replaced it")))
+    asked = agent(answers(CommitGranted(2.0)), answers(CommitRefused("generation 8 has replaced it")))
     with pytest.raises(Fenced):
         Permit(asked.address, 7, clock=Clock(0, 0, 3.0)).check()
     assert len(asked.heard) == 2
@@ -196,14 +112,14 @@ def test_a_grant_counts_from_the_question_and_not_from_the_answer(
 def test_grants_that_run_out_are_asked_for_again_a_few_times_only(
     agent: Callable[..., ScriptedAgent],
 ) -> None:
-    asked = agent(*[answers(Granted(1.0))] * MAX_QUESTIONS)
+    asked = agent(*[answers(CommitGranted(1.0))] * MAX_QUESTIONS)
     with pytest.raises(Unconfirmed, match="ran out before they could be used"):
         Permit(asked.address, 7, clock=Clock(*[2.0] * 100)).check()
     assert len(asked.heard) == MAX_QUESTIONS
 
 
 def test_a_refusal_says_that_the_generation_is_over(agent: Callable[..., ScriptedAgent]) -> None:
-    asked = agent(answers(Refused("generation 9 has replaced it")))
+    asked = agent(answers(CommitRefused("generation 9 has replaced it")))
     with pytest.raises(
         Fenced, match=r"generation 7 is over: .* must not commit .*generation 9 has replaced it"
     ):
@@ -213,11 +129,11 @@ def test_a_refusal_says_that_the_generation_is_over(agent: Callable[..., Scripte
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
-        (answers(Undecided("the store is away")), "the store is away"),
+        (answers(CommitUndecided("the store is away")), "the store is away"),
         (says(b"yes\n"), "not JSON"),
-        (says(b'{"v": 2, "answer": "granted", "valid_s": 5}\n'), "version 2"),
-        (says(b'{"v": 1, "answer": "granted", "valid_s": 5}'), "ended the connection after 43 bytes"),
-        (says(encode_answer(Granted(5.0)) * 2), "not JSON"),
+        (says(b'{"v": 2, "kind": "commit_granted", "valid_s": 5}\n'), "version 2"),
+        (says(b'{"v": 3, "kind": "commit_granted", "valid_s": 5}'), "ended the connection after 48 bytes"),
+        (says(encode(CommitGranted(5.0)) * 2), "not JSON"),
         (says(b""), "ended the connection after 0 bytes"),
         (says(b" " * (MAX_BYTES + 1) + b"\n"), f"more than {MAX_BYTES} bytes"),
         (is_silent, "no whole message within 0.5 s"),

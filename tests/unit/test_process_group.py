@@ -9,10 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_agent.agent.configuration.options import WORKER_VARIABLES
-from elastic_agent.agent.environment.torch_settings import PROCESS_GROUP_VARIABLE
 from elastic_agent.worker import init_process_group
-from elastic_agent.worker.process_group import TIMEOUT_VARIABLE
+from elastic_agent.worker.wire.environment import PROCESS_GROUP_TIMEOUT
 
 OWN = timedelta(seconds=7)
 
@@ -34,9 +32,9 @@ def test_the_script_s_own_timeout_is_stronger_than_the_agents_and_that_than_torc
     timeout_s: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv(TIMEOUT_VARIABLE, raising=False)
+    monkeypatch.delenv(PROCESS_GROUP_TIMEOUT, raising=False)
     if variable is not None:
-        monkeypatch.setenv(TIMEOUT_VARIABLE, variable)
+        monkeypatch.setenv(PROCESS_GROUP_TIMEOUT, variable)
     init_process_group("gloo", *positional, rank=0, world_size=1, store=dist.HashStore(), **named)
     try:
         assert dist.group.WORLD is not None
@@ -44,8 +42,3 @@ def test_the_script_s_own_timeout_is_stronger_than_the_agents_and_that_than_torc
         assert backend.options._timeout.total_seconds() == timeout_s
     finally:
         dist.destroy_process_group()
-
-
-def test_both_sides_mean_the_same_variable() -> None:
-    assert TIMEOUT_VARIABLE == PROCESS_GROUP_VARIABLE
-    assert TIMEOUT_VARIABLE in WORKER_VARIABLES

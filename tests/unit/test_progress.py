@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.worker import page, progress
-from elastic_agent.worker.page import Page
+from elastic_agent.worker import progress
 from elastic_agent.worker.progress import Stage
+from elastic_agent.worker.wire import shared_progress as page
+from elastic_agent.worker.wire.environment import NAMES
+from elastic_agent.worker.wire.shared_progress import Page
 
 
 @pytest.fixture
@@ -34,7 +36,7 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
 
 
 def environment(of: Page) -> dict[str, str]:
-    return {page.VARIABLE: of.path, "ELASTIC_AGENT_GENERATION": "7"}
+    return {NAMES["page"]: of.path, "ELASTIC_AGENT_GENERATION": "7"}
 
 
 def run(program: str, of: Page, *args: str) -> None:
@@ -134,7 +136,7 @@ def test_of_two_programs_one_after_the_other_both_speak(ours: Page) -> None:
 
 
 def test_without_an_agent_everything_goes_on(ours: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(page.VARIABLE)
+    monkeypatch.delenv(NAMES["page"])
     heard: list[int] = []
     progress.on_step(heard.append)
     progress.step(3)
@@ -145,8 +147,8 @@ def test_without_an_agent_everything_goes_on(ours: Page, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "change",
     [
-        {page.VARIABLE: "/nowhere"},
-        {page.VARIABLE: "/dev/null"},
+        {NAMES["page"]: "/nowhere"},
+        {NAMES["page"]: "/dev/null"},
         {"ELASTIC_AGENT_GENERATION": "x"},
         {"ELASTIC_AGENT_GENERATION": "6"},
     ],

@@ -1,8 +1,7 @@
-"""Who keeps the last step of a failed generation: the decisions, the messages, and the gate."""
+"""Who keeps the last step of a failed generation: the decisions, and the gate."""
 
 from __future__ import annotations
 
-import json
 import queue
 import socket
 from collections.abc import Iterator
@@ -15,22 +14,18 @@ from hypothesis import strategies as st
 from elastic_agent.agent.events import Event, JustInTimeMessage
 from elastic_agent.agent.salvage_gate import SalvageGate
 from elastic_agent.agent.supervision.just_in_time_state import JustInTimeState, Orders
-from elastic_agent.worker.salvage import (
-    FROM_AGENT,
-    FROM_WORKER,
-    MAX_BYTES,
+from elastic_agent.worker.wire.channel import Lines
+from elastic_agent.worker.wire.messages import (
+    TO_GUARDS,
     Broken,
-    FromAgent,
+    FromGuard,
     Go,
     Guarding,
     Held,
     Hold,
     Keep,
     Kept,
-    Lines,
-    Message,
-    MessageError,
-    decode,
+    ToGuard,
     encode,
 )
 
@@ -44,7 +39,7 @@ def guarded(*local_ranks: int, grace_s: float = GRACE_S) -> JustInTimeState:
     return salvage
 
 
-def told(orders: Orders) -> dict[int, type[FromAgent]]:
+def told(orders: Orders) -> dict[int, type[ToGuard]]:
     return {local_rank: type(message) for local_rank, message in orders}
 
 
@@ -147,7 +142,7 @@ def test_a_broken_collective_begins_it_and_who_comes_late_goes_at_once() -> None
     ),
 )
 def test_whatever_happens_it_ends_in_time_and_all_are_let_go(
-    guards: int, happens: list[tuple[int, Message | str, float]]
+    guards: int, happens: list[tuple[int, FromGuard | str, float]]
 ) -> None:
     salvage = guarded(*range(guards))
     alive, now = set(range(guards)), 0.0
@@ -168,62 +163,6 @@ def test_whatever_happens_it_ends_in_time_and_all_are_let_go(
     assert alive <= {local_rank for local_rank, message in orders if isinstance(message, Go)}
     keeps = [local_rank for local_rank, message in orders if isinstance(message, Keep)]
     assert len(keeps) == len(set(keeps)), "nobody is asked twice"
-
-
-# --- Messages
-
-MESSAGES: list[Message] = [
-    Guarding(7, 1), Broken(), Held(120), Held(None), Kept(0), Kept(None), Hold(2.0), Keep(0), Go()
-]  # fmt: skip
-
-
-def test_messages_survive_the_wire_in_any_pieces() -> None:
-    stream = b"".join(map(encode, MESSAGES))
-    for size in (1, 7, len(stream)):
-        lines, heard = Lines(), []
-        for begin in range(0, len(stream), size):
-            heard += lines.add(stream[begin : begin + size])
-        assert heard == MESSAGES
-    assert {type(message) for message in MESSAGES} == {*FROM_WORKER, *FROM_AGENT}
-    assert max(map(len, map(encode, MESSAGES))) <= MAX_BYTES
-    assert json.loads(encode(Guarding(7, 1))) == {
-        "v": 1,
-        "said": "guarding",
-        "generation": 7,
-        "local_rank": 1,
-    }
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"",
-        b"[]",
-        b'{"said": "go"}',
-        b'{"v": 2, "said": "go"}',
-        b'{"v": true, "said": "go"}',
-        b'{"v": 1, "said": "stay"}',
-        b'{"v": 1, "said": ["go"]}',
-        b'{"v": 1, "said": "go", "more": 1}',
-        b'{"v": 1, "said": "held"}',
-        b'{"v": 1, "said": "held", "step": -1}',
-        b'{"v": 1, "said": "held", "step": true}',
-        b'{"v": 1, "said": "kept", "step": 1.0}',
-        b'{"v": 1, "said": "hold", "within_s": NaN}',
-        b'{"v": 1, "said": "hold", "within_s": Infinity}',
-        b'{"v": 1, "said": "keep", "within_s": "1"}',
-        b'{"v": 1, "said": "guarding", "generation": 1, "local_rank": null}',
-        b"[" * 100000,
-    ],
-)
-def test_what_is_no_message(line: bytes) -> None:
-    with pytest.raises(MessageError):
-        decode(line)
-
-
-def test_a_line_without_an_end_is_refused() -> None:
-    with pytest.raises(MessageError, match="more than"):
-        Lines().add(b"x" * (MAX_BYTES + 1))
 
 
 # --- The gate
@@ -264,8 +203,8 @@ def test_the_gate_passes_on_who_says_what_and_tells_each_its_own(
     gate.tell(7, 1, Keep(1.0))
     gate.tell(7, 0, Go())
     gate.tell(8, 0, Hold(1.0))  # nobody of that generation is here
-    assert Lines().add(workers[1].recv(4096)) == [Keep(1.0)]
-    assert Lines().add(workers[0].recv(4096)) == [Go()]
+    assert Lines(TO_GUARDS).add(workers[1].recv(4096)) == [Keep(1.0)]
+    assert Lines(TO_GUARDS).add(workers[0].recv(4096)) == [Go()]
     workers[0].close()
     assert events.get(timeout=10) == JustInTimeMessage(7, 0, None)
     gate.tell(7, 0, Go())

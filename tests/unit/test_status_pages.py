@@ -30,7 +30,7 @@ from elastic_agent.rendezvous.records import (
     World,
     line_up,
 )
-from elastic_agent.worker.reports import LoadReport, SaveReport
+from elastic_agent.worker.wire.messages import LoadReport, SaveReport
 
 STATUS = NodeStatus(
     job="digits",

@@ -21,8 +21,7 @@ from elastic_agent.agent.supervision.failure_reports import TAIL_WITHIN_S
 from elastic_agent.rendezvous.drain import End
 from elastic_agent.rendezvous.follow import Drain
 from elastic_agent.worker.drain import DRAINED
-from elastic_agent.worker.reports import SaveReport
-from elastic_agent.worker.salvage import Go, Guarding, Held, Hold, Keep, Kept
+from elastic_agent.worker.wire.messages import Go, Guarding, Held, Hold, Keep, Kept, SaveReport
 
 from .supervised import Supervised
 

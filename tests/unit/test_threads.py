@@ -27,9 +27,11 @@ from elastic_agent.rendezvous.memory import MemoryStore
 from elastic_agent.rendezvous.peers import Absence, Peer
 from elastic_agent.rendezvous.records import Endpoint
 from elastic_agent.rendezvous.threads import Thread, listen
+from elastic_agent.worker.wire.messages import COMMIT_QUESTIONS, CommitQuestion, encode
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 20.0
+HELLO = encode(CommitQuestion(1))
 FAILURES = ("dies", "cannot be started")
 
 
@@ -140,7 +142,7 @@ def test_a_short_lived_thread_that_fails_has_answered(
 def test_a_client_whose_thread_fails_hears_the_end_and_its_place_is_free_again(
     monkeypatch: pytest.MonkeyPatch, failed: Failed, tmp_path: Path, how: str
 ) -> None:
-    gate = Gate(tmp_path / "gate", "test", lambda line: line, most=1)
+    gate = Gate(tmp_path / "gate", "test", COMMIT_QUESTIONS, lambda question: question, most=1)
     gate.start()
 
     def ask() -> bytes:
@@ -148,7 +150,7 @@ def test_a_client_whose_thread_fails_hears_the_end_and_its_place_is_free_again(
             client.settimeout(PATIENCE_S)
             client.connect(str(gate.path))
             try:
-                client.sendall(b"hello\n")
+                client.sendall(HELLO)
                 return client.recv(100)
             except (BrokenPipeError, ConnectionResetError):  # it was closed with our question unread
                 return b""
@@ -157,7 +159,7 @@ def test_a_client_whose_thread_fails_hears_the_end_and_its_place_is_free_again(
         fail(patch, how, "test-client")
         assert [ask() for _ in range(2)] == [b"", b""]
         assert [failed.next() for _ in range(2)] == ["test-client"] * 2
-    assert ask() == b"hello\n"
+    assert ask() == HELLO
     gate.close()
 
 

@@ -10,11 +10,9 @@ number, and the first step before the newest, so that whoever sees a number find
 
 The page is anonymous memory that the agent keeps open (`memfd_create`): it is never on a disk, whose writes could hold
 up a step; nothing is left of it when both processes are gone, however they went; and it cannot be cut short under the
-agent's feet. A worker finds it as `/proc/PID/fd/N`, the value of `ELASTIC_AGENT_PAGE`. Every generation has new ones.
+agent's feet. A worker finds it as `/proc/PID/fd/N`, `WorkerEnv.page`. Every generation has new ones.
 
 What a page says is a hint for metrics and hang detection, as reports are: no decision about correctness rests on it.
-
-No torch here: the agent imports this module.
 """
 
 from __future__ import annotations
@@ -23,8 +21,6 @@ import fcntl
 import mmap
 import os
 from dataclasses import dataclass
-
-VARIABLE = "ELASTIC_AGENT_PAGE"
 
 VERSION = 1
 MAGIC = int.from_bytes(b"e-page" + VERSION.to_bytes(2, "little"), "little")

@@ -1,0 +1,78 @@
+"""The variables by which an agent tells a worker who it is and where to ask: their names stand here alone.
+
+A field `memory_bytes` is the variable `ELASTIC_AGENT_MEMORY_BYTES`. The agent writes them, and the worker library
+reads them. Without an agent, under torchrun and plain python, all fields have their defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .codec import Invalid, shown
+
+PREFIX = "ELASTIC_AGENT_"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEnv:
+    generation: int = 0
+    run: str = ""
+    """The same for all generations of the job, and no other job's."""
+    node: str = ""
+    local_rank: int = -1
+    """Where each worker sees one device, LOCAL_RANK is 0 for all."""
+    incarnation: str = ""
+    """The agent's: by this mark the guard finds what workers leave behind."""
+    page: str = ""
+    """Path of the memory that worker and agent share."""
+    reports: str = ""
+    """Path of a datagram socket; the next three, of stream sockets."""
+    commits: str = ""
+    salvage: str = ""
+    drain: str = ""
+    memory: str = ""
+    """The folder in memory for the newest states; empty: checkpoints go to disk only."""
+    memory_bytes: int = 0
+    """The most that the copies of all workers there may take."""
+    writes: str = ""
+    """Path of the stream socket of the disk writer."""
+    bad_state: str = ""
+    """GENERATION:STEP of the state that must not be loaded."""
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> WorkerEnv:
+        """Raises Invalid where a number is none."""
+        found: dict[str, Any] = {}
+        for name, variable in NAMES.items():
+            if variable in environ:
+                found[name] = environ[variable]
+                if name in _NUMBERS:
+                    found[name] = _number(variable, environ[variable])
+        return cls(**found)
+
+    def variables(self) -> dict[str, str]:
+        """Those that are set."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        unset = WorkerEnv()
+        return {NAMES[name]: str(value) for name, value in values.items() if value != getattr(unset, name)}
+
+
+NAMES = {field.name: PREFIX + field.name.upper() for field in fields(WorkerEnv)}
+"""Of the variables, by field."""
+_NUMBERS = {field.name for field in fields(WorkerEnv) if field.type == "int"}
+
+PROCESS_GROUP_TIMEOUT = "ELASTIC_AGENT_PROCESS_GROUP_TIMEOUT_S"
+"""Read by `worker.init_process_group`, because torch takes that timeout from no variable."""
+
+WORKER_VARIABLES = frozenset({*NAMES.values(), PROCESS_GROUP_TIMEOUT})
+"""All that an agent gives its workers. An agent that is started inside a worker inherits them."""
+
+
+def _number(variable: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise Invalid(
+            f"{variable} is {shown(text)}, expected a whole number: an agent sets it for its workers"
+        )
+    return int(text)

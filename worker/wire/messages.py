@@ -1,0 +1,302 @@
+"""Every message between the workers of a node, its agent and the agent's disk writer, each declared once.
+
+Each is one line of JSON that names the version of all messages and its own kind:
+
+    {"v": 3, "kind": "save_report", "generation": 7, "local_rank": 0, "step": 120, "result": "ok", ...}
+
+    reports        worker, disk writer -> agent    SaveReport, LoadReport, LentLock         datagrams
+    commits        worker, disk writer -> agent    CommitQuestion, answered once
+    planned leave  worker -> agent                 StepEnded, answered by StepAnswer
+    just in time   worker <-> agent                Guarding, and then both speak until the generation has ended
+    disk writes    rank 0 -> disk writer           WriteOrder, answered by WriteOutcome; CancelWrite
+                   agent -> disk writer            FinishWrites, answered by UnsavedSteps at each change
+
+A message that cannot be read is refused where it is made, and where it arrives. The steps of a worker are no messages
+but words in memory (`shared_progress`).
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from .codec import Checked, Codec, Count, Seconds, Text, Within
+
+VERSION = 3
+MAX_BYTES = 8192
+"""Of one message."""
+MAX_REASON_CHARS = 500
+"""A longer reason is refused, so its writer cuts it. JSON makes at most 12 bytes of a character."""
+RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+Reason = Annotated[str, Text(MAX_REASON_CHARS)]
+RunName = Annotated[str, Text(128, RUN_NAME)]
+ErrorName = Annotated[str, Text(64, re.compile(r"\w*"))]
+"""Of a type in `worker/errors.py`; empty: none."""
+SaveResult = Literal["ok", "error"]
+LoadResult = Literal["ok", "corrupt", "error", "none"]
+Tier = Literal["memory", "local"]
+"""Where a checkpoint is: in the node's memory, or on disk."""
+
+
+# ---------------------------------------------------------------- reports
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport(Checked):
+    """The checkpoint of `step` was to be made; `bytes` is its size if that went well.
+
+    On disk: by rank 0, or by the disk writer in its place. In memory: by the first rank of this node. Training stood
+    still for `blocked_s` of it.
+    """
+
+    generation: Count
+    local_rank: Count
+    step: Count
+    result: SaveResult
+    duration_s: Seconds
+    bytes: Count
+    tier: Tier = "local"
+    blocked_s: Seconds = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport(Checked):
+    """The worker has looked for a checkpoint.
+
+    `ok`: training goes on from `step`; `none`: there is none, it begins at 0; `corrupt`: the checkpoint of `step`
+    did not verify and the next older one is tried; `error`: nothing could be loaded and the worker gives up.
+    """
+
+    generation: Count
+    local_rank: Count
+    step: Count
+    result: LoadResult
+    duration_s: Seconds
+    tier: Tier = "local"
+
+
+@dataclass(frozen=True, slots=True)
+class LentLock(Checked):
+    """Comes with the open lock file of a checkpoint directory, which the agent keeps open until it ends.
+
+    Without one it says that the worker is of this `run`: locks that another run's workers have lent are let go.
+    """
+
+    generation: Count
+    local_rank: Count
+    run: RunName
+
+
+Report = SaveReport | LoadReport
+"""Hints for metrics and hang detection, sent over a lossy socket; no decision about correctness may rest on one."""
+
+
+# ---------------------------------------------------------------- commits
+
+
+@dataclass(frozen=True, slots=True)
+class CommitQuestion(Checked):
+    """Is `generation` still the one that may change what a checkpoint directory shows?"""
+
+    generation: Count
+
+
+@dataclass(frozen=True, slots=True)
+class CommitGranted(Checked):
+    """It is, and no other can begin within `valid_s` seconds of the instant at which the question was sent."""
+
+    valid_s: Annotated[float, Within(0, 2**31, above=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRefused(Checked):
+    """It is over, for ever."""
+
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class CommitUndecided(Checked):
+    """This cannot be found out now: ask again at the next save."""
+
+    reason: Reason
+
+
+CommitAnswer = CommitGranted | CommitRefused | CommitUndecided
+
+
+# ---------------------------------------------------------------- planned leave
+
+
+class Said(enum.Enum):
+    FINISHED = "finished"
+    """The step has just been finished. May this rank begin the next one?"""
+    PAUSING = "pausing"
+    """It was the last one finished, the next has not been begun, and this process could keep its state alone."""
+    KEPT = "kept"
+    """This was the last step, and its state is kept. No question."""
+
+
+class Verdict(enum.Enum):
+    GO_ON = "go on"
+    END = "end"
+    """Keep the state together with all ranks, and end."""
+    END_ALONE = "end alone"
+    """Some ranks may never come here: keep the state without them, and end."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnded(Checked):
+    """A worker between two steps, while a planned change waits for it."""
+
+    generation: Count
+    rank: Count
+    local_rank: Count
+    step: Count
+    said: Said
+
+
+@dataclass(frozen=True, slots=True)
+class StepAnswer(Checked):
+    verdict: Verdict
+
+
+# ---------------------------------------------------------------- just in time
+
+
+@dataclass(frozen=True, slots=True)
+class Guarding(Checked):
+    """The first message of a worker that can save its last step when its generation fails."""
+
+    generation: Count
+    local_rank: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Broken(Checked):
+    """A collective has failed here: this worker leaves at `Go`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held(Checked):
+    """No step can begin here, and `step` was the last one; None: the state is not whole."""
+
+    step: Count | None
+
+
+@dataclass(frozen=True, slots=True)
+class Kept(Checked):
+    """The state after `step` is in memory; None: that could not be."""
+
+    step: Count | None
+
+
+@dataclass(frozen=True, slots=True)
+class Hold(Checked):
+    """Let no optimizer step begin, and say which step was the last."""
+
+    within_s: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Keep(Checked):
+    """Copy your state to memory: it is the newest on this node."""
+
+    within_s: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Go(Checked):
+    """All is done that can be."""
+
+
+FromGuard = Guarding | Broken | Held | Kept
+ToGuard = Hold | Keep | Go
+
+
+# ---------------------------------------------------------------- disk writes
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOrder(Checked):
+    """Write the copy of `step` that generation `copied_by` has left in a slot, as a checkpoint of `generation`.
+
+    `good` are steps in the directory that are known to be whole: they count among the `keep` to retain.
+    """
+
+    memory: str
+    directory: str
+    slot: Annotated[str, Text(1, re.compile("[ab]"))]
+    step: Count
+    copied_by: Count
+    generation: Count
+    keep: Count
+    good: tuple[Count, ...]
+    run: RunName
+
+
+@dataclass(frozen=True, slots=True)
+class CancelWrite(Checked):
+    """From now on nothing is published: rank 0 may have gone on to newer checkpoints by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOutcome(Checked):
+    """What became of an order: `error` is empty when the checkpoint of `size` bytes is durable."""
+
+    step: Count
+    size: Count = 0
+    error: ErrorName = ""
+    reason: Reason = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishWrites(Checked):
+    """The agent ends: do what was ordered, try again what has failed, and tell what is not on disk yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnsavedStep(Checked):
+    """The newest step that was ordered to be written to that directory, and that is not there.
+
+    `reason` is why the last try failed, empty while none has; `final`: no other try can help.
+    """
+
+    step: Count
+    directory: str
+    reason: Reason = ""
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class UnsavedSteps(Checked):
+    """All of them; none: everything is on disk."""
+
+    unsaved: tuple[UnsavedStep, ...]
+
+
+# ---------------------------------------------------------------- what is read where
+
+REPORTS: Codec[Report | LentLock] = Codec((SaveReport, LoadReport, LentLock), VERSION, MAX_BYTES)
+COMMIT_QUESTIONS = Codec((CommitQuestion,), VERSION, MAX_BYTES)
+COMMIT_ANSWERS: Codec[CommitAnswer] = Codec(
+    (CommitGranted, CommitRefused, CommitUndecided), VERSION, MAX_BYTES
+)
+STEPS_ENDED = Codec((StepEnded,), VERSION, MAX_BYTES)
+STEP_ANSWERS = Codec((StepAnswer,), VERSION, MAX_BYTES)
+FROM_GUARDS: Codec[FromGuard] = Codec((Guarding, Broken, Held, Kept), VERSION, MAX_BYTES)
+TO_GUARDS: Codec[ToGuard] = Codec((Hold, Keep, Go), VERSION, MAX_BYTES)
+WRITE_ORDERS: Codec[WriteOrder | FinishWrites] = Codec((WriteOrder, FinishWrites), VERSION, MAX_BYTES)
+WRITE_CANCELS = Codec((CancelWrite,), VERSION, MAX_BYTES)
+WRITE_OUTCOMES = Codec((WriteOutcome,), VERSION, MAX_BYTES)
+UNSAVED_STEPS = Codec((UnsavedSteps,), VERSION, MAX_BYTES)
+
+_ALL = Codec[Checked]((), VERSION, MAX_BYTES)
+
+
+def encode(message: Checked) -> bytes:
+    """One line."""
+    return _ALL.encode(message)
