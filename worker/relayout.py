@@ -10,7 +10,7 @@ form. Where in the pickle each number stands is read from a pickle of that form,
 the expected order and no others: its opcodes are listed (`pickletools`), none is carried out. Whatever is not known
 here in every detail is laid out by torch, each time.
 
-Of the whole file one thing stays behind: torch's own `serialization_id`, by which nobody reads.
+Of the whole file one thing stays behind: torch's own `serialization_id`, which no reader uses.
 """
 
 from __future__ import annotations

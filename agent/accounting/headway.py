@@ -1,8 +1,8 @@
 """How far this node's workers have come together, from what each one's page says.
 
 They need each other: a generation's scripts have begun when the last one has, and the same goes for loading. But a step
-that one has finished is done, a second one that finishes it adds nothing, and nobody waits any more for one that is
-still loading then.
+that one has finished is done, a second one that finishes it adds nothing, and one that is still loading then is not
+waited for.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class _Generation:
 
 
 class Observer:
-    """See the module's docstring. For the main thread. `now` and `at` are monotonic; `wall_clock` is for dashboards."""
+    """Turns transitions into numbers and words. For the main thread. `now` and `at` are monotonic; `wall_clock` is for dashboards."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class Observer:
         return recovery
 
     def status(self, participant: Participant, group: WorkerGroup | None) -> str:
-        """One line for whoever asks the service manager how this node is."""
+        """One line on this node, which the service manager shows."""
         if group is None:
             return f"{self._state}: {participant.waiting_for}"
         generation = self._generation
@@ -269,7 +269,7 @@ class Observer:
         self._metrics.spares.set(ready)
 
     def exited(self, local_rank: int, returncode: int, at: float, *, killed: bool) -> None:
-        """A worker ended, whoever wanted it; `killed`: it had been sent SIGKILL."""
+        """A worker ended, by itself or not; `killed`: it had been sent SIGKILL."""
         self._metrics.worker_exited(local_rank, returncode)
         stopped_at = self._generation.stopped_at
         if stopped_at is not None and at >= stopped_at:

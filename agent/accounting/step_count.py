@@ -4,7 +4,7 @@ The *position* is the newest step that the state in the workers' memory contains
 done, and down when a generation begins at an older checkpoint; what lies between was lost. The *highest* step is the
 highest position that the job has ever had, on any node as far as this one knows; only steps beyond it are new.
 
-Of many steps only the newest is seen when somebody looks; it stands for all since the look before, each of which took
+Of many steps only the newest is seen at a look; it stands for all since the look before, each of which took
 as long as the others. The workers of one node do the same steps: what one has finished says nothing new of the next.
 """
 
@@ -28,7 +28,7 @@ class Counted:
 
 
 class StepCount:
-    """See the module's docstring. Instants are seconds, monotonic."""
+    """The position and the highest step of this node. Instants are seconds, monotonic."""
 
     def __init__(self) -> None:
         self.highest = 0
@@ -76,7 +76,7 @@ class StepCount:
         return Counted(new, lost, timed, mean_s, caught_up_at)
 
     def saved(self, step: int) -> Counted:
-        """A checkpoint of this step was committed: it is done, whether or not anybody has looked since."""
+        """A checkpoint of this step was committed: it is done, also where no look has seen it yet."""
         return Counted(self._reach(step) if self.stepped else 0)
 
     def _reach(self, step: int) -> int:

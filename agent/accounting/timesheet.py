@@ -5,7 +5,7 @@ stood still: from the first failure or stop order to the first step of a later g
 were tried in between. What a coordinator of other nodes knows does not come in here: it is this node's time.
 
 Time is *booked* once, when it is known what it went into. While workers step that is at the next step: only finished
-steps are worth something. What was spent since the last one when a stop cuts it short was lost before anybody knew: a
+steps are worth something. What was spent since the last one when a stop cuts it short was lost before that was known: a
 hang, a peer that died and let the others wait, a step thrown away.
 
 Invariants: the seconds of all activities add up to the time from the start to `booked_until`, none ever falls, and the
@@ -65,7 +65,7 @@ class News(enum.Enum):
     STOPPING = enum.auto()
     """The workers are told to stop."""
     GONE = enum.auto()
-    """No worker is left; if nobody told them to stop, they were successful."""
+    """No worker is left; if they were not ordered to stop, they were successful."""
     HELD_BACK = enum.auto()
     """The next world is ready but for a pause."""
     RELEASED = enum.auto()
@@ -115,7 +115,7 @@ class Recovery:
 
 
 class Timesheet:
-    """See the module's docstring. Instants are seconds, monotonic."""
+    """The seconds of each activity, and the present one. Instants are seconds, monotonic."""
 
     def __init__(self, now: float) -> None:
         self.activity = Activity.WAITING

@@ -9,7 +9,7 @@ Python code is running. Python calls `sys.excepthook` when an exception has left
 function. So no frame of ours is below the script's; `SystemExit`, tracebacks, syntax errors, Ctrl-C and the end of the
 interpreter are Python's own doing, not ours. (With `-m` Python calls `runpy`; there one frame of ours is below.)
 
-So `run` raises, and whoever calls it must let `Become` pass to the very top: no `finally` that ends the process.
+So `run` raises, and its caller must let `Become` pass to the very top: no `finally` that ends the process.
 """
 
 from __future__ import annotations

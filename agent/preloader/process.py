@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from . import fresh_process, gpu_drivers, learning, start, wire
     from .fidelity import import_cache, proc_title
 else:
-    # By names that nobody else uses, and now: later sys.modules is not ours any more.
+    # By names that are not used elsewhere, and now: later sys.modules is not ours any more.
     _module("elastic_agent_preloader", HERE / "__init__.py")
     from elastic_agent_preloader import fresh_process, gpu_drivers, learning, start, wire
     from elastic_agent_preloader.fidelity import import_cache, proc_title
@@ -85,7 +85,7 @@ def main(agent_pid: int) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.close(nothing)
-    # Python looks first where this file lies, but what lies here is nobody's by its bare name.
+    # Python looks first where this file lies, but what lies here is never imported by its bare name.
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != str(HERE)]
     ignored = [number for number in shim.STAY_IGNORED if signal.getsignal(number) is signal.SIG_IGN]
     for number in IGNORED:

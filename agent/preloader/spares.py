@@ -1,8 +1,8 @@
 """The agent's end of warm starts: keeps a preloaded process and its spares, and hands spares out to become workers.
 
 The preloaded process (`process`) is started with the agent, imports in the background, and forks spares on demand; each
-has its own socket to the agent and is the agent's child. What there is, how much of it is wanted and how long anybody
-waits is judged by `supply`; here it is done. Whatever goes wrong, workers start cold, and `why_cold` says why.
+has its own socket to the agent and is the agent's child. `supply` decides how many spares are wanted and how long
+a start waits for them; here it is done. Whatever goes wrong, workers start cold, and `why_cold` says why.
 
 One thread waits for all sockets and posts `Stirred`; what can be read is read by the main thread, which has all state.
 
@@ -108,7 +108,7 @@ class _Preloaded:
 
 
 class Spares:
-    """See the module's docstring. For the main thread: what it starts dies with the thread that starts it."""
+    """The preloaded process and its spares. For the main thread: what it starts dies with the thread that starts it."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class Spares:
 
     @property
     def loaded(self) -> bool:
-        """Whether there is nothing to wait for any more: it is ready, or nobody knows when it will be."""
+        """Whether there is nothing to wait for any more: it is ready, or gone, and then for an unknown time."""
         return self._preloaded is None or self._preloaded.phase is not Phase.LOADING
 
     def _stock(self) -> Stock:
@@ -210,7 +210,7 @@ class Spares:
         return advice.wait_until is None
 
     def take(self) -> Spare | None:
-        """A spare that nobody else will ever have; None where there is none, for the reason `why_cold`."""
+        """A spare for the caller alone; None where there is none, for the reason `why_cold`."""
         while spare := next((spare for spare in self._spares if spare.pid), None):
             self._spares.remove(spare)
             if spare.usable:
@@ -376,7 +376,7 @@ class Spares:
             self._failures = 0
 
     def _end(self, preloaded: _Preloaded) -> None:
-        """It has nothing to finish. Nobody waits for its end, which a dead disk may delay."""
+        """It has nothing to finish. There is no wait for its end, which a dead disk may delay."""
         if preloaded.output.fileno() >= 0:
             self._heard_output(preloaded)  # its last words
         self._close(preloaded.output)

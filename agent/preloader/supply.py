@@ -3,7 +3,7 @@
 Words: a *spare* is ready when it has said so, and *coming* from the moment it was asked for. A *start* is warm with a
 spare and cold without.
 
-Invariant: nobody waits for a preloaded process or for spares any longer than is declared here. A cold start is slow,
+Invariant: no start waits for a preloaded process or for spares any longer than is declared here. A cold start is slow,
 but it always comes to an end.
 """
 
@@ -71,7 +71,7 @@ def before_start(stock: Stock, workers: int, now: float) -> Advice:
 
 
 def in_background(stock: Stock, wanted: int, calm_at: float, pressed: bool, now: float) -> int:
-    """How many to ask for while nobody waits. `calm_at`: nothing is to be done before; `pressed`: memory is scarce."""
+    """How many to ask for while no start waits. Nothing is done before `calm_at`; `pressed`: memory is scarce."""
     if stock.phase is not Phase.READY or pressed or now < calm_at:
         return 0
     return max(0, wanted - stock.ready - stock.coming)

@@ -31,7 +31,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 def send(channel: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """Raises OSError where nobody listens any more; nothing was sent then."""
+    """Raises OSError where the other end is closed; nothing was sent then."""
     text = os.memfd_create("message", os.MFD_CLOEXEC)
     try:
         with open(text, "wb", closefd=False) as file:

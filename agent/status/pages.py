@@ -1,7 +1,7 @@
 """What an agent answers an operator who asks how the job is: `/status`, its own part, and `/job`, what it knows of all.
 
 `elastic-agent status` asks one agent for `/job`, which names all nodes, and then each node for its `/status`: only a
-node itself knows how old its lease and its checkpoint are, and ages are counted by whoever knows, when they are said.
+node itself knows how old its lease and its checkpoint are, and it counts these ages when it answers.
 
 No secret can be on these pages: they hold what nodes tell each other anyway, without the traceback and the output of
 a failed worker, and nothing of the configuration but --max-restarts and --lease-ttl.

@@ -1,6 +1,6 @@
-"""What is told of a job by `elastic-agent status`: one `JobReport`, made of what the door and the nodes have said.
+"""What `elastic-agent status` shows of a job: one `JobReport`, made of the answers of its source and its nodes.
 
-A pure function, and one plain form in JSON (`docs/status.md`). Ages are those that whoever knows has counted; only
+A pure function, and one plain form in JSON (`docs/status.md`). Ages are counted by the node that knows them; only
 `silent_s`, for how long a node has not answered, is counted by the command itself while it watches.
 """
 
@@ -252,7 +252,7 @@ def _state(world: World | None, told: Iterable[NodeStatus]) -> str:
 
 
 def _phase_age(world: World | None, told: Iterable[NodeStatus]) -> float | None:
-    """Whoever has known of it longest comes nearest."""
+    """The node that has known of it longest comes nearest."""
     if world is None:
         return None
     now = (world.generation, world.phase.value)

@@ -1,7 +1,7 @@
 """A `JobReport` as lines for a person: first what the job does, then its nodes, then what is wrong.
 
 A pure function of the report and of what the terminal can show. Nothing that another program said reaches the terminal
-but as printable characters. Without a width nothing is cut, for whoever searches the lines.
+but as printable characters. Without a width nothing is cut, so that the lines can be searched.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
 
 
 def _chosen(nodes: Sequence[NodeReport], room: int | None) -> tuple[list[NodeReport], int]:
-    """In their order; where there is no room for all, those that need somebody come first."""
+    """In their order; where there is no room for all, those that need attention come first."""
     if room is None or len(nodes) <= room:
         return list(nodes), 0
     healthy = ("running", "standby", "succeeded")

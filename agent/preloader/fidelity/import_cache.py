@@ -52,7 +52,7 @@ NOT_DOUBLED = ("__main__", PATCHED)
 
 @dataclass(slots=True)
 class ImportCache:
-    """See the module's docstring. Made by `preload`."""
+    """The imported modules and what is known of their imports. Made by `preload`."""
 
     fresh: frozenset[str]
     """The names in sys.modules of a process that has just started."""

@@ -5,7 +5,7 @@ An `ImportTracer` is made round the imports of the preloaded process. For each m
 - which modules its body imports, those too that were there already: what a fresh process has in `sys.modules`
   after importing it is what can be reached from it;
 - which variables of the environment it reads, and which it sets: those are not set when the tracing ends;
-- which functions it registers for the end of the process: whoever is forked from this process has to undo that
+- which functions it registers for the end of the process: a fork of this process has to undo that
   (atexit._clear).
 
 A module's doing is all that happens while its body runs, also in functions of others that it calls. C code that reads
@@ -77,7 +77,7 @@ class ImportTracer:
             n: module for n, module in sys.modules.items() if n not in before and module is not main
         }
         # Some come without being loaded: made by their parent, or by another, which is put behind them once loaded.
-        # Those built into Python are not seen being loaded, but whoever imports them is known.
+        # Those built into Python are not seen being loaded, but their importers are known.
         loaded, behind = frozenset(self.effects), OTHERS
         imported = {name for doer in self.effects.values() for name in doer.imports}
         for name in reversed(self.modules):

@@ -1,6 +1,6 @@
 """What /proc tells of this process: the command line and the environment that it *now* has.
 
-The kernel shows what lay on the stack at exec. A forked child that has become somebody else would be shown with the
+The kernel shows what lay on the stack at exec. A forked child that has become a worker would be shown with the
 words of its parent: to ps and py-spy, and to all who look for workers by the marks in their environment. `show` points
 the kernel at new words (prctl PR_SET_MM_MAP, which needs no privilege where the kernel has CHECKPOINT_RESTORE).
 """
