@@ -65,7 +65,7 @@ class _Generation:
 
 
 class Observer:
-    """Turns transitions into numbers and words. For the main thread. `now` and `at` are monotonic; `wall_clock` is for dashboards."""
+    """For the main thread. `now` and `at` are monotonic; `wall_clock` is for dashboards."""
 
     def __init__(
         self,
