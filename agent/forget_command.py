@@ -70,7 +70,7 @@ def _meeting_place(job: str | None, command_line: Layer) -> RendezvousConfig:
             problems.append(Problem(given.origin, given.text, f"nothing else than {job}", "leave it out"))
         command_line.given[JOB_ID.name] = Setting(job, "job", job)
     place = resolve_meeting_place(command_line, os.environ)
-    if place is None or place.backend != "etcd":
+    if place is None or not place.kind.outlives_job:
         origin, text = ("rdzv-endpoint", None) if place is None else ("rdzv-backend", place.backend)
         advice = "add --rdzv-endpoint etcd://HOST,... as the agents have it; another store ends with its job"
         raise ConfigError([Problem(origin, text, "the etcd that the job's nodes met in", advice)])

@@ -78,7 +78,7 @@ from .salvage_gate import SalvageGate
 from .service_manager import ServiceManager
 from .status.pages import JOB_PATH, STATUS_PATH, StatusPages
 from .store.link import StoreLink
-from .store.opening import Binder, c10d_listener, open_store, store_options
+from .store.opening import Binder, open_store, store_listener, store_options
 from .supervision.supervisor import Gates, Processes, Supervisor
 from .supervision.worker_spec import Node
 
@@ -434,9 +434,9 @@ def _binder(config: Config, metrics: Metrics) -> Binder:
 
 
 def _policy(config: Config) -> Policy:
-    """Without etcd, a store that is away has ended with a member's agent: no world is whole then."""
-    backend = config.rendezvous.backend
-    grace_s = config.rendezvous.store_outage_grace_s if backend == "etcd" else 0.0
+    """A store that does not outlive the job has ended with a member's agent when it is away: no world is whole then."""
+    kind = config.rendezvous.kind
+    grace_s = config.rendezvous.store_outage_grace_s if kind.outlives_job else 0.0
     return Policy(
         job=config.rendezvous.job_id,
         min_nodes=config.nodes.min,
@@ -444,10 +444,10 @@ def _policy(config: Config) -> Policy:
         last_call_s=config.rendezvous.last_call_s,
         join_timeout_s=config.rendezvous.join_timeout_s,
         drain_timeout_s=drain_timeout_s(config.stop),
-        store_outlives_job=backend == "etcd",
+        store_outlives_job=kind.outlives_job,
         runs_again=config.run_again,
         store_outage_grace_s=grace_s,
-        unheard_s=config.rendezvous.lease_ttl_s if grace_s or backend == "c10d" else 0.0,
+        unheard_s=config.rendezvous.lease_ttl_s if grace_s or kind.host is not None else 0.0,
         restarts=RestartPolicy(max_failures=config.max_restarts),
     )
 
@@ -521,7 +521,7 @@ def _url(address: tuple[str, int]) -> str:
 def _listeners(
     config: Config, endpoint: Endpoint | None, address: str, bind: Binder
 ) -> tuple[socket.socket, socket.socket, socket.socket | None]:
-    """For the workers' store, for metrics and probes, and for the c10d store if this agent is to host it."""
+    """For the workers' store, for metrics and probes, and for the rendezvous store if this agent is to host it."""
     http = config.http_address
     if http is None and config.solitary:
         http = Endpoint(LOOPBACK, 0)
@@ -529,7 +529,7 @@ def _listeners(
         return (
             bind(address, None, "master"),
             bind(http.address, http.port, "metrics") if http is not None else bind(address, None, "metrics"),
-            c10d_listener(config, endpoint, address, bind),
+            store_listener(config, endpoint, address, bind),
         )
     except PortError as error:
         raise CannotStart(ExitCode.NOT_HERE, str(error)) from error

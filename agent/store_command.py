@@ -16,7 +16,7 @@ from .configuration.layers import Layer, read_argv
 from .configuration.option import Option
 from .configuration.rendezvous import RendezvousConfig
 from .exits import DrainCode, ForgetCode
-from .status.doors import CannotShow, open_job
+from .store.opening import open_to_look
 
 ANSWER_S = 10.0
 """How long the store may take at the beginning."""
@@ -56,7 +56,7 @@ def store_command(
     try:
         place = meeting_place(subject, command_line)
         assert subject is not None, "a problem of the configuration"
-        store = open_job(place, ANSWER_S)
+        store = open_to_look(place, ANSWER_S)
         try:
             work(store, place, subject, command_line)
         finally:
@@ -64,7 +64,7 @@ def store_command(
         return 0
     except CannotDo as error:
         code, reason = error.code, error
-    except (ConfigError, CannotShow, StoreRefused) as error:  # CannotShow: a name that does not resolve
+    except (ConfigError, StoreRefused) as error:
         code, reason = codes.BAD_CONFIG, error
     except (StoreMismatch, RecordInvalid) as error:
         code, reason = codes.MISMATCH, error

@@ -329,7 +329,8 @@ def _identity(number: int) -> NodeRecord:
 
 
 def connect_etcd(host: str, port: int) -> Store:
-    from elastic_agent.rendezvous.etcd.store import EtcdAccess, EtcdStore
+    from elastic_agent.rendezvous.etcd.access import EtcdAccess
+    from elastic_agent.rendezvous.etcd.store import EtcdStore
 
     return EtcdStore.connect(EtcdAccess(((host, port),)), JOB, lease_ttl_s=LEASE_TTL_S, timeout_s=CONNECT_S)
 

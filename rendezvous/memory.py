@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from .errors import StoreClosed
+from .kind import StoreKind
 from .ledger import Ledger
 from .store import Change, Compare, Delete, LeaseId, Outcome, Put, Snapshot, Store, Watch
 
@@ -90,3 +91,6 @@ class _MemoryWatch(Watch):
         with self._store._changed:
             self._closed = True
             self._store._changed.notify_all()
+
+
+MEMORY = StoreKind("memory", "no other node can ever join", lambda access: MemoryStore())

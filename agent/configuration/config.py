@@ -300,8 +300,8 @@ class Config:
     def solitary(self) -> bool:
         """No other node can ever join, because none is told where."""
         rendezvous = self.rendezvous
-        hosted_for_one = rendezvous.backend == "c10d" and not rendezvous.endpoints and self.nodes.max == 1
-        return rendezvous.backend == "memory" or hosted_for_one
+        hosted_for_one = rendezvous.kind.host is not None and not rendezvous.endpoints and self.nodes.max == 1
+        return rendezvous.kind.port is None or hosted_for_one
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from typing import Generic, TypeVar, cast, get_args
 
 from ...rendezvous.records import Endpoint
 from ..ports import PortConfigError, PortRange
+from .stores import STORES
 from .values import (
     MASK,
     Affinity,
-    Backend,
     DevicePinning,
     NetworkProfile,
     NodeCounts,
@@ -33,8 +33,6 @@ T_co = TypeVar("T_co", covariant=True)
 MOST_NODES = 4096
 MOST_WORKERS = 4096
 WEEK_S = 7 * 86_400.0
-C10D_PORT = 29400  # torchrun's default for c10d, so that a host name alone means the same to both
-ETCD_PORT = 2379
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +179,10 @@ def read_preload(text: str) -> Preload:
     return Preload(words)
 
 
-def read_backend(text: str) -> Backend:
-    if text in get_args(Backend):
-        return cast(Backend, text)
-    if text == "etcd-v3":  # our name among torchrun's backends, where "etcd" is the old interface
-        return "etcd"
+def read_backend(text: str) -> str:
+    for kind in STORES.values():
+        if text in (kind.name, *kind.aliases):
+            return kind.name
     if text == "etcd-v2":
         raise ValueError("etcd 3.6 has removed that interface; use etcd, which speaks version 3")
     if text == "static":
@@ -245,7 +242,7 @@ class StoreAddress:
     """What --rdzv-endpoint says: hosts with a port where one was written; the URL form names the backend, too."""
 
     hosts: tuple[tuple[str, int | None], ...]
-    backend: Backend | None = None
+    backend: str | None = None
     prefix: str | None = None
 
     def with_ports(self, default: int) -> StoreAddress:
@@ -270,7 +267,7 @@ def _read_store_address(text: str) -> StoreAddress:
             "a user and a password do not belong here: use --etcd-user NAME and --etcd-password-file FILE, or the"
             " variable ELASTIC_AGENT_ETCD_PASSWORD"
         )
-    if url and before != "etcd":
+    if url and (before not in STORES or not STORES[before].cluster):
         raise ValueError(
             "write HOST:PORT,... or etcd://HOST:PORT,...; TLS is used when --etcd-ca FILE is given"
         )
@@ -285,7 +282,7 @@ def _read_store_address(text: str) -> StoreAddress:
         raise ValueError(f"write the prefix as up to 8 names between slashes, each of {IDENTIFIER.expects}")
     places = tuple(_host_and_port(host) for host in hosts.split(","))
     prefix = f"/{path.rstrip('/')}" if path else None
-    return StoreAddress(places, "etcd" if url else None, prefix)
+    return StoreAddress(places, before if url else None, prefix)
 
 
 def _without_credentials(text: str) -> str:

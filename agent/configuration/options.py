@@ -5,13 +5,13 @@ from __future__ import annotations
 from itertools import chain
 
 from .config import ITSELF, MODULE, NETWORK, NO_PYTHON, NODES, RUNNING, SCRIPT
-from .rendezvous import ETCD, MEETING
+from .rendezvous import ETCD_OPTIONS, MEETING
 from .stopping import STOPPING, TIMEOUTS
 
 COMMAND_NAMES = ("explain-env", "status", "drain", "forget")
 """First words that are no script."""
 
-GROUPS = (RUNNING, NODES, MEETING, ETCD, STOPPING, TIMEOUTS, NETWORK, ITSELF)
+GROUPS = (RUNNING, NODES, MEETING, ETCD_OPTIONS, STOPPING, TIMEOUTS, NETWORK, ITSELF)
 """In the order of `--help`."""
 
 OPTIONS = tuple(chain.from_iterable(GROUPS))

@@ -17,6 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import cast
 
+from ...rendezvous.etcd.kind import ETCD
 from ...rendezvous.records import Endpoint
 from .config import HTTP_ADDRESS, MAX_NODES, MIN_NODES, SCRIPT, Problem
 from .layers import Setting
@@ -25,11 +26,11 @@ from .options import COMMAND_NAMES
 from .rendezvous import (
     BACKEND,
     ENDPOINT,
-    ETCD,
     ETCD_CA,
     ETCD_CERT,
     ETCD_INSECURE,
     ETCD_KEY,
+    ETCD_OPTIONS,
     ETCD_PASSWORD,
     ETCD_PASSWORD_FILE,
     ETCD_USER,
@@ -48,6 +49,7 @@ from .stopping import (
     STOP_GRACE,
     TimeoutConfig,
 )
+from .stores import CLUSTERS, SHARED, STORES, in_words
 from .timeouts import HEARTBEAT_VARIABLE, LAST_SAVE_S, LEAVING_S, process_group_s, whole_stop_s
 
 
@@ -57,7 +59,7 @@ def check_relations(settings: Settings, environ: Mapping[str, str]) -> list[tupl
     _check_nodes_and_times(rules)
     _check_training_timeouts(rules, environ)
     _check_meeting_place(rules)
-    if settings[BACKEND].value == "etcd":
+    if settings[BACKEND].value == ETCD.name:
         _check_etcd_endpoints(rules)
         _check_etcd_credentials(rules)
     script = settings[SCRIPT].value
@@ -105,7 +107,7 @@ class _Rules:
             self.broken.append((involved, Problem(origin, setting.text or None, expected, advice)))
 
     def expect_of_etcd(self, holds: bool, option: Option[object], expected: str, advice: str) -> None:
-        self.expect(holds, option, expected, advice, BACKEND, ENDPOINT, *ETCD)
+        self.expect(holds, option, expected, advice, BACKEND, ENDPOINT, *ETCD_OPTIONS)
 
 
 def _check_nodes_and_times(rules: _Rules) -> None:
@@ -185,24 +187,24 @@ def _check_meeting_place(rules: _Rules) -> None:
     settings = rules.settings
     backend, address, most = settings[BACKEND], settings[ENDPOINT].value, settings[MAX_NODES]
     endpoints = address.endpoints if address is not None else ()
-    if backend.value == "memory":
+    kind, shared, clusters = STORES[str(backend.value)], in_words(SHARED), in_words(CLUSTERS)
+    if kind.port is None:
         rules.expect(
             most.value == 1,
             BACKEND,
-            f"c10d or etcd, because max-nodes is {most.value} ({most.origin}) and no other node can join a"
-            " memory store",
-            "use --rdzv-backend c10d or etcd, or --max-nodes 1",
+            f"{shared}, because max-nodes is {most.value} ({most.origin}) and no other node can join a {kind} store",
+            f"use --rdzv-backend {shared}, or --max-nodes 1",
             MAX_NODES,
             MIN_NODES,
         )
         rules.expect(
             address is None,
             BACKEND,
-            f"c10d or etcd, because an endpoint is given ({settings[ENDPOINT].origin}) and a memory store has none",
+            f"{shared}, because an endpoint is given ({settings[ENDPOINT].origin}) and a {kind} store has none",
             "leave out --rdzv-endpoint or --rdzv-backend",
             ENDPOINT,
         )
-    if backend.value == "c10d":
+    elif not kind.cluster:
         rules.expect(
             all(endpoint.port for endpoint in endpoints),
             ENDPOINT,
@@ -213,24 +215,24 @@ def _check_meeting_place(rules: _Rules) -> None:
         rules.expect(
             address is None or address.backend is None,
             ENDPOINT,
-            f"an endpoint of c10d ({backend.origin})",
-            "use --rdzv-backend etcd, which the URL stands for, or write HOST:PORT",
+            f"an endpoint of {kind} ({backend.origin})",
+            f"use --rdzv-backend {clusters}, which the URL stands for, or write HOST:PORT",
             BACKEND,
         )
         rules.expect(
             len(endpoints) <= 1 or (address is not None and address.backend is not None),
             ENDPOINT,
-            f"one endpoint, because c10d ({backend.origin}) has no more",
-            "use --rdzv-backend etcd if these are the members of an etcd cluster, else name one host",
+            f"one endpoint, because {kind} ({backend.origin}) has no more",
+            f"use --rdzv-backend {clusters} if these are the members of an {clusters} cluster, else name one host",
             BACKEND,
         )
-    if backend.value != "etcd":
-        for option in ETCD:
+    if kind is not ETCD:
+        for option in ETCD_OPTIONS:
             rules.expect(
                 settings[option].value == option.default_value,
                 option,
-                f"--rdzv-backend etcd with it, not {backend.value} ({backend.origin})",
-                "use --rdzv-backend etcd, or leave this out",
+                f"--rdzv-backend {ETCD} with it, not {kind} ({backend.origin})",
+                f"use --rdzv-backend {ETCD}, or leave this out",
                 BACKEND,
                 ENDPOINT,
             )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...rendezvous.etcd.access import PREFIX
+from ...rendezvous.kind import StoreKind
 from ...rendezvous.records import Endpoint
 from .kinds import (
-    C10D_PORT,
-    ETCD_PORT,
     IDENTIFIER,
     PATH,
     SECRET,
@@ -23,28 +23,24 @@ from .kinds import (
     read_job_id,
 )
 from .option import Group, Option, Source
+from .stores import ALONE, DEFAULT, STORES, in_words
 from .values import (
-    Backend,
     Secret,
 )
 
 MEETING = Group("Rendezvous")
-BACKEND: Option[Backend | None] = MEETING.option(
+BACKEND: Option[str | None] = MEETING.option(
     "rdzv-backend",
-    Kind("c10d, etcd or memory", read_backend),
-    "c10d: a TCPStore hosted by one of the agents; etcd (also etcd-v3): an etcd 3 cluster, no node is special;"
-    " memory: no other node can ever join (default: what the endpoint's URL says; memory with one node and no"
-    " endpoint; else c10d)",
+    Kind(in_words(STORES), read_backend),
+    f"{'; '.join(kind.described for kind in STORES.values())} (default: what the endpoint's URL says; {ALONE} with one"
+    f" node and no endpoint; else {DEFAULT})",
     metavar="STORE",
     torchrun="rdzv-backend",
 )
 ENDPOINT: Option[StoreAddress | None] = MEETING.option(
     "rdzv-endpoint",
     STORE_ADDRESS,
-    f"the store, the same on all nodes. c10d: one host, port {C10D_PORT} if none is given (default, also"
-    " localhost:0: this agent hosts the store on a free port and prints the command for the other nodes)."
-    f" etcd: any members of the cluster, port {ETCD_PORT} if none is given; the URL form stands for"
-    " --rdzv-backend etcd, its PREFIX begins the job's keys, PREFIX/JOB/... (default: /elastic-agent)",
+    f"the store, the same on all nodes. {'. '.join(f'{kind}: {kind.place}' for kind in STORES.values() if kind.place)}",
     metavar="HOST[:PORT],...",
     torchrun="rdzv-endpoint",
 )
@@ -98,53 +94,53 @@ RDZV_CONF: Option[tuple[tuple[str, str], ...]] = MEETING.option(
     shorthand=True,
 )
 
-ETCD = Group("Rendezvous through etcd")
-ETCD_CA: Option[Path | None] = ETCD.option(
+ETCD_OPTIONS = Group("Rendezvous through etcd")
+ETCD_CA: Option[Path | None] = ETCD_OPTIONS.option(
     "etcd-ca",
     PATH,
     "speak TLS, with a server whose certificate one of the authorities in this PEM file has signed",
     metavar="FILE",
 )
-ETCD_CERT: Option[Path | None] = ETCD.option(
+ETCD_CERT: Option[Path | None] = ETCD_OPTIONS.option(
     "etcd-cert",
     PATH,
     "mutual TLS: this node's certificate (PEM)",
     metavar="FILE",
 )
-ETCD_KEY: Option[Path | None] = ETCD.option(
+ETCD_KEY: Option[Path | None] = ETCD_OPTIONS.option(
     "etcd-key",
     PATH,
     "mutual TLS: this node's key (PEM), which neither group nor others may read; a file of root's may"
     " be lent to a group",
     metavar="FILE",
 )
-ETCD_USER: Option[str | None] = ETCD.option(
+ETCD_USER: Option[str | None] = ETCD_OPTIONS.option(
     "etcd-user",
     USER,
     "etcd's name for this job, with a password; its role needs read and write on PREFIX/JOB/ alone",
     metavar="NAME",
 )
-ETCD_PASSWORD_FILE: Option[Path | None] = ETCD.option(
+ETCD_PASSWORD_FILE: Option[Path | None] = ETCD_OPTIONS.option(
     "etcd-password-file",
     PATH,
     "holds the password, as private as the key; read anew at every authentication, one newline at its end"
     " does not count. Or set the variable ELASTIC_AGENT_ETCD_PASSWORD",
     metavar="FILE",
 )
-ETCD_PASSWORD: Option[Secret | None] = ETCD.option(
+ETCD_PASSWORD: Option[Secret | None] = ETCD_OPTIONS.option(
     "etcd-password",
     SECRET,
     "the password itself, in the variable ELASTIC_AGENT_ETCD_PASSWORD; the workers do not inherit it",
     sources=Source.ENV,
 )
-ETCD_INSECURE: Option[bool] = ETCD.option(
+ETCD_INSECURE: Option[bool] = ETCD_OPTIONS.option(
     "etcd-insecure",
     YES_OR_NO,
     "allow plain text, passwords included, to a store that is not on this machine's loopback",
     default="false",
     flag=True,
 )
-STORE_OUTAGE_GRACE: Option[float] = ETCD.option(
+STORE_OUTAGE_GRACE: Option[float] = ETCD_OPTIONS.option(
     "store-outage-grace",
     duration(0.0),
     "how long a job may go on without the store after its leases can no longer be proved, while all its nodes"
@@ -158,7 +154,7 @@ STORE_OUTAGE_GRACE: Option[float] = ETCD.option(
 class EtcdConfig:
     """How to speak to etcd. The keys of a job are `<prefix>/<job>/...`."""
 
-    prefix: str = "/elastic-agent"
+    prefix: str = PREFIX
     ca: Path | None = ETCD_CA.field()  # None: plain text
     cert: Path | None = ETCD_CERT.field()  # with `key`, for a server that asks who we are
     key: Path | None = ETCD_KEY.field()
@@ -172,7 +168,7 @@ class EtcdConfig:
 class RendezvousConfig:
     """Where the nodes of one job meet, and how long they wait for each other."""
 
-    backend: Backend = "memory"
+    backend: str = ALONE.name
     endpoints: tuple[Endpoint, ...] = ()
     """etcd: one or more; c10d: one, or none and this agent hosts the store."""
     etcd: EtcdConfig | None = None  # with etcd only
@@ -182,3 +178,7 @@ class RendezvousConfig:
     lease_ttl_s: float = LEASE_TTL.field()
     store_outage_grace_s: float = STORE_OUTAGE_GRACE.field()
     """etcd only; 0: workers stop when the lease can no longer be proved."""
+
+    @property
+    def kind(self) -> StoreKind:
+        return STORES[self.backend]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar, cast
 
+from ...rendezvous.etcd.kind import ETCD
 from .config import (
     ARGS,
     CONFIG_FILE,
@@ -34,15 +35,25 @@ from .config import (
     ConfigError,
     Problem,
 )
-from .kinds import C10D_PORT, ETCD_PORT, StoreAddress
+from .kinds import StoreAddress
 from .layers import Layer, Setting, read_environ, read_file
 from .log_level import check_log_level
 from .option import Option
 from .options import OPTIONS, TARGETS
 from .relations import check_relations
-from .rendezvous import BACKEND, ENDPOINT, ETCD, JOB_ID, MEETING, STANDALONE, EtcdConfig, RendezvousConfig
+from .rendezvous import (
+    BACKEND,
+    ENDPOINT,
+    ETCD_OPTIONS,
+    JOB_ID,
+    MEETING,
+    STANDALONE,
+    EtcdConfig,
+    RendezvousConfig,
+)
 from .settings import Settings
 from .stopping import MEMORY_CHECKPOINTS
+from .stores import ALONE, DEFAULT, STORES
 from .values import Command, CommandKind, NodeCounts
 
 T = TypeVar("T")
@@ -52,7 +63,7 @@ COMMAND_KINDS: dict[str, CommandKind] = {
     MODULE.name: "module",
     NO_PYTHON.name: "binary",
 }
-_MEETING = frozenset(option.name for option in (*MEETING, *ETCD))
+_MEETING = frozenset(option.name for option in (*MEETING, *ETCD_OPTIONS))
 _HARDLY_A_SCRIPTS = frozenset(
     f"--{name}"
     for option in OPTIONS
@@ -167,9 +178,9 @@ def _derive(settings: Settings, fresh_id: Callable[[], str]) -> list[str]:
         alone: list[tuple[Option[object], object]] = [
             (MIN_NODES, 1),
             (MAX_NODES, 1),
-            (BACKEND, "memory"),
+            (BACKEND, ALONE.name),
             (ENDPOINT, None),
-            *((option, option.default_value) for option in ETCD),
+            *((option, option.default_value) for option in ETCD_OPTIONS),
         ]
         for option, value in alone:
             if option in settings and settings[option].value != value:
@@ -185,18 +196,20 @@ def _derive_meeting_place(settings: Settings, fresh_id: Callable[[], str]) -> No
     address, origin = settings[ENDPOINT].value, settings[ENDPOINT].origin
     if settings[BACKEND].value is None and address is not None and address.backend is not None:
         settings.put(BACKEND, address.backend, origin)
-    etcd = settings[BACKEND].value == "etcd"
-    if address is not None and not etcd and address.hosts in _HOSTED_HERE:
+    kind = STORES[settings[BACKEND].value or DEFAULT.name]
+    if address is not None and not kind.cluster and address.hosts in _HOSTED_HERE:
         address = None
         settings.put(ENDPOINT, None, f"{origin}: port 0, this agent hosts the store")
-    if address is not None:
-        settings.put(ENDPOINT, address.with_ports(ETCD_PORT if etcd else C10D_PORT), origin)
+    if address is not None and kind.port is not None:
+        settings.put(ENDPOINT, address.with_ports(kind.port), origin)
     if settings[BACKEND].value is None:
         if address is None and settings[MAX_NODES].value == 1:
-            settings.put(BACKEND, "memory", "default: one node, no endpoint")
+            settings.put(BACKEND, ALONE.name, "default: one node, no endpoint")
         else:
-            settings.put(BACKEND, "c10d", "default: more than one node, or an endpoint")
-    if settings[JOB_ID].value is None and not etcd:  # with etcd the user has to choose one: `relations`
+            settings.put(BACKEND, DEFAULT.name, "default: more than one node, or an endpoint")
+    if (
+        settings[JOB_ID].value is None and not kind.outlives_job
+    ):  # else the user has to choose one: `relations`
         if address is None:
             settings.put(JOB_ID, fresh_id(), "default: new for every start")
         else:
@@ -250,7 +263,7 @@ def _what_is_clear(merged: _Merged, command: Command | None, unclear: frozenset[
     if merged.problems:  # a word that could not be read may have been about devices
         settings.put(DEVICE_PINNING, "none", "unclear")
     if unclear & _MEETING:
-        settings.put(BACKEND, "memory", "unclear")
+        settings.put(BACKEND, ALONE.name, "unclear")
         settings.put(ENDPOINT, None, "unclear")
         settings.put(JOB_ID, "unclear", "unclear")
     return _config(settings, command or Command("script", ""))
@@ -265,7 +278,7 @@ def _rendezvous(settings: Settings) -> RendezvousConfig:
         settings,
         backend=backend,
         endpoints=address.endpoints if address is not None else (),
-        etcd=_etcd(settings, address) if backend == "etcd" else None,
+        etcd=_etcd(settings, address) if backend == ETCD.name else None,
         job_id=job_id,
     )
 

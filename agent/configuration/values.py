@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 Affinity = Literal["none", "numa", "cores"]
-Backend = Literal["c10d", "etcd", "memory"]
 CommandKind = Literal["script", "module", "binary"]
 DevicePinning = Literal["index", "mask", "none"]
 NetworkProfile = Literal["auto", "ethernet", "infiniband", "roce", "efa", "debug"]

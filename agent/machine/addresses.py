@@ -34,6 +34,16 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
+def place_of(endpoint: Endpoint) -> str | None:
+    """The address of an endpoint that one of the nodes serves; None for this machine's own name. Raises AddressError.
+
+    Debian's /etc/hosts gives a machine's own name a loopback address, where no other node can come.
+    """
+    address = resolve(endpoint.address, endpoint.port)
+    own_name = is_loopback(address) and endpoint.address not in ("localhost", address)
+    return None if own_name else address
+
+
 def source_address(towards: str) -> str | None:
     """This node's own address on its route to an address; None without a route."""
     family = socket.AF_INET6 if ":" in towards else socket.AF_INET

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from ...rendezvous.records import Endpoint
 from ..configuration.config import Config, ConfigError, Problem
 from ..exits import CannotStart, ExitCode
-from .addresses import AddressError, default_source, is_loopback, resolve, source_address
+from .addresses import AddressError, default_source, is_loopback, place_of, resolve, source_address
 from .interfaces import interfaces, rdma_ports
 from .network import NCCL_SOCKET_IFNAME, NetworkChoice, NotYet, Surroundings, Wish, choose
 from .socket_names import check_socket_names, nccl_waits_for
@@ -26,7 +26,7 @@ LOOK_AGAIN_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What was found. `endpoint` is that of a c10d store, as an address; None: this agent hosts it, or another kind."""
+    """What was found. `endpoint` is that of a store which another agent hosts, as an address; None: there is none."""
 
     choice: NetworkChoice
     endpoint: Endpoint | None = None
@@ -53,7 +53,7 @@ def look(config: Config, environ: Mapping[str, str]) -> Network | NotYet:
     try:
         if config.local_addr is not None:
             wish = replace(wish, address=resolve(config.local_addr, 0))
-        if config.rendezvous.backend == "c10d" or wish.address is None:
+        if config.rendezvous.kind.host is not None or wish.address is None:
             places = _places_of_store(config)
             wish = replace(wish, towards=_towards(places, len(config.rendezvous.endpoints)))
     except AddressError as error:
@@ -106,13 +106,9 @@ def _places_of_store(config: Config) -> list[str | None]:
     errors = []
     for given in config.rendezvous.endpoints:
         try:
-            address = resolve(given.address, given.port)
+            places.append(place_of(given))
         except AddressError as error:
             errors.append(str(error))
-            continue
-        # Debian's /etc/hosts gives a machine's own name a loopback address, where no other node can come.
-        own_name = is_loopback(address) and given.address not in ("localhost", address)
-        places.append(None if own_name else address)
     if errors and not places:
         raise AddressError("; ".join(errors))
     return places
@@ -128,7 +124,7 @@ def _towards(places: list[str | None], given: int) -> str | None:
 
 
 def _endpoint(config: Config, places: list[str | None], choice: NetworkChoice) -> Endpoint | None:
-    if config.rendezvous.backend != "c10d" or not places:
+    if config.rendezvous.kind.host is None or not places:
         return None
     ((given,), (place,)) = config.rendezvous.endpoints, places
     return Endpoint(choice.address if place is None else place, given.port)

@@ -25,7 +25,7 @@ from ..configuration.config import CONFIG_FILE, HELP, SCRIPT, ConfigError, Probl
 from ..configuration.kinds import YES_OR_NO, Kind, duration, endpoint
 from ..configuration.layers import Layer, read_argv, read_environ
 from ..configuration.option import Option
-from ..configuration.rendezvous import ENDPOINT, ETCD, MEETING, STANDALONE, RendezvousConfig
+from ..configuration.rendezvous import ENDPOINT, ETCD_OPTIONS, MEETING, STANDALONE, RendezvousConfig
 from ..configuration.resolve import resolve_meeting_place
 from ..exits import StatusCode
 from ..processes.run_files import agents_here, places
@@ -84,7 +84,7 @@ TIMEOUT: Option[float] = Option(
 )
 STATUS_OPTIONS: tuple[Option[object], ...] = (AGENT, JSON, WATCH, TIMEOUT)
 
-_OF_THE_STORE = frozenset(o.name for o in (*MEETING, *ETCD) if o is not STANDALONE)
+_OF_THE_STORE = frozenset(o.name for o in (*MEETING, *ETCD_OPTIONS) if o is not STANDALONE)
 
 T = TypeVar("T")
 

@@ -21,8 +21,7 @@ from ...rendezvous.store import Entry, Store
 from ..configuration.rendezvous import RendezvousConfig
 from ..exits import StatusCode
 from ..http_get import NoAnswer, get
-from ..machine.addresses import AddressError, default_source, is_loopback, resolve
-from ..store.opening import connect_to_etcd
+from ..store.opening import open_to_look
 from .pages import JOB_PATH, MAX_JOB_BYTES, MAX_STATUS_BYTES, STATUS_PATH, JobStatus, NodeStatus
 
 AT_ONCE = 128
@@ -218,7 +217,7 @@ class StoreDoor(Door):
     def jobs(self) -> list[Found]:
         try:
             if self._store is None:
-                self._store = open_job(self._rendezvous, self._timeout_s)
+                self._store = open_to_look(self._rendezvous, self._timeout_s)
             snapshot = self._store.read((WORLD_KEY, NODES_PREFIX))
         except StoreRefused as error:
             raise CannotShow(StatusCode.BAD_CONFIG, str(error)) from error
@@ -235,33 +234,6 @@ class StoreDoor(Door):
             return found_in_store(where, self._rendezvous.job_id, entries)
         except RecordInvalid as error:
             raise CannotShow(StatusCode.MISMATCH, str(error)) from error
-
-
-def open_job(rendezvous: RendezvousConfig, timeout_s: float) -> Store:
-    """The store that the agents of a job meet in, for one who is none of them. Raises StoreError, and CannotShow."""
-    if rendezvous.backend == "etcd":
-        # A request gets a fifth of the lease's time to live: here a third of all the time there is.
-        patient = replace(rendezvous, join_timeout_s=timeout_s, lease_ttl_s=5 * timeout_s / 3)
-        return connect_to_etcd(patient, only_to_read=True)
-    import torch.distributed  # noqa: F401  before the clock runs: it takes seconds
-
-    from ...rendezvous.c10d.store import C10dStore
-
-    (endpoint,) = rendezvous.endpoints
-    address = _c10d_address(endpoint.address, endpoint.port)
-    return C10dStore.connect(address, endpoint.port, rendezvous.job_id, timeout_s, timeout_s)
-
-
-def _c10d_address(host: str, port: int) -> str:
-    """As the agents see it: Debian's /etc/hosts gives a machine's own name a loopback address, where no store is."""
-    try:
-        address = resolve(host, port)
-    except AddressError as error:
-        raise CannotShow(
-            StatusCode.BAD_CONFIG, f"--rdzv-endpoint: {error}: check the name, /etc/hosts and DNS here"
-        ) from error
-    own_name = is_loopback(address) and host not in ("localhost", address)
-    return (default_source() or address) if own_name else address
 
 
 def found_in_store(where: str, job: str, entries: Iterable[Entry]) -> Found:

@@ -24,6 +24,7 @@ from ...rendezvous.errors import (
     StoreMismatch,
     StoreUnavailable,
 )
+from ...rendezvous.kind import KEEP_ALIVES_PER_TTL
 from ...rendezvous.participant import Participant
 from ...rendezvous.requests import RETRY, Answer, Grant, Read, Request, RetryPolicy, Subscription
 from ...rendezvous.store import LeaseId, Store, Watch
@@ -41,9 +42,6 @@ from ..events import (
 )
 
 log = logging.getLogger(__name__)
-
-KEEP_ALIVES_PER_TTL = 5
-"""Several may be lost before the lease counts as bad at 0.6 of its time to live."""
 
 RETRIES_PER_KEEP_ALIVE = 4
 """At least: a store that refuses at once is asked about so often in the time between two keep-alives."""

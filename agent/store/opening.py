@@ -1,6 +1,6 @@
 """Opens the store that the nodes of a job meet in, or hosts it.
 
-Invariant: torch and gRPC are imported only here, only for the store that was chosen, and in a thread: they take
+Invariant: the kind that was chosen imports torch or gRPC here and not earlier, and for an agent in a thread: they take
 seconds and tens of megabytes.
 """
 
@@ -11,10 +11,11 @@ import queue
 import shlex
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeAlias
 
 from ...rendezvous.errors import StoreError, StoreMismatch, StoreRefused
-from ...rendezvous.memory import MemoryStore
+from ...rendezvous.kind import Access, Login, Tls
 from ...rendezvous.records import Endpoint
 from ...rendezvous.store import Store
 from ..configuration.config import Config
@@ -22,32 +23,28 @@ from ..configuration.rendezvous import EtcdConfig, RendezvousConfig
 from ..events import Event
 from ..exits import CannotStart, ExitCode
 from ..interruptible import unless_stopped
+from ..machine.addresses import LOOPBACK, AddressError, default_source, place_of
 from ..ports import ONE_TRY, PortError, bind_listener
-from .link import KEEP_ALIVES_PER_TTL
 from .memory import StoreMemory
 
 log = logging.getLogger(__name__)
-
-LEAST_PATIENCE_S = 0.5
-"""With the host of a c10d store that does not answer. A connection that was reset is found out only by asking again,
-and there must be time for that before the lease is no proof any more."""
 
 Binder: TypeAlias = Callable[[str, int | None, str], socket.socket]
 """Called with address, port (None: one that the configuration allows) and purpose."""
 
 
-def c10d_listener(
+def store_listener(
     config: Config,
     endpoint: Endpoint | None,
     address: str,
     bind: Binder,
 ) -> socket.socket | None:
-    """The socket of the c10d store, if this agent is to host it.
+    """The socket of the store, if this agent is to host it.
 
-    Whoever can bind the endpoint hosts: that is exact, where comparing host names is a guess. A port that is
+    An agent that can bind the endpoint hosts: that is exact, where comparing host names is a guess. A port that is
     taken is another agent's store, or the connection to it will say what else it is.
     """
-    if config.rendezvous.backend != "c10d":
+    if config.rendezvous.kind.host is None:
         return None
     if endpoint is None:
         return bind(address, None, "store")
@@ -64,30 +61,31 @@ def open_store(
     events: queue.SimpleQueue[Event],
     on_wait: Callable[[], None] = lambda: None,
 ) -> Store:
-    """Connecting may take as long as the other nodes do, so a thread waits for it and this one for signals.
+    """The store for an agent: that which others serve, at `endpoint` if it was resolved, or its own on `listener`.
 
-    `on_wait` is called all the while, ten times a second.
+    Connecting may take as long as the other nodes do, so a thread waits for it and this one for signals; `on_wait` is
+    called all the while, ten times a second.
     """
     rendezvous = config.rendezvous
-    if rendezvous.backend == "memory":
-        return MemoryStore()
+    if rendezvous.kind.port is None:
+        return connect_to_store(rendezvous)
     # Asked for now: the store takes the socket over.
     hosted_at = Endpoint(*listener.getsockname()[:2]) if listener is not None else None
-
-    def connect() -> Store:
-        if rendezvous.backend == "etcd":
-            return connect_to_etcd(rendezvous)
-        memory = StoreMemory(rendezvous.job_id, str(hosted_at)) if hosted_at and endpoint else None
-        return _host_or_join_c10d(rendezvous, endpoint, listener, memory)
-
+    places = (endpoint,) if endpoint is not None else rendezvous.endpoints
     if listener is None:
         log.info(
             "looking for the rendezvous store at %s, for up to %.0f s",
-            endpoint or ", ".join(map(str, rendezvous.endpoints)),
+            ", ".join(map(str, places)),
             rendezvous.join_timeout_s,
         )
+
+    def find() -> Store:
+        if listener is None:
+            return connect_to_store(rendezvous, places)
+        return _host(rendezvous, listener, str(hosted_at) if endpoint is not None else None)
+
     try:
-        store = unless_stopped(connect, events, "looking for the store", on_wait)
+        store = unless_stopped(find, events, "looking for the store", on_wait)
     except StoreMismatch as error:
         raise CannotStart(ExitCode.STORE_MISMATCH, str(error)) from error
     except StoreRefused as error:
@@ -99,55 +97,61 @@ def open_store(
     return store
 
 
-def _host_or_join_c10d(
-    rendezvous: RendezvousConfig,
-    endpoint: Endpoint | None,
-    listener: socket.socket | None,
-    memory: StoreMemory | None,
-) -> Store:
-    """`memory`: of the hosts at this endpoint. A port that the kernel chose is no place where one comes back."""
-    if listener is not None:
-        from ...rendezvous.c10d.host import C10dHost
-
-        address, job = listener.getsockname()[0], rendezvous.job_id
-        if memory is None:
-            return C10dHost(listener, address, job)
-        past = memory.recall()
-        if past is not None:
-            log.info(
-                "an earlier host of this store has left generation %d: the next one begins as soon as its nodes are "
-                "back or their leases have ended; where none of their agents comes back, as a new run",
-                past.generation,
-            )
-        return C10dHost(listener, address, job, past=past, remember=memory.remember)
-    from ...rendezvous.c10d.store import C10dStore
-
-    assert endpoint is not None, "without an endpoint this agent hosts the store"
-    patience_s = max(LEAST_PATIENCE_S, rendezvous.lease_ttl_s / KEEP_ALIVES_PER_TTL)
-    return C10dStore.connect(
-        endpoint.address, endpoint.port, rendezvous.job_id, rendezvous.join_timeout_s, patience_s
-    )
+def open_to_look(rendezvous: RendezvousConfig, timeout_s: float) -> Store:
+    """The store that the agents of a job meet in, for a process that is none of them. Raises StoreError."""
+    places = rendezvous.endpoints
+    if not rendezvous.kind.cluster:
+        try:
+            found = ((place_of(endpoint), endpoint.port) for endpoint in places)
+            places = tuple(Endpoint(place or default_source() or LOOPBACK, port) for place, port in found)
+        except AddressError as error:
+            raise StoreRefused(
+                f"--rdzv-endpoint: {error}: check the name, /etc/hosts and DNS here"
+            ) from error
+    return rendezvous.kind.connect(_access(rendezvous, places, timeout_s, None))
 
 
-def connect_to_etcd(rendezvous: RendezvousConfig, *, only_to_read: bool = False) -> Store:
+def connect_to_store(rendezvous: RendezvousConfig, places: tuple[Endpoint, ...] = ()) -> Store:
     """Tries for as long as the join timeout. Raises StoreError."""
-    from ...rendezvous.etcd.store import EtcdAccess, EtcdLogin, EtcdStore, EtcdTls
+    access = _access(
+        rendezvous, places or rendezvous.endpoints, rendezvous.join_timeout_s, rendezvous.lease_ttl_s
+    )
+    return rendezvous.kind.connect(access)
 
+
+def _access(
+    rendezvous: RendezvousConfig,
+    endpoints: tuple[Endpoint, ...],
+    timeout_s: float,
+    lease_ttl_s: float | None,
+) -> Access:
+    access = Access(endpoints, rendezvous.job_id, timeout_s, lease_ttl_s)
     etcd = rendezvous.etcd
-    assert etcd is not None, "the backend is etcd"
-    access = EtcdAccess(
-        tuple((endpoint.address, endpoint.port) for endpoint in rendezvous.endpoints),
-        etcd.prefix,
-        EtcdTls(etcd.ca, etcd.cert, etcd.key) if etcd.ca is not None else None,
-        EtcdLogin(etcd.user, lambda: etcd_password(etcd)) if etcd.user is not None else None,
-    )
-    return EtcdStore.connect(
+    if etcd is None:
+        return access
+    return replace(
         access,
-        rendezvous.job_id,
-        lease_ttl_s=rendezvous.lease_ttl_s,
-        timeout_s=rendezvous.join_timeout_s,
-        only_to_read=only_to_read,
+        prefix=etcd.prefix,
+        tls=Tls(etcd.ca, etcd.cert, etcd.key) if etcd.ca is not None else None,
+        login=Login(etcd.user, lambda: etcd_password(etcd)) if etcd.user is not None else None,
     )
+
+
+def _host(rendezvous: RendezvousConfig, listener: socket.socket, endpoint: str | None) -> Store:
+    """`endpoint`: where hosts of this store come back. A port that the kernel chose is no such place: None."""
+    host, job = rendezvous.kind.host, rendezvous.job_id
+    assert host is not None, "else there is no listener"
+    if endpoint is None:
+        return host(listener, job, None, lambda world: None)
+    memory = StoreMemory(job, endpoint)
+    past = memory.recall()
+    if past is not None:
+        log.info(
+            "an earlier host of this store has left generation %d: the next one begins as soon as its nodes are "
+            "back or their leases have ended; where none of their agents comes back, as a new run",
+            past.generation,
+        )
+    return host(listener, job, past, memory.remember)
 
 
 def etcd_password(etcd: EtcdConfig) -> str:
@@ -170,7 +174,7 @@ def store_options(
 ) -> dict[str, str]:
     """What another command on this machine must be told to find the job's store; nothing of a memory store."""
     rendezvous, etcd = config.rendezvous, config.rendezvous.etcd
-    if rendezvous.backend == "memory":
+    if rendezvous.kind.port is None:
         return {}
     words = {"rdzv-backend": rendezvous.backend, "rdzv-id": rendezvous.job_id}
     if etcd is None:
@@ -186,7 +190,7 @@ def store_options(
     words |= {name: str(path.absolute()) for name, path in files.items() if path is not None}
     words |= {"etcd-user": etcd.user} if etcd.user is not None else {}
     words |= {"etcd-insecure": "true"} if etcd.ca is None else {}
-    return {**words, "rdzv-endpoint": f"etcd://{members}{etcd.prefix}"}
+    return {**words, "rdzv-endpoint": f"{rendezvous.backend}://{members}{etcd.prefix}"}
 
 
 def _invite(config: Config, hosted_at: Endpoint) -> None:

@@ -43,7 +43,7 @@ from ..exits import CannotStart
 from ..machine.addresses import unique_node_id
 from ..machine.network_search import wait_for_network
 from ..ports import OfferedPort, PortError, bind_listener
-from ..store.opening import connect_to_etcd
+from ..store.opening import connect_to_store
 from .membership import NEVER_GIVE_UP, End, Membership, Place, Status
 from .parameters import in_torchruns_words
 
@@ -65,7 +65,7 @@ class EtcdV3Handler(RendezvousHandler):
     def __init__(self, config: Config, connect: Callable[[], Store] | None = None) -> None:
         self._config = config
         self._node = config.node_id or unique_node_id()
-        self._connect = connect or (lambda: connect_to_etcd(config.rendezvous))
+        self._connect = connect or (lambda: connect_to_store(config.rendezvous))
         self._membership: Membership | None = None
         self._place: Place | None = None
         self._told_to_stop = False

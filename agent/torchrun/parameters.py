@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ...rendezvous.etcd.kind import ETCD
 from ..configuration.config import LOCAL_ADDR, MAX_NODES, MIN_NODES, NO_PYTHON, Config, ConfigError, Problem
 from ..configuration.layers import Layer
 from ..configuration.option import Option
@@ -29,7 +30,7 @@ KEYS = (*RDZV_CONF_KEYS, PREFIX)
 def read_parameters(params: RendezvousParameters, secrets: Mapping[str, str]) -> Config:
     """`secrets` are the variables that hold one. Raises ValueError with all problems."""
     layer = Layer()
-    layer.put(BACKEND, "etcd", "--rdzv-backend")
+    layer.put(BACKEND, ETCD.name, "--rdzv-backend")
     layer.put(JOB_ID, params.run_id, "--rdzv-id")
     layer.put(MIN_NODES, str(params.min_nodes), "--nnodes")
     layer.put(MAX_NODES, str(params.max_nodes), "--nnodes")

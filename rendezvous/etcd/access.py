@@ -6,41 +6,21 @@ is one part of the path, whatever characters it has, so that one role of etcd ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from urllib.parse import quote
 
+from ..kind import Login, Tls
 
-@dataclass(frozen=True, slots=True)
-class EtcdTls:
-    """The members are verified against `ca`, each by the host that its endpoint names: the certificate of an
-    endpoint given as a name must hold this name, and that of one given as an IP address must hold this address.
-    With `cert` and `key` we prove who we are; etcd takes the certificate's CN for the user where it has no token.
-
-    The files are read again for each connection, so that renewed certificates come into use by themselves.
-    """
-
-    ca: Path
-    cert: Path | None = None
-    key: Path | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class EtcdLogin:
-    """`password` is called at each authentication, so that a changed password file is picked up."""
-
-    user: str
-    password: Callable[[], str] = field(repr=False)
+PREFIX = "/elastic-agent"
 
 
 @dataclass(frozen=True, slots=True)
 class EtcdAccess:
     endpoints: tuple[tuple[str, int], ...]
     """Hosts, names or IP addresses, with their ports."""
-    prefix: str = "/elastic-agent"
-    tls: EtcdTls | None = None
-    login: EtcdLogin | None = None
+    prefix: str = PREFIX
+    tls: Tls | None = None
+    login: Login | None = None
 
     def root(self, job: str) -> str:
         """What every key of the job begins with."""

@@ -19,12 +19,10 @@ from typing import Any
 from ..errors import LeaseExpired, StoreError, StoreRefused, StoreUnavailable
 from ..search import search
 from ..store import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot, Store, Watch, is_folder
-from .access import EtcdAccess, EtcdLogin, EtcdTls
+from .access import EtcdAccess
 from .channel import LEASE_GRANT, LEASE_KEEP_ALIVE, LEASE_REVOKE, TXN, Connection
 from .tls import context
 from .watch import EtcdWatch
-
-__all__ = ["EtcdAccess", "EtcdLogin", "EtcdStore", "EtcdTls"]
 
 REQUESTS_PER_TTL = 5
 

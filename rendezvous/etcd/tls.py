@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import StoreRefused
-from .access import EtcdTls
+from ..kind import Tls
 from .addresses import Address
 from .rpc import Rpc
 
@@ -22,7 +22,7 @@ ALERT_WAIT_S = 0.2
 """How long a member may take to refuse our certificate after a handshake that went well on our side (TLS 1.3)."""
 
 
-def credentials(rpc: Rpc, tls: EtcdTls) -> Any:
+def credentials(rpc: Rpc, tls: Tls) -> Any:
     """Raises StoreRefused when a file cannot be read."""
     return rpc.grpc.ssl_channel_credentials(_read(tls.ca), *(_read(file) for file in (tls.key, tls.cert)))
 
@@ -36,7 +36,7 @@ def _read(path: Path | None) -> bytes | None:
         raise StoreRefused(f"cannot read {path}: {error.strerror}; etcd is to be reached with it") from error
 
 
-def context(tls: EtcdTls) -> ssl.SSLContext:
+def context(tls: Tls) -> ssl.SSLContext:
     """Raises StoreRefused when the files are not what they should be."""
     import ssl
 
@@ -53,7 +53,7 @@ def context(tls: EtcdTls) -> ssl.SSLContext:
     return made
 
 
-def handshake_problem(address: Address, tls: EtcdTls | None, timeout_s: float) -> str | None:
+def handshake_problem(address: Address, tls: Tls | None, timeout_s: float) -> str | None:
     """What keeps us and this member from understanding each other; None when it is not TLS, or nothing."""
     import ssl
 

@@ -27,10 +27,12 @@ from elastic_agent.rendezvous.errors import (
     StoreRefused,
     StoreUnavailable,
 )
+from elastic_agent.rendezvous.etcd.access import EtcdAccess
 from elastic_agent.rendezvous.etcd.addresses import Address
 from elastic_agent.rendezvous.etcd.channel import TXN, Line
-from elastic_agent.rendezvous.etcd.store import EtcdAccess, EtcdLogin, EtcdStore, EtcdTls
+from elastic_agent.rendezvous.etcd.store import EtcdStore
 from elastic_agent.rendezvous.etcd.tls import handshake_problem
+from elastic_agent.rendezvous.kind import Login, Tls
 from elastic_agent.rendezvous.requests import RETRY, Subscription
 from elastic_agent.rendezvous.store import Change, Compare, Delete, Put, Watch
 from tests.etcd_servers import HOST, Certificates, EtcdCluster, etcd_cluster, make_certificates
@@ -555,22 +557,22 @@ def enable_users(cluster: EtcdCluster, name: str, *adding: str) -> None:
     cluster.ctl("auth", "enable")
 
 
-def login(password: str = PASSWORD) -> EtcdLogin:
-    return EtcdLogin(USER, lambda: password)
+def login(password: str = PASSWORD) -> Login:
+    return Login(USER, lambda: password)
 
 
 @pytest.mark.parametrize(
     ("job", "who", "said"),
     [
         ("job", login("wrong horse"), "authentication failed.*check the user and the password"),
-        ("job", EtcdLogin("nobody", lambda: PASSWORD), "authentication failed"),
+        ("job", Login("nobody", lambda: PASSWORD), "authentication failed"),
         ("job", None, "wants a user and a password"),
         ("job2", login(), "permission denied.*grant this user a role"),
     ],
     ids=["wrong-password", "unknown-user", "no-user", "another-job"],
 )
 def test_who_may_not_use_the_store_is_told_at_the_start(
-    locked: EtcdCluster, connect: Connect, job: str, who: EtcdLogin | None, said: str
+    locked: EtcdCluster, connect: Connect, job: str, who: Login | None, said: str
 ) -> None:
     with pytest.raises(StoreRefused, match=said) as refused:
         connect(locked, job, login=who)
@@ -582,7 +584,7 @@ def test_a_password_file_that_cannot_be_read_is_named(
 ) -> None:
     absent = tmp_path / "password"
     with pytest.raises(StoreRefused, match=f"trainer.*{absent}"):
-        connect(locked, login=EtcdLogin(USER, absent.read_text))
+        connect(locked, login=Login(USER, absent.read_text))
 
 
 def test_an_expired_token_is_renewed_once_for_all_threads(locked: EtcdCluster, connect: Connect) -> None:
@@ -632,7 +634,7 @@ def test_a_changed_password_is_picked_up_and_a_wrong_one_is_no_reason_to_leave(c
     with etcd_cluster(args=("--bcrypt-cost", "4")) as cluster:
         enable_users(cluster, USER, f"{USER}:{PASSWORD}")
         current = [PASSWORD]
-        store = connect(cluster, login=EtcdLogin(USER, lambda: current[0]))
+        store = connect(cluster, login=Login(USER, lambda: current[0]))
         watch = store.watch(("k",), store.read(()).revision)
         asked: list[str] = []
         authenticate = store._connection._authenticate
@@ -688,8 +690,8 @@ def encrypted(certificates: Certificates) -> Iterator[EtcdCluster]:
         yield cluster
 
 
-def tls(certificates: Certificates, ca: str = "ca.pem", client: str | None = "client") -> EtcdTls:
-    return EtcdTls(
+def tls(certificates: Certificates, ca: str = "ca.pem", client: str | None = "client") -> Tls:
+    return Tls(
         certificates.file(ca),
         certificates.file(f"{client}.pem") if client else None,
         certificates.file(f"{client}.key") if client else None,
@@ -727,7 +729,7 @@ def test_what_is_wrong_with_tls_is_said_at_the_start(
     certificates: Certificates,
     connect: Connect,
 ) -> None:
-    cases: list[tuple[EtcdCluster, EtcdTls | None, str]] = [
+    cases: list[tuple[EtcdCluster, Tls | None, str]] = [
         (encrypted, tls(certificates, "strange-ca.pem", None), "certificate is not the one to expect"),
         (encrypted, None, "it speaks TLS and we do not"),
         (mutual, None, "it speaks TLS and we do not"),
@@ -738,7 +740,7 @@ def test_what_is_wrong_with_tls_is_said_at_the_start(
         (encrypted, tls(certificates, "absent.pem", None), "absent.pem .*No such file"),
         (
             encrypted,
-            EtcdTls(*map(certificates.file, ("ca.pem", "client.pem", "ca.key"))),
+            Tls(*map(certificates.file, ("ca.pem", "client.pem", "ca.key"))),
             "certificate with its key",
         ),
     ]
@@ -772,7 +774,7 @@ def test_a_certificate_that_goes_wrong_later_is_an_outage_that_somebody_may_repa
     with etcd_cluster(tls=certificates, client_certificates=False) as cluster:
         ca = tmp_path / "ca.pem"
         ca.write_bytes(certificates.file("ca.pem").read_bytes())
-        store = connect(cluster, tls=EtcdTls(ca))
+        store = connect(cluster, tls=Tls(ca))
         watch = store.watch(("k",), store.read(()).revision)
         for damage in (lambda: ca.write_text("junk"), ca.unlink):
             damage()
@@ -811,7 +813,8 @@ def test_making_a_store_warns_of_nothing_and_leaves_the_environment_as_it_was(si
     done = in_python(
         "import os\n"
         "before = dict(os.environ)\n"
-        "from elastic_agent.rendezvous.etcd.store import EtcdAccess, EtcdStore\n"
+        "from elastic_agent.rendezvous.etcd.access import EtcdAccess\n"
+        "from elastic_agent.rendezvous.etcd.store import EtcdStore\n"
         f"store = EtcdStore.connect(EtcdAccess({single.endpoints!r}), 'job', lease_ttl_s=60.0, timeout_s=20.0)\n"
         "from grpc._cython import cygrpc\n"
         "print(dict(os.environ) == before, cygrpc._GRPC_ENABLE_FORK_SUPPORT)",
@@ -823,7 +826,8 @@ def test_making_a_store_warns_of_nothing_and_leaves_the_environment_as_it_was(si
 def test_a_protobuf_that_was_loaded_too_early_is_said_clearly(single: EtcdCluster) -> None:
     done = in_python(
         "import google.protobuf.descriptor\n"
-        "from elastic_agent.rendezvous.etcd.store import EtcdAccess, EtcdStore\n"
+        "from elastic_agent.rendezvous.etcd.access import EtcdAccess\n"
+        "from elastic_agent.rendezvous.etcd.store import EtcdStore\n"
         f"EtcdStore.connect(EtcdAccess({single.endpoints!r}), 'job', lease_ttl_s=60.0, timeout_s=20.0)",
     )
     assert (

@@ -7,7 +7,8 @@ import uuid
 from dataclasses import replace
 
 from elastic_agent.rendezvous.decide import Policy
-from elastic_agent.rendezvous.etcd.store import EtcdAccess, EtcdStore
+from elastic_agent.rendezvous.etcd.access import EtcdAccess
+from elastic_agent.rendezvous.etcd.store import EtcdStore
 from elastic_agent.rendezvous.participant import Participant
 from elastic_agent.rendezvous.records import (
     NODES_PREFIX,

@@ -13,7 +13,8 @@ import pytest
 
 from elastic_agent.rendezvous.c10d.store import C10dStore
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreClosed, StoreError
-from elastic_agent.rendezvous.etcd.store import REQUESTS_PER_TTL, EtcdAccess, EtcdStore
+from elastic_agent.rendezvous.etcd.access import EtcdAccess
+from elastic_agent.rendezvous.etcd.store import REQUESTS_PER_TTL, EtcdStore
 from elastic_agent.rendezvous.ledger import HISTORY, Ledger
 from elastic_agent.rendezvous.memory import MemoryStore
 from elastic_agent.rendezvous.store import (

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_agent.rendezvous.etcd.store import EtcdAccess, EtcdStore
+from elastic_agent.rendezvous.etcd.access import EtcdAccess
+from elastic_agent.rendezvous.etcd.store import EtcdStore
 from elastic_agent.rendezvous.store import Put
 from tests.etcd_servers import EtcdCluster, etcd_cluster
 

@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "worker": ("worker/wire",),
     "health": (),
     "agent, lowest": (),
-    "agent/configuration": ("agent, lowest",),
+    "agent/configuration": ("rendezvous/etcd", "rendezvous/c10d", "agent, lowest"),
     "agent/processes": ("agent, lowest", "agent/configuration"),
     "agent/checkpoints": ("agent, lowest", "agent/processes"),
     "agent/machine": ("agent, lowest", "agent/configuration", "agent/processes", "agent/checkpoints"),
@@ -40,11 +40,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "agent/preloader/fidelity": (),
     "agent/preloader": ("agent, lowest", "agent/processes", "agent/machine", "agent/preloader/fidelity"),
-    "agent/store": ("rendezvous/etcd", "rendezvous/c10d", "agent, lowest", "agent/configuration"),
-    "agent/status": (
-        *("rendezvous/c10d", "agent, lowest", "agent/configuration", "agent/processes", "agent/machine"),
-        "agent/store",
-    ),
+    "agent/store": ("agent, lowest", "agent/configuration", "agent/machine"),
+    "agent/status": ("agent, lowest", "agent/configuration", "agent/processes", "agent/store"),
     "agent/accounting": ("agent/processes", "agent/status"),
     "agent/supervision": (
         *("agent, lowest", "agent/configuration", "agent/processes", "agent/machine"),
@@ -55,10 +52,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("agent/environment", "agent/preloader", "agent/store", "agent/status", "agent/accounting"),
         "agent/supervision",
     ),
-    "agent/torchrun": ("agent, lowest", "agent/configuration", "agent/machine", "agent/store", "agent"),
+    "agent/torchrun": (
+        *("rendezvous/etcd", "agent, lowest", "agent/configuration", "agent/machine", "agent/store", "agent"),
+    ),
 }
 """From the bottom up: each folder, and those above it in this table that it may import. Each of agent's folders may
-import `LIBRARIES` besides, but not the stores in their folders: these are opened in one place. "agent" is the
+import `LIBRARIES` besides, but not the stores in their folders, of which only the configuration knows. "agent" is the
 shell: the modules at its top that are not `LOWEST`."""
 
 EXCEPTIONS = {("health/checks.py", "rendezvous/records.py"), ("health/checks.py", "rendezvous/terms.py")}

@@ -18,7 +18,7 @@ from elastic_agent.agent.configuration.config import Config, ConfigError
 from elastic_agent.agent.configuration.layers import MOST_FILE_BYTES, read_argv
 from elastic_agent.agent.configuration.option import Option, Source
 from elastic_agent.agent.configuration.options import GROUPS, OPTIONS
-from elastic_agent.agent.configuration.rendezvous import ETCD, EtcdConfig, RendezvousConfig
+from elastic_agent.agent.configuration.rendezvous import ETCD_OPTIONS, EtcdConfig, RendezvousConfig
 from elastic_agent.agent.configuration.resolve import Resolved, resolve
 from elastic_agent.agent.configuration.stopping import StopConfig, TimeoutConfig
 from elastic_agent.agent.configuration.torchrun_spellings import (
@@ -172,7 +172,7 @@ def test_auto_alone_is_preloaded_with_the_default(script: str) -> None:
 
 
 def test_the_tables_of_this_test_know_every_option() -> None:
-    elsewhere = {option.name for option in ETCD}  # test_config_etcd
+    elsewhere = {option.name for option in ETCD_OPTIONS}  # test_config_etcd
     settable = {option.name for option in OPTIONS if Source.FILE in option.sources} - elsewhere
     assert set(REFUSED) == settable
     assert set(LANDINGS) == settable - {"script", "module", "no-python", "args", "service-stop-limit"}

@@ -16,7 +16,7 @@ from elastic_agent.agent.configuration.config import Config, ConfigError
 from elastic_agent.agent.configuration.layers import read_argv
 from elastic_agent.agent.configuration.option import Source
 from elastic_agent.agent.configuration.options import SECRET_VARIABLES
-from elastic_agent.agent.configuration.rendezvous import ETCD, EtcdConfig, RendezvousConfig
+from elastic_agent.agent.configuration.rendezvous import ETCD_OPTIONS, EtcdConfig, RendezvousConfig
 from elastic_agent.agent.configuration.resolve import Resolved, resolve
 from elastic_agent.agent.configuration.values import Secret
 from elastic_agent.rendezvous.records import Endpoint
@@ -283,7 +283,7 @@ GIVEN = {**TLS, **LOGIN, "etcd-insecure": "true", "store-outage-grace": "5s"}
 
 
 def test_the_options_of_etcd_need_etcd(files: Path) -> None:
-    assert {option.name for option in ETCD} == {*GIVEN, "etcd-password"}
+    assert {option.name for option in ETCD_OPTIONS} == {*GIVEN, "etcd-password"}
     for backend in (["--rdzv-backend", "c10d"], [], ["--rdzv-endpoint", "node1"]):
         for name, text in GIVEN.items():
             (found,) = problems_of([*backend, f"--{name}={text}"])
@@ -345,7 +345,7 @@ def test_the_password_variable_is_no_option_and_no_key(files: Path) -> None:
 
 
 def test_every_secret_comes_from_a_variable_that_no_child_inherits() -> None:
-    secret = [option for option in ETCD if option.sources == Source.ENV]
+    secret = [option for option in ETCD_OPTIONS if option.sources == Source.ENV]
     names = {f"ELASTIC_AGENT_{option.name.upper().replace('-', '_')}" for option in secret}
     assert names == SECRET_VARIABLES == {PASSWORD}
 

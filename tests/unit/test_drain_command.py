@@ -208,7 +208,7 @@ def test_without_any_word_of_a_store_it_is_that_of_the_job_on_this_machine(
         return MemoryStore()
 
     monkeypatch.setattr(drain_command, "stores_here", lambda *_: tuple(stores))
-    monkeypatch.setattr(store_command, "open_job", open_job)
+    monkeypatch.setattr(store_command, "open_to_look", open_job)
     assert main(["b", *words]) == DrainCode.NO_JOB
     assert [(place.backend, place.job_id) for place in asked] == [(backend, job)]
 

@@ -9,9 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from elastic_agent.rendezvous.errors import StoreRefused, StoreUnavailable
+from elastic_agent.rendezvous.etcd.access import EtcdAccess
 from elastic_agent.rendezvous.etcd.addresses import Address, Addresses, following
 from elastic_agent.rendezvous.etcd.channel import Session, Verdict, judge
-from elastic_agent.rendezvous.etcd.store import EtcdAccess, EtcdLogin
+from elastic_agent.rendezvous.kind import Login
 
 A, B, C = (Address("h", f"10.0.0.{number}", 2379) for number in (1, 2, 3))
 
@@ -32,7 +33,7 @@ def test_a_job_has_one_part_of_the_path(prefix: str, job: str, root: str) -> Non
 
 
 def test_no_password_is_shown() -> None:
-    access = EtcdAccess((("h", 1), ("::1", 2)), login=EtcdLogin("me", lambda: "secret"))
+    access = EtcdAccess((("h", 1), ("::1", 2)), login=Login("me", lambda: "secret"))
     assert "secret" not in repr(access)
     assert "lambda" not in repr(access)
     assert str(access) == "h:1,[::1]:2"

@@ -110,7 +110,7 @@ def test_the_command_asks_the_etcd_of_that_job(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = []
-    monkeypatch.setattr(store_command, "open_job", lambda place, timeout_s: asked.append(place) or store)
+    monkeypatch.setattr(store_command, "open_to_look", lambda place, timeout_s: asked.append(place) or store)
     assert main(["digits", ETCD]) == ForgetCode.FORGOTTEN
     assert [(place.backend, place.job_id) for place in asked] == [("etcd", "digits")]
     assert f"job digits is forgotten: {2 * KEYS_AT_ONCE + 2} keys deleted" in capsys.readouterr().out

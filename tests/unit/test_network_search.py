@@ -10,9 +10,9 @@ import pytest
 
 from elastic_agent.agent.configuration.config import Config, ConfigError
 from elastic_agent.agent.configuration.rendezvous import EtcdConfig, RendezvousConfig
-from elastic_agent.agent.configuration.values import Backend, Command, NodeCounts
+from elastic_agent.agent.configuration.values import Command, NodeCounts
 from elastic_agent.agent.exits import CannotStart, ExitCode
-from elastic_agent.agent.machine import network_search
+from elastic_agent.agent.machine import addresses, network_search
 from elastic_agent.agent.machine.addresses import AddressError
 from elastic_agent.agent.machine.interfaces import Address, Interface
 from elastic_agent.agent.machine.network import NotYet
@@ -47,7 +47,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
             raise AddressError(f"{host} does not resolve")
         return HOSTS.get(host, host)
 
-    monkeypatch.setattr(network_search, "resolve", resolve)
+    for module in (addresses, network_search):
+        monkeypatch.setattr(module, "resolve", resolve)
     monkeypatch.setattr(network_search, "source_address", ROUTES.get)
     monkeypatch.setattr(network_search, "default_source", lambda: OWN)
     monkeypatch.setattr(network_search, "interfaces", lambda: HERE)
@@ -55,7 +56,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_config(
-    backend: Backend,
+    backend: str,
     *hosts: str,
     local_addr: str | None = None,
     interface: str | None = None,

@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.configuration.rendezvous import EtcdConfig
+from elastic_agent.agent.configuration.rendezvous import EtcdConfig, RendezvousConfig
+from elastic_agent.agent.configuration.stores import STORES
 from elastic_agent.agent.configuration.values import Secret
-from elastic_agent.agent.store.opening import etcd_password
+from elastic_agent.agent.store.opening import etcd_password, open_to_look
 from elastic_agent.rendezvous.errors import StoreRefused
+from elastic_agent.rendezvous.records import Endpoint
+from tests.contract.test_store import KINDS
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_password_is_read_anew_and_only_one_newline_is_not_part_of_it(tmp_path: Path) -> None:
@@ -44,3 +49,15 @@ sys.exit(" ".join({"torch", "grpc"} & set(sys.modules)) or 0)
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_each_store_with_a_folder_can_be_chosen_and_has_a_place_in_the_contract() -> None:
+    folders = {kind.parent.name for kind in ROOT.glob("rendezvous/*/kind.py")}
+    assert folders | {"memory"} == set(STORES)
+    assert {name.partition("-")[0] for name in KINDS} == set(STORES)
+
+
+def test_a_look_at_a_store_that_an_agent_hosts_needs_its_address() -> None:
+    place = RendezvousConfig("c10d", (Endpoint("no.such.name.invalid", 29400),))
+    with pytest.raises(StoreRefused, match=r"--rdzv-endpoint: 'no\.such\.name\.invalid' does not resolve"):
+        open_to_look(place, 1.0)

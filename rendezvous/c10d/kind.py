@@ -1,0 +1,46 @@
+"""c10d as a kind of store."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+from ..kind import KEEP_ALIVES_PER_TTL, Access, StoreKind
+from ..records import World
+from ..store import Store
+
+PORT = 29400
+"""torchrun's default for c10d, so that a host name alone means the same to both."""
+
+LEAST_PATIENCE_S = 0.5
+"""With a host that does not answer. A connection that was reset is found out only by asking again, and there must be
+time for that before the lease is no proof any more."""
+
+
+def _connect(access: Access) -> Store:
+    import torch.distributed  # noqa: F401  before the clock runs: it takes seconds
+
+    from .store import C10dStore
+
+    (endpoint,) = access.endpoints
+    patience_s = access.timeout_s
+    if access.lease_ttl_s is not None:
+        patience_s = max(LEAST_PATIENCE_S, access.lease_ttl_s / KEEP_ALIVES_PER_TTL)
+    return C10dStore.connect(endpoint.address, endpoint.port, access.job, access.timeout_s, patience_s)
+
+
+def _host(listener: socket.socket, job: str, past: World | None, remember: Callable[[str], None]) -> Store:
+    from .host import C10dHost
+
+    return C10dHost(listener, listener.getsockname()[0], job, past=past, remember=remember)
+
+
+C10D = StoreKind(
+    "c10d",
+    "a TCPStore hosted by one of the agents",
+    _connect,
+    port=PORT,
+    host=_host,
+    place=f"one host, port {PORT} if none is given (default, also localhost:0: this agent hosts the store on a free"
+    " port and prints the command for the other nodes)",
+)
