@@ -12,13 +12,12 @@ asked.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..rendezvous.errors import RecordInvalid, StoreError
 from ..rendezvous.records import WORLD_KEY, World
+from ..rendezvous.snapshot import NodeSnapshot
 from ..rendezvous.store import Store
 from ..worker.wire.codec import kind_of
 from ..worker.wire.messages import (
@@ -38,20 +37,8 @@ MAX_CLIENTS = 8
 """One asks at a time. More are broken, and cost a thread each for a while; the next then wait in the backlog."""
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """This agent's place among the others, as its main loop last knew it."""
-
-    incarnation: str
-    proven_until: float
-    """Monotonic instant; until then the lease cannot have ended."""
-
-
-NOBODY = Standing("", -math.inf)
-
-
-def judge(question: CommitQuestion, world: World | None, standing: Standing, now: float) -> CommitAnswer:
-    """`world` is what the store held after `standing` was taken and before `now`.
+def judge(question: CommitQuestion, world: World | None, latest: NodeSnapshot, now: float) -> CommitAnswer:
+    """`world` is what the store held after `latest` was taken and before `now`.
 
     The phase does not matter. A generation that stops may still save, and one that the leaving host of the store
     has ended too: no other begins before this node's workers are gone.
@@ -62,9 +49,9 @@ def judge(question: CommitQuestion, world: World | None, standing: Standing, now
         return CommitRefused(f"generation {world.generation} has replaced it")
     if world.generation < question.generation:
         return CommitRefused(f"the rendezvous store has fallen back to generation {world.generation}")
-    if world.member(standing.incarnation) is None:
+    if world.member(latest.incarnation) is None:
         return CommitRefused("this node, which joined anew, is no member of it")
-    left_s = standing.proven_until - now
+    left_s = latest.proven_until - now
     if left_s <= 0:
         return CommitUndecided("the rendezvous store does not confirm this node's lease")
     return CommitGranted(left_s)
@@ -73,22 +60,23 @@ def judge(question: CommitQuestion, world: World | None, standing: Standing, now
 class CommitGate(Gate[CommitQuestion]):
     """Each of its threads may wait for the store."""
 
-    def __init__(self, path: Path, store: Store, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, path: Path, store: Store, latest: Callable[[], NodeSnapshot], clock: Callable[[], float]
+    ) -> None:
         super().__init__(path, "commit", COMMIT_QUESTIONS, self._reply, most=MAX_CLIENTS)
-        self.standing = NOBODY
-        """For the main loop to replace as a whole, so that no thread ever sees half of a change."""
         self._store = store
+        self._latest = latest
         self._clock = clock
 
     def answer(self, question: CommitQuestion) -> CommitAnswer:
         # First, and only then the read: a lease that ended while the store was asked is not mistaken for a new one.
-        standing = self.standing
+        latest = self._latest()
         try:
             entries = self._store.read((WORLD_KEY,)).entries
             world = next((World.from_json(entry.value) for entry in entries), None)
         except (StoreError, RecordInvalid) as error:
             return CommitUndecided(str(error)[:MAX_REASON_CHARS])
-        return judge(question, world, standing, self._clock())
+        return judge(question, world, latest, self._clock())
 
     def _reply(self, question: CommitQuestion) -> CommitAnswer:
         answer = self.answer(question)

@@ -15,10 +15,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from ..rendezvous.drain import WHAT_STANDS, Answer, Ask, End, GoOn, Present, concerns, judge, written
+from ..rendezvous.drain import WHAT_STANDS, Answer, Ask, End, GoOn, concerns, judge, written
 from ..rendezvous.errors import RecordInvalid, StoreError
 from ..rendezvous.records import StopAt
 from ..rendezvous.requests import WriteStop
+from ..rendezvous.snapshot import NodeSnapshot
 from ..rendezvous.store import Store
 from ..rendezvous.threads import Thread
 from ..worker.wire.messages import STEPS_ENDED, Said, StepAnswer, StepEnded, Verdict
@@ -41,12 +42,16 @@ class DrainGate(Gate[StepEnded]):
     """See the module's docstring."""
 
     def __init__(
-        self, path: Path, store: Store, post: Callable[[Event], None], clock: Callable[[], float]
+        self,
+        path: Path,
+        store: Store,
+        latest: Callable[[], NodeSnapshot],
+        post: Callable[[Event], None],
+        clock: Callable[[], float],
     ) -> None:
         super().__init__(path, "drain", STEPS_ENDED, self._reply, most=MAX_CLIENTS)
-        self.present = Present(None, 0)
-        """For the main loop to replace as a whole."""
         self._store = store
+        self._latest = latest
         self._post = post
         self._clock = clock
         self._asking: dict[tuple[int, int], int] = {}
@@ -65,10 +70,10 @@ class DrainGate(Gate[StepEnded]):
     def answer(self, ask: Ask) -> Answer:
         """From the store, or GoOn when that gives no answer."""
         give_up_at = self._clock() + GIVES_UP_S
-        present = self.present
-        while concerns(ask, present) and self._clock() < give_up_at:
+        latest = self._latest()
+        while concerns(ask, latest) and self._clock() < give_up_at:
             try:
-                verdict = judge(ask, present, next(iter(self._store.read(WHAT_STANDS.scopes).entries), None))
+                verdict = judge(ask, latest, next(iter(self._store.read(WHAT_STANDS.scopes).entries), None))
                 if not isinstance(verdict, WriteStop):
                     return verdict
                 if self._clock() < give_up_at and self._write(verdict):
@@ -81,7 +86,7 @@ class DrainGate(Gate[StepEnded]):
                     error,
                 )
                 threading.Event().wait(PAUSE_S)
-            present = self.present
+            latest = self._latest()
         return GoOn()
 
     def _write(self, verdict: WriteStop) -> bool:

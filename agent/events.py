@@ -5,8 +5,9 @@ All are frozen, so that a thread can hand one over and forget it. Instants are s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from ..rendezvous.drain import Beyond, End
 from ..rendezvous.errors import StoreError
@@ -227,3 +228,19 @@ Event: TypeAlias = (
     | ThreadFailed
     | Signalled
 )
+
+_E = TypeVar("_E")
+
+
+class Handlers:
+    """Which function handles which event: a table by the event's type."""
+
+    def __init__(self) -> None:
+        self.by_type: dict[type, Callable[[Any, float], object]] = {}
+
+    def on(self, kind: type[_E], handle: Callable[[_E, float], object]) -> None:
+        """`handle` gets each event of this type, and the instant at which it is handled."""
+        self.by_type[kind] = handle
+
+    def handle(self, event: object, now: float) -> None:
+        self.by_type[type(event)](event, now)

@@ -12,6 +12,7 @@ import queue
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 from ..health.http import Probe
 from ..rendezvous.driver import Driver
@@ -21,18 +22,18 @@ from ..rendezvous.records import Result
 from ..rendezvous.threads import Thread
 from .accounting.observer import Observer
 from .checkpoints.disk_writer import DiskWriter
-from .commit_gate import CommitGate, Standing
-from .configuration.config import Config
+from .configuration.stopping import StopConfig
 from .configuration.timeouts import last_save_s
 from .events import (
     Event,
     GenerationEvent,
+    Handlers,
     HolderSpoke,
-    Probed,
     ReaderSpoke,
     SavesFinished,
     Signalled,
     Stirred,
+    StoreGone,
     ThreadFailed,
     WriterEnded,
     WriterWanted,
@@ -44,7 +45,7 @@ from .peer_link import PeerLink
 from .ports import OfferedPort, PortError
 from .processes.failures import WorkerFailure
 from .service_manager import ServiceManager
-from .store.link import StoreLink, pass_on
+from .store.link import StoreLink, deliver_to
 from .supervision.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -81,38 +82,42 @@ class Ending:
     """The worker that failed first, where one ended the job."""
 
 
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What the loop works with besides the workers."""
+
+    link: StoreLink
+    peers: PeerLink
+    gpu_memory: GpuMemory
+    disk_writer: DiskWriter
+    observer: Observer
+    manager: ServiceManager
+    heartbeat: Heartbeat
+
+
 class Loop:
-    """See the module's docstring."""
+    """Runs one agent in the thread that calls `run`. `liveness`, `readiness` and `introduction` are for any thread."""
 
     def __init__(
         self,
-        config: Config,
+        stop: StopConfig,
         participant: Participant,
         training: Supervisor,
-        link: StoreLink,
-        peers: PeerLink,
-        gpu_memory: GpuMemory,
-        disk_writer: DiskWriter,
-        observer: Observer,
-        manager: ServiceManager,
-        commits: CommitGate,
-        events: queue.SimpleQueue[Event],
+        services: Services,
         port: OfferedPort,
-        heartbeat: Heartbeat,
+        events: queue.SimpleQueue[Event],
         clock: Callable[[], float],
     ) -> None:
-        self._config = config
+        self._stop = stop
         self._participant = participant
         self._training = training
-        self._gpu_memory = gpu_memory
-        self._disk_writer = disk_writer
-        self._observer = observer
-        self._manager = manager
-        self._commits = commits
-        self._events = events
+        self._services = services
         self._port = port
+        self._events = events
         self._clock = clock
-        self._driver = Driver(participant, link, peers.ask, self)
+        self._driver = Driver(participant, services.link, services.peers.ask, self)
+        self.handlers = self._table()
+        """Which part hears of which event."""
         self._signals: list[signal.Signals] = []
         self._left_as: str = ""
         """What made this node leave the job, once something has."""
@@ -121,7 +126,6 @@ class Loop:
         self._ending: Ending | None = None
         self._doom: Ending | None = None
         """Set when the agent must end as soon as its workers are gone, whatever the rendezvous says."""
-        self._heartbeat = heartbeat
 
     def run(self) -> Ending:
         """Until this node's part in the job is over; no worker is left then."""
@@ -140,48 +144,53 @@ class Loop:
 
     def liveness(self) -> Probe:
         """For any thread: is the loop turning? Says nothing about the store, whose outage is no reason to die."""
-        silent_s = self._heartbeat.silent_s()
+        silent_s = self._services.heartbeat.silent_s()
         return Probe(silent_s < STUCK_AFTER_S, f"the main loop turned {silent_s:.1f} s ago")
 
     def readiness(self) -> Probe:
         """For any thread: does this node train, or stand ready to?"""
-        world, undisturbed = self._participant.world, self._training.undisturbed
-        if undisturbed:
-            return Probe(True, f"running generation {undisturbed}")
-        if self._gpu_memory.waiting:
+        snapshot = self._participant.snapshot
+        world = snapshot.world
+        if snapshot.undisturbed:
+            return Probe(True, f"running generation {snapshot.undisturbed}")
+        if self._services.gpu_memory.waiting:
             return Probe(False, "waiting for the killed workers' GPU memory to be free")
-        if world is not None and world.trains and self._participant.lease_good(self._clock()):
+        if world is not None and world.trains and snapshot.lease_good(self._clock()):
             return Probe(True, f"standing by: generation {world.generation} is running")
-        return Probe(False, f"waiting: {self._participant.waiting_for}")
+        return Probe(False, f"waiting: {snapshot.waiting_for}")
 
     def introduction(self) -> str:
         """For any thread: what this node answers a peer that asks who it is."""
-        return self._participant.introduction(self._clock(), self._training.undisturbed).to_json()
+        return self._participant.snapshot.introduction(self._clock()).to_json()
 
     # ---------------------------------------------------------------- one turn
 
     def _turn(self) -> float | None:
         """Do all that can be done now; the instant at which there is more to do."""
         now = self._clock()
-        participant = self._participant
-        self._heartbeat.turned(self._training.stops_at(now))
+        participant, training = self._participant, self._training
+        observer, manager = self._services.observer, self._services.manager
+        self._services.heartbeat.turned(training.stops_at(now))
         if participant.wanted_to_leave and not self._left_as:
             log.info("%s: leaving the job", DRAIN_COMMAND)
             self._leave(DRAIN_COMMAND, now)
-        self._observer.compare(participant)
+        observer.compare(participant)
         again_at = self._driver.turn(now)
-        self._commits.standing = Standing(participant.incarnation, participant.proven_until)
-        self._observer.look(participant, self._training.group, now)
-        self._manager.turn(self._observer.status(participant, self._training.group))
+        observer.look(participant.snapshot, training.group, now)
+        manager.turn(observer.status(participant.snapshot, training.group))
         wake_at = (
             again_at,
-            self._manager.next_beat,
-            self._gpu_memory.turn(now),
-            *self._training.wake_at(),
+            manager.next_beat,
+            self._services.gpu_memory.turn(now),
+            *training.wake_at(),
         )
         return min((at for at in wake_at if at is not None and at > now), default=None)
 
     # ---------------------------------------------------------------- effects, for the driver
+
+    @property
+    def undisturbed(self) -> int:
+        return self._training.undisturbed
 
     def new_port(self) -> int | None:
         try:
@@ -194,29 +203,30 @@ class Loop:
     def advance(self, now: float) -> bool:
         workers_gone = self._training.turn(now)
         if workers_gone:
-            self._gpu_memory.workers_gone(now)
+            self._services.gpu_memory.workers_gone(now)
         return workers_gone
 
     def obey(self, order: Order, now: float) -> bool:
-        training, stop = self._training, self._config.stop
+        training, grace_s = self._training, self._stop.failure_grace_s
         if self._departing is not None:
             return False
         if unkillable := training.unkillable():
             self._ending = Ending(ExitCode.UNKILLABLE, unkillable)
             return False
         if self._doom is not None:
-            training.stop(stop.failure_grace_s, gently=False, reason=self._doom.reason)
+            training.stop(grace_s, gently=False, reason=self._doom.reason)
             if training.group is None:
                 self._ending = self._doom
         elif isinstance(order, Start):
-            if self._gpu_memory.waiting or not training.prepared(order.world, order.member, now):
+            if self._services.gpu_memory.waiting or not training.prepared(order.world, order.member, now):
                 return False
             training.start(order.world, order.member, self._port.listener, now)
             return True
         elif isinstance(order, Drain):
             return training.drain(order)
         elif isinstance(order, Stop):
-            grace_s = training.planned_grace_s() if order.planned else stop.failure_grace_s
+            if order.planned:
+                grace_s = training.planned_grace_s()
             self._show_failure_elsewhere()
             training.stop(grace_s, gently=order.planned, reason=order.reason)
         elif isinstance(order, Leave):
@@ -232,14 +242,14 @@ class Loop:
 
     def _finish_saves(self, order: Leave) -> None:
         """Nothing is left to do here but what the disk writer does. The lease is kept meanwhile: a commit needs it."""
-        self._observer.left(order.why)
+        self._services.observer.left(order.why)
         self._departing = self._end(order)
         world = self._participant.world
         rescues = world is not None and world.rescuer == self._participant.incarnation
-        within_s = last_save_s(self._config.stop.grace_s, rescues=rescues)
+        within_s = last_save_s(self._stop.grace_s, rescues=rescues)
 
         def finish() -> None:
-            self._disk_writer.finish(within_s)
+            self._services.disk_writer.finish(within_s)
             self._events.put(SavesFinished())
 
         Thread(finish, "last-saves", lambda: self._events.put(SavesFinished())).start()
@@ -257,31 +267,34 @@ class Loop:
 
     # ---------------------------------------------------------------- events
 
-    def _hear(self, event: Event) -> None:
-        now = self._clock()
-        if pass_on(event, self._participant, now):
-            return
-        if isinstance(event, Probed):
-            self._participant.probed(event.peer, event.finding, event.asked_at, now)
-        elif isinstance(event, GenerationEvent):
-            self._training.hear(event, now)
-        elif isinstance(event, HolderSpoke):
-            self._training.holder_spoke(event)
-        elif isinstance(event, Stirred):
-            self._training.stirred(event, now)
-        elif isinstance(event, ReaderSpoke):
-            self._gpu_memory.heard(event, now)
-        elif isinstance(event, SavesFinished):
-            self._ending = self._departing
-        elif isinstance(event, WriterWanted | WriterEnded):
-            if self._departing is None:
-                self._disk_writer.heard(event)
-        elif isinstance(event, ThreadFailed):
-            self._thread_failed(event)
-        elif isinstance(event, Signalled):
-            self._signalled(event, now)
+    def _table(self) -> Handlers:
+        training, services, handlers = self._training, self._services, Handlers()
+        deliver_to(self._participant, handlers)
+        on = handlers.on
+        on(StoreGone, lambda event, _: None)  # its thread's ThreadFailed ends the agent
+        for kind in get_args(GenerationEvent):
+            on(kind, training.hear)
+        on(HolderSpoke, lambda event, _: training.holder_spoke(event))
+        on(Stirred, training.stirred)
+        on(ReaderSpoke, services.gpu_memory.heard)
+        on(WriterWanted, self._writer)
+        on(WriterEnded, self._writer)
+        on(SavesFinished, self._saves_finished)
+        on(ThreadFailed, self._thread_failed)
+        on(Signalled, self._signalled)
+        return handlers
 
-    def _thread_failed(self, event: ThreadFailed) -> None:
+    def _hear(self, event: Event) -> None:
+        self.handlers.handle(event, self._clock())
+
+    def _writer(self, event: WriterWanted | WriterEnded, _: float) -> None:
+        if self._departing is None:
+            self._services.disk_writer.heard(event)
+
+    def _saves_finished(self, _: SavesFinished, __: float) -> None:
+        self._ending = self._departing
+
+    def _thread_failed(self, event: ThreadFailed, _: float) -> None:
         """What it did is not done any more, and the others may wait for it: they are better off without this node."""
         if self._doom is None:
             log.error("this agent ends: %s", event.reason)
@@ -316,5 +329,5 @@ class Loop:
             return
         self._left_as = asked_by
         self._participant.leave(now)
-        self._observer.leaving()
-        self._manager.stopping(f"leaving the job, as {asked_by} asks")
+        self._services.observer.leaving()
+        self._services.manager.stopping(f"leaving the job, as {asked_by} asks")

@@ -31,6 +31,7 @@ from ..rendezvous.participant import Participant
 from ..rendezvous.proof import LEASE_MARGIN
 from ..rendezvous.records import NODES_PREFIX, Endpoint, Introduction, NodeRecord
 from ..rendezvous.restarts import RestartPolicy
+from ..rendezvous.snapshot import NodeSnapshot
 from ..rendezvous.store import Store
 from ..rendezvous.threads import Thread, listen
 from ..worker.available_memory import read_memory
@@ -51,7 +52,7 @@ from .events import Event, Signalled, ThreadFailed
 from .exits import CannotStart, ExitCode
 from .heartbeat import Heartbeat
 from .interruptible import unless_stopped
-from .loop import WARNINGS, Ending, Loop
+from .loop import WARNINGS, Ending, Loop, Services
 from .machine.addresses import LOOPBACK, reachable_at, unique_node_id
 from .machine.cgroups import claim_cgroup
 from .machine.examine import Machine
@@ -206,10 +207,14 @@ def _run(
         stack.callback(worker_store.end)
         lost = metrics.log_file_bytes_dropped_total.inc
         logs = _started(stack, WorkerLogs(config.log_dir, name, console, metrics.printed, lost))
+
+        def latest() -> NodeSnapshot:
+            return participant.snapshot
+
         env = worker_env(incarnation, run_dir, memory)
         _started(stack, _receiver(Path(env.reports), events, metrics, clock))
-        commits = _started(stack, CommitGate(Path(env.commits), store, clock))
-        drain_gate = _started(stack, DrainGate(Path(env.drain), store, events.put, clock))
+        _started(stack, CommitGate(Path(env.commits), store, latest, clock))
+        drain_gate = _started(stack, DrainGate(Path(env.drain), store, latest, events.put, clock))
         salvage_gate = _started(stack, SalvageGate(Path(env.salvage), events.put))
         disk_writer = _started(
             stack, DiskWriter(run_dir / "writes", env.commits, env.reports, environment, events.put)
@@ -237,7 +242,7 @@ def _run(
 
         observer = Observer(metrics, pages, config.max_restarts, started_at, time.time)
         loop = Loop(
-            config,
+            config.stop,
             participant,
             Supervisor(
                 config,
@@ -256,16 +261,11 @@ def _run(
                 events.put,
                 clock,
             ),
-            link,
-            PeerLink(events.put, clock),
-            gpu_memory,
-            disk_writer,
-            observer,
-            manager,
-            commits,
-            events,
+            Services(
+                link, PeerLink(events.put, clock), gpu_memory, disk_writer, observer, manager, heartbeat
+            ),
             OfferedPort(listener, lambda: bind(address, None, "master")),
-            heartbeat,
+            events,
             clock,
         )
         probes.loop = loop

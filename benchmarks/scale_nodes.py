@@ -33,8 +33,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from elastic_agent.agent.events import Answered, Event, Probed, StoreGone, Unanswered
-from elastic_agent.agent.store.link import StoreLink, pass_on
+from elastic_agent.agent.events import Answered, Event, Handlers, Probed, StoreGone, Unanswered
+from elastic_agent.agent.store.link import StoreLink, deliver_to
 from elastic_agent.rendezvous.decide import Policy
 from elastic_agent.rendezvous.driver import Driver
 from elastic_agent.rendezvous.follow import Order, Start, Stop
@@ -191,6 +191,8 @@ class _Node:
         self.asking = False
         self.link = link
         self._post = post
+        self._handlers = Handlers()
+        deliver_to(participant, self._handlers)
         self._driver = Driver(participant, self, self._probe, self)
         self._port = participant.identity.port
 
@@ -199,10 +201,7 @@ class _Node:
             self.asking = False
         if isinstance(event, StoreGone):
             raise RuntimeError(event.reason)
-        if isinstance(event, Probed):
-            self.participant.probed(event.peer, event.finding, event.asked_at, now)
-        else:
-            pass_on(event, self.participant, now)
+        self._handlers.handle(event, now)
 
     def fail(self, now: float) -> None:
         """A worker has failed here, after some progress, so that nobody backs off."""
@@ -223,6 +222,9 @@ class _Node:
 
     def follow(self, subscription: Subscription | None) -> None:
         self.link.follow(subscription)
+
+    undisturbed = 0
+    """Nobody asks a node for its introduction here."""
 
     def _probe(self, peer: Peer) -> None:
         self._post(Probed(peer, Introduction("alive", peer.incarnation, 0), time.monotonic()))

@@ -24,6 +24,7 @@ from typing import TypeAlias
 
 from .records import STOP_KEY, WORLD_KEY, Phase, StopAt, World
 from .requests import Read, WriteStop
+from .snapshot import NodeSnapshot
 from .store import Compare, Entry
 
 
@@ -36,14 +37,6 @@ class Ask:
     step: int
     pausing: bool = False
     """It is at work between two steps (evaluation), and has not entered the next."""
-
-
-@dataclass(frozen=True, slots=True)
-class Present:
-    """The world as the asked node last knew it, and the revision of its key."""
-
-    world: World | None
-    revision: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +63,21 @@ Answer: TypeAlias = GoOn | End | Beyond
 WHAT_STANDS = Read((STOP_KEY,))
 
 
-def concerns(ask: Ask, present: Present) -> bool:
+def concerns(ask: Ask, latest: NodeSnapshot) -> bool:
     """Must the store be asked? Rank 0's node need not: nobody else writes, and it does not before all flags are up."""
-    world = present.world
+    world = latest.world
     if world is not None and world.generation > ask.generation:
         return False
     return ask.rank != 0 or _awaits_stop(ask, world)
 
 
-def judge(ask: Ask, present: Present, entry: Entry | None) -> Answer | WriteStop:
-    """`entry` is what stands under `STOP_KEY`, read after the question came.
+def judge(ask: Ask, latest: NodeSnapshot, entry: Entry | None) -> Answer | WriteStop:
+    """`latest` is what the asked node knows; `entry` stands under `STOP_KEY`, and was read after the question came.
 
     For rank 0 the answer may be a write to try first: if it succeeds, `written` is the answer; if it is refused the
     world or the key has changed meanwhile: judge again by them.
     """
-    world = present.world
+    world = latest.world
     stop = StopAt.from_json(entry.value) if entry is not None else None
     if stop is not None and stop.generation == ask.generation:
         if stop.step < ask.step:
@@ -96,7 +89,7 @@ def judge(ask: Ask, present: Present, entry: Entry | None) -> Answer | WriteStop
     if ask.rank != 0 or world is None or not _awaits_stop(ask, world):
         return GoOn()
     return WriteStop(
-        Compare(WORLD_KEY, present.revision),
+        Compare(WORLD_KEY, latest.world_revision),
         Compare(STOP_KEY, entry.mod_revision if entry is not None else 0),
         StopAt(ask.generation, ask.step if ask.pausing else ask.step + 1, ask.pausing),
     )

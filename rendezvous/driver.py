@@ -7,8 +7,9 @@
 3. The port comes before any order, because the participant writes nothing to the store while it wants one.
 4. What is due on this node comes before its order, because workers that are gone bring another order.
 
-At the end of the turn, and only once, the lease to keep alive and the watch to keep open are set: any of these may
-have replaced them. All of it runs in one thread, and must not wait for the store, for peers or for workers.
+At the end of the turn, and only once, the lease to keep alive and the watch to keep open are set, as any of these may
+have replaced them, and so is the participant's `NodeSnapshot`, which is all that other threads read. All of it runs in
+one thread, and must not wait for the store, for peers or for workers.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ class StoreChannel(Protocol):
 class Effects(Protocol):
     """What the participant's orders mean on this node. A method returns True when it has told the participant
     something that may bring another request or order at once."""
+
+    @property
+    def undisturbed(self) -> int:
+        """The generation whose workers run here and have not been asked to stop; 0 when there is none."""
 
     def new_port(self) -> int | None:
         """A port that listens at this node's address and was never offered before; None when there is none."""
@@ -77,4 +82,5 @@ class Driver:
                 break
         store.keep(participant.lease)
         store.follow(participant.subscription)
+        participant.take_snapshot(effects.undisturbed, now)
         return participant.wake_at(now)

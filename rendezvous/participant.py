@@ -34,7 +34,6 @@ from .records import (
     WORLD_KEY,
     Failure,
     GenerationProgress,
-    Introduction,
     NodeRecord,
     Phase,
     Result,
@@ -61,6 +60,7 @@ from .requests import (
 )
 from .roster import Roster
 from .session import Session
+from .snapshot import NodeSnapshot
 from .store import Change, Compare, Entry, LeaseId, Outcome, Snapshot
 from .terms import differences
 
@@ -72,7 +72,7 @@ than the store needs, since late keep-alives of the dead may still arrive and cl
 
 
 class Participant:
-    """See the module's docstring. Owned by one thread."""
+    """One node's part in the rendezvous. Owned by one thread; only `snapshot` is for others."""
 
     def __init__(
         self,
@@ -116,6 +116,8 @@ class Participant:
         self._attempt = 0
         self._retry_at = now
         self._wake_at: float | None = None
+        self.snapshot = NodeSnapshot(identity.node, identity.incarnation)
+        """For any thread: the state at the end of the last turn."""
 
     # ---------------------------------------------------------------- what the driver reads
 
@@ -139,11 +141,6 @@ class Participant:
         return self._session.says.listening
 
     @property
-    def world_since(self) -> float:
-        """The instant at which this node first saw the world in its present phase."""
-        return self._session.roster.world_since
-
-    @property
     def lease(self) -> LeaseId | None:
         """The lease to keep alive."""
         return self._session.lease
@@ -156,11 +153,6 @@ class Participant:
     @property
     def coordinates(self) -> bool:
         return self._session.roster.coordinates
-
-    @property
-    def coordinator(self) -> str | None:
-        """The node that coordinates, as far as known."""
-        return self._session.roster.leader
 
     @property
     def known_nodes(self) -> tuple[NodeRecord, ...]:
@@ -184,16 +176,6 @@ class Participant:
         succeeded = self.world is not None and self.world.result is Result.SUCCEEDED
         return self._came_after_end and (self.policy.runs_again or not succeeded)
 
-    @property
-    def proven_until(self) -> float:
-        """Until then the lease cannot have ended; minus infinity without one."""
-        return self._session.proof.proven_until if self._session.lease is not None else -math.inf
-
-    @property
-    def confirmed_at(self) -> float | None:
-        """When the newest confirmed keep-alive of the lease was sent; None without one."""
-        return self._session.proof.confirmed_at if self._session.lease is not None else None
-
     def good_until(self, now: float) -> float:
         """Until then the workers may go on if nothing more is heard; see `lease_good`."""
         return self._session.proof.good_until(now) if self._session.lease is not None else -math.inf
@@ -202,15 +184,27 @@ class Participant:
         """Nobody can have been given this node's place (I10)."""
         return self._session.lease is not None and self._session.proof.holds(now)
 
-    def introduction(self, now: float, generation: int) -> Introduction:
-        """What this node answers a peer; `generation` is the one whose workers run here undisturbed, or 0."""
-        session = self._session
-        return Introduction(
-            self.identity.node,
-            session.incarnation,
-            generation,
-            confirmed_s=now - self.confirmed_at if self.confirmed_at is not None else None,
-            whole_s=session.proof.whole_s(now) if generation else None,
+    def take_snapshot(self, undisturbed: int, now: float) -> None:
+        """The turn is over. `undisturbed` is the generation whose workers run here and were not asked to stop, or 0."""
+        session, roster, proof = self._session, self._session.roster, self._session.proof
+        leased = session.lease is not None
+        self.snapshot = NodeSnapshot(
+            node=self.identity.node,
+            incarnation=session.incarnation,
+            undisturbed=undisturbed,
+            lease=session.lease,
+            confirmed_at=proof.confirmed_at if leased else None,
+            proven_until=proof.proven_until if leased else -math.inf,
+            good_until=self.good_until(now),
+            whole_at=proof.whole_at,
+            world=roster.world,
+            world_revision=roster.world_revision,
+            world_since=roster.world_since,
+            known_nodes=roster.nodes,
+            coordinates=roster.coordinates,
+            coordinator=roster.leader,
+            waiting_for=self.waiting_for,
+            backoff_s=self.backoff_s,
         )
 
     @property
@@ -257,7 +251,7 @@ class Participant:
         """The next instant at which `request` or `order` may answer differently without any event."""
         instants = [self._wake_at, self._retry_at, *self._patience_at(now).instants]
         if self._session.lease is not None:
-            instants += [*self._session.proof.instants(now), self._session.roster.peers.wake_at()]
+            instants += [*self._session.proof.instants(), self._session.roster.peers.wake_at()]
         return min((at for at in instants if at is not None and now < at < math.inf), default=None)
 
     def _patience_at(self, now: float) -> Patience:

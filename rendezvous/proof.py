@@ -65,15 +65,15 @@ class Proof:
         """How long they may, if nothing more is heard."""
         if self._whole is None or now < self.proven_until:
             return self.proven_until
-        return min(self.proven_until + self._grace_s, self._whole.known_at(now) + WHOLE_FRESH_S)
+        return min(self.proven_until + self._grace_s, self.whole_at + WHOLE_FRESH_S)
 
-    def instants(self, now: float) -> Iterator[float]:
+    def instants(self) -> Iterator[float]:
         """When `holds` and `suspects` next may answer differently by themselves."""
         yield self.proven_until
         if self._whole is not None:
             yield self._quiet_at
             yield self.proven_until + self._grace_s
-            yield self._whole.known_at(now) + WHOLE_FRESH_S
+            yield self.whole_at + WHOLE_FRESH_S
 
     def suspects(self, now: float) -> Suspects:
         """Who can say whether the world is whole, as soon as that may matter."""
@@ -89,7 +89,7 @@ class Proof:
 
         After the store is lost, until the peer can have lost it, too.
         """
-        known = self._whole is None or self._whole.known_at(now) > -math.inf
+        known = self._whole is None or self.whole_at > -math.inf
         if known or not self.suspects(now) or not self.lease_proven(now):
             return ASK_AGAIN_S
         if not isinstance(finding, Introduction) or finding.confirmed_s is None:
@@ -97,10 +97,10 @@ class Proof:
         quiet_at = asked_at - finding.confirmed_s + QUIET_MARGIN * self._lease_ttl_s
         return max(quiet_at - now, SOON * self._lease_ttl_s)
 
-    def whole_s(self, now: float) -> float | None:
-        """Age of the newest sign that the world is whole; None when there is none."""
-        age_s = now - self._whole.known_at(now) if self._whole is not None else math.inf
-        return age_s if age_s < math.inf else None
+    @property
+    def whole_at(self) -> float:
+        """The newest instant at which the world was known to be whole; minus infinity when there is none."""
+        return self._whole.known_at if self._whole is not None else -math.inf
 
     @property
     def proven_until(self) -> float:
@@ -135,6 +135,7 @@ class _Whole:
                 age_s = 0.0 if self._is_first else finding.whole_s
         self._seen_at[peer.incarnation] = asked_at - age_s if age_s is not None else -math.inf
 
-    def known_at(self, now: float) -> float:
+    @property
+    def known_at(self) -> float:
         """The newest instant at which all members were there; minus infinity when there was none."""
-        return min(self._seen_at.values(), default=now)
+        return min(self._seen_at.values())

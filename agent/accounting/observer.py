@@ -17,6 +17,7 @@ from ...health.metrics import Metrics
 from ...rendezvous.follow import Refusal
 from ...rendezvous.participant import Participant
 from ...rendezvous.records import BadState, CauseKind, Failure, Member, NodeRecord, Phase, Result, World
+from ...rendezvous.snapshot import NodeSnapshot
 from ...worker.wire.messages import LoadReport, Report, SaveReport
 from ...worker.wire.shared_progress import Reading
 from ..processes.workers import WorkerGroup
@@ -111,12 +112,12 @@ class Observer:
             for difference in self._comparison.news(participant.world, participant.known_nodes, me):
                 log.warning("%s", difference)
 
-    def look(self, participant: Participant, group: WorkerGroup | None, now: float) -> None:
+    def look(self, snapshot: NodeSnapshot, group: WorkerGroup | None, now: float) -> None:
         """After every turn: states and counts as they are now; the log says what is new."""
         metrics = self._metrics
-        self._enter(self._state_of(participant, group))
-        self._pages.look(participant, group, self._state, now)
-        self._explain_waiting(participant, group)
+        self._enter(self._state_of(snapshot, group))
+        self._pages.look(snapshot, group, self._state, now)
+        self._explain_waiting(snapshot, group)
         running = group.running if group is not None else 0
         stopping = group is not None and group.stopping
         metrics.count_workers(
@@ -124,11 +125,11 @@ class Observer:
             stopped=running if stopping else 0,
             failed=self._generation.failed if group is not None else 0,
         )
-        metrics.backoff_seconds.set(participant.backoff_s)
-        metrics.lease_age_seconds.set(participant.confirmed_at)
-        self._look_at_nodes(participant)
+        metrics.backoff_seconds.set(snapshot.backoff_s)
+        metrics.lease_age_seconds.set(snapshot.confirmed_at)
+        self._look_at_nodes(snapshot)
         if group is None:
-            self._look_for_next(participant, now)
+            self._look_for_next(snapshot, now)
         self._sheet.advance(now)
         seconds = dict(self._sheet.seconds)
         productive_s = seconds.pop(Activity.PRODUCTIVE)
@@ -138,8 +139,8 @@ class Observer:
             productive_s, {**lost_s, "startup": startup_s}, reports_steps=self._sheet.reports_steps
         )
 
-    def _look_at_nodes(self, participant: Participant) -> None:
-        world, nodes, coordinates = participant.world, participant.known_nodes, participant.coordinates
+    def _look_at_nodes(self, snapshot: NodeSnapshot) -> None:
+        world, nodes, coordinates = snapshot.world, snapshot.known_nodes, snapshot.coordinates
         if self._seen is not None and self._seen[0] is world and self._seen[1:] == (nodes, coordinates):
             return  # a thousand nodes need not be counted at every turn
         self._seen = world, nodes, coordinates
@@ -163,16 +164,16 @@ class Observer:
             lost=len(members - here) if coordinates else None,
         )
 
-    def _look_for_next(self, participant: Participant, now: float) -> None:
+    def _look_for_next(self, snapshot: NodeSnapshot, now: float) -> None:
         """No worker is here: does this node still seek the next world, and what for does it wait?"""
-        world = participant.world
+        world = snapshot.world
         if world is not None and world.phase is not Phase.STOPPING:
-            ours = world.generation <= self._generation.number or world.member(participant.incarnation)
+            ours = world.generation <= self._generation.number or world.member(snapshot.incarnation)
             if world.phase is Phase.ENDED or not ours:
                 self._hear(News.SET_ASIDE, now)
         if self._leaving:
             self._hear(News.SET_ASIDE, now)
-        self._hear(News.HELD_BACK if participant.backoff_s else News.RELEASED, now)
+        self._hear(News.HELD_BACK if snapshot.backoff_s else News.RELEASED, now)
 
     def _hear(self, news: News, at: float) -> Recovery | None:
         recovery = self._sheet.hear(news, at)
@@ -183,24 +184,24 @@ class Observer:
             self._recovers_from = None
         return recovery
 
-    def status(self, participant: Participant, group: WorkerGroup | None) -> str:
+    def status(self, snapshot: NodeSnapshot, group: WorkerGroup | None) -> str:
         """One line on this node, which the service manager shows."""
         if group is None:
-            return f"{self._state}: {participant.waiting_for}"
+            return f"{self._state}: {snapshot.waiting_for}"
         generation = self._generation
         newest = generation.headway.newest
         step = f", step {newest.number}" if newest is not None else ""
         return f"{self._state}: {generation.described}{step}"
 
-    def _explain_waiting(self, participant: Participant, group: WorkerGroup | None) -> None:
-        world = participant.world
+    def _explain_waiting(self, snapshot: NodeSnapshot, group: WorkerGroup | None) -> None:
+        world = snapshot.world
         over = world is not None and world.phase is Phase.ENDED
-        if group is None and not over and participant.waiting_for != self._described:
-            self._described = participant.waiting_for
+        if group is None and not over and snapshot.waiting_for != self._described:
+            self._described = snapshot.waiting_for
             log.info("waiting: %s", self._described)
 
-    def _state_of(self, participant: Participant, group: WorkerGroup | None) -> str:
-        world = participant.world
+    def _state_of(self, snapshot: NodeSnapshot, group: WorkerGroup | None) -> str:
+        world = snapshot.world
         if self._leaving:
             return "draining"
         if group is not None:
@@ -211,7 +212,7 @@ class Observer:
             return "joining"
         if world.phase is Phase.ENDED:
             return "succeeded" if world.cause.kind is CauseKind.SUCCESS else "failed"
-        return "backoff" if participant.backoff_s else "joining"
+        return "backoff" if snapshot.backoff_s else "joining"
 
     def _enter(self, state: str) -> None:
         if state != self._state:

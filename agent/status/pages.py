@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...rendezvous.fields import Fields
-from ...rendezvous.participant import Participant
 from ...rendezvous.records import MAX_RECORD_BYTES, MAX_TEXT, NodeRecord, Phase, World
+from ...rendezvous.snapshot import NodeSnapshot
 from ...worker.wire.messages import Report, SaveReport
 from ..processes.failures import FailureInvalid, WorkerFailure
 from ..processes.workers import WorkerGroup
@@ -212,29 +212,28 @@ class StatusPages:
         self._job_page = ""
         self._job_page_due_at = clock()
 
-    def look(self, participant: Participant, group: WorkerGroup | None, state: str, now: float) -> None:
+    def look(self, snapshot: NodeSnapshot, group: WorkerGroup | None, state: str, now: float) -> None:
         """After every turn."""
-        before, world = self._status, participant.world
+        before, world = self._status, snapshot.world
         generation = group.generation if group is not None else 0
-        undisturbed = group is not None and not group.stopping
         since = before.running_s if generation == before.generation else now
         self._status = replace(
             before,
-            incarnation=participant.incarnation,
+            incarnation=snapshot.incarnation,
             state=state,
-            waiting_for="" if undisturbed or _over(world) else participant.waiting_for[:MAX_TEXT],
-            coordinates=participant.coordinates,
+            waiting_for="" if snapshot.undisturbed or _over(world) else snapshot.waiting_for[:MAX_TEXT],
+            coordinates=snapshot.coordinates,
             world=world.generation if world is not None else 0,
             phase=world.phase.value if world is not None else "",
-            phase_s=participant.world_since if world is not None else None,
+            phase_s=snapshot.world_since if world is not None else None,
             generation=generation,
             workers=group.running if group is not None else 0,
             running_s=since if generation else None,
-            lease_s=participant.confirmed_at,
-            backoff_s=participant.backoff_s,
+            lease_s=snapshot.confirmed_at,
+            backoff_s=snapshot.backoff_s,
         )
-        nodes, coordinator = participant.known_nodes, participant.coordinator
-        self._job = JobStatus(before.job, world, nodes, coordinator, participant.coordinates)
+        nodes, coordinator = snapshot.known_nodes, snapshot.coordinator
+        self._job = JobStatus(before.job, world, nodes, coordinator, snapshot.coordinates)
 
     def stepped(self, step: int, at: float) -> None:
         """A worker of the present generation has finished this step."""

@@ -33,9 +33,11 @@ from ..events import (
     Answered,
     Changed,
     Event,
+    Handlers,
     LeaseConfirmed,
     LeaseGone,
     LostTrack,
+    Probed,
     StoreGone,
     StoreMismatched,
     Unanswered,
@@ -219,24 +221,22 @@ class StoreLink:
                 attempt += 1
 
 
-def pass_on(event: Event, participant: Participant, now: float) -> bool:
-    """Tell the participant what the store has said; False when the event is about something else."""
-    if isinstance(event, Answered):
-        participant.answered(event.request, event.answer, now)
-    elif isinstance(event, Unanswered):
-        participant.failed(event.request, event.error, now)
-    elif isinstance(event, Changed):
+def deliver_to(participant: Participant, handlers: Handlers) -> None:
+    """What the store and peers answer, and what has changed, goes to the participant."""
+
+    def changed(event: Changed, now: float) -> None:
         if event.subscription is participant.subscription:
             participant.changed(event.changes, now)
-    elif isinstance(event, LostTrack):
+
+    def lost_track(event: LostTrack, _: float) -> None:
         if event.subscription is participant.subscription:
             participant.lost_track()
-    elif isinstance(event, LeaseConfirmed):
-        participant.lease_confirmed(event.lease, event.asked_at)
-    elif isinstance(event, LeaseGone):
-        participant.lease_gone(event.lease)
-    elif isinstance(event, StoreMismatched):
-        participant.store_mismatched(event.reason)
-    else:
-        return False
-    return True
+
+    handlers.on(Answered, lambda event, now: participant.answered(event.request, event.answer, now))
+    handlers.on(Unanswered, lambda event, now: participant.failed(event.request, event.error, now))
+    handlers.on(Changed, changed)
+    handlers.on(LostTrack, lost_track)
+    handlers.on(LeaseConfirmed, lambda event, _: participant.lease_confirmed(event.lease, event.asked_at))
+    handlers.on(LeaseGone, lambda event, _: participant.lease_gone(event.lease))
+    handlers.on(StoreMismatched, lambda event, _: participant.store_mismatched(event.reason))
+    handlers.on(Probed, lambda event, now: participant.probed(event.peer, event.finding, event.asked_at, now))

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from ...rendezvous.drain import Beyond, Present
+from ...rendezvous.drain import Beyond
 from ...rendezvous.follow import Drain
 from ...rendezvous.participant import Participant
 from ...rendezvous.records import Failure, Member, World
@@ -79,8 +79,7 @@ class JustInTimeGate(Protocol):
 
 
 class DrainGate(Protocol):
-    present: Present
-    """What the participant knows of the world, for the answers to workers."""
+    """What answers workers at the end of a step."""
 
     def look(self, generation: int) -> None:
         """Read from the store where all workers are to end; `StopRead` follows."""
@@ -174,7 +173,6 @@ class Supervisor:
         if generation is None:
             return False
         self._look(generation)
-        self._gates.drain.present = Present(self._participant.world, self._participant.world_revision)
         for crash in generation.crashes.overdue(now):
             self._last_lines.late = True
             self._examine(generation, crash)

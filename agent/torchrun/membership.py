@@ -45,11 +45,11 @@ from ...rendezvous.records import (
 from ...rendezvous.restarts import LASTING_S, RestartPolicy
 from ...rendezvous.store import Compare, Put, Store
 from ...rendezvous.threads import Thread
-from ..events import Event, Probed, StoreGone
+from ..events import Event, Handlers, StoreGone
 from ..heartbeat import Heartbeat
 from ..peer_link import PeerLink
 from ..ports import OfferedPort
-from ..store.link import StoreLink, pass_on
+from ..store.link import StoreLink, deliver_to
 
 log = logging.getLogger(__name__)
 
@@ -165,6 +165,7 @@ class Membership:
         self._link = StoreLink(store, lease_ttl_s, self._events.put, clock, rng, self._turns)
         peers = PeerLink(self._events.put, clock)
         self._driver = Driver(self._participant, self._link, peers.ask, self)
+        self._handlers = self._table()
         self._order: Order = Stay()
         """The newest one."""
         self._thread = Thread(self._run, "rendezvous", self._ended)
@@ -229,7 +230,7 @@ class Membership:
         self._thread.join(LONGEST_TURN_S)
         self._heartbeat.close()
         self._link.close()
-        lease = self._participant.lease
+        lease = self._participant.snapshot.lease
         try:
             if lease is not None:
                 self._store.revoke(lease)
@@ -290,6 +291,11 @@ class Membership:
         lasting_at = self._taken_at + LASTING_S if self._place is not None else None
         return min((at for at in (again_at, lasting_at) if at is not None and at > now), default=None)
 
+    @property
+    def undisturbed(self) -> int:
+        stops = self._place is None or isinstance(self._order, Stop)
+        return 0 if stops or self._place is None else self._place.generation
+
     def new_port(self) -> int:
         return self._port.renew()
 
@@ -324,22 +330,27 @@ class Membership:
         )
 
     def _hear(self, event: Event | _Wanted | _GivenBack | _Closed) -> None:
-        now = self._clock()
-        if isinstance(event, _Wanted):
-            self._wanted = True
-        elif isinstance(event, _Closed):
-            self._problem = "this node has left the rendezvous"
-        elif isinstance(event, _GivenBack):
-            if event.place is self._place:
-                self._end(event.place, event.end)
-        elif isinstance(event, StoreGone):
-            self._problem = event.reason
-        elif isinstance(event, Probed):
-            self._participant.probed(event.peer, event.finding, event.asked_at, now)
-        else:
-            pass_on(event, self._participant, now)
+        self._handlers.handle(event, self._clock())
 
-    def _end(self, place: Place, end: End) -> None:
+    def _table(self) -> Handlers:
+        handlers = Handlers()
+        deliver_to(self._participant, handlers)
+        handlers.on(_Wanted, self._is_wanted)
+        handlers.on(_GivenBack, self._end)
+        handlers.on(_Closed, lambda event, _: self._give_up("this node has left the rendezvous"))
+        handlers.on(StoreGone, lambda event, _: self._give_up(event.reason))
+        return handlers
+
+    def _is_wanted(self, _: _Wanted, __: float) -> None:
+        self._wanted = True
+
+    def _give_up(self, problem: str) -> None:
+        self._problem = problem
+
+    def _end(self, event: _GivenBack, _: float) -> None:
+        place, end = event.place, event.end
+        if place is not self._place:
+            return
         participant, generation = self._participant, place.generation
         if end is End.FAILED:
             node = participant.identity.node

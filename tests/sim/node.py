@@ -187,6 +187,10 @@ class SimNode:
 
     # ------------------------------------------------------------ effects and store, for the driver
 
+    @property
+    def undisturbed(self) -> int:
+        return self.worker.generation if self.worker is not None and not self.stopping else 0
+
     def new_port(self) -> int:
         self.port += 1
         return self.port
@@ -438,10 +442,7 @@ class SimNode:
         return any(node.link.cut or node.link.peerless for node in (self, other)) and other is not self
 
     def introduce(self) -> Finding:
-        runs = self.worker is not None and not self.stopping
-        says = self.agent.introduction(
-            self.clock(), self.worker.generation if self.worker is not None and runs else 0
-        )
+        says = self.agent.snapshot.introduction(self.clock())
         return (
             replace(says, confirmed_s=None)
             if self.sim.bug == "a member hides that it has the store"
@@ -530,6 +531,7 @@ class SimNode:
             self.sim.after(
                 self.sim.rng.uniform(0.01, STOPS_IN_S), self.guarded(lambda: self.reap(generation))
             )
+            self.turn()
 
     def crash(self, worker: Worker) -> None:
         """A worker dies; the agent notices unless it is gone or paused itself."""

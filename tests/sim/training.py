@@ -21,13 +21,13 @@ from elastic_agent.rendezvous.drain import (
     Beyond,
     End,
     GoOn,
-    Present,
     concerns,
     judge,
     written,
 )
 from elastic_agent.rendezvous.records import WORLD_KEY, Phase, World
 from elastic_agent.rendezvous.requests import WriteStop
+from elastic_agent.rendezvous.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.store import Compare, Entry, Outcome, Snapshot
 
 if TYPE_CHECKING:
@@ -170,9 +170,9 @@ class Worker:
 
     def commit(self, then: Callable[[], None]) -> None:
         sim, team = self.sim, self.team
-        agent, revision = self.node.agent, team.revision
-        if agent.world is not None and agent.world.generation == self.generation:
-            revision = agent.world_revision  # the phase may have changed
+        latest, revision = self.node.agent.snapshot, team.revision
+        if latest.world is not None and latest.world.generation == self.generation:
+            revision = latest.world_revision  # the phase may have changed
         fence = [Compare(WORLD_KEY, revision), Compare(CHECKPOINT_KEY, team.committed_revision)]
         if sim.bug == "commit without the fence":
             fence = []
@@ -261,7 +261,7 @@ class Question:
         node.guarded(self.consider)()
 
     def consider(self) -> None:
-        if not concerns(self.ask, self.present):
+        if not concerns(self.ask, self.latest):
             self.hear(GoOn())
         elif self.sim.now < self.asked_at + GIVES_UP_S:
             self.sim.call(
@@ -269,18 +269,19 @@ class Question:
             )
 
     @property
-    def present(self) -> Present:
-        world, revision = self.node.agent.world, self.node.agent.world_revision
+    def latest(self) -> NodeSnapshot:
+        snapshot = self.node.agent.snapshot
+        world = snapshot.world
         early = self.sim.bug == "stop published before all acknowledged"
         if early and world is not None and world.phase is Phase.DRAINING:
-            world = replace(world, phase=Phase.STOPPING, drained=True)
-        return Present(world, revision)
+            return replace(snapshot, world=replace(world, phase=Phase.STOPPING, drained=True))
+        return snapshot
 
     def read(self, snapshot: Snapshot) -> None:
         self.weigh(next(iter(snapshot.entries), None))
 
     def weigh(self, entry: Entry | None) -> None:
-        verdict = judge(self.ask, self.present, entry)
+        verdict = judge(self.ask, self.latest, entry)
         if not isinstance(verdict, WriteStop):
             if isinstance(verdict, Beyond):
                 self.node.beyond(self.ask.generation)

@@ -28,7 +28,6 @@ from elastic_agent.agent.status.pages import StatusPages
 from elastic_agent.agent.supervision.supervisor import Gates, Processes, Supervisor
 from elastic_agent.agent.supervision.worker_spec import Node
 from elastic_agent.health.metrics import Metrics
-from elastic_agent.rendezvous.drain import Present
 from elastic_agent.rendezvous.participant import Participant
 from elastic_agent.rendezvous.records import (
     Cause,
@@ -94,7 +93,6 @@ class FakeJustInTime:
 
 class FakeDrainGate:
     def __init__(self) -> None:
-        self.present = Present(None, 0)
         self.looks = 0
         self.asking: set[int] = set()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent import gate
-from elastic_agent.agent.commit_gate import MAX_CLIENTS, CommitGate, Standing, judge
+from elastic_agent.agent.commit_gate import MAX_CLIENTS, CommitGate, judge
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.memory import MemoryStore
 from elastic_agent.rendezvous.records import (
@@ -26,6 +26,7 @@ from elastic_agent.rendezvous.records import (
     Result,
     World,
 )
+from elastic_agent.rendezvous.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.store import Delete, Put, Snapshot
 from elastic_agent.worker.errors import Fenced, SaveFailed
 from elastic_agent.worker.permit import Permit
@@ -48,31 +49,37 @@ WORLD = World(
     master=Endpoint("10.0.0.1", 29000),
     cause=Cause(CauseKind.START),
 )
-HERE = Standing("life-a", 103.0)
+
+
+def leased(incarnation: str, proven_until: float) -> NodeSnapshot:
+    return NodeSnapshot("a", incarnation, proven_until=proven_until)
+
+
+HERE = leased("life-a", 103.0)
 UNPROVEN = CommitUndecided("the rendezvous store does not confirm this node's lease")
 
 
 @pytest.mark.parametrize(
-    ("world", "standing", "answer"),
+    ("world", "latest", "answer"),
     [
         (WORLD, HERE, CommitGranted(3.0)),
-        (WORLD, Standing("life-b", 100.5), CommitGranted(0.5)),
+        (WORLD, leased("life-b", 100.5), CommitGranted(0.5)),
         (replace(WORLD, phase=Phase.STOPPING, cause=Cause(CauseKind.LEAVE, "b")), HERE, CommitGranted(3.0)),
         # The host of the store leaves: the job ends, and its workers save within their grace.
         (replace(WORLD, phase=Phase.ENDED, result=Result.STORE_HOST_LEFT), HERE, CommitGranted(3.0)),
-        (WORLD, Standing("life-a", 100.0), UNPROVEN),
-        (WORLD, Standing("life-a", -math.inf), UNPROVEN),
+        (WORLD, leased("life-a", 100.0), UNPROVEN),
+        (WORLD, leased("life-a", -math.inf), UNPROVEN),
         (None, HERE, CommitRefused("the rendezvous store holds no world")),
         (replace(WORLD, generation=8), HERE, CommitRefused("generation 8 has replaced it")),
         (replace(WORLD, generation=8, phase=Phase.STOPPING), HERE, CommitRefused("generation 8 has replaced it")),
         (replace(WORLD, generation=6), HERE, CommitRefused("the rendezvous store has fallen back to generation 6")),
-        (WORLD, Standing("life-a.1", 103.0), CommitRefused("this node, which joined anew, is no member of it")),
+        (WORLD, leased("life-a.1", 103.0), CommitRefused("this node, which joined anew, is no member of it")),
         # However the lease stands, what is over is over.
-        (replace(WORLD, generation=8), Standing("life-a", 0.0), CommitRefused("generation 8 has replaced it")),
+        (replace(WORLD, generation=8), leased("life-a", 0.0), CommitRefused("generation 8 has replaced it")),
     ],
 )  # fmt: skip
-def test_who_may_commit(world: World | None, standing: Standing, answer: CommitAnswer) -> None:
-    assert judge(CommitQuestion(7), world, standing, 100.0) == answer
+def test_who_may_commit(world: World | None, latest: NodeSnapshot, answer: CommitAnswer) -> None:
+    assert judge(CommitQuestion(7), world, latest, 100.0) == answer
 
 
 class Scene:
@@ -81,8 +88,8 @@ class Scene:
     def __init__(self, path: Path, store: MemoryStore) -> None:
         self.store = store
         self.now = 100.0
-        self.gate = CommitGate(path, store, lambda: self.now)
-        self.gate.standing = HERE
+        self.latest = HERE
+        self.gate = CommitGate(path, store, lambda: self.latest, lambda: self.now)
         self.publish(WORLD)
         self.gate.start()
 
@@ -175,7 +182,7 @@ def test_what_was_read_before_a_freeze_is_worth_nothing_after_it(scene: Scene, s
 
     def freeze() -> None:
         scene.now += 60.0
-        scene.gate.standing = replace(HERE, proven_until=scene.now + 3.0)
+        scene.latest = replace(HERE, proven_until=scene.now + 3.0)
 
     store.meanwhile = freeze  # type: ignore[method-assign]
     assert isinstance(scene.gate.answer(CommitQuestion(7)), CommitUndecided)

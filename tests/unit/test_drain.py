@@ -13,7 +13,6 @@ from elastic_agent.rendezvous.drain import (
     Beyond,
     End,
     GoOn,
-    Present,
     concerns,
     judge,
     stranded,
@@ -32,6 +31,7 @@ from elastic_agent.rendezvous.records import (
     line_up,
 )
 from elastic_agent.rendezvous.requests import WriteStop
+from elastic_agent.rendezvous.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.store import Compare, Entry
 
 NODE = NodeRecord("a", "a-1", "host-a", 4001, slots=2)
@@ -45,8 +45,8 @@ OTHER = Ask(4, rank=3, step=7)
 IN_EVALUATION = replace(ZERO, pausing=True)
 
 
-def present(world: World | None) -> Present:
-    return Present(world, 30)
+def present(world: World | None) -> NodeSnapshot:
+    return NodeSnapshot("a", "a-1", world=world, world_revision=30)
 
 
 def stands(step: int, generation: int = 4, paused: bool = False) -> Entry:

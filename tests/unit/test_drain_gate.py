@@ -13,7 +13,7 @@ import pytest
 from elastic_agent.agent import drain_gate
 from elastic_agent.agent.drain_gate import DrainGate
 from elastic_agent.agent.events import Event, StopRead, WorkerAnswered, WorkerKept
-from elastic_agent.rendezvous.drain import Ask, Beyond, End, GoOn, Present
+from elastic_agent.rendezvous.drain import Ask, Beyond, End, GoOn
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.memory import MemoryStore
 from elastic_agent.rendezvous.records import (
@@ -27,6 +27,7 @@ from elastic_agent.rendezvous.records import (
     StopAt,
     World,
 )
+from elastic_agent.rendezvous.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.store import Outcome, Put, Snapshot
 from elastic_agent.worker.wire.messages import Said, StepEnded, Verdict
 
@@ -47,12 +48,12 @@ class Scene:
         self.store = MemoryStore()
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.now = 100.0
-        self.gate = DrainGate(path, self.store, self.events.put, lambda: self.now)
+        self.gate = DrainGate(path, self.store, lambda: self.latest, self.events.put, lambda: self.now)
         self.publish(DRAINED)
 
     def publish(self, world: World) -> None:
         outcome = self.store.transact((), (Put(WORLD_KEY, world.to_json()),))
-        self.gate.present = Present(world, outcome.revision)
+        self.latest = NodeSnapshot("a", "life-a", world=world, world_revision=outcome.revision)
 
     @property
     def stop(self) -> StopAt | None:
@@ -88,15 +89,15 @@ def test_all_ranks_end_after_the_step_that_rank_0_names(scene: Scene) -> None:
 
 def test_a_world_that_has_changed_meanwhile_names_no_step(scene: Scene) -> None:
     """The node has not heard yet that the drain is over."""
-    old = scene.gate.present
+    old = scene.latest
     plain = replace(DRAINED, drained=False)
     scene.publish(plain)
-    heard = scene.gate.present
-    scene.gate.present = old
+    heard = scene.latest
+    scene.latest = old
     answers: list[object] = []
     thread = threading.Thread(target=lambda: answers.append(scene.gate.answer(ZERO)))
     thread.start()
-    scene.gate.present = heard
+    scene.latest = heard
     thread.join(10)
     assert answers == [GoOn()]
     assert scene.stop is None

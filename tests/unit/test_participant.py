@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.events import StoreMismatched
-from elastic_agent.agent.store.link import pass_on
+from elastic_agent.agent.events import Handlers, StoreMismatched
+from elastic_agent.agent.store.link import deliver_to
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreMismatch, StoreUnavailable
 from elastic_agent.rendezvous.follow import Drain, Leave, Refusal, Start, Stay, Stop
 from elastic_agent.rendezvous.ledger import Ledger
@@ -559,7 +559,9 @@ def test_another_jobs_store_in_the_place_of_ours_is_refused_and_the_workers_end(
     request = a.part.request(bench.now)
     assert request is not None
     a.part.failed(request, error, bench.now)
-    pass_on(StoreMismatched(str(error)), b.part, bench.now)
+    handlers = Handlers()
+    deliver_to(b.part, handlers)
+    handlers.handle(StoreMismatched(str(error)), bench.now)
     for peer in (a, b):
         assert peer.part.order(bench.now) == Stop(1, False, str(error))
         assert peer.part.request(bench.now) is None

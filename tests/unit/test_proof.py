@@ -53,7 +53,7 @@ def test_a_lease_holds_for_its_margin_and_no_longer() -> None:
     assert node.holds(end - 0.001)
     assert not node.holds(end)
     assert not Proof(TTL_S, GRACE_S).holds(0.0), "nothing was ever confirmed"
-    assert list(node.instants(0.0)) == [end]
+    assert list(node.instants()) == [end]
     assert not node.suspects(1e9), "nobody is asked unless the operator allows it"
 
 
@@ -70,7 +70,7 @@ def test_the_first_member_goes_on_while_all_others_run_its_generation_without_th
     assert not node.holds(LATE), "nothing is known of c"
     node.found(peer("c"), runs("c", confirmed_s=None), LATE - 0.5)
     assert node.holds(LATE)
-    assert node.whole_s(LATE) == 0.5
+    assert LATE - node.whole_at == 0.5
     assert not node.holds(LATE - 0.5 + WHOLE_FRESH_S), "old news"
 
 
@@ -92,7 +92,7 @@ def test_one_member_that_does_not_go_on_ends_it_at_once(finding: Finding) -> Non
     assert node.holds(LATE)
     node.found(peer("c"), finding, LATE)
     assert not node.holds(LATE)
-    assert node.whole_s(LATE) is None
+    assert node.whole_at == -math.inf
 
 
 def test_silence_ends_it_when_the_last_answer_is_old() -> None:
@@ -136,7 +136,7 @@ def test_without_workers_there_is_nothing_to_go_on_with() -> None:
     node = proof("a", "a")
     node.runs(None, "a-1")
     assert not node.holds(LATE)
-    assert node.whole_s(LATE) is None
+    assert node.whole_at == -math.inf
 
 
 def test_a_member_that_cannot_be_asked_proves_nothing() -> None:
@@ -180,6 +180,8 @@ def test_a_world_that_loses_the_store_as_one_is_known_to_be_whole_in_time(ages: 
             for asked in peers[name].suspect(node.suspects(now), now):
                 other = nodes[asked.http.address]
                 finding = runs(
-                    asked.http.address, confirmed_s=now - other.confirmed_at, whole_s=other.whole_s(now)
+                    asked.http.address,
+                    confirmed_s=now - other.confirmed_at,
+                    whole_s=now - other.whole_at if other.whole_at > -math.inf else None,
                 )
                 on_the_way.append((now + ROUND_TRIP_S, name, asked, finding, now))

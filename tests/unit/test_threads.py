@@ -26,6 +26,7 @@ from elastic_agent.rendezvous.etcd.addresses import Addresses
 from elastic_agent.rendezvous.memory import MemoryStore
 from elastic_agent.rendezvous.peers import Absence, Peer
 from elastic_agent.rendezvous.records import Endpoint
+from elastic_agent.rendezvous.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.threads import Thread, listen
 from elastic_agent.worker.wire.messages import COMMIT_QUESTIONS, CommitQuestion, encode
 
@@ -118,7 +119,7 @@ def _peer(post: Callable[[Event], None]) -> None:
 
 
 def _drain_look(post: Callable[[Event], None], folder: Path) -> None:
-    DrainGate(folder / "drain", MemoryStore(), post, time.monotonic).look(3)
+    DrainGate(folder / "drain", MemoryStore(), lambda: NodeSnapshot("a", "a-1"), post, time.monotonic).look(3)
 
 
 @pytest.mark.parametrize("how", FAILURES)

@@ -1,0 +1,399 @@
+"""The main loop over a real participant and a real ledger, with everything else replaced: no process, thread or port.
+
+Time is virtual: where the loop would wait for an event, the clock goes on to the instant at which it would wake.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+
+from elastic_agent.agent.configuration.stopping import StopConfig
+from elastic_agent.agent.events import Answered, Event, SavesFinished, Signalled, ThreadFailed, Unanswered
+from elastic_agent.agent.exits import ExitCode
+from elastic_agent.agent.loop import DRAIN_COMMAND, Ending, Loop, Services
+from elastic_agent.agent.ports import OfferedPort, PortError
+from elastic_agent.rendezvous.decide import Policy, limits_of
+from elastic_agent.rendezvous.errors import LeaseExpired, StoreError
+from elastic_agent.rendezvous.follow import Drain
+from elastic_agent.rendezvous.ledger import Ledger
+from elastic_agent.rendezvous.participant import Participant
+from elastic_agent.rendezvous.peers import Peer
+from elastic_agent.rendezvous.records import (
+    WORLD_KEY,
+    Failure,
+    Introduction,
+    Member,
+    NodeRecord,
+    Wish,
+    World,
+    wish_key,
+)
+from elastic_agent.rendezvous.requests import Answer, Grant, Read, Request, Subscription
+from elastic_agent.rendezvous.store import LeaseId, Put
+
+POLICY = Policy("job", last_call_s=0.0, join_timeout_s=600.0)
+TTL_S = 5.0
+MOST_TURNS = 2000
+
+
+class Events(queue.SimpleQueue[Event]):
+    """Never waits: the clock does."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.turns = 0
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Event:
+        try:
+            return super().get_nowait()
+        except queue.Empty:
+            self.turns += 1
+            assert self.turns < MOST_TURNS, "the loop comes to no end"
+            assert timeout is not None
+            self.scene.now += timeout
+            self.scene.between_turns()
+            raise
+
+
+class Training:
+    """Workers that start at once, and are gone a turn after they were told to end."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.group: Any = None
+        self.started: list[int] = []
+        self.stops: list[tuple[float, bool, str | None]] = []
+        self.undying = ""
+        self.shown: list[Failure] = []
+
+    @property
+    def undisturbed(self) -> int:
+        return self.group.generation if self.group is not None and not self.group.stopping else 0
+
+    def turn(self, now: float) -> bool:
+        self.scene.read()
+        if self.group is None or not self.group.stopping or self.undying:
+            return False
+        generation, self.group = self.group.generation, None
+        self.scene.participant.workers_gone(generation)
+        self.scene.read()
+        return True
+
+    def start(self, world: World, member: Member, listener: object, now: float) -> None:
+        assert listener is self.scene.port.listener
+        self.scene.participant.workers_started(world)
+        self.started.append(world.generation)
+        self.group = SimpleNamespace(generation=world.generation, stopping=False, running=1)
+        self.scene.read()
+
+    def stop(self, grace_s: float, *, gently: bool, reason: str | None) -> None:
+        if self.group is not None:
+            self.stops.append((grace_s, gently, reason))
+            self.group.stopping = True
+        self.scene.read()
+
+    def drain(self, order: Drain) -> bool:
+        return self.scene.participant.workers_told(order.generation)
+
+    def show_failure(self, failure: Failure) -> None:
+        self.shown.append(failure)
+
+    def prepared(self, world: World, member: Member, now: float) -> bool:
+        return True
+
+    def planned_grace_s(self) -> float:
+        return 30.0
+
+    def stops_at(self, now: float) -> float | None:
+        return None
+
+    def unkillable(self) -> str:
+        return self.undying
+
+    def wake_at(self) -> tuple[float | None, ...]:
+        return ()
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+
+class Store:
+    """Answers each request at once, from the ledger."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.lease: LeaseId | None = None
+        self.away = False
+
+    def ask(self, request: Request) -> None:
+        self.scene.read()
+        if self.away:
+            return
+        try:
+            self.scene.events.put(Answered(request, self._serve(request)))
+        except StoreError as error:
+            self.scene.events.put(Unanswered(request, error))
+
+    def _serve(self, request: Request) -> Answer:
+        ledger, now = self.scene.ledger, self.scene.now
+        if isinstance(request, Grant):
+            return ledger.grant(request.ttl_s, now)
+        if isinstance(request, Read):
+            return ledger.read(request.scopes, now, request.oldest_under)
+        return ledger.transact(request.compares, request.writes, now)
+
+    def keep(self, lease: LeaseId | None) -> None:
+        self.lease = lease
+        self.scene.read()
+
+    def follow(self, subscription: Subscription | None) -> None:
+        self.scene.read()
+
+
+@dataclass
+class Scene:
+    """One agent's loop."""
+
+    now: float = 100.0
+    policy: Policy = POLICY
+    ledger: Ledger = field(default_factory=Ledger)
+    plan: dict[float, Callable[[], object]] = field(default_factory=dict)
+    """What happens at which instant."""
+
+    def __post_init__(self) -> None:
+        me = NodeRecord("a", "a-1", "host-a", 1, 1, limits=limits_of(self.policy))
+        self.participant = Participant(me, self.policy, lease_ttl_s=TTL_S, rng=random.Random(1), now=self.now)
+        self.events = Events(self)
+        self.training = Training(self)
+        self.store = Store(self)
+        self.ports = iter(range(2, 100))
+        self.gpus = SimpleNamespace(
+            waiting=False, turn=lambda now: None, workers_gone=lambda now: None, heard=lambda *_: None
+        )
+        self.said: list[str] = []
+        self.saves_end_at = 0.0
+        self.finished: list[float] = []
+        self.port: Any = OfferedPort(self.listener(), self.listener)
+        services: Any = Services(
+            self.store,  # type: ignore[arg-type]
+            SimpleNamespace(ask=self.probe),  # type: ignore[arg-type]
+            self.gpus,  # type: ignore[arg-type]
+            SimpleNamespace(finish=self.finished.append, heard=lambda event: None),  # type: ignore[arg-type]
+            self.observer(),  # type: ignore[arg-type]
+            SimpleNamespace(turn=self.said.append, stopping=self.said.append, next_beat=None),  # type: ignore[arg-type]
+            SimpleNamespace(turned=lambda stops_at: None, silent_s=lambda: 0.0),  # type: ignore[arg-type]
+        )
+        stop = StopConfig(grace_s=30.0, failure_grace_s=5.0)
+        self.loop = Loop(
+            stop,
+            self.participant,
+            self.training,  # type: ignore[arg-type]
+            services,
+            self.port,
+            self.events,
+            lambda: self.now,
+        )
+
+    def observer(self) -> object:
+        self.seen_to_leave: list[object] = []
+        return SimpleNamespace(
+            compare=lambda participant: None,
+            look=lambda snapshot, group, now: None,
+            status=lambda snapshot, group: "",
+            left=self.seen_to_leave.append,
+            leaving=lambda: None,
+        )
+
+    def listener(self) -> Any:
+        number = next(self.ports)
+        return SimpleNamespace(close=lambda: None, getsockname=lambda: ("host-a", number))
+
+    def probe(self, peer: Peer) -> None:
+        pytest.fail("nobody is there to be asked")
+
+    def between_turns(self) -> None:
+        self.read()
+        if self.store.lease is not None:
+            try:
+                self.ledger.keep_alive(self.store.lease, self.now)
+            except LeaseExpired:
+                self.participant.lease_gone(self.store.lease)
+            else:
+                self.participant.lease_confirmed(self.store.lease, self.now)
+        for at in [at for at in self.plan if at <= self.now]:
+            self.plan.pop(at)()
+
+    def read(self) -> Introduction:
+        """As the HTTP server's threads do, at any moment of a turn."""
+        self.loop.readiness()
+        return Introduction.from_json(self.loop.introduction())
+
+    def at(self, after_s: float, event: Event) -> None:
+        self.plan[self.now + after_s] = lambda: self.events.put(event)
+
+    def world(self) -> World:
+        (entry,) = self.ledger.read((WORLD_KEY,), self.now).entries
+        return World.from_json(entry.value)
+
+
+def test_an_agent_trains_leaves_when_asked_and_finishes_its_saves() -> None:
+    scene = Scene()
+    scene.at(10.0, Signalled(signal.SIGTERM))
+    assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
+    assert scene.training.started == [1]
+    [(grace_s, gently, _reason)] = scene.training.stops
+    assert (grace_s, gently) == (30.0, True)
+    assert len(scene.finished) == 1
+    assert "leaving the job, as SIGTERM asks" in scene.said
+
+
+def test_a_second_signal_cuts_the_grace_short() -> None:
+    scene = Scene()
+    scene.training.undying = "worker 0 waits for a disk"
+    scene.training.unkillable = lambda: ""  # type: ignore[method-assign]
+    scene.at(10.0, Signalled(signal.SIGINT))
+    scene.at(20.0, Signalled(signal.SIGINT))
+    scene.plan[scene.now + 30.0] = lambda: setattr(scene.training, "undying", "")
+    assert scene.loop.run().code is ExitCode.STOPPED_BY_SIGINT
+    assert (0.0, False, "a second signal") in scene.training.stops
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_warning_may_be_repeated(number: signal.Signals) -> None:
+    scene = Scene()
+    for after_s in (10.0, 10.5, 11.0):
+        scene.at(after_s, Signalled(number))
+    assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, f"stopped by {number.name}")
+    assert all(grace_s for grace_s, _, _ in scene.training.stops)
+
+
+def test_an_operator_may_let_this_node_leave() -> None:
+    scene = Scene()
+    wish = Put(wish_key("a"), Wish("a-1").to_json())
+    scene.ledger.transact((), (wish,), scene.now)
+    assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, f"stopped by {DRAIN_COMMAND}")
+    assert scene.seen_to_leave
+
+
+def test_an_agent_that_can_offer_no_port_ends() -> None:
+    """Its workers have ended, and the next generation would need a fresh port."""
+    scene = Scene()
+
+    def refuse() -> None:
+        raise PortError("no port is left")
+
+    def fail() -> None:
+        scene.participant.workers_failed(Failure(1, "crash", "crashed"))
+        scene.training.stop(0.0, gently=False, reason="a worker failed")
+
+    scene.port._bind = refuse
+    scene.plan[scene.now + 10.0] = fail
+    assert scene.loop.run() == Ending(ExitCode.NOT_HERE, "no port is left")
+
+
+def test_workers_that_no_signal_ends_end_the_agent() -> None:
+    scene = Scene()
+    scene.plan[scene.now + 10.0] = lambda: setattr(scene.training, "undying", "worker 0 waits for a disk")
+    assert scene.loop.run() == Ending(ExitCode.UNKILLABLE, "worker 0 waits for a disk")
+
+
+def test_a_thread_that_fails_ends_the_workers_and_the_agent() -> None:
+    scene = Scene()
+    scene.at(10.0, ThreadFailed("worker-exits", "RuntimeError()"))
+    ending = scene.loop.run()
+    assert ending.code is ExitCode.AGENT_FAILED
+    assert scene.training.stops == [(5.0, False, ending.reason)]
+
+
+def test_a_thread_that_fails_while_saves_are_finished_is_not_forgotten() -> None:
+    scene = Scene()
+
+    def finish(within_s: float) -> None:
+        scene.events.put(ThreadFailed("store-lease", "RuntimeError()"))
+
+    scene.loop._services.disk_writer.finish = finish  # type: ignore[method-assign]
+    scene.at(10.0, Signalled(signal.SIGTERM))
+    assert scene.loop.run().code is ExitCode.AGENT_FAILED
+
+
+def test_the_workers_of_a_node_whose_lease_ends_are_stopped_and_it_joins_anew() -> None:
+    scene = Scene()
+
+    scene.plan[scene.now + 10.0] = lambda: scene.participant.lease_gone(scene.store.lease)
+    scene.at(20.0, Signalled(signal.SIGTERM))
+    scene.loop.run()
+    assert scene.training.stops[0][:2] == (5.0, False)
+    assert scene.participant.incarnation == "a-1.1"
+
+
+def test_other_threads_read_whole_turns_and_nothing_in_between() -> None:
+    """The lease goes between two turns. A reader that asked the participant itself would see half of that."""
+    scene = Scene()
+    seen: list[tuple[Introduction, Introduction]] = []
+
+    def lose() -> None:
+        before = scene.read()
+        scene.participant.lease_gone(scene.store.lease)
+        seen.append((before, scene.read()))
+
+    scene.plan[scene.now + 10.0] = lose
+    scene.at(20.0, Signalled(signal.SIGTERM))
+    scene.loop.run()
+    [(before, after)] = seen
+    assert before == after
+    assert before.generation == 1
+    assert before.confirmed_s is not None
+    assert scene.participant.snapshot.incarnation == "a-1.1"
+
+
+def test_what_other_threads_read_hangs_on_the_snapshot_alone() -> None:
+    scene = Scene()
+    scene.at(10.0, Signalled(signal.SIGTERM))
+    scene.loop.run()
+    told = scene.loop.readiness(), json.loads(scene.loop.introduction())
+    scene.loop._training = None  # type: ignore[assignment]
+    scene.loop._participant = SimpleNamespace(snapshot=scene.participant.snapshot)  # type: ignore[assignment]
+    assert (scene.loop.readiness(), json.loads(scene.loop.introduction())) == told
+
+
+def test_readiness_says_what_is_waited_for() -> None:
+    scene = Scene()
+    told = []
+
+    def look() -> None:
+        told.append(scene.loop.readiness())
+
+    def free() -> None:
+        look()
+        scene.gpus.waiting = False
+
+    scene.gpus.waiting = True
+    scene.plan = {scene.now + 10.0: free, scene.now + 20.0: look}
+    scene.at(30.0, Signalled(signal.SIGTERM))
+    assert not scene.loop.readiness().ok
+    scene.loop.run()
+    assert [(probe.ok, probe.detail) for probe in told] == [
+        (False, "waiting for the killed workers' GPU memory to be free"),
+        (True, "running generation 1"),
+    ]
+
+
+def test_every_event_has_its_place_in_the_table() -> None:
+    assert set(Scene().loop.handlers.by_type) == set(get_args(Event))
+
+
+def test_saves_that_are_finished_are_no_end_by_themselves() -> None:
+    scene = Scene()
+    scene.at(5.0, SavesFinished())
+    scene.at(10.0, Signalled(signal.SIGTERM))
+    assert scene.loop.run().code is ExitCode.STOPPED_BY_SIGTERM
+    assert scene.training.started == [1]
