@@ -10,17 +10,18 @@ script of that name still reaches it, as `./status` or after any option.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from .. import __version__
 from .configuration.config import CHECK_CONFIG, HELP, VERSION, ConfigError
 from .configuration.layers import read_argv
 from .configuration.option import Source
-from .configuration.options import GROUPS
+from .configuration.options import COMMANDS, GROUPS
 from .configuration.resolve import Resolved
 from .configuration.settings import comment
 from .error_file import write_error_file
@@ -47,51 +48,13 @@ the command line wins over the environment, and the environment over the file. t
 """
 
 
-def _explain_env(words: Sequence[str]) -> int:
-    from .environment.explain import main
-
-    return main(words)
-
-
-def _status(words: Sequence[str]) -> int:
-    from .status.command import main
-
-    return main(words)
-
-
-def _drain(words: Sequence[str]) -> int:
-    from .drain_command import main
-
-    return main(words)
-
-
-def _forget(words: Sequence[str]) -> int:
-    from .forget_command import main
-
-    return main(words)
-
-
-COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "explain-env": (
-        _explain_env,
-        "which variables a worker would see, who chose each and why; same options as a run",
-    ),
-    "status": (_status, "how a job is, and why: elastic-agent status --help"),
-    "drain": (_drain, "let a node leave its job without losing a step: elastic-agent drain --help"),
-    "forget": (_forget, "delete what an ended job left in etcd: elastic-agent forget --help"),
-}
-"""By its name: what is called with the words after it and returns the exit code, and its line in `--help`.
-
-Each imports what it needs when it is called: nobody who runs a job pays for them.
-"""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit code, an `ExitCode`."""
     words = sys.argv[1:] if argv is None else argv
     if words and words[0] in COMMANDS:
-        command, _ = COMMANDS[words[0]]
-        return command(words[1:])
+        # Imported when it is called: a process that runs a job needs none of them.
+        command = importlib.import_module(f".commands.{words[0].replace('-', '_')}", __package__)
+        return int(command.main(words[1:]))
     command_line = read_argv(words)
     if HELP.name in command_line.given:
         print(help_text())
@@ -126,7 +89,7 @@ def help_text() -> str:
     """All sub-commands, and all options by group with their defaults."""
     parts = [_USAGE]
     parts.append("Instead of a script, as the very first word (a script of that name is run as ./NAME):")
-    parts += [f"  {name}\n        {help_line}" for name, (_, help_line) in COMMANDS.items()]
+    parts += [f"  {name}\n        {help_line}" for name, help_line in COMMANDS.items()]
     parts.append("")
     for group in GROUPS:
         parts.append(f"{group.title}:")

@@ -8,8 +8,13 @@ from .config import ITSELF, MODULE, NETWORK, NO_PYTHON, NODES, RUNNING, SCRIPT
 from .rendezvous import ETCD_OPTIONS, MEETING
 from .stopping import STOPPING, TIMEOUTS
 
-COMMAND_NAMES = ("explain-env", "status", "drain", "forget")
-"""First words that are no script."""
+COMMANDS = {
+    "explain-env": "which variables a worker would see, who chose each and why; same options as a run",
+    "status": "how a job is, and why: elastic-agent status --help",
+    "drain": "let a node leave its job without losing a step: elastic-agent drain --help",
+    "forget": "delete what an ended job left in etcd: elastic-agent forget --help",
+}
+"""First words that are no script, each with its line in `--help`. `agent/commands` has a module for each."""
 
 GROUPS = (RUNNING, NODES, MEETING, ETCD_OPTIONS, STOPPING, TIMEOUTS, NETWORK, ITSELF)
 """In the order of `--help`."""

@@ -22,7 +22,7 @@ from ...rendezvous.records import Endpoint
 from .config import HTTP_ADDRESS, MAX_NODES, MIN_NODES, SCRIPT, Problem
 from .layers import Setting
 from .option import Option
-from .options import COMMAND_NAMES
+from .options import COMMANDS
 from .rendezvous import (
     BACKEND,
     ENDPOINT,
@@ -75,7 +75,7 @@ def _script_problem(script: str) -> tuple[str, str]:
     if os.path.isdir(path):
         return "it is a folder", "name a file in it, or run a package with -m NAME"
     if not os.path.lexists(path):
-        meant = get_close_matches(script, (*COMMAND_NAMES, "--help", "--version"), n=1, cutoff=0.7)
+        meant = get_close_matches(script, (*COMMANDS, "--help", "--version"), n=1, cutoff=0.7)
         guess = f"did you mean elastic-agent {meant[0]}? Else " if meant else ""
         return "there is none of this name", f"{guess}check the path, seen from {os.getcwd()}"
     if _look_at(path) is None:

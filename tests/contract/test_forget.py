@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from elastic_agent.agent.commands.forget import KEYS_AT_ONCE, main
 from elastic_agent.agent.exits import ForgetCode
-from elastic_agent.agent.forget_command import KEYS_AT_ONCE, main
 from elastic_agent.rendezvous.etcd.access import EtcdAccess
 from elastic_agent.rendezvous.etcd.store import EtcdStore
 from elastic_agent.rendezvous.records import (

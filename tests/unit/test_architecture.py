@@ -35,9 +35,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "agent/processes": ("agent, lowest", "agent/configuration"),
     "agent/checkpoints": ("agent, lowest", "agent/processes"),
     "agent/machine": ("agent, lowest", "agent/configuration", "agent/processes", "agent/checkpoints"),
-    "agent/environment": (
-        *("agent, lowest", "agent/configuration", "agent/processes", "agent/checkpoints", "agent/machine"),
-    ),
+    "agent/environment": ("agent/configuration", "agent/processes", "agent/checkpoints", "agent/machine"),
     "agent/preloader/fidelity": (),
     "agent/preloader": ("agent, lowest", "agent/processes", "agent/machine", "agent/preloader/fidelity"),
     "agent/store": ("agent, lowest", "agent/configuration", "agent/machine"),
@@ -46,6 +44,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "agent/supervision": (
         *("agent, lowest", "agent/configuration", "agent/processes", "agent/machine"),
         *("agent/environment", "agent/preloader", "agent/accounting"),
+    ),
+    "agent/commands": (
+        *("agent, lowest", "agent/configuration", "agent/processes", "agent/checkpoints", "agent/machine"),
+        *("agent/environment", "agent/store", "agent/status"),
     ),
     "agent": (
         *("agent, lowest", "agent/configuration", "agent/processes", "agent/checkpoints", "agent/machine"),

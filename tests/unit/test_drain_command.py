@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent import drain_command, store_command
+from elastic_agent.agent.commands import drain as drain_command
+from elastic_agent.agent.commands import store_command
+from elastic_agent.agent.commands.drain import CannotDrain, drain, main
 from elastic_agent.agent.configuration.rendezvous import RendezvousConfig
-from elastic_agent.agent.drain_command import CannotDrain, drain, main
 from elastic_agent.agent.exits import DrainCode
 from elastic_agent.rendezvous.errors import StoreMismatch, StoreUnavailable
 from elastic_agent.rendezvous.memory import MemoryStore

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from elastic_agent.agent.commands.explain_env import OF_A_WORLD, Explained, explain, main
 from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.configuration.values import Command
 from elastic_agent.agent.environment.contract import WorkerPlace, contract, worker_env
-from elastic_agent.agent.environment.explain import OF_A_WORLD, Explained, explain, main
 from elastic_agent.agent.machine import examine as machines
 from elastic_agent.agent.machine.examine import Machine, examine
 from elastic_agent.agent.machine.profiles import TCP

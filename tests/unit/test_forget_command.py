@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent import store_command
+from elastic_agent.agent.commands import store_command
+from elastic_agent.agent.commands.forget import KEYS_AT_ONCE, CannotForget, forget, main
 from elastic_agent.agent.exits import ForgetCode
-from elastic_agent.agent.forget_command import KEYS_AT_ONCE, CannotForget, forget, main
 from elastic_agent.rendezvous.errors import StoreMismatch, StoreUnavailable
 from elastic_agent.rendezvous.memory import MemoryStore
 from elastic_agent.rendezvous.records import (

@@ -11,15 +11,15 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..rendezvous.errors import RecordInvalid, StoreUnavailable
-from ..rendezvous.fields import NAME, shortened
-from ..rendezvous.records import NODES_PREFIX, WORLD_KEY
-from ..rendezvous.store import MOST_OPERATIONS, Compare, Delete, Entry, Store
-from .configuration.config import ConfigError, Problem
-from .configuration.layers import Layer, Setting
-from .configuration.rendezvous import JOB_ID, RendezvousConfig
-from .configuration.resolve import resolve_meeting_place
-from .exits import ForgetCode
+from ...rendezvous.errors import RecordInvalid, StoreUnavailable
+from ...rendezvous.fields import NAME, shortened
+from ...rendezvous.records import NODES_PREFIX, WORLD_KEY
+from ...rendezvous.store import MOST_OPERATIONS, Compare, Delete, Entry, Store
+from ..configuration.config import ConfigError, Problem
+from ..configuration.layers import Layer, Setting
+from ..configuration.rendezvous import JOB_ID, RendezvousConfig
+from ..configuration.resolve import resolve_meeting_place
+from ..exits import ForgetCode
 from .store_command import CannotDo, store_command, world_of
 
 _USAGE = """\

@@ -27,12 +27,12 @@ from ..configuration.kinds import YES_OR_NO
 from ..configuration.layers import read_argv
 from ..configuration.option import Option, Source
 from ..configuration.options import SECRET_VARIABLES
+from ..environment.contract import WorkerPlace, chosen_variables, worker_env
 from ..exits import ExitCode
 from ..machine.examine import Machine, prepare
 from ..machine.network import NotYet
 from ..machine.variables import USER, Variable, settle
 from ..processes.log_folders import run_folder
-from .contract import WorkerPlace, chosen_variables, worker_env
 
 _USAGE = """\
 usage: elastic-agent explain-env [--json] [options of a run] SCRIPT [arguments]

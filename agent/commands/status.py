@@ -29,9 +29,9 @@ from ..configuration.rendezvous import ENDPOINT, ETCD_OPTIONS, MEETING, STANDALO
 from ..configuration.resolve import resolve_meeting_place
 from ..exits import StatusCode
 from ..processes.run_files import agents_here, places
-from .doors import AgentsDoor, CannotShow, Door, Found, Silence, StoreDoor, ask_nodes
-from .report import SCHEMA, JobReport, as_json, report
-from .text import Screen, lines
+from ..status.doors import AgentsDoor, CannotShow, Door, Found, Silence, StoreDoor, ask_nodes
+from ..status.report import SCHEMA, JobReport, as_json, report
+from ..status.text import Screen, lines
 
 _USAGE = """\
 usage: elastic-agent status [--json] [--watch[=SECONDS]] [--agent HOST:PORT]

@@ -8,15 +8,15 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
-from ..rendezvous.records import WORLD_KEY, World
-from ..rendezvous.store import Entry, Store
-from .configuration.config import CONFIG_FILE, HELP, ConfigError
-from .configuration.layers import Layer, read_argv
-from .configuration.option import Option
-from .configuration.rendezvous import RendezvousConfig
-from .exits import DrainCode, ForgetCode
-from .store.opening import open_to_look
+from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
+from ...rendezvous.records import WORLD_KEY, World
+from ...rendezvous.store import Entry, Store
+from ..configuration.config import CONFIG_FILE, HELP, ConfigError
+from ..configuration.layers import Layer, read_argv
+from ..configuration.option import Option
+from ..configuration.rendezvous import RendezvousConfig
+from ..exits import DrainCode, ForgetCode
+from ..store.opening import open_to_look
 
 ANSWER_S = 10.0
 """How long the store may take at the beginning."""
