@@ -10,41 +10,34 @@ import contextlib
 import faulthandler
 import logging
 import os
-import platform
 import queue
 import random
 import signal
-import socket
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from .. import __version__
-from ..health.http import NODE_PATH, HealthServer, Probe
+from ..health.http import NODE_PATH, HealthServer
 from ..health.metrics import Metrics
-from ..rendezvous.decide import Policy, limits_of
 from ..rendezvous.participant import Participant
 from ..rendezvous.proof import LEASE_MARGIN
-from ..rendezvous.records import NODES_PREFIX, Endpoint, Introduction, NodeRecord
-from ..rendezvous.restarts import RestartPolicy
+from ..rendezvous.records import NODES_PREFIX, Endpoint, Introduction
 from ..rendezvous.snapshot import NodeSnapshot
 from ..rendezvous.store import Store
 from ..rendezvous.threads import Thread, listen
-from ..worker.available_memory import read_memory
-from ..worker.wire.environment import WorkerEnv
 from .accounting.measured_store import MeasuredStore
 from .accounting.observer import Observer
+from .assembly import Agent, Probes, identity_of, metrics_of, pages_of, policy_of, receiver_of, spares_of
 from .checkpoints.disk_writer import DiskWriter
-from .checkpoints.folder import make_folder
+from .checkpoints.folder import MemoryFolder, make_folder
 from .commit_gate import CommitGate
 from .configuration.config import Config
 from .configuration.log_level import log_level
 from .configuration.options import SECRET_VARIABLES
-from .configuration.timeouts import drain_timeout_s
 from .drain_gate import DrainGate
 from .environment.contract import worker_env
 from .error_file import write_error_file
@@ -52,17 +45,17 @@ from .events import Event, Signalled, ThreadFailed
 from .exits import CannotStart, ExitCode
 from .heartbeat import Heartbeat
 from .interruptible import unless_stopped
+from .listeners import Listeners, bind_all, binder
 from .loop import WARNINGS, Ending, Loop, Services
-from .machine.addresses import LOOPBACK, reachable_at, unique_node_id
+from .machine.addresses import reachable_at, unique_node_id
 from .machine.cgroups import claim_cgroup
 from .machine.examine import Machine
 from .machine.gpu_memory import GpuMemory
-from .machine.network import NetworkChoice, NotYet
+from .machine.network import NotYet
 from .machine.network_search import Network, wait_for_network
 from .machine.oom import warn_of_group_kill
 from .peer_link import PeerLink
-from .port_owner import find_owner
-from .ports import FIXED_PORT, OfferedPort, PortError, bind_listener
+from .ports import OfferedPort
 from .preloader.spares import Spares
 from .processes.children import Children, adopt_orphans
 from .processes.console import Console, ConsoleHandler
@@ -70,16 +63,14 @@ from .processes.console import take as take_console
 from .processes.guard import Guard
 from .processes.logs import WorkerLogs
 from .processes.remains import await_end, file_for
-from .processes.reports import ReportReceiver
 from .processes.run_files import RUN_DIR_PREFIX, announce, place_of_run_directory, places
 from .processes.worker_store import WorkerStore
-from .processes.workers import WorkerGroup, first_on_path, job_python
-from .program import program_of
+from .processes.workers import WorkerGroup
 from .salvage_gate import SalvageGate
 from .service_manager import ServiceManager
 from .status.pages import JOB_PATH, STATUS_PATH, StatusPages
 from .store.link import StoreLink
-from .store.opening import Binder, open_store, store_listener, store_options
+from .store.opening import Binder, open_store, store_options
 from .supervision.supervisor import Gates, Processes, Supervisor
 from .supervision.worker_spec import Node
 
@@ -88,9 +79,6 @@ log = logging.getLogger(__name__)
 HOST_LINGERS_S = 15.0
 """How long the node that hosts the store keeps it up for the others to read how the job ended: above their lease's
 time to live, after which a silent one is known to be gone."""
-
-MAX_WAITING_EVENTS = 10_000
-"""Reports are dropped while so many events wait; everything else is bounded by what the loop itself has asked."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *WARNINGS)
 
@@ -105,8 +93,11 @@ def run(config: Config, machine: Machine) -> int:
     # What a service manager ends because its main thread is stuck (SIGABRT) shows where that is.
     faulthandler.enable(2)
     manager = ServiceManager.take(os.environ, os.getpid(), time.monotonic)
+    environment = _take_environment()
+    incarnation, clock = uuid.uuid4().hex[:12], time.monotonic
+    agent = Agent(config, name, incarnation, environment, events, manager, console, clock(), clock)
     try:
-        ending = _run(config, machine, name, events, manager, console)
+        ending = _run(agent, machine)
     except CannotStart as refusal:
         ending = Ending(refusal.code, str(refusal))
     except Exception as error:
@@ -121,196 +112,6 @@ def run(config: Config, machine: Machine) -> int:
     return ending.code
 
 
-def _run(
-    config: Config,
-    machine: Machine,
-    name: str,
-    events: queue.SimpleQueue[Event],
-    manager: ServiceManager,
-    console: Console,
-) -> Ending:
-    for secret in SECRET_VARIABLES:
-        os.environ.pop(secret, None)  # neither the guard nor any worker inherits it (I15)
-    environment = dict(os.environ)
-    # A store that ends makes torch write pages of C++ frames; what happened is said by us in one line.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    clock = time.monotonic
-    started_at = clock()
-    rng = random.SystemRandom()
-    incarnation = uuid.uuid4().hex[:12]
-    _catch_signals(events)
-    children = Children()
-    if alone := adopt_orphans():
-        log.warning("what workers leave behind is not adopted: %s", alone)
-    _look_for_remains(config, events, manager)
-    network = _network(config, machine, environment, events, manager)
-    machine = replace(machine, network=network)
-    address, endpoint = network.choice.address, network.endpoint
-    metrics = _metrics(config, name, machine, network.choice, started_at, clock)
-    console.count_lost(metrics.console_lines_dropped_total.inc)
-    metrics.hang_timeout_seconds.set(config.timeouts.hang_s)
-    bind = _binder(config, metrics)
-
-    with contextlib.ExitStack() as stack:
-        run_dir = Path(stack.enter_context(_run_directory()))
-        memory = make_folder(config.memory_checkpoints)
-        if memory is not None:
-            stack.callback(memory.close)
-        listener, http, store_listener = _listeners(config, endpoint, address, bind)
-        cgroup = claim_cgroup(incarnation)
-        warn_of_group_kill()
-        guard = Guard()
-        folders = [run_dir] if memory is None else [run_dir, memory.path]
-        guard.start(incarnation, folders, cgroup, (file_for(run_dir), config.rendezvous.job_id, name))
-        stack.callback(guard.close)
-        gpu_memory = _started(
-            stack, GpuMemory(machine.watched, config.gpu_memory_wait_s, environment, events.put, clock)
-        )
-        spares = _spares(config, machine, incarnation, environment, events, clock)
-        stack.callback(spares.close)
-        if config.preload and config.command.kind != "binary" and not alone:
-            spares.start()
-        pages = _pages(config, name, incarnation, clock)
-        probes = _Probes(Introduction(name, incarnation, generation=0))
-        server = _started(stack, _server(http, metrics, probes, pages))
-        log.info("metrics, /healthz, /readyz and /node at http://%s", _url(server.address))
-        announce(run_dir, server.address, store_options(config, endpoint, store_listener))
-
-        manager.ready()
-        looking = "looking for the rendezvous store"
-        found = open_store(config, endpoint, store_listener, events, lambda: manager.turn(looking))
-        store = MeasuredStore(found, metrics, clock)
-        stack.callback(store.close)
-        policy = _policy(config)
-        identity = NodeRecord(
-            node=name,
-            incarnation=incarnation,
-            address=address,
-            port=listener.getsockname()[1],
-            slots=machine.workers,
-            http=reachable_at(server.address, address),
-            network=network.choice.facts,
-            limits=limits_of(policy),
-            program=program_of(config, policy.store_outage_grace_s),
-            hosts_store=store_listener is not None,
-        )
-        lease_ttl_s = config.rendezvous.lease_ttl_s
-        participant = Participant(identity, policy, lease_ttl_s=lease_ttl_s, rng=rng, now=clock())
-        heartbeat = Heartbeat(
-            lease_ttl_s,
-            lambda: link.confirmed_at + LEASE_MARGIN * lease_ttl_s,
-            lambda problem: _end_stuck(problem, guard, console),
-            clock,
-        )
-        link = StoreLink(store, lease_ttl_s, events.put, clock, rng, lambda: heartbeat.turning)
-        worker_store = WorkerStore(environment, spares, events.put)
-        stack.callback(worker_store.end)
-        lost = metrics.log_file_bytes_dropped_total.inc
-        logs = _started(stack, WorkerLogs(config.log_dir, name, console, metrics.printed, lost))
-
-        def latest() -> NodeSnapshot:
-            return participant.snapshot
-
-        env = worker_env(incarnation, run_dir, memory)
-        _started(stack, _receiver(Path(env.reports), events, metrics, clock))
-        _started(stack, CommitGate(Path(env.commits), store, latest, clock))
-        drain_gate = _started(stack, DrainGate(Path(env.drain), store, latest, events.put, clock))
-        salvage_gate = _started(stack, SalvageGate(Path(env.salvage), events.put))
-        disk_writer = _started(
-            stack, DiskWriter(run_dir / "writes", env.commits, env.reports, environment, events.put)
-        )
-        children.knows(lambda: (guard.pid, *gpu_memory.pids, *worker_store.pids))
-        children.knows(lambda: (*disk_writer.pids, *spares.pids))
-        children.expects(lambda: spares.sessions)
-        link.start()
-        node = Node(
-            name,
-            incarnation,
-            machine,
-            run_dir,
-            env,
-            cgroup,
-            environment,
-        )
-
-        def new_group(generation: int) -> WorkerGroup:
-            group_cgroup = cgroup / f"generation-{generation}" if cgroup is not None else None
-            strangers = children.strangers
-            return WorkerGroup(
-                generation, incarnation, guard, logs, events.put, clock, group_cgroup, strangers
-            )
-
-        observer = Observer(metrics, pages, config.max_restarts, started_at, time.time)
-        loop = Loop(
-            config.stop,
-            participant,
-            Supervisor(
-                config,
-                node,
-                participant,
-                observer,
-                Processes(
-                    new_group=new_group,
-                    guard=guard,
-                    children=children,
-                    spares=spares,
-                    worker_store=worker_store,
-                    logs=logs,
-                ),
-                Gates(just_in_time=salvage_gate, drain=drain_gate),
-                events.put,
-                clock,
-            ),
-            Services(
-                link, PeerLink(events.put, clock), gpu_memory, disk_writer, observer, manager, heartbeat
-            ),
-            OfferedPort(listener, lambda: bind(address, None, "master")),
-            events,
-            clock,
-        )
-        probes.loop = loop
-        heartbeat.start()
-        ending = loop.run()
-        heartbeat.close()
-        manager.stopping("leaving the rendezvous")
-        link.close()
-        _depart(store, participant, ending, stays_for_others=store_listener is not None)
-        return ending
-
-
-def _look_for_remains(config: Config, events: queue.SimpleQueue[Event], manager: ServiceManager) -> None:
-    """Raises CannotStart when workers of an earlier agent of the job live on here, which SIGKILL has not ended."""
-    where = dict.fromkeys(places())
-    if given := place_of_run_directory(os.environ):
-        where[Path(given)] = None
-    waiting = "waiting for the end of an earlier agent's workers"
-    job, within_s = config.rendezvous.job_id, config.stop.kill_timeout_s
-    unless_stopped(
-        lambda: await_end(tuple(where), os.geteuid(), job, within_s),
-        events,
-        waiting,
-        lambda: manager.turn(waiting),
-    )
-
-
-def _network(
-    config: Config,
-    machine: Machine,
-    environment: Mapping[str, str],
-    events: queue.SimpleQueue[Event],
-    manager: ServiceManager,
-) -> Network:
-    """As it was found before, or as soon as it is there."""
-    found = machine.network
-    if isinstance(found, NotYet):
-        waiting = "waiting for the network"
-        found = unless_stopped(
-            lambda: wait_for_network(config, environment), events, waiting, lambda: manager.turn(waiting)
-        )
-    log.info("network: %s", found.choice)
-    return found
-
-
 class _Service(Protocol):
     def start(self) -> None: ...
 
@@ -318,6 +119,7 @@ class _Service(Protocol):
 
 
 _S = TypeVar("_S", bound=_Service)
+_T = TypeVar("_T")
 
 
 def _started(stack: contextlib.ExitStack, service: _S) -> _S:
@@ -327,156 +129,358 @@ def _started(stack: contextlib.ExitStack, service: _S) -> _S:
     return service
 
 
-def _metrics(
-    config: Config,
-    name: str,
-    machine: Machine,
-    network: NetworkChoice,
-    started_at: float,
-    clock: Callable[[], float],
-) -> Metrics:
-    return Metrics(
-        config.rendezvous.job_id,
-        name,
-        __version__,
-        slots=machine.workers,
-        min_nodes=config.nodes.min,
-        max_nodes=config.nodes.max,
-        started_at_s=time.time() - (clock() - started_at),  # the network may have taken its time
-        clock=clock,
-        interface=network.interface,
-        address=network.address,
-        gpus=len(machine.inventory.cuda),
-        torch_version=machine.software.torch or "",
-        nccl_version=machine.software.nccl or "",
-        python_version=platform.python_version(),
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What this agent has of the machine, and no other process can take from it."""
+
+    node: Node
+    network: Network
+    memory: MemoryFolder | None
+    bind: Binder
+    listeners: Listeners
+
+
+@dataclass(frozen=True, slots=True)
+class Helpers:
+    """Processes that serve the workers of all generations."""
+
+    children: Children
+    guard: Guard
+    gpu_memory: GpuMemory
+    spares: Spares
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What answers over HTTP."""
+
+    address: tuple[str, int]
+    pages: StatusPages
+    probes: Probes
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """This node's part in the rendezvous."""
+
+    participant: Participant
+    link: StoreLink
+    heartbeat: Heartbeat
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerServices:
+    """What answers workers, and what they need besides."""
+
+    worker_store: WorkerStore
+    logs: WorkerLogs
+    drain: DrainGate
+    just_in_time: SalvageGate
+    disk_writer: DiskWriter
+
+
+def _run(agent: Agent, machine: Machine) -> Ending:
+    """In the order that the module's docstring explains."""
+    _catch_signals(agent.events)
+    children = Children()
+    if alone := adopt_orphans():
+        log.warning("what workers leave behind is not adopted: %s", alone)
+    _refuse_beside_remains(agent)
+    network = _wait_for_network(agent, machine)
+    machine = replace(machine, network=network)
+    metrics = metrics_of(agent, machine, network)
+    with contextlib.ExitStack() as parts:
+        ground = _claim(agent, machine, network, binder(agent.config, metrics), parts)
+        helpers = _start_helpers(agent, ground, children, parts)
+        if agent.config.preload and agent.config.command.kind != "binary" and not alone:
+            helpers.spares.start()
+        front = _serve_http(agent, ground, metrics, parts)
+        agent.manager.ready()
+        store = _find_store(agent, ground, metrics, parts)
+        rendezvous = _make_rendezvous(agent, ground, helpers, front, store)
+        services = _serve_workers(agent, ground, helpers, rendezvous.participant, store, metrics, parts)
+        rendezvous.link.start()
+        observer = Observer(metrics, front.pages, agent.config.max_restarts, agent.started_at, time.time)
+        supervisor = _make_supervisor(agent, ground, helpers, services, rendezvous.participant, observer)
+        loop = front.probes.loop = _make_loop(
+            agent, ground, helpers, services, rendezvous, supervisor, observer
+        )
+        return _live(agent, loop, rendezvous, store, hosts_store=ground.listeners.store is not None)
+
+
+# ---------------------------------------------------------------- refused before anything is started
+
+
+def _refuse_beside_remains(agent: Agent) -> None:
+    """Raises CannotStart when workers of an earlier agent of the job live on here, which SIGKILL has not ended."""
+    where = dict.fromkeys(places())
+    if given := place_of_run_directory(os.environ):
+        where[Path(given)] = None
+    job, within_s = agent.config.rendezvous.job_id, agent.config.stop.kill_timeout_s
+    _wait(
+        agent,
+        "waiting for the end of an earlier agent's workers",
+        lambda: await_end(tuple(where), os.geteuid(), job, within_s),
     )
 
 
-def _spares(
-    config: Config,
-    machine: Machine,
-    incarnation: str,
-    environment: Mapping[str, str],
-    events: queue.SimpleQueue[Event],
-    clock: Callable[[], float],
-) -> Spares:
-    """By its mark the guard finds the preloaded process, too."""
-    return Spares(
-        job_python(environment),
-        config.preload.words,
-        machine.workers + 1,
-        {**environment, **WorkerEnv(incarnation=incarnation).variables()},
-        events.put,
-        clock,
-        read_memory,
-        first_on_path(config.command, os.getcwd()),
-    )
+def _wait_for_network(agent: Agent, machine: Machine) -> Network:
+    """As it was found before, or as soon as it is there."""
+    found = machine.network
+    if isinstance(found, NotYet):
+        found = _wait(
+            agent, "waiting for the network", lambda: wait_for_network(agent.config, agent.environment)
+        )
+    log.info("network: %s", found.choice)
+    return found
 
 
-def _pages(config: Config, name: str, incarnation: str, clock: Callable[[], float]) -> StatusPages:
-    return StatusPages(
-        config.rendezvous.job_id,
-        name,
-        incarnation,
-        __version__,
-        lease_ttl_s=config.rendezvous.lease_ttl_s,
-        max_restarts=config.max_restarts,
-        clock=clock,
-    )
+def _wait(agent: Agent, doing: str, work: Callable[[], _T]) -> _T:
+    return unless_stopped(work, agent.events, doing, lambda: agent.manager.turn(doing))
 
 
-def _server(bind: socket.socket, metrics: Metrics, probes: _Probes, pages: StatusPages) -> HealthServer:
-    json = {NODE_PATH: probes.introduction, STATUS_PATH: pages.node, JOB_PATH: pages.job}
-    return HealthServer(bind, metrics.render, probes.liveness, probes.readiness, json, Thread)
-
-
-def _receiver(
-    path: Path, events: queue.SimpleQueue[Event], metrics: Metrics, clock: Callable[[], float]
-) -> ReportReceiver:
-    return ReportReceiver(
-        path,
-        events.put,
-        lambda: events.qsize() < MAX_WAITING_EVENTS,
-        clock,
-        metrics.reports_dropped_total.inc,
-    )
-
-
-def _binder(config: Config, metrics: Metrics) -> Binder:
-    """Binds a port for a purpose, `None` for one that the configuration allows, and tells how that goes."""
-
-    def bind(address: str, port: int | None, purpose: str) -> socket.socket:
-        ports = port if port is not None else config.port_range or 0
-        waiting = False
-
-        def attempted(purpose: str, ok: bool) -> None:
-            nonlocal waiting
-            metrics.port_bind_attempts_total.inc(purpose=purpose)
-            if ok:
-                return
-            metrics.port_bind_failures_total.inc(purpose=purpose)
-            if not waiting:
-                waiting = True
-                owner = find_owner(address, ports if isinstance(ports, int) else ports.first)
-                log.info(
-                    "waiting up to %g s for port %s of %s, for %s: it is taken (%s)",
-                    FIXED_PORT.timeout_s,
-                    ports,
-                    address,
-                    purpose,
-                    owner.words,
-                )
-
-        return bind_listener(address, ports, purpose, on_attempt=attempted)
-
-    return bind
-
-
-def _policy(config: Config) -> Policy:
-    """A store that does not outlive the job has ended with a member's agent when it is away: no world is whole then."""
-    kind = config.rendezvous.kind
-    grace_s = config.rendezvous.store_outage_grace_s if kind.outlives_job else 0.0
-    return Policy(
-        job=config.rendezvous.job_id,
-        min_nodes=config.nodes.min,
-        max_nodes=config.nodes.max,
-        last_call_s=config.rendezvous.last_call_s,
-        join_timeout_s=config.rendezvous.join_timeout_s,
-        drain_timeout_s=drain_timeout_s(config.stop),
-        store_outlives_job=kind.outlives_job,
-        runs_again=config.run_again,
-        store_outage_grace_s=grace_s,
-        unheard_s=config.rendezvous.lease_ttl_s if grace_s or kind.host is not None else 0.0,
-        restarts=RestartPolicy(max_failures=config.max_restarts),
-    )
-
-
-def _run_directory() -> tempfile.TemporaryDirectory[str]:
-    """Sockets and error files of this agent. The guard removes it, too, if the agent cannot."""
+def _claim(
+    agent: Agent, machine: Machine, network: Network, bind: Binder, parts: contextlib.ExitStack
+) -> Ground:
+    """Folders, ports and cgroup. Raises CannotStart."""
+    # The guard removes it, too, if the agent cannot.
     place = place_of_run_directory(os.environ)
-    return tempfile.TemporaryDirectory(prefix=RUN_DIR_PREFIX, dir=place, ignore_cleanup_errors=True)
+    run_dir = Path(
+        parts.enter_context(
+            tempfile.TemporaryDirectory(prefix=RUN_DIR_PREFIX, dir=place, ignore_cleanup_errors=True)
+        )
+    )
+    memory = make_folder(agent.config.memory_checkpoints)
+    if memory is not None:
+        parts.callback(memory.close)
+    listeners = bind_all(agent.config, network.endpoint, network.choice.address, bind)
+    env = worker_env(agent.incarnation, run_dir, memory)
+    cgroup = claim_cgroup(agent.incarnation)
+    node = Node(agent.name, agent.incarnation, machine, run_dir, env, cgroup, agent.environment)
+    return Ground(node, network, memory, bind, listeners)
 
 
-class _Probes:
-    """What the HTTP server says before there is a loop, and then what the loop says."""
+# ---------------------------------------------------------------- started before the store is found
 
-    def __init__(self, before: Introduction) -> None:
-        self.loop: Loop | None = None
-        self._before = before
 
-    def liveness(self) -> Probe:
-        return self.loop.liveness() if self.loop is not None else Probe(True, "starting")
+def _start_helpers(agent: Agent, ground: Ground, children: Children, parts: contextlib.ExitStack) -> Helpers:
+    warn_of_group_kill()
+    guard = Guard()
+    run_dir = ground.node.run_dir
+    folders = [run_dir] if ground.memory is None else [run_dir, ground.memory.path]
+    remains = file_for(run_dir), agent.config.rendezvous.job_id, agent.name
+    guard.start(agent.incarnation, folders, ground.node.cgroup, remains)
+    parts.callback(guard.close)
+    wait_s, post = agent.config.gpu_memory_wait_s, agent.events.put
+    gpu_memory = _started(
+        parts, GpuMemory(ground.node.machine.watched, wait_s, agent.environment, post, agent.clock)
+    )
+    spares = spares_of(agent, ground.node.machine)
+    parts.callback(spares.close)
+    return Helpers(children, guard, gpu_memory, spares)
 
-    def readiness(self) -> Probe:
-        return (
-            self.loop.readiness()
-            if self.loop is not None
-            else Probe(False, "looking for the rendezvous store")
+
+def _serve_http(agent: Agent, ground: Ground, metrics: Metrics, parts: contextlib.ExitStack) -> Front:
+    pages = pages_of(agent)
+    probes = Probes(Introduction(agent.name, agent.incarnation, generation=0))
+    json = {NODE_PATH: probes.introduction, STATUS_PATH: pages.node, JOB_PATH: pages.job}
+    server = _started(
+        parts,
+        HealthServer(ground.listeners.http, metrics.render, probes.liveness, probes.readiness, json, Thread),
+    )
+    log.info("metrics, /healthz, /readyz and /node at http://%s", Endpoint(*server.address))
+    options = store_options(agent.config, ground.network.endpoint, ground.listeners.store)
+    announce(ground.node.run_dir, server.address, options)
+    return Front(server.address, pages, probes)
+
+
+def _find_store(agent: Agent, ground: Ground, metrics: Metrics, parts: contextlib.ExitStack) -> Store:
+    """Raises CannotStart."""
+    looking = "looking for the rendezvous store"
+    found = open_store(
+        agent.config,
+        ground.network.endpoint,
+        ground.listeners.store,
+        agent.events,
+        lambda: agent.manager.turn(looking),
+    )
+    store = MeasuredStore(found, metrics, agent.clock)
+    parts.callback(store.close)
+    return store
+
+
+# ---------------------------------------------------------------- one node of the job
+
+
+def _make_rendezvous(
+    agent: Agent, ground: Ground, helpers: Helpers, front: Front, store: Store
+) -> Rendezvous:
+    """Nothing of it runs yet."""
+    policy, rng, clock = policy_of(agent.config), random.SystemRandom(), agent.clock
+    identity = identity_of(
+        agent,
+        ground.node.machine,
+        ground.network,
+        policy,
+        port=ground.listeners.workers.getsockname()[1],
+        http=reachable_at(front.address, ground.network.choice.address),
+        hosts=ground.listeners.store is not None,
+    )
+    lease_ttl_s = agent.config.rendezvous.lease_ttl_s
+    participant = Participant(identity, policy, lease_ttl_s=lease_ttl_s, rng=rng, now=clock())
+    heartbeat = Heartbeat(
+        lease_ttl_s,
+        lambda: link.confirmed_at + LEASE_MARGIN * lease_ttl_s,
+        lambda problem: _end_stuck(problem, helpers.guard, agent.console),
+        clock,
+    )
+    link = StoreLink(store, lease_ttl_s, agent.events.put, clock, rng, lambda: heartbeat.turning)
+    return Rendezvous(participant, link, heartbeat)
+
+
+def _serve_workers(
+    agent: Agent,
+    ground: Ground,
+    helpers: Helpers,
+    participant: Participant,
+    store: Store,
+    metrics: Metrics,
+    parts: contextlib.ExitStack,
+) -> WorkerServices:
+    env, environment, post = ground.node.env, agent.environment, agent.events.put
+
+    def latest() -> NodeSnapshot:
+        return participant.snapshot
+
+    worker_store = WorkerStore(environment, helpers.spares, post)
+    parts.callback(worker_store.end)
+    lost = metrics.log_file_bytes_dropped_total.inc
+    logs = _started(parts, WorkerLogs(agent.config.log_dir, agent.name, agent.console, metrics.printed, lost))
+    _started(parts, receiver_of(agent, Path(env.reports), metrics))
+    _started(parts, CommitGate(Path(env.commits), store, latest, agent.clock))
+    drain = _started(parts, DrainGate(Path(env.drain), store, latest, post, agent.clock))
+    just_in_time = _started(parts, SalvageGate(Path(env.salvage), post))
+    disk_writer = _started(
+        parts,
+        DiskWriter(ground.node.run_dir / "writes", env.commits, env.reports, environment, post),
+    )
+    helpers.children.knows(lambda: (helpers.guard.pid, *helpers.gpu_memory.pids, *worker_store.pids))
+    helpers.children.knows(lambda: (*disk_writer.pids, *helpers.spares.pids))
+    helpers.children.expects(lambda: helpers.spares.sessions)
+    return WorkerServices(worker_store, logs, drain, just_in_time, disk_writer)
+
+
+def _make_supervisor(
+    agent: Agent,
+    ground: Ground,
+    helpers: Helpers,
+    services: WorkerServices,
+    participant: Participant,
+    observer: Observer,
+) -> Supervisor:
+    node = ground.node
+
+    def new_group(generation: int) -> WorkerGroup:
+        return WorkerGroup(
+            generation,
+            agent.incarnation,
+            helpers.guard,
+            services.logs,
+            agent.events.put,
+            agent.clock,
+            node.cgroup / f"generation-{generation}" if node.cgroup is not None else None,
+            helpers.children.strangers,
         )
 
-    def introduction(self) -> str:
-        return self.loop.introduction() if self.loop is not None else self._before.to_json()
+    return Supervisor(
+        agent.config,
+        node,
+        participant,
+        observer,
+        Processes(
+            new_group=new_group,
+            guard=helpers.guard,
+            children=helpers.children,
+            spares=helpers.spares,
+            worker_store=services.worker_store,
+            logs=services.logs,
+        ),
+        Gates(just_in_time=services.just_in_time, drain=services.drain),
+        agent.events.put,
+        agent.clock,
+    )
+
+
+def _make_loop(
+    agent: Agent,
+    ground: Ground,
+    helpers: Helpers,
+    services: WorkerServices,
+    rendezvous: Rendezvous,
+    supervisor: Supervisor,
+    observer: Observer,
+) -> Loop:
+    address = ground.network.choice.address
+    return Loop(
+        agent.config.stop,
+        rendezvous.participant,
+        supervisor,
+        Services(
+            link=rendezvous.link,
+            peers=PeerLink(agent.events.put, agent.clock),
+            gpu_memory=helpers.gpu_memory,
+            disk_writer=services.disk_writer,
+            observer=observer,
+            manager=agent.manager,
+            heartbeat=rendezvous.heartbeat,
+        ),
+        OfferedPort(ground.listeners.workers, lambda: ground.bind(address, None, "master")),
+        agent.events,
+        agent.clock,
+    )
+
+
+def _live(agent: Agent, loop: Loop, rendezvous: Rendezvous, store: Store, *, hosts_store: bool) -> Ending:
+    """No worker is left when the loop ends. Only then the lease is given up."""
+    rendezvous.heartbeat.start()
+    ending = loop.run()
+    rendezvous.heartbeat.close()
+    agent.manager.stopping("leaving the rendezvous")
+    rendezvous.link.close()
+    _depart(store, rendezvous.participant, ending, stays_for_others=hosts_store)
+    return ending
+
+
+def _depart(store: Store, participant: Participant, ending: Ending, *, stays_for_others: bool) -> None:
+    """Give up the lease, so that nobody waits for it to expire; keep a store that we host up until all have left."""
+    if ending.code is ExitCode.STORE_LOST and not stays_for_others:
+        return
+    try:
+        if participant.lease is not None:
+            store.revoke(participant.lease)
+        if not stays_for_others:
+            return
+        snapshot = store.read((NODES_PREFIX,))
+        watch = store.watch((NODES_PREFIX,), snapshot.revision)
+        deadline = time.monotonic() + HOST_LINGERS_S
+        while snapshot.entries and time.monotonic() < deadline:
+            watch.next(deadline - time.monotonic())
+            snapshot = store.read((NODES_PREFIX,))
+    except Exception as error:  # whatever it is, it does not change how this agent has ended
+        log.warning("left without saying goodbye: %s", error)
+
+
+# ---------------------------------------------------------------- of the process as a whole
+
+
+def _take_environment() -> Mapping[str, str]:
+    """What the workers inherit; then this process changes its own."""
+    for secret in SECRET_VARIABLES:
+        os.environ.pop(secret, None)  # neither the guard nor any worker inherits it (I15)
+    environment = dict(os.environ)
+    # A store that ends makes torch write pages of C++ frames; what happened is said by us in one line.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    return environment
 
 
 def _log_to(console: Console, name: str) -> None:
@@ -512,43 +516,3 @@ def _catch_signals(events: queue.SimpleQueue[Event]) -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _frame: events.put(Signalled(number)))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)  # blocked since the process began
-
-
-def _url(address: tuple[str, int]) -> str:
-    return str(Endpoint(*address))
-
-
-def _listeners(
-    config: Config, endpoint: Endpoint | None, address: str, bind: Binder
-) -> tuple[socket.socket, socket.socket, socket.socket | None]:
-    """For the workers' store, for metrics and probes, and for the rendezvous store if this agent is to host it."""
-    http = config.http_address
-    if http is None and config.solitary:
-        http = Endpoint(LOOPBACK, 0)
-    try:
-        return (
-            bind(address, None, "master"),
-            bind(http.address, http.port, "metrics") if http is not None else bind(address, None, "metrics"),
-            store_listener(config, endpoint, address, bind),
-        )
-    except PortError as error:
-        raise CannotStart(ExitCode.NOT_HERE, str(error)) from error
-
-
-def _depart(store: Store, participant: Participant, ending: Ending, *, stays_for_others: bool) -> None:
-    """Give up the lease, so that nobody waits for it to expire; keep a store that we host up until all have left."""
-    if ending.code is ExitCode.STORE_LOST and not stays_for_others:
-        return
-    try:
-        if participant.lease is not None:
-            store.revoke(participant.lease)
-        if not stays_for_others:
-            return
-        snapshot = store.read((NODES_PREFIX,))
-        watch = store.watch((NODES_PREFIX,), snapshot.revision)
-        deadline = time.monotonic() + HOST_LINGERS_S
-        while snapshot.entries and time.monotonic() < deadline:
-            watch.next(deadline - time.monotonic())
-            snapshot = store.read((NODES_PREFIX,))
-    except Exception as error:  # whatever it is, it does not change how this agent has ended
-        log.warning("left without saying goodbye: %s", error)

@@ -23,6 +23,7 @@ import pytest
 from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.values import Command
 from elastic_agent.agent.exits import CannotStart, ExitCode
+from elastic_agent.agent.listeners import bind_all, binder
 from elastic_agent.agent.port_owner import find_owner
 from elastic_agent.agent.ports import (
     FIXED_PORT,
@@ -34,7 +35,6 @@ from elastic_agent.agent.ports import (
     PortTaken,
     bind_listener,
 )
-from elastic_agent.agent.run import _binder, _listeners
 
 LOOPBACK = "127.0.0.1"
 ONE_ROUND = BindPolicy(initial_wait_s=0.01, max_wait_s=0.01, timeout_s=0.0, jitter=0.5)
@@ -454,8 +454,8 @@ def test_a_machine_that_has_no_descriptors_left_is_told_so(monkeypatch: pytest.M
 
 
 def test_the_agent_says_at_once_which_taken_port_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
-    bind = _binder(Config(Command("script", "train.py")), MagicMock())
-    caplog.set_level("INFO", "elastic_agent.agent.run")
+    bind = binder(Config(Command("script", "train.py")), MagicMock())
+    caplog.set_level("INFO", "elastic_agent.agent.listeners")
     with bind_listener(LOOPBACK, 0, "test") as taken, ThreadPoolExecutor() as pool:
         binding = pool.submit(bind, LOOPBACK, port_of(taken), "metrics")
         wait_until(lambda: bool(caplog.messages))
@@ -474,5 +474,5 @@ def test_a_port_that_cannot_be_had_is_this_machines_fault(refusal: PortError) ->
         raise refusal
 
     with pytest.raises(CannotStart) as caught:
-        _listeners(Config(Command("script", "train.py")), None, LOOPBACK, bind)
+        bind_all(Config(Command("script", "train.py")), None, LOOPBACK, bind)
     assert caught.value.code is ExitCode.NOT_HERE

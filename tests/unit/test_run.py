@@ -1,0 +1,202 @@
+"""One agent put together and taken apart: what is refused, in which order it starts, and how it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from elastic_agent.agent import run as life
+from elastic_agent.agent.assembly import Agent, Probes, policy_of
+from elastic_agent.agent.configuration.config import Config, RendezvousConfig
+from elastic_agent.agent.configuration.values import Command
+from elastic_agent.agent.exits import CannotStart, ExitCode
+from elastic_agent.agent.loop import Ending, Loop
+from elastic_agent.agent.machine.examine import Machine, examine
+from elastic_agent.agent.machine.network_search import Network
+from elastic_agent.agent.ports import PortConfigError
+from elastic_agent.agent.processes.console import Console
+from elastic_agent.agent.service_manager import ServiceManager
+from elastic_agent.agent.store.link import StoreLink
+from elastic_agent.health.http import Probe
+from elastic_agent.rendezvous.participant import Participant
+from elastic_agent.rendezvous.records import Introduction
+from elastic_agent.rendezvous.store import Store
+
+from .supervised import Ignored
+
+CONFIG = Config(Command("script", "train.py"))
+
+
+class Recorded:
+    """Notes every call, by its name here and the method's."""
+
+    lease = 7
+
+    def __init__(self, name: str, calls: list[str], answer: Any = None) -> None:
+        self._name = name
+        self._calls = calls
+        self._answer = answer
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._calls.append(f"{self._name}.{method}")
+            return self._answer
+
+        return call
+
+
+@pytest.fixture
+def calls() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def agent(calls: list[str]) -> Agent:
+    manager = cast(ServiceManager, Recorded("manager", calls))
+    console = cast(Console, Ignored())
+    return Agent(CONFIG, "a", "a-1", {}, queue.SimpleQueue(), manager, console, 0.0, time.monotonic)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return examine(Config(Command("binary", "sleep")), {"PATH": "/usr/bin:/bin"})
+
+
+@pytest.fixture
+def parts() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as parts:
+        yield parts
+
+
+def rendezvous(calls: list[str]) -> life.Rendezvous:
+    return life.Rendezvous(
+        cast(Participant, Recorded("participant", calls)),
+        cast(StoreLink, Recorded("link", calls)),
+        cast(Any, Recorded("heartbeat", calls)),
+    )
+
+
+def ended(code: ExitCode) -> Ending:
+    return Ending(code, "it is over")
+
+
+def test_the_lease_is_given_up_after_the_loop_has_ended_with_its_workers(
+    agent: Agent, calls: list[str]
+) -> None:
+    loop = cast(Loop, Recorded("loop", calls, ended(ExitCode.SUCCESS)))
+    store = cast(Store, Recorded("store", calls))
+    ending = life._live(agent, loop, rendezvous(calls), store, hosts_store=False)
+    assert ending.code is ExitCode.SUCCESS
+    assert calls == [
+        "heartbeat.start",
+        "loop.run",
+        "heartbeat.close",
+        "manager.stopping",
+        "link.close",
+        "store.revoke",
+    ]
+
+
+def test_a_store_that_is_lost_is_not_asked_for_a_farewell(calls: list[str]) -> None:
+    store, participant = cast(Store, Recorded("store", calls)), cast(Participant, Recorded("it", calls))
+    life._depart(store, participant, ended(ExitCode.STORE_LOST), stays_for_others=False)
+    assert calls == []
+
+
+def test_a_port_that_cannot_be_had_is_refused_and_leaves_nothing(
+    agent: Agent, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bind(address: str, port: int | None, purpose: str) -> Any:
+        raise PortConfigError("no descriptors")
+
+    monkeypatch.setattr(life, "place_of_run_directory", lambda environ: str(tmp_path))
+    assert isinstance(machine.network, Network)
+    with pytest.raises(CannotStart) as refused, contextlib.ExitStack() as parts:
+        life._claim(agent, machine, machine.network, bind, parts)
+    assert refused.value.code is ExitCode.NOT_HERE
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_started_before_all_that_can_be_refused_has_been_asked_for(
+    agent: Agent, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+
+    def step(name: str, answer: Any = None, refuses: bool = False) -> None:
+        def take(*args: Any, **kwargs: Any) -> Any:
+            steps.append(name)
+            if refuses:
+                raise CannotStart(ExitCode.NOT_HERE, "taken")
+            return answer
+
+        monkeypatch.setattr(life, name, take)
+
+    for name in ("_catch_signals", "_refuse_beside_remains", "_start_helpers", "_serve_http", "_find_store"):
+        step(name)
+    step("adopt_orphans", "")
+    step("_wait_for_network", machine.network)
+    step("_claim", refuses=True)
+    with pytest.raises(CannotStart):
+        life._run(agent, machine)
+    assert steps == [
+        "_catch_signals",
+        "adopt_orphans",
+        "_refuse_beside_remains",
+        "_wait_for_network",
+        "_claim",
+    ]
+
+
+def test_http_answers_while_the_store_is_looked_for(
+    agent: Agent, calls: list[str], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the loop exists the probes speak for themselves."""
+    order: list[str] = []
+    front = life.Front(("127.0.0.1", 1), cast(Any, Ignored()), Probes(Introduction("a", "a-1", generation=0)))
+
+    def serve(*_: Any) -> life.Front:
+        order.append("http")
+        return front
+
+    def find(*_: Any) -> Store:
+        order.append("store")
+        assert front.probes.liveness() == Probe(True, "starting")
+        assert front.probes.readiness() == Probe(False, "looking for the rendezvous store")
+        assert '"a-1"' in front.probes.introduction()
+        raise CannotStart(ExitCode.STORE_LOST, "no store")
+
+    for name in ("_catch_signals", "_refuse_beside_remains"):
+        monkeypatch.setattr(life, name, lambda *_: None)
+    monkeypatch.setattr(life, "adopt_orphans", lambda: "")
+    monkeypatch.setattr(life, "_wait_for_network", lambda *_: machine.network)
+    monkeypatch.setattr(life, "_claim", lambda *_: None)
+    monkeypatch.setattr(
+        life, "_start_helpers", lambda *_: life.Helpers(*[cast(Any, Recorded("helper", order))] * 4)
+    )
+    monkeypatch.setattr(life, "_serve_http", serve)
+    monkeypatch.setattr(life, "_find_store", find)
+    with pytest.raises(CannotStart):
+        life._run(agent, machine)
+    assert order == ["helper.start", "http", "store"]
+    assert calls == ["manager.ready"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "grace_s", "outlives", "granted_s"),
+    [("etcd", 60.0, True, 60.0), ("c10d", 60.0, False, 0.0), ("memory", 60.0, False, 0.0)],
+)
+def test_only_etcd_outlives_a_job_and_grants_an_outage(
+    backend: Any, grace_s: float, outlives: bool, granted_s: float
+) -> None:
+    config = Config(
+        Command("script", "train.py"),
+        rendezvous=RendezvousConfig(backend=backend, store_outage_grace_s=grace_s),
+    )
+    policy = policy_of(config)
+    assert (policy.store_outlives_job, policy.store_outage_grace_s) == (outlives, granted_s)
