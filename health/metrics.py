@@ -185,7 +185,7 @@ class Metrics(Page):
         )
         self.spares = self._gauge(
             "spares",
-            "Idle forks of the preloaded process that wait to become workers; absent with --no-preload.",
+            "Idle forks of the preloaded process that wait to become workers; absent with --preload none.",
         )
         self.worker_exits_total = self._counter(
             "worker_exits_total",

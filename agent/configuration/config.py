@@ -26,11 +26,10 @@ from .kinds import (
     Kind,
     duration,
     ip_endpoint,
+    one_of,
     read_affinity,
     read_arguments,
-    read_device_pinning,
     read_host,
-    read_network_profile,
     read_node_counts,
     read_port_range,
     read_preload,
@@ -123,7 +122,7 @@ NPROC_PER_NODE: Option[WorkerCount] = NODES.option(
 )
 DEVICE_PINNING: Option[DevicePinning] = NODES.option(
     "device-pinning",
-    Kind("index, mask or none", read_device_pinning),
+    one_of(DevicePinning),
     "index: all devices visible, LOCAL_RANK selects; mask: each worker sees only its own device, with"
     " LOCAL_RANK 0; none: devices are left alone",
     metavar="HOW",
@@ -163,14 +162,6 @@ PRELOAD: Option[Preload] = NODES.option(
     metavar="NAMES",
     default="default",
 )
-NO_PRELOAD: Option[bool] = NODES.option(
-    "no-preload",
-    YES_OR_NO,
-    "short for --preload none",
-    default="false",
-    flag=True,
-    shorthand=True,
-)
 NODE_ID: Option[str | None] = NODES.option(
     "node-id",
     IDENTIFIER,
@@ -203,7 +194,7 @@ NETWORK_WAIT: Option[float] = NETWORK.option(
 )
 NETWORK_PROFILE: Option[NetworkProfile] = NETWORK.option(
     "network-profile",
-    Kind("auto, ethernet, infiniband, roce, efa or debug", read_network_profile),
+    one_of(NetworkProfile),
     "what NCCL is told about the network, where your environment says nothing: auto looks for active RDMA ports,"
     " ethernet is TCP even where there are some, debug is auto with NCCL's and torch's own reports",
     metavar="NAME",

@@ -12,16 +12,14 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar, cast, get_args
+from typing import Any, Generic, TypeVar, cast, get_args
 
 from ...rendezvous.records import Endpoint
 from ..ports import PortConfigError, PortRange
-from .stores import STORES
+from .stores import STORES, in_words
 from .values import (
     MASK,
     Affinity,
-    DevicePinning,
-    NetworkProfile,
     NodeCounts,
     Preload,
     Secret,
@@ -144,26 +142,22 @@ def read_worker_count(text: str) -> WorkerCount:
     return whole_number(1, MOST_WORKERS, "workers").parse(text)
 
 
-def read_device_pinning(text: str) -> DevicePinning:
-    if text not in get_args(DevicePinning):
-        raise ValueError
-    return cast(DevicePinning, text)
+def one_of(literal: Any) -> Kind[Any]:
+    """One of the words of a `Literal`."""
 
+    def parse(text: str) -> str:
+        if text not in get_args(literal):
+            raise ValueError
+        return text
 
-def read_network_profile(text: str) -> NetworkProfile:
-    if text not in get_args(NetworkProfile):
-        raise ValueError
-    return cast(NetworkProfile, text)
+    return Kind(in_words(get_args(literal)), parse)
 
 
 _TORCHRUNS_AFFINITY = {"node": "numa", "exclusive": "cores"}
 
 
 def read_affinity(text: str) -> Affinity:
-    text = _TORCHRUNS_AFFINITY.get(text, text)
-    if text not in get_args(Affinity):
-        raise ValueError
-    return cast(Affinity, text)
+    return cast(Affinity, one_of(Affinity).parse(_TORCHRUNS_AFFINITY.get(text, text)))
 
 
 def read_preload(text: str) -> Preload:

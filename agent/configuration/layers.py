@@ -21,8 +21,6 @@ from .config import (
     MAX_NODES,
     MIN_NODES,
     NNODES,
-    NO_PRELOAD,
-    PRELOAD,
     SCRIPT,
     VIRTUAL_LOCAL_RANK,
     Problem,
@@ -101,9 +99,6 @@ class Layer:
         elif option is VIRTUAL_LOCAL_RANK:
             if value:
                 self.put(DEVICE_PINNING, "mask", origin)
-        elif option is NO_PRELOAD:
-            if value:
-                self.put(PRELOAD, "none", origin)
         else:
             self.given[option.name] = Setting(value, origin, option.kind.shown(text))
 

@@ -20,15 +20,16 @@ from pathlib import Path
 from ...rendezvous.errors import RecordInvalid
 from ...rendezvous.fields import Fields
 from ...rendezvous.records import Endpoint
+from ..configuration.option import Source
+from ..configuration.rendezvous import BACKEND, ENDPOINT, ETCD_OPTIONS, JOB_ID
 
 log = logging.getLogger(__name__)
 
 RUN_DIR_PREFIX = "elastic-agent-"
 SERVICES = Path("/run/elastic-agent")
 SCHEMA = 1
-STORE_OPTIONS = (
-    *("rdzv-backend", "rdzv-endpoint", "rdzv-id"),
-    *("etcd-ca", "etcd-cert", "etcd-key", "etcd-user", "etcd-password-file", "etcd-insecure"),
+STORE_OPTIONS = tuple(
+    option.name for option in (BACKEND, ENDPOINT, JOB_ID, *ETCD_OPTIONS) if Source.FILE in option.sources
 )
 LONGEST_PLACE = 64
 """Bytes. The path of a UNIX socket has at most 107, and a run directory holds some."""

@@ -11,7 +11,8 @@ import queue
 import shlex
 import socket
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import TypeAlias
 
 from ...rendezvous.errors import StoreError, StoreMismatch, StoreRefused
@@ -19,7 +20,15 @@ from ...rendezvous.kind import Access, Login, Tls
 from ...rendezvous.records import Endpoint
 from ...rendezvous.store import Store
 from ..configuration.config import Config
-from ..configuration.rendezvous import EtcdConfig, RendezvousConfig
+from ..configuration.rendezvous import (
+    BACKEND,
+    ENDPOINT,
+    ETCD_INSECURE,
+    JOB_ID,
+    EtcdConfig,
+    RendezvousConfig,
+)
+from ..configuration.values import Secret
 from ..events import Event
 from ..exits import CannotStart, ExitCode
 from ..interruptible import unless_stopped
@@ -176,21 +185,17 @@ def store_options(
     rendezvous, etcd = config.rendezvous, config.rendezvous.etcd
     if rendezvous.kind.port is None:
         return {}
-    words = {"rdzv-backend": rendezvous.backend, "rdzv-id": rendezvous.job_id}
+    words = {BACKEND.name: rendezvous.backend, JOB_ID.name: rendezvous.job_id}
     if etcd is None:
         place = Endpoint(*listener.getsockname()[:2]) if listener is not None else endpoint
-        return {**words, "rdzv-endpoint": str(place)}
+        return {**words, ENDPOINT.name: str(place)}
     members = ",".join(map(str, rendezvous.endpoints))
-    files = {
-        "etcd-ca": etcd.ca,
-        "etcd-cert": etcd.cert,
-        "etcd-key": etcd.key,
-        "etcd-password-file": etcd.password_file,
-    }
-    words |= {name: str(path.absolute()) for name, path in files.items() if path is not None}
-    words |= {"etcd-user": etcd.user} if etcd.user is not None else {}
-    words |= {"etcd-insecure": "true"} if etcd.ca is None else {}
-    return {**words, "rdzv-endpoint": f"{rendezvous.backend}://{members}{etcd.prefix}"}
+    for field in fields(etcd):
+        option, value = field.metadata.get("option"), getattr(etcd, field.name)
+        if option is not None and value is not None and not isinstance(value, Secret):
+            words[option.name] = str(value.absolute() if isinstance(value, Path) else value)
+    words |= {ETCD_INSECURE.name: "true"} if etcd.ca is None else {}
+    return {**words, ENDPOINT.name: f"{rendezvous.backend}://{members}{etcd.prefix}"}
 
 
 def _invite(config: Config, hosted_at: Endpoint) -> None:

@@ -362,7 +362,7 @@ class Job:
         """
         log = self.folder / f"{name}-{len(self.agents)}.log"
         interpreter = [*enter, sys.executable, "-m", "elastic_agent"]
-        cold = () if any(option.startswith("--preload") for option in options) else ("--no-preload",)
+        cold = () if any(option.startswith("--preload") for option in options) else ("--preload=none",)
         command = [*interpreter, f"--node-id={name}", *cold, *options, *map(str, script)]
         surroundings = {**os.environ, MARKER: self.id, "SYSTEM_TEST_HISTORY": str(self._history)}
         agent = Agent(name, command, {**surroundings, **(environment or {})}, log, console, stdin)

@@ -140,7 +140,7 @@ def test_modules_and_programs_run_as_well(job: Job, options: list[str], command:
     assert job.history(what="end", rank=0)
 
 
-WARM_AND_COLD = pytest.mark.parametrize("preload", ["--preload=json", "--no-preload"])
+WARM_AND_COLD = pytest.mark.parametrize("preload", ["--preload=json", "--preload=none"])
 
 
 @WARM_AND_COLD

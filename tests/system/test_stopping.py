@@ -88,7 +88,7 @@ def test_a_signal_while_waiting_for_other_nodes_ends_at_once(job: Job) -> None:
     assert job.store_port not in listening_ports()
 
 
-@pytest.mark.parametrize("preload", ["--no-preload", "--preload=json"])
+@pytest.mark.parametrize("preload", ["--preload=none", "--preload=json"])
 def test_a_hangup_under_nohup_ends_neither_agent_nor_workers(job: Job, preload: str) -> None:
     nohup = ("sh", "-c", "trap '' HUP USR2; exec \"$@\"", "sh")
     agent = job.start("a", preload, enter=nohup)
@@ -140,7 +140,7 @@ start()
 def test_a_warning_in_an_agents_first_moments_is_a_planned_leave_too(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import time; time.sleep(1000)")
-    agent = [sys.executable, "-c", WARNED_AT_ONCE, "--standalone", "--no-preload", str(script)]
+    agent = [sys.executable, "-c", WARNED_AT_ONCE, "--standalone", "--preload=none", str(script)]
     done = subprocess.run(agent, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 143, done.stderr
     assert "stopped by SIGUSR1" in done.stderr

@@ -300,7 +300,7 @@ def test_a_real_process_does_not_choke_on_words_a_terminal_cannot_show(script: s
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_job_runs_with_standard_streams_that_the_shell_has_closed(closed: str) -> None:
-    command = [sys.executable, "-m", "elastic_agent", "--no-preload", "--no-python", "true"]
+    command = [sys.executable, "-m", "elastic_agent", "--preload=none", "--no-python", "true"]
     shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *command]
     done = subprocess.run(shell, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
