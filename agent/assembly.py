@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .. import __version__
 from ..health.http import Probe
-from ..health.metrics import Metrics
+from ..health.metrics import Build, Metrics, Place
 from ..rendezvous.decide import Policy, limits_of
 from ..rendezvous.records import Endpoint, Introduction, NodeRecord
 from ..rendezvous.restarts import RestartPolicy
@@ -57,18 +57,22 @@ def metrics_of(agent: Agent, machine: Machine, network: Network) -> Metrics:
     metrics = Metrics(
         config.rendezvous.job_id,
         agent.name,
-        __version__,
-        slots=machine.workers,
+        Build(
+            version=__version__,
+            torch_version=machine.software.torch or "",
+            nccl_version=machine.software.nccl or "",
+            python_version=platform.python_version(),
+        ),
+        Place(
+            interface=network.choice.interface,
+            address=network.choice.address,
+            workers=machine.workers,
+            gpus=len(machine.inventory.cuda),
+        ),
         min_nodes=config.nodes.min,
         max_nodes=config.nodes.max,
         started_at_s=time.time() - (clock() - agent.started_at),  # the network may have taken its time
         clock=clock,
-        interface=network.choice.interface,
-        address=network.choice.address,
-        gpus=len(machine.inventory.cuda),
-        torch_version=machine.software.torch or "",
-        nccl_version=machine.software.nccl or "",
-        python_version=platform.python_version(),
     )
     agent.console.count_lost(metrics.console_lines_dropped_total.inc)
     metrics.hang_timeout_seconds.set(config.timeouts.hang_s)

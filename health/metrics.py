@@ -8,6 +8,7 @@ that a test compares with this file. An attribute is the metric's name without t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 from .families import Page
 
@@ -48,44 +49,50 @@ PROMPT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0
 """For what should take milliseconds."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """The labels of build_info. A version that is not known is empty, which Prometheus treats as an absent label."""
+
+    version: str
+    torch_version: str = ""
+    nccl_version: str = ""
+    python_version: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The labels of node_info. local_rank is 0 to workers - 1."""
+
+    interface: str = ""
+    address: str = ""
+    workers: int
+    gpus: int = 0
+
+
 class Metrics(Page):
     """The families of one agent, each series carrying `run_id` and `node`.
 
-    slots: workers on this node; local_rank is 0..slots-1. started_at_s: when the agent started, in seconds
-    since the epoch, like all instants that are shown: the only clock that we share with a dashboard. `clock` is
-    monotonic, and tells the age of what is shown as an age. Versions not known are empty strings, which Prometheus
-    treats as absent labels, and so is `interface`.
+    started_at_s: when the agent started, in seconds since the epoch, like all instants that are shown: the only clock
+    that we share with a dashboard. `clock` is monotonic, and gives the age of what is shown as an age.
     """
 
     def __init__(
         self,
         run_id: str,
         node: str,
-        version: str,
+        build: Build,
+        place: Place,
         *,
-        slots: int,
         min_nodes: int,
         max_nodes: int,
         started_at_s: float,
         clock: Callable[[], float],
-        address: str = "",
-        interface: str = "",
-        gpus: int = 0,
-        python_version: str = "",
-        torch_version: str = "",
-        nccl_version: str = "",
     ) -> None:
         super().__init__({"run_id": run_id, "node": node}, clock)
-        local_ranks = [str(local_rank) for local_rank in range(slots)]
-        build = {
-            "version": version,
-            "torch_version": torch_version,
-            "nccl_version": nccl_version,
-            "python_version": python_version,
-        }
-        place = {"interface": interface, "address": address, "workers": str(slots), "gpus": str(gpus)}
+        local_ranks = [str(local_rank) for local_rank in range(place.workers)]
+        versions, described = asdict(build), {name: str(value) for name, value in asdict(place).items()}
 
-        self._declare_node(build, place)
+        self._declare_node(versions, described)
         self._declare_rendezvous()
         self._declare_workers(local_ranks)
         self._declare_recovery()
@@ -94,8 +101,8 @@ class Metrics(Page):
         self._declare_checkpoints()
         self._declare_output()
 
-        self.build_info.set(1, **build)
-        self.node_info.set(1, **place)
+        self.build_info.set(1, **versions)
+        self.node_info.set(1, **described)
         self.up_since_timestamp_seconds.set(started_at_s)
         self.coordinator.set(0)
         self.min_nodes.set(min_nodes)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_agent.health.families import PREFIX
-from elastic_agent.health.metrics import Metrics
+from elastic_agent.health.metrics import Build, Metrics, Place
 
 REPOSITORY = Path(__file__).parents[1]
 PROMETHEUS = REPOSITORY / "deploy" / "prometheus"
@@ -57,7 +57,16 @@ def questions(variables: Mapping[str, str]) -> Iterator[Question]:
 
 def unknown_metrics(text: str) -> list[str]:
     """What this text says of our metrics that is not so: a name, a label, or a value that a label cannot have."""
-    metrics = Metrics("r", "n", "0", slots=1, min_nodes=1, max_nodes=1, started_at_s=0.0, clock=lambda: 0.0)
+    metrics = Metrics(
+        "r",
+        "n",
+        Build(version="0"),
+        Place(workers=1),
+        min_nodes=1,
+        max_nodes=1,
+        started_at_s=0.0,
+        clock=lambda: 0.0,
+    )
     exported = {
         PREFIX + family.name + suffix: family
         for family in metrics.families

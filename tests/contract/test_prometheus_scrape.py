@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from elastic_agent.health.http import HealthServer, Probe
-from elastic_agent.health.metrics import Metrics
+from elastic_agent.health.metrics import Build, Metrics, Place
 from elastic_agent.rendezvous.threads import Thread
 from tests.prometheus_server import prometheus
 
@@ -17,8 +17,8 @@ def test_prometheus_scrapes_the_agent_and_answers_queries(tmp_path: Path) -> Non
     metrics = Metrics(
         "run-1",
         "node-a",
-        "0.1.0",
-        slots=2,
+        Build(version="0.1.0"),
+        Place(workers=2),
         min_nodes=1,
         max_nodes=2,
         started_at_s=time.time(),

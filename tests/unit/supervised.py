@@ -27,7 +27,7 @@ from elastic_agent.agent.processes.worker_store import WorkerStore
 from elastic_agent.agent.status.pages import StatusPages
 from elastic_agent.agent.supervision.supervisor import Gates, Processes, Supervisor
 from elastic_agent.agent.supervision.worker_spec import Node
-from elastic_agent.health.metrics import Metrics
+from elastic_agent.health.metrics import Build, Metrics, Place
 from elastic_agent.rendezvous.participant import Participant
 from elastic_agent.rendezvous.records import (
     Cause,
@@ -155,9 +155,8 @@ class Supervised:
             identity, ALONE, lease_ttl_s=TTL_S, rng=random.Random(1), now=self.now
         )
         self.participant.failures = []
-        self.metrics = Metrics(
-            "job", "a", "1", slots=count, min_nodes=1, max_nodes=1, started_at_s=0.0, clock=self.clock
-        )
+        about = "job", "a", Build(version="1"), Place(workers=count)
+        self.metrics = Metrics(*about, min_nodes=1, max_nodes=1, started_at_s=0.0, clock=self.clock)
         pages = StatusPages("job", "a", "a-1", "1", lease_ttl_s=5.0, max_restarts=None, clock=self.clock)
         self.logs, self.just_in_time, self.drain_gate = FakeLogs(), FakeJustInTime(), FakeDrainGate()
         machine = examine(self.config, {"PATH": os.environ["PATH"]})

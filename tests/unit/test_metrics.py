@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_agent.health.families import PREFIX, Histogram
-from elastic_agent.health.metrics import DURATION_BUCKETS_S, NODE_STATES, STATES, Metrics
+from elastic_agent.health.metrics import DURATION_BUCKETS_S, NODE_STATES, STATES, Build, Metrics, Place
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 VERSION_LABELS = {"version", "torch_version", "nccl_version", "python_version"}
@@ -29,15 +29,12 @@ def new_metrics(
     return Metrics(
         run_id,
         node,
-        "0.1.0",
-        slots=2,
+        Build(version="0.1.0", torch_version="2.13"),
+        Place(address="10.0.0.7", workers=2, gpus=2),
         min_nodes=1,
         max_nodes=4,
         started_at_s=1_700_000_000.25,
         clock=clock,
-        address="10.0.0.7",
-        gpus=2,
-        torch_version="2.13",
     )
 
 
@@ -322,8 +319,9 @@ def test_two_agents_in_one_process_share_nothing() -> None:
 
 def test_the_metrics_directory_of_the_training_script_is_left_alone(tmp_path: Path) -> None:
     program = (
-        "from elastic_agent.health.metrics import Metrics\n"
-        "m = Metrics('r', 'n', '1', slots=1, min_nodes=1, max_nodes=1, started_at_s=0.0, clock=float)\n"
+        "from elastic_agent.health.metrics import Build, Metrics, Place\n"
+        "about = 'r', 'n', Build(version='1'), Place(workers=1)\n"
+        "m = Metrics(*about, min_nodes=1, max_nodes=1, started_at_s=0.0, clock=float)\n"
         "m.restarts_total.inc(reason='oom')\n"
         "m.progress(1, 2.0)\n"
         "assert m.render()\n"

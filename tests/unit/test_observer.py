@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from elastic_agent.agent.accounting.observer import Observer
 from elastic_agent.agent.status.pages import StatusPages
-from elastic_agent.health.metrics import Metrics
+from elastic_agent.health.metrics import Build, Metrics, Place
 from elastic_agent.rendezvous.records import (
     BadState,
     Cause,
@@ -23,7 +23,16 @@ WORLD = World("job", 1, Phase.RUNNING, (MEMBER,), Endpoint("h", 1), Cause(CauseK
 
 
 def test_a_state_that_is_passed_over_is_counted_once() -> None:
-    metrics = Metrics("job", "a", "1", slots=1, min_nodes=1, max_nodes=1, started_at_s=0.0, clock=lambda: 0.0)
+    metrics = Metrics(
+        "job",
+        "a",
+        Build(version="1"),
+        Place(workers=1),
+        min_nodes=1,
+        max_nodes=1,
+        started_at_s=0.0,
+        clock=lambda: 0.0,
+    )
     pages = StatusPages("job", "a", "a-1", "1", lease_ttl_s=5.0, max_restarts=None, clock=lambda: 0.0)
     observer = Observer(metrics, pages, None, 0.0, lambda: 0.0)
     counted = []
