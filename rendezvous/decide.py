@@ -7,7 +7,7 @@ A generation's life is one key, `world`, changed only by compare-and-set:
 
     (none) ── enough nodes, last call over ──> RUNNING g=1
     RUNNING g ── failure, loss ──> STOPPING g ── all members settled or gone ──> RUNNING g+1
-    RUNNING g ── join, leave ──> DRAINING g ── all workers know of it ──> STOPPING g, drained
+    RUNNING g ── join, leave ──> DRAINING g ── all workers know of it ──> LAST_STEP g ── all have ended ──> RUNNING g+1
     RUNNING g ── every member succeeded, budget spent ──> ENDED
     ENDED g ── all nodes came after the end, and the store outlives a job ──> RUNNING g+1
 
@@ -15,10 +15,9 @@ While STOPPING, every member stops its workers and writes `settled = g` with a f
 contains a node that may still run the old generation (I1), and never a port that was used before.
 
 A planned change loses no step (I8). While DRAINING, training goes on and each member raises a flag that its workers
-look at after every step. When all flags are up the world is STOPPING and *drained*: nobody is signalled, rank 0's
-node says in `StopAt` after which step all end (see `drain`), and the next generation begins there. Workers that look
-at no flag are signalled, as after a failure but with time to save. A failure or a loss on the way ends it at once:
-STOPPING, and not drained any more.
+look at after every step. When all flags are up the phase is LAST_STEP: no worker is signalled, rank 0's node says in
+`StopAt` after which step all end (see `drain`), and the next generation begins there. Workers that look at no flag are
+signalled, as after a failure but with time to save. A failure or a loss on the way ends it at once: STOPPING.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ def decide(view: View, policy: Policy, now: float) -> Decision:
         if view.came_after_end:
             return _close(replace(view, world=None), policy, now, generation=world.generation + 1)
         return Wait(f"the job has ended: {world.cause.detail}")
-    if world.phase is Phase.STOPPING and not world.drained:
+    if world.phase is Phase.STOPPING:
         return _close(view, policy, now)
     live = {node.incarnation: node for node in view.nodes}
     present = [live[member.incarnation] for member in world.members if member.incarnation in live]
@@ -258,8 +257,9 @@ def _gather(world: World, view: View, present: Sequence[NodeRecord], now: float)
         return Wait(f"{world.cause.detail}: waiting for {_named(uninformed)} to tell its workers")
     deaf = [node for node in training if node.listening < generation]
     if not deaf:
-        drained = replace(world, phase=Phase.STOPPING, drained=True)
-        return Publish(drained, f"{world.cause.detail}; all workers stop at the same step")
+        return Publish(
+            replace(world, phase=Phase.LAST_STEP), f"{world.cause.detail}; all workers stop at the same step"
+        )
     heard_by = view.world_since + LISTEN_S
     some_listen = len(deaf) < len(training) or _best_step(world, view.nodes) > 0
     if some_listen and now < heard_by:
@@ -287,7 +287,7 @@ def _finish_drain(
     rescuer = next((node.incarnation for node in present if node.kept == generation), "")
     if isinstance(decision, Publish) and not goes_on:
         return replace(decision, world=replace(decision.world, rescuer=rescuer))
-    return Publish(replace(world, drained=False, rescuer=rescuer), decision.reason)
+    return Publish(replace(world, phase=Phase.STOPPING, rescuer=rescuer), decision.reason)
 
 
 def _await_the_others(
@@ -507,11 +507,11 @@ def _drain(world: World, cause: Cause) -> Publish:
 
 
 def _stop(world: World, cause: Cause) -> Publish:
-    return Publish(replace(world, phase=Phase.STOPPING, cause=cause, drained=False), cause.detail)
+    return Publish(replace(world, phase=Phase.STOPPING, cause=cause), cause.detail)
 
 
 def _end(world: World, result: Result, cause: Cause) -> Publish:
-    ended = replace(world, phase=Phase.ENDED, cause=cause, result=result, drained=False)
+    ended = replace(world, phase=Phase.ENDED, cause=cause, result=result)
     return Publish(ended, cause.detail)
 
 

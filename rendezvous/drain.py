@@ -1,7 +1,7 @@
 """After which step the workers of a draining generation end: what a rank is answered that asks at a step's end.
 
     RUNNING g ──> DRAINING g: every member raises its workers' flags, and says so
-              ──> STOPPING g, drained: all flags are up, so from now on every rank asks at the end of every step
+              ──> LAST_STEP g: all flags are up, so from now on every rank asks at the end of every step
     rank 0 asks at the end of step s: its node writes `StopAt(g, s + 1)` before rank 0 goes on
     any rank asks at the end of step n: it ends if `StopAt` says n, and goes on if it says more, or nothing yet
 
@@ -115,9 +115,4 @@ def stranded(step: int | None, stop: StopAt | None, generation: int) -> bool:
 
 
 def _awaits_stop(ask: Ask, world: World | None) -> bool:
-    return (
-        world is not None
-        and world.generation == ask.generation
-        and world.phase is Phase.STOPPING
-        and world.drained
-    )
+    return world is not None and world.generation == ask.generation and world.phase is Phase.LAST_STEP

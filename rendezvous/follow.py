@@ -140,7 +140,7 @@ def _follow_with_workers(world: World | None, local: Local) -> Order:
     if world.generation > local.generation or world.member(local.incarnation) is None:
         return Stop(local.generation, False, f"generation {world.generation} has replaced it")
     if world.drains and not local.drain_over:
-        return Drain(local.generation, world.phase is Phase.STOPPING, world.cause.detail)
+        return Drain(local.generation, world.phase is Phase.LAST_STEP, world.cause.detail)
     if world.drains:
         return Stop(
             local.generation, True, f"{world.cause.detail}; the workers did not end by themselves in time"

@@ -31,6 +31,7 @@ from .peers import Finding, Peer, Suspects, out_of_sight, slow_to_go_on, slow_to
 from .proof import Proof
 from .records import (
     NODES_PREFIX,
+    TRANSITIONS,
     WORLD_KEY,
     Failure,
     GenerationProgress,
@@ -357,6 +358,8 @@ class Participant:
         if isinstance(decision, Publish) and roster.nodes_are_behind:
             return roster.question
         if isinstance(decision, Publish):
+            before, after = roster.world.phase if roster.world is not None else None, decision.world.phase
+            assert after in TRANSITIONS[before], f"no world goes from {before} to {after}"
             self._wake_at, self.backoff_s = None, 0.0
             compare = Compare(WORLD_KEY, roster.world_revision)
             return WriteWorld(compare, decision.world, gone_for_good[:MOST_EVICTED])
@@ -370,8 +373,7 @@ class Participant:
     def _settle_unstarted(self) -> None:
         """A generation that was stopped before this node started it has no workers here either."""
         world = self.world
-        stops = world is not None and world.phase in (Phase.DRAINING, Phase.STOPPING)
-        if world is None or not stops or self._generation:
+        if world is None or not (world.drains or world.stops) or self._generation:
             return
         if world.member(self.incarnation) is not None and self._session.says.settled < world.generation:
             self._settle(world)

@@ -93,7 +93,7 @@ class Peers:
 
 def slow_to_stop(world: World, nodes: Iterable[NodeRecord], incarnation: str) -> Suspects:
     """For the coordinator, itself of `incarnation`: members of a stopping world that have not said they are done."""
-    if world.phase is not Phase.STOPPING:
+    if not world.stops:
         return {}
     others = {member.incarnation for member in world.members if member.incarnation != incarnation}
     return {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from .errors import RecordInvalid
 from .fields import NAME, Fields, clean
 from .terms import Limits, Program
 
-SCHEMA = 6
+SCHEMA = 7
 """Version of all records. A reader refuses any other: half an understanding is worse than none."""
 
 MAX_RECORD_BYTES = 1024 * 1024
@@ -225,11 +226,26 @@ class Phase(enum.Enum):
     RUNNING = "running"
     """The members train."""
     DRAINING = "draining"
-    """They train on, and tell their workers that a planned change waits; when all have been told, they stop."""
+    """They train on, and notify their workers that a planned change waits."""
+    LAST_STEP = "last_step"
+    """All workers know of it: they end by themselves at the step that `StopAt` names, and no agent signals them."""
     STOPPING = "stopping"
     """The members stop their workers and say so; the next generation closes when all have, or are gone."""
     ENDED = "ended"
     """The job is over; `result` says how."""
+
+
+TRANSITIONS: Mapping[Phase | None, frozenset[Phase]] = {
+    None: frozenset({Phase.RUNNING}),
+    Phase.RUNNING: frozenset({Phase.RUNNING, Phase.DRAINING, Phase.STOPPING, Phase.ENDED}),
+    Phase.DRAINING: frozenset({Phase.LAST_STEP, Phase.STOPPING, Phase.ENDED}),
+    Phase.LAST_STEP: frozenset({Phase.STOPPING, Phase.ENDED, Phase.RUNNING}),
+    Phase.STOPPING: frozenset({Phase.ENDED, Phase.RUNNING}),
+    Phase.ENDED: frozenset({Phase.RUNNING}),
+}
+"""Which phase may follow in the key `world`; None: it is not there. RUNNING begins the next generation, but for RUNNING
+itself, which only learns that some workers have ended with success. What an empty store begins with is `carried_over`,
+and no step of this table."""
 
 
 class CauseKind(enum.Enum):
@@ -323,8 +339,6 @@ class World:
     step: int = 0
     """Highest step that any node had reported before this generation: it makes progress by passing it."""
     result: Result | None = None
-    drained: bool = False
-    """While STOPPING: the workers end by themselves at the step that `StopAt` names, and nobody signals them."""
     rescuer: str = ""
     """The member that brings the state after the last step to disk now: no generation goes on with it at once."""
     limits: Limits | None = None
@@ -352,8 +366,13 @@ class World:
 
     @property
     def drains(self) -> bool:
-        """A planned change is under way in which nobody signals the workers."""
-        return self.phase is Phase.DRAINING or self.drained
+        """A planned change is under way in which no agent signals the workers."""
+        return self.phase in (Phase.DRAINING, Phase.LAST_STEP)
+
+    @property
+    def stops(self) -> bool:
+        """Its members' workers end, and the next generation waits for that."""
+        return self.phase in (Phase.LAST_STEP, Phase.STOPPING)
 
     @property
     def size(self) -> int:
@@ -370,7 +389,7 @@ class World:
     def carried_over(self) -> World:
         """What an empty store that takes the place of this world's begins with: all of its members may still train."""
         cause = Cause(CauseKind.LOST, detail=f"the store that held generation {self.generation} is gone")
-        return replace(self, phase=Phase.STOPPING, cause=cause, drained=False, rescuer="")
+        return replace(self, phase=Phase.STOPPING, cause=cause, rescuer="")
 
     def to_json(self) -> str:
         return _dump(self)
@@ -391,7 +410,6 @@ class World:
             restarts=fields.one("restarts", _restarts),
             step=fields.integer("step"),
             result=None if fields.value("result") is None else fields.choice("result", Result),
-            drained=fields.boolean("drained"),
             rescuer=fields.text("rescuer", 128),
             finishing=fields.boolean("finishing"),
             limits=fields.optional("limits", Limits.read),
@@ -410,10 +428,6 @@ class World:
                 raise RecordInvalid(WORLD_KEY, "it lists a node twice")
         if (world.phase is Phase.ENDED) != (world.result is not None):
             raise RecordInvalid(WORLD_KEY, f"phase {world.phase.value!r} with result {world.result}")
-        if world.drained and world.phase is not Phase.STOPPING:
-            raise RecordInvalid(
-                WORLD_KEY, f"phase {world.phase.value!r} while its workers stop by themselves"
-            )
         if world.cause.kind is CauseKind.FAILURE and world.cause.failure is None:
             raise RecordInvalid(WORLD_KEY, "its cause is a failure that it does not name")
         return world

@@ -167,7 +167,7 @@ class Observer:
     def _look_for_next(self, snapshot: NodeSnapshot, now: float) -> None:
         """No worker is here: does this node still seek the next world, and what for does it wait?"""
         world = snapshot.world
-        if world is not None and world.phase is not Phase.STOPPING:
+        if world is not None and not world.stops:
             ours = world.generation <= self._generation.number or world.member(snapshot.incarnation)
             if world.phase is Phase.ENDED or not ours:
                 self._hear(News.SET_ASIDE, now)

@@ -64,7 +64,7 @@ class WorldWatch:
             left=len(left),
             lost=len(gone - left),
             put_aside=len({one.life for one in world.aside} - {one.life for one in before.aside}),
-            incident=_incident(world.cause) if ended and world.phase is not Phase.STOPPING else None,
+            incident=_incident(world.cause) if ended and not world.stops else None,
         )
 
 

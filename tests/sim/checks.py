@@ -7,7 +7,7 @@ from collections import Counter, deque
 from elastic_agent.agent.heartbeat import STUCK_AFTER_S
 from elastic_agent.rendezvous.decide import Policy
 from elastic_agent.rendezvous.follow import Start
-from elastic_agent.rendezvous.records import MAX_RECORD_BYTES, Phase, World, life_of
+from elastic_agent.rendezvous.records import MAX_RECORD_BYTES, TRANSITIONS, Phase, World, life_of
 from elastic_agent.rendezvous.store import LeaseId
 
 from .node import LEASE_TTL_S, STOPS_IN_S, SimNode
@@ -46,6 +46,8 @@ class Checks:
         self.disturbed_until = 0.0
         """Faults and what follows from them; a promise about planned changes alone says nothing before."""
         self.teams: dict[int, Team] = {}
+        self.phase: Phase | None = None
+        """Of the newest world."""
         self.worlds: dict[int, World] = {}
         self.world_revisions: dict[int, int] = {}
         self.starts: set[tuple[str, int]] = set()
@@ -71,6 +73,9 @@ class Checks:
         names = " ".join(member.node for member in world.members)
         self.note(f"world {world.generation} {world.phase.value} [{names}] {world.cause.kind.value}")
         assert len(world.to_json()) <= MAX_RECORD_BYTES, "no node could read it, nor any world after it"
+        if world.phase not in TRANSITIONS[self.phase]:
+            self.broken("I2", f"the world goes from {self.phase} to {world.phase}")
+        self.phase = world.phase
         newest = max(self.worlds, default=0)
         known = self.worlds.get(world.generation)
         if world.phase is Phase.RUNNING:
@@ -96,7 +101,7 @@ class Checks:
             team = self.teams.get(world.generation)
             if team is not None and team.complete and all(worker.stepped for worker in team.workers.values()):
                 self.all_stepped.add(world.generation)
-        elif world.drained:
+        elif world.phase is Phase.LAST_STEP:
             self.drained.add(world.generation)
             self.seen["drained"] += 1
 

@@ -225,6 +225,7 @@ class Simulation(Checks):
         if not self.worlds or self.bug == "an empty store knows nothing of the last world":
             return
         self.seen["store replaced"] += 1
+        self.phase = Phase.STOPPING
         self.ledger.transact(
             (), (Put(WORLD_KEY, self.worlds[max(self.worlds)].carried_over().to_json()),), self.now
         )

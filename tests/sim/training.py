@@ -274,7 +274,7 @@ class Question:
         world = snapshot.world
         early = self.sim.bug == "stop published before all acknowledged"
         if early and world is not None and world.phase is Phase.DRAINING:
-            return replace(snapshot, world=replace(world, phase=Phase.STOPPING, drained=True))
+            return replace(snapshot, world=replace(world, phase=Phase.LAST_STEP))
         return snapshot
 
     def read(self, snapshot: Snapshot) -> None:

@@ -20,6 +20,7 @@ from elastic_agent.rendezvous.decide import (
 )
 from elastic_agent.rendezvous.follow import Drain, Leave, Local, Order, Refusal, Start, Stay, Stop, follow
 from elastic_agent.rendezvous.records import (
+    TRANSITIONS,
     Aside,
     BadState,
     Cause,
@@ -262,7 +263,7 @@ def test_the_last_call_over_a_newcomer_begins_when_it_is_ready() -> None:
 DRAINING = replace(ABC, phase=Phase.DRAINING, cause=Cause(CauseKind.LEAVE, "c", "node c was asked to stop"))
 FRESH = replace(DRAINING, step=0)
 """No worker of the job has ever told of a step."""
-DRAINED = replace(DRAINING, phase=Phase.STOPPING, drained=True)
+DRAINED = replace(DRAINING, phase=Phase.LAST_STEP)
 TA, TB, TC = (replace(node, draining=4) for node in (A, B, C))
 """They have told their workers."""
 LA, LB, LC = (replace(node, listening=4) for node in (TA, TB, TC))
@@ -272,15 +273,14 @@ KA, KB, KC = (replace(node, draining=4, listening=4, drained=4, kept=4, settled=
 GOING = {"leaving": True}
 
 
-def drained(decision: Decision) -> str:
-    """As `short`, and whether the workers end by themselves."""
-    by_themselves = isinstance(decision, Publish) and decision.world.drained
+def rescued(decision: Decision) -> str:
+    """As `short`, and who brings the last state to disk."""
     rescuer = (
         f", {decision.world.rescuer} rescues"
         if isinstance(decision, Publish) and decision.world.rescuer
         else ""
     )
-    return short(decision) + (", drained" if by_themselves else "") + rescuer
+    return short(decision) + rescuer
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def drained(decision: Decision) -> str:
         # and then it depends on whether the workers listen
         (
             view(DRAINING, LA, LB, LC),
-            "stopping 4 [a b c] leave c, drained",
+            "last_step 4 [a b c] leave c",
             "all workers stop at the same step",
         ),
         (
@@ -310,7 +310,7 @@ def drained(decision: Decision) -> str:
         # who has finished with success has nobody to tell
         (
             view(DRAINING, LA, LB, replace(SC, succeeded=4)),
-            "stopping 4 [a b c] leave c, drained",
+            "last_step 4 [a b c] leave c",
             "all workers stop at the same step",
         ),
         (
@@ -325,12 +325,12 @@ def drained(decision: Decision) -> str:
         (view(DRAINING, LA, LB, SC), "stopping 4 [a b c] leave c", "asked to stop"),
         # a second node that leaves meanwhile, or a joiner that comes or dies, changes nothing
         (view(DRAINING, LA, LB, replace(TC, **GOING)), "wait until 103", ""),
-        (view(DRAINING, LA, replace(LB, **GOING), LC, D), "stopping 4 [a b c] leave c, drained", ""),
+        (view(DRAINING, LA, replace(LB, **GOING), LC, D), "last_step 4 [a b c] leave c", ""),
     ],
 )
 def test_a_planned_change_waits_until_all_workers_know(seen: View, decision: str, reason: str) -> None:
     made = decide(seen, POLICY, NOW)
-    assert drained(made) == decision
+    assert rescued(made) == decision
     assert reason in made.reason
 
 
@@ -369,12 +369,12 @@ def test_a_planned_change_waits_until_all_workers_know(seen: View, decision: str
             "2 nodes are ready",
         ),
         (
-            view(replace(DRAINED, drained=False, rescuer="b-1"), SA, replace(KB, **GOING), D),
+            view(replace(DRAINED, phase=Phase.STOPPING, rescuer="b-1"), SA, replace(KB, **GOING), D),
             "wait",
             "node b brings the state to disk before it leaves",
         ),
         (
-            view(replace(DRAINED, drained=False, rescuer="b-1"), SA, D),
+            view(replace(DRAINED, phase=Phase.STOPPING, rescuer="b-1"), SA, D),
             "running 5 [a d] leave c",
             "2 nodes are ready",
         ),
@@ -388,7 +388,7 @@ def test_a_planned_change_waits_until_all_workers_know(seen: View, decision: str
 )
 def test_how_a_drain_ends(seen: View, decision: str, reason: str) -> None:
     made = decide(seen, POLICY, NOW)
-    assert drained(made) == decision
+    assert rescued(made) == decision
     assert reason in made.reason
 
 
@@ -973,36 +973,29 @@ def lives_in_a_drain(node: NodeRecord) -> Iterator[tuple[bool, NodeRecord | None
         yield True, replace(record, leaving=True)
 
 
-CHANGES = {
-    Phase.RUNNING: (Phase.DRAINING, Phase.STOPPING, Phase.ENDED),
-    Phase.DRAINING: (Phase.STOPPING, Phase.ENDED),
-    Phase.STOPPING: (Phase.STOPPING, Phase.ENDED, Phase.RUNNING),
-}
-
-
 def check_promises(seen: View, policy: Policy, decision: Decision) -> None:
     assert decide(seen, policy, NOW) == decision, "two coordinators decide differently"
     assert decision.reason
     before, live = seen.world, {node.incarnation: node for node in seen.nodes}
     if isinstance(decision, Wait):
-        assert before is None or not (before.trains or before.drained) or not broken(before, live)
+        assert before is None or not (before.trains or before.drains) or not broken(before, live)
         return
     world = decision.world
     assert World.from_json(world.to_json()) == world
-    assert before is None or world.phase in CHANGES[before.phase]
+    assert world.phase in TRANSITIONS[before.phase if before is not None else None]
     if world.phase is not Phase.RUNNING:
         assert before is not None
-        assert (before.phase, before.drained) != (world.phase, world.drained), "nothing would change"
+        assert before.phase is not world.phase, "nothing would change"
         kept = replace(world, phase=before.phase, cause=before.cause, result=None, restarts=before.restarts)
-        kept = replace(kept, drained=before.drained, rescuer=before.rescuer)
+        kept = replace(kept, rescuer=before.rescuer)
         assert kept == before, "only the phase and its reason change inside a generation"
-        if world.drained:
+        if world.phase is Phase.LAST_STEP:
             training = [live[m.incarnation] for m in world.members if live[m.incarnation].succeeded != 4]
             assert all(node.draining == node.listening == 4 for node in training), "some would not stop"
         if world.rescuer:
             assert live[world.rescuer].kept == 4
         return
-    assert before is None or before.phase is Phase.STOPPING
+    assert before is None or before.stops
     assert world.generation == (before.generation + 1 if before is not None else 1)
     assert policy.min_nodes <= len(world.members) <= policy.max_nodes
     chosen = [live[member.incarnation] for member in world.members]
@@ -1015,7 +1008,7 @@ def check_promises(seen: View, policy: Policy, decision: Decision) -> None:
     stayed = [i for i in old if i in live and not live[i].leaving]
     goes_on = before is not None and len(stayed) >= policy.min_nodes
     came = [i for i in live if i not in old and not live[i].leaving and (live[i].warm or not goes_on)]
-    if before is not None and before.drained:
+    if before is not None and before.phase is Phase.LAST_STEP:
         keepers = [node for node in seen.nodes if node.kept == before.generation]
         assert not keepers or not all(node.leaving for node in keepers), "the state would be lost"
     assert [node.incarnation for node in chosen] == (stayed + came)[: policy.max_nodes]
@@ -1027,11 +1020,11 @@ def broken(world: World, live: dict[str, NodeRecord]) -> bool:
 
 
 @pytest.mark.parametrize("limits", [(1, 1), (1, 3), (2, 2), (2, 3), (3, 3)])
-@pytest.mark.parametrize("phase", ["none", "running", "draining", "drained", "stopping", "failed"])
+@pytest.mark.parametrize("phase", ["none", "running", "draining", "last step", "stopping", "failed"])
 def test_every_small_combination_keeps_the_promises(phase: str, limits: tuple[int, int]) -> None:
     policy = Policy("job", *limits, restarts=RestartPolicy(first_backoff_s=0.0))
     published = 0
-    each = lives_in_a_drain if phase in ("draining", "drained") else lives
+    each = lives_in_a_drain if phase in ("draining", "last step") else lives
     for combination in itertools.product(each(A), each(HOST), each(C)):
         places = zip((A, HOST, C), combination, strict=True)
         inside = [node for node, (is_member, _) in places if is_member][::-1]
@@ -1044,8 +1037,8 @@ def test_every_small_combination_keeps_the_promises(phase: str, limits: tuple[in
             seen = view(running(*inside), *nodes)
         elif phase == "draining":
             seen = view(running(*inside, phase=Phase.DRAINING, cause=DRAINING.cause), *nodes)
-        elif phase == "drained":
-            seen = view(stopping(*inside, drained=True), *nodes)
+        elif phase == "last step":
+            seen = view(replace(stopping(*inside), phase=Phase.LAST_STEP), *nodes)
         else:
             kind = CauseKind.FAILURE if phase == "failed" else CauseKind.LOST
             seen = view(stopping(*inside, kind=kind), *nodes)
@@ -1068,7 +1061,7 @@ HOST_LEFT = replace(
 )
 
 
-PLAIN = replace(DRAINED, drained=False)
+PLAIN = replace(DRAINED, phase=Phase.STOPPING)
 TOO_LATE = "node c was asked to stop; the workers did not end by themselves in time"
 
 
@@ -1126,7 +1119,7 @@ WORLD_LOST = "the rendezvous store has lost the world that runs here"
         (DRAINING, replace(BUSY, drain_over=True), stop(TOO_LATE, planned=True)),
         (DRAINED, replace(BUSY, drain_over=True), stop(TOO_LATE, planned=True)),
         (DRAINED, replace(BUSY, lease_good=False), stop(UNCONFIRMED)),
-        (replace(DRAINED, drained=False), BUSY, stop("node c was asked to stop", planned=True)),
+        (PLAIN, BUSY, stop("node c was asked to stop", planned=True)),
         (replace(DRAINED, generation=5), BUSY, stop("generation 5 has replaced it")),
         # who leaves stays until the others have what they go on with
         (DRAINING, IDLE, Stay()),

@@ -87,7 +87,7 @@ def test_it_tells_how_far_the_node_has_come_each_thing_once(scene: Scene) -> Non
             lambda: None,
             lambda: (scene.delete(wish_key("b")), scene.put(replace(B, leaving=True))),
             lambda: scene.put(draining),
-            lambda: scene.put(replace(draining, phase=Phase.STOPPING, drained=True)),
+            lambda: scene.put(replace(draining, phase=Phase.LAST_STEP)),
             lambda: scene.put(replace(WORLD, generation=5, members=line_up((A,)), cause=LEAVE)),
             lambda: scene.delete("nodes/b"),
         ]

@@ -34,11 +34,10 @@ from elastic_agent.worker.wire.messages import Said, StepEnded, Verdict
 DRAINED = World(
     job="job",
     generation=7,
-    phase=Phase.STOPPING,
+    phase=Phase.LAST_STEP,
     members=(Member("a", "life-a", 2, 0),),
     master=Endpoint("10.0.0.1", 29000),
     cause=Cause(CauseKind.JOIN),
-    drained=True,
 )
 ZERO, ONE = Ask(7, 0, 20), Ask(7, 1, 20)
 
@@ -90,7 +89,7 @@ def test_all_ranks_end_after_the_step_that_rank_0_names(scene: Scene) -> None:
 def test_a_world_that_has_changed_meanwhile_names_no_step(scene: Scene) -> None:
     """The node has not heard yet that the drain is over."""
     old = scene.latest
-    plain = replace(DRAINED, drained=False)
+    plain = replace(DRAINED, phase=Phase.STOPPING)
     scene.publish(plain)
     heard = scene.latest
     scene.latest = old

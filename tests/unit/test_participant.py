@@ -11,6 +11,7 @@ import pytest
 
 from elastic_agent.agent.events import Handlers, StoreMismatched
 from elastic_agent.agent.store.link import deliver_to
+from elastic_agent.rendezvous.decide import Publish
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreMismatch, StoreUnavailable
 from elastic_agent.rendezvous.follow import Drain, Leave, Refusal, Start, Stay, Stop
 from elastic_agent.rendezvous.ledger import Ledger
@@ -19,6 +20,7 @@ from elastic_agent.rendezvous.patience import LEAVE_TOGETHER_S
 from elastic_agent.rendezvous.proof import LEASE_MARGIN
 from elastic_agent.rendezvous.records import (
     NODES_PREFIX,
+    SCHEMA,
     WORLD_KEY,
     CauseKind,
     Failure,
@@ -551,6 +553,40 @@ def mismatch(peer: Peer) -> str:
     return refusal.reason
 
 
+@pytest.mark.parametrize("version", [SCHEMA - 1, SCHEMA + 1])
+def test_agents_of_two_versions_refuse_each_other_by_name(bench: Bench, version: int) -> None:
+    """The newcomer of a mixed pair leaves, whichever version it has, and the job goes on without it."""
+    a, b = bench.joined("a", "b")
+
+    def of_version(key: str) -> str:
+        (entry,) = bench.ledger.read((key,), bench.now).entries
+        return entry.value.replace(f'"v":{SCHEMA}', f'"v":{version}', 1)
+
+    bench.put("nodes/z", of_version("nodes/a").replace('"a"', '"z"'))
+    bench.settle()
+    assert [node.node for node in a.part.known_nodes] == ["a", "b"]
+    assert a.stops() == []
+
+    world, leader = of_version(WORLD_KEY), of_version("nodes/a")
+    bench.kill(a)
+    bench.kill(b)
+    bench.after(TTL_S + 1)
+    newcomer = bench.join("c")
+    bench.put("nodes/a", leader)
+    bench.put(WORLD_KEY, world)
+    bench.settle()
+    assert f"schema version {version}, this agent reads {SCHEMA}" in mismatch(newcomer)
+
+
+def test_no_world_is_written_that_no_transition_leads_to(bench: Bench) -> None:
+    a, _ = bench.joined("a", "b")
+    world = bench.world()
+    assert world is not None
+    a.part._decide = lambda view, policy, now: Publish(replace(world, phase=Phase.LAST_STEP), "not announced")
+    with pytest.raises(AssertionError, match=r"no world goes from Phase\.RUNNING to Phase\.LAST_STEP"):
+        bench.settle()
+
+
 def test_another_jobs_store_in_the_place_of_ours_is_refused_and_the_workers_end(bench: Bench) -> None:
     """Whether an answer to a request says so, or another of the threads at the store."""
     a, b = bench.joined("a", "b")
@@ -884,7 +920,7 @@ def test_nobody_stops_before_every_node_has_told_its_workers(bench: Bench, liste
     bench.settle()
     world = bench.world()
     assert world is not None
-    assert (world.phase, world.drained) == (Phase.STOPPING, True)
+    assert world.phase is Phase.LAST_STEP
 
 
 def test_a_node_that_leaves_stays_until_the_others_have_what_they_go_on_with(
@@ -933,19 +969,19 @@ def test_a_drain_ends_in_time(bench: Bench, listeners: list[Peer]) -> None:
     assert bench.members() == ["a", "c"]
 
 
-@pytest.mark.parametrize("drained", [False, True], ids=["draining", "drained"])
+@pytest.mark.parametrize("last_step", [False, True], ids=["draining", "last step"])
 def test_a_failure_during_a_drain_is_a_failure_at_once(
-    bench: Bench, listeners: list[Peer], drained: bool
+    bench: Bench, listeners: list[Peer], last_step: bool
 ) -> None:
     a, b, c = listeners
     a.obedient = c.obedient = False
     b.part.leave(bench.now)
     bench.settle()
-    for peer in (a, c) if drained else (c,):
+    for peer in (a, c) if last_step else (c,):
         peer.part.workers_told(2)
         peer.part.workers_listen(2)
     bench.settle()
-    assert bench.phase() is (Phase.STOPPING if drained else Phase.DRAINING)
+    assert bench.phase() is (Phase.LAST_STEP if last_step else Phase.DRAINING)
     c.part.workers_failed(Failure(2, "crash", "rank 4 raised"))
     bench.settle()
     assert a.order == c.order == Stop(2, False, "rank 4 raised")

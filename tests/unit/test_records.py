@@ -256,7 +256,6 @@ def worlds(draw: st.DrawFn) -> World:
         ),
         step=draw(numbers),
         result=draw(st.sampled_from(Result)) if phase is Phase.ENDED else None,
-        drained=phase is Phase.STOPPING and draw(st.booleans()),
         rescuer=draw(st.just("") | names),
         finishing=draw(st.booleans()),
         limits=draw(st.none() | limits),
@@ -409,7 +408,6 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("restarts", "blamed"): number(),
         ("step",): number(),
         ("result",): [1, True, [], {}, "", "other"],
-        ("drained",): FLAG,
         ("rescuer",): text(128),
         ("finishing",): FLAG,
         **LIMITS_FIELDS,
@@ -551,7 +549,6 @@ def members(*places: Member) -> World:
         (replace(WORLD, result=Result.SUCCEEDED), "phase 'stopping' with result"),
         (replace(ENDED, result=None), "phase 'ended' with result None"),
         (replace(WORLD, cause=Cause(CauseKind.FAILURE, "a", "why")), "a failure that it does not name"),
-        (replace(WORLD, phase=Phase.DRAINING, drained=True), "phase 'draining' while its workers stop"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
