@@ -1,6 +1,6 @@
 """The `elastic-agent` command: parse, answer `--help`, `--version` and `--check-config`, or call `run`.
 
-Nothing is decided here: `options` has the table, `layers` reads, `resolve` merges and checks, `machine` says what
+Nothing is decided here: `options` has the table, `sources` reads, `resolve` merges and checks, `machine` says what
 follows on this machine, `run` does the work and returns the exit code. A configuration with problems ends with 78,
 or with 73 where another machine could run it, and the list of all of them, before anything is started.
 
@@ -19,11 +19,11 @@ from collections.abc import Sequence
 
 from .. import __version__
 from .configuration.config import CHECK_CONFIG, HELP, VERSION, ConfigError
-from .configuration.layers import read_argv
 from .configuration.option import Source
 from .configuration.options import COMMANDS, GROUPS
 from .configuration.resolve import Resolved
 from .configuration.settings import comment
+from .configuration.sources import read_argv
 from .error_file import write_error_file
 from .exits import ExitCode
 from .machine.examine import Machine, prepare

@@ -19,11 +19,11 @@ from ...rendezvous.fields import NAME, shortened
 from ...rendezvous.records import NODES_PREFIX, WORLD_KEY, NodeRecord, Phase, Wish, World, life_of, wish_key
 from ...rendezvous.store import Compare, Delete, Entry, Put, Store
 from ..configuration.config import ConfigError, Problem
-from ..configuration.kinds import duration
-from ..configuration.layers import ENV_PREFIX, Layer
 from ..configuration.option import Option
+from ..configuration.parsers import duration
 from ..configuration.rendezvous import JOB_ID, RendezvousConfig
 from ..configuration.resolve import resolve_meeting_place
+from ..configuration.sources import ENV_PREFIX, Layer
 from ..exits import DrainCode
 from ..processes.run_files import places, stores_here
 from .store_command import CannotDo, store_command, world_of

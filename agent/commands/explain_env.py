@@ -23,10 +23,10 @@ from ...rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase,
 from ...worker.wire.environment import NAMES
 from ..checkpoints.folder import describe_folder
 from ..configuration.config import HELP, Config, ConfigError
-from ..configuration.kinds import YES_OR_NO
-from ..configuration.layers import read_argv
 from ..configuration.option import Option, Source
 from ..configuration.options import SECRET_VARIABLES
+from ..configuration.parsers import YES_OR_NO
+from ..configuration.sources import read_argv
 from ..environment.contract import WorkerPlace, chosen_variables, worker_env
 from ..exits import ExitCode
 from ..machine.examine import Machine, prepare

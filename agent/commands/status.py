@@ -22,11 +22,11 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 from ...rendezvous.records import Endpoint
 from ..configuration.config import CONFIG_FILE, HELP, SCRIPT, ConfigError, Problem
-from ..configuration.kinds import YES_OR_NO, Kind, duration, endpoint
-from ..configuration.layers import Layer, read_argv, read_environ
 from ..configuration.option import Option
+from ..configuration.parsers import YES_OR_NO, Parser, duration, endpoint
 from ..configuration.rendezvous import ENDPOINT, ETCD_OPTIONS, MEETING, STANDALONE, RendezvousConfig
 from ..configuration.resolve import resolve_meeting_place
+from ..configuration.sources import Layer, read_argv, read_environ
 from ..exits import StatusCode
 from ..processes.run_files import agents_here, places
 from ..status.doors import AgentsDoor, CannotShow, Door, Found, Silence, StoreDoor, ask_nodes
@@ -64,14 +64,14 @@ JSON: Option[bool] = Option(
 )
 WATCH: Option[float | None] = Option(
     "watch",
-    Kind(duration(0.1).expects, _read_interval),
+    Parser(duration(0.1).expects, _read_interval),
     f"look again and again, every {_INTERVAL} s or as often as said, until Ctrl-C",
     metavar="[=DURATION]",
     flag=True,
 )
 AGENT: Option[Endpoint | None] = Option(
     "agent",
-    Kind("host:port", _read_agent),
+    Parser("host:port", _read_agent),
     "ask the agent whose metrics are served there; its log says where",
     metavar="HOST:PORT",
 )

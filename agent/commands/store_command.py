@@ -12,9 +12,9 @@ from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, Store
 from ...rendezvous.records import WORLD_KEY, World
 from ...rendezvous.store import Entry, Store
 from ..configuration.config import CONFIG_FILE, HELP, ConfigError
-from ..configuration.layers import Layer, read_argv
 from ..configuration.option import Option
 from ..configuration.rendezvous import RendezvousConfig
+from ..configuration.sources import Layer, read_argv
 from ..exits import DrainCode, ForgetCode
 from ..store.opening import open_to_look
 

@@ -1,7 +1,7 @@
 """What the agent is to do: one frozen `Config`, complete and checked before anything starts.
 
 Each option stands here, or in `stopping` or `rendezvous`, beside the part of `Config` that it fills. `option` says what
-a row is, `kinds` how each text becomes a value, `layers` reads the file, the environment and the command line, and
+a row is, `parsers` how each text becomes a value, `sources` reads the file, the environment and the command line, and
 `resolve` decides who wins and checks the whole. A `Config` that came from there can be relied on: every number is in
 range, and their relations hold. Durations are seconds; `None` has the meaning written beside the field.
 """
@@ -15,7 +15,8 @@ from pathlib import Path
 from ...rendezvous.records import Endpoint
 from ..exits import ExitCode
 from ..ports import PortRange
-from .kinds import (
+from .option import Group, Option, Source
+from .parsers import (
     IDENTIFIER,
     INTERFACE,
     MOST_NODES,
@@ -23,7 +24,7 @@ from .kinds import (
     PATH,
     TEXT,
     YES_OR_NO,
-    Kind,
+    Parser,
     duration,
     ip_endpoint,
     one_of,
@@ -36,7 +37,6 @@ from .kinds import (
     read_worker_count,
     whole_number,
 )
-from .option import Group, Option, Source
 from .rendezvous import RendezvousConfig
 from .stopping import MAX_RESTARTS, MEMORY_CHECKPOINTS, RUN_AGAIN, StopConfig, TimeoutConfig
 from .values import (
@@ -73,7 +73,7 @@ NO_PYTHON: Option[str | None] = RUNNING.option(
 )
 ARGS: Option[tuple[str, ...]] = RUNNING.option(
     "args",
-    Kind("words as a shell would split them", read_arguments),
+    Parser("words as a shell would split them", read_arguments),
     "arguments of the script, module or program; in the file a list of texts",
     metavar="WORDS",
     default="",
@@ -105,7 +105,7 @@ MAX_NODES: Option[int | None] = NODES.option(
 )
 NNODES: Option[NodeCounts] = NODES.option(
     "nnodes",
-    Kind(f"N or MIN:MAX, nodes from 1 to {MOST_NODES}", read_node_counts),
+    Parser(f"N or MIN:MAX, nodes from 1 to {MOST_NODES}", read_node_counts),
     "short for --min-nodes MIN --max-nodes MAX; one number is both",
     metavar="MIN:MAX",
     torchrun="nnodes",
@@ -113,7 +113,7 @@ NNODES: Option[NodeCounts] = NODES.option(
 )
 NPROC_PER_NODE: Option[WorkerCount] = NODES.option(
     "nproc-per-node",
-    Kind(f"a number of workers from 1 to {MOST_WORKERS}, or auto, gpu, cpu", read_worker_count),
+    Parser(f"a number of workers from 1 to {MOST_WORKERS}, or auto, gpu, cpu", read_worker_count),
     "workers on this node: a number, gpu (one per GPU), cpu (one per CPU core), auto (gpu if there is"
     " one, else cpu)",
     metavar="N",
@@ -139,7 +139,7 @@ VIRTUAL_LOCAL_RANK: Option[bool] = NODES.option(
 )
 AFFINITY: Option[Affinity] = NODES.option(
     "affinity",
-    Kind("none, numa or cores, or torchrun's node (numa) and exclusive (cores)", read_affinity),
+    Parser("none, numa or cores, or torchrun's node (numa) and exclusive (cores)", read_affinity),
     "numa: each worker keeps to the CPUs next to its device, without devices to those of a NUMA node; cores: workers"
     " divide these cores among them, whole ones; none: nothing is set. With the first two OMP_NUM_THREADS follows",
     metavar="HOW",
@@ -155,7 +155,9 @@ GPU_MEMORY_WAIT: Option[float] = NODES.option(
 )
 PRELOAD: Option[Preload] = NODES.option(
     "preload",
-    Kind("names of modules with commas between, default or auto among them or alone, or none", read_preload),
+    Parser(
+        "names of modules with commas between, default or auto among them or alone, or none", read_preload
+    ),
     "a process imports these modules in advance, and workers are forked from it within milliseconds. default: torch,"
     " and what DistributedDataParallel imports when it is first used; auto: what a worker of the first generation"
     " imports from site-packages, alone with default; none: each worker imports all by itself, as under torchrun",
@@ -173,7 +175,7 @@ NODE_ID: Option[str | None] = NODES.option(
 NETWORK = Group("Network and logs")
 LOCAL_ADDR: Option[str | None] = NETWORK.option(
     "local-addr",
-    Kind("a host name or an IP address, without port", read_host),
+    Parser("a host name or an IP address, without port", read_host),
     "address at which other nodes reach this one (default: found out)",
     metavar="HOST",
     torchrun="local-addr",
@@ -202,7 +204,7 @@ NETWORK_PROFILE: Option[NetworkProfile] = NETWORK.option(
 )
 PORT_RANGE: Option[PortRange | None] = NETWORK.option(
     "port-range",
-    Kind("FIRST-LAST with ports from 1 to 65535, or one port", read_port_range),
+    Parser("FIRST-LAST with ports from 1 to 65535, or one port", read_port_range),
     "ports this agent may listen on for its workers, for other nodes' probes (unless --http-address names"
     " a port) and, without an endpoint, for the store (default: any free port)",
     metavar="FIRST-LAST",

@@ -5,7 +5,7 @@ An option `min-nodes` is written `--min-nodes` or `--min_nodes`, `ELASTIC_AGENT_
 `docs/configuration.md` follow the rows. A new option is a row in `config`, `stopping` or `rendezvous`, with the field
 of `Config` beside it that has its value.
 
-Words: a *kind* turns a text into a value (`kinds`). A *shorthand* has no setting of its own, it stands for others
+Words: a *parser* turns a text into a value (`parsers`). A *shorthand* has no setting of its own, it stands for others
 (`--nnodes 1:4`). An option with a *torchrun* name is also read under that name, and from torchrun's own variable
 (`PET_NNODES`).
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Flag
 from typing import Any, Generic, TypeVar, cast
 
-from .kinds import Kind
+from .parsers import Parser
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -34,10 +34,10 @@ class Source(Flag):
 
 @dataclass(frozen=True, slots=True)
 class Option(Generic[T_co]):
-    """One row of the table. `default` is a text for `kind` like any other; `help` says what None means."""
+    """One row of the table. `default` is a text for `parser` like any other; `help` says what None means."""
 
     name: str
-    kind: Kind[T_co]
+    parser: Parser[T_co]
     help: str
     metavar: str = ""
     default: str | None = None
@@ -53,7 +53,7 @@ class Option(Generic[T_co]):
 
     @property
     def default_value(self) -> T_co | None:
-        return None if self.default is None else self.kind.parse(self.default)
+        return None if self.default is None else self.parser.parse(self.default)
 
     def field(self) -> T_co:
         """A field of `Config`, or of a part of it, that has the value of this option."""
@@ -75,8 +75,8 @@ class Group(list[Option[object]]):
     def __init__(self, title: str) -> None:
         self.title = title
 
-    def option(self, name: str, kind: Kind[T], help: str, **more: Any) -> Option[T]:
+    def option(self, name: str, parser: Parser[T], help: str, **more: Any) -> Option[T]:
         """Declare one; `more` are the other fields of `Option`."""
-        option = Option(name, kind, help, **more)
+        option = Option(name, parser, help, **more)
         self.append(option)
         return option

@@ -8,21 +8,21 @@ from pathlib import Path
 from ...rendezvous.etcd.access import PREFIX
 from ...rendezvous.kind import StoreKind
 from ...rendezvous.records import Endpoint
-from .kinds import (
+from .option import Group, Option, Source
+from .parsers import (
     IDENTIFIER,
     PATH,
     SECRET,
     STORE_ADDRESS,
     USER,
     YES_OR_NO,
-    Kind,
+    Parser,
     StoreAddress,
     duration,
     read_backend,
     read_conf,
     read_job_id,
 )
-from .option import Group, Option, Source
 from .stores import ALONE, DEFAULT, STORES, in_words
 from .values import (
     Secret,
@@ -31,7 +31,7 @@ from .values import (
 MEETING = Group("Rendezvous")
 BACKEND: Option[str | None] = MEETING.option(
     "rdzv-backend",
-    Kind(in_words(STORES), read_backend),
+    Parser(in_words(STORES), read_backend),
     f"{'; '.join(kind.described for kind in STORES.values())} (default: what the endpoint's URL says; {ALONE} with one"
     f" node and no endpoint; else {DEFAULT})",
     metavar="STORE",
@@ -46,7 +46,7 @@ ENDPOINT: Option[StoreAddress | None] = MEETING.option(
 )
 JOB_ID: Option[str | None] = MEETING.option(
     "rdzv-id",
-    Kind(f"{IDENTIFIER.expects}, or none", read_job_id),
+    Parser(f"{IDENTIFIER.expects}, or none", read_job_id),
     "the job's name, the same on all nodes; required with etcd, which serves many jobs (default, also none:"
     " 'default' with a c10d endpoint, which belongs to one job; a new, unique one if this agent starts the store)",
     metavar="ID",
@@ -83,7 +83,7 @@ LEASE_TTL: Option[float] = MEETING.option(
 )
 RDZV_CONF: Option[tuple[tuple[str, str], ...]] = MEETING.option(
     "rdzv-conf",
-    Kind("KEY=VALUE,KEY=VALUE", read_conf),
+    Parser("KEY=VALUE,KEY=VALUE", read_conf),
     "torchrun's spelling of --join-timeout (join_timeout), --last-call (last_call_timeout), --lease-ttl"
     " (lease_ttl), --network-interface (network_interface), --network-wait (network_wait), and without etcd- of"
     " --etcd-ca (also cacert, ca_cert), --etcd-cert (ssl_cert), --etcd-key (ssl_cert_key),"

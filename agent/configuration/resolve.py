@@ -35,12 +35,10 @@ from .config import (
     ConfigError,
     Problem,
 )
-from .kinds import StoreAddress
-from .layers import Layer, Setting, read_environ, read_file
 from .log_level import check_log_level
 from .option import Option
 from .options import OPTIONS, TARGETS
-from .relations import check_relations
+from .parsers import StoreAddress
 from .rendezvous import (
     BACKEND,
     ENDPOINT,
@@ -52,8 +50,10 @@ from .rendezvous import (
     RendezvousConfig,
 )
 from .settings import Settings
+from .sources import Layer, Setting, read_environ, read_file
 from .stopping import MEMORY_CHECKPOINTS
 from .stores import ALONE, DEFAULT, STORES
+from .validation import check_relations
 from .values import Command, CommandKind, NodeCounts
 
 T = TypeVar("T")
@@ -207,9 +207,7 @@ def _derive_meeting_place(settings: Settings, fresh_id: Callable[[], str]) -> No
             settings.put(BACKEND, ALONE.name, "default: one node, no endpoint")
         else:
             settings.put(BACKEND, DEFAULT.name, "default: more than one node, or an endpoint")
-    if (
-        settings[JOB_ID].value is None and not kind.outlives_job
-    ):  # else the user has to choose one: `relations`
+    if settings[JOB_ID].value is None and not kind.outlives_job:  # else the user chooses one: `validation`
         if address is None:
             settings.put(JOB_ID, fresh_id(), "default: new for every start")
         else:
@@ -272,7 +270,7 @@ def _what_is_clear(merged: _Merged, command: Command | None, unclear: frozenset[
 def _rendezvous(settings: Settings) -> RendezvousConfig:
     backend, job_id, address = settings[BACKEND].value, settings[JOB_ID].value, settings[ENDPOINT].value
     assert backend is not None  # `_derive` filled these in
-    assert job_id is not None  # or `relations` has refused it
+    assert job_id is not None  # or `validation` has refused it
     return _filled(
         RendezvousConfig,
         settings,

@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import TypeVar, cast
 
-from .layers import Setting
 from .option import Option, Source
 from .options import OPTIONS
 from .rendezvous import ETCD_PASSWORD
+from .sources import Setting
 from .values import Secret
 
 T = TypeVar("T")

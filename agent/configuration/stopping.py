@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .kinds import (
+from .option import Group, Option
+from .parsers import (
     SIZE,
     YES_OR_NO,
-    Kind,
+    Parser,
     duration,
     read_restarts,
     time_limit,
 )
-from .option import Group, Option
 
 STOPPING = Group("Restarts and stopping")
 MAX_RESTARTS: Option[int | None] = STOPPING.option(
     "max-restarts",
-    Kind("a whole number of restarts from 0 to 1000000, or auto", read_restarts),
+    Parser("a whole number of restarts from 0 to 1000000, or auto", read_restarts),
     "restarts after worker failures, counted over all nodes; planned changes are free (auto: no limit"
     " while generations make progress, 3 in a row without)",
     metavar="N",

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ..configuration.config import Config, ConfigError, Problem
-from ..configuration.layers import Layer
 from ..configuration.resolve import Resolved, resolve
+from ..configuration.sources import Layer
 from ..configuration.timeouts import ladder
 from .affinity import CpuShare, probe_cpus, share
 from .devices import Inventory, PinnedDevice, pin, probe, resolve_workers

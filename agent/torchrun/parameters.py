@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from ...rendezvous.etcd.kind import ETCD
 from ..configuration.config import LOCAL_ADDR, MAX_NODES, MIN_NODES, NO_PYTHON, Config, ConfigError, Problem
-from ..configuration.layers import Layer
 from ..configuration.option import Option
 from ..configuration.rendezvous import BACKEND, ENDPOINT, JOB_ID
 from ..configuration.resolve import resolve
+from ..configuration.sources import Layer
 from ..configuration.torchrun_spellings import IGNORED_RDZV_CONF_KEYS, RDZV_CONF_KEYS
 
 if TYPE_CHECKING:

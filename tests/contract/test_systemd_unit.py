@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.configuration.kinds import duration
+from elastic_agent.agent.configuration.parsers import duration
 from elastic_agent.agent.configuration.stopping import STOP_GRACE
 from elastic_agent.agent.configuration.timeouts import whole_stop_s
 from elastic_agent.agent.exits import ExitCode

@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastic_agent.agent.configuration.config import Config, ConfigError
-from elastic_agent.agent.configuration.layers import MOST_FILE_BYTES, read_argv
 from elastic_agent.agent.configuration.option import Option, Source
 from elastic_agent.agent.configuration.options import GROUPS, OPTIONS
 from elastic_agent.agent.configuration.rendezvous import ETCD_OPTIONS, EtcdConfig, RendezvousConfig
 from elastic_agent.agent.configuration.resolve import Resolved, resolve
+from elastic_agent.agent.configuration.sources import MOST_FILE_BYTES, read_argv
 from elastic_agent.agent.configuration.stopping import StopConfig, TimeoutConfig
 from elastic_agent.agent.configuration.torchrun_spellings import (
     IGNORED_RDZV_CONF_KEYS,
@@ -542,7 +542,7 @@ def option_row(option: Option[object]) -> str:
     where = ", ".join(word for word, place in places if place in option.sources)
     where = "all" if option.sources == Source.ALL else where
     default = f"`{option.default}`" if option.default else ""
-    return f"| {names} | {option.kind.expects} | {default} | {where} | {option.help} |"
+    return f"| {names} | {option.parser.expects} | {default} | {where} | {option.help} |"
 
 
 def test_the_documented_options_are_the_options() -> None:

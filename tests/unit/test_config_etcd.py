@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_agent.agent.configuration.config import Config, ConfigError
-from elastic_agent.agent.configuration.layers import read_argv
 from elastic_agent.agent.configuration.option import Source
 from elastic_agent.agent.configuration.options import SECRET_VARIABLES
 from elastic_agent.agent.configuration.rendezvous import ETCD_OPTIONS, EtcdConfig, RendezvousConfig
 from elastic_agent.agent.configuration.resolve import Resolved, resolve
+from elastic_agent.agent.configuration.sources import read_argv
 from elastic_agent.agent.configuration.values import Secret
 from elastic_agent.rendezvous.records import Endpoint
 

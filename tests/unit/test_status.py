@@ -13,7 +13,7 @@ from elastic_agent.agent.cli import main
 from elastic_agent.agent.commands import status
 from elastic_agent.agent.commands.status import STATUS_OPTIONS, Watch, choose_door
 from elastic_agent.agent.configuration.config import ConfigError
-from elastic_agent.agent.configuration.layers import read_argv
+from elastic_agent.agent.configuration.sources import read_argv
 from elastic_agent.agent.exits import StatusCode
 from elastic_agent.agent.status.doors import AgentsDoor, CannotShow, Door, Found, StoreDoor
 from elastic_agent.agent.status.pages import JobStatus

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.configuration.config import ConfigError
-from elastic_agent.agent.configuration.layers import read_argv
 from elastic_agent.agent.configuration.resolve import resolve
+from elastic_agent.agent.configuration.sources import read_argv
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.configuration.timeouts import ladder
 from elastic_agent.agent.environment.widening import WIDENING, WideningPolicy, widening

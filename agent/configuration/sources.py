@@ -83,11 +83,11 @@ class Layer:
     def put(self, option: Option[object], text: str, origin: str) -> None:
         """Read one written value. A later one for the same option replaces it."""
         try:
-            value = option.kind.parse(text)
+            value = option.parser.parse(text)
         except ValueError as error:
             self.broken.add(option.name)
             advice = str(error) or _advice(option)
-            self.problems.append(Problem(origin, option.kind.shown(text), option.kind.expects, advice))
+            self.problems.append(Problem(origin, option.parser.shown(text), option.parser.expects, advice))
             return
         if option is NNODES:
             counts = cast(NodeCounts, value)
@@ -100,7 +100,7 @@ class Layer:
             if value:
                 self.put(DEVICE_PINNING, "mask", origin)
         else:
-            self.given[option.name] = Setting(value, origin, option.kind.shown(text))
+            self.given[option.name] = Setting(value, origin, option.parser.shown(text))
 
     def _put_rdzv_conf(self, key: str, text: str, origin: str) -> None:
         if key in RDZV_CONF_KEYS:
@@ -160,7 +160,7 @@ def read_argv(argv: Sequence[str], more: Sequence[Option[object]] = ()) -> Layer
             continue
         if not equals:
             if not words or words[0].startswith("--") or words[0] in flags:
-                expected = option.kind.expects if option else "a value"
+                expected = option.parser.expects if option else "a value"
                 layer.problems.append(Problem(written, None, expected, f"write {written} VALUE"))
                 layer.broken.add(option.name if option else "")
                 continue
@@ -242,7 +242,7 @@ def read_file(path: str) -> Layer:
         text = _toml_text(option, value)
         if text is None:
             expected = "a list of texts" if option is ARGS else "a text, a number, true or false"
-            shown = option.kind.shown(str(value))
+            shown = option.parser.shown(str(value))
             layer.problems.append(Problem(f"{path}: {key}", shown, expected, _advice(option)))
             layer.broken.add(option.name)
         else:
@@ -258,7 +258,7 @@ def _toml_text(option: Option[object], value: object) -> str | None:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
-        return f"{value:.9f}".rstrip("0")  # never an exponent, which no kind reads
+        return f"{value:.9f}".rstrip("0")  # never an exponent, which no parser reads
     if isinstance(value, int | str):
         return str(value)
     return None

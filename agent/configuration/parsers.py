@@ -1,7 +1,6 @@
-"""Kinds of settings: how a written text becomes a value, and what to say when it does not.
+"""How the written text of a setting becomes a value, and what to say when it does not.
 
-All sources (command line, environment, file) hand over text, so one kind checks them all. `parse` raises
-`ValueError` for a text it refuses; the error's own text is advice, or empty.
+All sources (command line, environment, file) give text, so one parser of an option checks them all.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ WEEK_S = 7 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
-class Kind(Generic[T_co]):
-    """`parse` raises `ValueError` for a text it refuses; the error's own text is advice, or empty.
+class Parser(Generic[T_co]):
+    """Reads one text. `parse` raises `ValueError` for a text that it refuses; the error's own text is advice, or empty.
 
     `shown` is how a text may appear in messages, whether it was refused or not: without the secrets in it.
     """
@@ -45,20 +44,20 @@ class Kind(Generic[T_co]):
     shown: Callable[[str], str] = str
 
 
-def whole_number(least: int, most: int, unit: str) -> Kind[int]:
+def whole_number(least: int, most: int, unit: str) -> Parser[int]:
     def parse(text: str) -> int:
         # Nine digits are more than any limit here, and keep `int` cheap whatever the text.
         if re.fullmatch(r"[0-9]{1,9}", text) is None or not least <= int(text) <= most:
             raise ValueError
         return int(text)
 
-    return Kind(f"a whole number of {unit} from {least} to {most}", parse)
+    return Parser(f"a whole number of {unit} from {least} to {most}", parse)
 
 
 _UNIT_S = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-def duration(least_s: float) -> Kind[float]:
+def duration(least_s: float) -> Parser[float]:
     def parse(text: str) -> float:
         match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{0,9})?|\.[0-9]{1,9}) ?(ms|s|m|h)?", text)
         if match is None:
@@ -68,10 +67,10 @@ def duration(least_s: float) -> Kind[float]:
             raise ValueError
         return value_s
 
-    return Kind(f"a duration from {least_s:g} s to 168 h, in seconds or like 500ms, 30s, 5m", parse)
+    return Parser(f"a duration from {least_s:g} s to 168 h, in seconds or like 500ms, 30s, 5m", parse)
 
 
-def time_limit(least_s: float) -> Kind[float]:
+def time_limit(least_s: float) -> Parser[float]:
     """0: there is none."""
     any_duration = duration(0.0)
 
@@ -81,7 +80,7 @@ def time_limit(least_s: float) -> Kind[float]:
             raise ValueError
         return value_s
 
-    return Kind(f"{duration(least_s).expects}; 0 or none for no limit", parse)
+    return Parser(f"{duration(least_s).expects}; 0 or none for no limit", parse)
 
 
 _UNIT_BYTES = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -99,7 +98,7 @@ def _read_size(text: str) -> int:
     return int(size)
 
 
-SIZE = Kind("a size in bytes or like 512MiB and 1.5GiB; 0 or off for none", _read_size)
+SIZE = Parser("a size in bytes or like 512MiB and 1.5GiB; 0 or off for none", _read_size)
 
 
 def read_text(text: str) -> str:
@@ -142,7 +141,7 @@ def read_worker_count(text: str) -> WorkerCount:
     return whole_number(1, MOST_WORKERS, "workers").parse(text)
 
 
-def one_of(literal: Any) -> Kind[Any]:
+def one_of(literal: Any) -> Parser[Any]:
     """One of the words of a `Literal`."""
 
     def parse(text: str) -> str:
@@ -150,7 +149,7 @@ def one_of(literal: Any) -> Kind[Any]:
             raise ValueError
         return text
 
-    return Kind(in_words(get_args(literal)), parse)
+    return Parser(in_words(get_args(literal)), parse)
 
 
 _TORCHRUNS_AFFINITY = {"node": "numa", "exclusive": "cores"}
@@ -196,15 +195,15 @@ def _ipv6(text: str) -> str:
     return text
 
 
-def endpoint(default_port: int) -> Kind[Endpoint]:
+def endpoint(default_port: int) -> Parser[Endpoint]:
     def parse(text: str) -> Endpoint:
         host, port = _host_and_port(text)
         return Endpoint(host, default_port if port is None else port)
 
-    return Kind(f"host or host:port, port 0 to 65535 (default {default_port})", parse)
+    return Parser(f"host or host:port, port 0 to 65535 (default {default_port})", parse)
 
 
-def ip_endpoint(default_port: int) -> Kind[Endpoint]:
+def ip_endpoint(default_port: int) -> Parser[Endpoint]:
     """To listen on: a name may have several addresses, or none on this machine."""
     any_host = endpoint(default_port)
 
@@ -216,7 +215,7 @@ def ip_endpoint(default_port: int) -> Kind[Endpoint]:
             raise ValueError("write the address: 127.0.0.1 for localhost, 0.0.0.0 for all") from None
         return found
 
-    return Kind(f"an IP address or address:port, port 0 to 65535 (default {default_port})", parse)
+    return Parser(f"an IP address or address:port, port 0 to 65535 (default {default_port})", parse)
 
 
 def _host_and_port(text: str) -> tuple[str, int | None]:
@@ -316,18 +315,18 @@ def read_conf(text: str) -> tuple[tuple[str, str], ...]:
     return tuple((key.strip().replace("-", "_"), value.strip()) for key, _, value in pairs)
 
 
-TEXT = Kind("a text that is not empty and holds no NUL byte", read_text)
-IDENTIFIER = Kind("1 to 64 characters of A-Z a-z 0-9 . _ -", _matching(r"[A-Za-z0-9._-]{1,64}"))
-INTERFACE = Kind(
+TEXT = Parser("a text that is not empty and holds no NUL byte", read_text)
+IDENTIFIER = Parser("1 to 64 characters of A-Z a-z 0-9 . _ -", _matching(r"[A-Za-z0-9._-]{1,64}"))
+INTERFACE = Parser(
     "the name of an interface, 1 to 15 printable ASCII characters but no /", _matching(r"[!-.0-~]{1,15}")
 )
-PATH = Kind(TEXT.expects, lambda text: Path(read_text(text)))
-STORE_ADDRESS = Kind(
+PATH = Parser(TEXT.expects, lambda text: Path(read_text(text)))
+STORE_ADDRESS = Parser(
     "HOST or HOST:PORT, with etcd several with commas between, or etcd://HOST:PORT,.../PREFIX;"
     " ports from 0 to 65535",
     _read_store_address,
     _without_credentials,
 )
-SECRET = Kind("a text that is not empty", _read_secret, lambda _: MASK)
-USER = Kind("1 to 128 printable ASCII characters without blanks", _matching(r"[!-~]{1,128}"))
-YES_OR_NO = Kind("true or false", _yes_or_no)
+SECRET = Parser("a text that is not empty", _read_secret, lambda _: MASK)
+USER = Parser("1 to 128 printable ASCII characters without blanks", _matching(r"[!-~]{1,128}"))
+YES_OR_NO = Parser("true or false", _yes_or_no)

@@ -20,7 +20,6 @@ from typing import cast
 from ...rendezvous.etcd.kind import ETCD
 from ...rendezvous.records import Endpoint
 from .config import HTTP_ADDRESS, MAX_NODES, MIN_NODES, SCRIPT, Problem
-from .layers import Setting
 from .option import Option
 from .options import COMMANDS
 from .rendezvous import (
@@ -41,6 +40,7 @@ from .rendezvous import (
     STORE_OUTAGE_GRACE,
 )
 from .settings import Settings
+from .sources import Setting
 from .stopping import (
     DRAIN_TIMEOUT,
     HANG_TIMEOUT,
