@@ -4,8 +4,8 @@ Nothing is decided here: `options` has the table, `sources` reads, `resolve` mer
 follows on this machine, `run` does the work and returns the exit code. A configuration with problems ends with 78,
 or with 73 where another machine could run it, and the list of all of them, before anything is started.
 
-A *sub-command* does something else than run a job. It is one only as the very first word, so that whoever has a
-script of that name still reaches it, as `./status` or after any option.
+A *sub-command* does something else than run a job. It is one only as the very first word, so that a script
+of that name can still be run, as `./status` or after any option.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 RendezvousError
 ├── StoreError
 │   ├── StoreUnavailable   ask again later; the outcome of a write is unknown until it is read back
-│   │   └── StoreRefused   it does not let us in: at the start give up, later somebody may repair it
+│   │   └── StoreRefused   it does not let us in: at the start give up, later a person may repair it
 │   ├── StoreClosed        we closed it ourselves
 │   ├── StoreMismatch      another job's or a newer version's store: leave; fix the endpoint or the job id
 │   ├── LeaseExpired       the others may already count this node as gone: stop workers, rejoin

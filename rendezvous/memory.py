@@ -13,7 +13,7 @@ from .store import Change, Compare, Delete, LeaseId, Outcome, Put, Snapshot, Sto
 
 
 class MemoryStore(Store):
-    """A `Ledger` behind a condition variable. Leases expire when somebody asks or waits: who else could see?"""
+    """A `Ledger` behind a condition variable. Leases expire when a method is called: no other caller could see it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, base: int = 0) -> None:
         self._clock = clock

@@ -1,7 +1,7 @@
 """The store that nodes meet in: a small revisioned key-value interface, modelled on etcd v3.
 
 Every change of any key gets the next *revision*, one counter for the whole store. A *lease* is a promise by
-the store to delete the keys put under it once nobody has confirmed it for its time to live; only the store's
+the store to delete the keys put under it once it has not been confirmed for its time to live; only the store's
 own clock judges that. A *watch* delivers every change after a revision, each once, and those of one scope in order.
 
 What is read and watched is named by *scopes*: a scope is one key, or, empty or ending in `/`, every key that begins
@@ -111,7 +111,7 @@ class Watch(ABC):
 
 
 class Store(ABC):
-    """See the module's docstring. All methods may raise StoreUnavailable, StoreMismatch and StoreClosed."""
+    """A job's keys, with leases and watches. All methods may raise StoreUnavailable, StoreMismatch and StoreClosed."""
 
     @abstractmethod
     def grant(self, ttl_s: float) -> LeaseId:

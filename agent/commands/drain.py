@@ -1,8 +1,8 @@
 """`elastic-agent drain NODE`: ask a node of a job to leave it, and show how far that has come.
 
 The wish is a key of its own in the job's store, which the node's agent watches. It names the agent's life, so that one
-that was not heard harms nobody later. Everything else is what happens when the agent gets SIGTERM: all workers end
-after the same step, and the next generation goes on without the node.
+that was not read in time has no effect later. Everything else is what happens when the agent gets SIGTERM: all workers
+end after the same step, and the next generation goes on without the node.
 
 The store is found by the options of the agents, their file, or the environment; without any of them it is that of the
 job which this user's agents on this machine belong to.
@@ -171,7 +171,7 @@ def _records(entries: Iterable[Entry]) -> Iterable[NodeRecord]:
 
 
 def _take_back(store: Store, wish: Entry | None, incarnation: str) -> None:
-    """An agent that ended before it heard of it has left the wish behind."""
+    """Delete the wish of an agent that ended before it read it."""
     if wish is not None and Wish.from_json(wish.key, wish.value).incarnation == incarnation:
         store.transact((Compare(wish.key, wish.mod_revision),), (Delete(wish.key),))
 

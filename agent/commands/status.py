@@ -1,4 +1,4 @@
-"""`elastic-agent status`: how a job is, told by an agent or by the store. It only asks, and never joins.
+"""`elastic-agent status`: how a job is, from an agent or from the store. It only asks, and never joins.
 
 Which door is taken: `--agent` names an agent; an endpoint, on the command line or in a file named there, means the
 store; else all agents on this machine that belong to this user, and where there is none, the store that the
@@ -223,7 +223,7 @@ Seen: TypeAlias = list[JobReport] | CannotShow
 
 
 def _show(watch: Watch, screen: Callable[[Seen, float | None], str], interval_s: float | None) -> int:
-    """Once, or until somebody stops it."""
+    """Once, or until it is interrupted."""
     while True:
         seen: Seen
         try:

@@ -291,7 +291,7 @@ class Config:
 
     @property
     def solitary(self) -> bool:
-        """No other node can ever join, because none is told where."""
+        """No other node can ever join, because none knows where."""
         rendezvous = self.rendezvous
         hosted_for_one = rendezvous.kind.host is not None and not rendezvous.endpoints and self.nodes.max == 1
         return rendezvous.kind.port is None or hosted_for_one

@@ -279,7 +279,7 @@ def _read_store_address(text: str) -> StoreAddress:
 
 
 def _without_credentials(text: str) -> str:
-    """Where URLs may hold passwords, before an @ and in a query, nobody knows what is one: then all is left out."""
+    """Leaves out all of a URL that may hold a password, before an @ or in a query: no rule finds just the password."""
     return MASK if re.search(r"[@?#]", text) else text
 
 

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Settings:
-    """The settings in force, by option; an option nobody set has its default."""
+    """The settings in force, by option; an option that is not set has its default."""
 
     def __init__(self, merged: Mapping[str, Setting[object]]) -> None:
         self._merged = dict(merged)

@@ -124,7 +124,7 @@ def read_argv(argv: Sequence[str], more: Sequence[Option[object]] = ()) -> Layer
 
     `more` are the options that a sub-command has besides.
 
-    After an unknown option nobody knows which word is the script: the walk goes on to find further problems, but
+    After an unknown option it is not known which word is the script: the walk goes on to find further problems, but
     nothing is then said about the script.
     """
     layer = Layer()

@@ -29,11 +29,11 @@ DRAIN_PER_STOP_GRACE = 2 / 3
 
 LAST_SAVE_S = 10.0
 """How long a stop waits for a save that a worker had ordered before it was stopped. One that ended by itself has waited
-for it. A node that brings to disk what nobody goes on with in memory may take a stop grace, if that is longer."""
+for it. A node that brings to disk what no other node has in memory may take a stop grace, if that is longer."""
 
 LEAVING_S = 5.0
 """What a planned stop takes beside: at most 3 s until the others stop with this node
-(`LEAVE_TOGETHER_S` in `rendezvous`), and the rest to reap the workers and to say goodbye to the store."""
+(`LEAVE_TOGETHER_S` in `rendezvous`), and the rest to reap the workers and to give the lease back."""
 
 HEARTBEAT_VARIABLE = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 

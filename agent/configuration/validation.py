@@ -1,5 +1,5 @@
 """What must hold between settings that are each right, between them and this machine's files, and between them and
-what the user has told torch in the environment.
+what the user has set for torch in the environment.
 
 Every rule names the options it involves: where one of them could not be read, the rule is not judged, so that one
 mistake is one problem.

@@ -49,11 +49,11 @@ RETRIES_PER_KEEP_ALIVE = 4
 """At least: a store that refuses at once is asked about so often in the time between two keep-alives."""
 
 WATCH_TURN_S = 10.0
-"""A watch without changes comes up for air this often; the length matters to nobody."""
+"""A watch without changes returns this often; the length has no effect on behaviour."""
 
 
 class StoreLink:
-    """See the module's docstring."""
+    """Asks the store, keeps the lease alive and watches, each in a thread of its own."""
 
     def __init__(
         self,

@@ -1,13 +1,13 @@
 """What the agent that hosts a c10d store leaves for its next life on this machine: the newest world, in a file.
 
 The store itself is gone with its agent. Its next host must not give a generation's number away a second time, and must
-not let a world begin while members of the last one may still train; the file tells it both. It lies in the machine's
+not let a world begin while members of the last one may still train; the file has both. It lies in the machine's
 memory: a machine that starts anew takes longer than any lease lasts.
 
 The file outlives a job whose agents were all killed, and the next job at the endpoint may be another one of the same
-id. So its number and its members count for whoever comes, but restarts, step and run only where an agent of that world
-has joined again (`decide`). An age of the file could not tell: another job may come after a second, and the same job,
-started again as a whole, is a new run either way, which takes over the checkpoints of the dead one
+id. So its number and its members count for every job, but restarts, step and run only where an agent of that world
+has joined again (`decide`). The file's age does not tell these apart: another job may come after a second, and the
+same job, started again as a whole, is a new run either way, which takes over the checkpoints of the dead one
 (`worker/ownership.py`).
 
 All users share the folder, so the file counts only when it belongs to this user and no other user may have written it.
@@ -31,7 +31,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class StoreMemory:
-    """See the module's docstring. Of one job at one endpoint."""
+    """The newest world of one job at one endpoint, in a file."""
 
     def __init__(self, job: str, endpoint: str, folder: Path | None = None) -> None:
         """`folder` is for tests."""

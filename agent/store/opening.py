@@ -181,7 +181,7 @@ def etcd_password(etcd: EtcdConfig) -> str:
 def store_options(
     config: Config, endpoint: Endpoint | None, listener: socket.socket | None
 ) -> dict[str, str]:
-    """What another command on this machine must be told to find the job's store; nothing of a memory store."""
+    """The options by which another command on this machine finds the job's store; none for a memory store."""
     rendezvous, etcd = config.rendezvous, config.rendezvous.etcd
     if rendezvous.kind.port is None:
         return {}
@@ -199,7 +199,7 @@ def store_options(
 
 
 def _invite(config: Config, hosted_at: Endpoint) -> None:
-    """With the store on a port that nobody chose, somebody must tell the other nodes."""
+    """Log the command for the other nodes: the store is on a port that the kernel chose."""
     if config.nodes.max == 1 or config.rendezvous.endpoints:
         return
     command, rendezvous, nodes = config.command, config.rendezvous, config.nodes

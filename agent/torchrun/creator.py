@@ -1,7 +1,7 @@
 """Our rendezvous under stock torchrun: `torchrun --rdzv-backend=etcd-v3 --rdzv-endpoint=h1:2379,h2:2379 ...`.
 
 This is the entry point (`torchrun.handlers` in pyproject.toml). torch loads it whenever its rendezvous package is
-imported, for whichever backend, so nothing more is imported here before somebody asks for ours.
+imported, for whichever backend, so nothing more is imported here before ours is asked for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Raises ValueError with everything that is wrong in `params`. Contacts nobody yet."""
+    """Raises ValueError with everything that is wrong in `params`. Contacts no store yet."""
     from ..configuration.options import SECRET_VARIABLES
     from .handler import EtcdV3Handler
     from .parameters import read_parameters

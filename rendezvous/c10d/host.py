@@ -4,7 +4,7 @@ Its own node calls it directly, without a round trip. The TCPStore carries messa
 clients push calls to one queue, each client pops the answers from a queue of its own. Two threads do that work:
 
     c10d-requests    pops calls, one at a time, and answers them
-    c10d-changes     waits for changes (and so for leases to expire, also when nobody asks) and answers the `Await`
+    c10d-changes     waits for changes (and so for leases to expire, also without a call) and answers the `Await`
                      calls that were parked because nothing had changed yet
 
 An `Await` is answered once, at the latest after `PARKED_S`, and then forgotten, so that a client that died costs one
@@ -86,7 +86,7 @@ class _Client:
 
 
 class C10dHost(MemoryStore):
-    """The store itself, in the process that hosts it. Ends for everybody with `close` or with the process."""
+    """The store itself, in the process that hosts it. Ends for all nodes with `close` or with the process."""
 
     def __init__(
         self,
@@ -100,8 +100,8 @@ class C10dHost(MemoryStore):
     ) -> None:
         """Take over `listener`, bound and listening, reachable by the others as `address`.
 
-        `past` is the newest world of an earlier host at this address, if that is known; `remember` is told each world
-        before anybody else can see it. Raises StoreUnavailable when torch cannot serve on the listener.
+        `past` is the newest world of an earlier host at this address, if that is known; `remember` gets each world
+        before a node can see it. Raises StoreUnavailable when torch cannot serve on the listener.
         """
         from torch.distributed import DistError, TCPStore
 
@@ -170,7 +170,7 @@ class C10dHost(MemoryStore):
         while True:
             try:
                 raw = self._inbox.queue_pop(REQUEST_QUEUE)
-            except DistError:  # a day without a call, or somebody else popped what woke us
+            except DistError:  # a day without a call, or another program popped what woke us
                 self._inbox = self._open_inbox()
                 continue
             if self._closing.is_set():
@@ -195,7 +195,7 @@ class C10dHost(MemoryStore):
             request = decode_request(raw)
         except WireInvalid as error:
             self.dropped += 1
-            # Once: whoever can reach the port can push as many as they like.
+            # Once: any program that reaches the port can push as many as it likes.
             _log.log(
                 logging.WARNING if self.dropped == 1 else logging.DEBUG,
                 "c10d store dropped a message: %s",

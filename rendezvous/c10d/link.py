@@ -4,10 +4,10 @@ A TCPStore client is one connection with one lock, and a call on a host that han
 it was given. So a link owns two connections and two threads that may hang as long as they like:
 
     c10d-sender      takes calls from an outbox and pushes them to the host
-    c10d-receiver    pops the replies and gives each to whoever waits for its id
+    c10d-receiver    pops the replies and gives each to the thread that waits for its id
 
-Everybody else only ever waits on a queue of their own, with their own deadline. A link never recovers: at the first
-error it is broken, and whoever waits is told `LinkBroken`. Opening another one is up to the store.
+All other threads only ever wait on a queue of their own, with their own deadline. A link never recovers: at the first
+error it is broken, and all threads that wait get `LinkBroken`. Opening another one is up to the store.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _log = logging.getLogger(__name__)
 
 
 class LinkBroken(StoreError):
-    """The connection ended; whether the host did, another connection will tell."""
+    """The connection ended; another connection shows whether the host did."""
 
 
-class NobodyListens(StoreError):
+class PortClosed(StoreError):
     """The host's address refuses connections."""
 
 
@@ -66,7 +66,7 @@ Answer: TypeAlias = Result | LinkBroken | StoreClosed
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PendingCall:
     """A call under way: the first answer counts, also when it is that we stopped waiting."""
 
     id: int
@@ -93,9 +93,9 @@ class Link:
         for thread in self._threads:
             thread.start()
 
-    def ask(self, call: Call) -> Asked:
+    def ask(self, call: Call) -> PendingCall:
         """Send the call; its answer comes later. Raises StoreError when it cannot even be sent."""
-        asked = Asked(next(self._ids), queue.SimpleQueue())
+        asked = PendingCall(next(self._ids), queue.SimpleQueue())
         message = encode_request(Request(Caller(self._client, self.number, asked.id), call))
         if len(message) > REQUEST_LIMIT_BYTES:
             raise StoreError(
@@ -115,13 +115,13 @@ class Link:
             self._asked[asked.id] = asked.answers
         return asked
 
-    def forget(self, asked: Asked) -> None:
-        """Nobody waits for this answer any more; if it still comes, it is dropped."""
+    def forget(self, asked: PendingCall) -> None:
+        """Drop the answer to this call if it still comes."""
         with self._asking:
             self._asked.pop(asked.id, None)
 
     def close(self, wait_s: float = 0.0) -> None:
-        """End the conversation; whoever waits is told LinkBroken. The threads end when the host lets them."""
+        """End the conversation; all that wait get LinkBroken. The threads end when the host lets them."""
         self._end("closed on this side", (self._replies, b""))
         for thread in self._threads:
             thread.join(wait_s)
@@ -171,12 +171,12 @@ class Link:
                 answers.put(reply.result)
 
 
-def knock(address: str, port: int, timeout_s: float) -> None:
-    """Whether anybody listens there. Raises NobodyListens and StoreUnavailable."""
+def probe_port(address: str, port: int, timeout_s: float) -> None:
+    """Connect once to see whether a process listens there. Raises PortClosed and StoreUnavailable."""
     try:
         socket.create_connection((address, port), timeout_s).close()
     except ConnectionRefusedError as error:
-        raise NobodyListens(f"no process listens on {address}:{port}") from error
+        raise PortClosed(f"no process listens on {address}:{port}") from error
     except OSError as error:
         raise StoreUnavailable(f"cannot connect to {address}:{port}: {error}") from error
 

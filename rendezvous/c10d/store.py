@@ -36,10 +36,10 @@ from ..errors import (
     StoreMismatch,
     StoreUnavailable,
 )
-from ..search import search
+from ..retry_connect import retry_connect
 from ..store import Change, Compare, Delete, LeaseId, Outcome, Put, Snapshot, Store, Watch
 from ..threads import Thread
-from .link import Asked, Link, LinkBroken, NobodyListens, knock, open_link
+from .link import Link, LinkBroken, PendingCall, PortClosed, open_link, probe_port
 from .wire import (
     PARKED_S,
     Await,
@@ -78,7 +78,7 @@ class _Opening:
 
 
 class C10dStore(Store):
-    """See the module's docstring. Made by `connect`."""
+    """The client's end of a store that another node hosts. Made by `connect`."""
 
     def __init__(self, address: str, port: int, job: str, request_timeout_s: float) -> None:
         self._address = address
@@ -118,12 +118,12 @@ class C10dStore(Store):
             try:
                 store._go_over_to_new_link(deadline)
             except StoreUnavailable as error:
-                if isinstance(error.__cause__, NobodyListens):
+                if isinstance(error.__cause__, PortClosed):
                     refused = error
                 raise
 
         try:
-            search(look, deadline, rng)
+            retry_connect(look, deadline, rng)
         except StoreUnavailable as last:
             store.close()
             error = refused or last  # the last try may have had no time for an answer
@@ -170,14 +170,14 @@ class C10dStore(Store):
         link, asked = self._ask(call)
         return self._answer(link, asked, expected, deadline)
 
-    def _answer(self, link: Link, asked: Asked, expected: type[R], deadline: float) -> R:
+    def _answer(self, link: Link, asked: PendingCall, expected: type[R], deadline: float) -> R:
         try:
             answer = asked.answers.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             raise self._no_answer(link, asked, self._request_timeout_s) from None
         return self._understood(answer, expected, deadline)
 
-    def _ask(self, call: Call) -> tuple[Link, Asked]:
+    def _ask(self, call: Call) -> tuple[Link, PendingCall]:
         with self._lock:
             link = self._link
         if self._closed:
@@ -190,7 +190,7 @@ class C10dStore(Store):
             )
         return link, link.ask(call)
 
-    def _no_answer(self, link: Link, asked: Asked, waited_s: float) -> StoreUnavailable:
+    def _no_answer(self, link: Link, asked: PendingCall, waited_s: float) -> StoreUnavailable:
         link.forget(asked)
         with self._lock:
             self._start_opening()
@@ -238,7 +238,7 @@ class C10dStore(Store):
                 f"{self._where} takes connections, but does not answer as a TCPStore: the host of the c10d store "
                 "hangs, or another program listens there"
             ) from error
-        except NobodyListens as error:
+        except PortClosed as error:
             if self._link is None:
                 raise StoreUnavailable(str(error)) from error
             raise StoreUnavailable(
@@ -267,7 +267,7 @@ class C10dStore(Store):
     def _open(self, number: int, opening: _Opening) -> None:
         try:
             # Our own connection first: torch waits half a second and more before it tries a refused one again.
-            knock(self._address, self._port, self._request_timeout_s)
+            probe_port(self._address, self._port, self._request_timeout_s)
             opening.accepted.set()
             link = open_link(self._address, self._port, self._job, self._client, number)
         except Exception as error:
@@ -300,7 +300,7 @@ class C10dStore(Store):
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     link: Link
-    asked: Asked
+    asked: PendingCall
     deadline: float
 
 
@@ -341,7 +341,7 @@ class _C10dWatch(Watch):
             if noticed.changes:
                 return noticed.changes
 
-    def _ask(self) -> tuple[Link, Asked]:
+    def _ask(self) -> tuple[Link, PendingCall]:
         """Raises Compacted when another host answers: its revisions are others."""
         store = self._store
         try:

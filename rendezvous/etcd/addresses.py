@@ -62,7 +62,7 @@ def resolve(host: str, port: int) -> tuple[str, ...]:
 
 
 class Addresses:
-    """See the module's docstring."""
+    """The addresses of the members, and names looked up in a thread of their own."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""Calls to an etcd cluster: one member at a time, over to the next one at the first trouble.
+"""Calls to an etcd cluster: one member at a time, over to the next one at the first failure.
 
-All threads share one *line*: a gRPC channel to one address. When a call on it runs into its deadline, or the member is
-not there or has no leader, the line is replaced: the first thread that saw the trouble makes the next one and closes
+All threads share one *channel*, to one address. When a call on it runs into its deadline, or the member is
+not there or has no leader, the channel is replaced: the first thread that saw the failure makes the next one and closes
 the old one, which ends what the others still had under way on it. We do this ourselves because gRPC notices a member
 that hangs only after seconds, and verifies all members of a list by one name.
 
@@ -10,7 +10,7 @@ member once within the first half of it; a write whose answer got lost is not, b
 
 While a leader is dead or frozen, the other members may hold a keep-alive back for seconds: etcd waits in steps of an
 election timeout, and for the dead one's answer. Asked again after the election they answer at once. So a keep-alive
-hurries from member to member, as long as it can still save its lease.
+hurries from member to member, while its lease can still be saved.
 
 With a login, each call carries a token. A call that is refused for its token was not done: it is repeated
 once with a new token, which the first thread gets for all.
@@ -35,8 +35,8 @@ from .addresses import Address, Addresses, following
 from .rpc import load
 from .tls import credentials, handshake_problem
 
-LINE_LIFE_S = 0.25
-"""Once every address had its turn in vain, a line is not replaced before this age: gRPC tries it again by itself."""
+CHANNEL_LIFE_S = 0.25
+"""Once every address has failed in turn, a channel is not replaced before this age: gRPC tries it again by itself."""
 
 FIRST_SHARE = 0.5
 """Of a request's time: what a hurried call gives to a member that has answered so far, and may only be busy."""
@@ -49,7 +49,7 @@ REFUSED_PAUSE_S = 1.0
 """A password that was refused is not sent again before this has passed: checking one costs etcd a tenth of a second."""
 
 MESSAGE_LIMIT_BYTES = 64 * 2**20
-"""Beyond etcd's own limit for a value by far, so that whatever is under a key reaches the one who can name it."""
+"""Beyond etcd's own limit for a value by far, so that any value reaches the code that can name its key."""
 
 CHANNEL_OPTIONS = {
     "grpc.use_local_subchannel_pool": 1,  # else a new channel to the same address gets the old connection
@@ -89,15 +89,15 @@ WATCH = Method("/etcdserverpb.Watch/Watch", "WatchResponse")
 class Verdict(enum.Enum):
     """What an error means for the one who called."""
 
-    MOVE = "another member may do better"
+    FAILOVER = "another member may do better"
     STAY = "etcd itself is in difficulties"
     TOKEN = "get a new token"
     REFUSED = "we may not, or not like this"
     LEASE_GONE = "the lease is unknown"
-    INVALID = "never, whoever asks"
+    INVALID = "never, for any caller"
 
 
-def judge(code: str, detail: str) -> Verdict:
+def classify(code: str, detail: str) -> Verdict:
     """From the name of gRPC's status code and the text that came with it."""
     if "requested lease not found" in detail:
         return Verdict.LEASE_GONE
@@ -110,34 +110,34 @@ def judge(code: str, detail: str) -> Verdict:
         return Verdict.STAY
     if code in ("INVALID_ARGUMENT", "FAILED_PRECONDITION", "OUT_OF_RANGE", "NOT_FOUND", "ALREADY_EXISTS"):
         return Verdict.INVALID
-    return Verdict.MOVE
+    return Verdict.FAILOVER
 
 
 class _TokenRefused(StoreRefused):
-    """Its text is for those who have no other token to try."""
+    """Its text is for a caller that has no other token to try."""
 
 
-class Line:
-    """A channel to one address. A new one for each trouble: it is never repaired."""
+class Channel:
+    """A gRPC channel to one address. A new one after each failure: it is never repaired."""
 
-    def __init__(self, address: Address, channel: Any, messages: Any) -> None:
+    def __init__(self, address: Address, grpc_channel: Any, messages: Any) -> None:
         self.address = address
         self.made_at = time.monotonic()
-        self._channel = channel
+        self._grpc_channel = grpc_channel
         self._messages = messages
 
     def call(self, method: Method, request: Any, timeout_s: float, metadata: tuple[Any, ...]) -> Any:
-        return self._channel.unary_unary(method.path, *self._coders(method))(
+        return self._grpc_channel.unary_unary(method.path, *self._coders(method))(
             request, timeout=timeout_s, metadata=metadata
         )
 
     def stream(self, method: Method, requests: Iterable[Any], metadata: tuple[Any, ...]) -> Any:
-        return self._channel.stream_stream(method.path, *self._coders(method))(
+        return self._grpc_channel.stream_stream(method.path, *self._coders(method))(
             iter(requests), metadata=metadata
         )
 
     def close(self) -> None:
-        self._channel.close()
+        self._grpc_channel.close()
 
     def _coders(self, method: Method) -> tuple[Any, Any]:
         return (lambda request: request.SerializeToString()), getattr(
@@ -146,7 +146,7 @@ class Line:
 
 
 class Connection:
-    """See the module's docstring."""
+    """The channel in use, and what replaces it; for all threads."""
 
     def __init__(self, access: EtcdAccess, request_timeout_s: float, rng: random.Random) -> None:
         self.request_timeout_s = request_timeout_s
@@ -156,9 +156,9 @@ class Connection:
         self.rpc = load()
         self._session = Session()
         self._lock = threading.Lock()
-        self._line: Line | None = None
-        self._in_vain = 0
-        """Lines replaced since the last answer."""
+        self._channel: Channel | None = None
+        self._failures = 0
+        """Channels replaced since the last answer."""
         self._answered_at = -math.inf
         self._closed = False
 
@@ -170,9 +170,9 @@ class Connection:
         deadline = time.monotonic() + self.request_timeout_s
         tokens = 0
         while True:
-            line = self.line(deadline)
+            channel = self.channel(deadline)
             try:
-                return self._call_once(line, method, request, deadline, hurried)
+                return self._call_once(channel, method, request, deadline, hurried)
             except _TokenRefused:
                 tokens += 1
                 if self._access.login is None or tokens > 1:
@@ -180,45 +180,47 @@ class Connection:
             except StoreRefused:
                 raise
             except StoreUnavailable:
-                gone_over = line is not self._line
+                gone_over = channel is not self._channel
                 # With less time than this, a deadline would say nothing about the next member.
                 in_time = time.monotonic() + self.request_timeout_s / 2 < deadline
                 if not ((repeatable or hurried) and gone_over and in_time):
                     raise
 
-    def _call_once(self, line: Line, method: Method, request: Any, deadline: float, hurried: bool) -> Any:
-        token = self._token(line, deadline)
+    def _call_once(
+        self, channel: Channel, method: Method, request: Any, deadline: float, hurried: bool
+    ) -> Any:
+        token = self._token(channel, deadline)
         timeout_s = min(_left(deadline), self._patience_s() if hurried else math.inf)
         try:
-            answer = line.call(method, request, timeout_s, _metadata(token))
+            answer = channel.call(method, request, timeout_s, _metadata(token))
         except (self.rpc.grpc.RpcError, ValueError) as error:
-            raise self.problem(line, error, token) from error
-        self._answered_at, self._in_vain = time.monotonic(), 0
+            raise self.problem(channel, error, token) from error
+        self._answered_at, self._failures = time.monotonic(), 0
         return answer
 
     def _patience_s(self) -> float:
         """Of a hurried call, with the member in use."""
-        if self._in_vain == 0:
+        if self._failures == 0:
             return FIRST_SHARE * self.request_timeout_s
         hopeful = time.monotonic() < self._answered_at + HURRY_FOR * self.request_timeout_s
         return (NEXT_SHARE if hopeful else 1.0) * self.request_timeout_s
 
-    def stream(self, method: Method, requests: Iterable[Any]) -> tuple[Line, Any, str | None]:
-        """A call with answers without end; who reads them tells `problem` how it ended, with line and token."""
+    def stream(self, method: Method, requests: Iterable[Any]) -> tuple[Channel, Any, str | None]:
+        """A call with answers without end; the reader passes its end to `problem`, with channel and token."""
         deadline = time.monotonic() + self.request_timeout_s
-        line = self.line(deadline)
-        token = self._token(line, deadline)
+        channel = self.channel(deadline)
+        token = self._token(channel, deadline)
         try:
-            return line, line.stream(method, requests, _metadata(token)), token
+            return channel, channel.stream(method, requests, _metadata(token)), token
         except ValueError as error:
-            raise self.problem(line, error, token) from error
+            raise self.problem(channel, error, token) from error
 
-    def _token(self, line: Line, deadline: float) -> str | None:
+    def _token(self, channel: Channel, deadline: float) -> str | None:
         if self._access.login is None:
             return None
-        return self._session.token(lambda: self._authenticate(line, deadline), deadline)
+        return self._session.token(lambda: self._authenticate(channel, deadline), deadline)
 
-    def _authenticate(self, line: Line, deadline: float) -> str:
+    def _authenticate(self, channel: Channel, deadline: float) -> str:
         login = self._access.login
         assert login is not None
         try:
@@ -226,60 +228,60 @@ class Connection:
         except OSError as error:
             raise StoreRefused(f"cannot read the password of etcd's user {login.user!r}: {error}") from error
         try:
-            return str(line.call(AUTHENTICATE, request, _left(deadline), _metadata(None)).token)
+            return str(channel.call(AUTHENTICATE, request, _left(deadline), _metadata(None)).token)
         except (self.rpc.grpc.RpcError, ValueError) as error:
             if "authentication is not enabled" in str(error):
                 return ""
-            raise self.problem(line, error, None) from error
+            raise self.problem(channel, error, None) from error
 
-    def line(self, deadline: float) -> Line:
+    def channel(self, deadline: float) -> Channel:
         """The one in use. Raises StoreUnavailable while no address is known, StoreClosed after `close`."""
-        line = self._first_line()
-        if line is None:
+        channel = self._first_channel()
+        if channel is None:
             self.addresses.refresh(_left(deadline))
-            line = self._first_line()
-        if line is None:
+            channel = self._first_channel()
+        if channel is None:
             raise StoreUnavailable(
                 f"no address of etcd is known: {self.addresses.problem or 'the name server does not answer'}"
             )
-        return line
+        return channel
 
-    def _first_line(self) -> Line | None:
+    def _first_channel(self) -> Channel | None:
         with self._lock:
             if self._closed:
                 raise self._closed_error()
             ring = self.addresses.ring
-            if self._line is None and ring:
+            if self._channel is None and ring:
                 # Anywhere, so that the nodes of a job are spread over the members.
-                self._line = self._made(self._rng.choice(ring))
-            return self._line
+                self._channel = self._made(self._rng.choice(ring))
+            return self._channel
 
-    def _made(self, address: Address) -> Line:
+    def _made(self, address: Address) -> Channel:
         options = dict[str, int | str](CHANNEL_OPTIONS)
         if self._access.tls is None:
-            channel = self.rpc.grpc.insecure_channel(address.target, list(options.items()))
+            grpc_channel = self.rpc.grpc.insecure_channel(address.target, list(options.items()))
         else:
             options["grpc.ssl_target_name_override"] = address.host
             secret = credentials(self.rpc, self._access.tls)
-            channel = self.rpc.grpc.secure_channel(address.target, secret, list(options.items()))
-        return Line(address, channel, self.rpc.messages)
+            grpc_channel = self.rpc.grpc.secure_channel(address.target, secret, list(options.items()))
+        return Channel(address, grpc_channel, self.rpc.messages)
 
-    def problem(self, line: Line, error: Exception, token: str | None) -> StoreError:
+    def problem(self, channel: Channel, error: Exception, token: str | None) -> StoreError:
         """What to raise; and do what has to be done about it."""
         if self._closed:
             return self._closed_error()
         if isinstance(error, ValueError):
-            if line is self._line:
+            if channel is self._channel:
                 raise error
             return StoreUnavailable(
-                f"another call found that etcd on {line.address} does not answer; moved on"
+                f"another call found that etcd on {channel.address} does not answer; moved on"
             )
         code, detail = error.code().name, error.details() or ""  # type: ignore[attr-defined]
-        said = f"etcd on {line.address}: {detail or code} ({code})"
-        verdict = judge(code, detail)
+        said = f"etcd on {channel.address}: {detail or code} ({code})"
+        verdict = classify(code, detail)
         if unreached := _UNREACHED.search(detail):
-            said = f"etcd on {line.address} cannot be reached ({unreached[1]})"
-            return self.trouble(line, said, may_be_tls=True)
+            said = f"etcd on {channel.address} cannot be reached ({unreached[1]})"
+            return self.fail_over(channel, said, may_be_tls=True)
         if verdict is Verdict.LEASE_GONE:
             return LeaseExpired(said)
         if verdict is Verdict.INVALID:
@@ -291,15 +293,15 @@ class Connection:
             )
         if verdict is Verdict.REFUSED:
             return StoreRefused(f"{said}; {self._repair(detail)}")
-        if verdict is Verdict.MOVE:
+        if verdict is Verdict.FAILOVER:
             said = f"{said}; what was asked may have been done: read before asking again"
-            return self.trouble(line, said, may_be_tls=code == "UNAVAILABLE")
+            return self.fail_over(channel, said, may_be_tls=code == "UNAVAILABLE")
         return StoreUnavailable(f"{said}; what was asked may have been done: read before asking again")
 
-    def watch_refused(self, line: Line, reason: str, token: str | None) -> StoreRefused:
+    def watch_refused(self, channel: Channel, reason: str, token: str | None) -> StoreRefused:
         """etcd calls it a missing permission, too, when it no longer knows the token."""
         self._session.forget(token)
-        return StoreRefused(f"etcd on {line.address} refuses a watch: {reason}; {self._repair(reason)}")
+        return StoreRefused(f"etcd on {channel.address} refuses a watch: {reason}; {self._repair(reason)}")
 
     def _repair(self, detail: str) -> str:
         if "permission denied" in detail:
@@ -308,31 +310,31 @@ class Connection:
             return "check the user and the password"
         return "is this etcd 3.4 or newer?"
 
-    def trouble(self, line: Line, said: str, *, may_be_tls: bool = False) -> StoreUnavailable:
-        """Leave this line, if nobody did yet. Returns what to raise."""
+    def fail_over(self, channel: Channel, said: str, *, may_be_tls: bool = False) -> StoreUnavailable:
+        """Replace this channel, if no other thread has done so yet. Returns what to raise."""
         with self._lock:
             ring = self.addresses.ring
-            young = time.monotonic() < line.made_at + LINE_LIFE_S
-            if self._closed or self._line is not line or (young and self._in_vain >= len(ring)):
+            young = time.monotonic() < channel.made_at + CHANNEL_LIFE_S
+            if self._closed or self._channel is not channel or (young and self._failures >= len(ring)):
                 replaced = False
             else:
-                replaced, self._in_vain = True, self._in_vain + 1
-                self._line = self._made(following(line.address, ring))
+                replaced, self._failures = True, self._failures + 1
+                self._channel = self._made(following(channel.address, ring))
         if replaced:
-            line.close()
+            channel.close()
             self.addresses.refresh()
         if replaced and may_be_tls and self._answered_at == -math.inf:
-            problem = handshake_problem(line.address, self._access.tls, self.request_timeout_s)
+            problem = handshake_problem(channel.address, self._access.tls, self.request_timeout_s)
             if problem is not None:
-                return StoreRefused(f"etcd on {line.address} cannot be talked to: {problem}")
+                return StoreRefused(f"etcd on {channel.address} cannot be talked to: {problem}")
         return StoreUnavailable(said)
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            line, self._line = self._line, None
-        if line is not None:
-            line.close()
+            channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
 
     def _closed_error(self) -> StoreClosed:
         return StoreClosed(f"the etcd store on {self._access} was closed on this side")

@@ -2,7 +2,7 @@
 
 They were generated in 2020 and load only on the pure Python implementation of protobuf, which has to be chosen
 before protobuf is first imported, in the environment. That choice, and two for gRPC, are in force while it loads and
-not a moment longer: whoever this process starts must not inherit them. Loading takes a tenth of a second and 20 MB,
+not longer: processes that this one starts must not inherit them. Loading takes a tenth of a second and 20 MB,
 so it is done when the first etcd store is made. Nothing else of `etcd3` is used: its client blocks for ever, its
 watcher spins.
 """

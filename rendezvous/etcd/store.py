@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 from ..errors import LeaseExpired, StoreError, StoreRefused, StoreUnavailable
-from ..search import search
+from ..retry_connect import retry_connect
 from ..store import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot, Store, Watch, is_folder
 from .access import EtcdAccess
 from .channel import LEASE_GRANT, LEASE_KEEP_ALIVE, LEASE_REVOKE, TXN, Connection
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class EtcdStore(Store):
-    """See the module's docstring. Made by `connect`."""
+    """A job's keys on an etcd cluster. Made by `connect`."""
 
     def __init__(self, connection: Connection, root: str) -> None:
         self._connection = connection
@@ -50,7 +50,7 @@ class EtcdStore(Store):
     ) -> EtcdStore:
         """Find a member that lets us read and write the job's keys, or only read them.
 
-        Raises StoreRefused as soon as every address was tried and somebody has to change something, and
+        Raises StoreRefused as soon as every address was tried and a person has to change something, and
         StoreUnavailable when `timeout_s` seconds of trying were not enough.
         """
         if access.tls is not None:
@@ -75,7 +75,7 @@ class EtcdStore(Store):
                 raise StoreUnavailable(str(error)) from error
 
         try:
-            search(introduce, deadline, rng)
+            retry_connect(introduce, deadline, rng)
         except StoreRefused:
             store.close()
             raise
@@ -182,7 +182,7 @@ class EtcdStore(Store):
         return [self._entry(pair) for pair in response.response_range.kvs]
 
     def _entry(self, pair: Any) -> Entry:
-        value = pair.value.decode(errors="replace")  # whoever reads it names the key when it makes no sense
+        value = pair.value.decode(errors="replace")  # its reader names the key when it makes no sense
         return Entry(self._relative(pair), value, pair.create_revision, pair.mod_revision)
 
     def _change(self, event: Any) -> Change:

@@ -87,7 +87,7 @@ class EtcdWatch(Watch):
             # etcd never splits one revision over two answers unless it is asked to.
             self._delivered[number] = changes[-1].revision
         elif not answer.created:
-            # A notice of progress: this watcher has been told everything up to here.
+            # A notice of progress: this watcher has every change up to here.
             self._delivered[number] = max(self._delivered[number], answer.header.revision)
         return changes
 
@@ -106,7 +106,7 @@ class _Stream:
             for (first, end), delivered in watchers
         ]
         self._connection = connection
-        self._line, self._call, self._token = connection.stream(WATCH, requests)
+        self._channel, self._call, self._token = connection.stream(WATCH, requests)
         self._confirmed_by = time.monotonic() + connection.request_timeout_s
         self._wanted = len(requests)
         self._numbers: dict[int, int] = {}
@@ -128,8 +128,8 @@ class _Stream:
                 if until == deadline:
                     return None
                 self.cancel()
-                raise self._connection.trouble(
-                    self._line, f"etcd on {self._line.address} did not confirm a watch"
+                raise self._connection.fail_over(
+                    self._channel, f"etcd on {self._channel.address} did not confirm a watch"
                 ) from None
             if isinstance(answer, StoreError):
                 raise answer
@@ -149,7 +149,7 @@ class _Stream:
     def _refusal(self, answer: Any) -> StoreError:
         if answer.compact_revision:
             return Compacted(f"etcd has forgotten all changes before revision {answer.compact_revision}")
-        return self._connection.watch_refused(self._line, answer.cancel_reason, self._token)
+        return self._connection.watch_refused(self._channel, answer.cancel_reason, self._token)
 
     def _read(self) -> None:
         ending: Exception | None = None
@@ -166,9 +166,11 @@ class _Stream:
             return StoreClosed("the watch was closed")
         try:
             if ending is None:
-                return self._connection.trouble(self._line, f"etcd on {self._line.address} ended a watch")
+                return self._connection.fail_over(
+                    self._channel, f"etcd on {self._channel.address} ended a watch"
+                )
             if ending.code().name == "RESOURCE_EXHAUSTED":
                 return Compacted("more happened than one message can tell: read what it led to")
-            return self._connection.problem(self._line, ending, self._token)
+            return self._connection.problem(self._channel, ending, self._token)
         except StoreError as error:
             return error

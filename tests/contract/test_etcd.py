@@ -29,7 +29,7 @@ from elastic_agent.rendezvous.errors import (
 )
 from elastic_agent.rendezvous.etcd.access import EtcdAccess
 from elastic_agent.rendezvous.etcd.addresses import Address
-from elastic_agent.rendezvous.etcd.channel import TXN, Line
+from elastic_agent.rendezvous.etcd.channel import TXN, Channel
 from elastic_agent.rendezvous.etcd.store import EtcdStore
 from elastic_agent.rendezvous.etcd.tls import handshake_problem
 from elastic_agent.rendezvous.kind import Login, Tls
@@ -64,17 +64,17 @@ def persist(call: Callable[[], object]) -> object:
             time.sleep(0.02)
 
 
-def line_of(store: EtcdStore) -> Line:
-    return store._connection.line(time.monotonic() + PATIENCE_S)
+def channel_of(store: EtcdStore) -> Channel:
+    return store._connection.channel(time.monotonic() + PATIENCE_S)
 
 
 def connected(cluster: EtcdCluster, store: EtcdStore) -> int:
-    return [member.port for member in cluster.members].index(line_of(store).address.port)
+    return [member.port for member in cluster.members].index(channel_of(store).address.port)
 
 
 def cut(store: EtcdStore) -> None:
     """As if the member in use had answered with an error."""
-    store._connection.trouble(line_of(store), "cut by a test")
+    store._connection.fail_over(channel_of(store), "cut by a test")
 
 
 def next_changes(watch: Watch) -> list[Change]:
@@ -247,14 +247,14 @@ def test_a_single_member_that_restarts_with_its_data_is_used_again(
     assert traffic.interrupted, "the watch was never cut"
 
 
-def test_one_trouble_costs_one_channel_however_many_threads_see_it(
+def test_one_failure_costs_one_channel_however_many_threads_see_it(
     three: EtcdCluster, connect: Connect
 ) -> None:
     store = connect(three, ttl_s=5.0)
     made: list[object] = []
     make = store._connection._made
 
-    def counted(address: object) -> Line:
+    def counted(address: object) -> Channel:
         made.append(address)
         return make(address)  # type: ignore[arg-type]
 

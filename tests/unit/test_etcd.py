@@ -11,7 +11,7 @@ import pytest
 from elastic_agent.rendezvous.errors import StoreRefused, StoreUnavailable
 from elastic_agent.rendezvous.etcd.access import EtcdAccess
 from elastic_agent.rendezvous.etcd.addresses import Address, Addresses, following
-from elastic_agent.rendezvous.etcd.channel import Session, Verdict, judge
+from elastic_agent.rendezvous.etcd.channel import Session, Verdict, classify
 from elastic_agent.rendezvous.kind import Login
 
 A, B, C = (Address("h", f"10.0.0.{number}", 2379) for number in (1, 2, 3))
@@ -42,14 +42,14 @@ def test_no_password_is_shown() -> None:
 @pytest.mark.parametrize(
     ("code", "detail", "verdict"),
     [
-        ("UNAVAILABLE", "failed to connect to all addresses", Verdict.MOVE),
-        ("UNAVAILABLE", "etcdserver: no leader", Verdict.MOVE),
-        ("UNAVAILABLE", "etcdserver: request timed out", Verdict.MOVE),
-        ("UNAVAILABLE", "etcdserver: leader changed", Verdict.MOVE),
-        ("DEADLINE_EXCEEDED", "Deadline Exceeded", Verdict.MOVE),
-        ("CANCELLED", "", Verdict.MOVE),
-        ("INTERNAL", "Received RST_STREAM with error code 2", Verdict.MOVE),
-        ("UNKNOWN", "context deadline exceeded", Verdict.MOVE),
+        ("UNAVAILABLE", "failed to connect to all addresses", Verdict.FAILOVER),
+        ("UNAVAILABLE", "etcdserver: no leader", Verdict.FAILOVER),
+        ("UNAVAILABLE", "etcdserver: request timed out", Verdict.FAILOVER),
+        ("UNAVAILABLE", "etcdserver: leader changed", Verdict.FAILOVER),
+        ("DEADLINE_EXCEEDED", "Deadline Exceeded", Verdict.FAILOVER),
+        ("CANCELLED", "", Verdict.FAILOVER),
+        ("INTERNAL", "Received RST_STREAM with error code 2", Verdict.FAILOVER),
+        ("UNKNOWN", "context deadline exceeded", Verdict.FAILOVER),
         ("RESOURCE_EXHAUSTED", "etcdserver: too many requests", Verdict.STAY),
         ("RESOURCE_EXHAUSTED", "etcdserver: mvcc: database space exceeded", Verdict.STAY),
         ("NOT_FOUND", "etcdserver: requested lease not found", Verdict.LEASE_GONE),
@@ -68,7 +68,7 @@ def test_no_password_is_shown() -> None:
     ],
 )
 def test_errors_are_judged_by_what_the_caller_can_do(code: str, detail: str, verdict: Verdict) -> None:
-    assert judge(code, detail) is verdict
+    assert classify(code, detail) is verdict
 
 
 def test_who_may_not_in_is_told_apart_but_may_be_handled_as_an_outage() -> None:

@@ -1,4 +1,4 @@
-"""Looking for a store that is not there yet: other nodes, or people, may only be about to start it."""
+"""Connecting to a store that is not there yet: other nodes, or people, may only be about to start it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAUSE_S = 0.25
 log = logging.getLogger(__name__)
 
 
-def search(try_once: Callable[[], object], deadline: float, rng: random.Random) -> None:
+def retry_connect(try_once: Callable[[], object], deadline: float, rng: random.Random) -> None:
     """Returns as soon as `try_once` does. Raises its StoreUnavailable at the deadline, and other errors at once."""
     said = ""
     while True:
