@@ -13,8 +13,8 @@ from pathlib import Path
 from .. import __version__
 from ..health.http import Probe
 from ..health.metrics import Build, Metrics, Place
-from ..rendezvous.decide import Policy, limits_of
-from ..rendezvous.records import Endpoint, Introduction, NodeRecord
+from ..rendezvous.decide import Policy
+from ..rendezvous.records import Introduction
 from ..rendezvous.restarts import RestartPolicy
 from ..worker.available_memory import read_memory
 from ..worker.wire.environment import WorkerEnv
@@ -28,7 +28,6 @@ from .preloader.spares import Spares
 from .processes.console import Console
 from .processes.reports import ReportReceiver
 from .processes.workers import first_on_path, job_python
-from .program import program_of
 from .service_manager import ServiceManager
 from .status.pages import StatusPages
 
@@ -132,31 +131,6 @@ def policy_of(config: Config) -> Policy:
         store_outage_grace_s=grace_s,
         unheard_s=config.rendezvous.lease_ttl_s if grace_s or kind.host is not None else 0.0,
         restarts=RestartPolicy(max_failures=config.max_restarts),
-    )
-
-
-def identity_of(
-    agent: Agent,
-    machine: Machine,
-    network: Network,
-    policy: Policy,
-    *,
-    port: int,
-    http: Endpoint | None,
-    hosts: bool,
-) -> NodeRecord:
-    """What this node says of itself: `port` is for the workers' store, `http` for its peers."""
-    return NodeRecord(
-        node=agent.name,
-        incarnation=agent.incarnation,
-        address=network.choice.address,
-        port=port,
-        slots=machine.workers,
-        http=http,
-        network=network.choice.facts,
-        limits=limits_of(policy),
-        program=program_of(agent.config, policy.store_outage_grace_s),
-        hosts_store=hosts,
     )
 
 

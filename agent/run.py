@@ -13,6 +13,7 @@ import os
 import queue
 import random
 import signal
+import socket
 import tempfile
 import time
 import uuid
@@ -23,15 +24,16 @@ from typing import Protocol, TypeVar
 
 from ..health.http import NODE_PATH, HealthServer
 from ..health.metrics import Metrics
+from ..rendezvous.decide import limits_of
 from ..rendezvous.participant import Participant
 from ..rendezvous.proof import LEASE_MARGIN
-from ..rendezvous.records import NODES_PREFIX, Endpoint, Introduction
+from ..rendezvous.records import NODES_PREFIX, Endpoint, Introduction, NodeRecord
 from ..rendezvous.snapshot import NodeSnapshot
 from ..rendezvous.store import Store
 from ..rendezvous.threads import Thread, listen
 from .accounting.measured_store import MeasuredStore
 from .accounting.observer import Observer
-from .assembly import Agent, Probes, identity_of, metrics_of, pages_of, policy_of, receiver_of, spares_of
+from .assembly import Agent, Probes, metrics_of, pages_of, policy_of, receiver_of, spares_of
 from .checkpoints.disk_writer import DiskWriter
 from .checkpoints.folder import MemoryFolder, make_folder
 from .commit_gate import CommitGate
@@ -66,6 +68,7 @@ from .processes.remains import await_end, file_for
 from .processes.run_files import RUN_DIR_PREFIX, announce, place_of_run_directory, places
 from .processes.worker_store import WorkerStore
 from .processes.workers import WorkerGroup
+from .program import program_of
 from .salvage_gate import SalvageGate
 from .service_manager import ServiceManager
 from .status.pages import JOB_PATH, STATUS_PATH, StatusPages
@@ -136,8 +139,9 @@ class Ground:
     node: Node
     network: Network
     memory: MemoryFolder | None
-    bind: Binder
     listeners: Listeners
+    new_port: Callable[[], socket.socket]
+    """Binds another one in the place of `listeners.workers`. Raises PortError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,32 +155,12 @@ class Helpers:
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
-    """What answers over HTTP."""
-
-    address: tuple[str, int]
-    pages: StatusPages
-    probes: Probes
-
-
-@dataclass(frozen=True, slots=True)
 class Rendezvous:
     """This node's part in the rendezvous."""
 
     participant: Participant
     link: StoreLink
     heartbeat: Heartbeat
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerServices:
-    """What answers workers, and what they need besides."""
-
-    worker_store: WorkerStore
-    logs: WorkerLogs
-    drain: DrainGate
-    just_in_time: SalvageGate
-    disk_writer: DiskWriter
 
 
 def _run(agent: Agent, machine: Machine) -> Ending:
@@ -194,17 +178,15 @@ def _run(agent: Agent, machine: Machine) -> Ending:
         helpers = _start_helpers(agent, ground, children, parts)
         if agent.config.preload and agent.config.command.kind != "binary" and not alone:
             helpers.spares.start()
-        front = _serve_http(agent, ground, metrics, parts)
+        pages, probes = pages_of(agent), Probes(Introduction(agent.name, agent.incarnation, generation=0))
+        http = _serve_http(agent, ground, metrics, pages, probes, parts)
         agent.manager.ready()
         store = _find_store(agent, ground, metrics, parts)
-        rendezvous = _make_rendezvous(agent, ground, helpers, front, store)
+        rendezvous = _make_rendezvous(agent, ground, helpers, http, store)
         services = _serve_workers(agent, ground, helpers, rendezvous.participant, store, metrics, parts)
         rendezvous.link.start()
-        observer = Observer(metrics, front.pages, agent.config.max_restarts, agent.started_at, time.time)
-        supervisor = _make_supervisor(agent, ground, helpers, services, rendezvous.participant, observer)
-        loop = front.probes.loop = _make_loop(
-            agent, ground, helpers, services, rendezvous, supervisor, observer
-        )
+        observer = Observer(metrics, pages, agent.config.max_restarts, agent.started_at, time.time)
+        loop = probes.loop = _make_loop(agent, ground, helpers, rendezvous, observer, *services)
         return _live(agent, loop, rendezvous, store, hosts_store=ground.listeners.store is not None)
 
 
@@ -257,7 +239,8 @@ def _claim(
     env = worker_env(agent.incarnation, run_dir, memory)
     cgroup = claim_cgroup(agent.incarnation)
     node = Node(agent.name, agent.incarnation, machine, run_dir, env, cgroup, agent.environment)
-    return Ground(node, network, memory, bind, listeners)
+    address = network.choice.address
+    return Ground(node, network, memory, listeners, lambda: bind(address, None, "master"))
 
 
 # ---------------------------------------------------------------- started before the store is found
@@ -280,9 +263,14 @@ def _start_helpers(agent: Agent, ground: Ground, children: Children, parts: cont
     return Helpers(children, guard, gpu_memory, spares)
 
 
-def _serve_http(agent: Agent, ground: Ground, metrics: Metrics, parts: contextlib.ExitStack) -> Front:
-    pages = pages_of(agent)
-    probes = Probes(Introduction(agent.name, agent.incarnation, generation=0))
+def _serve_http(
+    agent: Agent,
+    ground: Ground,
+    metrics: Metrics,
+    pages: StatusPages,
+    probes: Probes,
+    parts: contextlib.ExitStack,
+) -> tuple[str, int]:
     json = {NODE_PATH: probes.introduction, STATUS_PATH: pages.node, JOB_PATH: pages.job}
     server = _started(
         parts,
@@ -291,7 +279,7 @@ def _serve_http(agent: Agent, ground: Ground, metrics: Metrics, parts: contextli
     log.info("metrics, /healthz, /readyz and /node at http://%s", Endpoint(*server.address))
     options = store_options(agent.config, ground.network.endpoint, ground.listeners.store)
     announce(ground.node.run_dir, server.address, options)
-    return Front(server.address, pages, probes)
+    return server.address
 
 
 def _find_store(agent: Agent, ground: Ground, metrics: Metrics, parts: contextlib.ExitStack) -> Store:
@@ -313,18 +301,22 @@ def _find_store(agent: Agent, ground: Ground, metrics: Metrics, parts: contextli
 
 
 def _make_rendezvous(
-    agent: Agent, ground: Ground, helpers: Helpers, front: Front, store: Store
+    agent: Agent, ground: Ground, helpers: Helpers, http: tuple[str, int], store: Store
 ) -> Rendezvous:
-    """Nothing of it runs yet."""
+    """Nothing of it runs yet. `http` is where this agent answers."""
     policy, rng, clock = policy_of(agent.config), random.SystemRandom(), agent.clock
-    identity = identity_of(
-        agent,
-        ground.node.machine,
-        ground.network,
-        policy,
+    network = ground.network.choice
+    identity = NodeRecord(
+        node=agent.name,
+        incarnation=agent.incarnation,
+        address=network.address,
         port=ground.listeners.workers.getsockname()[1],
-        http=reachable_at(front.address, ground.network.choice.address),
-        hosts=ground.listeners.store is not None,
+        slots=ground.node.machine.workers,
+        http=reachable_at(http, network.address),
+        network=network.facts,
+        limits=limits_of(policy),
+        program=program_of(agent.config, policy.store_outage_grace_s),
+        hosts_store=ground.listeners.store is not None,
     )
     lease_ttl_s = agent.config.rendezvous.lease_ttl_s
     participant = Participant(identity, policy, lease_ttl_s=lease_ttl_s, rng=rng, now=clock())
@@ -346,98 +338,66 @@ def _serve_workers(
     store: Store,
     metrics: Metrics,
     parts: contextlib.ExitStack,
-) -> WorkerServices:
-    env, environment, post = ground.node.env, agent.environment, agent.events.put
+) -> tuple[Processes, Gates, DiskWriter]:
+    """What starts workers, what answers them, and what writes their checkpoints."""
+    node, clock, post = ground.node, agent.clock, agent.events.put
+    guard, children, spares, env = helpers.guard, helpers.children, helpers.spares, node.env
 
     def latest() -> NodeSnapshot:
         return participant.snapshot
 
-    worker_store = WorkerStore(environment, helpers.spares, post)
+    def new_group(generation: int) -> WorkerGroup:
+        cgroup = node.cgroup / f"generation-{generation}" if node.cgroup is not None else None
+        return WorkerGroup(generation, node.incarnation, guard, logs, post, clock, cgroup, children.strangers)
+
+    worker_store = WorkerStore(agent.environment, spares, post)
     parts.callback(worker_store.end)
     lost = metrics.log_file_bytes_dropped_total.inc
-    logs = _started(parts, WorkerLogs(agent.config.log_dir, agent.name, agent.console, metrics.printed, lost))
+    logs = _started(parts, WorkerLogs(agent.config.log_dir, node.name, agent.console, metrics.printed, lost))
     _started(parts, receiver_of(agent, Path(env.reports), metrics))
-    _started(parts, CommitGate(Path(env.commits), store, latest, agent.clock))
-    drain = _started(parts, DrainGate(Path(env.drain), store, latest, post, agent.clock))
+    _started(parts, CommitGate(Path(env.commits), store, latest, clock))
+    drain = _started(parts, DrainGate(Path(env.drain), store, latest, post, clock))
     just_in_time = _started(parts, SalvageGate(Path(env.salvage), post))
     disk_writer = _started(
-        parts,
-        DiskWriter(ground.node.run_dir / "writes", env.commits, env.reports, environment, post),
+        parts, DiskWriter(node.run_dir / "writes", env.commits, env.reports, agent.environment, post)
     )
-    helpers.children.knows(lambda: (helpers.guard.pid, *helpers.gpu_memory.pids, *worker_store.pids))
-    helpers.children.knows(lambda: (*disk_writer.pids, *helpers.spares.pids))
-    helpers.children.expects(lambda: helpers.spares.sessions)
-    return WorkerServices(worker_store, logs, drain, just_in_time, disk_writer)
-
-
-def _make_supervisor(
-    agent: Agent,
-    ground: Ground,
-    helpers: Helpers,
-    services: WorkerServices,
-    participant: Participant,
-    observer: Observer,
-) -> Supervisor:
-    node = ground.node
-
-    def new_group(generation: int) -> WorkerGroup:
-        return WorkerGroup(
-            generation,
-            agent.incarnation,
-            helpers.guard,
-            services.logs,
-            agent.events.put,
-            agent.clock,
-            node.cgroup / f"generation-{generation}" if node.cgroup is not None else None,
-            helpers.children.strangers,
-        )
-
-    return Supervisor(
-        agent.config,
-        node,
-        participant,
-        observer,
-        Processes(
-            new_group=new_group,
-            guard=helpers.guard,
-            children=helpers.children,
-            spares=helpers.spares,
-            worker_store=services.worker_store,
-            logs=services.logs,
-        ),
-        Gates(just_in_time=services.just_in_time, drain=services.drain),
-        agent.events.put,
-        agent.clock,
+    children.knows(lambda: (guard.pid, *helpers.gpu_memory.pids, *worker_store.pids))
+    children.knows(lambda: (*disk_writer.pids, *spares.pids))
+    children.expects(lambda: spares.sessions)
+    processes = Processes(
+        new_group=new_group,
+        guard=guard,
+        children=children,
+        spares=spares,
+        worker_store=worker_store,
+        logs=logs,
     )
+    return processes, Gates(just_in_time=just_in_time, drain=drain), disk_writer
 
 
 def _make_loop(
     agent: Agent,
     ground: Ground,
     helpers: Helpers,
-    services: WorkerServices,
     rendezvous: Rendezvous,
-    supervisor: Supervisor,
     observer: Observer,
+    processes: Processes,
+    gates: Gates,
+    disk_writer: DiskWriter,
 ) -> Loop:
-    address = ground.network.choice.address
-    return Loop(
-        agent.config.stop,
-        rendezvous.participant,
-        supervisor,
-        Services(
-            link=rendezvous.link,
-            peers=PeerLink(agent.events.put, agent.clock),
-            gpu_memory=helpers.gpu_memory,
-            disk_writer=services.disk_writer,
-            observer=observer,
-            manager=agent.manager,
-            heartbeat=rendezvous.heartbeat,
-        ),
-        OfferedPort(ground.listeners.workers, lambda: ground.bind(address, None, "master")),
-        agent.events,
-        agent.clock,
+    config, participant, events, clock = agent.config, rendezvous.participant, agent.events, agent.clock
+    supervisor = Supervisor(config, ground.node, participant, observer, processes, gates, events.put, clock)
+    services = Services(
+        link=rendezvous.link,
+        peers=PeerLink(events.put, clock),
+        gpu_memory=helpers.gpu_memory,
+        disk_writer=disk_writer,
+        observer=observer,
+        manager=agent.manager,
+        heartbeat=rendezvous.heartbeat,
     )
+    port = OfferedPort(ground.listeners.workers, ground.new_port)
+    return Loop(config.stop, participant, supervisor, services, port, events, clock)
 
 
 def _live(agent: Agent, loop: Loop, rendezvous: Rendezvous, store: Store, *, hosts_store: bool) -> Ending:

@@ -25,7 +25,6 @@ from elastic_agent.agent.service_manager import ServiceManager
 from elastic_agent.agent.store.link import StoreLink
 from elastic_agent.health.http import Probe
 from elastic_agent.rendezvous.participant import Participant
-from elastic_agent.rendezvous.records import Introduction
 from elastic_agent.rendezvous.store import Store
 
 from .supervised import Ignored
@@ -158,17 +157,21 @@ def test_http_answers_while_the_store_is_looked_for(
 ) -> None:
     """Until the loop exists the probes speak for themselves."""
     order: list[str] = []
-    front = life.Front(("127.0.0.1", 1), cast(Any, Ignored()), Probes(Introduction("a", "a-1", generation=0)))
+    served: list[Probes] = []
 
-    def serve(*_: Any) -> life.Front:
+    def serve(
+        agent: Agent, ground: Any, metrics: Any, pages: Any, probes: Probes, parts: Any
+    ) -> tuple[str, int]:
         order.append("http")
-        return front
+        served.append(probes)
+        return "127.0.0.1", 1
 
     def find(*_: Any) -> Store:
         order.append("store")
-        assert front.probes.liveness() == Probe(True, "starting")
-        assert front.probes.readiness() == Probe(False, "looking for the rendezvous store")
-        assert '"a-1"' in front.probes.introduction()
+        (probes,) = served
+        assert probes.liveness() == Probe(True, "starting")
+        assert probes.readiness() == Probe(False, "looking for the rendezvous store")
+        assert '"a-1"' in probes.introduction()
         raise CannotStart(ExitCode.STORE_LOST, "no store")
 
     for name in ("_catch_signals", "_refuse_beside_remains"):
