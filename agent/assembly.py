@@ -26,10 +26,10 @@ from .machine.examine import Machine
 from .machine.network_search import Network
 from .preloader.spares import Spares
 from .processes.console import Console
-from .processes.reports import ReportReceiver
 from .processes.workers import first_on_path, job_python
 from .service_manager import ServiceManager
 from .status.pages import StatusPages
+from .worker_links.reports import ReportReceiver
 
 MAX_WAITING_EVENTS = 10_000
 """Reports are dropped while so many events wait; everything else is bounded by what the loop itself has asked."""

@@ -36,11 +36,9 @@ from .accounting.observer import Observer
 from .assembly import Agent, Probes, metrics_of, pages_of, policy_of, receiver_of, spares_of
 from .checkpoints.disk_writer import DiskWriter
 from .checkpoints.folder import MemoryFolder, make_folder
-from .commit_gate import CommitGate
 from .configuration.config import Config
 from .configuration.log_level import log_level
 from .configuration.options import SECRET_VARIABLES
-from .drain_gate import DrainGate
 from .environment.contract import worker_env
 from .error_file import write_error_file
 from .events import Event, Signalled, ThreadFailed
@@ -69,13 +67,15 @@ from .processes.run_files import RUN_DIR_PREFIX, announce, place_of_run_director
 from .processes.worker_store import WorkerStore
 from .processes.workers import WorkerGroup
 from .program import program_of
-from .salvage_gate import SalvageGate
 from .service_manager import ServiceManager
 from .status.pages import JOB_PATH, STATUS_PATH, StatusPages
 from .store.link import StoreLink
 from .store.opening import Binder, open_store, store_options
 from .supervision.supervisor import Gates, Processes, Supervisor
 from .supervision.worker_spec import Node
+from .worker_links.commit_fence import CommitFence
+from .worker_links.last_steps import LastSteps
+from .worker_links.server import WorkerLinks
 
 log = logging.getLogger(__name__)
 
@@ -354,12 +354,12 @@ def _serve_workers(
     parts.callback(worker_store.end)
     lost = metrics.log_file_bytes_dropped_total.inc
     logs = _started(parts, WorkerLogs(agent.config.log_dir, node.name, agent.console, metrics.printed, lost))
-    _started(parts, receiver_of(agent, Path(env.reports), metrics))
-    _started(parts, CommitGate(Path(env.commits), store, latest, clock))
-    drain = _started(parts, DrainGate(Path(env.drain), store, latest, post, clock))
-    just_in_time = _started(parts, SalvageGate(Path(env.salvage), post))
+    commits = CommitFence(store, latest, clock)
+    last_steps = LastSteps(store, latest, post, clock)
+    reports = receiver_of(agent, Path(env.reports), metrics)
+    links = _started(parts, WorkerLinks(env, commits, last_steps, reports, post))
     disk_writer = _started(
-        parts, DiskWriter(node.run_dir / "writes", env.commits, env.reports, agent.environment, post)
+        parts, DiskWriter(node.run_dir / "writes", env.socket, env.reports, agent.environment, post)
     )
     children.knows(lambda: (guard.pid, *helpers.gpu_memory.pids, *worker_store.pids))
     children.knows(lambda: (*disk_writer.pids, *spares.pids))
@@ -372,7 +372,7 @@ def _serve_workers(
         worker_store=worker_store,
         logs=logs,
     )
-    return processes, Gates(just_in_time=just_in_time, drain=drain), disk_writer
+    return processes, Gates(just_in_time=links, drain=last_steps), disk_writer
 
 
 def _make_loop(

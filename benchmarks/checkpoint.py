@@ -31,7 +31,7 @@ from typing import Any
 from elastic_agent.agent.checkpoints.disk_writer import DiskWriter
 from elastic_agent.agent.events import Event, WriterEnded, WriterWanted
 from elastic_agent.worker.wire.channel import receive, send
-from elastic_agent.worker.wire.messages import COMMIT_QUESTIONS, CommitGranted
+from elastic_agent.worker.wire.messages import FROM_WORKERS, CommitGranted
 from report import add_options, keep, markdown, publish, ratio, spread
 
 GOAL = 1.3
@@ -100,7 +100,7 @@ def run(system: str, megabytes: int, ranks: int, disk: Path | None) -> Run:
             "BENCHMARK_SYSTEM": system,
             "BENCHMARK_MEGABYTES": str(megabytes),
             "BENCHMARK_FOLDER": str(folder / "checkpoints"),
-            "ELASTIC_AGENT_COMMITS": str(folder / "commits"),
+            "ELASTIC_AGENT_SOCKET": str(folder / "commits"),
             "WORLD_SIZE": str(ranks),
             "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks)),
         }
@@ -147,7 +147,7 @@ def grant(path: Path) -> None:
     while True:
         connection, _ = listener.accept()
         with connection:
-            receive(connection, COMMIT_QUESTIONS, 5.0)
+            receive(connection, FROM_WORKERS, 5.0)
             send(connection, CommitGranted(60.0), 5.0)
 
 

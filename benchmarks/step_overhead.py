@@ -29,7 +29,7 @@ from elastic_agent.worker import drain, progress
 from elastic_agent.worker.wire import shared_progress as page
 from elastic_agent.worker.wire.channel import receive, send
 from elastic_agent.worker.wire.environment import NAMES
-from elastic_agent.worker.wire.messages import STEPS_ENDED, StepAnswer, Verdict
+from elastic_agent.worker.wire.messages import FROM_WORKERS, StepAnswer, Verdict
 from elastic_agent.worker.wire.shared_progress import Page
 from report import add_options, keep, markdown, publish, ratio, spread
 
@@ -81,7 +81,7 @@ def run(case: str, calls: int) -> Run:
     calls = max(1, calls // 100) if case == "pending" else calls
     with closing(Page.make(GENERATION)) as ours, answering() as agent:
         ours.words[page.PENDING] = case == "pending"
-        environment = {**os.environ, "ELASTIC_AGENT_GENERATION": str(GENERATION), NAMES["drain"]: agent}
+        environment = {**os.environ, "ELASTIC_AGENT_GENERATION": str(GENERATION), NAMES["socket"]: agent}
         environment |= {"RANK": "0", "ELASTIC_AGENT_LOCAL_RANK": "0"}
         environment |= {} if case == "private" else {NAMES["page"]: ours.path}
         command = [sys.executable, __file__, "--run", case, "--calls", str(calls)]
@@ -133,7 +133,7 @@ def answer(listener: socket.socket) -> None:
         except OSError:
             return  # shut down
         with worker:
-            receive(worker, STEPS_ENDED, drain.ANSWER_S)
+            receive(worker, FROM_WORKERS, drain.ANSWER_S)
             send(worker, StepAnswer(Verdict.GO_ON), drain.ANSWER_S)
 
 

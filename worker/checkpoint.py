@@ -112,7 +112,7 @@ class Checkpointer:
         self._memory = memory_of(os.environ, self._files.directory) if not read_only else None
         self._bad_state = BadState.of(os.environ) if not read_only else None
         self._account = progress if not read_only else progress.Silent()
-        self._disk = Disk(self._files, env.generation, env.commits, env.writes)
+        self._disk = Disk(self._files, env.generation, env.socket, env.writes)
         self._copies = Copies(self._memory, self._disk)
         self._part = TakingPart(
             self._files.directory,
@@ -282,7 +282,7 @@ class Checkpointer:
         the loop: see `just_in_time`. One guards all Checkpointers that were loaded. Without an agent, or without room
         in its memory, this does nothing.
         """
-        memory, address = self._memory, WorkerEnv.of(os.environ).salvage
+        memory, address = self._memory, WorkerEnv.of(os.environ).socket
         if memory is None or not address:
             return contextlib.nullcontext()
         self._part.register()

@@ -52,16 +52,16 @@ class Disk:
         self,
         files: CheckpointFiles,
         generation: int,
-        commits: str,
+        agent: str,
         writer: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`commits` and `writer` are the addresses of the agent's sockets, empty where there is none."""
+        """`agent` and `writer` are the addresses of the agent's sockets, empty where there is none."""
         self.files = files
         self.leaving = False
         """This process ends for a planned change: whoever comes next has work to do, and brings to disk what is not."""
         self._generation = generation
-        self._commits = commits
+        self._agent = agent
         self._writer = writer
         self._clock = clock
         self._under_way: _UnderWay | None = None
@@ -232,4 +232,4 @@ class Disk:
         return refusal or WriteOutcome(header.step, size)
 
     def _permit(self) -> Callable[[], None]:
-        return Permit(self._commits, self._generation).check
+        return Permit(self._agent, self._generation).check

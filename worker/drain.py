@@ -177,4 +177,4 @@ class _Speaker:
     def say(self, step: int, said: Said) -> Verdict:
         """The agent's answer. Raises OSError and Invalid."""
         ended = StepEnded(self._env.generation, self._rank, self._env.local_rank, step, said)
-        return ask(self._env.drain, ended, STEP_ANSWERS, ANSWER_S).verdict
+        return ask(self._env.socket, ended, STEP_ANSWERS, ANSWER_S).verdict

@@ -45,14 +45,14 @@ class DiskWriter:
     def __init__(
         self,
         path: Path,
-        commits: str,
+        agent: str,
         reports: str,
         environment: Mapping[str, str],
         post: Callable[[Event], None],
     ) -> None:
-        """`path` is where orders come, `commits` and `reports` are the agent's other sockets."""
+        """`path` is where orders come, `agent` and `reports` are the agent's other sockets."""
         self.path = path
-        self._command = [sys.executable, "-I", "-S", "-c", _PROGRAM, commits, reports]
+        self._command = [sys.executable, "-I", "-S", "-c", _PROGRAM, agent, reports]
         self._environment = environment
         self._post = post
         self._process: subprocess.Popen[bytes] | None = None

@@ -2,7 +2,7 @@
 
 `disk_writer` starts it through `shim`, so that it dies with the agent. Its standard input is a listening socket, over
 which rank 0 sends its orders (`worker/writes.py`). An order outlives the rank 0 that gave it. What becomes of one is
-told to whoever gave it, and to the agent as a report; before anything becomes visible the agent's commit gate is
+told to whoever gave it, and to the agent as a report; before anything becomes visible the agent's commit fence is
 asked whether the generation that ordered it is still the present one.
 
 Orders are carried out one after the other: the disk is one. On the agent's `FinishWrites` it does what it has begun,
@@ -60,12 +60,12 @@ FAILURES = (CheckpointError, OSError, ValueError)
 """Of a write: of these only `SaveFailed` and OSError may be gone at the next try."""
 
 
-def main(commits: str, reports: str) -> None:
+def main(agent: str, reports: str) -> None:
     """Until `FinishWrites`, or the agent's end."""
     os.nice(10)  # training comes first
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    writer = _Writer(commits, reports)
+    writer = _Writer(agent, reports)
     Thread(writer.work, "orders", lambda: os._exit(1)).start()
     listener = socket.socket(fileno=0)
     while True:
@@ -76,8 +76,8 @@ def main(commits: str, reports: str) -> None:
 class _Writer:
     """One thread takes orders, and holds what they name; another carries them out in the order in which they came."""
 
-    def __init__(self, commits: str, reports: str) -> None:
-        self._commits = commits
+    def __init__(self, agent: str, reports: str) -> None:
+        self._questions = agent
         self._reports = reports
         self._orders: queue.SimpleQueue[_Taken | None] = queue.SimpleQueue()
         self._files: dict[tuple[str, int, str], CheckpointFiles] = {}
@@ -141,7 +141,7 @@ class _Writer:
         """Without the one who gave it: no worker trains on, so that the slot still holds what it did, or never will."""
         at = time.monotonic()
         try:
-            Permit(self._commits, order.generation).check()
+            Permit(self._questions, order.generation).check()
             if _is_on_disk(self._files_of(order), order):
                 self._settled(order)
                 return
@@ -160,7 +160,7 @@ class _Writer:
         self, order: WriteOrder, copy: tuple[Slots, Held] | Exception, connection: socket.socket | None
     ) -> int:
         """Its size. `connection` leads to the one who gave the order and may take it back. Raises `FAILURES`."""
-        permit = Permit(self._commits, order.generation)
+        permit = Permit(self._questions, order.generation)
 
         def may_change() -> None:
             permit.check()

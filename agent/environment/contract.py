@@ -44,10 +44,8 @@ def worker_env(incarnation: str, run_dir: Path, memory: MemoryFolder | None) -> 
     """What all workers of this agent are given; `run_dir` has the sockets at which it answers them."""
     env = WorkerEnv(
         incarnation=incarnation,
+        socket=str(run_dir / "socket"),
         reports=str(run_dir / "reports"),
-        commits=str(run_dir / "commits"),
-        salvage=str(run_dir / "salvage"),
-        drain=str(run_dir / "drain"),
     )
     if memory is None:
         return env

@@ -30,7 +30,7 @@ from elastic_agent.worker.wire.channel import receive, send
 from elastic_agent.worker.wire.codec import Invalid
 from elastic_agent.worker.wire.environment import WORKER_VARIABLES
 from elastic_agent.worker.wire.messages import (
-    COMMIT_QUESTIONS,
+    FROM_WORKERS,
     MAX_BYTES,
     REPORTS,
     CancelWrite,
@@ -74,7 +74,7 @@ class Gate(threading.Thread):
             except OSError:
                 return
             with connection, contextlib.suppress(OSError, Invalid):  # who asked was killed
-                receive(connection, COMMIT_QUESTIONS, 5.0)
+                receive(connection, FROM_WORKERS, 5.0)
                 self.asked += 1
                 self.open.wait()
                 send(connection, self.answer, 5.0)
@@ -136,7 +136,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
         "ELASTIC_AGENT_MEMORY": str(tmp_path / "memory"),
         "ELASTIC_AGENT_MEMORY_BYTES": str(1 << 30),
         "ELASTIC_AGENT_WRITES": str(tmp_path / "writes"),
-        "ELASTIC_AGENT_COMMITS": str(tmp_path / "commits"),
+        "ELASTIC_AGENT_SOCKET": str(tmp_path / "commits"),
         "ELASTIC_AGENT_REPORTS": str(tmp_path / "reports"),
         "ELASTIC_AGENT_NODE": "a",
         "ELASTIC_AGENT_LOCAL_RANK": "0",
@@ -452,7 +452,7 @@ def test_what_rank_0_has_taken_back_is_not_published(
             publish(*args)
 
         monkeypatch.setattr(writer_module.CheckpointFiles, "publish", too_late)
-        outcome = writer_module._Writer(os.environ["ELASTIC_AGENT_COMMITS"], "")._carry_out(taken)
+        outcome = writer_module._Writer(os.environ["ELASTIC_AGENT_SOCKET"], "")._carry_out(taken)
     assert outcome.error == "SaveFailed"
     assert "no longer waits" in outcome.reason
     assert on_disk(directory) == []

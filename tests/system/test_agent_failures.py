@@ -19,20 +19,17 @@ from .harness import RECORDER, Job, planted
 from .test_gpu_memory import FAKE_NVML, ON_A_GPU
 
 THREADS = (
-    "commit-gate",
     "console",
     "directory-locks",
     "disk-writer",
-    "drain-gate",
     "health-http",
     "heartbeat",
     "log-files",
-    "reports",
-    "salvage-gate",
     "store-lease",
     "store-requests",
     "store-watch",
     "worker-exits",
+    "worker-links",
     "worker-logs",
     "worker-store",
 )
@@ -43,7 +40,7 @@ SOME = ("gpu-memory", "last-saves", "log-folders", "spares")
 
 ELSEWHERE = (
     "drain-look",
-    "*-client",
+    "worker-answer",
     "peer",
     "doing.replace(' ', '-')",
     "error-file",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_agent.worker import Checkpointer, CheckpointError, Fenced, permit, progress, replicas, slots
+from elastic_agent.worker.wire.channel import receive, send
+from elastic_agent.worker.wire.messages import FROM_WORKERS, CommitGranted, CommitQuestion
 
 
 class Training:
@@ -239,20 +242,31 @@ def copy_where_one_rank_does_not_come(rank: int, directory: str) -> dict[str, An
     return {"remembered": remembered}
 
 
+def listen(listener: socket.socket) -> None:
+    guards = []
+    while True:
+        connection, _ = listener.accept()
+        if isinstance(receive(connection, FROM_WORKERS, 60.0), CommitQuestion):
+            with connection:
+                send(connection, CommitGranted(60.0), 60.0)
+        else:
+            guards.append(connection)
+
+
 def be_guarded(directory: str, rank: int) -> None:
-    """As a worker of an agent that listens, and says nothing."""
+    """As a worker of an agent that lets it commit, and else listens, and says nothing."""
     memory = f"{directory}-memory"
     os.makedirs(memory, exist_ok=True)
     address = f"{memory}/salvage-{rank}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(address)
     listener.listen()
-    be_guarded.listeners = [listener]  # type: ignore[attr-defined]  # as long as this process lives
+    threading.Thread(target=listen, args=(listener,), daemon=True).start()
     os.environ.update(
         ELASTIC_AGENT_MEMORY=memory,
         ELASTIC_AGENT_MEMORY_BYTES=str(1 << 30),
         ELASTIC_AGENT_NODE="a",
-        ELASTIC_AGENT_SALVAGE=address,
+        ELASTIC_AGENT_SOCKET=address,
     )
 
 

@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "agent/machine": ("agent, lowest", "agent/configuration", "agent/processes", "agent/checkpoints"),
     "agent/environment": ("agent/configuration", "agent/processes", "agent/checkpoints", "agent/machine"),
     "agent/preloader/fidelity": (),
+    "agent/worker_links": ("agent, lowest",),
     "agent/preloader": ("agent, lowest", "agent/processes", "agent/machine", "agent/preloader/fidelity"),
     "agent/store": ("agent, lowest", "agent/configuration", "agent/machine"),
     "agent/status": ("agent, lowest", "agent/configuration", "agent/processes", "agent/store"),
@@ -52,6 +53,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "agent": (
         *("agent, lowest", "agent/configuration", "agent/processes", "agent/checkpoints", "agent/machine"),
         *("agent/environment", "agent/preloader", "agent/store", "agent/status", "agent/accounting"),
+        "agent/worker_links",
         "agent/supervision",
     ),
     "agent/torchrun": (

@@ -180,7 +180,7 @@ class Gate:
         self.visible: list[set[str]] = []
         self.now = 0.0
         self._directory = directory
-        monkeypatch.setenv("ELASTIC_AGENT_COMMITS", "a socket")
+        monkeypatch.setenv("ELASTIC_AGENT_SOCKET", "a socket")
         monkeypatch.setenv("ELASTIC_AGENT_GENERATION", "7")
         monkeypatch.setattr(permit_module, "ask", lambda _address, question, *_: self._answer(question))
         monkeypatch.setattr(

@@ -20,7 +20,7 @@ from elastic_agent.worker.together import Checkpointers
 from elastic_agent.worker.wire import shared_progress as page
 from elastic_agent.worker.wire.channel import receive, send
 from elastic_agent.worker.wire.environment import NAMES
-from elastic_agent.worker.wire.messages import STEPS_ENDED, Said, StepAnswer, StepEnded, Verdict
+from elastic_agent.worker.wire.messages import FROM_WORKERS, Said, StepAnswer, StepEnded, Verdict
 from elastic_agent.worker.wire.shared_progress import Page
 
 WORD = StepEnded(7, 3, 1, 120, Said.FINISHED)
@@ -44,7 +44,7 @@ class Agent:
             except OSError:
                 return
             with connection:
-                word = receive(connection, STEPS_ENDED, 5.0)
+                word = receive(connection, FROM_WORKERS, 5.0)
                 self.words.append(word)
                 answer = self._answer(word)
                 if answer is not None:
@@ -107,7 +107,7 @@ class Scene:
         self.kept: list[tuple[str, int]] = []
         for name, value in {
             NAMES["page"]: self.page.path,
-            NAMES["drain"]: str(self.path),
+            NAMES["socket"]: str(self.path),
             "ELASTIC_AGENT_GENERATION": "7",
             "RANK": "3",
             "ELASTIC_AGENT_LOCAL_RANK": "1",
@@ -267,9 +267,9 @@ def test_without_an_answer_training_goes_on(
     if trouble == "no answer":
         scene.answer = None
     elif trouble == "no agent":
-        monkeypatch.setenv(NAMES["drain"], "/nowhere")
+        monkeypatch.setenv(NAMES["socket"], "/nowhere")
     else:
-        monkeypatch.delenv(NAMES["drain"])
+        monkeypatch.delenv(NAMES["socket"])
     progress.step(120)
     assert scene.kept == []
 

@@ -138,7 +138,7 @@ def test_a_folder_that_is_removed_while_the_job_runs_costs_no_step(
 def test_a_journal_without_room_means_no_save_just_in_time_and_nothing_else(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("ELASTIC_AGENT_SALVAGE", str(tmp_path / "socket"))
+    monkeypatch.setenv("ELASTIC_AGENT_SOCKET", str(tmp_path / "socket"))
     checkpoints = Checkpointer(tmp_path / "disk", {"model": torch.nn.Linear(2, 2)})
     shutil.rmtree(folder)
     with checkpoints.just_in_time():

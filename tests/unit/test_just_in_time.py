@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import queue
 import random
 import socket
 import threading
@@ -23,10 +24,12 @@ from elastic_agent.worker.memory import Place
 from elastic_agent.worker.slots import Held as HeldSlot
 from elastic_agent.worker.slots import NoRoom
 from elastic_agent.worker.together import Checkpointers
-from elastic_agent.worker.wire.channel import Lines
+from elastic_agent.worker.wire.channel import Lines, receive, send
 from elastic_agent.worker.wire.messages import (
-    FROM_GUARDS,
+    FROM_WORKERS,
     Broken,
+    CommitGranted,
+    CommitQuestion,
     FromGuard,
     Go,
     Guarding,
@@ -34,6 +37,7 @@ from elastic_agent.worker.wire.messages import (
     Hold,
     Keep,
     Kept,
+    Question,
     ToGuard,
     encode,
 )
@@ -45,22 +49,33 @@ GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer 
 
 
 class Agent:
-    """What the guard of one worker is connected to."""
+    """What the guard of one worker is connected to; whoever asks may commit."""
 
     def __init__(self, path: Path) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))
         self._listener.listen()
-        self._listener.settimeout(PATIENCE_S)
-        self._lines = Lines(FROM_GUARDS)
-        self._heard: list[FromGuard] = []
+        self._guards: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        self._lines = Lines(FROM_WORKERS)
+        self._heard: list[Question | FromGuard] = []
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            connection, _ = self._listener.accept()
+            connection.settimeout(PATIENCE_S)
+            first = receive(connection, FROM_WORKERS, PATIENCE_S)
+            if isinstance(first, CommitQuestion):
+                with connection:
+                    send(connection, CommitGranted(60.0), PATIENCE_S)
+            else:
+                assert first == Guarding(1, 0)
+                self._guards.put(connection)
 
     def accept(self) -> None:
-        self._connection, _ = self._listener.accept()
-        self._connection.settimeout(PATIENCE_S)
-        assert self.hears() == Guarding(1, 0)
+        self._connection = self._guards.get(timeout=PATIENCE_S)
 
-    def hears(self) -> FromGuard | None:
+    def hears(self) -> Question | FromGuard | None:
         """None when the guard has ended."""
         while not self._heard:
             data = self._connection.recv(4096)
@@ -72,7 +87,7 @@ class Agent:
     def says(self, message: ToGuard) -> None:
         self._connection.sendall(encode(message))
 
-    def asks(self, message: ToGuard) -> FromGuard | None:
+    def asks(self, message: ToGuard) -> Question | FromGuard | None:
         self.says(message)
         return self.hears()
 
@@ -134,7 +149,7 @@ def draws() -> list[Any]:
 
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch, only_worker: Path, tmp_path: Path) -> Agent:
-    monkeypatch.setenv("ELASTIC_AGENT_SALVAGE", str(tmp_path / "salvage"))
+    monkeypatch.setenv("ELASTIC_AGENT_SOCKET", str(tmp_path / "salvage"))
     return Agent(tmp_path / "salvage")
 
 
@@ -385,7 +400,7 @@ def test_an_agent_that_has_ended_is_not_waited_for(script: Script, agent: Agent)
 def test_without_an_agent_nothing_happens(
     script: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delenv("ELASTIC_AGENT_SALVAGE")
+    monkeypatch.delenv("ELASTIC_AGENT_SOCKET")
     with script.checkpoints.just_in_time():
         script.train(1)
     assert not caplog.records
@@ -436,7 +451,7 @@ class Pair:
 
         monkeypatch.setattr(self.both[number]._memory, "_begin", begin)
 
-    def train_to_the_failure(self, at: int, told: Callable[[int], None]) -> FromGuard | None:
+    def train_to_the_failure(self, at: int, told: Callable[[int], None]) -> Question | FromGuard | None:
         """What the guard has kept after `at` steps. `told` is called after each of them."""
         with self.both[0].just_in_time():
             self.agent.accept()

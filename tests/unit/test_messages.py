@@ -17,13 +17,11 @@ from elastic_agent.worker.wire.channel import Lines
 from elastic_agent.worker.wire.codec import Checked, Codec, Invalid, kind_of, plain
 from elastic_agent.worker.wire.messages import (
     COMMIT_ANSWERS,
-    COMMIT_QUESTIONS,
-    FROM_GUARDS,
+    FROM_WORKERS,
     MAX_BYTES,
     MAX_REASON_CHARS,
     REPORTS,
     STEP_ANSWERS,
-    STEPS_ENDED,
     TO_GUARDS,
     UNSAVED_STEPS,
     VERSION,
@@ -65,19 +63,19 @@ MESSAGES: list[tuple[Codec[Any], Checked]] = [
     (REPORTS, LoadReport(0, 3, 0, "none", 0.0)),
     (REPORTS, LoadReport(2**62, 3, 2**62, "corrupt", 1e9)),
     (REPORTS, LentLock(7, 0, "3f2a")),
-    (COMMIT_QUESTIONS, CommitQuestion(7)),
+    (FROM_WORKERS, CommitQuestion(7)),
     (COMMIT_ANSWERS, CommitGranted(2.5)),
     (COMMIT_ANSWERS, CommitGranted(1)),
     (COMMIT_ANSWERS, CommitRefused("it is over")),
     (COMMIT_ANSWERS, CommitUndecided(MAX_REASON_CHARS * "\U0001f600")),
-    *((STEPS_ENDED, StepEnded(7, 3, 1, 120, said)) for said in Said),
+    *((FROM_WORKERS, StepEnded(7, 3, 1, 120, said)) for said in Said),
     *((STEP_ANSWERS, StepAnswer(verdict)) for verdict in Verdict),
-    (FROM_GUARDS, Guarding(7, 1)),
-    (FROM_GUARDS, Broken()),
-    (FROM_GUARDS, Held(120)),
-    (FROM_GUARDS, Held(None)),
-    (FROM_GUARDS, Kept(0)),
-    (FROM_GUARDS, Kept(None)),
+    (FROM_WORKERS, Guarding(7, 1)),
+    (FROM_WORKERS, Broken()),
+    (FROM_WORKERS, Held(120)),
+    (FROM_WORKERS, Held(None)),
+    (FROM_WORKERS, Kept(0)),
+    (FROM_WORKERS, Kept(None)),
     (TO_GUARDS, Hold(2.0)),
     (TO_GUARDS, Keep(0)),
     (TO_GUARDS, Go()),
@@ -223,10 +221,10 @@ def test_whatever_arrives_is_a_message_or_an_error(
 
 
 def test_messages_come_whole_out_of_any_pieces() -> None:
-    sent = [message for codec, message in MESSAGES if codec is FROM_GUARDS]
+    sent = [message for codec, message in MESSAGES if codec is FROM_WORKERS]
     stream = b"".join(map(encode, sent))
     for size in (1, 7, len(stream)):
-        lines, heard = Lines(FROM_GUARDS), []
+        lines, heard = Lines(FROM_WORKERS), []
         for begin in range(0, len(stream), size):
             heard += lines.add(stream[begin : begin + size])
         assert heard == sent
@@ -234,4 +232,4 @@ def test_messages_come_whole_out_of_any_pieces() -> None:
 
 def test_a_line_without_an_end_is_refused() -> None:
     with pytest.raises(Invalid, match="more than"):
-        Lines(FROM_GUARDS).add(b"x" * (MAX_BYTES + 1))
+        Lines(FROM_WORKERS).add(b"x" * (MAX_BYTES + 1))

@@ -12,7 +12,7 @@ import pytest
 from elastic_agent.worker.errors import Fenced, Unconfirmed
 from elastic_agent.worker.permit import MAX_QUESTIONS, Permit
 from elastic_agent.worker.wire.messages import (
-    COMMIT_QUESTIONS,
+    FROM_WORKERS,
     MAX_BYTES,
     CommitAnswer,
     CommitGranted,
@@ -41,7 +41,7 @@ class ScriptedAgent(threading.Thread):
         for reply in self._replies:
             connection, _ = self._socket.accept()
             with connection:
-                self.heard.append(COMMIT_QUESTIONS.decode(connection.recv(MAX_BYTES)))
+                self.heard.append(FROM_WORKERS.decode(connection.recv(MAX_BYTES)))
                 reply(connection)
 
     def close(self) -> None:

@@ -1,24 +1,18 @@
-"""Reports from worker to agent: a sender that never disturbs training, and a receiver that nothing ends."""
+"""Reports from worker to agent: a sender that never disturbs training."""
 
 from __future__ import annotations
 
-import fcntl
 import os
-import queue
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.events import Event, Reported
-from elastic_agent.agent.processes.reports import ReportReceiver
 from elastic_agent.worker import progress
 from elastic_agent.worker.wire.channel import Reporter
-from elastic_agent.worker.wire.messages import MAX_BYTES, REPORTS, LentLock, LoadReport, SaveReport
+from elastic_agent.worker.wire.messages import MAX_BYTES, REPORTS, LoadReport, SaveReport
 
 
 class Agent:
@@ -141,62 +135,6 @@ def test_the_functions_report_as_the_environment_says(agent: Agent, monkeypatch:
     assert agent.received() == [
         SaveReport(7, 3, 5, "ok", 0.5, 100), LoadReport(7, 3, 5, "corrupt", 0.5)
     ]  # fmt: skip
-
-
-def test_the_agent_counts_what_it_cannot_read_or_has_no_room_for(agent: Agent, tmp_path: Path) -> None:
-    told: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-    room = True
-    receiver = ReportReceiver(
-        tmp_path / "receiver", told.put, lambda: room, lambda: 12.5, lambda: told.put(None)
-    )
-    receiver.start()
-    reporter = Reporter({**agent.environ, "ELASTIC_AGENT_REPORTS": str(tmp_path / "receiver")})
-    reporter.send(lambda g, r: loaded(1))
-    assert told.get(timeout=20) == Reported(loaded(1), at=12.5)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
-        stranger.sendto(b"not a report", str(tmp_path / "receiver"))
-    assert told.get(timeout=20) is None
-    room = False
-    reporter.send(lambda g, r: loaded(2))
-    assert told.get(timeout=20) is None
-    receiver.close()
-
-
-def test_a_lock_that_was_lent_is_held_until_the_agent_ends_and_once(agent: Agent, tmp_path: Path) -> None:
-    told: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    receiver = ReportReceiver(
-        tmp_path / "receiver", told.put, lambda: True, lambda: 0.0, lambda: pytest.fail("dropped")
-    )
-    receiver.start()
-    reporter = Reporter({**agent.environ, "ELASTIC_AGENT_REPORTS": str(tmp_path / "receiver")})
-    path = tmp_path / "owner.lock"
-
-    def opened() -> list[int]:
-        numbers = [int(one) for one in os.listdir("/proc/self/fd")]
-        real = os.path.realpath(path)
-        return [number for number in numbers if os.path.realpath(f"/proc/self/fd/{number}") == real]
-
-    for _ in range(3):
-        with open(path, "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH)
-            assert reporter.send(lambda g, r: LentLock(g, r, "a"), lock.fileno())
-            assert reporter.send(lambda g, r: loaded(1), lock.fileno()), "which does not keep it"
-            assert told.get(timeout=20).report == loaded(1)  # type: ignore[union-attr]
-    eventually(lambda: len(opened()) == 1)
-    assert not os.get_inheritable(opened()[0])
-    with open(path) as other, pytest.raises(BlockingIOError):
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    assert reporter.send(lambda g, r: LentLock(g - 1, r, "past"))
-    assert reporter.send(lambda g, r: LentLock(g, r, "b"))
-    eventually(lambda: opened() == [])
-    receiver.close()
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_the_agent_can_import_the_messages_without_torch() -> None:

@@ -1,22 +1,13 @@
-"""Who keeps the last step of a failed generation: the decisions, and the gate."""
+"""Who keeps the last step of a failed generation: the decisions."""
 
 from __future__ import annotations
-
-import queue
-import socket
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_agent.agent.events import Event, JustInTimeMessage
-from elastic_agent.agent.salvage_gate import SalvageGate
 from elastic_agent.agent.supervision.just_in_time_state import JustInTimeState, Orders
-from elastic_agent.worker.wire.channel import Lines
 from elastic_agent.worker.wire.messages import (
-    TO_GUARDS,
     Broken,
     FromGuard,
     Go,
@@ -26,7 +17,6 @@ from elastic_agent.worker.wire.messages import (
     Keep,
     Kept,
     ToGuard,
-    encode,
 )
 
 GRACE_S = 2.0
@@ -163,63 +153,3 @@ def test_whatever_happens_it_ends_in_time_and_all_are_let_go(
     assert alive <= {local_rank for local_rank, message in orders if isinstance(message, Go)}
     keeps = [local_rank for local_rank, message in orders if isinstance(message, Keep)]
     assert len(keeps) == len(set(keeps)), "nobody is asked twice"
-
-
-# --- The gate
-
-
-@pytest.fixture
-def events() -> queue.SimpleQueue[Event]:
-    return queue.SimpleQueue()
-
-
-@pytest.fixture
-def gate(tmp_path: Path, events: queue.SimpleQueue[Event]) -> Iterator[SalvageGate]:
-    gate = SalvageGate(tmp_path / "salvage", events.put)
-    gate.start()
-    yield gate
-    gate.close()
-
-
-def worker(gate: SalvageGate) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(10)
-    connection.connect(str(gate.path))
-    return connection
-
-
-def test_the_gate_passes_on_who_says_what_and_tells_each_its_own(
-    gate: SalvageGate, events: queue.SimpleQueue[Event]
-) -> None:
-    workers = [worker(gate) for _ in range(2)]
-    for local_rank, connection in enumerate(workers):
-        connection.sendall(encode(Guarding(7, local_rank)))
-        assert events.get(timeout=10) == JustInTimeMessage(7, local_rank, Guarding(7, local_rank))
-    workers[1].sendall(encode(Broken()) + encode(Held(3)))
-    assert [events.get(timeout=10) for _ in range(2)] == [
-        JustInTimeMessage(7, 1, Broken()),
-        JustInTimeMessage(7, 1, Held(3)),
-    ]
-    gate.tell(7, 1, Keep(1.0))
-    gate.tell(7, 0, Go())
-    gate.tell(8, 0, Hold(1.0))  # nobody of that generation is here
-    assert Lines(TO_GUARDS).add(workers[1].recv(4096)) == [Keep(1.0)]
-    assert Lines(TO_GUARDS).add(workers[0].recv(4096)) == [Go()]
-    workers[0].close()
-    assert events.get(timeout=10) == JustInTimeMessage(7, 0, None)
-    gate.tell(7, 0, Go())
-
-
-@pytest.mark.parametrize("data", [b"nonsense\n", encode(Broken()), encode(Guarding(7, 0)) + encode(Go())])
-def test_the_gate_ends_a_connection_that_does_not_speak_its_language(
-    gate: SalvageGate, events: queue.SimpleQueue[Event], data: bytes
-) -> None:
-    connection = worker(gate)
-    connection.sendall(data)
-    assert connection.recv(4096) == b""
-    other = worker(gate)
-    other.sendall(encode(Guarding(7, 5)))
-    heard = []
-    while not heard or heard[-1] != JustInTimeMessage(7, 5, Guarding(7, 5)):
-        heard.append(events.get(timeout=10))
-    assert len(heard) <= 3

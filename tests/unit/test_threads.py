@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import queue
 import random
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,13 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.drain_gate import DrainGate
 from elastic_agent.agent.events import Event, Probed, StopRead, StoreGone, ThreadFailed
 from elastic_agent.agent.exits import CannotStart, ExitCode
-from elastic_agent.agent.gate import Gate
 from elastic_agent.agent.interruptible import unless_stopped
 from elastic_agent.agent.peer_link import PeerLink
 from elastic_agent.agent.store.link import StoreLink
+from elastic_agent.agent.worker_links.commit_fence import CommitFence
+from elastic_agent.agent.worker_links.last_steps import LastSteps
+from elastic_agent.agent.worker_links.reports import ReportReceiver
+from elastic_agent.agent.worker_links.server import WorkerLinks
 from elastic_agent.rendezvous import threads
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.etcd.addresses import Addresses
@@ -28,11 +29,13 @@ from elastic_agent.rendezvous.peers import Absence, Peer
 from elastic_agent.rendezvous.records import Endpoint
 from elastic_agent.rendezvous.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.threads import Thread, listen
-from elastic_agent.worker.wire.messages import COMMIT_QUESTIONS, CommitQuestion, encode
+from elastic_agent.worker.wire.channel import ask
+from elastic_agent.worker.wire.codec import Invalid
+from elastic_agent.worker.wire.environment import WorkerEnv
+from elastic_agent.worker.wire.messages import COMMIT_ANSWERS, CommitAnswer, CommitQuestion, CommitRefused
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 20.0
-HELLO = encode(CommitQuestion(1))
 FAILURES = ("dies", "cannot be started")
 
 
@@ -119,7 +122,7 @@ def _peer(post: Callable[[Event], None]) -> None:
 
 
 def _drain_look(post: Callable[[Event], None], folder: Path) -> None:
-    DrainGate(folder / "drain", MemoryStore(), lambda: NodeSnapshot("a", "a-1"), post, time.monotonic).look(3)
+    LastSteps(MemoryStore(), lambda: NodeSnapshot("a", "a-1"), post, time.monotonic).look(3)
 
 
 @pytest.mark.parametrize("how", FAILURES)
@@ -140,28 +143,29 @@ def test_a_short_lived_thread_that_fails_has_answered(
 
 
 @pytest.mark.parametrize("how", FAILURES)
-def test_a_client_whose_thread_fails_hears_the_end_and_its_place_is_free_again(
+def test_a_worker_whose_answering_thread_fails_hears_the_end_and_the_next_is_answered(
     monkeypatch: pytest.MonkeyPatch, failed: Failed, tmp_path: Path, how: str
 ) -> None:
-    gate = Gate(tmp_path / "gate", "test", COMMIT_QUESTIONS, lambda question: question, most=1)
-    gate.start()
+    env, store = WorkerEnv(socket=str(tmp_path / "socket")), MemoryStore()
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    reports = ReportReceiver(tmp_path / "reports", events.put, lambda: True, time.monotonic, lambda: None)
+    latest = NodeSnapshot("a", "a-1")
+    fence = CommitFence(store, lambda: latest, time.monotonic)
+    steps = LastSteps(store, lambda: latest, events.put, time.monotonic)
+    links = WorkerLinks(env, fence, steps, reports, events.put)
+    links.start()
 
-    def ask() -> bytes:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-            client.settimeout(PATIENCE_S)
-            client.connect(str(gate.path))
-            try:
-                client.sendall(HELLO)
-                return client.recv(100)
-            except (BrokenPipeError, ConnectionResetError):  # it was closed with our question unread
-                return b""
+    def asked() -> CommitAnswer:
+        return ask(env.socket, CommitQuestion(1), COMMIT_ANSWERS, PATIENCE_S)
 
     with monkeypatch.context() as patch:
-        fail(patch, how, "test-client")
-        assert [ask() for _ in range(2)] == [b"", b""]
-        assert [failed.next() for _ in range(2)] == ["test-client"] * 2
-    assert ask() == HELLO
-    gate.close()
+        fail(patch, how, "worker-answer")
+        for _ in range(2):
+            with pytest.raises(Invalid, match="ended the connection after 0 bytes"):
+                asked()
+            assert failed.next() == "worker-answer"
+    assert asked() == CommitRefused("the rendezvous store holds no world")
+    links.close()
 
 
 @pytest.mark.parametrize("how", FAILURES)

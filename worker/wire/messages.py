@@ -164,6 +164,10 @@ class StepAnswer(Checked):
     verdict: Verdict
 
 
+Question = CommitQuestion | StepEnded
+"""What is answered once."""
+
+
 # ---------------------------------------------------------------- just in time
 
 
@@ -280,14 +284,15 @@ class UnsavedSteps(Checked):
 
 # ---------------------------------------------------------------- what is read where
 
+FROM_WORKERS: Codec[Question | FromGuard] = Codec(
+    (CommitQuestion, StepEnded, Guarding, Broken, Held, Kept), VERSION, MAX_BYTES
+)
+"""On a stream socket of the agent. A question has a connection of its own; a guard keeps its."""
 REPORTS: Codec[Report | LentLock] = Codec((SaveReport, LoadReport, LentLock), VERSION, MAX_BYTES)
-COMMIT_QUESTIONS = Codec((CommitQuestion,), VERSION, MAX_BYTES)
 COMMIT_ANSWERS: Codec[CommitAnswer] = Codec(
     (CommitGranted, CommitRefused, CommitUndecided), VERSION, MAX_BYTES
 )
-STEPS_ENDED = Codec((StepEnded,), VERSION, MAX_BYTES)
 STEP_ANSWERS = Codec((StepAnswer,), VERSION, MAX_BYTES)
-FROM_GUARDS: Codec[FromGuard] = Codec((Guarding, Broken, Held, Kept), VERSION, MAX_BYTES)
 TO_GUARDS: Codec[ToGuard] = Codec((Hold, Keep, Go), VERSION, MAX_BYTES)
 WRITE_ORDERS: Codec[WriteOrder | FinishWrites] = Codec((WriteOrder, FinishWrites), VERSION, MAX_BYTES)
 WRITE_CANCELS = Codec((CancelWrite,), VERSION, MAX_BYTES)

@@ -6,13 +6,12 @@ import queue
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent import drain_gate
-from elastic_agent.agent.drain_gate import DrainGate
 from elastic_agent.agent.events import Event, StopRead, WorkerAnswered, WorkerKept
+from elastic_agent.agent.worker_links import last_steps
+from elastic_agent.agent.worker_links.last_steps import LastSteps
 from elastic_agent.rendezvous.drain import Ask, Beyond, End, GoOn
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.memory import MemoryStore
@@ -43,11 +42,11 @@ ZERO, ONE = Ask(7, 0, 20), Ask(7, 1, 20)
 
 
 class Scene:
-    def __init__(self, path: Path) -> None:
+    def __init__(self) -> None:
         self.store = MemoryStore()
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.now = 100.0
-        self.gate = DrainGate(path, self.store, lambda: self.latest, self.events.put, lambda: self.now)
+        self.steps = LastSteps(self.store, lambda: self.latest, self.events.put, lambda: self.now)
         self.publish(DRAINED)
 
     def publish(self, world: World) -> None:
@@ -65,25 +64,25 @@ class Scene:
         return found
 
     def say(self, said: Said, rank: int, step: int) -> Verdict:
-        return self.gate._reply(StepEnded(7, rank, rank, step, said)).verdict
+        return self.steps.answer(StepEnded(7, rank, rank, step, said)).verdict
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
-    scene = Scene(tmp_path / "drain")
+def scene() -> Iterator[Scene]:
+    scene = Scene()
     yield scene
     scene.store.close()
 
 
 def test_all_ranks_end_after_the_step_that_rank_0_names(scene: Scene) -> None:
-    assert scene.gate.answer(ONE) == GoOn()
+    assert scene.steps.judge(ONE) == GoOn()
     assert scene.stop is None
-    assert scene.gate.answer(ZERO) == GoOn()
+    assert scene.steps.judge(ZERO) == GoOn()
     assert scene.stop == StopAt(7, 21)
-    assert scene.gate.answer(ONE) == GoOn()
+    assert scene.steps.judge(ONE) == GoOn()
     for rank in (0, 1):
-        assert scene.gate.answer(Ask(7, rank, 21)) == End(21)
-    assert scene.gate.answer(Ask(7, 1, 22)) == Beyond(21)
+        assert scene.steps.judge(Ask(7, rank, 21)) == End(21)
+    assert scene.steps.judge(Ask(7, 1, 22)) == Beyond(21)
 
 
 def test_a_world_that_has_changed_meanwhile_names_no_step(scene: Scene) -> None:
@@ -94,7 +93,7 @@ def test_a_world_that_has_changed_meanwhile_names_no_step(scene: Scene) -> None:
     heard = scene.latest
     scene.latest = old
     answers: list[object] = []
-    thread = threading.Thread(target=lambda: answers.append(scene.gate.answer(ZERO)))
+    thread = threading.Thread(target=lambda: answers.append(scene.steps.judge(ZERO)))
     thread.start()
     scene.latest = heard
     thread.join(10)
@@ -144,26 +143,26 @@ class Away(MemoryStore):
 def test_a_store_that_is_away_for_a_moment_is_asked_again(
     scene: Scene, does: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drain_gate, "PAUSE_S", 0.001)
-    scene.store = scene.gate._store = Away(2 if not does else 1, does)
+    monkeypatch.setattr(last_steps, "PAUSE_S", 0.001)
+    scene.store = scene.steps._store = Away(2 if not does else 1, does)
     scene.publish(DRAINED)
-    assert scene.gate.answer(ZERO) == GoOn()
+    assert scene.steps.judge(ZERO) == GoOn()
     assert scene.stop == StopAt(7, 21)
 
 
 def test_without_the_store_the_worker_goes_on_and_nothing_is_written_later(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drain_gate, "PAUSE_S", 0.001)
+    monkeypatch.setattr(last_steps, "PAUSE_S", 0.001)
 
     class Late(MemoryStore):
         def read(self, scopes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
-            scene.now += drain_gate.GIVES_UP_S
+            scene.now += last_steps.GIVES_UP_S
             return super().read(scopes, oldest_under)
 
-    scene.store = scene.gate._store = Late()
+    scene.store = scene.steps._store = Late()
     scene.publish(DRAINED)
-    assert scene.gate.answer(ZERO) == GoOn()
+    assert scene.steps.judge(ZERO) == GoOn()
     assert scene.stop is None
 
 
@@ -172,22 +171,22 @@ def test_who_waits_for_an_answer_is_known(scene: Scene) -> None:
 
     class Watched(MemoryStore):
         def read(self, scopes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
-            asked.append(scene.gate.asks(7, 1))
+            asked.append(scene.steps.asks(7, 1))
             return super().read(scopes, oldest_under)
 
-    scene.store = scene.gate._store = Watched()
-    assert not scene.gate.asks(7, 1)
+    scene.store = scene.steps._store = Watched()
+    assert not scene.steps.asks(7, 1)
     scene.say(Said.FINISHED, 1, 20)
     assert asked == [True]
-    assert not scene.gate.asks(7, 1)
+    assert not scene.steps.asks(7, 1)
 
 
 def test_a_look_tells_where_all_were_to_end_or_that_nobody_knows(scene: Scene) -> None:
-    scene.gate.look(7)
+    scene.steps.look(7)
     assert scene.events.get(timeout=10) == StopRead(7, None)
-    scene.gate.answer(ZERO)
-    scene.gate.look(7)
+    scene.steps.judge(ZERO)
+    scene.steps.look(7)
     assert scene.events.get(timeout=10) == StopRead(7, StopAt(7, 21))
-    scene.gate._store = Away(9, does=False)
-    scene.gate.look(7)
+    scene.steps._store = Away(9, does=False)
+    scene.steps.look(7)
     assert scene.events.get(timeout=10) == StopRead(7, None)

@@ -6,22 +6,20 @@ next generation can begin in three ways only: this node has stopped its workers 
 its workers with it; its lease has ended. So a grant holds for as long as the lease was proven before the store was
 asked.
 
-`judge` decides. `CommitGate` brings it question and world, in threads that may wait for the store.
+`judge` decides. `CommitFence` brings it question and world, in threads that may wait for the store.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
-from ..rendezvous.errors import RecordInvalid, StoreError
-from ..rendezvous.records import WORLD_KEY, World
-from ..rendezvous.snapshot import NodeSnapshot
-from ..rendezvous.store import Store
-from ..worker.wire.codec import kind_of
-from ..worker.wire.messages import (
-    COMMIT_QUESTIONS,
+from ...rendezvous.errors import RecordInvalid, StoreError
+from ...rendezvous.records import WORLD_KEY, World
+from ...rendezvous.snapshot import NodeSnapshot
+from ...rendezvous.store import Store
+from ...worker.wire.codec import kind_of
+from ...worker.wire.messages import (
     MAX_REASON_CHARS,
     CommitAnswer,
     CommitGranted,
@@ -29,12 +27,8 @@ from ..worker.wire.messages import (
     CommitRefused,
     CommitUndecided,
 )
-from .gate import Gate
 
 log = logging.getLogger(__name__)
-
-MAX_CLIENTS = 8
-"""One asks at a time. More are broken, and cost a thread each for a while; the next then wait in the backlog."""
 
 
 def judge(question: CommitQuestion, world: World | None, latest: NodeSnapshot, now: float) -> CommitAnswer:
@@ -57,18 +51,22 @@ def judge(question: CommitQuestion, world: World | None, latest: NodeSnapshot, n
     return CommitGranted(left_s)
 
 
-class CommitGate(Gate[CommitQuestion]):
-    """Each of its threads may wait for the store."""
+class CommitFence:
+    """`answer` may wait for the store."""
 
-    def __init__(
-        self, path: Path, store: Store, latest: Callable[[], NodeSnapshot], clock: Callable[[], float]
-    ) -> None:
-        super().__init__(path, "commit", COMMIT_QUESTIONS, self._reply, most=MAX_CLIENTS)
+    def __init__(self, store: Store, latest: Callable[[], NodeSnapshot], clock: Callable[[], float]) -> None:
         self._store = store
         self._latest = latest
         self._clock = clock
 
     def answer(self, question: CommitQuestion) -> CommitAnswer:
+        answer = self._answer(question)
+        if not isinstance(answer, CommitGranted):
+            word = kind_of(type(answer)).removeprefix("commit_")
+            log.warning("generation %d may not commit: %s: %s", question.generation, word, answer.reason)
+        return answer
+
+    def _answer(self, question: CommitQuestion) -> CommitAnswer:
         # First, and only then the read: a lease that ended while the store was asked is not mistaken for a new one.
         latest = self._latest()
         try:
@@ -77,14 +75,3 @@ class CommitGate(Gate[CommitQuestion]):
         except (StoreError, RecordInvalid) as error:
             return CommitUndecided(str(error)[:MAX_REASON_CHARS])
         return judge(question, world, latest, self._clock())
-
-    def _reply(self, question: CommitQuestion) -> CommitAnswer:
-        answer = self.answer(question)
-        if not isinstance(answer, CommitGranted):
-            log.warning(
-                "generation %d may not commit: %s: %s",
-                question.generation,
-                kind_of(type(answer)).removeprefix("commit_"),
-                answer.reason,
-            )
-        return answer

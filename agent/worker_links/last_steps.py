@@ -13,23 +13,18 @@ import logging
 import threading
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
-from ..rendezvous.drain import WHAT_STANDS, Answer, Ask, End, GoOn, concerns, judge, written
-from ..rendezvous.errors import RecordInvalid, StoreError
-from ..rendezvous.records import StopAt
-from ..rendezvous.requests import WriteStop
-from ..rendezvous.snapshot import NodeSnapshot
-from ..rendezvous.store import Store
-from ..rendezvous.threads import Thread
-from ..worker.wire.messages import STEPS_ENDED, Said, StepAnswer, StepEnded, Verdict
-from .events import Event, StopRead, WorkerAnswered, WorkerKept
-from .gate import Gate
+from ...rendezvous.drain import WHAT_STANDS, Answer, Ask, End, GoOn, concerns, judge, written
+from ...rendezvous.errors import RecordInvalid, StoreError
+from ...rendezvous.records import StopAt
+from ...rendezvous.requests import WriteStop
+from ...rendezvous.snapshot import NodeSnapshot
+from ...rendezvous.store import Store
+from ...rendezvous.threads import Thread
+from ...worker.wire.messages import Said, StepAnswer, StepEnded, Verdict
+from ..events import Event, StopRead, WorkerAnswered, WorkerKept
 
 log = logging.getLogger(__name__)
-
-MAX_CLIENTS = 64
-"""All workers of a node may ask at once. The next wait in the backlog."""
 
 GIVES_UP_S = 3.0
 """After so long nothing is written any more: the worker that asked may be about to go on without an answer."""
@@ -38,18 +33,16 @@ PAUSE_S = 0.05
 """Between two questions to a store that gives no answer."""
 
 
-class DrainGate(Gate[StepEnded]):
+class LastSteps:
     """See the module's docstring."""
 
     def __init__(
         self,
-        path: Path,
         store: Store,
         latest: Callable[[], NodeSnapshot],
         post: Callable[[Event], None],
         clock: Callable[[], float],
     ) -> None:
-        super().__init__(path, "drain", STEPS_ENDED, self._reply, most=MAX_CLIENTS)
         self._store = store
         self._latest = latest
         self._post = post
@@ -67,7 +60,7 @@ class DrainGate(Gate[StepEnded]):
         unknown = StopRead(generation, None)
         Thread(partial(self._look, generation), "drain-look", lambda: self._post(unknown)).start()
 
-    def answer(self, ask: Ask) -> Answer:
+    def judge(self, ask: Ask) -> Answer:
         """From the store, or GoOn when that gives no answer."""
         give_up_at = self._clock() + GIVES_UP_S
         latest = self._latest()
@@ -92,14 +85,14 @@ class DrainGate(Gate[StepEnded]):
     def _write(self, verdict: WriteStop) -> bool:
         return self._store.transact(verdict.compares, verdict.writes).succeeded
 
-    def _reply(self, word: StepEnded) -> StepAnswer:
+    def answer(self, word: StepEnded) -> StepAnswer:
         if word.said is Said.KEPT:
             self._post(WorkerKept(word.generation, word.local_rank))
             return StepAnswer(Verdict.GO_ON)
         key = word.generation, word.local_rank
         self._count(key, 1)
         try:
-            answer = self.answer(Ask(word.generation, word.rank, word.step, word.said is Said.PAUSING))
+            answer = self.judge(Ask(word.generation, word.rank, word.step, word.said is Said.PAUSING))
             if not isinstance(answer, GoOn):
                 self._post(WorkerAnswered(word.generation, word.local_rank, word.step, answer))
         finally:

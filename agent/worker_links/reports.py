@@ -31,7 +31,7 @@ MAX_LOCKS = 64
 
 
 class ReportReceiver:
-    """One named thread that turns datagrams into events, and one that keeps locks."""
+    """Turns datagrams into events; a thread keeps locks."""
 
     def __init__(
         self,
@@ -47,48 +47,43 @@ class ReportReceiver:
         self._clock = clock
         self._count_dropped = count_dropped
         self._said = False
-        self._closed = False
         self._lent: queue.SimpleQueue[tuple[LentLock, list[int]]] = queue.SimpleQueue()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.bind(str(path))
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind(str(path))
 
     def start(self) -> None:
-        Thread(self._receive, "reports").start()
         Thread(self._keep_locks, "directory-locks").start()
 
     def close(self) -> None:
-        self._closed = True
-        self._socket.close()
+        self.socket.close()
 
-    def _receive(self) -> None:
-        while True:
-            try:
-                datagram, lent, flags, _ = self._socket.recvmsg(
-                    MAX_BYTES + 1, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC
-                )
-            except OSError:
-                if self._closed:
-                    return
-                raise
-            descriptors = [number for _, _, raw in lent for number in array("i", raw)]
-            if flags & socket.MSG_CTRUNC:
-                self._drop("the lock of a checkpoint directory: this agent has no descriptors left")
-            try:
-                report = REPORTS.decode(datagram)
-            except Invalid as error:
-                self._drop("a report that does not decode: %s", error)
-                report = None
-            if isinstance(report, LentLock):
-                self._lent.put((report, descriptors))
-                continue
-            for descriptor in descriptors:
-                os.close(descriptor)
-            if report is None:
-                continue
-            if self._has_room():
-                self._post(Reported(report, self._clock()))
-            else:
-                self._drop("reports: the agent is too busy")
+    def read(self) -> None:
+        """One datagram, if there is any. Raises OSError."""
+        try:
+            datagram, lent, flags, _ = self.socket.recvmsg(
+                MAX_BYTES + 1, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+            )
+        except BlockingIOError:
+            return
+        descriptors = [number for _, _, raw in lent for number in array("i", raw)]
+        if flags & socket.MSG_CTRUNC:
+            self._drop("the lock of a checkpoint directory: this agent has no descriptors left")
+        try:
+            report = REPORTS.decode(datagram)
+        except Invalid as error:
+            self._drop("a report that does not decode: %s", error)
+            report = None
+        if isinstance(report, LentLock):
+            self._lent.put((report, descriptors))
+            return
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if report is None:
+            return
+        if self._has_room():
+            self._post(Reported(report, self._clock()))
+        else:
+            self._drop("reports: the agent is too busy")
 
     def _keep_locks(self) -> None:
         generation, run = 0, ""

@@ -1,0 +1,1 @@
+"""The agent's end of what its workers tell and ask it."""

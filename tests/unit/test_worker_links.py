@@ -1,0 +1,299 @@
+"""The agent's server for its workers: each is heard and answered, and none can hold up another, or end the agent."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent.events import Event, JustInTimeMessage, Reported, WorkerKept
+from elastic_agent.agent.worker_links import server
+from elastic_agent.agent.worker_links.commit_fence import CommitFence
+from elastic_agent.agent.worker_links.last_steps import LastSteps
+from elastic_agent.agent.worker_links.reports import ReportReceiver
+from elastic_agent.agent.worker_links.server import WorkerLinks
+from elastic_agent.rendezvous.memory import MemoryStore
+from elastic_agent.rendezvous.records import WORLD_KEY, Cause, CauseKind, Endpoint, Member, Phase, World
+from elastic_agent.rendezvous.snapshot import NodeSnapshot
+from elastic_agent.rendezvous.store import Put, Snapshot
+from elastic_agent.worker.errors import Fenced, SaveFailed
+from elastic_agent.worker.permit import Permit
+from elastic_agent.worker.wire.channel import Lines, Reporter, ask
+from elastic_agent.worker.wire.environment import WorkerEnv
+from elastic_agent.worker.wire.messages import (
+    COMMIT_ANSWERS,
+    STEP_ANSWERS,
+    TO_GUARDS,
+    Broken,
+    CommitGranted,
+    CommitQuestion,
+    Go,
+    Guarding,
+    Held,
+    Hold,
+    Keep,
+    LentLock,
+    LoadReport,
+    Said,
+    StepAnswer,
+    StepEnded,
+    Verdict,
+    encode,
+)
+
+PATIENCE_S = 20.0
+WORLD = World(
+    job="job",
+    generation=7,
+    phase=Phase.RUNNING,
+    members=(Member("a", "life-a", 2, 0),),
+    master=Endpoint("10.0.0.1", 29000),
+    cause=Cause(CauseKind.START),
+)
+LOADED = LoadReport(7, 3, 1, "ok", 0.5)
+
+
+class SlowStore(MemoryStore):
+    """Answers when the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = threading.Event()
+        self.open.set()
+
+    def read(self, scopes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
+        assert self.open.wait(PATIENCE_S)
+        return super().read(scopes, oldest_under)
+
+
+class Scene:
+    def __init__(self, folder: Path) -> None:
+        self.env = WorkerEnv(
+            generation=7, local_rank=3, socket=str(folder / "socket"), reports=str(folder / "reports")
+        )
+        self.store = SlowStore()
+        self.store.transact((), (Put(WORLD_KEY, WORLD.to_json()),))
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.dropped = threading.Semaphore(0)
+        self.has_room = True
+        latest = NodeSnapshot("a", "life-a", proven_until=103.0)
+        fence = CommitFence(self.store, lambda: latest, lambda: 100.0)
+        steps = LastSteps(self.store, lambda: latest, self.events.put, lambda: 100.0)
+        reports = ReportReceiver(
+            Path(self.env.reports), self.events.put, lambda: self.has_room, lambda: 12.5, self.dropped.release
+        )
+        self.links = WorkerLinks(self.env, fence, steps, reports, self.events.put)
+        self.reporter = Reporter(self.env.variables())
+        self.links.start()
+
+    def connect(self, *said: bytes) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(PATIENCE_S)
+        connection.connect(self.env.socket)
+        for words in said:
+            connection.sendall(words)
+        return connection
+
+    def guard(self, local_rank: int, *more: bytes) -> socket.socket:
+        connection = self.connect(encode(Guarding(7, local_rank)), *more)
+        self.expect(JustInTimeMessage(7, local_rank, Guarding(7, local_rank)))
+        return connection
+
+    def expect(self, *events: Event) -> None:
+        assert [self.events.get(timeout=PATIENCE_S) for _ in events] == list(events)
+
+    def may_commit(self) -> None:
+        Permit(self.env.socket, 7, answer_s=PATIENCE_S).check()
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    scene = Scene(tmp_path)
+    yield scene
+    scene.store.open.set()
+    scene.links.close()
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# --- Questions
+
+
+def test_questions_are_answered_by_what_the_store_holds(scene: Scene) -> None:
+    scene.may_commit()
+    assert ask(scene.env.socket, CommitQuestion(7), COMMIT_ANSWERS, PATIENCE_S) == CommitGranted(3.0)
+    with pytest.raises(Fenced, match="fallen back to generation 7"):
+        Permit(scene.env.socket, 8, answer_s=PATIENCE_S).check()
+    kept = StepEnded(7, 0, 0, 20, Said.KEPT)
+    assert ask(scene.env.socket, kept, STEP_ANSWERS, PATIENCE_S) == StepAnswer(Verdict.GO_ON)
+    scene.expect(WorkerKept(7, 0))
+
+
+def test_a_question_may_come_in_pieces(scene: Scene) -> None:
+    line = encode(CommitQuestion(7))
+    with scene.connect(line[:5], line[5:-1]) as connection:
+        time.sleep(0.01)
+        connection.sendall(line[-1:])
+        assert COMMIT_ANSWERS.decode(connection.recv(1000)) == CommitGranted(3.0)
+        assert connection.recv(1000) == b"", "one answer, and the end"
+
+
+def test_more_questions_than_threads_wait_and_are_answered(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_ANSWERS", 2)
+    scene.store.open.clear()
+    asking = [scene.connect(encode(CommitQuestion(7))) for _ in range(5)]
+    eventually(lambda: len(scene.links._questions) == 3)
+    scene.store.open.set()
+    assert [COMMIT_ANSWERS.decode(one.recv(1000)) for one in asking] == [CommitGranted(3.0)] * 5
+    eventually(lambda: scene.links._answering == 0)
+
+
+def test_while_the_store_is_slow_guards_and_reports_are_heard(scene: Scene) -> None:
+    scene.store.open.clear()
+    with scene.connect(encode(CommitQuestion(7))), scene.guard(1):
+        assert scene.reporter.send(lambda g, r: LOADED)
+        scene.expect(Reported(LOADED, at=12.5))
+
+
+GARBAGE = [
+    b"",
+    b"\n",
+    b"hello\n",
+    b"x" * 100_000,
+    b"\xff" * 10,
+    encode(Go()),
+    encode(Held(1)),
+    encode(LOADED),
+]
+
+
+@pytest.mark.parametrize(
+    "garbage", GARBAGE, ids=["silence", "empty", "text", "flood", "bytes", "ours", "unnamed", "report"]
+)
+def test_broken_clients_delay_nobody(scene: Scene, garbage: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_CLIENTS", 4)
+    with scene.guard(1) as guard:
+        clients = [scene.connect() for _ in range(8)]
+        for client in clients:
+            try:
+                client.sendall(garbage)
+            except OSError:
+                pass  # hung up on
+        scene.may_commit()
+        scene.links.tell(7, 1, Hold(1.0))
+        assert Lines(TO_GUARDS).add(guard.recv(4096)) == [Hold(1.0)], "one that guards keeps its place"
+        for client in clients:
+            client.close()
+
+
+def test_places_are_given_back(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by clients that hang up without a question, ask nonsense, or do not wait for the answer."""
+    monkeypatch.setattr(server, "MAX_CLIENTS", 4)
+    for what in (b"", b"hello\n", encode(CommitQuestion(7)), encode(Guarding(7, 1))):
+        for _ in range(6):
+            scene.connect(what).close()
+    scene.may_commit()
+
+
+def test_a_house_full_of_guards_takes_no_other(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_CLIENTS", 2)
+    guards = [scene.guard(number) for number in range(2)]
+    with scene.connect() as other:
+        assert other.recv(1) == b""
+    for guard in guards:
+        guard.close()
+
+
+def test_closed_it_ends_its_thread_and_leaves_commits_undecided(scene: Scene) -> None:
+    # Perhaps of an earlier test, too, which is closed already.
+    threads = [one for one in threading.enumerate() if one.name == "worker-links"]
+    assert threads
+    scene.links.close()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    with pytest.raises(SaveFailed, match="refused"):
+        scene.may_commit()
+
+
+# --- Guards
+
+
+def test_who_guards_is_passed_on_and_each_is_told_its_own(scene: Scene) -> None:
+    guards = [scene.guard(number) for number in range(2)]
+    guards[1].sendall(encode(Broken()) + encode(Held(3)))
+    scene.expect(JustInTimeMessage(7, 1, Broken()), JustInTimeMessage(7, 1, Held(3)))
+    scene.links.tell(7, 1, Keep(1.0))
+    scene.links.tell(7, 0, Go())
+    scene.links.tell(8, 0, Hold(1.0))  # no worker of that generation is here
+    assert Lines(TO_GUARDS).add(guards[1].recv(4096)) == [Keep(1.0)]
+    assert Lines(TO_GUARDS).add(guards[0].recv(4096)) == [Go()]
+    guards[0].close()
+    scene.expect(JustInTimeMessage(7, 0, None))
+    scene.links.tell(7, 0, Go())
+    guards[1].close()
+
+
+@pytest.mark.parametrize("data", [b"nonsense\n", encode(Broken()), encode(Guarding(7, 0)) + encode(Go())])
+def test_a_connection_of_another_language_is_ended(scene: Scene, data: bytes) -> None:
+    with scene.connect(data) as connection:
+        assert connection.recv(4096) == b""
+    other = scene.connect(encode(Guarding(7, 5)))
+    heard: list[Event] = []
+    while not heard or heard[-1] != JustInTimeMessage(7, 5, Guarding(7, 5)):
+        heard.append(scene.events.get(timeout=PATIENCE_S))
+    assert len(heard) <= 3
+    other.close()
+
+
+# --- Reports
+
+
+def test_what_cannot_be_read_or_has_no_room_is_counted(scene: Scene) -> None:
+    scene.reporter.send(lambda g, r: LOADED)
+    scene.expect(Reported(LOADED, at=12.5))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        for garbage in (b"not a report", b"", b"[" * 4000, encode(CommitQuestion(7)), b"x" * 20_000):
+            stranger.sendto(garbage, scene.env.reports)
+            assert scene.dropped.acquire(timeout=PATIENCE_S)
+    scene.has_room = False
+    scene.reporter.send(lambda g, r: LOADED)
+    assert scene.dropped.acquire(timeout=PATIENCE_S)
+    assert scene.events.empty()
+
+
+def test_a_lock_that_was_lent_is_held_until_the_agent_ends_and_once(scene: Scene, tmp_path: Path) -> None:
+    path = tmp_path / "owner.lock"
+
+    def opened() -> list[int]:
+        numbers = [int(one) for one in os.listdir("/proc/self/fd")]
+        real = os.path.realpath(path)
+        return [number for number in numbers if os.path.realpath(f"/proc/self/fd/{number}") == real]
+
+    for _ in range(3):
+        with open(path, "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            assert scene.reporter.send(lambda g, r: LentLock(g, r, "a"), lock.fileno())
+            assert scene.reporter.send(lambda g, r: LOADED, lock.fileno()), "which does not keep it"
+            scene.expect(Reported(LOADED, at=12.5))
+    eventually(lambda: len(opened()) == 1)
+    assert not os.get_inheritable(opened()[0])
+    with open(path) as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert scene.reporter.send(lambda g, r: LentLock(g - 1, r, "past"))
+    assert scene.reporter.send(lambda g, r: LentLock(g, r, "b"))
+    eventually(lambda: opened() == [])
