@@ -21,7 +21,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -152,8 +152,8 @@ RULES = (
 """For each variable the first that fits, and of those after it that name it in full, all."""
 
 
-def rules_for(name: str, rules: Iterable[Rule] = RULES) -> tuple[Rule, ...]:
-    fitting = [rule for rule in rules if any(fnmatch.fnmatchcase(name, pattern) for pattern in rule.names)]
+def rules_for(name: str) -> tuple[Rule, ...]:
+    fitting = [rule for rule in RULES if any(fnmatch.fnmatchcase(name, pattern) for pattern in rule.names)]
     return tuple(rule for rule in fitting if rule is fitting[0] or name in rule.names)
 
 
