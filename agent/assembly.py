@@ -23,9 +23,9 @@ from .configuration.timeouts import drain_timeout_s
 from .events import Event
 from .loop import Loop
 from .machine.examine import Machine
-from .machine.network_search import Network
+from .machine.network.search import Network
+from .output.console import Console
 from .preloader.spares import Spares
-from .processes.console import Console
 from .processes.workers import first_on_path, job_python
 from .service_manager import ServiceManager
 from .status.pages import StatusPages

@@ -10,7 +10,7 @@ from ..health.metrics import Metrics
 from ..rendezvous.records import Endpoint
 from .configuration.config import Config
 from .exits import CannotStart, ExitCode
-from .machine.addresses import LOOPBACK
+from .machine.network.addresses import LOOPBACK
 from .port_owner import find_owner
 from .ports import FIXED_PORT, PortError, bind_listener
 from .store.opening import Binder, store_listener

@@ -47,21 +47,21 @@ from .heartbeat import Heartbeat
 from .interruptible import unless_stopped
 from .listeners import Listeners, bind_all, binder
 from .loop import WARNINGS, Ending, Loop, Services
-from .machine.addresses import reachable_at, unique_node_id
 from .machine.cgroups import claim_cgroup
 from .machine.examine import Machine
 from .machine.gpu_memory import GpuMemory
-from .machine.network import NotYet
-from .machine.network_search import Network, wait_for_network
+from .machine.network.addresses import reachable_at, unique_node_id
+from .machine.network.choice import NotYet
+from .machine.network.search import Network, wait_for_network
 from .machine.oom import warn_of_group_kill
+from .output.console import Console, ConsoleHandler
+from .output.console import take as take_console
+from .output.worker_logs import WorkerLogs
 from .peer_link import PeerLink
 from .ports import OfferedPort
 from .preloader.spares import Spares
 from .processes.children import Children, adopt_orphans
-from .processes.console import Console, ConsoleHandler
-from .processes.console import take as take_console
 from .processes.guard import Guard
-from .processes.logs import WorkerLogs
 from .processes.remains import await_end, file_for
 from .processes.run_files import RUN_DIR_PREFIX, announce, place_of_run_directory, places
 from .processes.worker_store import WorkerStore

@@ -30,9 +30,9 @@ from ..configuration.sources import read_argv
 from ..environment.contract import WorkerPlace, chosen_variables, worker_env
 from ..exits import ExitCode
 from ..machine.examine import Machine, prepare
-from ..machine.network import NotYet
-from ..machine.variables import USER, Variable, settle
-from ..processes.log_folders import run_folder
+from ..machine.network.choice import NotYet
+from ..output.log_folders import run_folder
+from ..variables import USER, Variable, settle
 
 _USAGE = """\
 usage: elastic-agent explain-env [--json] [options of a run] SCRIPT [arguments]

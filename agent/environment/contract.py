@@ -15,9 +15,9 @@ from ...worker.wire.environment import WorkerEnv
 from ..checkpoints.folder import MemoryFolder
 from ..configuration.config import Config
 from ..machine.examine import Machine
-from ..machine.network import network_variables
-from ..machine.network_search import Network
-from ..machine.variables import Variable
+from ..machine.network.choice import network_variables
+from ..machine.network.search import Network
+from ..variables import Variable
 from .torch_settings import Facts, torch_settings
 from .widening import widening
 

@@ -18,9 +18,9 @@ from string import Formatter
 from ...worker.wire.environment import PROCESS_GROUP_TIMEOUT
 from ..configuration.stopping import TimeoutConfig
 from ..configuration.timeouts import HEARTBEAT_VARIABLE, process_group_s, watchdog_s
-from ..machine.profiles import Profile, Transport
+from ..machine.network.profiles import Profile, Transport
 from ..machine.software import ANY, Range, Software
-from ..machine.variables import Variable
+from ..variables import Variable
 from .widening import WIDENING
 
 

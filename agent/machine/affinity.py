@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..configuration.values import Affinity
+from ..variables import Variable
 from .devices import Device
-from .variables import Variable
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ..configuration.config import ConfigError, Problem
 from ..configuration.values import DevicePinning, WorkerCount
-from .variables import Variable
+from ..variables import Variable
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"

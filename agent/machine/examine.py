@@ -18,17 +18,17 @@ from ..configuration.config import Config, ConfigError, Problem
 from ..configuration.resolve import Resolved, resolve
 from ..configuration.sources import Layer
 from ..configuration.timeouts import ladder
+from ..variables import Variable, settle
 from .affinity import CpuShare, probe_cpus, share
 from .devices import Inventory, PinnedDevice, pin, probe, resolve_workers
 from .gpu_memory import watched
-from .interfaces import rdma_ports
-from .network import NotYet
-from .network_search import Network, look
+from .network.choice import NotYet
+from .network.interfaces import rdma_ports
+from .network.profiles import TCP, Profile, choose_profile
+from .network.search import Network, look
 from .places import check_places
-from .profiles import TCP, Profile, choose_profile
 from .software import CURRENT, Software, find_software
 from .target import check_target
-from .variables import Variable, settle
 
 T = TypeVar("T")
 

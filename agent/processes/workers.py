@@ -26,8 +26,8 @@ from typing import Any, Protocol
 from ...rendezvous.threads import Thread
 from ..configuration.values import Command
 from ..events import Event, WorkerExited
+from ..output.worker_logs import WorkerLogs
 from .guard import Guard, cgroup_members, empty_cgroup, find_processes, remove_cgroup
-from .logs import WorkerLogs
 from .standing import KILLED_S, ends_within, has_ended
 
 log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from ..configuration.values import Secret
 from ..events import Event
 from ..exits import CannotStart, ExitCode
 from ..interruptible import unless_stopped
-from ..machine.addresses import LOOPBACK, AddressError, default_source, place_of
+from ..machine.network.addresses import LOOPBACK, AddressError, default_source, place_of
 from ..ports import ONE_TRY, PortError, bind_listener
 from .memory import StoreMemory
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from ...rendezvous.records import Failure
 from ..events import Event, TailReady
+from ..output.worker_logs import WorkerLogs
 from ..processes.failures import FailureInvalid, WorkerFailure, fingerprint, is_final, summarize
-from ..processes.logs import WorkerLogs
 
 log = logging.getLogger(__name__)
 

@@ -39,11 +39,11 @@ from ..events import (
     WorkerKept,
 )
 from ..machine.oom import OomKills, find_counter
+from ..output.worker_logs import WorkerLogs
 from ..preloader.spares import Spares
 from ..processes.children import Children
 from ..processes.failures import HANG_SIGNAL, WorkerFailure, examine, stuck
 from ..processes.guard import Guard
-from ..processes.logs import WorkerLogs
 from ..processes.standing import standings
 from ..processes.worker_store import WorkerStore
 from ..processes.workers import WorkerGroup

@@ -15,8 +15,8 @@ from ...worker.wire.environment import WorkerEnv
 from ..configuration.config import Config
 from ..environment.contract import WorkerPlace, chosen_variables
 from ..machine.examine import Machine
-from ..machine.variables import compose
 from ..processes.workers import WorkerSpec
+from ..variables import compose
 
 KEPT_GENERATIONS = 3
 """In the run directory, for a person who looks."""

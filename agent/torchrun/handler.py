@@ -40,8 +40,8 @@ from ...rendezvous.store import Store
 from ...rendezvous.threads import Thread
 from ..configuration.config import Config
 from ..exits import CannotStart
-from ..machine.addresses import unique_node_id
-from ..machine.network_search import wait_for_network
+from ..machine.network.addresses import unique_node_id
+from ..machine.network.search import wait_for_network
 from ..ports import OfferedPort, PortError, bind_listener
 from ..store.opening import connect_to_store
 from .membership import NEVER_GIVE_UP, End, Membership, Place, Status

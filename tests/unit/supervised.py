@@ -17,12 +17,12 @@ from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.configuration.values import Command
 from elastic_agent.agent.events import Event, GenerationEvent, StopRead, WorkerExited
 from elastic_agent.agent.machine.examine import examine
+from elastic_agent.agent.output.worker_logs import WorkerLogs
 from elastic_agent.agent.preloader.spares import Spares
 from elastic_agent.agent.processes import workers
 from elastic_agent.agent.processes.children import Children
 from elastic_agent.agent.processes.failures import WorkerFailure
 from elastic_agent.agent.processes.guard import Guard
-from elastic_agent.agent.processes.logs import WorkerLogs
 from elastic_agent.agent.processes.worker_store import WorkerStore
 from elastic_agent.agent.status.pages import StatusPages
 from elastic_agent.agent.supervision.supervisor import Gates, Processes, Supervisor

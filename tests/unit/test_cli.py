@@ -23,8 +23,8 @@ from elastic_agent.agent.exits import ExitCode
 from elastic_agent.agent.machine import examine as machine
 from elastic_agent.agent.machine.devices import Device, Inventory
 from elastic_agent.agent.machine.examine import Machine
-from elastic_agent.agent.machine.network import NetworkChoice
-from elastic_agent.agent.machine.network_search import Network
+from elastic_agent.agent.machine.network.choice import NetworkChoice
+from elastic_agent.agent.machine.network.search import Network
 
 NETWORK = Network(NetworkChoice("lo", "127.0.0.1", "no other node can join"))
 MACHINE = Machine(Inventory((), 2), (), (), NETWORK, ("devices: one", 'odd: "\\" ä\nmin-nodes = 7'))

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-import elastic_agent.agent.processes.console as console_module
-from elastic_agent.agent.processes.console import Console, ConsoleHandler
+import elastic_agent.agent.output.console as console_module
+from elastic_agent.agent.output.console import Console, ConsoleHandler
 from tests.consoles import FullPipe, full_pipe
 
 PATIENCE_S = 20.0
@@ -159,7 +159,7 @@ def test_a_line_that_a_full_disk_has_cut_is_ended_before_the_next(
 
 WHOEVER_WRITES = """
 import faulthandler, logging, os, subprocess, sys, warnings
-from elastic_agent.agent.processes.console import take
+from elastic_agent.agent.output.console import take
 console = take("n1")
 faulthandler.enable(2)
 for _ in range(3000):

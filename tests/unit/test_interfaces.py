@@ -10,8 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.machine import interfaces as module
-from elastic_agent.agent.machine.interfaces import Address, Interface, RdmaPort, interfaces, rdma_ports
+from elastic_agent.agent.machine.network import interfaces as module
+from elastic_agent.agent.machine.network.interfaces import (
+    Address,
+    Interface,
+    RdmaPort,
+    interfaces,
+    rdma_ports,
+)
 
 
 def write(file: Path, text: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.processes.log_folders import KEPT_GENERATIONS, KEPT_RUNS, MARK, RunFolder, run_folder
+from elastic_agent.agent.output.log_folders import KEPT_GENERATIONS, KEPT_RUNS, MARK, RunFolder, run_folder
 
 
 def a_run(directory: Path, number: int) -> RunFolder:

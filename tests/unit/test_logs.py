@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-import elastic_agent.agent.processes.console as console_module
-import elastic_agent.agent.processes.log_files as log_files_module
-from elastic_agent.agent.processes.console import Console
-from elastic_agent.agent.processes.logs import LINE_MAX, TAIL_LINES, Line, LineSplitter, WorkerLogs
+import elastic_agent.agent.output.console as console_module
+import elastic_agent.agent.output.log_files as log_files_module
+from elastic_agent.agent.output.console import Console
+from elastic_agent.agent.output.worker_logs import LINE_MAX, TAIL_LINES, Line, LineSplitter, WorkerLogs
 
 PATIENCE_S = 20.0
 

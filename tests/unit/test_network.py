@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from elastic_agent.agent.configuration.config import ConfigError
-from elastic_agent.agent.machine.interfaces import Address, Interface, RdmaPort
-from elastic_agent.agent.machine.network import (
+from elastic_agent.agent.machine.network.choice import (
     MOST_LISTED,
     NetworkChoice,
     NotYet,
@@ -19,7 +18,8 @@ from elastic_agent.agent.machine.network import (
     choose,
     network_variables,
 )
-from elastic_agent.agent.machine.variables import compose
+from elastic_agent.agent.machine.network.interfaces import Address, Interface, RdmaPort
+from elastic_agent.agent.variables import compose
 
 
 def an_interface(name: str, *addresses: str, up: bool = True, speed: int | None = None) -> Interface:

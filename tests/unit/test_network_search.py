@@ -12,11 +12,12 @@ from elastic_agent.agent.configuration.config import Config, ConfigError
 from elastic_agent.agent.configuration.rendezvous import EtcdConfig, RendezvousConfig
 from elastic_agent.agent.configuration.values import Command, NodeCounts
 from elastic_agent.agent.exits import CannotStart, ExitCode
-from elastic_agent.agent.machine import addresses, network_search
-from elastic_agent.agent.machine.addresses import AddressError
-from elastic_agent.agent.machine.interfaces import Address, Interface
-from elastic_agent.agent.machine.network import NotYet
-from elastic_agent.agent.machine.network_search import Network, look, wait_for_network
+from elastic_agent.agent.machine.network import addresses
+from elastic_agent.agent.machine.network import search as network_search
+from elastic_agent.agent.machine.network.addresses import AddressError
+from elastic_agent.agent.machine.network.choice import NotYet
+from elastic_agent.agent.machine.network.interfaces import Address, Interface
+from elastic_agent.agent.machine.network.search import Network, look, wait_for_network
 from elastic_agent.rendezvous.records import Endpoint
 
 OWN, OTHER = "10.0.0.1", "10.9.0.1"

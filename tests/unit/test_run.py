@@ -18,9 +18,9 @@ from elastic_agent.agent.configuration.values import Command
 from elastic_agent.agent.exits import CannotStart, ExitCode
 from elastic_agent.agent.loop import Ending, Loop
 from elastic_agent.agent.machine.examine import Machine, examine
-from elastic_agent.agent.machine.network_search import Network
+from elastic_agent.agent.machine.network.search import Network
+from elastic_agent.agent.output.console import Console
 from elastic_agent.agent.ports import PortConfigError
-from elastic_agent.agent.processes.console import Console
 from elastic_agent.agent.service_manager import ServiceManager
 from elastic_agent.agent.store.link import StoreLink
 from elastic_agent.health.http import Probe

@@ -15,9 +15,9 @@ import pytest
 
 from elastic_agent.agent.configuration.values import Command
 from elastic_agent.agent.events import Event, WorkerExited
+from elastic_agent.agent.output.worker_logs import WorkerLogs
 from elastic_agent.agent.processes import workers
 from elastic_agent.agent.processes.guard import Guard
-from elastic_agent.agent.processes.logs import WorkerLogs
 from elastic_agent.agent.processes.workers import LEFTOVER_LONGEST_PAUSE_S, WorkerGroup, WorkerSpec
 
 PATIENCE_S = 20.0

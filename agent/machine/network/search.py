@@ -1,7 +1,7 @@
 """Looks at this machine until there is a network that the job can use, or until there has been time enough.
 
 One look reads the interfaces, resolves the names that the configuration gives, asks the kernel for routes, and lets
-`network.choose` decide. Nothing is opened or changed.
+`choice.choose` decide. Nothing is opened or changed.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ...rendezvous.records import Endpoint
-from ..configuration.config import Config, ConfigError, Problem
-from ..exits import CannotStart, ExitCode
+from ....rendezvous.records import Endpoint
+from ...configuration.config import Config, ConfigError, Problem
+from ...exits import CannotStart, ExitCode
 from .addresses import AddressError, default_source, is_loopback, place_of, resolve, source_address
+from .choice import NCCL_SOCKET_IFNAME, NetworkChoice, NotYet, Surroundings, Wish, choose
 from .interfaces import interfaces, rdma_ports
-from .network import NCCL_SOCKET_IFNAME, NetworkChoice, NotYet, Surroundings, Wish, choose
 from .socket_names import check_socket_names, nccl_waits_for
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..configuration.config import ConfigError, Problem
-from ..configuration.values import NetworkProfile
+from ...configuration.config import ConfigError, Problem
+from ...configuration.values import NetworkProfile
 from .interfaces import RdmaPort
 
 Transport = Literal["ethernet", "infiniband", "efa", "roce"]

@@ -16,11 +16,11 @@ import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ...rendezvous.records import MAX_RDMA_PORTS, NetworkFacts
-from ..configuration.config import ConfigError, Problem
+from ....rendezvous.records import MAX_RDMA_PORTS, NetworkFacts
+from ...configuration.config import ConfigError, Problem
+from ...variables import Variable
 from .addresses import LOOPBACK, is_loopback
 from .interfaces import IP, Address, Interface, RdmaPort
-from .variables import Variable
 
 PLUMBING = (
     "docker", "br-", "veth", "podman", "lxc", "lxd", "virbr", "vnet",

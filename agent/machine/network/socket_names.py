@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ..configuration.config import Problem
+from ...configuration.config import Problem
+from .choice import GLOO_SOCKET_IFNAME, NCCL_SOCKET_FAMILY, NCCL_SOCKET_IFNAME, TP_SOCKET_IFNAME
 from .interfaces import Interface
-from .network import GLOO_SOCKET_IFNAME, NCCL_SOCKET_FAMILY, NCCL_SOCKET_IFNAME, TP_SOCKET_IFNAME
 
 _VERSIONS = {"AF_INET": 4, "AF_INET6": 6}
 

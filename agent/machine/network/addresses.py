@@ -7,7 +7,7 @@ import re
 import socket
 import uuid
 
-from ...rendezvous.records import Endpoint
+from ....rendezvous.records import Endpoint
 
 LOOPBACK = "127.0.0.1"
 

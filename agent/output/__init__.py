@@ -1,0 +1,1 @@
+"""What the agent and its workers print: the console, log files, and the threads that write there."""
