@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 from collections.abc import Callable
 from io import BufferedReader
 from typing import BinaryIO, cast
-
-
-def checksum(body: dict[str, object]) -> str:
-    """What a small JSON file says of itself, so that a flipped bit shows."""
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 class _DurableSink:

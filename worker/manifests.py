@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
+from typing import Annotated
 
-from .durable import checksum, open_for_reading
-from .wire.messages import RUN_NAME
+from .durable import open_for_reading
+from .sealed import seal_fields, unseal
+from .wire.codec import Checked, Count, Invalid, Positive, Text, from_plain, plain
+from .wire.messages import RUN_NAME, RunNameOrNone
 
 SCHEMA = 2
 _WITHOUT_RUN = 1
@@ -22,61 +24,39 @@ _MAX_MANIFEST_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(Checked):
     """What one checkpoint must look like to be believed: the step, its writer, and its data file's digest."""
 
-    step: int
-    generation: int
-    world_size: int
+    step: Count
+    generation: Count
+    world_size: Positive
     file: str
-    size: int
-    sha256: str
-    run: str = ""
+    size: Positive
+    sha256: Annotated[str, Text(64, re.compile(r"[0-9a-f]{64}"))]
+    run: RunNameOrNone = ""
     """Whose it is; empty where an older version has written it."""
 
     def __post_init__(self) -> None:
-        for name, least in (("step", 0), ("generation", 0), ("world_size", 1), ("size", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or not least <= value < 2**63:
-                raise ValueError(f"manifest: {name} is {value!r}, expected an integer of at least {least}")
-        if not isinstance(self.sha256, str) or not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
-            raise ValueError(f"manifest: sha256 is {self.sha256!r}, expected 64 hexadecimal digits")
-        if not isinstance(self.run, str) or not (self.run == "" or RUN_NAME.fullmatch(self.run)):
-            raise ValueError(f"manifest: run is {self.run!r}, which is no name of a run")
-        match = DATA_NAME.fullmatch(self.file) if isinstance(self.file, str) else None
-        told = (int(match["step"]), match["run"] or "", match["digest"]) if match else None
-        if told != (self.step, self.run, self.sha256[:16]):
-            raise ValueError(f"manifest: file is {self.file!r}, which is not this step's data file")
+        Checked.__post_init__(self)
+        match = DATA_NAME.fullmatch(self.file)
+        named = (int(match["step"]), match["run"] or "", match["digest"]) if match else None
+        if named != (self.step, self.run, self.sha256[:16]):
+            raise Invalid(f"manifest.file is {self.file!r}, which is not this step's data file")
 
     def to_json(self) -> bytes:
-        body = {"schema": SCHEMA, **asdict(self)}
-        if not self.run:
-            body["schema"] = _WITHOUT_RUN
-            del body["run"]
-        return json.dumps({**body, "check": checksum(body)}, indent=1).encode()
+        body = plain(self)
+        if self.run:
+            return seal_fields({"schema": SCHEMA, **body}, indent=1)
+        del body["run"]
+        return seal_fields({"schema": _WITHOUT_RUN, **body}, indent=1)
 
     @classmethod
     def from_json(cls, raw: bytes) -> Manifest:
-        """Read a manifest; ValueError says what is wrong with it."""
-        try:
-            body = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"manifest is not JSON: {error}") from error
-        if not isinstance(body, dict):
-            raise ValueError(f"manifest is a JSON {type(body).__name__}, expected an object")
-        schema = body.get("schema")
-        if type(schema) is not int or schema not in (_WITHOUT_RUN, SCHEMA):
-            raise ValueError(
-                f"manifest has schema {schema!r}, this version reads {_WITHOUT_RUN} and {SCHEMA}"
-            )
-        if body.pop("check", None) != checksum(body):
-            raise ValueError("manifest does not match its own checksum")
-        del body["schema"]
+        """Raises Invalid."""
+        schema, body = unseal(raw, "manifest", _WITHOUT_RUN, SCHEMA)
         if schema == _WITHOUT_RUN:
             body.setdefault("run", "")
-        if body.keys() != {field.name for field in fields(cls)}:
-            raise ValueError(f"manifest has the keys {sorted(body)}")
-        return cls(**body)
+        return from_plain(cls, body)
 
 
 def read_manifest(dir_fd: int, step: int) -> Manifest:

@@ -30,6 +30,7 @@ from .errors import NoUsableCheckpoint
 from .manifests import Manifest
 from .ownership import this_run
 from .slots import Header
+from .wire.codec import Count, from_plain, load_object, plain
 from .wire.environment import WorkerEnv
 from .wire.messages import MAX_REASON_CHARS
 
@@ -39,7 +40,7 @@ class Copy:
     """A state in one node's memory, and which ranks' random states after it were written down there."""
 
     header: Header
-    ranks: frozenset[int] = frozenset()
+    ranks: frozenset[Count] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,30 +89,13 @@ class Offer:
     """The checkpoint on disk is another run's, which this one has not taken over."""
 
     def to_json(self) -> bytes:
-        manifest = self.manifest.to_json().decode() if self.manifest else None
-        copies = [[copy.header.to_json().decode(), sorted(copy.ranks)] for copy in self.copies]
-        return json.dumps(
-            [
-                manifest,
-                [one[:MAX_REASON_CHARS] for one in self.bad],
-                copies,
-                self.node,
-                self.run,
-                self.foreign,
-            ]
-        ).encode()
+        short = replace(self, bad=tuple(one[:MAX_REASON_CHARS] for one in self.bad))
+        return json.dumps(plain(short)).encode()
 
     @classmethod
     def from_json(cls, raw: bytes) -> Offer:
-        manifest, bad, copies, node, run, foreign = json.loads(raw)
-        return cls(
-            Manifest.from_json(manifest) if manifest else None,
-            tuple(bad),
-            tuple(Copy(Header.from_json(header), frozenset(ranks)) for header, ranks in copies),
-            node,
-            run,
-            foreign,
-        )
+        """Raises Invalid."""
+        return from_plain(cls, load_object(raw, "offer"))
 
 
 @dataclass(frozen=True, slots=True)

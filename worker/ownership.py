@@ -33,19 +33,20 @@ from __future__ import annotations
 
 import fcntl
 import functools
-import json
 import os
 import socket
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from io import FileIO
+from typing import Annotated
 
-from .durable import checksum
 from .errors import CheckpointError, OtherRun
+from .sealed import seal, unseal
+from .wire.codec import Checked, Text, Within, from_plain
 from .wire.environment import WorkerEnv
-from .wire.messages import RUN_NAME
+from .wire.messages import RunName, RunNameOrNone
 
 OWNER_NAME = "owner.json"
 LOCK_NAME = "owner.lock"
@@ -59,41 +60,29 @@ MAX_BEFORE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Run(Checked):
     """`label` tells a person which job this is."""
 
-    id: str
-    label: str = ""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.id, str) or not RUN_NAME.fullmatch(self.id):
-            raise ValueError(f"run: {self.id!r} is not a name of letters, digits, '.', '_' and '-'")
-        if not isinstance(self.label, str) or len(self.label) > MAX_LABEL_CHARS:
-            raise ValueError(f"run: the label is no text of at most {MAX_LABEL_CHARS} characters")
+    id: RunName
+    label: Annotated[str, Text(MAX_LABEL_CHARS)] = ""
 
     def __str__(self) -> str:
         return f"{self.id} ({self.label})" if self.label else self.id
 
 
 @dataclass(frozen=True, slots=True)
-class Former:
+class Former(Checked):
     """An earlier run, empty for one whose files bear no name, and its newest step that was taken over; -1: none."""
 
-    run: str
-    step: int
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.run, str) or not (self.run == "" or RUN_NAME.fullmatch(self.run)):
-            raise ValueError(f"owner: {self.run!r} is no name of a run")
-        if type(self.step) is not int or not -1 <= self.step <= MOST_STEPS:
-            raise ValueError(f"owner: step is {self.step!r}, expected an integer of at least -1")
+    run: RunNameOrNone
+    step: Annotated[int, Within(-1, MOST_STEPS)]
 
     def covers(self, run: str, step: int) -> bool:
         return run == self.run and step <= self.step
 
 
 @dataclass(frozen=True, slots=True)
-class Ownership:
+class Ownership(Checked):
     """The run that may write, and what of others counts as its own.
 
     `settled`: it has seen what was there when it came, and taken that over. Until then it has only fenced out those
@@ -123,28 +112,12 @@ class Ownership:
         return any(run == one.run for one in self.before)
 
     def to_json(self) -> bytes:
-        body = {"schema": SCHEMA, **asdict(self)}
-        return json.dumps({**body, "check": checksum(body)}, indent=1).encode()
+        return seal(SCHEMA, self, indent=1)
 
     @classmethod
     def from_json(cls, raw: bytes) -> Ownership:
-        """Raises ValueError."""
-        try:
-            body = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"owner is not JSON: {error}") from error
-        if not isinstance(body, dict) or body.pop("check", None) != checksum(body):
-            raise ValueError("owner does not match its own checksum")
-        if body.get("schema") != SCHEMA:
-            raise ValueError(f"owner has schema {body.get('schema')!r}, this version reads {SCHEMA}")
-        try:
-            before = tuple(Former(**one) for one in body["before"])
-            owner = cls(Run(**body["run"]), before, body["settled"])
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"owner has other fields: {error!r}") from error
-        if type(owner.settled) is not bool:
-            raise ValueError(f"owner: settled is {owner.settled!r}, expected true or false")
-        return owner
+        """Raises Invalid."""
+        return from_plain(cls, unseal(raw, "owner", SCHEMA)[1])
 
 
 def successor(owner: Ownership | None, run: Run) -> Ownership:

@@ -28,7 +28,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import mmap
 import os
 import re
@@ -37,11 +36,12 @@ import struct
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from io import BufferedReader
 
-from .durable import checksum
-from .wire.messages import RUN_NAME
+from .sealed import seal, unseal
+from .wire.codec import Checked, Count, Invalid, Positive, from_plain
+from .wire.messages import RunNameOrNone
 
 SCHEMA = 1
 NAMES = ("a", "b")
@@ -71,7 +71,7 @@ class CopyLost(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class Header(Checked):
     """What a slot holds.
 
     `base` is the step from which the generation went on, so that it can be told which older steps it has abandoned.
@@ -82,34 +82,23 @@ class Header:
     `ownership`.
     """
 
-    step: int
-    generation: int
-    base: int
-    world_size: int
-    size: int
-    gaps: tuple[tuple[int, int], ...] = ()
+    step: Count
+    generation: Count
+    base: Count
+    world_size: Positive
+    size: Positive
+    gaps: tuple[tuple[Count, Count], ...] = ()
     haste: bool = False
-    sums: tuple[int, ...] = ()
-    run: str = ""
+    sums: tuple[Count, ...] = ()
+    run: RunNameOrNone = ""
 
     def __post_init__(self) -> None:
-        for name, least in (("step", 0), ("generation", 0), ("base", 0), ("world_size", 1), ("size", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or not least <= value < 2**63:
-                raise ValueError(f"header: {name} is {value!r}, expected an integer of at least {least}")
-        if type(self.haste) is not bool:
-            raise ValueError(f"header: haste is {self.haste!r}, expected true or false")
+        Checked.__post_init__(self)
         for gap in self.gaps:
-            if not (len(gap) == 2 and all(type(one) is int and one >= 0 for one in gap)):
-                raise ValueError(f"header: {gap!r} is no offset and length")
             if sum(gap) > self.size:
-                raise ValueError(f"header: the gap {gap!r} lies outside the {self.size} bytes of the state")
+                raise Invalid(f"header: the gap {gap!r} lies outside the {self.size} bytes of the state")
         if self.gaps and len(self.gaps) != self.world_size:
-            raise ValueError(f"header: {len(self.gaps)} gaps for {self.world_size} ranks")
-        if any(type(one) is not int for one in self.sums):
-            raise ValueError("header: a checksum that is no integer")
-        if not isinstance(self.run, str) or not (self.run == "" or RUN_NAME.fullmatch(self.run)):
-            raise ValueError(f"header: run is {self.run!r}, which is no name of a run")
+            raise Invalid(f"header: {len(self.gaps)} gaps for {self.world_size} ranks")
 
     @property
     def version(self) -> tuple[int, int]:
@@ -121,30 +110,12 @@ class Header:
         return replace(self, sums=(), haste=False) == replace(other, sums=(), haste=False)
 
     def to_json(self) -> bytes:
-        body = {"schema": SCHEMA, **asdict(self)}
-        return json.dumps({**body, "check": checksum(body)}).encode()
+        return seal(SCHEMA, self)
 
     @classmethod
     def from_json(cls, raw: bytes) -> Header:
-        """Read a header; ValueError says what is wrong with it."""
-        try:
-            body = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"header is not JSON: {error}") from error
-        if not isinstance(body, dict):
-            raise ValueError(f"header is a JSON {type(body).__name__}, expected an object")
-        schema = body.get("schema")
-        if type(schema) is not int or schema != SCHEMA:
-            raise ValueError(f"header has schema {schema!r}, this version reads {SCHEMA}")
-        if body.pop("check", None) != checksum(body):
-            raise ValueError("header does not match its own checksum")
-        del body["schema"]
-        if body.keys() != {field.name for field in fields(cls)}:
-            raise ValueError(f"header has the keys {sorted(body)}")
-        if not isinstance(body["gaps"], list) or not isinstance(body["sums"], list):
-            raise ValueError("header: gaps or sums is no list")
-        body["gaps"] = tuple(tuple(gap) if isinstance(gap, list) else () for gap in body["gaps"])
-        return cls(**{**body, "sums": tuple(body["sums"])})
+        """Raises Invalid."""
+        return from_plain(cls, unseal(raw, "header", SCHEMA)[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ import pytest
 
 from elastic_agent.worker import durable
 from elastic_agent.worker import files as files_module
-from elastic_agent.worker.durable import checksum
 from elastic_agent.worker.errors import BadCheckpoint, Fenced
 from elastic_agent.worker.files import CheckpointFiles
 from elastic_agent.worker.manifests import Manifest
 from elastic_agent.worker.ownership import Run
+from elastic_agent.worker.sealed import checksum
 
 RUN = Run("run-a")
 

@@ -18,11 +18,11 @@ import pytest
 
 from elastic_agent.worker import durable, moved, ownership
 from elastic_agent.worker import files as files_module
-from elastic_agent.worker.durable import checksum
 from elastic_agent.worker.errors import CheckpointError, Fenced, OtherRun, Unconfirmed
 from elastic_agent.worker.files import CheckpointFiles
 from elastic_agent.worker.manifests import Manifest
 from elastic_agent.worker.ownership import Former, Ownership, Run, settle, successor, this_run
+from elastic_agent.worker.sealed import checksum
 
 A, B, C = (Run(f"run-{name}", f"job {name}") for name in "abc")
 

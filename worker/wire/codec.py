@@ -8,8 +8,8 @@
     codec.encode(Held(120))      {"v": 3, "kind": "held", "step": 120}
 
 Whatever the bytes hold, `decode` returns one of these messages or raises `Invalid`, which names the field. Fields may
-be int, float, bool, str, None, Literal, enums, tuples and other dataclasses; `Annotated` with `Within` or `Text` bounds
-them. Texts may be any that Python has, those that stand for a path of bytes included.
+be int, float, bool, str, None, Literal, enums, tuples, frozensets of numbers and other dataclasses; `Annotated` with
+`Within` or `Text` bounds them. Texts may be any that Python has, those that stand for a path of bytes included.
 
 Standard library only: processes without any other package read with it.
 """
@@ -63,6 +63,7 @@ class Text:
 
 
 Count = Annotated[int, Within(0, 2**63 - 1)]
+Positive = Annotated[int, Within(1, 2**63 - 1)]
 Seconds = Annotated[float, Within(0, 2**31)]
 
 
@@ -130,6 +131,8 @@ def plain(value: Any) -> Any:
         return value.value
     if isinstance(value, tuple):
         return [plain(item) for item in value]
+    if isinstance(value, frozenset):
+        return sorted(value)
     if is_dataclass(value):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     return value
@@ -182,6 +185,9 @@ def _reader(hint: Any) -> Reader:
         return _one_of({choice: choice for choice in parts})
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return _one_of({choice.value: choice for choice in hint} | {choice: choice for choice in hint})
+    if origin is frozenset:
+        read_all = _many(_reader(parts[0]))
+        return lambda raw: raw if isinstance(raw, frozenset) else frozenset(read_all(raw))
     if origin is tuple:
         return _many(_reader(parts[0])) if parts[1:] == (...,) else _row(tuple(map(_reader, parts)))
     if origin in (Union, types.UnionType) and len(parts) == 2 and parts[1] is type(None):

@@ -33,6 +33,8 @@ RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 Reason = Annotated[str, Text(MAX_REASON_CHARS)]
 RunName = Annotated[str, Text(128, RUN_NAME)]
+RunNameOrNone = Annotated[str, Text(128, re.compile(f"({RUN_NAME.pattern})?"))]
+"""Empty: a run without a name."""
 ErrorName = Annotated[str, Text(64, re.compile(r"\w*"))]
 """Of a type in `worker/errors.py`; empty: none."""
 SaveResult = Literal["ok", "error"]
