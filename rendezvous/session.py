@@ -6,12 +6,16 @@ to say, and what of that stands in the store as far as is known.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
+from operator import attrgetter
 
 from .proof import Proof
 from .records import NodeRecord
 from .roster import Roster
 from .store import Entry, LeaseId
+
+_NEWS = attrgetter(*(one.name for one in fields(NodeRecord) if one.name not in ("step", "progress")))
+"""All of a record but the steps."""
 
 
 @dataclass(slots=True)
@@ -39,10 +43,7 @@ class Session:
     def news(self) -> NodeRecord | None:
         """What to write, if anything. Steps alone are not worth it: the newest travels with the next change."""
         written = self.written
-        told = written is not None and written == replace(
-            self.says, step=written.step, progress=written.progress
-        )
-        return None if told else self.says
+        return None if written is not None and _NEWS(written) == _NEWS(self.says) else self.says
 
     def wrote(self, record: NodeRecord, entry: Entry) -> None:
         """`record` is ours, and stands in the store as `entry`."""

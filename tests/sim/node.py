@@ -90,6 +90,8 @@ class SimNode:
         self.resumed_at = -1e9
         self.worker: Worker | None = None
         self.watched: Subscription | None = None
+        self.retries: set[str] = set()
+        """Scopes whose changes wait until the store can be reached."""
         self.watched_to: dict[str, int] = {}
         self.stopping = False
         self.looks = 0
@@ -205,7 +207,7 @@ class SimNode:
     def follow(self, subscription: Subscription | None) -> None:
         if subscription is self.watched:
             return
-        self.watched = subscription
+        self.watched, self.retries = subscription, set()
         if subscription is not None:
             self.watched_to = dict.fromkeys(subscription.scopes, subscription.after_revision)
             self.pull_soon()
@@ -457,12 +459,18 @@ class SimNode:
                 delay_s = self.sim.rng.uniform(0.0, 1.0) if late else self.sim.delay()
                 self.sim.after(delay_s, self.guarded(lambda scope=scope: self.pull(scope)))
 
+    def retry(self, scope: str) -> None:
+        self.retries.discard(scope)
+        self.pull(scope)
+
     def pull(self, scope: str) -> None:
         """The watch delivers what is in a scope in order and each change once; a cut link only delays it."""
         if self.watched is None or scope not in self.watched_to or self.deaf:
             return
         if not self.sim.reaches_store(self):
-            self.sim.after(0.3, self.guarded(lambda: self.pull(scope)))
+            if scope not in self.retries:
+                self.retries.add(scope)
+                self.sim.after(0.3, self.guarded(lambda: self.retry(scope)))
             return
         try:
             if self.leased_in != self.sim.store_life:
