@@ -11,8 +11,8 @@ A generation's life is one key, `world`, changed only by compare-and-set:
     RUNNING g ── every member succeeded, budget spent ──> ENDED
     ENDED g ── all nodes came after the end, and the store outlives a job ──> RUNNING g+1
 
-While STOPPING, every member stops its workers and writes `settled = g` with a fresh port; so the next world never
-contains a node that may still run the old generation (I1), and never a port that was used before.
+While STOPPING, every member stops its workers and writes that they are stopped, with a fresh port; so the next world
+never contains a node that may still run the old generation (I1), and never a port that was used before.
 
 A planned change loses no step (I8). While DRAINING, training goes on and each member raises a flag that its workers
 look at after every step. When all flags are up the phase is LAST_STEP: no worker is signalled, rank 0's node says in
@@ -39,6 +39,7 @@ from .records import (
     Aside,
     Cause,
     CauseKind,
+    Condition,
     Endpoint,
     Member,
     NodeRecord,
@@ -147,7 +148,7 @@ def decide(view: View, policy: Policy, now: float) -> Decision:
     broken = _broken(world, view, present)
     if broken is not None:
         return _stop(world, broken)
-    if all(node.succeeded == world.generation for node in present):
+    if all(node.has(Condition.SUCCEEDED, world.generation) for node in present):
         return _end(
             world, Result.SUCCEEDED, Cause(CauseKind.SUCCESS, detail="every worker ended with success")
         )
@@ -241,7 +242,7 @@ def _watch_over(
     if withdrawn is not None:
         detail = f"node {withdrawn.node} stopped its workers because it could not confirm its lease"
         return _stop(world, Cause(CauseKind.WITHDRAWN, withdrawn.node, detail))
-    if done := [node for node in present if node.succeeded == world.generation]:
+    if done := [node for node in present if node.has(Condition.SUCCEEDED, world.generation)]:
         return _await_the_others(world, view, done, present, now)
     return _invite(world, view, policy, now)
 
@@ -251,11 +252,11 @@ def _gather(world: World, view: View, present: Sequence[NodeRecord], now: float)
     generation = world.generation
     if _withdrawn(world, present) is not None:
         return _stop(world, world.cause)
-    training = [node for node in present if node.succeeded != generation]
-    uninformed = [node for node in training if node.draining < generation]
+    training = [node for node in present if not node.has(Condition.SUCCEEDED, generation)]
+    uninformed = [node for node in training if not node.has(Condition.NOTIFIED, generation)]
     if uninformed:
         return Wait(f"{world.cause.detail}: waiting for {_named(uninformed)} to tell its workers")
-    deaf = [node for node in training if node.listening < generation]
+    deaf = [node for node in training if not node.has(Condition.POLLING, generation)]
     if not deaf:
         return Publish(
             replace(world, phase=Phase.LAST_STEP), f"{world.cause.detail}; all workers stop at the same step"
@@ -274,9 +275,9 @@ def _finish_drain(
 ) -> Decision:
     """The workers are about to end by themselves, all at the same step: have they?"""
     generation = world.generation
-    if any(node.drained != generation for node in _ended_without_success(world, present)):
+    if any(not node.has(Condition.DRAINED, generation) for node in _ended_without_success(world, present)):
         return _stop(world, world.cause)  # some have been made to end: the others wait for them in vain
-    if any(node.settled < generation for node in present):
+    if not all(node.has_stopped(generation) for node in present):
         return _close(view, policy, now)
     decision = _close(view, policy, now)
     goes_on = isinstance(decision, Publish) and decision.world.phase is Phase.RUNNING
@@ -284,7 +285,7 @@ def _finish_drain(
         return decision
     # Nobody may be there for long to keep in memory what no generation goes on with. And who leaves has stayed for the
     # others until here, but need not wait with them for new nodes.
-    rescuer = next((node.incarnation for node in present if node.kept == generation), "")
+    rescuer = next((node.incarnation for node in present if node.has(Condition.STATE_SAVED, generation)), "")
     if isinstance(decision, Publish) and not goes_on:
         return replace(decision, world=replace(decision.world, rescuer=rescuer))
     return Publish(replace(world, phase=Phase.STOPPING, rescuer=rescuer), decision.reason)
@@ -333,7 +334,7 @@ def _close(view: View, policy: Policy, now: float, generation: int = 1) -> Decis
         live = {node.incarnation: node for node in view.nodes}
         survivors = [live[member.incarnation] for member in world.members if member.incarnation in live]
         progressed = _progressed(world, survivors)
-        busy = [node for node in survivors if node.settled < world.generation]
+        busy = [node for node in survivors if not node.has_stopped(world.generation)]
         if busy:
             return Wait(f"waiting for {_named(busy)} to stop generation {world.generation}")
         if (wait := _wait_for_the_missing(world, view, policy, now)) is not None:
@@ -490,7 +491,7 @@ def _progressed(world: World, survivors: Sequence[NodeRecord]) -> bool:
     """Time alone is progress only of a job that has no other: a slow script that always fails at one step has none."""
     if _best_step(world, survivors):
         return any(node.step > world.step for node in survivors)
-    return any(node.lasting == world.generation for node in survivors)
+    return any(node.has(Condition.STABLE, world.generation) for node in survivors)
 
 
 def _loaded(world: World, survivors: Sequence[NodeRecord]) -> int | None:
@@ -517,7 +518,8 @@ def _end(world: World, result: Result, cause: Cause) -> Publish:
 
 def _ended_without_success(world: World, present: Sequence[NodeRecord]) -> list[NodeRecord]:
     generation = world.generation
-    return [node for node in present if node.settled >= generation and node.succeeded != generation]
+    stopped = [node for node in present if node.has_stopped(generation)]
+    return [node for node in stopped if not node.has(Condition.SUCCEEDED, generation)]
 
 
 def _withdrawn(world: World, present: Sequence[NodeRecord]) -> NodeRecord | None:
@@ -528,7 +530,8 @@ def _withdrawn(world: World, present: Sequence[NodeRecord]) -> NodeRecord | None
 def _only_leavers_keep(world: World, view: View) -> bool:
     """The state after the last step of a drained generation is in the memory of nodes that are about to go."""
     members = {member.incarnation for member in world.members}
-    keepers = [n for n in view.nodes if n.incarnation in members and n.kept == world.generation]
+    here = [node for node in view.nodes if node.incarnation in members]
+    keepers = [node for node in here if node.has(Condition.STATE_SAVED, world.generation)]
     return bool(keepers) and all(node.leaving for node in keepers)
 
 

@@ -33,6 +33,7 @@ from .records import (
     NODES_PREFIX,
     TRANSITIONS,
     WORLD_KEY,
+    Condition,
     Failure,
     GenerationProgress,
     NodeRecord,
@@ -136,10 +137,9 @@ class Participant:
         """Of the key `world`, when it held that."""
         return self._session.roster.world_revision
 
-    @property
-    def listening(self) -> int:
-        """The newest generation whose workers here all listen."""
-        return self._session.says.listening
+    def polls(self, generation: int) -> bool:
+        """All workers of this generation here ask at each step's end whether a planned change waits for them."""
+        return self._session.says.has(Condition.POLLING, generation)
 
     @property
     def lease(self) -> LeaseId | None:
@@ -375,12 +375,13 @@ class Participant:
         world = self.world
         if world is None or not (world.drains or world.stops) or self._generation:
             return
-        if world.member(self.incarnation) is not None and self._session.says.settled < world.generation:
+        stopped = self._session.says.has_stopped(world.generation)
+        if world.member(self.incarnation) is not None and not stopped:
             self._settle(world)
 
     def _settle(self, world: World) -> None:
         session = self._session
-        session.says = replace(session.says, settled=world.generation)
+        self._mark(world.generation, Condition.STOPPED)
         session.started = world.generation
         if world.members[0].incarnation == self.incarnation:
             self.wants_port = True
@@ -564,7 +565,7 @@ class Participant:
 
     def workers_lasting(self, generation: int) -> None:
         """The workers have run for longer than a minute."""
-        self._session.says = replace(self._session.says, lasting=generation)
+        self._mark(generation, Condition.STABLE)
 
     def workers_failed(self, failure: Failure) -> None:
         """The first failure of a generation on this node; the others' follow from it."""
@@ -574,30 +575,31 @@ class Participant:
             session.says = replace(session.says, failure=failure)
 
     def workers_succeeded(self, generation: int) -> None:
-        self._session.says = replace(self._session.says, succeeded=generation)
+        self._mark(generation, Condition.SUCCEEDED)
 
     def workers_told(self, generation: int) -> bool:
         """Every worker here that looks at its flag sees from now on that a planned change waits for it.
 
         True when that is news, and so something to tell the others.
         """
-        session = self._session
-        known, session.says = session.says.draining, replace(session.says, draining=generation)
-        return known != generation
+        return self._mark(generation, Condition.NOTIFIED)
 
     def workers_listen(self, generation: int) -> bool:
         """Every worker here has looked at its flag at the end of a step, and so will at the next. True: as above."""
-        session = self._session
-        known, session.says = session.says.listening, replace(session.says, listening=generation)
-        return known != generation
+        return self._mark(generation, Condition.POLLING)
 
     def workers_drained(self, generation: int, *, kept: bool) -> None:
         """Every worker here has ended by itself at the step that all have agreed on, or the next generation can do
         without it. `kept`: this node has the state after that step."""
-        session = self._session
-        session.says = replace(session.says, drained=generation)
+        self._mark(generation, Condition.DRAINED)
         if kept:
-            session.says = replace(session.says, kept=generation)
+            self._mark(generation, Condition.STATE_SAVED)
+
+    def _mark(self, generation: int, condition: Condition) -> bool:
+        """True when that is news."""
+        known = self._session.says
+        self._session.says = known.having(generation, condition)
+        return not known.has(condition, generation)
 
     def warmed(self) -> None:
         """Workers can start here at once. Until then a world that trains does not wait for this node."""

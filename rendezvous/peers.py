@@ -99,7 +99,7 @@ def slow_to_stop(world: World, nodes: Iterable[NodeRecord], incarnation: str) ->
     return {
         node.incarnation: (node.http, ASK_AFTER_S)
         for node in nodes
-        if node.settled < world.generation and node.incarnation in others and node.http is not None
+        if not node.has_stopped(world.generation) and node.incarnation in others and node.http is not None
     }
 
 
@@ -116,7 +116,7 @@ def slow_to_go_on(
     Who has found one that was `gone` asks the next one at once: the oldest records may all be of one rack.
     """
     failed = mine.failure is not None and mine.failure.generation == world.generation
-    done = failed if world.trains else mine.settled >= world.generation
+    done = failed if world.trains else mine.has_stopped(world.generation)
     if not done or coordinator.http is None or world.phase is Phase.ENDED:
         return {}
     askers = _who_asks([m.incarnation for m in world.members if m.incarnation != coordinator.incarnation])

@@ -121,6 +121,25 @@ class GenerationProgress:
         )
 
 
+class Condition(enum.Enum):
+    """What may hold for one node's workers in one generation."""
+
+    STABLE = "stable"
+    """They have run for longer than a minute."""
+    NOTIFIED = "notified"
+    """All of them have been told that a planned change waits for them."""
+    POLLING = "polling"
+    """All of them have asked for such news at a step's end, and so will again."""
+    DRAINED = "drained"
+    """They have ended by themselves at the step that all agreed on, or need not."""
+    STATE_SAVED = "state_saved"
+    """This node keeps the state after that step."""
+    SUCCEEDED = "succeeded"
+    """All of them have ended with success."""
+    STOPPED = "stopped"
+    """None of them is left, nor of an earlier generation, and `port` is fresh since."""
+
+
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
     """What one node says about itself, under its lease."""
@@ -144,27 +163,29 @@ class NodeRecord:
     leaving: bool = False
     warm: bool = False
     """Workers can start here at once: what takes seconds has been done before anybody needs it."""
-    draining: int = 0
-    """The generation whose workers here have all been told that a planned change waits for them."""
-    listening: int = 0
-    """The generation whose workers here have all asked for such news at a step's end, and so will again."""
-    drained: int = 0
-    """The generation whose workers here have ended by themselves at the step that all agreed on, or need not."""
-    kept: int = 0
-    """The generation whose state after that step this node keeps."""
-    settled: int = 0
-    """No worker of this generation or of an earlier one is left on this node, and `port` is fresh since."""
-    succeeded: int = 0
-    """The generation whose workers all ended with success here."""
+    generation: int = 0
+    """The newest generation on whose workers here `conditions` has something to report."""
+    conditions: frozenset[Condition] = frozenset()
     failure: Failure | None = None
     step: int = 0
     """Highest training step that this node's workers have reported (finished or saved); 0 when they do not."""
-    lasting: int = 0
-    """The generation whose workers have run here for longer than a minute."""
     progress: GenerationProgress | None = None
     seen: int = 0
     """The highest generation that earlier incarnations have known, perhaps in a store that is no more. The next one is
     higher."""
+
+    def has(self, condition: Condition, generation: int) -> bool:
+        """It holds for this node's workers of this generation."""
+        return self.generation == generation and condition in self.conditions
+
+    def has_stopped(self, generation: int) -> bool:
+        """No worker of this generation or of an earlier one is left on this node."""
+        return self.generation > generation or self.has(Condition.STOPPED, generation)
+
+    def having(self, generation: int, *conditions: Condition) -> NodeRecord:
+        """With these conditions of the generation; what held for an earlier one is over."""
+        known = self.conditions if self.generation == generation else frozenset()
+        return replace(self, generation=generation, conditions=known.union(conditions))
 
     def to_json(self) -> str:
         return _dump(self)
@@ -191,15 +212,10 @@ class NodeRecord:
             hosts_store=fields.boolean("hosts_store"),
             leaving=fields.boolean("leaving"),
             warm=fields.boolean("warm"),
-            draining=fields.integer("draining"),
-            listening=fields.integer("listening"),
-            drained=fields.integer("drained"),
-            kept=fields.integer("kept"),
-            settled=fields.integer("settled"),
-            succeeded=fields.integer("succeeded"),
+            generation=fields.integer("generation"),
+            conditions=_conditions(fields),
             failure=fields.optional("failure", _failure),
             step=fields.integer("step"),
-            lasting=fields.integer("lasting"),
             progress=fields.optional("progress", GenerationProgress.read),
             seen=fields.integer("seen"),
         )
@@ -529,11 +545,21 @@ def _plain(value: Any) -> Any:
         return value.value
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
+    if isinstance(value, frozenset):
+        return sorted(_plain(item) for item in value)
     if isinstance(value, Member):
         return value.row
     if hasattr(value, "__dataclass_fields__"):
         return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
     return value
+
+
+def _conditions(fields: Fields) -> frozenset[Condition]:
+    names = fields.texts("conditions", len(Condition), 16)
+    try:
+        return frozenset(map(Condition, names))
+    except ValueError:
+        raise fields.bad("conditions", "not a list of conditions that this agent knows") from None
 
 
 def _failure(fields: Fields) -> Failure:

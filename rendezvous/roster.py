@@ -13,7 +13,7 @@ import logging
 
 from .errors import RecordInvalid, StoreMismatch
 from .peers import Peers
-from .records import NODES_PREFIX, WORLD_KEY, NodeRecord, World, node_key, wish_key
+from .records import NODES_PREFIX, WORLD_KEY, Condition, NodeRecord, World, node_key, wish_key
 from .requests import Read, Subscription
 from .store import Compare, Entry, Snapshot
 
@@ -165,7 +165,8 @@ class Roster:
         self.arrivals.setdefault(record.incarnation, now)
         if record.warm:
             self.warm_since.setdefault(record.incarnation, now)
-        if record.succeeded and (known is None or known[1].succeeded < record.succeeded):
+        before, done = known[1] if known is not None else None, Condition.SUCCEEDED
+        if done in record.conditions and not (before and before.has(done, record.generation)):
             self.succeeded_since[record.incarnation] = now
 
 

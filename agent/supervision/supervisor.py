@@ -192,7 +192,7 @@ class Supervisor:
         generation = self._running
         if generation is None:
             return (self._spares_due_at,)
-        listens = self._participant.listening == generation.number
+        listens = self._participant.polls(generation.number)
         return (self._spares_due_at, *generation.wake_at(self._clock(), listens=listens))
 
     def drain(self, order: Drain) -> bool:

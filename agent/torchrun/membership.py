@@ -34,6 +34,7 @@ from ...rendezvous.records import (
     WORLD_KEY,
     Cause,
     CauseKind,
+    Condition,
     Endpoint,
     Failure,
     NodeRecord,
@@ -127,7 +128,8 @@ def decide_for_torchrun(view: View, policy: Policy, now: float) -> Decision:
     finishing = world.generation if world is not None and world.trains else 0
 
     def as_seen(node: NodeRecord) -> NodeRecord:
-        return replace(node, leaving=True) if node.succeeded not in (0, finishing) else node
+        finished = Condition.SUCCEEDED in node.conditions and node.generation != finishing
+        return replace(node, leaving=True) if finished else node
 
     return decide(replace(view, nodes=tuple(map(as_seen, view.nodes))), policy, now)
 

@@ -33,7 +33,15 @@ from elastic_agent.agent.torchrun.parameters import read_parameters
 from elastic_agent.rendezvous.errors import StoreRefused, StoreUnavailable
 from elastic_agent.rendezvous.ledger import Ledger
 from elastic_agent.rendezvous.memory import MemoryStore
-from elastic_agent.rendezvous.records import NODES_PREFIX, WORLD_KEY, NodeRecord, Phase, Result, World
+from elastic_agent.rendezvous.records import (
+    NODES_PREFIX,
+    WORLD_KEY,
+    Condition,
+    NodeRecord,
+    Phase,
+    Result,
+    World,
+)
 from elastic_agent.rendezvous.store import Put, Store
 from tests.etcd_servers import EtcdCluster
 
@@ -248,7 +256,7 @@ def test_who_finishes_first_waits_for_the_others_and_does_not_disturb_them(
     a, b = nodes = [new_node("2") for _ in range(2)]
     met(*(node.meet() for node in nodes))
     finished = a.finish()
-    wait_for(lambda: any(node.succeeded for node in store.nodes()))
+    wait_for(lambda: any(Condition.SUCCEEDED in node.conditions for node in store.nodes()))
     assert b.handler.num_nodes_waiting() == 0
     assert not finished.done()
     assert b.finish().result(PATIENCE_S)
@@ -266,7 +274,7 @@ def test_who_has_finished_is_not_in_the_next_world(
     leave, may_leave = a.handler._leave, threading.Event()
     monkeypatch.setattr(a.handler, "_leave", lambda: (may_leave.wait(PATIENCE_S), leave()))
     finished = a.finish()
-    wait_for(lambda: any(node.succeeded for node in store.nodes()))
+    wait_for(lambda: any(Condition.SUCCEEDED in node.conditions for node in store.nodes()))
     met(b.meet())
     may_leave.set()
     assert finished.result(PATIENCE_S)

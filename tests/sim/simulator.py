@@ -26,6 +26,7 @@ from elastic_agent.rendezvous.errors import LeaseExpired, StoreError, StoreUnava
 from elastic_agent.rendezvous.ledger import Ledger
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
+    Condition,
     Phase,
     World,
 )
@@ -311,9 +312,15 @@ class Simulation(Checks):
             nodes = tuple(replace(node, warm=True) for node in view.nodes)
             view = replace(view, nodes=nodes, warm_since=view.arrivals)
         if self.bug == "next world does not wait for settled members":
-            view = replace(view, nodes=tuple(replace(node, settled=10**9) for node in view.nodes))
-            if view.world is not None and view.world.phase is Phase.RUNNING:
-                view = replace(view, nodes=tuple(replace(node, settled=0) for node in view.nodes))
+            over = view.world is not None and view.world.phase is not Phase.RUNNING
+            generation = view.world.generation if view.world is not None else 0
+            nodes = (
+                node.having(generation, Condition.STOPPED)
+                if over
+                else replace(node, conditions=node.conditions - {Condition.STOPPED})
+                for node in view.nodes
+            )
+            view = replace(view, nodes=tuple(nodes))
         members = view.world.members if view.world is not None else ()
         if self.bug == "a refused connection is proof of an end" and all(
             member.incarnation in view.evicted for member in members

@@ -12,6 +12,7 @@ from elastic_agent.rendezvous.records import (
     BadState,
     Cause,
     CauseKind,
+    Condition,
     Endpoint,
     NodeRecord,
     Phase,
@@ -48,7 +49,7 @@ BESIDE_C = replace(D, http=Endpoint(C.address, 81))
         ((D,), (), NOW - 65.0, "running 5 [d] lost", "running 5 [d] lost"),
         ((D,), ("a-1", "b-1", "c-1"), NOW - 4.0, "wait until 101", "wait until 161"),
         ((BESIDE_C,), ("c-1",), NOW - 4.0, "wait until 101", "wait until 101"),
-        ((replace(A, settled=4), D), (), NOW - 1.0, "running 5 [a d] lost", "running 5 [a d] lost"),
+        ((A.having(4, Condition.STOPPED), D), (), NOW - 1.0, "running 5 [a d] lost", "running 5 [a d] lost"),
     ],
 )
 def test_a_world_that_vanished_is_waited_for_as_long_as_it_may_train(
@@ -95,7 +96,7 @@ def test_the_first_number_is_above_all_that_a_node_here_has_known() -> None:
         "the join itself is no new number"
     )
     over = replace(LOST, generation=1, members=running(D).members)
-    check(view(over, replace(D, settled=1), C2), HOSTED, "running 7 [d c] lost", "")
+    check(view(over, D.having(1, Condition.STOPPED), C2), HOSTED, "running 7 [d c] lost", "")
 
 
 LOOPING = Restarts(3, 3, "crash", 3, 2, BadState(3, 20), "a", 3)

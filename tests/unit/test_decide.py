@@ -25,6 +25,7 @@ from elastic_agent.rendezvous.records import (
     BadState,
     Cause,
     CauseKind,
+    Condition,
     Endpoint,
     Failure,
     GenerationProgress,
@@ -43,10 +44,11 @@ POLICY = Policy("job", min_nodes=2, max_nodes=3, last_call_s=1.0)
 LIMITS = Limits(2, 3, 1.0)
 """Those of `POLICY`."""
 NOW = 100.0
-SETTLED = 4
 CRASH = Failure(4, "crash", "rank 0 raised ValueError")
 OLD_CRASH = replace(CRASH, generation=3)
 
+NOTIFIED, POLLING, STABLE = Condition.NOTIFIED, Condition.POLLING, Condition.STABLE
+STATE_SAVED, STOPPED, SUCCEEDED = Condition.STATE_SAVED, Condition.STOPPED, Condition.SUCCEEDED
 A = NodeRecord("a", "a-1", "host-a", 4001, slots=2, warm=True)
 B = NodeRecord("b", "b-1", "host-b", 4002, slots=1, warm=True)
 C = NodeRecord("c", "c-1", "host-c", 4003, slots=3, warm=True)
@@ -54,7 +56,7 @@ D = NodeRecord("d", "d-1", "host-d", 4004, slots=1, warm=True)
 COLD = replace(C, warm=False)
 HOST = replace(B, hosts_store=True)
 
-SA, SB, SC = (replace(node, settled=SETTLED, port=node.port + 100) for node in (A, B, C))
+SA, SB, SC = (replace(node.having(4, STOPPED), port=node.port + 100) for node in (A, B, C))
 """The same nodes after they stopped generation 4, with a fresh port."""
 
 
@@ -153,7 +155,11 @@ AB = running(A, B)
         # nothing happens
         (view(AB, A, B), "wait", "generation 4 is running on 2 nodes"),
         (view(AB, A, replace(B, failure=OLD_CRASH)), "wait", "generation 4 is running on 2 nodes"),
-        (view(AB, A, replace(B, settled=3, succeeded=3)), "wait", "generation 4 is running on 2 nodes"),
+        (
+            view(AB, A, B.having(3, STOPPED, SUCCEEDED)),
+            "wait",
+            "generation 4 is running on 2 nodes",
+        ),
         # a member fails
         (view(AB, A, replace(B, failure=CRASH)), "stopping 4 [a b] failure b", CRASH.summary),
         (view(AB, replace(SB, failure=CRASH)), "stopping 4 [a b] failure b", CRASH.summary),
@@ -176,21 +182,25 @@ AB = running(A, B)
         ),
         # a member stopped by itself
         (view(AB, A, SB), "stopping 4 [a b] withdrawn b", "could not confirm its lease"),
-        (view(AB, A, replace(SB, succeeded=3)), "stopping 4 [a b] withdrawn b", "could not confirm"),
+        (view(AB, A, SB), "stopping 4 [a b] withdrawn b", "could not confirm"),
         # members succeed
         (
-            view(AB, replace(SA, succeeded=4), replace(SB, succeeded=4)),
+            view(AB, SA.having(4, SUCCEEDED), SB.having(4, SUCCEEDED)),
             "ended 4 [a b] success",
             "every worker ended with success",
         ),
         (
-            view(AB, A, replace(SB, succeeded=4)),
+            view(AB, A, SB.having(4, SUCCEEDED)),
             "wait until 105",
             "of b have ended with success; waiting for",
         ),
-        (view(AB, A, replace(SB, succeeded=4), C), "wait until 105", "waiting for those of a"),
-        (view(AB, replace(A, failure=CRASH), replace(SB, succeeded=4)), "stopping 4 [a b] failure a", ""),
-        (view(AB, replace(SB, succeeded=4)), "stopping 4 [a b] lost a", ""),
+        (view(AB, A, SB.having(4, SUCCEEDED), C), "wait until 105", "waiting for those of a"),
+        (
+            view(AB, replace(A, failure=CRASH), SB.having(4, SUCCEEDED)),
+            "stopping 4 [a b] failure a",
+            "",
+        ),
+        (view(AB, SB.having(4, SUCCEEDED)), "stopping 4 [a b] lost a", ""),
         # a newcomer
         (view(AB, A, B, C, c=NOW), "draining 4 [a b] join c", "c joining"),
         (view(AB, A, B, C, D), "draining 4 [a b] join c", "c, d joining"),
@@ -209,7 +219,7 @@ def test_what_ends_a_running_generation(seen: View, decision: str, reason: str) 
 
 
 def test_nodes_that_end_late_are_told_once_that_others_have_ended() -> None:
-    done = view(AB, A, replace(SB, succeeded=4))
+    done = view(AB, A, SB.having(4, SUCCEEDED))
     early, late = (replace(done, succeeded_since={"b-1": NOW - FINISHING_S + more}) for more in (1, 0))
     assert short(decide(early, POLICY, NOW)) == "wait until 101"
     told = decide(late, POLICY, NOW)
@@ -219,7 +229,7 @@ def test_nodes_that_end_late_are_told_once_that_others_have_ended() -> None:
 
 
 def test_the_end_says_how() -> None:
-    done = decide(view(AB, replace(SA, succeeded=4), replace(SB, succeeded=4)), POLICY, NOW)
+    done = decide(view(AB, SA.having(4, SUCCEEDED), SB.having(4, SUCCEEDED)), POLICY, NOW)
     host_left = decide(view(stopping(A, B), SA, replace(SB, hosts_store=True, leaving=True)), POLICY, NOW)
     assert isinstance(done, Publish)
     assert isinstance(host_left, Publish)
@@ -264,11 +274,13 @@ DRAINING = replace(ABC, phase=Phase.DRAINING, cause=Cause(CauseKind.LEAVE, "c", 
 FRESH = replace(DRAINING, step=0)
 """No worker of the job has ever told of a step."""
 DRAINED = replace(DRAINING, phase=Phase.LAST_STEP)
-TA, TB, TC = (replace(node, draining=4) for node in (A, B, C))
+TA, TB, TC = (node.having(4, NOTIFIED) for node in (A, B, C))
 """They have told their workers."""
-LA, LB, LC = (replace(node, listening=4) for node in (TA, TB, TC))
+LA, LB, LC = (node.having(4, POLLING) for node in (TA, TB, TC))
 """And these look at their flags."""
-KA, KB, KC = (replace(node, draining=4, listening=4, drained=4, kept=4, settled=4) for node in (A, B, C))
+KA, KB, KC = (
+    node.having(4, NOTIFIED, POLLING, Condition.DRAINED, STATE_SAVED, STOPPED) for node in (A, B, C)
+)
 """Their workers have ended at the agreed step."""
 GOING = {"leaving": True}
 
@@ -289,7 +301,11 @@ def rescued(decision: Decision) -> str:
         # all must have told their workers
         (view(DRAINING, A, B, C), "wait", "waiting for a, b, c to tell its workers"),
         (view(DRAINING, LA, B, LC), "wait", "waiting for b to tell its workers"),
-        (view(DRAINING, LA, replace(LB, draining=3), LC), "wait", "waiting for b to tell its workers"),
+        (
+            view(DRAINING, LA, B.having(3, NOTIFIED, POLLING), LC),
+            "wait",
+            "waiting for b to tell its workers",
+        ),
         # and then it depends on whether the workers listen
         (
             view(DRAINING, LA, LB, LC),
@@ -297,7 +313,7 @@ def rescued(decision: Decision) -> str:
             "all workers stop at the same step",
         ),
         (
-            view(DRAINING, LA, LB, replace(TC, listening=3)),
+            view(DRAINING, LA, LB, TC),
             "wait until 103",
             "the workers of c to end a step",
         ),
@@ -309,19 +325,23 @@ def rescued(decision: Decision) -> str:
         (view(FRESH, TA, replace(TB, step=3), TC), "wait until 103", "the workers of a, b, c to end a step"),
         # who has finished with success has nobody to tell
         (
-            view(DRAINING, LA, LB, replace(SC, succeeded=4)),
+            view(DRAINING, LA, LB, SC.having(4, SUCCEEDED)),
             "last_step 4 [a b c] leave c",
             "all workers stop at the same step",
         ),
         (
-            view(DRAINING, *(replace(node, succeeded=4) for node in (SA, SB, SC))),
+            view(DRAINING, *(node.having(4, SUCCEEDED) for node in (SA, SB, SC))),
             "ended 4 [a b c] success",
             "every worker ended with success",
         ),
         # whatever breaks the generation ends the drain with it
         (view(DRAINING, LA, LB, replace(LC, failure=CRASH)), "stopping 4 [a b c] failure c", CRASH.summary),
         (view(DRAINING, LA, LB), "stopping 4 [a b c] lost c", "node c is gone"),
-        (view(DRAINING, LA, LB, replace(SC, draining=4)), "stopping 4 [a b c] leave c", "asked to stop"),
+        (
+            view(DRAINING, LA, LB, SC.having(4, NOTIFIED)),
+            "stopping 4 [a b c] leave c",
+            "asked to stop",
+        ),
         (view(DRAINING, LA, LB, SC), "stopping 4 [a b c] leave c", "asked to stop"),
         # a second node that leaves meanwhile, or a joiner that comes or dies, changes nothing
         (view(DRAINING, LA, LB, replace(TC, **GOING)), "wait until 103", ""),
@@ -347,15 +367,19 @@ def test_a_planned_change_waits_until_all_workers_know(seen: View, decision: str
         ),
         # some may have finished the whole training on the way
         (
-            view(DRAINED, *(replace(node, succeeded=4) for node in (SA, SB, SC))),
+            view(DRAINED, *(node.having(4, SUCCEEDED) for node in (SA, SB, SC))),
             "ended 4 [a b c] success",
             "every worker ended with success",
         ),
-        (view(DRAINED, KA, KB, replace(SC, succeeded=4)), "running 5 [a b c] leave c", ""),
+        (view(DRAINED, KA, KB, SC.having(4, SUCCEEDED)), "running 5 [a b c] leave c", ""),
         # whatever breaks the generation: the others need not wait for the time of a drain
         (view(DRAINED, KA, LB, replace(LC, failure=CRASH)), "stopping 4 [a b c] failure c", CRASH.summary),
         (view(DRAINED, KA, LB), "stopping 4 [a b c] lost c", "node c is gone"),
-        (view(DRAINED, KA, LB, replace(SC, draining=4)), "stopping 4 [a b c] leave c", "asked to stop"),
+        (
+            view(DRAINED, KA, LB, SC.having(4, NOTIFIED)),
+            "stopping 4 [a b c] leave c",
+            "asked to stop",
+        ),
         # the next cannot start: who leaves need not wait, and somebody brings what all have in memory to disk
         (
             view(DRAINED, KA, replace(KB, **GOING), replace(KC, **GOING)),
@@ -364,7 +388,13 @@ def test_a_planned_change_waits_until_all_workers_know(seen: View, decision: str
         ),
         # it could, but the state is kept by nobody who stays: first to disk, and only then on
         (
-            view(DRAINED, replace(KA, kept=3), replace(KB, **GOING), replace(KC, **GOING), D),
+            view(
+                DRAINED,
+                replace(KA, conditions=KA.conditions - {STATE_SAVED}),
+                replace(KB, **GOING),
+                replace(KC, **GOING),
+                D,
+            ),
             "stopping 4 [a b c] leave c, b-1 rescues",
             "2 nodes are ready",
         ),
@@ -410,7 +440,7 @@ def test_a_world_that_can_go_on_waits_for_nobody() -> None:
         # nobody starts before everybody has stopped
         (view(stopping(A, B), A, B), "wait", "waiting for a, b to stop generation 4"),
         (view(stopping(A, B), SA, B), "wait", "waiting for b to stop generation 4"),
-        (view(stopping(A, B), SA, replace(B, settled=3), C), "wait", "waiting for b to stop"),
+        (view(stopping(A, B), SA, B.having(3, STOPPED), C), "wait", "waiting for b to stop"),
         (view(stopping(A, B), SA, replace(B, leaving=True)), "wait", "waiting for b to stop"),
         # survivors close at once, whatever the last call; a node that is gone holds nobody up
         (view(stopping(A, B), SA, SB), "running 5 [a b] join a", "2 nodes are ready"),
@@ -497,7 +527,7 @@ def test_a_second_fruitless_failure_waits_before_the_next_try() -> None:
 
 def test_every_coordinator_comes_to_the_same_wait_and_every_generation_to_another() -> None:
     def until(world: World) -> float | None:
-        nodes = (replace(SA, settled=world.generation), replace(SB, settled=world.generation))
+        nodes = tuple(node.having(world.generation, STOPPED) for node in (SA, SB))
         decision = decide(view(world, *nodes), STEADY, NOW)
         assert isinstance(decision, Wait)
         return decision.until
@@ -519,10 +549,10 @@ STEPLESS = replace(FAILED, step=0)
         (FAILED, (replace(SA, step=20), SB), FRUITLESS),
         (FAILED, (SA, replace(SB, step=21)), PROGRESS),
         # a slow script that always fails at one step makes none, however long it takes
-        (FAILED, (SA, replace(SB, lasting=4)), FRUITLESS),
-        (STEPLESS, (replace(SA, step=1), replace(SB, lasting=4)), PROGRESS),
-        (STEPLESS, (replace(SA, lasting=3), SB), FRUITLESS),
-        (STEPLESS, (SA, replace(SB, lasting=4)), PROGRESS),
+        (FAILED, (SA, SB.having(4, STABLE)), FRUITLESS),
+        (STEPLESS, (replace(SA, step=1), SB.having(4, STABLE)), PROGRESS),
+        (STEPLESS, (SA, SB), FRUITLESS),
+        (STEPLESS, (SA, SB.having(4, STABLE)), PROGRESS),
     ],
 )
 def test_progress_is_a_new_step_or_without_any_steps_a_lasting_generation(
@@ -536,7 +566,7 @@ def test_progress_is_a_new_step_or_without_any_steps_a_lasting_generation(
 def test_a_crash_loop_ends_however_long_each_try_takes() -> None:
     world = replace(FAILED, step=999)
     for failures in range(1, 5):
-        nodes = tuple(replace(node, step=999, lasting=4) for node in (SA, SB))
+        nodes = tuple(replace(node.having(4, STABLE), step=999) for node in (SA, SB))
         decision = decide(view(world, *nodes, since=0.0), POLICY, NOW)
         assert isinstance(decision, Publish)
         assert decision.world.restarts.failures == failures
@@ -939,7 +969,7 @@ def test_no_reason_lists_a_thousand_names(seen: View, min_nodes: int, max_nodes:
 
 # ---------------------------------------------------------------- decide: every small combination
 
-HABITS = ("failed", "leaving", "settled", "succeeded")
+HABITS = ("failed", "leaving", "stopped", "succeeded")
 
 
 def lives(node: NodeRecord) -> Iterator[tuple[bool, NodeRecord | None]]:
@@ -955,19 +985,27 @@ def lives(node: NodeRecord) -> Iterator[tuple[bool, NodeRecord | None]]:
                 node,
                 failure=CRASH if "failed" in habits else None,
                 leaving="leaving" in habits,
-                settled=4 if "settled" in habits else 3,
-                succeeded=4 if "succeeded" in habits else 0,
+                generation=4 if {"stopped", "succeeded"} & {*habits} else 3,
+                conditions=frozenset(Condition(one) for one in habits if one in ("stopped", "succeeded"))
+                or {STOPPED},
             ),
         )
 
 
 def lives_in_a_drain(node: NodeRecord) -> Iterator[tuple[bool, NodeRecord | None]]:
-    told = replace(node, draining=4)
-    kept = replace(told, listening=4, drained=4, kept=4, settled=4)
+    told = node.having(4, NOTIFIED)
+    ended = told.having(4, POLLING, Condition.DRAINED, STOPPED)
+    kept = ended.having(4, STATE_SAVED)
     yield from ((False, None), (False, node), (False, replace(node, warm=False)), (True, None))
     for record in (
-        *(node, told, replace(told, listening=4), replace(told, settled=4), replace(told, failure=CRASH)),
-        *(kept, replace(kept, kept=0), replace(told, settled=4, succeeded=4)),
+        *(
+            node,
+            told,
+            told.having(4, POLLING),
+            told.having(4, STOPPED),
+            replace(told, failure=CRASH),
+        ),
+        *(kept, ended, told.having(4, STOPPED, SUCCEEDED)),
     ):
         yield True, record
         yield True, replace(record, leaving=True)
@@ -990,10 +1028,15 @@ def check_promises(seen: View, policy: Policy, decision: Decision) -> None:
         kept = replace(kept, rescuer=before.rescuer)
         assert kept == before, "only the phase and its reason change inside a generation"
         if world.phase is Phase.LAST_STEP:
-            training = [live[m.incarnation] for m in world.members if live[m.incarnation].succeeded != 4]
-            assert all(node.draining == node.listening == 4 for node in training), "some would not stop"
+            training = [
+                live[m.incarnation] for m in world.members if not live[m.incarnation].has(SUCCEEDED, 4)
+            ]
+            both = {NOTIFIED, POLLING}
+            assert all(node.generation == 4 and both <= node.conditions for node in training), (
+                "some would not stop"
+            )
         if world.rescuer:
-            assert live[world.rescuer].kept == 4
+            assert live[world.rescuer].has(STATE_SAVED, 4)
         return
     assert before is None or before.stops
     assert world.generation == (before.generation + 1 if before is not None else 1)
@@ -1004,12 +1047,12 @@ def check_promises(seen: View, policy: Policy, decision: Decision) -> None:
     ranks = [member.first_rank + local for member in world.members for local in range(member.slots)]
     assert ranks == list(range(sum(node.slots for node in chosen)))
     old = [member.incarnation for member in before.members] if before is not None else []
-    assert before is None or all(live[i].settled >= before.generation for i in old if i in live)
+    assert before is None or all(live[i].has_stopped(before.generation) for i in old if i in live)
     stayed = [i for i in old if i in live and not live[i].leaving]
     goes_on = before is not None and len(stayed) >= policy.min_nodes
     came = [i for i in live if i not in old and not live[i].leaving and (live[i].warm or not goes_on)]
     if before is not None and before.phase is Phase.LAST_STEP:
-        keepers = [node for node in seen.nodes if node.kept == before.generation]
+        keepers = [node for node in seen.nodes if node.has(STATE_SAVED, before.generation)]
         assert not keepers or not all(node.leaving for node in keepers), "the state would be lost"
     assert [node.incarnation for node in chosen] == (stayed + came)[: policy.max_nodes]
 

@@ -19,6 +19,7 @@ from elastic_agent.rendezvous.peers import (
 )
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
+    Condition,
     Endpoint,
     Failure,
     Introduction,
@@ -166,7 +167,9 @@ def test_who_has_found_a_coordinator_gone_asks_the_next_one_at_once(bench: Bench
 
 def asks_after(world: World, mine: str) -> float | None:
     """How long this node waits for `n0`, which coordinates, before it asks it."""
-    n0, me = (NodeRecord(name, name, "", 0, 1, http(name), settled=4) for name in ("n0", mine))
+    n0, me = (
+        NodeRecord(name, name, "", 0, 1, http(name)).having(4, Condition.STOPPED) for name in ("n0", mine)
+    )
     return next((after_s for _, after_s in slow_to_go_on(world, n0, me).values()), None)
 
 

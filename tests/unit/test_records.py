@@ -25,6 +25,7 @@ from elastic_agent.rendezvous.records import (
     BadState,
     Cause,
     CauseKind,
+    Condition,
     Endpoint,
     Failure,
     GenerationProgress,
@@ -58,15 +59,10 @@ NODE = NodeRecord(
     hosts_store=True,
     leaving=True,
     warm=True,
-    draining=3,
-    listening=3,
-    drained=3,
-    kept=3,
-    settled=3,
-    succeeded=2,
+    generation=3,
+    conditions=frozenset({Condition.STOPPED, Condition.STABLE}),
     failure=FAILURE,
     step=17,
-    lasting=2,
     progress=GenerationProgress(3, 12, 17),
     seen=2,
 )
@@ -208,15 +204,10 @@ nodes = st.builds(
     hosts_store=st.booleans(),
     leaving=st.booleans(),
     warm=st.booleans(),
-    draining=numbers,
-    listening=numbers,
-    drained=numbers,
-    kept=numbers,
-    settled=numbers,
-    succeeded=numbers,
+    generation=numbers,
+    conditions=st.frozensets(st.sampled_from(Condition)),
     failure=st.none() | failures,
     step=numbers,
-    lasting=numbers,
     progress=st.none() | progress,
     seen=numbers,
 )
@@ -360,16 +351,11 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("hosts_store",): FLAG,
         ("leaving",): FLAG,
         ("warm",): FLAG,
-        ("draining",): number(),
-        ("listening",): number(),
-        ("drained",): number(),
-        ("kept",): number(),
-        ("settled",): number(),
-        ("succeeded",): number(),
+        ("generation",): number(),
+        ("conditions",): [None, 1, True, "stopped", {}, [1], ["other"], ["stopped"] * 8],
         ("failure",): OBJECT,
         **FAILURE_FIELDS,
         ("step",): number(),
-        ("lasting",): number(),
         ("progress",): OBJECT,
         ("progress", "generation"): number(),
         ("progress", "loaded"): number()[1:],
@@ -502,13 +488,8 @@ def test_the_largest_values_pass() -> None:
         True,
         True,
         BIG,
-        BIG,
-        BIG,
-        BIG,
-        BIG,
-        BIG,
+        frozenset(Condition),
         failure,
-        BIG,
         BIG,
         GenerationProgress(BIG, BIG, BIG),
     )
@@ -687,3 +668,29 @@ def test_a_member_is_found_by_its_incarnation_alone() -> None:
     assert WORLD.member("b-1") == WORLD.members[1]
     assert WORLD.member("b") is None
     assert WORLD.member("b-2") is None
+
+
+@pytest.mark.parametrize(
+    ("generation", "conditions", "stopped"),
+    [
+        (3, {Condition.STOPPED}, True),
+        (3, {Condition.STABLE, Condition.SUCCEEDED}, False),
+        (3, set(), False),
+        (2, {Condition.STOPPED}, False),
+        (4, set(), True),
+    ],
+)
+def test_workers_have_stopped_when_it_says_so_or_a_later_generation_was_there(
+    generation: int, conditions: set[Condition], stopped: bool
+) -> None:
+    node = replace(NODE, generation=generation, conditions=frozenset(conditions))
+    assert node.has_stopped(3) is stopped
+    assert node.has(Condition.STOPPED, 3) is (generation == 3 and stopped)
+
+
+def test_conditions_add_up_within_a_generation_and_are_over_with_it() -> None:
+    node = replace(NODE, generation=3, conditions=frozenset({Condition.NOTIFIED}))
+    assert node.having(3, Condition.POLLING).conditions == {Condition.NOTIFIED, Condition.POLLING}
+    later = node.having(4, Condition.STABLE)
+    assert (later.generation, later.conditions) == (4, {Condition.STABLE})
+    assert later.has_stopped(3)
