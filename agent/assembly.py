@@ -135,7 +135,7 @@ def policy_of(config: Config) -> Policy:
 
 
 class Probes:
-    """What the HTTP server says before there is a loop, and then what the loop says."""
+    """What the HTTP server answers: its own words before there is a loop, and then the loop's."""
 
     def __init__(self, before: Introduction) -> None:
         self.loop: Loop | None = None

@@ -28,7 +28,7 @@ class Listeners:
 
 
 def binder(config: Config, metrics: Metrics) -> Binder:
-    """Binds a port for a purpose, `None` for one that the configuration allows, and tells how that goes."""
+    """Binds a port for a purpose, `None` for one that the configuration allows, and counts how that goes."""
 
     def bind(address: str, port: int | None, purpose: str) -> socket.socket:
         ports = port if port is not None else config.port_range or 0

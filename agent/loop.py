@@ -273,7 +273,7 @@ class Loop:
         on = handlers.on
         on(StoreGone, lambda event, _: None)  # its thread's ThreadFailed ends the agent
         for kind in get_args(GenerationEvent):
-            on(kind, training.hear)
+            on(kind, training.handle)
         on(HolderSpoke, lambda event, _: training.holder_spoke(event))
         on(Stirred, training.stirred)
         on(ReaderSpoke, services.gpu_memory.heard)

@@ -412,7 +412,7 @@ def _live(agent: Agent, loop: Loop, rendezvous: Rendezvous, store: Store, *, hos
 
 
 def _depart(store: Store, participant: Participant, ending: Ending, *, stays_for_others: bool) -> None:
-    """Give up the lease, so that nobody waits for it to expire; keep a store that we host up until all have left."""
+    """Give up the lease, so that no node waits for it to expire; keep a store that we host up until all have left."""
     if ending.code is ExitCode.STORE_LOST and not stays_for_others:
         return
     try:
@@ -427,7 +427,7 @@ def _depart(store: Store, participant: Participant, ending: Ending, *, stays_for
             watch.next(deadline - time.monotonic())
             snapshot = store.read((NODES_PREFIX,))
     except Exception as error:  # whatever it is, it does not change how this agent has ended
-        log.warning("left without saying goodbye: %s", error)
+        log.warning("left without giving up the lease: %s", error)
 
 
 # ---------------------------------------------------------------- of the process as a whole
@@ -438,7 +438,7 @@ def _take_environment() -> Mapping[str, str]:
     for secret in SECRET_VARIABLES:
         os.environ.pop(secret, None)  # neither the guard nor any worker inherits it (I15)
     environment = dict(os.environ)
-    # A store that ends makes torch write pages of C++ frames; what happened is said by us in one line.
+    # A store that ends makes torch write pages of C++ frames; our log has what happened in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return environment
 

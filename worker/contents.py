@@ -38,13 +38,13 @@ class Contents:
     def gather(self, step: int, group: Group) -> list[bytes]:
         """The random states by rank, of all ranks: they must have come to the same step, and have the same state."""
         calls = group.gather(_CALL.pack(step, self.replicas.digest()) + rng.capture())
-        said = [_CALL.unpack_from(call) for call in calls]
-        steps = {rank: one[0] for rank, one in enumerate(said)}
+        parts = [_CALL.unpack_from(call) for call in calls]
+        steps = {rank: one[0] for rank, one in enumerate(parts)}
         if len(set(steps.values())) > 1:
             raise CheckpointError(
                 f"ranks save different steps, by rank: {steps}; call save() in the same iteration"
             )
-        self.replicas.compare(group, [one[1] for one in said], step)
+        self.replicas.compare(group, [one[1] for one in parts], step)
         return [call[_CALL.size :] for call in calls]
 
     def same_on_all_ranks(self, step: int, *, wait: bool) -> bool:

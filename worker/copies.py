@@ -1,4 +1,4 @@
-"""Makes one Checkpointer's copies in this node's memory, and hands them to the disk; says once why there is none.
+"""Makes one Checkpointer's copies in this node's memory, and hands them to the disk; logs once why there is none.
 
 While a GPU copies, training goes on: a thread waits for it, seals the copy and hands it on.
 """
@@ -47,7 +47,7 @@ class Copies:
         )
 
     def note(self, step: int, random_state: bytes) -> bool:
-        """Write down this rank's random state after `step`; False when there is no room for it, as was said."""
+        """Write down this rank's random state after `step`; False when there is no room for it, which the log has."""
         assert self.memory is not None
         try:
             self.memory.note(step, random_state)
@@ -57,7 +57,7 @@ class Copies:
         return True
 
     def make(self, payload: dict[str, Any], plan: SavePlan, *, like: bytes = b"") -> bool:
-        """Copy a state to memory; False when that cannot be, which is said when it begins and when it ends.
+        """Copy a state to memory; False when that cannot be, which is logged when it begins and when it ends.
 
         like: leave room for a random state such as this one for each rank. Raises what `begin_copy` does of a state.
         """
@@ -93,7 +93,7 @@ class Copies:
             raise CopyLost(lost)
 
     def settled(self) -> bool:
-        """Whether the newest copy is complete in memory, after a wait for it; why not was said."""
+        """Whether the newest copy is complete in memory, after a wait for it; the log has why not."""
         try:
             self.settle()
         except CopyLost:
@@ -121,7 +121,7 @@ class Copies:
             self._pass_on(copy, plan)
 
     def _complete_later(self, copy: CopyUnderWay, plan: SavePlan) -> None:
-        """In a thread of its own: whatever goes wrong is told by `settle`."""
+        """In a thread of its own: `settle` raises whatever goes wrong."""
         assert self.memory is not None
         whole = False
         try:

@@ -275,7 +275,7 @@ class NodeMemory:
     def _check_available(self, grows: int, now: Memory) -> None:
         """A slot grows only while enough is left for others, and is given back when they have too little.
 
-        The newest copy is kept even then: nobody can tell whether its state is anywhere else.
+        The newest copy is kept even then: its state may be nowhere else.
         """
         least = int(LEAST_FREE * now.total)
         if now.available < least // 2:
@@ -299,7 +299,7 @@ class NodeMemory:
     # ---------------------------------------------------------------- taking out
 
     def copies(self) -> tuple[Copy, ...]:
-        """Local rank 0: what is here; what cannot be believed is said."""
+        """Local rank 0: what is here; what cannot be believed is logged."""
         for problem in self._slots.problems():
             logger.warning("a copy in memory is left aside: reason=%s", problem)
         return tuple(

@@ -38,7 +38,7 @@ class Keeper(InMemory, Protocol):
     def keep(self, step: int) -> bool:
         """Make the state after this step survive this process. Every rank calls it, and waits there for the others.
 
-        False: it does not, which was said."""
+        False: it does not, which the log has."""
 
     def write_behind(self, step: int) -> None:
         """All Checkpointers have kept this step: let the disk writer have what is only in memory."""

@@ -1,8 +1,8 @@
 """The files of worker logs: written by a thread that does nothing else, so that only it waits for the disk.
 
-A disk may be full, read-only or gone, which it says; or it does not answer (a dead NFS, a frozen file system), and
+A disk may be full, read-only or gone, which is an error; or it does not answer (a dead NFS, a frozen file system), and
 then its writers stand still for as long as it does. Workers must do neither. What finds no room in the queue is
-dropped and counted, and where the file goes on it says how many bytes are missing. One warning tells of each.
+dropped and counted, and where the file goes on it has how many bytes are missing. There is one warning of each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ QUEUE_MAX = 4 * 1024 * 1024
 PATIENCE_S = 1.0
 """How long workers may be kept waiting for room, once."""
 STILL_S = 10.0
-"""A disk that takes longer for one write is said to stand still."""
+"""A disk that takes longer for one write counts as standing still."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,13 +53,13 @@ class LogFiles(Backlog[_Work]):
     """See the module's docstring."""
 
     def __init__(self, count_lost: Callable[[int], None] = lambda size: None) -> None:
-        """`count_lost` hears how many bytes were dropped."""
+        """`count_lost` is given how many bytes were dropped."""
         super().__init__("log-files")
         self._count_lost = count_lost
         self._complained = -1  # the generation whose first disk trouble was reported
         self._busy_since = math.inf
         self._still = False
-        """It was said that the disk stands still."""
+        """The log has that the disk stands still."""
 
     def open(self, generation: int, path: Path) -> LogFile:
         file = LogFile(generation, path)
@@ -95,8 +95,8 @@ class LogFiles(Backlog[_Work]):
 
     def _say_still(self, file: LogFile) -> None:
         with self._changed:
-            said, self._still = self._still, True
-        if not said:
+            logged, self._still = self._still, True
+        if not logged:
             _log.warning(
                 "the disk of worker log %s stands still: training goes on, and what finds no room in memory "
                 "meanwhile is missing in the files",
@@ -138,7 +138,7 @@ class LogFiles(Backlog[_Work]):
 
     def _close(self, file: LogFile) -> None:
         if file.fd >= 0:
-            with contextlib.suppress(OSError):  # what a network disk has to say at close was said at write
+            with contextlib.suppress(OSError):  # an error of a network disk at close was logged at write
                 os.close(file.fd)
             file.fd = -1
 

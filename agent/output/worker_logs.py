@@ -133,7 +133,7 @@ class WorkerLogs:
         count: Callable[[str, int, int], None] = lambda name, lines, size: None,
         count_lost: Callable[[int], None] = lambda size: None,
     ) -> None:
-        """In the reading thread `count(name, lines, size)` hears of what was read from a stream, and `count_lost` how
+        """In the reading thread `count(name, lines, size)` is given what was read from a stream, and `count_lost` how
         many bytes are missing in a file because its disk stood still."""
         self._directory = directory
         self._run: RunFolder | None = None
@@ -267,7 +267,7 @@ class WorkerLogs:
         self._selector.register(stream.pipe, selectors.EVENT_READ, stream)
 
     def _read(self, stream: _Stream) -> int:
-        """Takes one read's worth and says how many bytes that was: 0 when there is nothing, or never more."""
+        """Takes one read's worth and returns how many bytes that was: 0 when there is nothing, or never more."""
         if stream.pipe < 0:  # closed by an action of the same turn
             return 0
         try:
@@ -323,7 +323,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _tidy(run: RunFolder, generation: int) -> None:
-    """A disk that fails here fails the worker logs, too, where it is said."""
+    """A disk that fails here fails the worker logs, too, where it is logged."""
     with contextlib.suppress(OSError):
         run.hold()
         run.prune(generation)

@@ -116,7 +116,7 @@ def tied(command: Sequence[str], cpus: Sequence[int] = (), cgroup: Path | None =
 
 
 def _place(cpus: Sequence[int], cgroup: Path | None) -> tuple[str, str]:
-    """As `shim` is told."""
+    """The arguments of `shim`."""
     return ",".join(map(str, cpus)), str(cgroup) if cgroup is not None else ""
 
 
@@ -144,8 +144,8 @@ class WorkerGroup:
         cgroup: Path | None = None,
         strangers: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        """`incarnation` is the agent's, by which every process of its workers can be told from others. `cgroup` is
-        made by `start`, for this group alone. `strangers` tells whom the agent has adopted of its workers' orphans."""
+        """`incarnation` is the agent's, by which every process of its workers is known from others. `cgroup` is
+        made by `start`, for this group alone. `strangers()` are its workers' orphans that the agent has adopted."""
         self.generation = generation
         self.returncodes: dict[int, int] = {}
         self.ranks: dict[int, int] = {}
@@ -285,7 +285,7 @@ class WorkerGroup:
         return bool(self.returncodes) and not self.running and not any(self.returncodes.values())
 
     def expect_end(self) -> None:
-        """The generation is over, and whoever ends from now on has not failed; nobody is asked to, yet."""
+        """The generation is over, and a worker that ends from now on has not failed; none is asked to, yet."""
         self.stopping = True
 
     def stop(self, grace_s: float, *, gently: bool, asking: signal.Signals = signal.SIGTERM) -> None:
@@ -304,7 +304,7 @@ class WorkerGroup:
                 self._signal(process, asking, group=not gently)
 
     def gone(self) -> bool:
-        """Drive the stop on, and say whether nothing of this generation is left on this node."""
+        """Drive the stop on. Whether nothing of this generation is left on this node."""
         if self.running:
             if self._kill_at is not None and self._clock() >= self._kill_at:
                 if self.killed:
@@ -367,7 +367,7 @@ class WorkerGroup:
             self._kills_since = self._clock()
 
     def _tell_unheard_ends(self) -> None:
-        """What was killed a second ago has ended; the thread that tells so may be missing."""
+        """What was killed a second ago has ended; the thread that posts it may be missing."""
         for local_rank, process in self._processes.items():
             if local_rank not in self.returncodes and has_ended(process.pid):
                 self._post(WorkerExited(self.generation, local_rank, self._clock()))
@@ -382,5 +382,5 @@ class WorkerGroup:
                 os.killpg(process.pid, number)
                 return
             except ProcessLookupError:
-                pass  # a spare that has not yet heard what it is to be, and leads no group
+                pass  # a spare that does not know yet what it is to be, and leads no group
         os.kill(process.pid, number)

@@ -1,9 +1,9 @@
-"""A planned change as this node's workers go through it: who was told to end, who has, and who need not be waited for.
+"""A planned change as this node's workers go through it: which end, which have, and which need no wait.
 
-Without I/O: the `Supervisor` reports what happens, and does what is asked for. A worker that was told to end does so by
-itself, and is no failure then. It is one if it crashes on the way to its last step. Between the two are workers that
-wait in a step for ranks that have ended already (`rendezvous.drain`): their collective may break, or never return. So
-before a crash counts in a drain, and when a worker takes long, the store is asked where all were to end.
+Without I/O: the `Supervisor` reports what happens, and does what is asked for. A worker that has done its last step
+ends by itself, and is no failure then. It is one if it crashes on the way to its last step. Between the two are workers
+that wait in a step for ranks that have ended already (`rendezvous.drain`): their collective may break, or never return.
+So before a crash counts in a drain, and when a worker takes long, the store is asked where all were to end.
 
 Instants are seconds on the monotonic clock.
 """
@@ -19,7 +19,7 @@ from ...worker.wire.shared_progress import Reading
 from .exits import Exit, classify_exit
 
 STRANDED_S = 2.0
-"""Whoever has neither finished a step nor asked for so long, after the last one, waits for somebody or is busy."""
+"""A worker that has neither finished a step nor asked for so long, after the last one, waits for others or is busy."""
 
 LOOK_AGAIN_S = 1.0
 
@@ -30,11 +30,11 @@ class DrainState:
 
     generation: int
     since: float | None = None
-    """When this node first heard of the change."""
+    """When the change was first announced to this node."""
     stopping: bool = False
     """All workers of the world know of it, and are about to end."""
-    told: set[int] = field(default_factory=set)
-    """Local ranks that were told that they have done their last step."""
+    finished: set[int] = field(default_factory=set)
+    """Local ranks that have done their last step, as their agent has answered."""
     kept: set[int] = field(default_factory=set)
     """Those of them that have kept the state after it."""
     ended: set[int] = field(default_factory=set)
@@ -66,7 +66,7 @@ class DrainState:
             stopping=stopping,
             hung=hung,
             draining=self.under_way,
-            told=local_rank in self.told,
+            finished=local_rank in self.finished,
             kept=local_rank in self.kept,
         )
         if kind is Exit.DRAINED:
@@ -84,8 +84,8 @@ class DrainState:
         return {rank: crash for rank, crash in judged.items() if rank not in fine}
 
     def wants_look(self, now: float, running: Collection[int]) -> bool:
-        """True once each time: somebody is to look where all were to end."""
-        waits = self.stopping and any(rank not in self.told for rank in running)
+        """True once each time: the store is to be asked where all were to end."""
+        waits = self.stopping and any(rank not in self.finished for rank in running)
         if not waits or self._look_at is None or now < self._look_at:
             return False
         self._look_at = now + LOOK_AGAIN_S
@@ -99,7 +99,7 @@ class DrainState:
     ) -> bool:
         """Whether all workers that are left here wait for others that have ended."""
         return bool(running) and all(
-            rank not in self.told and rank not in asking and self._waits(now, read.get(rank))
+            rank not in self.finished and rank not in asking and self._waits(now, read.get(rank))
             for rank in running
         )
 

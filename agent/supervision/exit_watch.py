@@ -46,7 +46,7 @@ class ExitWatch:
         return self.watching and self.limit_s is not None and self.limit_s <= self.silence_s(now)
 
     def word_due(self, now: float) -> bool:
-        """It is time to tell people; True once each time."""
+        """A line in the log is due; True once each time."""
         if not self.watching or self.silence_s(now) < self._next_word_s:
             return False
         self._next_word_s = max(SECOND_WORD_S, 2 * self._next_word_s)

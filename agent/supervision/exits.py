@@ -13,7 +13,7 @@ LEAVING = (DRAINED, 0, -signal.SIGTERM, 128 + signal.SIGTERM)
 state by itself."""
 
 AS_ASKED = (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL, DRAINED)
-"""How a worker ends that was asked to: by the signal, by a handler or shell that says so, when its grace is over, or
+"""How a worker ends that was asked to: by the signal, by a handler or shell in its place, when its grace is over, or
 because a planned change was under way."""
 
 
@@ -32,17 +32,17 @@ class Exit(enum.Enum):
 
 
 def classify_exit(
-    returncode: int, *, stopping: bool, hung: bool, draining: bool, told: bool, kept: bool
+    returncode: int, *, stopping: bool, hung: bool, draining: bool, finished: bool, kept: bool
 ) -> Exit:
     """`stopping`: its generation is asked to end; `hung`: because it did not move. In a planned change (`draining`)
-    this worker was `told` that it has done its last step, and has `kept` the state after it."""
+    this worker has `finished` its last step, and has `kept` the state after it."""
     if stopping:
         if hung and returncode == -HANG_SIGNAL:
             return Exit.HUNG
         if returncode in AS_ASKED:
             return Exit.AS_ASKED
-    elif kept or (told and returncode in LEAVING):
+    elif kept or (finished and returncode in LEAVING):
         return Exit.DRAINED
     if returncode == 0:
         return Exit.ENDED
-    return Exit.DOUBTFUL if draining and not told and not stopping else Exit.FAILED
+    return Exit.DOUBTFUL if draining and not finished and not stopping else Exit.FAILED

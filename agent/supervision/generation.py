@@ -110,7 +110,7 @@ class Generation:
     # ---------------------------------------------------------------- what the workers do
 
     def look(self, now: float) -> Progress | None:
-        """At the workers' pages. Before anything else that one does is judged: they tell what was before it."""
+        """At the workers' pages. Before anything else that a worker does is judged: what they show came before it."""
         before, self.read = self.read, self.pages.read()
         if self.read == before:
             self.hang.silent(now)
@@ -166,10 +166,10 @@ class Generation:
     @property
     def succeeded(self) -> bool:
         """A worker that was asked to end may end as if all were done."""
-        return self.group.succeeded and not self.stopping and not self.drain.told
+        return self.group.succeeded and not self.stopping and not self.drain.finished
 
     def gone(self) -> bool:
-        """Drive the end on, and say whether nothing is left, and every failure is examined."""
+        """Drive the end on. Whether nothing is left, and every failure is examined."""
         group = self.group
         ended = self.stopping or group.succeeded or (not group.running and self.drained)
         return ended and group.gone() and not self.crashes
@@ -196,7 +196,7 @@ class Generation:
         return len(self.read) == len(self.group.ranks) and all(map(self._reports_steps, self.read))
 
     def wake_at(self, now: float, *, listens: bool) -> tuple[float | None, ...]:
-        """The instants at which there may be something to do without any event. `listens`: it was said that all do."""
+        """When there may be something to do without any event. `listens`: all workers do, and the others know it."""
         always = self.crashes.due_at, self.just_in_time.wake_at()
         if self.stopping:
             return (*always, self.group.wake_at())

@@ -1,10 +1,10 @@
 """Which worker keeps the last finished step of a failed generation, and for how long the others are left alone.
 
-Workers that *guard* (`worker/just_in_time.py`) are told to hold. When all have answered, or half of the time is over,
-one whose boundary is the newest is told to keep its state, and another one when it fails or dies over it. Then, or when
-the time is over, all are let go, and the generation is stopped as if nobody guarded.
+Workers that *guard* (`worker/just_in_time.py`) are asked to hold. When all have answered, or half of the time is over,
+one whose boundary is the newest is asked to keep its state, and another one when it fails or dies over it. Then, or
+when the time is over, all are let go, and the generation is stopped as if none guarded.
 
-No I/O: what has to be told to whom is returned. Owned by the main thread.
+No I/O: the messages to send are returned. Owned by the main thread.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ class JustInTimeState:
         log.info("generation %d: %d workers may hold its last step", self.generation, len(self._guards))
         return [(local_rank, Hold(self._grace_s / 2)) for local_rank in sorted(self._guards)]
 
-    def heard(self, local_rank: int, said: FromGuard, now: float) -> Orders:
-        if isinstance(said, Guarding):
+    def received(self, local_rank: int, message: FromGuard, now: float) -> Orders:
+        if isinstance(message, Guarding):
             self._guards[local_rank] = _Guard()
             return [(local_rank, Go())] if self.over else []
         guard = self._guards.get(local_rank)
         if guard is None:
             return []
-        if isinstance(said, Broken):
+        if isinstance(message, Broken):
             return [(local_rank, Go())] if self.over else self.begin(now)
-        if isinstance(said, Held):
-            guard.answered, guard.step = True, said.step
-        elif isinstance(said, Kept) and local_rank == self._keeping:
+        if isinstance(message, Held):
+            guard.answered, guard.step = True, message.step
+        elif isinstance(message, Kept) and local_rank == self._keeping:
             self._keeping = None
-            if said.step is not None:
-                log.info("generation %d: step %d is in memory", self.generation, said.step)
+            if message.step is not None:
+                log.info("generation %d: step %d is in memory", self.generation, message.step)
                 return self._end()
         return self.turn(now)
 

@@ -54,7 +54,7 @@ class LateExits:
             self.watch.ended(now)
 
     def turn(self, now: float, running: Collection[int], mute: Collection[int]) -> str:
-        """Say who lives on, when it is time to. `running` are ranks; `mute` the sessions of those that have reported
+        """Log which ranks live on, when it is due. `running` are ranks; `mute` the sessions of those that have reported
         no step. Returns why this is a hang; empty if it is not."""
         if not self.watch.watching or not running:
             return ""
@@ -64,19 +64,19 @@ class LateExits:
         if not due and not self.watch.word_due(now):
             return ""
         silence_s, still = self.watch.silence_s(now), "lives" if len(running) == 1 else "live"
-        told = (
+        state = (
             f"{self._who_ended()} with success; {_ranks(running)} still {still}, "
             f"without a step or checkpoint for {silence_s:.0f} s"
         )
         limit = self.watch.limit_s
         if due:
-            return f"hang after the end of other ranks: {told} (--exit-timeout)"
+            return f"hang after the end of other ranks: {state} (--exit-timeout)"
         bound = (
             f"a hang after {limit:g} s (--exit-timeout)"
             if limit is not None
             else "waiting without a limit (--exit-timeout)"
         )
-        log.warning("%s: %s", told, bound)
+        log.warning("%s: %s", state, bound)
         return ""
 
     def _look(self, now: float, mute: Collection[int]) -> None:

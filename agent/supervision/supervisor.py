@@ -1,8 +1,8 @@
 """Runs what trains on this node: the workers of one generation after the other, from start to end.
 
-It tells the `Participant` what the other nodes must know of them, and the `Observer` what people want to see. It
-decides only what depends on no other node: that a worker has failed, that all are silent for too long, that they have
-lasted. When a generation starts and stops is the rendezvous' decision, and comes through the main loop.
+It reports to the `Participant` what the other nodes must know of them, and to the `Observer` what people want to see.
+It decides only what depends on no other node: that a worker has failed, that all are silent for too long, that they
+have lasted. When a generation starts and stops is the rendezvous' decision, and comes through the main loop.
 
 Owned by the main thread. Instants are seconds on the monotonic clock.
 """
@@ -233,7 +233,7 @@ class Supervisor:
         return generation.planned_grace_s(self._clock())
 
     def stops_at(self, now: float) -> float | None:
-        """When the next thing is to be done to end the workers here, if nothing more is heard; None without any."""
+        """When the next thing is to be done to end the workers here, if nothing more happens; None without any."""
         if self.undisturbed:
             return self._participant.good_until(now)
         return self.group.kill_at if self.group is not None else None
@@ -245,7 +245,7 @@ class Supervisor:
             return ""
         undying = group.undying()
         if group.running and not undying:
-            return ""  # they have ended, and it is not heard yet: this process stood still itself
+            return ""  # they have ended, and the event is still to come: this process stood still itself
         where = standings(undying) or "nothing is known of what is left"
         return (
             f"generation {group.generation} does not end on this node, {bound_s:g} s after SIGKILL (--kill-timeout): "
@@ -262,7 +262,7 @@ class Supervisor:
 
     # ---------------------------------------------------------------- events
 
-    def hear(self, event: GenerationEvent, now: float) -> None:
+    def handle(self, event: GenerationEvent, now: float) -> None:
         """Of the workers that run here. Those of other generations are refused, but for what the disk writer saves."""
         if isinstance(event, TailReady):
             self._last_lines.late = False
@@ -319,10 +319,10 @@ class Supervisor:
         if event.message is None:
             self._send(generation, generation.just_in_time.gone(event.local_rank, now))
         else:
-            self._send(generation, generation.just_in_time.heard(event.local_rank, event.message, now))
+            self._send(generation, generation.just_in_time.received(event.local_rank, event.message, now))
 
     def _answered(self, generation: Generation, event: WorkerAnswered) -> None:
-        """At the end of a step a worker was told that it was the last one, or should have been."""
+        """The step that a worker has finished was the last one, or one before it should have been."""
         if isinstance(event.answer, Beyond):
             reason = (
                 f"rank {generation.group.ranks[event.local_rank]} has finished step {event.step}, and all were to end "
@@ -332,10 +332,10 @@ class Supervisor:
             log.warning("%s", reason)
             self.stop(self.planned_grace_s(), gently=True, reason=reason)
             return
-        if not generation.drain.told:
+        if not generation.drain.finished:
             log.info("step %d is the last one of generation %d", event.step, generation.number)
             self._observer.stopping(self._clock())
-        generation.drain.told.add(event.local_rank)
+        generation.drain.finished.add(event.local_rank)
 
     def _stop_read(self, generation: Generation, event: StopRead) -> None:
         self._look(generation)
@@ -393,7 +393,7 @@ class Supervisor:
         if now >= generation.started_at + LASTING_S:
             self._participant.workers_lasting(generation.number)
         hang, drain, group = generation.hang, generation.drain, generation.group
-        silent = group.running and not drain.told
+        silent = group.running and not drain.finished
         if silent and hang.due_at is not None and now >= hang.due_at:
             self._end_stuck(generation, hang.hindmost, hang.cause(group.ranks), "hang")
         elif not drain.under_way:
@@ -481,17 +481,17 @@ class Supervisor:
         self._report_failure(Failure(generation.number, what[:200], what[:4000]), what)
 
     def _end_stuck(self, generation: Generation, local_rank: int, cause: str, known_as: str) -> None:
-        """Workers that are silent for too long: each is made to say where it stands, and that is its end."""
+        """Workers that are silent for too long: each is made to show where it stands, and that is its end."""
         number, rank = generation.number, generation.group.ranks[local_rank]
         log_file = self._processes.logs.log_file(number, rank)
         generation.hung = True
         failure = stuck(self._node.name, number, rank, local_rank, cause, log_file)
         self._report_failure(report_of(failure, known_as), failure.cause, HANG_SIGNAL)
 
-    def _report_failure(self, failure: Failure, said: str, asking: signal.Signals = signal.SIGTERM) -> None:
-        """`said`: for the log, in which the worker's own last words stand above it."""
-        log.error("stopping generation %d: %s", failure.generation, said)
+    def _report_failure(self, failure: Failure, reason: str, asking: signal.Signals = signal.SIGTERM) -> None:
+        """`reason`: for the log, in which the worker's own last lines stand above it."""
+        log.error("stopping generation %d: %s", failure.generation, reason)
         self._observer.failure_shown(failure)
         self._participant.workers_failed(failure)
-        gently = asking is HANG_SIGNAL  # a data loader has nothing to say about where training stands
+        gently = asking is HANG_SIGNAL  # the stack of a data loader does not show where training stands
         self.stop(self._config.stop.failure_grace_s, gently=gently, reason=None, asking=asking)

@@ -216,7 +216,7 @@ class Supervised:
         while self.events:
             event = self.events.pop(0)
             assert isinstance(event, GenerationEvent)
-            self.supervisor.hear(event, self.now)
+            self.supervisor.handle(event, self.now)
         return self.supervisor.turn(self.now)
 
     def exit(self, local_rank: int, returncode: int) -> None:

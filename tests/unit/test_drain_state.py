@@ -28,7 +28,7 @@ def draining() -> DrainState:
 
 @pytest.mark.parametrize("code", [DRAINED, 0, -signal.SIGTERM, 128 + signal.SIGTERM])
 def test_whoever_was_told_may_end(draining: DrainState, code: int) -> None:
-    draining.told = {0}
+    draining.finished = {0}
     assert draining.exited(0, code, NOW) is Exit.DRAINED
     assert draining.complete({0: code})
     assert not draining.keeps_all({0: code}), "it may have kept its state, or not"
@@ -36,21 +36,21 @@ def test_whoever_was_told_may_end(draining: DrainState, code: int) -> None:
 
 @pytest.mark.parametrize("code", [1, -signal.SIGKILL, -signal.SIGSEGV])
 def test_a_crash_before_the_state_is_kept_is_a_failure(draining: DrainState, code: int) -> None:
-    draining.told = {0}
+    draining.finished = {0}
     assert draining.exited(0, code, NOW) is Exit.FAILED
     assert not draining.complete({0: code})
 
 
 @pytest.mark.parametrize("code", [DRAINED, 0, 1, -signal.SIGKILL])
 def test_once_it_is_kept_the_end_is_the_scripts_own_business(draining: DrainState, code: int) -> None:
-    draining.told, draining.kept = {0, 1}, {0, 1}
+    draining.finished, draining.kept = {0, 1}, {0, 1}
     assert draining.exited(0, code, NOW) is Exit.DRAINED
     assert draining.complete({0: code, 1: DRAINED})
     assert draining.keeps_all({0: code, 1: DRAINED})
 
 
 def test_one_that_has_not_kept_its_state_leaves_the_node_without(draining: DrainState) -> None:
-    draining.told, draining.kept = {0, 1}, {0}
+    draining.finished, draining.kept = {0, 1}, {0}
     draining.exited(0, DRAINED, NOW)
     draining.exited(1, DRAINED, NOW)
     assert draining.complete({0: DRAINED, 1: DRAINED})
@@ -58,7 +58,7 @@ def test_one_that_has_not_kept_its_state_leaves_the_node_without(draining: Drain
 
 
 def test_workers_that_are_signalled_before_they_have_kept_it_have_not_drained(draining: DrainState) -> None:
-    draining.told = {0}
+    draining.finished = {0}
     assert not draining.complete({0: 0}), "nobody has told that this one ended by itself"
 
 
@@ -94,7 +94,7 @@ def test_who_takes_long_is_looked_after(draining: DrainState) -> None:
     assert draining.wants_look(soon, [0])
     assert not draining.wants_look(soon + LOOK_AGAIN_S / 2, [0])
     assert draining.wants_look(soon + LOOK_AGAIN_S, [0])
-    draining.told = {0}
+    draining.finished = {0}
     assert not draining.wants_look(soon + 9, [0]), "it keeps its state, which may take long"
 
 
@@ -115,5 +115,5 @@ def test_only_who_waits_for_good_is_left_behind(
 ) -> None:
     draining.looked(stop, READ)
     assert draining.left_behind(now, running, READ, asking) == behind
-    draining.told = {0}
+    draining.finished = {0}
     assert not draining.left_behind(now, running, READ, asking) or 0 not in running

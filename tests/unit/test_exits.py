@@ -27,25 +27,27 @@ E, D, Q, A, H, F = Exit.ENDED, Exit.DRAINED, Exit.DOUBTFUL, Exit.AS_ASKED, Exit.
     [
         pytest.param("", (E, F, F, F, F, F, F), id="on its own"),
         pytest.param("draining", (E, Q, Q, Q, Q, Q, Q), id="a planned change is announced"),
-        pytest.param("draining told", (D, F, D, D, D, F, F), id="after its last step"),
-        pytest.param("draining told kept", (D, D, D, D, D, D, D), id="its state is kept"),
+        pytest.param("draining finished", (D, F, D, D, D, F, F), id="after its last step"),
+        pytest.param("draining finished kept", (D, D, D, D, D, D, D), id="its state is kept"),
         pytest.param("stopping", (E, F, A, A, A, A, F), id="asked to end"),
         pytest.param("stopping hung", (E, F, A, A, A, A, H), id="it did not move"),
         pytest.param("stopping draining", (E, F, A, A, A, A, F), id="asked to end, in a planned change"),
         pytest.param(
-            "stopping draining told kept", (E, F, A, A, A, A, F), id="signalled after it kept its state"
+            "stopping draining finished kept", (E, F, A, A, A, A, F), id="signalled after it kept its state"
         ),
     ],
 )
 def test_each_code_means(flags: str, expected: tuple[Exit, ...]) -> None:
-    given = {name: name in flags.split() for name in ("stopping", "hung", "draining", "told", "kept")}
+    given = {name: name in flags.split() for name in ("stopping", "hung", "draining", "finished", "kept")}
     assert tuple(classify_exit(code, **given) for code in CODES) == expected
 
 
 def test_in_every_combination() -> None:
-    for stopping, hung, draining, told, kept in itertools.product((False, True), repeat=5):
+    for stopping, hung, draining, finished, kept in itertools.product((False, True), repeat=5):
         for code in CODES:
-            kind = classify_exit(code, stopping=stopping, hung=hung, draining=draining, told=told, kept=kept)
+            kind = classify_exit(
+                code, stopping=stopping, hung=hung, draining=draining, finished=finished, kept=kept
+            )
             if code == 0:
                 assert kind in (Exit.ENDED, Exit.DRAINED), "success is never held against a worker"
             if stopping:

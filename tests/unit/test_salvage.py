@@ -25,7 +25,7 @@ GRACE_S = 2.0
 def guarded(*local_ranks: int, grace_s: float = GRACE_S) -> JustInTimeState:
     salvage = JustInTimeState(7, grace_s)
     for local_rank in local_ranks:
-        assert salvage.heard(local_rank, Guarding(7, local_rank), 0.0) == []
+        assert salvage.received(local_rank, Guarding(7, local_rank), 0.0) == []
     return salvage
 
 
@@ -40,11 +40,11 @@ def test_the_newest_whole_step_is_kept_by_one_and_then_all_go() -> None:
     salvage = guarded(0, 1, 2)
     assert salvage.begin(10.0) == [(0, Hold(1.0)), (1, Hold(1.0)), (2, Hold(1.0))]
     assert salvage.under_way
-    assert salvage.heard(0, Held(4), 10.01) == []
-    assert salvage.heard(1, Held(5), 10.02) == []
-    ((keeper, order),) = salvage.heard(2, Held(5), 10.5)
+    assert salvage.received(0, Held(4), 10.01) == []
+    assert salvage.received(1, Held(5), 10.02) == []
+    ((keeper, order),) = salvage.received(2, Held(5), 10.5)
     assert (keeper, order) == (1, Keep(1.5))
-    assert told(salvage.heard(1, Kept(5), 10.6)) == {0: Go, 1: Go, 2: Go}
+    assert told(salvage.received(1, Kept(5), 10.6)) == {0: Go, 1: Go, 2: Go}
     assert salvage.over
     assert not salvage.under_way
 
@@ -65,15 +65,15 @@ def test_no_grace_no_waiting() -> None:
 def test_nobody_is_whole() -> None:
     salvage = guarded(0, 1)
     salvage.begin(10.0)
-    salvage.heard(0, Held(None), 10.0)
-    assert told(salvage.heard(1, Held(None), 10.1)) == {0: Go, 1: Go}
+    salvage.received(0, Held(None), 10.0)
+    assert told(salvage.received(1, Held(None), 10.1)) == {0: Go, 1: Go}
     assert salvage.over
 
 
 def test_one_that_does_not_answer_is_waited_for_half_of_the_grace() -> None:
     salvage = guarded(0, 1)
     salvage.begin(10.0)
-    assert salvage.heard(0, Held(4), 10.1) == []
+    assert salvage.received(0, Held(4), 10.1) == []
     assert salvage.wake_at() == 11.0
     assert salvage.turn(10.99) == []
     assert told(salvage.turn(11.0)) == {0: Keep}
@@ -85,17 +85,17 @@ def test_one_that_does_not_answer_is_waited_for_half_of_the_grace() -> None:
 def test_another_one_keeps_it_when_the_first_cannot(how: str) -> None:
     salvage = guarded(0, 1)
     salvage.begin(10.0)
-    salvage.heard(0, Held(5), 10.0)
-    assert told(salvage.heard(1, Held(4), 10.0)) == {0: Keep}
-    orders = salvage.heard(0, Kept(None), 10.1) if how == "fails" else salvage.gone(0, 10.1)
+    salvage.received(0, Held(5), 10.0)
+    assert told(salvage.received(1, Held(4), 10.0)) == {0: Keep}
+    orders = salvage.received(0, Kept(None), 10.1) if how == "fails" else salvage.gone(0, 10.1)
     assert told(orders) == {1: Keep}
-    assert told(salvage.heard(1, Kept(4), 10.2)) == ({0: Go, 1: Go} if how == "fails" else {1: Go})
+    assert told(salvage.received(1, Kept(4), 10.2)) == ({0: Go, 1: Go} if how == "fails" else {1: Go})
 
 
 def test_the_last_that_could_be_waited_for_dies() -> None:
     salvage = guarded(0, 1)
     salvage.begin(10.0)
-    salvage.heard(0, Held(5), 10.0)
+    salvage.received(0, Held(5), 10.0)
     assert told(salvage.gone(1, 10.1)) == {0: Keep}
     assert salvage.gone(0, 10.2) == []
     assert salvage.over
@@ -103,14 +103,14 @@ def test_the_last_that_could_be_waited_for_dies() -> None:
 
 def test_a_broken_collective_begins_it_and_who_comes_late_goes_at_once() -> None:
     salvage = guarded(0, 1)
-    assert told(salvage.heard(1, Broken(), 10.0)) == {0: Hold, 1: Hold}
+    assert told(salvage.received(1, Broken(), 10.0)) == {0: Hold, 1: Hold}
     assert salvage.begin(10.1) == [], "the generation's failure comes to be known meanwhile"
-    assert salvage.heard(0, Broken(), 10.1) == []
-    salvage.heard(0, Held(5), 10.2)
-    salvage.heard(1, Held(5), 10.2)
-    salvage.heard(0, Kept(5), 10.3)
-    assert told(salvage.heard(0, Broken(), 10.4)) == {0: Go}
-    assert told(salvage.heard(2, Guarding(7, 2), 10.4)) == {2: Go}
+    assert salvage.received(0, Broken(), 10.1) == []
+    salvage.received(0, Held(5), 10.2)
+    salvage.received(1, Held(5), 10.2)
+    salvage.received(0, Kept(5), 10.3)
+    assert told(salvage.received(0, Broken(), 10.4)) == {0: Go}
+    assert told(salvage.received(2, Guarding(7, 2), 10.4)) == {2: Go}
     assert salvage.begin(10.5) == []
 
 
@@ -146,7 +146,7 @@ def test_whatever_happens_it_ends_in_time_and_all_are_let_go(
             gone.add(local_rank)
             orders += salvage.gone(local_rank, now)
         elif local_rank in alive:
-            orders += salvage.heard(local_rank, what, now)  # type: ignore[arg-type]
+            orders += salvage.received(local_rank, what, now)  # type: ignore[arg-type]
         assert salvage.over or salvage.wake_at() is not None
     orders += salvage.turn(max(now, GRACE_S))
     assert salvage.over

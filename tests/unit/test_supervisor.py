@@ -120,11 +120,11 @@ def test_what_comes_of_another_generation_is_refused(node: Supervised) -> None:
         StopRead(9, None),
         Reported(saved, node.now),
     ):
-        node.supervisor.hear(event, node.now)
+        node.supervisor.handle(event, node.now)
     generation = node.supervisor._generation
     assert generation is not None
     assert not node.group.returncodes
-    assert (generation.drain.told, generation.drain.kept) == (set(), set())
+    assert (generation.drain.finished, generation.drain.kept) == (set(), set())
     assert node.supervisor.group is not None
     [value] = [count for _, _, count in node.metrics.checkpoint_saves_total.samples() if count]
     assert value == 1, "but for what the disk writer saves later"
@@ -152,7 +152,7 @@ def test_each_generation_begins_with_nothing_of_the_one_before(node: Supervised)
 
 
 def test_survivors_that_guard_their_last_step_are_not_signalled_before_it_is_kept(node: Supervised) -> None:
-    node.supervisor.hear(JustInTimeMessage(1, 1, Guarding(1, 1)), node.now)
+    node.supervisor.handle(JustInTimeMessage(1, 1, Guarding(1, 1)), node.now)
     node.exit(0, 1)
     node.turn()
     node.logs.answer()
@@ -160,9 +160,9 @@ def test_survivors_that_guard_their_last_step_are_not_signalled_before_it_is_kep
     assert node.group.stopping
     assert not node.group.signals
     assert node.just_in_time.told == [(1, Hold(1.0))]
-    node.supervisor.hear(JustInTimeMessage(1, 1, Held(7)), node.now)
+    node.supervisor.handle(JustInTimeMessage(1, 1, Held(7)), node.now)
     assert node.just_in_time.told[1:] == [(1, Keep(2.0))]
-    node.supervisor.hear(JustInTimeMessage(1, 1, Kept(7)), node.now)
+    node.supervisor.handle(JustInTimeMessage(1, 1, Kept(7)), node.now)
     node.turn()
     assert node.just_in_time.told[2:] == [(1, Go())]
     assert [rank for rank, _ in node.group.signals] == list(range(1, 8))
@@ -183,8 +183,8 @@ def test_a_crash_in_a_planned_change_counts_when_the_store_says_so(node: Supervi
 def test_workers_that_drain_are_no_failure(node: Supervised) -> None:
     node.supervisor.drain(Drain(1, True, "a node joins"))
     for rank in range(8):
-        node.supervisor.hear(WorkerAnswered(1, rank, 5, End(5)), node.now)
-        node.supervisor.hear(WorkerKept(1, rank), node.now)
+        node.supervisor.handle(WorkerAnswered(1, rank, 5, End(5)), node.now)
+        node.supervisor.handle(WorkerKept(1, rank), node.now)
         node.exit(rank, DRAINED)
     signals = node.group.signals
     assert node.turn()
