@@ -18,11 +18,12 @@ import re
 import signal
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Literal
 
 from ...rendezvous.fields import clean
+from ...worker.wire.codec import Codec, Count, Invalid, Text, Within
 
 Reason = Literal["ok", "exception", "signal", "oom", "nccl", "hang", "unknown"]
 """Some of the metric `worker_exits_total`'s values for `reason`. `nccl`: the network between the workers, or NCCL
@@ -32,7 +33,7 @@ HANG_SIGNAL = signal.SIGABRT
 """What ends a worker that hangs: PYTHONFAULTHANDLER makes it print where each of its threads stands."""
 
 MAX_JSON = 4096
-_SCHEMA = 1
+_SCHEMA = 2
 _ERROR_FILE_MAX = 1024 * 1024
 _CAUSE_MAX = 500
 _EXCEPTION_MAX = 2048
@@ -40,14 +41,7 @@ _TRACEBACK_MAX = 16 * 1024
 _FINGERPRINT_MAX = 300
 
 # Bytes that each text may take in the JSON form. With the numbers and the names they stay below MAX_JSON.
-_JSON_BUDGET = {
-    "node": 256,
-    "cause": 400,
-    "exception": 500,
-    "traceback": 1400,
-    "log_tail": 800,
-    "log_file": 500,
-}
+_NODE, _CAUSE, _EXCEPTION, _TRACEBACK, _LOG_TAIL, _LOG_FILE = 256, 400, 500, 1400, 800, 500
 
 _SIGNAL_HINTS = {
     signal.SIGABRT: "the program gave up: often a C++ exception or NCCL's watchdog",
@@ -106,67 +100,50 @@ class ErrorReport:
 class WorkerFailure:
     """One worker's end. `cause` is one line that stands alone; `exception` is `Type: message`."""
 
-    rank: int
-    local_rank: int
-    node: str
-    generation: int
-    returncode: int
+    rank: Annotated[int, Within(0, 2**31 - 1)]
+    local_rank: Annotated[int, Within(0, 2**31 - 1)]
+    node: Annotated[str, Text(_NODE)]
+    generation: Count
+    returncode: Annotated[int, Within(-128, 255)]
     reason: Reason
-    cause: str
-    exception: str | None = None
-    traceback: str | None = None
-    log_tail: tuple[str, ...] = ()
-    log_file: str | None = None
+    cause: Annotated[str, Text(_CAUSE)]
+    exception: Annotated[str, Text(_EXCEPTION)] | None = None
+    traceback: Annotated[str, Text(_TRACEBACK)] | None = None
+    log_tail: tuple[Annotated[str, Text(_LOG_TAIL)], ...] = ()
+    log_file: Annotated[str, Text(_LOG_FILE)] | None = None
 
     def to_json(self) -> str:
         """A small form: the ends of the traceback and of the log, at most `MAX_JSON` bytes of ASCII."""
-        return json.dumps(
-            {
-                "schema": _SCHEMA,
-                "rank": self.rank,
-                "local_rank": self.local_rank,
-                "generation": self.generation,
-                "returncode": self.returncode,
-                "reason": self.reason,
-                "node": _fit(self.node, "node"),
-                "cause": _fit(self.cause, "cause"),
-                "exception": self.exception and _fit(self.exception, "exception"),
-                "traceback": self.traceback and _fit(self.traceback, "traceback", keep_end=True),
-                "log_tail": _fit("\n".join(self.log_tail), "log_tail", keep_end=True),
-                "log_file": self.log_file and _fit(self.log_file, "log_file"),
-            }
+        small = replace(
+            self,
+            node=_fit(self.node, _NODE),
+            cause=_fit(self.cause, _CAUSE),
+            exception=self.exception and _fit(self.exception, _EXCEPTION),
+            traceback=self.traceback and _fit(self.traceback, _TRACEBACK, keep_end=True),
+            log_tail=_last_that_fit(self.log_tail, _LOG_TAIL),
+            log_file=self.log_file and _fit(self.log_file, _LOG_FILE),
         )
+        return _CODEC.encode(small).decode()
 
     @staticmethod
     def from_json(text: str) -> WorkerFailure:
         """Raises `FailureInvalid` for everything that `to_json` does not write."""
-        if len(text) > MAX_JSON:
-            raise FailureInvalid(
-                f"a worker failure of {len(text)} characters, at most {MAX_JSON} are allowed"
-            )
         try:
-            fields = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise FailureInvalid(f"a worker failure is not JSON: {error}") from error
-        if not isinstance(fields, dict) or fields.get("schema") != _SCHEMA:
-            raise FailureInvalid(f"a worker failure is not of schema {_SCHEMA}")
-        reason: Any = fields.get("reason")
-        if reason not in get_args(Reason):
-            raise FailureInvalid("a worker failure's 'reason' is unknown")
-        log_tail = _clean_lines(_raw(fields, "log_tail"))
-        return WorkerFailure(
-            rank=_number(fields, "rank", 0, 2**31),
-            local_rank=_number(fields, "local_rank", 0, 2**31),
-            generation=_number(fields, "generation", 0, 2**63),
-            returncode=_number(fields, "returncode", -128, 256),
-            reason=reason,
-            node=_text(fields, "node"),
-            cause=_text(fields, "cause"),
-            exception=_lines(fields, "exception"),
-            traceback=_lines(fields, "traceback"),
-            log_tail=tuple(log_tail.split("\n")) if log_tail else (),
-            log_file=None if fields.get("log_file") is None else _text(fields, "log_file"),
+            read = _CODEC.decode(text.encode(errors="surrogatepass"))
+        except Invalid as error:
+            raise FailureInvalid(str(error)) from error
+        return replace(
+            read,
+            node=_clean(read.node),
+            cause=_clean(read.cause),
+            exception=read.exception and _clean_lines(read.exception),
+            traceback=read.traceback and _clean_lines(read.traceback),
+            log_tail=tuple(map(_clean, read.log_tail)),
+            log_file=read.log_file and _clean(read.log_file),
         )
+
+
+_CODEC: Codec[WorkerFailure] = Codec((WorkerFailure,), version=_SCHEMA, most_bytes=MAX_JSON)
 
 
 def examine(
@@ -376,32 +353,20 @@ def _cut_start(text: str, most: int) -> str:
     return text if len(text) <= most else "..." + text[len(text) - most + 3 :]
 
 
-def _fit(text: str, name: str, *, keep_end: bool = False) -> str:
-    """`text` cut until its JSON form is within the budget of the field `name`."""
+def _fit(text: str, most_bytes: int, *, keep_end: bool = False) -> str:
+    """`text` cut until its JSON form is within its budget."""
     size, fitting = len(text), text
-    while len(json.dumps(fitting)) > _JSON_BUDGET[name]:
+    while len(json.dumps(fitting)) > most_bytes:
         size = size * 9 // 10
         fitting = _cut_start(text, size + 3) if keep_end else _cut(text, size + 3)
     return fitting
 
 
-def _number(fields: dict[str, Any], name: str, low: int, above: int) -> int:
-    value = fields.get(name)
-    if type(value) is not int or not low <= value < above:
-        raise FailureInvalid(f"a worker failure's {name!r} is not a whole number from {low} to {above - 1}")
-    return value
-
-
-def _text(fields: dict[str, Any], name: str) -> str:
-    return _clean(_raw(fields, name))
-
-
-def _lines(fields: dict[str, Any], name: str) -> str | None:
-    return None if fields.get(name) is None else _clean_lines(_raw(fields, name))
-
-
-def _raw(fields: dict[str, Any], name: str) -> str:
-    value = fields.get(name)
-    if not isinstance(value, str) or len(value) > _JSON_BUDGET[name]:
-        raise FailureInvalid(f"a worker failure's {name!r} is not a text of {_JSON_BUDGET[name]} characters")
-    return value
+def _last_that_fit(lines: Sequence[str], most_bytes: int) -> tuple[str, ...]:
+    """At least the end of the last one."""
+    kept: tuple[str, ...] = ()
+    for line in reversed(lines):
+        if kept and len(json.dumps((line, *kept))) > most_bytes:
+            break
+        kept = (_fit(line, most_bytes - 2, keep_end=True), *kept)
+    return kept

@@ -428,8 +428,9 @@ def changed(**changes: Any) -> str:
         "null",
         "[" * 4000,
         FAILURE.to_json() + " " * MAX_JSON,
-        changed(schema=2),
-        changed(schema=None),
+        changed(v=1),
+        changed(v=None),
+        changed(kind="world"),
         changed(rank=-1),
         changed(rank=True),
         changed(rank=1.0),
@@ -457,8 +458,8 @@ FORGED = "n\x1b]0;title\x07\nfake\r\u202e\x1b[2J"
 def test_a_failure_in_the_store_adds_no_line_and_nothing_that_a_terminal_obeys() -> None:
     told = WorkerFailure.from_json(changed(node=FORGED, cause=FORGED, log_file=FORGED))
     assert (told.node, told.cause, told.log_file) == ("n fake",) * 3
-    several = WorkerFailure.from_json(changed(exception=FORGED, traceback=FORGED, log_tail=FORGED))
-    assert (several.exception, several.traceback, several.log_tail) == ("n\nfake", "n\nfake", ("n", "fake"))
+    several = WorkerFailure.from_json(changed(exception=FORGED, traceback=FORGED, log_tail=[FORGED]))
+    assert (several.exception, several.traceback, several.log_tail) == ("n\nfake", "n\nfake", ("n fake",))
     assert not [line for line in summarize(told, [told]).split("\n") if line.startswith("fake")]
 
 
@@ -467,7 +468,7 @@ def test_details_in_the_store_that_are_not_usable_leave_the_summary(
 ) -> None:
     assert show(Failure(7, "f", "rank 3 broke", detail="not json"), [FAILURE]) is None
     assert [record.getMessage() for record in caplog.records] == [
-        "the failure's details in the store are not usable: a worker failure is not JSON: "
+        "the failure's details in the store are not usable: message is not JSON: "
         "Expecting value: line 1 column 1 (char 0)",
         "generation 7 failed: rank 3 broke",
     ]
