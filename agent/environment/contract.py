@@ -1,4 +1,4 @@
-"""What every worker is told of its place: torchrun's contract in full, and what we add to it.
+"""The place of a worker, in its variables: torchrun's contract in full, and what we add to it.
 
 Pure functions, so that what a script will see can be read, tested and printed. Every name that torchrun sets is
 set here with the same spelling and meaning, except that TORCHELASTIC_RESTART_COUNT is one number for the whole job
@@ -71,7 +71,7 @@ class WorkerPlace:
 
 
 def chosen_variables(config: Config, machine: Machine, place: WorkerPlace) -> tuple[Variable, ...]:
-    """All that anybody but the user has to say about one worker's environment; the later rooms are the stronger."""
+    """All variables of one worker that the user has not set; of two with one name the later counts."""
     facts = Facts(
         machine.software,
         machine.profile,

@@ -1,4 +1,4 @@
-"""What NCCL and torch are told where the user has said nothing: the table, as data.
+"""Settings of NCCL and torch where the user has set none: the table, as data.
 
 A row's value may name *facts* in braces: it holds only where these are known, its condition is met, and the versions
 are in its ranges. Of two rows with one name the later wins, so a profile is stronger than the defaults, and what was

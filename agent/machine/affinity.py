@@ -42,7 +42,7 @@ class Core:
 class CpuLayout:
     """What the agent may use: its `cores` by NUMA node and number, and so many CPUs' time of its cgroup's `quota`.
 
-    `near` has the CPUs next to a device, by its address, as far as the machine tells.
+    `near` has the CPUs next to a device, by its address, as far as the machine shows it.
     """
 
     cores: tuple[Core, ...]
@@ -139,7 +139,7 @@ def _share(affinity: Affinity, home: _Home, sharers: int, workers: int, quota: f
     )
 
 
-# --- What the machine tells
+# --- What the machine shows
 
 
 def probe_cpus(
@@ -182,11 +182,11 @@ def _quota(sys: Path, proc: Path) -> float | None:
         group = root / path.lstrip("/")
         for folder in (group, *group.parents):
             if controllers:
-                told = [_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")]
+                limits = [_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")]
             else:
-                told = _read(folder / "cpu.max").split()
-            if len(told) == 2 and all(map(str.isdecimal, told)):
-                quotas.append(int(told[0]) / int(told[1]))
+                limits = _read(folder / "cpu.max").split()
+            if len(limits) == 2 and all(map(str.isdecimal, limits)):
+                quotas.append(int(limits[0]) / int(limits[1]))
             if folder == root:
                 break
     return min(quotas, default=None)

@@ -47,7 +47,7 @@ def claim_cgroup(incarnation: str) -> Path | None:
 
 
 def is_delegated(cgroup: Path, uid: int) -> bool:
-    """See the module's docstring."""
+    """Whether a mark on it says that its owner may divide it."""
     for mark in MARKS:
         try:
             if os.getxattr(cgroup, mark) == b"1":

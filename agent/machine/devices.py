@@ -150,7 +150,7 @@ def _wrong(origin: str, value: object, expected: str, advice: str) -> ConfigErro
 
 @dataclass(frozen=True, slots=True)
 class _Gpu:
-    """As far as the driver's /proc tree tells without being asked to do anything."""
+    """As far as the driver's /proc tree shows it: nothing is asked of the driver."""
 
     address: str | None = None
     uuid: str | None = None
@@ -181,8 +181,8 @@ def _read_gpu(folder: Path) -> _Gpu:
         lines = (folder / "information").read_text(errors="replace").splitlines()
     except OSError:
         lines = []
-    told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    uuid, minor = told.get("GPU UUID", ""), told.get("Device Minor", "")
+    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    uuid, minor = found.get("GPU UUID", ""), found.get("Device Minor", "")
     known = re.fullmatch(r"GPU-[0-9a-fA-F-]+", uuid)  # question marks, until the GPU is first used
     return _Gpu(folder.name.lower(), uuid if known else None, int(minor) if minor.isdecimal() else None)
 

@@ -57,7 +57,7 @@ def _name(device: Device) -> str:
 
 
 class GpuMemory:
-    """See the module's docstring. For the main thread: the reader dies with the thread that starts it."""
+    """Waits for the GPUs' memory. For the main thread: the reader process dies with the thread that starts it."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class GpuMemory:
         self._post = post
         self._clock = clock
         self.pids: tuple[int, ...] = ()
-        """Of the reader, also when it is not heard any more: it may hang in the driver, and then no signal ends it."""
+        """Of the reader, also when it no longer counts: it may hang in the driver, and then no signal ends it."""
         self._reader: subprocess.Popen[bytes] | None = None
         self._baseline: Sequence[float] = ()
         self._reading: Sequence[float] = ()
@@ -133,16 +133,16 @@ class GpuMemory:
         if self._reader is None or event.pid != self._reader.pid:
             return
         try:
-            told = json.loads(event.message) if event.message else "the process that reads it has ended"
+            reading = json.loads(event.message) if event.message else "the process that reads it has ended"
         except ValueError:
-            told = f"the process that reads it says {event.message[:200]!r}"
-        if not isinstance(told, list):
-            self._dismiss(str(told))
+            reading = f"the process that reads it says {event.message[:200]!r}"
+        if not isinstance(reading, list):
+            self._dismiss(str(reading))
             return
         self._asked_at = None
         if self._until is None:
             return  # the wait was given up
-        self._reading, self._baseline = told, self._baseline or told
+        self._reading, self._baseline = reading, self._baseline or reading
         self._most_mib = max(self._most_mib, self._held_mib)
         if self._held_mib > SLACK_MIB:
             self._look_at = now + LOOK_AGAIN_S
@@ -150,7 +150,7 @@ class GpuMemory:
         if self._most_mib > SLACK_MIB:
             waited_s = now - self._since
             log.info("GPU memory: %.0f MiB were given back within %.1f s", self._most_mib, waited_s)
-        self._baseline = [min(pair) for pair in zip(self._baseline, told, strict=True)]
+        self._baseline = [min(pair) for pair in zip(self._baseline, reading, strict=True)]
         self._until = None
 
     def close(self) -> None:
@@ -183,7 +183,7 @@ class GpuMemory:
             self._reader.stdin.write(b"\n")
             self._reader.stdin.flush()
         except OSError:
-            pass  # it has ended, and we shall hear that next
+            pass  # it has ended, and its last event says so
 
     def _dismiss(self, problem: str) -> None:
         """It may hang in the driver, where no signal reaches it: it is left behind."""

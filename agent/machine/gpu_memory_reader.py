@@ -39,7 +39,7 @@ def main(devices: list[str]) -> None:
 
 
 def unaccounted_mib(nvml: Any, device: str) -> float:
-    """In a container, where NVML tells of no process, all that is in use."""
+    """In a container, where NVML shows no process, all that is in use."""
     handle = _handle(nvml, device)
     used: int = nvml.nvmlDeviceGetMemoryInfo(handle).used
     try:

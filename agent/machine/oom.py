@@ -59,7 +59,7 @@ def find_counter(proc: Path = Path("/proc/self")) -> Path | None:
 
 
 def warn_of_group_kill(proc: Path = Path("/proc/self")) -> None:
-    """Where the kernel was told to kill a cgroup as a whole, the agent dies with its first worker."""
+    """Where the kernel is set to kill a cgroup as a whole, the agent dies with its first worker."""
     for folder in upwards(own_cgroup("", proc)):
         try:
             as_a_whole = (folder / "memory.oom.group").read_text().strip() == "1"

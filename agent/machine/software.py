@@ -54,7 +54,7 @@ ANY = Range()
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """Versions as installed; None where they cannot be told."""
+    """Versions as installed; None where they are not known."""
 
     torch: str | None = None
     nccl: str | None = None
@@ -74,7 +74,7 @@ CURRENT = Software()
 
 
 def find_software(environ: Mapping[str, str]) -> Software:
-    """Of the interpreter that runs the workers. Never raises: what cannot be told is unknown."""
+    """Of the interpreter that runs the workers. Never raises: what cannot be read is unknown."""
     python = environ.get("PYTHON_EXEC", sys.executable)
     found = _installed_here() if python == sys.executable else _installed_at(python)
     return Software(found.get("torch"), next((found[name] for name in _NCCL if name in found), None))

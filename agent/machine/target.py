@@ -32,7 +32,7 @@ def check_target(command: Command, environ: Mapping[str, str]) -> None:
 
 
 def _missing(module: str) -> str:
-    """What is not there; empty when all is, or when that cannot be told."""
+    """What is not there; empty when all is, or when that is not certain."""
     top, *rest = module.split(".")
     try:
         spec = importlib.util.find_spec(top) or PathFinder.find_spec(top, [os.getcwd()])

@@ -1,7 +1,7 @@
 """The agent's three threads at the store: one asks, one keeps the lease alive, one watches.
 
 Each does one blocking thing and turns what comes back into an event; none of them decides anything. The main
-loop tells them what to do through `ask`, `keep` and `follow`, which never block. A thread that a dead store holds
+loop gives them work through `ask`, `keep` and `follow`, which never block. A thread that a dead store holds
 for ever is a daemon: it delays no end, and the lease that it no longer confirms ends the workers. The lease speaks for
 the main loop: while that does not turn (`heartbeat`), it is not confirmed.
 """

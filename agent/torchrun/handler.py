@@ -2,7 +2,7 @@
 
 torchrun's agent calls it from one thread, and knows three things: `next_rendezvous` when it has no workers,
 `num_nodes_waiting` ten times a second while they run, `shutdown` at the end. What else happened follows from which
-call comes when: a node that asks for the next rendezvous without having been told to stop has lost a worker; one that
+call comes when: a node that asks for the next rendezvous without a stop of its generation has lost a worker; one that
 shuts down without an error has finished.
 
 Each world gets a `TCPStore` of its own, served by the agent of its first node on a socket that was bound before the
@@ -56,11 +56,11 @@ MEET_S = 60.0
 """For the nodes of a new world to reach its store."""
 
 EXCHANGE_S = 60.0
-"""For what torchrun's agents tell each other there, right after they have met."""
+"""For what torchrun's agents exchange there, right after they have met."""
 
 
 class EtcdV3Handler(RendezvousHandler):
-    """See the module's docstring."""
+    """torch's interface to our rendezvous."""
 
     def __init__(self, config: Config, connect: Callable[[], Store] | None = None) -> None:
         self._config = config
@@ -117,7 +117,7 @@ class EtcdV3Handler(RendezvousHandler):
         return 0
 
     def is_closed(self) -> bool:
-        """As far as this node has heard. A job that ended before this node came is no matter: it begins anew."""
+        """As far as this node knows. A job that ended before this node came is no matter: it begins anew."""
         if self._membership is None or self._closed or self._left:
             return self._closed or self._left
         status = self._membership.status
@@ -274,7 +274,7 @@ class _Meeting(Thread):
         )
 
     def _all_are_there(self, store: TCPStore) -> bool:
-        """False when nobody waits for that any more."""
+        """False when the wait for it was given up."""
         meeting = PrefixStore(f"{BACKEND}/meeting/", store)
         if meeting.add("nodes", 1) == len(self._place.world.members):
             meeting.set("all", "1")

@@ -4,9 +4,9 @@ A thread drives the `Participant`, by the same `Driver` as the main loop that ha
 *wants a place* in a world when it has no workers, and *gives it back*, saying how they ended, when they are gone. It
 asks whether they must end whenever it likes: the answer lies ready in a frozen `Status`.
 
-Invariants: only the thread touches the participant. Whoever else asks never waits for the store. The lease is renewed
-only while the thread turns (`heartbeat`): one that has ended or stands still hears of no other world, and torchrun's
-agent is told to end the workers.
+Invariants: only the thread touches the participant. Other threads never wait for the store. The lease is renewed
+only while the thread turns (`heartbeat`): one that has ended or stands still sees no other world, and torchrun's
+agent ends the workers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ NEVER_GIVE_UP = RestartPolicy(max_failures=sys.maxsize)
 """torchrun counts its restarts itself, and closes the job when they are used up. The back-off is ours."""
 
 TURNS_EVERY_S = 1.0
-"""At least, so that waiting for events can be told from standing still."""
+"""At least, so that waiting for events differs from standing still."""
 
 LONGEST_TURN_S = 5.0
 """For the thread to end: it waits for nothing but events."""
@@ -135,7 +135,7 @@ def decide_for_torchrun(view: View, policy: Policy, now: float) -> Decision:
 
 
 class Membership:
-    """See the module's docstring. All methods are for the other program's threads."""
+    """This node's part in the rendezvous, in a thread of its own. All methods are for the other program's threads."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class Membership:
         self.wait(lambda status: status.place is not place)
 
     def end_job(self, reason: str) -> None:
-        """Nobody shall have a place any more, on any node. Raises StoreError."""
+        """Close the rendezvous on all nodes. Raises StoreError."""
         identity, policy = self._participant.identity, self._participant.policy
         for _ in range(CLOSING_TRIES):
             found = self._store.read((WORLD_KEY,)).entries
@@ -227,7 +227,7 @@ class Membership:
         raise StoreUnavailable(f"the world of job {policy.job!r} changes all the time: it could not be ended")
 
     def close(self) -> None:
-        """Leave at once: nobody waits for the lease to expire."""
+        """Leave at once: the lease is given back, and no node waits for its end."""
         self._events.put(_Closed())
         self._thread.join(LONGEST_TURN_S)
         self._heartbeat.close()

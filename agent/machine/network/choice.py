@@ -74,7 +74,7 @@ class NetworkChoice:
 
     @property
     def facts(self) -> NetworkFacts:
-        """What other nodes are told."""
+        """What the node's record says of it, for other nodes."""
         return NetworkFacts(self.interface, self.speed_mbps or 0, self.mtu, self.rdma_ports[:MAX_RDMA_PORTS])
 
     @property
@@ -124,7 +124,7 @@ def choose(wish: Wish, here: Surroundings) -> NetworkChoice | NotYet:
 
 
 def network_variables(choice: NetworkChoice) -> tuple[Variable, ...]:
-    """What tells the workers' libraries of the choice. On loopback NCCL finds its way alone, as it does on one node;
+    """The choice, for the workers' libraries. On loopback NCCL finds its way alone, as it does on one node;
     the others would look up the host's name, which takes its time where the name servers do not answer."""
     reason = f"the interface of {choice.address}, this node's address: {choice.reason}"
     name = choice.interface

@@ -39,7 +39,7 @@ class Address:
 
     @property
     def routable(self) -> bool:
-        """Other hosts can be told this address: it means the same to them."""
+        """Whether this address means the same on other hosts."""
         return self.ready and not (self.ip.is_loopback or self.ip.is_link_local)
 
     def shares_subnet(self, other: IP) -> bool:
@@ -62,7 +62,7 @@ class Interface:
 
     @property
     def state(self) -> str:
-        """For people, who are told what there is to choose from."""
+        """For people, as what there is to choose from."""
         addresses = ", ".join(str(address.ip) for address in self.addresses)
         return f"{self.name} ({addresses or 'no address'}{'' if self.up else ', down'})"
 
