@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from ..rendezvous.drain import Beyond, End
 from ..rendezvous.errors import StoreError
-from ..rendezvous.peers import Finding, Peer
+from ..rendezvous.failure_detector import Finding, Peer
 from ..rendezvous.records import StopAt
 from ..rendezvous.requests import Answer, Request, Subscription
 from ..rendezvous.store import Change, LeaseId

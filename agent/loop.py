@@ -16,7 +16,7 @@ from typing import get_args
 
 from ..health.http import Probe
 from ..rendezvous.driver import Driver
-from ..rendezvous.follow import Drain, Leave, Order, Refusal, Start, Stop
+from ..rendezvous.node_actions import Action, Drain, Leave, Refusal, Start, Stop
 from ..rendezvous.participant import Participant
 from ..rendezvous.records import Result
 from ..rendezvous.threads import Thread
@@ -206,7 +206,7 @@ class Loop:
             self._services.gpu_memory.workers_gone(now)
         return workers_gone
 
-    def obey(self, order: Order, now: float) -> bool:
+    def carry_out(self, action: Action, now: float) -> bool:
         training, grace_s = self._training, self._stop.failure_grace_s
         if self._departing is not None:
             return False
@@ -217,20 +217,20 @@ class Loop:
             training.stop(grace_s, gently=False, reason=self._doom.reason)
             if training.group is None:
                 self._ending = self._doom
-        elif isinstance(order, Start):
-            if self._services.gpu_memory.waiting or not training.prepared(order.world, order.member, now):
+        elif isinstance(action, Start):
+            if self._services.gpu_memory.waiting or not training.prepared(action.world, action.member, now):
                 return False
-            training.start(order.world, order.member, self._port.listener, now)
+            training.start(action.world, action.member, self._port.listener, now)
             return True
-        elif isinstance(order, Drain):
-            return training.drain(order)
-        elif isinstance(order, Stop):
-            if order.planned:
+        elif isinstance(action, Drain):
+            return training.drain(action)
+        elif isinstance(action, Stop):
+            if action.planned:
                 grace_s = training.planned_grace_s()
             self._show_failure_elsewhere()
-            training.stop(grace_s, gently=order.planned, reason=order.reason)
-        elif isinstance(order, Leave):
-            self._finish_saves(order)
+            training.stop(grace_s, gently=action.planned, reason=action.reason)
+        elif isinstance(action, Leave):
+            self._finish_saves(action)
         return False
 
     def _show_failure_elsewhere(self) -> None:
@@ -240,10 +240,10 @@ class Loop:
         if failure is not None and failure.generation == self._training.undisturbed:
             self._training.show_failure(failure)
 
-    def _finish_saves(self, order: Leave) -> None:
+    def _finish_saves(self, action: Leave) -> None:
         """Nothing is left to do here but what the disk writer does. The lease is kept meanwhile: a commit needs it."""
-        self._services.observer.left(order.why)
-        self._departing = self._end(order)
+        self._services.observer.left(action.why)
+        self._departing = self._end(action)
         world = self._participant.world
         rescues = world is not None and world.rescuer == self._participant.incarnation
         within_s = last_save_s(self._stop.grace_s, rescues=rescues)
@@ -254,16 +254,16 @@ class Loop:
 
         Thread(finish, "last-saves", lambda: self._events.put(SavesFinished())).start()
 
-    def _end(self, order: Leave) -> Ending:
+    def _end(self, action: Leave) -> Ending:
         world = self._participant.world
         failure = None
-        if world is not None and world.cause.failure is not None and order.why is not Result.SUCCEEDED:
+        if world is not None and world.cause.failure is not None and action.why is not Result.SUCCEEDED:
             failure = self._training.show_failure(world.cause.failure)
-        if self._left_as and order.why is not Result.SUCCEEDED:
+        if self._left_as and action.why is not Result.SUCCEEDED:
             interrupted = self._left_as == signal.SIGINT.name
             code = ExitCode.STOPPED_BY_SIGINT if interrupted else ExitCode.STOPPED_BY_SIGTERM
             return Ending(code, f"stopped by {self._left_as}")
-        return Ending(_EXITS[order.why], order.reason, failure)
+        return Ending(_EXITS[action.why], action.reason, failure)
 
     # ---------------------------------------------------------------- events
 

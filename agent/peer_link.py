@@ -1,8 +1,8 @@
 """Asks other nodes' agents who they are, over HTTP, one short-lived thread for each question.
 
-What an answer means is decided elsewhere (`rendezvous/peers.py`); here it only becomes a finding. Refused is what a
-machine says on whose port nobody listens any more. Everything else that is no proper introduction counts as silence: a
-timeout, a network that cannot be reached, another program's answer.
+What an answer means is decided elsewhere (`rendezvous/failure_detector.py`); here it only becomes a finding. A machine
+refuses when no process listens on the port any more. Everything else that is no proper introduction counts as silence:
+a timeout, a network that cannot be reached, another program's answer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 
 from ..health.http import NODE_PATH
 from ..rendezvous.errors import RecordInvalid
-from ..rendezvous.peers import Absence, Finding, Peer
+from ..rendezvous.failure_detector import Absence, Finding, Peer
 from ..rendezvous.records import Endpoint, Introduction
 from ..rendezvous.threads import Thread
 from .events import Event, Probed

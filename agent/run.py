@@ -25,8 +25,8 @@ from typing import Protocol, TypeVar
 from ..health.http import NODE_PATH, HealthServer
 from ..health.metrics import Metrics
 from ..rendezvous.decide import limits_of
+from ..rendezvous.lease_validity import LEASE_MARGIN
 from ..rendezvous.participant import Participant
-from ..rendezvous.proof import LEASE_MARGIN
 from ..rendezvous.records import NODES_PREFIX, Endpoint, Introduction, NodeRecord
 from ..rendezvous.snapshot import NodeSnapshot
 from ..rendezvous.store import Store

@@ -37,9 +37,9 @@ from elastic_agent.agent.events import Answered, Event, Handlers, Probed, StoreG
 from elastic_agent.agent.store.link import StoreLink, deliver_to
 from elastic_agent.rendezvous.decide import Policy
 from elastic_agent.rendezvous.driver import Driver
-from elastic_agent.rendezvous.follow import Order, Start, Stop
+from elastic_agent.rendezvous.failure_detector import Peer
+from elastic_agent.rendezvous.node_actions import Action, Start, Stop
 from elastic_agent.rendezvous.participant import Participant
-from elastic_agent.rendezvous.peers import Peer
 from elastic_agent.rendezvous.records import Endpoint, Failure, Introduction, NetworkFacts, NodeRecord
 from elastic_agent.rendezvous.requests import Request, Subscription
 from elastic_agent.rendezvous.store import (
@@ -236,13 +236,13 @@ class _Node:
     def advance(self, now: float) -> bool:
         return False
 
-    def obey(self, order: Order, now: float) -> bool:
-        if isinstance(order, Start):
-            self.participant.workers_started(order.world)
-            self.generation, self.started_at = order.world.generation, now
+    def carry_out(self, action: Action, now: float) -> bool:
+        if isinstance(action, Start):
+            self.participant.workers_started(action.world)
+            self.generation, self.started_at = action.world.generation, now
             return True
-        if isinstance(order, Stop):
-            self.participant.workers_gone(order.generation)
+        if isinstance(action, Stop):
+            self.participant.workers_gone(action.generation)
             return True
         return False
 

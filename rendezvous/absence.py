@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from .proof import may_be_whole
+from .lease_validity import may_be_whole
 from .records import CauseKind, Member, NodeRecord, World
 
 

@@ -1,7 +1,7 @@
 """Which world comes next, given every node's record and the current world: the decision of the coordinator.
 
 `decide` is a pure function over frozen data: it reads no clock, no store, no process. Instants are arguments, seconds
-on the coordinator's own monotonic clock. What each node makes of the world is decided in `follow`.
+on the coordinator's own monotonic clock. What each node makes of the world is decided in `next_action`.
 
 A generation's life is one key, `world`, changed only by compare-and-set:
 
@@ -30,7 +30,7 @@ from typing import TypeAlias
 
 from . import absence, blame, terms
 from .fields import shortened
-from .proof import may_be_whole
+from .lease_validity import may_be_whole
 from .records import (
     MAX_ASIDE,
     MAX_MEMBERS_BYTES,

@@ -4,8 +4,8 @@
 
 1. The request to the store comes first, because the answer to "what next?" may itself be that a fresh port is needed.
 2. Probes of peers come before the port, because to bind a port may take a while, and a probe is worth a lease.
-3. The port comes before any order, because the participant writes nothing to the store while it wants one.
-4. What is due on this node comes before its order, because workers that are gone bring another order.
+3. The port comes before any action, because the participant writes nothing to the store while it wants one.
+4. What is due on this node comes before its action, because workers that are gone bring another one.
 
 At the end of the turn, and only once, the lease to keep alive and the watch to keep open are set, as any of these may
 have replaced them, and so is the participant's `NodeSnapshot`, which is all that other threads read. All of it runs in
@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from .follow import Order
+from .failure_detector import Peer
+from .node_actions import Action
 from .participant import Participant
-from .peers import Peer
 from .requests import Request, Subscription
 from .store import LeaseId
 
@@ -38,8 +38,8 @@ class StoreChannel(Protocol):
 
 
 class Effects(Protocol):
-    """What the participant's orders mean on this node. A method returns True when it has told the participant
-    something that may bring another request or order at once."""
+    """What the participant's actions mean on this node. A method returns True when it has told the participant
+    something that may bring another request or action at once."""
 
     @property
     def undisturbed(self) -> int:
@@ -49,10 +49,10 @@ class Effects(Protocol):
         """A port that listens at this node's address and was never offered before; None when there is none."""
 
     def advance(self, now: float) -> bool:
-        """Do what is due, whatever the order."""
+        """Do what is due, whatever the action."""
 
-    def obey(self, order: Order, now: float) -> bool:
-        """Carry out the order, which is repeated until that is done."""
+    def carry_out(self, action: Action, now: float) -> bool:
+        """Carry out the action, which is repeated until that is done."""
 
 
 class Driver:
@@ -78,7 +78,7 @@ class Driver:
                 self._probe(peer)
             if participant.wants_port and (port := effects.new_port()) is not None:
                 participant.offer_port(port)
-            elif not effects.advance(now) and not effects.obey(participant.order(now), now):
+            elif not effects.advance(now) and not effects.carry_out(participant.action(now), now):
                 break
         store.keep(participant.lease)
         store.follow(participant.subscription)

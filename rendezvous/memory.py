@@ -8,16 +8,16 @@ from collections.abc import Callable
 
 from .errors import StoreClosed
 from .kind import StoreKind
-from .ledger import Ledger
+from .kv_state import KvState
 from .store import Change, Compare, Delete, LeaseId, Outcome, Put, Snapshot, Store, Watch
 
 
 class MemoryStore(Store):
-    """A `Ledger` behind a condition variable. Leases expire when a method is called: no other caller could see it."""
+    """A `KvState` behind a condition variable. Leases expire when a method is called: no other caller could see it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, base: int = 0) -> None:
         self._clock = clock
-        self._ledger = Ledger(base=base)
+        self._ledger = KvState(base=base)
         self._changed = threading.Condition()
         self._closed = False
 
@@ -56,7 +56,7 @@ class MemoryStore(Store):
             self._closed = True
             self._changed.notify_all()
 
-    def _open(self) -> Ledger:
+    def _open(self) -> KvState:
         if self._closed:
             raise StoreClosed("the memory store was closed")
         return self._ledger

@@ -2,13 +2,13 @@
 
 The agent and the simulator drive the same `Participant`: they carry out its `request` (one at a time, so that
 nothing races with itself), feed back the answer, deliver the watch's changes and what happened to the workers,
-and obey its `order`. It is level-triggered: every question is answered from what is known now, so a lost reply,
+and carry out its `action`. It is level-triggered: every question is answered from what is known now, so a lost reply,
 a repeated event or a missed one costs time and never correctness.
 
-What it knows and has to say is in its `Session`, how long it waits for the others in its `Patience`; what follows is
-decided by `decide` (which world comes next?) and `follow` (what must this node do?). The node with the oldest record
-coordinates: it alone follows all records, so a join is not delivered N times to N nodes. Two nodes may for a moment
-both believe to coordinate; the compare on `world` lets only one of them publish (I2).
+What it knows and reports is in its `Session`, how long it waits for the others in its `Deadlines`; what follows is
+decided by `decide` (which world comes next?) and `next_action` (what must this node do?). The node with the oldest
+record coordinates: it alone follows all records, so a join is not delivered N times to N nodes. Two nodes may for a
+moment both believe to coordinate; the compare on `world` lets only one of them publish (I2).
 
 All instants are seconds on this node's monotonic clock.
 """
@@ -23,12 +23,13 @@ from dataclasses import replace
 
 from . import blame
 from .absence import may_still_train
+from .deadlines import Deadlines
 from .decide import Decision, Policy, Publish, View, decide, why_not_in
 from .errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch
-from .follow import Leave, Local, Order, Refusal, Stay, Stop, follow
-from .patience import Patience
-from .peers import Finding, Peer, Suspects, out_of_sight, slow_to_go_on, slow_to_stop
-from .proof import Proof
+from .failure_detector import Finding, Peer, Suspects, out_of_sight, slow_to_go_on, slow_to_stop
+from .lease_validity import LeaseValidity
+from .membership_view import MembershipView
+from .node_actions import Action, Leave, LocalState, Refusal, Stay, Stop, next_action
 from .records import (
     NODES_PREFIX,
     TRANSITIONS,
@@ -60,7 +61,6 @@ from .requests import (
     WriteRecord,
     WriteWorld,
 )
-from .roster import Roster
 from .session import Session
 from .snapshot import NodeSnapshot
 from .store import Change, Compare, Entry, LeaseId, Outcome, Snapshot
@@ -106,7 +106,7 @@ class Participant:
         self._started_world: World
         self._known: World | None = None
         """The newest world of all earlier sessions."""
-        self._patience = Patience(policy, now)
+        self._deadlines = Deadlines(policy, now)
         self._wish: Entry | None = None
         """Somebody wants this node to leave, or wanted an earlier agent of it to."""
         self.wanted_to_leave = False
@@ -130,12 +130,12 @@ class Participant:
     @property
     def world(self) -> World | None:
         """As this node last saw it."""
-        return self._session.roster.world
+        return self._session.membership.world
 
     @property
     def world_revision(self) -> int:
         """Of the key `world`, when it held that."""
-        return self._session.roster.world_revision
+        return self._session.membership.world_revision
 
     def polls(self, generation: int) -> bool:
         """All workers of this generation here ask at each step's end whether a planned change waits for them."""
@@ -149,16 +149,16 @@ class Participant:
     @property
     def subscription(self) -> Subscription | None:
         """The watch to keep open; None while there is nothing to watch yet."""
-        return self._session.roster.subscription
+        return self._session.membership.subscription
 
     @property
     def coordinates(self) -> bool:
-        return self._session.roster.coordinates
+        return self._session.membership.coordinates
 
     @property
     def known_nodes(self) -> tuple[NodeRecord, ...]:
         """Oldest first; complete only on the coordinator."""
-        return self._session.roster.nodes
+        return self._session.membership.nodes
 
     @property
     def _came_after_end(self) -> bool:
@@ -168,7 +168,9 @@ class Participant:
     @property
     def _came_after_world(self) -> bool:
         """The world in the store has not changed since this agent came."""
-        came_after = self._session.created_revision > self._session.roster.world_revision and not self._joins
+        came_after = (
+            self._session.created_revision > self._session.membership.world_revision and not self._joins
+        )
         return self.policy.store_outlives_job and came_after
 
     @property
@@ -179,31 +181,31 @@ class Participant:
 
     def good_until(self, now: float) -> float:
         """Until then the workers may go on if nothing more is heard; see `lease_good`."""
-        return self._session.proof.good_until(now) if self._session.lease is not None else -math.inf
+        return self._session.validity.good_until(now) if self._session.lease is not None else -math.inf
 
     def lease_good(self, now: float) -> bool:
         """Nobody can have been given this node's place (I10)."""
-        return self._session.lease is not None and self._session.proof.holds(now)
+        return self._session.lease is not None and self._session.validity.holds(now)
 
     def take_snapshot(self, undisturbed: int, now: float) -> None:
         """The turn is over. `undisturbed` is the generation whose workers run here and were not asked to stop, or 0."""
-        session, roster, proof = self._session, self._session.roster, self._session.proof
+        session, membership, validity = self._session, self._session.membership, self._session.validity
         leased = session.lease is not None
         self.snapshot = NodeSnapshot(
             node=self.identity.node,
             incarnation=session.incarnation,
             undisturbed=undisturbed,
             lease=session.lease,
-            confirmed_at=proof.confirmed_at if leased else None,
-            proven_until=proof.proven_until if leased else -math.inf,
+            confirmed_at=validity.confirmed_at if leased else None,
+            proven_until=validity.proven_until if leased else -math.inf,
             good_until=self.good_until(now),
-            whole_at=proof.whole_at,
-            world=roster.world,
-            world_revision=roster.world_revision,
-            world_since=roster.world_since,
-            known_nodes=roster.nodes,
-            coordinates=roster.coordinates,
-            coordinator=roster.leader,
+            whole_at=validity.whole_at,
+            world=membership.world,
+            world_revision=membership.world_revision,
+            world_since=membership.world_since,
+            known_nodes=membership.nodes,
+            coordinates=membership.coordinates,
+            coordinator=membership.leader,
             waiting_for=self.waiting_for,
             backoff_s=self.backoff_s,
         )
@@ -211,7 +213,7 @@ class Participant:
     @property
     def told_otherwise(self) -> tuple[str, ...]:
         """How what this node was told differs from what the job goes by, if that job lives."""
-        world, leader = self.world, self._session.roster.leader_record
+        world, leader = self.world, self._session.membership.leader_record
         if world is None or leader is None or world.phase is Phase.ENDED:
             return ()
         mine = self.identity
@@ -219,10 +221,10 @@ class Participant:
         lives = said and {life_of(member.incarnation) for member in world.members}
         return said if lives and life_of(leader.incarnation) in lives else ()
 
-    def order(self, now: float) -> Order:
+    def action(self, now: float) -> Action:
         """What this node must do now. Repeated until the driver reports that it is done."""
-        patience = self._patience_at(now)
-        local = Local(
+        deadlines = self._deadlines_at(now)
+        local = LocalState(
             incarnation=self._session.incarnation,
             generation=self._generation,
             started=self._session.started,
@@ -231,57 +233,61 @@ class Participant:
             runs_again=self._runs_again,
             hosts_store=self.identity.hosts_store,
             leaving=self._session.says.leaving,
-            leave_alone=now >= patience.leave_alone_at,
-            drain_over=now >= patience.drain_over_at,
-            wait_over=now >= patience.wait_over_at,
+            leave_alone=now >= deadlines.leave_alone_at,
+            drain_over=now >= deadlines.drain_over_at,
+            wait_over=now >= deadlines.wait_over_at,
         )
         if self._refusal is not None:
             if self._generation:
                 return Stop(self._generation, False, self._refusal.reason)
             return self._refusal
-        order = follow(self.world, local)
-        if not isinstance(order, Stay):
-            return order
-        if now >= patience.give_up_at:
+        action = next_action(self.world, local)
+        if not isinstance(action, Stay):
+            return action
+        if now >= deadlines.give_up_at:
             waited = f"no world within {self.policy.join_timeout_s:.0f} s of --join-timeout"
             why = Refusal.STORE_AWAY if self._attempt else Refusal.JOIN_TIMEOUT
             return Leave(why, f"{waited}: {self.waiting_for}")
-        return order
+        return action
 
     def wake_at(self, now: float) -> float | None:
-        """The next instant at which `request` or `order` may answer differently without any event."""
-        instants = [self._wake_at, self._retry_at, *self._patience_at(now).instants]
+        """The next instant at which `request` or `action` may answer differently without any event."""
+        instants = [self._wake_at, self._retry_at, *self._deadlines_at(now).instants]
         if self._session.lease is not None:
-            instants += [*self._session.proof.instants(), self._session.roster.peers.wake_at()]
+            instants += [*self._session.validity.instants(), self._session.membership.detector.wake_at()]
         return min((at for at in instants if at is not None and now < at < math.inf), default=None)
 
-    def _patience_at(self, now: float) -> Patience:
-        self._patience.look(self.world, busy=bool(self._generation), lease_good=self.lease_good(now), now=now)
-        return self._patience
+    def _deadlines_at(self, now: float) -> Deadlines:
+        self._deadlines.look(
+            self.world, busy=bool(self._generation), lease_good=self.lease_good(now), now=now
+        )
+        return self._deadlines
 
     # ---------------------------------------------------------------- what it asks of its peers
 
     def probes(self, now: float) -> tuple[Peer, ...]:
         """Whom to ask for an introduction now; `probed` wants to hear what came of each."""
-        return self._session.roster.peers.suspect(self._suspects(now), now)
+        return self._session.membership.detector.suspect(self._suspects(now), now)
 
     def probed(self, peer: Peer, finding: Finding, asked_at: float, now: float) -> None:
-        proof = self._session.proof
-        proof.found(peer, finding, asked_at)
-        self._session.roster.peers.found(peer, finding, now, proof.ask_again_s(finding, asked_at, now))
+        validity = self._session.validity
+        validity.found(peer, finding, asked_at)
+        self._session.membership.detector.found(
+            peer, finding, now, validity.ask_again_s(finding, asked_at, now)
+        )
 
     def _suspects(self, now: float) -> Suspects:
         world, session = self.world, self._session
-        cut_off = session.proof.suspects(now)
+        cut_off = session.validity.suspects(now)
         if cut_off or world is None:
             return cut_off
         if self.coordinates:
             missing = may_still_train(world, self.known_nodes) if self.policy.unheard_s else ()
             return slow_to_stop(world, self.known_nodes, session.incarnation) or out_of_sight(missing)
-        leader = session.roster.leader_record
+        leader = session.membership.leader_record
         if leader is None or session.written is None:
             return {}
-        return slow_to_go_on(world, leader, session.written, session.roster.peers.gone)
+        return slow_to_go_on(world, leader, session.written, session.membership.detector.gone)
 
     # ---------------------------------------------------------------- what it asks of the store
 
@@ -306,25 +312,25 @@ class Participant:
             return None
         if (news := session.news) is not None:
             return WriteRecord(Compare(own_key, session.own_revision), news, session.lease)
-        roster = session.roster
+        membership = session.membership
         if self._wish is not None:
             return Forget(Compare(self._wish.key, self._wish.mod_revision))
-        if roster.subscription is None:
-            return roster.question
+        if membership.subscription is None:
+            return membership.question
         self._look_whether_it_fits()
-        if roster.world is None and self._known is not None and self._known.phase is not Phase.ENDED:
+        if membership.world is None and self._known is not None and self._known.phase is not Phase.ENDED:
             # The store was replaced by an empty one.
-            return WriteWorld(Compare(WORLD_KEY, roster.world_revision), self._known.carried_over())
-        if roster.coordinates:
+            return WriteWorld(Compare(WORLD_KEY, membership.world_revision), self._known.carried_over())
+        if membership.coordinates:
             return self._coordinate(now)
-        if roster.leader_gone is not None:
-            return Evict((roster.leader_gone,))
-        self.waiting_for = self._put_aside() or f"{roster.leader} coordinates; no new world from it yet"
+        if membership.leader_gone is not None:
+            return Evict((membership.leader_gone,))
+        self.waiting_for = self._put_aside() or f"{membership.leader} coordinates; no new world from it yet"
         return None
 
     def _look_whether_it_fits(self) -> None:
         """A node with another script or other times than the job's is in no world: better it says so, and leaves."""
-        leader = self._session.roster.leader_record
+        leader = self._session.membership.leader_record
         if leader is None or self._generation:
             return
         reason = why_not_in(self.world if not self._came_after_end else None, leader, self._session.says)
@@ -340,33 +346,36 @@ class Participant:
         return blame.in_words(aside)
 
     def _coordinate(self, now: float) -> Request | None:
-        roster = self._session.roster
-        gone = roster.peers.gone
-        live = tuple(node for node in roster.nodes if node.incarnation not in gone)
+        membership = self._session.membership
+        gone = membership.detector.gone
+        live = tuple(node for node in membership.nodes if node.incarnation not in gone)
         view = View(
             live,
-            roster.world,
-            roster.world_since,
-            roster.arrivals,
-            roster.warm_since,
+            membership.world,
+            membership.world_since,
+            membership.arrivals,
+            membership.warm_since,
             gone,
             self._runs_again,
             self._came_after_world,
-            roster.succeeded_since,
+            membership.succeeded_since,
         )
-        decision, gone_for_good = self._decide(view, self.policy, now), roster.records_of_gone
-        if isinstance(decision, Publish) and roster.nodes_are_behind:
-            return roster.question
+        decision, gone_for_good = self._decide(view, self.policy, now), membership.records_of_gone
+        if isinstance(decision, Publish) and membership.nodes_are_behind:
+            return membership.question
         if isinstance(decision, Publish):
-            before, after = roster.world.phase if roster.world is not None else None, decision.world.phase
+            world, after = membership.world, decision.world.phase
+            before = world.phase if world is not None else None
             assert after in TRANSITIONS[before], f"no world goes from {before} to {after}"
             self._wake_at, self.backoff_s = None, 0.0
-            compare = Compare(WORLD_KEY, roster.world_revision)
+            compare = Compare(WORLD_KEY, membership.world_revision)
             return WriteWorld(compare, decision.world, gone_for_good[:MOST_EVICTED])
         self._wake_at, self.backoff_s = decision.until, decision.backoff_s
         self.waiting_for = decision.reason
         # It may be waiting for the next agent of just that node, who cannot come before the name is free.
-        if gone_for_good and (decision.short_of_nodes or (roster.world is not None and roster.world.trains)):
+        if gone_for_good and (
+            decision.short_of_nodes or (membership.world is not None and membership.world.trains)
+        ):
             return Evict(gone_for_good[:MOST_EVICTED])
         return None
 
@@ -402,7 +411,7 @@ class Participant:
     def _take_in(self, request: Request, answer: Answer, now: float) -> None:
         session, own_node = self._session, self.identity.node
         if isinstance(request, Grant) and isinstance(answer, int):
-            session.lease, session.proof.confirmed_at = answer, self._asked_at
+            session.lease, session.validity.confirmed_at = answer, self._asked_at
         elif isinstance(request, WriteRecord) and isinstance(answer, Outcome):
             if answer.succeeded:
                 written = answer.entries[0]
@@ -411,12 +420,12 @@ class Participant:
             else:
                 self._own_entry(answer.entries[0], now)
         elif isinstance(request, WriteWorld) and isinstance(answer, Outcome):
-            session.roster.see_world(answer.entries[0], now)
+            session.membership.see_world(answer.entries[0], now)
             for gone, entry in zip(request.evicted, answer.entries[1:], strict=True):
-                session.roster.see_node(gone.key, entry, answer.revision, now)
+                session.membership.see_node(gone.key, entry, answer.revision, now)
         elif isinstance(request, Evict) and isinstance(answer, Outcome):
             for gone, entry in zip(request.compares, answer.entries, strict=True):
-                session.roster.see_node(gone.key, entry, answer.revision, now)
+                session.membership.see_node(gone.key, entry, answer.revision, now)
         elif isinstance(request, Read) and isinstance(answer, Snapshot):
             own = next((entry for entry in answer.entries if entry.key == node_key(self.identity.node)), None)
             if WORLD_KEY not in request.scopes:
@@ -424,7 +433,7 @@ class Participant:
             elif own is None:
                 self.lease_gone(session.lease)
             else:
-                session.roster.read(request, answer, now)
+                session.membership.read(request, answer, now)
                 self._hear_wish(next((e for e in answer.entries if e.key == wish_key(own_node)), None))
         elif isinstance(request, Forget):
             self._wish = None
@@ -454,8 +463,8 @@ class Participant:
     def lease_confirmed(self, lease: LeaseId, asked_at: float) -> None:
         """A keep-alive that was sent at `asked_at` has been answered."""
         if lease == self._session.lease:
-            proof = self._session.proof
-            proof.confirmed_at = max(proof.confirmed_at, asked_at)
+            validity = self._session.validity
+            validity.confirmed_at = max(validity.confirmed_at, asked_at)
 
     def lease_gone(self, lease: LeaseId | None) -> None:
         """The others may count this node as gone: workers first, then a new incarnation."""
@@ -475,11 +484,11 @@ class Participant:
     def _see_change(self, change: Change, now: float) -> None:
         key, revision = change.key, change.revision
         if key == WORLD_KEY:
-            self._session.roster.see_world(change.entry, now)
+            self._session.membership.see_world(change.entry, now)
         elif key == wish_key(self.identity.node):
             self._hear_wish(change.entry)
         elif key.startswith(NODES_PREFIX):
-            self._session.roster.see_change_of_node(key, change.entry, revision, now)
+            self._session.membership.see_change_of_node(key, change.entry, revision, now)
         session = self._session
         if key == node_key(self.identity.node) and session.written and revision > (session.own_revision or 0):
             # Our own writes come back; anything else that happens to our record is somebody else's doing.
@@ -499,7 +508,7 @@ class Participant:
 
     def lost_track(self) -> None:
         """The watch missed changes: read everything again."""
-        self._session.roster.subscription = None
+        self._session.membership.subscription = None
 
     def _own_entry(self, entry: Entry | None, now: float) -> None:
         """What stands under our key, after a refused or an unanswered write."""
@@ -536,11 +545,11 @@ class Participant:
     # ---------------------------------------------------------------- what happens on this node
 
     def workers_started(self, world: World) -> None:
-        """The driver obeys a Start: from here on workers of this world exist here."""
+        """The driver carries out a Start: from here on workers of this world exist here."""
         assert world.generation > self._session.started, "a node starts a generation at most once (I4)"
         assert not self._generation, "one generation of workers at a time (I1)"
         self._started_world = world
-        self._session.proof.runs(world, self._session.incarnation)
+        self._session.validity.runs(world, self._session.incarnation)
         self._session.started = self._generation = world.generation
 
     def workers_advanced(self, step: int) -> None:
@@ -614,18 +623,18 @@ class Participant:
         """No process of `generation` is left here."""
         assert generation == self._generation, "workers that were not started cannot end"
         self._generation = 0
-        self._session.proof.runs(None, self._session.incarnation)
+        self._session.validity.runs(None, self._session.incarnation)
         self._settle(self._started_world)
         self._rejoin_if_idle()
 
     def leave(self, now: float) -> None:
         """This node was asked to stop: tell the others, stop with them, then leave."""
-        self._patience.leave(now)
+        self._deadlines.leave(now)
         self._session.says = replace(self._session.says, leaving=True)
 
     def _new_session(self, says: NodeRecord) -> Session:
-        proof = Proof(self._lease_ttl_s, self.policy.store_outage_grace_s)
-        return Session(says, proof, Roster(self.policy.job, self.identity.node))
+        validity = LeaseValidity(self._lease_ttl_s, self.policy.store_outage_grace_s)
+        return Session(says, validity, MembershipView(self.policy.job, self.identity.node))
 
     def _rejoin_if_idle(self) -> None:
         """After a lost lease and with no worker left: everything known is void, join anew."""

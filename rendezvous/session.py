@@ -1,7 +1,7 @@
 """What belongs to one incarnation of this node, and is forgotten with it.
 
-Its lease, what it has learned of the job (`Roster`), why its workers may go on (`Proof`), and its record: what it has
-to say, and what of that stands in the store as far as is known.
+Its lease, what it has learned of the job (`MembershipView`), why its workers may go on (`LeaseValidity`), and its
+record: what it reports, and what of that stands in the store as far as is known.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from operator import attrgetter
 
-from .proof import Proof
+from .lease_validity import LeaseValidity
+from .membership_view import MembershipView
 from .records import NodeRecord
-from .roster import Roster
 from .store import Entry, LeaseId
 
 _NEWS = attrgetter(*(one.name for one in fields(NodeRecord) if one.name not in ("step", "progress")))
@@ -20,12 +20,12 @@ _NEWS = attrgetter(*(one.name for one in fields(NodeRecord) if one.name not in (
 
 @dataclass(slots=True)
 class Session:
-    """See the module's docstring. Changed by `Participant` alone."""
+    """The state of one incarnation. Changed by `Participant` alone."""
 
     says: NodeRecord
     """This node's record as it should be."""
-    proof: Proof
-    roster: Roster
+    validity: LeaseValidity
+    membership: MembershipView
     lease: LeaseId | None = None
     written: NodeRecord | None = None
     """The record as this incarnation last knew it to be in the store; None before the first."""

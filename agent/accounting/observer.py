@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ...health.checks import Comparison
 from ...health.metrics import Metrics
-from ...rendezvous.follow import Refusal
+from ...rendezvous.node_actions import Refusal
 from ...rendezvous.participant import Participant
 from ...rendezvous.records import BadState, CauseKind, Failure, Member, NodeRecord, Phase, Result, World
 from ...rendezvous.snapshot import NodeSnapshot

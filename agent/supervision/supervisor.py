@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ...rendezvous.drain import Beyond
-from ...rendezvous.follow import Drain
+from ...rendezvous.node_actions import Drain
 from ...rendezvous.participant import Participant
 from ...rendezvous.records import Failure, Member, World
 from ...rendezvous.restarts import LASTING_S

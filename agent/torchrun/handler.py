@@ -34,7 +34,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from ...rendezvous.decide import Policy
 from ...rendezvous.errors import RendezvousError, StoreError
-from ...rendezvous.follow import Refusal
+from ...rendezvous.node_actions import Refusal
 from ...rendezvous.records import NodeRecord, Phase, Result
 from ...rendezvous.store import Store
 from ...rendezvous.threads import Thread

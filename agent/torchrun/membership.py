@@ -26,9 +26,9 @@ from dataclasses import dataclass, replace
 from ...rendezvous.decide import Decision, Policy, View, decide
 from ...rendezvous.driver import Driver
 from ...rendezvous.errors import StoreError, StoreUnavailable
-from ...rendezvous.follow import Drain, Leave, Order, Start, Stay, Stop
+from ...rendezvous.lease_validity import LEASE_MARGIN
+from ...rendezvous.node_actions import Action, Drain, Leave, Start, Stay, Stop
 from ...rendezvous.participant import Participant
-from ...rendezvous.proof import LEASE_MARGIN
 from ...rendezvous.records import (
     MAX_TEXT,
     WORLD_KEY,
@@ -168,7 +168,7 @@ class Membership:
         peers = PeerLink(self._events.put, clock)
         self._driver = Driver(self._participant, self._link, peers.ask, self)
         self._handlers = self._table()
-        self._order: Order = Stay()
+        self._action: Action = Stay()
         """The newest one."""
         self._thread = Thread(self._run, "rendezvous", self._ended)
         self._changed = threading.Condition()
@@ -279,14 +279,14 @@ class Membership:
         participant = self._participant
         has_workers = self._place is not None and not self._status.stop
         self._heartbeat.turned(participant.good_until(now) if has_workers else None)
-        again_at, order = self._driver.turn(now), self._order
+        again_at, action = self._driver.turn(now), self._action
         self._publish(
             Status(
                 participant.world,
                 self._place,
-                order.reason if isinstance(order, Stop) else "",
+                action.reason if isinstance(action, Stop) else "",
                 self._is_finishing(now),
-                order if isinstance(order, Leave) else None,
+                action if isinstance(action, Leave) else None,
                 self._problem,
             )
         )
@@ -295,7 +295,7 @@ class Membership:
 
     @property
     def undisturbed(self) -> int:
-        stops = self._place is None or isinstance(self._order, Stop)
+        stops = self._place is None or isinstance(self._action, Stop)
         return 0 if stops or self._place is None else self._place.generation
 
     def new_port(self) -> int:
@@ -306,12 +306,12 @@ class Membership:
             self._participant.workers_lasting(self._place.generation)
         return False
 
-    def obey(self, order: Order, now: float) -> bool:
-        self._order = order
-        if isinstance(order, Drain):  # torchrun's workers look at no flag: they will be signalled
-            return self._participant.workers_told(order.generation)
-        if isinstance(order, Start) and self._wanted:
-            self._take(order, now)
+    def carry_out(self, action: Action, now: float) -> bool:
+        self._action = action
+        if isinstance(action, Drain):  # torchrun's workers look at no flag: they will be signalled
+            return self._participant.workers_told(action.generation)
+        if isinstance(action, Start) and self._wanted:
+            self._take(action, now)
             return True
         return False
 

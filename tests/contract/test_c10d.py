@@ -47,7 +47,7 @@ from elastic_agent.rendezvous.errors import (
     StoreMismatch,
     StoreUnavailable,
 )
-from elastic_agent.rendezvous.ledger import HISTORY
+from elastic_agent.rendezvous.kv_state import HISTORY
 from elastic_agent.rendezvous.records import WORLD_KEY, Cause, CauseKind, Endpoint, Member, Phase, World
 from elastic_agent.rendezvous.store import MOST_OPERATIONS, Change, Compare, Put, Snapshot
 from tests.stopping import stop

@@ -15,7 +15,7 @@ from elastic_agent.rendezvous.c10d.store import C10dStore
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreClosed, StoreError
 from elastic_agent.rendezvous.etcd.access import EtcdAccess
 from elastic_agent.rendezvous.etcd.store import REQUESTS_PER_TTL, EtcdStore
-from elastic_agent.rendezvous.ledger import HISTORY, Ledger
+from elastic_agent.rendezvous.kv_state import HISTORY, KvState
 from elastic_agent.rendezvous.memory import MemoryStore
 from elastic_agent.rendezvous.store import (
     MOST_OPERATIONS,
@@ -418,15 +418,15 @@ def test_a_watch_blocks_rather_than_polls(kind: Kind, monkeypatch: pytest.Monkey
         pytest.skip("the ledger is in another process")
     store = kind.connect()
     asked = []
-    changes = Ledger.changes
+    changes = KvState.changes
     watch = store.watch((kind.prefix,), store.read(()).revision)
     assert watch.next(0.1) == ()
 
-    def counted(ledger: Ledger, scopes: tuple[str, ...], after: int) -> tuple[Change, ...]:
+    def counted(ledger: KvState, scopes: tuple[str, ...], after: int) -> tuple[Change, ...]:
         asked.append(scopes)
         return changes(ledger, scopes, after)
 
-    monkeypatch.setattr(Ledger, "changes", counted)
+    monkeypatch.setattr(KvState, "changes", counted)
     assert watch.next(0.5) == ()
     assert len(asked) <= 4
     put(store, kind.prefix + "k")

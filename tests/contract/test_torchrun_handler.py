@@ -31,7 +31,7 @@ from elastic_agent.agent.torchrun.handler import BACKEND, EtcdV3Handler
 from elastic_agent.agent.torchrun.membership import TURNS_EVERY_S
 from elastic_agent.agent.torchrun.parameters import read_parameters
 from elastic_agent.rendezvous.errors import StoreRefused, StoreUnavailable
-from elastic_agent.rendezvous.ledger import Ledger
+from elastic_agent.rendezvous.kv_state import KvState
 from elastic_agent.rendezvous.memory import MemoryStore
 from elastic_agent.rendezvous.records import (
     NODES_PREFIX,
@@ -55,7 +55,7 @@ class SharedStore(MemoryStore):
 
     away = False
 
-    def _open(self) -> Ledger:
+    def _open(self) -> KvState:
         if self.away:
             raise StoreUnavailable("the test has taken it away")
         return super()._open()

@@ -6,7 +6,7 @@ from collections import Counter, deque
 
 from elastic_agent.agent.heartbeat import STUCK_AFTER_S
 from elastic_agent.rendezvous.decide import Policy
-from elastic_agent.rendezvous.follow import Start
+from elastic_agent.rendezvous.node_actions import Start
 from elastic_agent.rendezvous.records import MAX_RECORD_BYTES, TRANSITIONS, Phase, World, life_of
 from elastic_agent.rendezvous.store import LeaseId
 

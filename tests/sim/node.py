@@ -16,10 +16,10 @@ from elastic_agent.rendezvous.decide import limits_of
 from elastic_agent.rendezvous.drain import WHAT_STANDS, stranded
 from elastic_agent.rendezvous.driver import Driver
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavailable
-from elastic_agent.rendezvous.follow import Drain, Leave, Order, Refusal, Start, Stop
+from elastic_agent.rendezvous.failure_detector import Absence, Finding, Peer
+from elastic_agent.rendezvous.lease_validity import LEASE_MARGIN
+from elastic_agent.rendezvous.node_actions import Action, Drain, Leave, Refusal, Start, Stop
 from elastic_agent.rendezvous.participant import Participant
-from elastic_agent.rendezvous.peers import Absence, Finding, Peer
-from elastic_agent.rendezvous.proof import LEASE_MARGIN
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     Endpoint,
@@ -176,7 +176,7 @@ class SimNode:
 
     def plant(self) -> None:
         if self.sim.bug == "going on without proof of the lease":
-            self.agent._session.proof.confirmed_at = 1e12
+            self.agent._session.validity.confirmed_at = 1e12
 
     def turn(self) -> None:
         """What the real main loop does after every event, by the real driver."""
@@ -212,17 +212,17 @@ class SimNode:
             self.watched_to = dict.fromkeys(subscription.scopes, subscription.after_revision)
             self.pull_soon()
 
-    def obey(self, order: Order, now: float) -> bool:
-        if isinstance(order, Start):
-            self.start_workers(order)
+    def carry_out(self, action: Action, now: float) -> bool:
+        if isinstance(action, Start):
+            self.start_workers(action)
             return True
-        if isinstance(order, Drain):
-            return self.drain(order)
-        if isinstance(order, Stop) and not self.stopping:
+        if isinstance(action, Drain):
+            return self.drain(action)
+        if isinstance(action, Stop) and not self.stopping:
             self.stopping = True
             if not self.agent.lease_good(now):
                 self.sim.disturb()  # the network alone can do that
-            generation = order.generation
+            generation = action.generation
             worker = self.worker
             if self.sim.bug == "start before the old workers are gone" and worker is not None:
                 self.sim.after(self.sim.rng.uniform(0.01, 1.0), worker.die)
@@ -231,19 +231,19 @@ class SimNode:
             self.sim.after(
                 self.sim.rng.uniform(0.01, STOPS_IN_S), self.guarded(lambda: self.reap(generation))
             )
-        if isinstance(order, Leave):
-            assert order.why is Refusal.ASKED, f"the simulated job never ends, but: {order}"
+        if isinstance(action, Leave):
+            assert action.why is Refusal.ASKED, f"the simulated job never ends, but: {action}"
             self.depart()
         return False
 
-    def drain(self, order: Drain) -> bool:
-        worker, generation = self.worker, order.generation
+    def drain(self, action: Drain) -> bool:
+        worker, generation = self.worker, action.generation
         assert worker is not None
         worker.pending = not (self.sim.bug == "a rank misses the pending flag" and worker.place == 1)
         news = self.agent.workers_told(generation)
         if worker.stepped and self.sim.script.listens:
             news |= self.agent.workers_listen(generation)
-        if order.stopping and self.looks != generation:
+        if action.stopping and self.looks != generation:
             self.looks = generation
             self.sim.after(STRANDED_S, self.guarded(lambda: self.look(generation)))
         return news
@@ -334,7 +334,7 @@ class SimNode:
 
     def keep_alive(self) -> None:
         lease, asked_at = self.kept, self.clock()
-        if self.agent.lease_good(asked_at) and not self.agent._session.proof.lease_proven(asked_at):
+        if self.agent.lease_good(asked_at) and not self.agent._session.validity.lease_proven(asked_at):
             self.sim.seen["outage survived"] += 1
         if lease is not None:
 
@@ -501,12 +501,12 @@ class SimNode:
 
     # ------------------------------------------------------------ its workers
 
-    def start_workers(self, order: Start) -> None:
-        self.sim.check_start(self, order)
-        self.agent.workers_started(order.world)
+    def start_workers(self, action: Start) -> None:
+        self.sim.check_start(self, action)
+        self.agent.workers_started(action.world)
         self.stopping = False
-        team = self.sim.team(order.world)
-        self.worker = Worker(self, team, order.world.members.index(order.member))
+        team = self.sim.team(action.world)
+        self.worker = Worker(self, team, action.world.members.index(action.member))
 
     def hear_step(self, worker: Worker) -> None:
         """What the agent reads in the page that it shares with its worker."""

@@ -1,6 +1,6 @@
 """A whole job in one process, one thread and virtual time: N agents, their store, their network, their workers.
 
-The code under test is the real one: every node drives a real `Participant`, the store is the real `Ledger`.
+The code under test is the real one: every node drives a real `Participant`, the store is the real `KvState`.
 Simulated are the network (each request and each reply has its own delay, either may be lost, so a write may have
 happened without its writer knowing), the clocks (own epoch and rate per node), the workers (`training`), the people
 who let nodes leave and come back, and the nemesis that kills, pauses, partitions, loses and fails. At `CALM_AT`
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 from elastic_agent.rendezvous.decide import Decision, Policy, Publish, View, decide
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError, StoreUnavailable
-from elastic_agent.rendezvous.ledger import Ledger
+from elastic_agent.rendezvous.kv_state import KvState
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     Condition,
@@ -116,7 +116,7 @@ class Simulation(Checks):
         """Of their own: other faults stay as they are without walls."""
         self.store_down = False
         self.history = rng.choice((32, 4096))
-        self.ledger = Ledger(self.history)
+        self.ledger = KvState(self.history)
         self.hosted = hosted
         """The store is c10d: the first node's agent hosts it, and it is lost with each life of that agent."""
         self.host: SimNode | None = None
@@ -221,7 +221,7 @@ class Simulation(Checks):
         self.host = host
         self.store_life += 1
         checkpoints = self.ledger.read((CHECKPOINT_KEY,), self.now).entries
-        self.ledger = Ledger(self.history, base=self.store_life * 10**6)
+        self.ledger = KvState(self.history, base=self.store_life * 10**6)
         self.ledger.transact((), tuple(Put(entry.key, entry.value) for entry in checkpoints), self.now)
         if not self.worlds or self.bug == "an empty store knows nothing of the last world":
             return

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from elastic_agent.rendezvous.decide import Policy, limits_of
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavailable
-from elastic_agent.rendezvous.follow import Drain, Leave, Order, Start, Stay, Stop
-from elastic_agent.rendezvous.ledger import Ledger
+from elastic_agent.rendezvous.failure_detector import Peer as PeerAddress
+from elastic_agent.rendezvous.kv_state import KvState
+from elastic_agent.rendezvous.node_actions import Action, Drain, Leave, Start, Stay, Stop
 from elastic_agent.rendezvous.participant import Participant
-from elastic_agent.rendezvous.peers import Peer as PeerAddress
 from elastic_agent.rendezvous.records import (
     NODES_PREFIX,
     WORLD_KEY,
@@ -54,7 +54,7 @@ class Peer:
         self.asked: list[Request] = []
         self.probes: list[PeerAddress] = []
         """Whom this node wants to be asked directly; nobody does it unless the test does."""
-        self.orders: list[Order] = []
+        self.orders: list[Action] = []
         self.obedient = True
         self.listens = False
         """Its workers end by themselves when they are asked to."""
@@ -131,7 +131,7 @@ class Peer:
         return bool(changes)
 
     def obey(self) -> bool:
-        order = self.part.order(self.bench.now)
+        order = self.part.action(self.bench.now)
         if isinstance(order, Stay) or (self.orders and order == self.orders[-1] and not self.obedient):
             return False
         if isinstance(order, Leave):
@@ -170,8 +170,8 @@ class Peer:
         return self.bench.records().get(self.name)
 
     @property
-    def order(self) -> Order:
-        return self.part.order(self.bench.now)
+    def order(self) -> Action:
+        return self.part.action(self.bench.now)
 
     def left(self) -> Leave:
         order = self.order
@@ -190,7 +190,7 @@ class Bench:
 
     def __init__(self, history: int = 4096) -> None:
         self.now = 1000.0
-        self.ledger = Ledger(history)
+        self.ledger = KvState(history)
         self.peers: list[Peer] = []
 
     def join(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastic_agent.rendezvous.decide import Publish, decide
-from elastic_agent.rendezvous.ledger import Ledger
+from elastic_agent.rendezvous.kv_state import KvState
 from elastic_agent.rendezvous.records import (
     BadState,
     Cause,
@@ -143,7 +143,7 @@ def test_an_empty_store_is_told_the_newest_world_that_a_node_has_known() -> None
     bench = Bench()
     a, b = bench.joined("a", "b", policy=HOSTED_BENCH)
     old = bench.world()
-    bench.ledger = Ledger(base=1000)
+    bench.ledger = KvState(base=1000)
     b.connected = False
     bench.after(1)
     carried = bench.world()
@@ -161,7 +161,7 @@ def test_an_empty_store_is_told_the_newest_world_that_a_node_has_known() -> None
 def test_members_of_whom_nothing_is_known_are_asked_directly() -> None:
     bench = Bench()
     a, b = bench.joined("a", "b", policy=HOSTED_BENCH)
-    bench.ledger = Ledger(base=1000)
+    bench.ledger = KvState(base=1000)
     b.connected = False
     bench.after(1)
     assert [peer.incarnation for peer in a.probes] == ["b-1"]

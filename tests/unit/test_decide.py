@@ -18,7 +18,17 @@ from elastic_agent.rendezvous.decide import (
     decide,
     why_not_in,
 )
-from elastic_agent.rendezvous.follow import Drain, Leave, Local, Order, Refusal, Start, Stay, Stop, follow
+from elastic_agent.rendezvous.node_actions import (
+    Action,
+    Drain,
+    Leave,
+    LocalState,
+    Refusal,
+    Start,
+    Stay,
+    Stop,
+    next_action,
+)
 from elastic_agent.rendezvous.records import (
     TRANSITIONS,
     Aside,
@@ -1093,8 +1103,8 @@ def test_every_small_combination_keeps_the_promises(phase: str, limits: tuple[in
 
 # ---------------------------------------------------------------- follow
 
-IDLE = Local("a-1", started=3)
-BUSY = Local("a-1", generation=4, started=4)
+IDLE = LocalState("a-1", started=3)
+BUSY = LocalState("a-1", generation=4, started=4)
 NEXT = replace(ABC, generation=5)
 WITHOUT_US = running(B, C)
 STOPPED = stopping(A, B, C, kind=CauseKind.LOST)
@@ -1202,8 +1212,8 @@ WORLD_LOST = "the rendezvous store has lost the world that runs here"
         ),
     ],
 )
-def test_what_a_node_does_now(world: World | None, local: Local, order: Order) -> None:
-    assert follow(world, local) == order
+def test_what_a_node_does_now(world: World | None, local: LocalState, order: Action) -> None:
+    assert next_action(world, local) == order
 
 
 WORLDS: list[World | None] = [
@@ -1222,8 +1232,8 @@ def test_stopping_comes_first_whatever_else_is_true(world: World | None) -> None
     for generation, started, good, leaving, alone, over, late in itertools.product(
         (0, 4), (0, 4, 5), FLAGS, FLAGS, FLAGS, FLAGS, FLAGS
     ):
-        local = Local("a-1", generation, started, good, False, leaving, alone, over, over, late, late)
-        order = follow(world, local)
+        local = LocalState("a-1", generation, started, good, False, leaving, alone, over, over, late, late)
+        order = next_action(world, local)
         if generation:
             assert isinstance(order, Stop | Drain | Stay), "workers end before anything else happens"
             assert isinstance(order, Stay) or order.generation == generation

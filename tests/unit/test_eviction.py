@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.rendezvous.follow import Leave, Start, Stop
-from elastic_agent.rendezvous.peers import (
+from elastic_agent.rendezvous.failure_detector import (
     ASK_AFTER_S,
     ASK_AGAIN_S,
     ASK_IN_TURN_S,
@@ -17,6 +16,7 @@ from elastic_agent.rendezvous.peers import (
     Finding,
     slow_to_go_on,
 )
+from elastic_agent.rendezvous.node_actions import Leave, Start, Stop
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     Condition,

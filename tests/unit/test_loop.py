@@ -23,10 +23,10 @@ from elastic_agent.agent.loop import DRAIN_COMMAND, Ending, Loop, Services
 from elastic_agent.agent.ports import OfferedPort, PortError
 from elastic_agent.rendezvous.decide import Policy, limits_of
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError
-from elastic_agent.rendezvous.follow import Drain
-from elastic_agent.rendezvous.ledger import Ledger
+from elastic_agent.rendezvous.failure_detector import Peer
+from elastic_agent.rendezvous.kv_state import KvState
+from elastic_agent.rendezvous.node_actions import Drain
 from elastic_agent.rendezvous.participant import Participant
-from elastic_agent.rendezvous.peers import Peer
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     Failure,
@@ -165,7 +165,7 @@ class Scene:
 
     now: float = 100.0
     policy: Policy = POLICY
-    ledger: Ledger = field(default_factory=Ledger)
+    ledger: KvState = field(default_factory=KvState)
     plan: dict[float, Callable[[], object]] = field(default_factory=dict)
     """What happens at which instant."""
 

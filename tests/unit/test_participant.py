@@ -11,13 +11,13 @@ import pytest
 
 from elastic_agent.agent.events import Handlers, StoreMismatched
 from elastic_agent.agent.store.link import deliver_to
+from elastic_agent.rendezvous.deadlines import LEAVE_TOGETHER_S
 from elastic_agent.rendezvous.decide import Publish
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreMismatch, StoreUnavailable
-from elastic_agent.rendezvous.follow import Drain, Leave, Refusal, Start, Stay, Stop
-from elastic_agent.rendezvous.ledger import Ledger
+from elastic_agent.rendezvous.kv_state import KvState
+from elastic_agent.rendezvous.lease_validity import LEASE_MARGIN
+from elastic_agent.rendezvous.node_actions import Drain, Leave, Refusal, Start, Stay, Stop
 from elastic_agent.rendezvous.participant import DUPLICATE_TTLS, Participant
-from elastic_agent.rendezvous.patience import LEAVE_TOGETHER_S
-from elastic_agent.rendezvous.proof import LEASE_MARGIN
 from elastic_agent.rendezvous.records import (
     NODES_PREFIX,
     SCHEMA,
@@ -250,8 +250,8 @@ def test_workers_stop_before_the_lease_can_be_given_away(bench: Bench) -> None:
     a.part.lease_confirmed(a.part.lease or 0, bench.now)
     good_until = bench.now + LEASE_MARGIN * TTL_S
     assert a.part.wake_at(bench.now) == good_until
-    assert a.part.order(good_until - 0.01) == Stay()
-    assert a.part.order(good_until) == Stop(
+    assert a.part.action(good_until - 0.01) == Stay()
+    assert a.part.action(good_until) == Stop(
         1, False, "the rendezvous store does not confirm this node's lease"
     )
 
@@ -372,7 +372,7 @@ def test_nodes_of_a_store_that_came_back_empty_meet_again(bench: Bench) -> None:
         bench.put("other", str(i))
     peers = bench.joined("a", "b", "c")
     old = bench.world().generation
-    bench.ledger = Ledger(base=10)  # so that no lease of the new store has the number of an old one
+    bench.ledger = KvState(base=10)  # so that no lease of the new store has the number of an old one
     late = peers[2]
     late.connected = False
     bench.after(1)
@@ -600,7 +600,7 @@ def test_another_jobs_store_in_the_place_of_ours_is_refused_and_the_workers_end(
     deliver_to(b.part, handlers)
     handlers.handle(StoreMismatched(str(error)), bench.now)
     for peer in (a, b):
-        assert peer.part.order(bench.now) == Stop(1, False, str(error))
+        assert peer.part.action(bench.now) == Stop(1, False, str(error))
         assert peer.part.request(bench.now) is None
         peer.part.workers_gone(1)
         assert mismatch(peer) == str(error)

@@ -19,7 +19,7 @@ from elastic_agent.agent.events import (
 )
 from elastic_agent.agent.supervision.failure_reports import TAIL_WITHIN_S
 from elastic_agent.rendezvous.drain import End
-from elastic_agent.rendezvous.follow import Drain
+from elastic_agent.rendezvous.node_actions import Drain
 from elastic_agent.worker.drain import DRAINED
 from elastic_agent.worker.wire.messages import Go, Guarding, Held, Hold, Keep, Kept, SaveReport
 

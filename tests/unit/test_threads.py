@@ -24,8 +24,8 @@ from elastic_agent.agent.worker_links.server import WorkerLinks
 from elastic_agent.rendezvous import threads
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.etcd.addresses import Addresses
+from elastic_agent.rendezvous.failure_detector import Absence, Peer
 from elastic_agent.rendezvous.memory import MemoryStore
-from elastic_agent.rendezvous.peers import Absence, Peer
 from elastic_agent.rendezvous.records import Endpoint
 from elastic_agent.rendezvous.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.threads import Thread, listen

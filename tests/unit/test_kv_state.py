@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreError
-from elastic_agent.rendezvous.ledger import Ledger
+from elastic_agent.rendezvous.kv_state import KvState
 from elastic_agent.rendezvous.store import MOST_REQUEST_BYTES, Change, Compare, Delete, Entry, Put
 
 
-def put(ledger: Ledger, key: str, value: str = "", lease: int | None = None, now: float = 0.0) -> int:
+def put(ledger: KvState, key: str, value: str = "", lease: int | None = None, now: float = 0.0) -> int:
     return ledger.transact((), (Put(key, value, lease),), now).revision
 
 
@@ -31,7 +31,7 @@ def put(ledger: Ledger, key: str, value: str = "", lease: int | None = None, now
     ],
 )
 def test_writes_are_done_if_every_compare_holds(compares: tuple[Compare, ...], holds: bool) -> None:
-    ledger = Ledger()
+    ledger = KvState()
     put(ledger, "a"), put(ledger, "b")
     outcome = ledger.transact(compares, (Put("c", ""),), 0.0)
     assert outcome.succeeded is holds
@@ -40,7 +40,7 @@ def test_writes_are_done_if_every_compare_holds(compares: tuple[Compare, ...], h
 
 
 def test_the_outcome_shows_the_compared_keys_as_they_stand_after_it() -> None:
-    ledger = Ledger()
+    ledger = KvState()
     put(ledger, "a", "old")
     outcome = ledger.transact((Compare("a", 1), Compare("b", 0)), (Put("a", "new"), Put("b", "")), 0.0)
     assert outcome.entries == (Entry("a", "new", 1, 2), Entry("b", "", 2, 2))
@@ -60,7 +60,7 @@ def test_the_outcome_shows_the_compared_keys_as_they_stand_after_it() -> None:
     ],
 )
 def test_a_transaction_has_no_more_operations_than_etcd_takes(compares: int, writes: int, fits: bool) -> None:
-    ledger = Ledger()
+    ledger = KvState()
     asked = (
         tuple(Compare(f"c{i}", 0) for i in range(compares)),
         tuple(Put(f"w{i}", "") for i in range(writes)),
@@ -74,7 +74,7 @@ def test_a_transaction_has_no_more_operations_than_etcd_takes(compares: int, wri
 
 
 def test_a_transaction_has_no_more_bytes_than_etcd_takes() -> None:
-    ledger = Ledger()
+    ledger = KvState()
     put(ledger, "a", "\u00fc" * (MOST_REQUEST_BYTES // 2))
     with pytest.raises(StoreError, match="bytes, at most"):
         put(ledger, "a", "\u00fc" * (MOST_REQUEST_BYTES // 2 + 1))
@@ -82,7 +82,7 @@ def test_a_transaction_has_no_more_bytes_than_etcd_takes() -> None:
 
 
 def test_a_transaction_that_writes_nothing_takes_no_revision() -> None:
-    ledger = Ledger()
+    ledger = KvState()
     put(ledger, "a")
     assert ledger.transact((), (), 0.0).revision == 1
     assert ledger.transact((), (Delete("absent"),), 0.0).revision == 1
@@ -91,15 +91,15 @@ def test_a_transaction_that_writes_nothing_takes_no_revision() -> None:
 # What happens to a lease of 10 s, granted at 0, with the key "k" under it.
 
 
-def keep_alive(at: float) -> Callable[[Ledger, int], None]:
+def keep_alive(at: float) -> Callable[[KvState, int], None]:
     return lambda ledger, lease: ledger.keep_alive(lease, at)
 
 
-def revoke(ledger: Ledger, lease: int) -> None:
+def revoke(ledger: KvState, lease: int) -> None:
     ledger.revoke(lease)
 
 
-def put_free(ledger: Ledger, lease: int) -> None:
+def put_free(ledger: KvState, lease: int) -> None:
     put(ledger, "k", now=1.0)
 
 
@@ -118,9 +118,9 @@ def put_free(ledger: Ledger, lease: int) -> None:
     ],
 )
 def test_a_key_lives_as_long_as_its_lease(
-    events: tuple[Callable[[Ledger, int], None], ...], now: float, lives: bool
+    events: tuple[Callable[[KvState, int], None], ...], now: float, lives: bool
 ) -> None:
-    ledger = Ledger()
+    ledger = KvState()
     lease = ledger.grant(10.0, now=0.0)
     put(ledger, "k", lease=lease)
     for event in events:
@@ -129,7 +129,7 @@ def test_a_key_lives_as_long_as_its_lease(
 
 
 def test_a_lease_that_is_due_is_gone_even_if_nobody_looked() -> None:
-    ledger = Ledger()
+    ledger = KvState()
     lease = ledger.grant(10.0, now=0.0)
     put(ledger, "k", lease=lease)
     with pytest.raises(LeaseExpired, match=f"lease {lease} "):
@@ -141,18 +141,18 @@ def test_a_lease_that_is_due_is_gone_even_if_nobody_looked() -> None:
 
 
 def test_a_refused_transaction_does_not_mind_a_lease_that_is_gone() -> None:
-    assert not Ledger().transact((Compare("a", 7),), (Put("b", "", 99),), 0.0).succeeded
+    assert not KvState().transact((Compare("a", 7),), (Put("b", "", 99),), 0.0).succeeded
 
 
 def test_leases_are_never_numbered_twice() -> None:
-    ledger = Ledger()
+    ledger = KvState()
     first = ledger.grant(10.0, 0.0)
     ledger.revoke(first)
     assert ledger.grant(10.0, 0.0) != first
 
 
 def test_the_next_expiry_is_the_earliest() -> None:
-    ledger = Ledger()
+    ledger = KvState()
     assert ledger.next_expiry() is None
     lease = ledger.grant(10.0, 0.0)
     ledger.grant(5.0, 1.0)
@@ -165,7 +165,7 @@ def test_the_next_expiry_is_the_earliest() -> None:
 
 @pytest.mark.parametrize(("after", "compacted"), [(0, True), (2, True), (3, False), (5, False)])
 def test_a_watch_behind_the_history_is_told(after: int, compacted: bool) -> None:
-    ledger = Ledger(history=3)
+    ledger = KvState(history=3)
     for n in range(5):
         put(ledger, f"k{n}")
     if compacted:
@@ -176,7 +176,7 @@ def test_a_watch_behind_the_history_is_told(after: int, compacted: bool) -> None
 
 
 def test_a_revision_that_is_only_half_remembered_is_forgotten() -> None:
-    ledger = Ledger(history=3)
+    ledger = KvState(history=3)
     ledger.transact((), (Put("a", ""), Put("b", "")), 0.0)
     put(ledger, "c"), put(ledger, "d")
     with pytest.raises(Compacted):
@@ -210,7 +210,7 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_the_ledger_keeps_its_rules(steps: list[tuple]) -> None:  # type: ignore[type-arg]
-    ledger, now = Ledger(), 0.0
+    ledger, now = KvState(), 0.0
     leases: list[int] = []
     due: dict[int, float] = {}
     ttl: dict[int, float] = {}

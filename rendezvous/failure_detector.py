@@ -53,7 +53,7 @@ Suspects: TypeAlias = Mapping[str, tuple[Endpoint, float]]
 """Which incarnations may be gone: where each is to be found, and the seconds that it is given before it is asked."""
 
 
-class Peers:
+class FailureDetector:
     """Whom to ask now, and who was found to be gone."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 
 from .errors import RecordInvalid, StoreMismatch
-from .peers import Peers
+from .failure_detector import FailureDetector
 from .records import NODES_PREFIX, WORLD_KEY, Condition, NodeRecord, World, node_key, wish_key
 from .requests import Read, Subscription
 from .store import Compare, Entry, Snapshot
@@ -20,8 +20,8 @@ from .store import Compare, Entry, Snapshot
 log = logging.getLogger(__name__)
 
 
-class Roster:
-    """See the module's docstring. Methods that are told something raise RecordInvalid and StoreMismatch: leave."""
+class MembershipView:
+    """The world and the nodes as the store showed them. What reads a value raises RecordInvalid and StoreMismatch."""
 
     def __init__(self, job: str, node: str) -> None:
         self.world: World | None = None
@@ -36,7 +36,7 @@ class Roster:
         """And at which it first saw it warm."""
         self.succeeded_since: dict[str, float] = {}
         """And at which it first saw its newest success."""
-        self.peers = Peers()
+        self.detector = FailureDetector()
         self._job = job
         self._own_key = node_key(node)
         self._wish_key = wish_key(node)
@@ -79,7 +79,7 @@ class Roster:
     @property
     def records_of_gone(self) -> tuple[Compare, ...]:
         """The records of nodes whose agents were found to have ended."""
-        gone = self.peers.gone
+        gone = self.detector.gone
         return tuple(
             Compare(key, entry.mod_revision)
             for key, (entry, record) in self._nodes.items()
@@ -160,7 +160,7 @@ class Roster:
         if known is not None and known[0].mod_revision == entry.mod_revision:
             return
         # Whoever writes is not gone; if its agent ended right after, it will be asked again.
-        self.peers.gone.discard(record.incarnation)
+        self.detector.gone.discard(record.incarnation)
         self._nodes[key] = (entry, record)
         self.arrivals.setdefault(record.incarnation, now)
         if record.warm:

@@ -1,7 +1,7 @@
 """What one node must do, given the world as it knows it and what runs here: the decision of every node.
 
-`follow` is pure, like the coordinator's `decide`: no clock, no store, no process. Its answer is repeated until the
-driver has obeyed it, and may change at any time.
+`next_action` is pure, like the coordinator's `decide`: no clock, no store, no process. Its answer is repeated until the
+driver has carried it out, and may change at any time.
 
 - Workers run here: they go on only while the world is theirs and the lease is proven (I10). In a planned change they
   are first left to end by themselves (`Drain`); only when the time for that is over are they signalled.
@@ -20,7 +20,7 @@ from .records import CauseKind, Member, Phase, Result, World
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class LocalState:
     """What one node knows about itself."""
 
     incarnation: str
@@ -96,13 +96,13 @@ class Stay:
     """Go on as before."""
 
 
-Order: TypeAlias = Start | Drain | Stop | Leave | Stay
+Action: TypeAlias = Start | Drain | Stop | Leave | Stay
 
 
-def follow(world: World | None, local: Local) -> Order:
+def next_action(world: World | None, local: LocalState) -> Action:
     """What this node must do now. Stopping comes before everything else."""
     if local.generation:
-        return _follow_with_workers(world, local)
+        return _with_workers(world, local)
     if world is not None and world.result is not None and not local.runs_again:
         reason = world.cause.detail
         if local.came_after_end:
@@ -122,7 +122,7 @@ def follow(world: World | None, local: Local) -> Order:
     return Stay()
 
 
-def _needed(world: World, local: Local) -> bool:
+def _needed(world: World, local: LocalState) -> bool:
     """A leaving node without workers stays until all others have what they go on with, or know that there is no more.
 
     It may be the coordinator, or the host of the store.
@@ -132,7 +132,7 @@ def _needed(world: World, local: Local) -> bool:
     return world.drains and world.member(local.incarnation) is not None
 
 
-def _follow_with_workers(world: World | None, local: Local) -> Order:
+def _with_workers(world: World | None, local: LocalState) -> Action:
     if not local.lease_good:
         return Stop(local.generation, False, "the rendezvous store does not confirm this node's lease")
     if world is None or world.generation < local.generation:

@@ -7,8 +7,14 @@ import math
 
 import pytest
 
-from elastic_agent.rendezvous.peers import Absence, Finding, Peer, Peers
-from elastic_agent.rendezvous.proof import LEASE_MARGIN, MOST_MEMBERS, QUIET_MARGIN, WHOLE_FRESH_S, Proof
+from elastic_agent.rendezvous.failure_detector import Absence, FailureDetector, Finding, Peer
+from elastic_agent.rendezvous.lease_validity import (
+    LEASE_MARGIN,
+    MOST_MEMBERS,
+    QUIET_MARGIN,
+    WHOLE_FRESH_S,
+    LeaseValidity,
+)
 from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,
@@ -33,9 +39,9 @@ def world(*names: str, generation: int = 3) -> World:
     return World("job", generation, Phase.RUNNING, members, Endpoint("a", 1), Cause(CauseKind.START))
 
 
-def proof(name: str, *names: str, grace_s: float = GRACE_S) -> Proof:
+def proof(name: str, *names: str, grace_s: float = GRACE_S) -> LeaseValidity:
     """Of node `name`, confirmed at 0, running the world of `names`."""
-    made = Proof(TTL_S, grace_s)
+    made = LeaseValidity(TTL_S, grace_s)
     made.confirmed_at = 0.0
     made.runs(world(*names), f"{name}-1")
     return made
@@ -52,7 +58,7 @@ def test_a_lease_holds_for_its_margin_and_no_longer() -> None:
     end = LEASE_MARGIN * TTL_S
     assert node.holds(end - 0.001)
     assert not node.holds(end)
-    assert not Proof(TTL_S, GRACE_S).holds(0.0), "nothing was ever confirmed"
+    assert not LeaseValidity(TTL_S, GRACE_S).holds(0.0), "nothing was ever confirmed"
     assert list(node.instants()) == [end]
     assert not node.suspects(1e9), "nobody is asked unless the operator allows it"
 
@@ -140,7 +146,7 @@ def test_without_workers_there_is_nothing_to_go_on_with() -> None:
 
 
 def test_a_member_that_cannot_be_asked_proves_nothing() -> None:
-    node = Proof(TTL_S, GRACE_S)
+    node = LeaseValidity(TTL_S, GRACE_S)
     node.confirmed_at = 0.0
     members = (Member("a", "a-1", 1, 0), Member("b", "b-1", 1, 1, http=None))
     node.runs(World("job", 3, Phase.RUNNING, members, Endpoint("a", 1), Cause(CauseKind.START)), "a-1")
@@ -167,7 +173,7 @@ def test_a_world_that_loses_the_store_as_one_is_known_to_be_whole_in_time(ages: 
     nodes = {name: proof(name, *names) for name in names}
     for node, age in zip(nodes.values(), ages, strict=True):
         node.confirmed_at = -age * INTERVAL_S
-    peers = {name: Peers() for name in names}
+    peers = {name: FailureDetector() for name in names}
     on_the_way: list[tuple[float, str, Peer, Finding, float]] = []
     for now in (tick * 0.05 for tick in range(int(2 * LATE / 0.05))):
         for answer in [answer for answer in on_the_way if answer[0] <= now]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from .peers import ASK_AGAIN_S, Absence, Finding, Peer, Suspects
+from .failure_detector import ASK_AGAIN_S, Absence, Finding, Peer, Suspects
 from .records import Introduction, World
 
 LEASE_MARGIN = 0.6
@@ -39,8 +39,8 @@ def may_be_whole(world: World) -> bool:
     return 1 < len(world.members) <= MOST_MEMBERS and all(member.http is not None for member in world.members)
 
 
-class Proof:
-    """See the module's docstring. Of one incarnation; instants are seconds on this node's monotonic clock."""
+class LeaseValidity:
+    """Until when the workers of one incarnation may go on. Instants are seconds on this node's monotonic clock."""
 
     def __init__(self, lease_ttl_s: float, store_outage_grace_s: float) -> None:
         self.confirmed_at = -math.inf

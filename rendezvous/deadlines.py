@@ -24,8 +24,8 @@ LINGER_S = 1.0
 """How long a leaving node whose workers have ended waits for the others beyond the time of a drain."""
 
 
-class Patience:
-    """See the module's docstring. Of one agent, in all its incarnations; `look` goes before any other question."""
+class Deadlines:
+    """The three clocks of one agent, in all its incarnations. Call `look` before you read any of them."""
 
     def __init__(self, policy: Policy, now: float) -> None:
         self._policy = policy

@@ -1,6 +1,6 @@
 """The store's rules as a plain object without threads, sockets or a clock of its own.
 
-One `Ledger` stands behind the memory store (with a lock around it), behind the c10d store (in the process
+One `KvState` stands behind the memory store (with a lock around it), behind the c10d store (in the process
 that hosts it) and behind the simulator (with a simulated network before it), so that all three keep the same
 rules. Instants are seconds of one monotonic clock, the caller's; leases are judged by nothing else.
 """
@@ -40,7 +40,7 @@ def _check_size(compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...])
         raise StoreError(f"a transaction of {size} bytes, at most {MOST_REQUEST_BYTES} are allowed")
 
 
-class Ledger:
+class KvState:
     """A revisioned key-value map with leases."""
 
     def __init__(self, history: int = HISTORY, *, base: int = 0) -> None:
