@@ -102,7 +102,7 @@ class Loop:
         self,
         stop: StopConfig,
         participant: Participant,
-        training: Supervisor,
+        supervisor: Supervisor,
         services: Services,
         port: OfferedPort,
         events: queue.SimpleQueue[Event],
@@ -110,7 +110,7 @@ class Loop:
     ) -> None:
         self._stop = stop
         self._participant = participant
-        self._training = training
+        self._supervisor = supervisor
         self._services = services
         self._port = port
         self._events = events
@@ -168,21 +168,21 @@ class Loop:
     def _turn(self) -> float | None:
         """Do all that can be done now; the instant at which there is more to do."""
         now = self._clock()
-        participant, training = self._participant, self._training
+        participant, supervisor = self._participant, self._supervisor
         observer, manager = self._services.observer, self._services.manager
-        self._services.heartbeat.turned(training.stops_at(now))
+        self._services.heartbeat.turned(supervisor.stops_at(now))
         if participant.wanted_to_leave and not self._left_as:
             log.info("%s: leaving the job", DRAIN_COMMAND)
             self._leave(DRAIN_COMMAND, now)
         observer.compare(participant)
         again_at = self._driver.turn(now)
-        observer.look(participant.snapshot, training.group, now)
-        manager.turn(observer.status(participant.snapshot, training.group))
+        observer.look(participant.snapshot, supervisor.group, now)
+        manager.turn(observer.status(participant.snapshot, supervisor.group))
         wake_at = (
             again_at,
             manager.next_beat,
             self._services.gpu_memory.turn(now),
-            *training.wake_at(),
+            *supervisor.wake_at(),
         )
         return min((at for at in wake_at if at is not None and at > now), default=None)
 
@@ -190,7 +190,7 @@ class Loop:
 
     @property
     def undisturbed(self) -> int:
-        return self._training.undisturbed
+        return self._supervisor.undisturbed
 
     def new_port(self) -> int | None:
         try:
@@ -201,34 +201,34 @@ class Loop:
             return None
 
     def advance(self, now: float) -> bool:
-        workers_gone = self._training.turn(now)
+        workers_gone = self._supervisor.turn(now)
         if workers_gone:
             self._services.gpu_memory.workers_gone(now)
         return workers_gone
 
     def carry_out(self, action: Action, now: float) -> bool:
-        training, grace_s = self._training, self._stop.failure_grace_s
+        supervisor, grace_s = self._supervisor, self._stop.failure_grace_s
         if self._departing is not None:
             return False
-        if unkillable := training.unkillable():
+        if unkillable := supervisor.unkillable():
             self._ending = Ending(ExitCode.UNKILLABLE, unkillable)
             return False
         if self._doom is not None:
-            training.stop(grace_s, gently=False, reason=self._doom.reason)
-            if training.group is None:
+            supervisor.stop(grace_s, gently=False, reason=self._doom.reason)
+            if supervisor.group is None:
                 self._ending = self._doom
         elif isinstance(action, Start):
-            if self._services.gpu_memory.waiting or not training.prepared(action.world, action.member, now):
+            if self._services.gpu_memory.waiting or not supervisor.prepared(action.world, action.member, now):
                 return False
-            training.start(action.world, action.member, self._port.listener, now)
+            supervisor.start(action.world, action.member, self._port.listener, now)
             return True
         elif isinstance(action, Drain):
-            return training.drain(action)
+            return supervisor.drain(action)
         elif isinstance(action, Stop):
             if action.planned:
-                grace_s = training.planned_grace_s()
+                grace_s = supervisor.planned_grace_s()
             self._show_failure_elsewhere()
-            training.stop(grace_s, gently=action.planned, reason=action.reason)
+            supervisor.stop(grace_s, gently=action.planned, reason=action.reason)
         elif isinstance(action, Leave):
             self._finish_saves(action)
         return False
@@ -237,8 +237,8 @@ class Loop:
         """Why this node's workers are stopped. The node of the failed one has stopped its own already, and said why."""
         world = self._participant.world
         failure = world.cause.failure if world is not None else None
-        if failure is not None and failure.generation == self._training.undisturbed:
-            self._training.show_failure(failure)
+        if failure is not None and failure.generation == self._supervisor.undisturbed:
+            self._supervisor.show_failure(failure)
 
     def _finish_saves(self, action: Leave) -> None:
         """Nothing is left to do here but what the disk writer does. The lease is kept meanwhile: a commit needs it."""
@@ -258,7 +258,7 @@ class Loop:
         world = self._participant.world
         failure = None
         if world is not None and world.cause.failure is not None and action.why is not Result.SUCCEEDED:
-            failure = self._training.show_failure(world.cause.failure)
+            failure = self._supervisor.show_failure(world.cause.failure)
         if self._left_as and action.why is not Result.SUCCEEDED:
             interrupted = self._left_as == signal.SIGINT.name
             code = ExitCode.STOPPED_BY_SIGINT if interrupted else ExitCode.STOPPED_BY_SIGTERM
@@ -268,14 +268,14 @@ class Loop:
     # ---------------------------------------------------------------- events
 
     def _table(self) -> Handlers:
-        training, services, handlers = self._training, self._services, Handlers()
+        supervisor, services, handlers = self._supervisor, self._services, Handlers()
         deliver_to(self._participant, handlers)
         on = handlers.on
         on(StoreGone, lambda event, _: None)  # its thread's ThreadFailed ends the agent
         for kind in get_args(GenerationEvent):
-            on(kind, training.handle)
-        on(HolderSpoke, lambda event, _: training.holder_spoke(event))
-        on(Stirred, training.stirred)
+            on(kind, supervisor.handle)
+        on(HolderSpoke, lambda event, _: supervisor.holder_spoke(event))
+        on(Stirred, supervisor.stirred)
         on(ReaderSpoke, services.gpu_memory.heard)
         on(WriterWanted, self._writer)
         on(WriterEnded, self._writer)
@@ -313,7 +313,7 @@ class Loop:
             self._leave(name, now)
         else:
             log.info("%s again: killing the workers now", name)
-            self._training.stop(0.0, gently=False, reason="a second signal")
+            self._supervisor.stop(0.0, gently=False, reason="a second signal")
             self._ending = self._departing
 
     def _warned(self, name: str, now: float) -> None:

@@ -18,7 +18,7 @@ class HangWatch:
     limit_s: float | None
     steps: dict[int, int] = field(default_factory=dict)
     """The newest step of each worker that has finished one, by local rank."""
-    _heard_at: float = 0.0
+    _alive_at: float = 0.0
     _silence_s: float = 0.0
     """The longest since then that is certain."""
     _warned: bool = False
@@ -29,21 +29,21 @@ class HangWatch:
         Of several steps only the newest may be seen: how long those before it took is not known then.
         """
         before = self.steps.get(local_rank)
-        near_s = self._hear(at, exact=before is not None and step == before + 1)
+        near_s = self._alive(at, exact=before is not None and step == before + 1)
         self.steps[local_rank] = step
         return near_s
 
     def alive(self, at: float) -> float | None:
         """A worker has reported something else: no first step, but as good as one afterwards. Returns as `stepped`."""
-        return self._hear(at, exact=True)
+        return self._alive(at, exact=True)
 
     def silent(self, now: float) -> None:
         """Nothing new is to be seen."""
-        self._silence_s = max(self._silence_s, now - self._heard_at)
+        self._silence_s = max(self._silence_s, now - self._alive_at)
 
-    def _hear(self, at: float, *, exact: bool) -> float | None:
-        silence_s = max(self._silence_s, at - self._heard_at) if exact else self._silence_s
-        self._heard_at, self._silence_s = max(self._heard_at, at), 0.0
+    def _alive(self, at: float, *, exact: bool) -> float | None:
+        silence_s = max(self._silence_s, at - self._alive_at) if exact else self._silence_s
+        self._alive_at, self._silence_s = max(self._alive_at, at), 0.0
         near = bool(self.steps) and self.limit_s is not None and silence_s > self.limit_s / 2
         if not near or self._warned:
             return None
@@ -53,7 +53,7 @@ class HangWatch:
     @property
     def due_at(self) -> float | None:
         """The instant from which the silence is a hang; None while there is no such instant."""
-        return self._heard_at + self.limit_s if self.steps and self.limit_s is not None else None
+        return self._alive_at + self.limit_s if self.steps and self.limit_s is not None else None
 
     @property
     def hindmost(self) -> int:

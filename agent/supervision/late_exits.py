@@ -1,5 +1,9 @@
 """The workers of one generation that live on after others have ended with success: are they at work, or stuck?
 
+A job is over only when all of its workers have ended. One that is stuck after its script's last line, in the end of
+the interpreter or of a library, would keep all nodes for ever. One that writes the final model is at work. So what
+counts is the time since the last sign of life: a step, a checkpoint, the end of a rank.
+
 A worker that reports steps is at work while it reports steps or checkpoints. One that reports none can only be watched
 from outside: it is at work while its processes use the processor. So a script without the worker library may do what it
 likes on rank 0 after the others have ended, and a library that sleeps for ever at the end of it is found all the same.
@@ -12,10 +16,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 
 from ...rendezvous.fields import shortened
 from ..processes.standing import stat_of
-from .exit_watch import ExitWatch
 
 log = logging.getLogger(__name__)
 
@@ -25,11 +29,54 @@ LOOK_EVERY_S = 5.0
 AT_WORK = 0.01
 """The share of one processor's time, between two looks, from which on such a worker is at work."""
 
+FIRST_WARNING_S = 10.0
+"""The ranks of a job end within seconds of each other; more is worth a line in the log."""
+
+SECOND_WARNING_S = 60.0
+"""From then on, twice as long each time."""
+
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
+@dataclass(slots=True)
+class ExitWatch:
+    """`limit_s` None: nothing is ever due."""
+
+    limit_s: float | None
+    _alive_at: float | None = None
+    """None: no rank has ended."""
+    _next_warning_s: float = FIRST_WARNING_S
+
+    def ended(self, at: float) -> None:
+        """A rank has ended with success."""
+        self._alive_at = at if self._alive_at is None else max(self._alive_at, at)
+
+    def alive(self, at: float) -> None:
+        """One of those that live on is at work."""
+        if self._alive_at is not None:
+            self._alive_at = max(self._alive_at, at)
+
+    @property
+    def watching(self) -> bool:
+        return self._alive_at is not None
+
+    def silence_s(self, now: float) -> float:
+        return max(0.0, now - self._alive_at) if self._alive_at is not None else 0.0
+
+    def due(self, now: float) -> bool:
+        """The silence is a hang."""
+        return self.watching and self.limit_s is not None and self.limit_s <= self.silence_s(now)
+
+    def warning_due(self, now: float) -> bool:
+        """A line in the log is due; True once each time."""
+        if not self.watching or self.silence_s(now) < self._next_warning_s:
+            return False
+        self._next_warning_s = max(SECOND_WARNING_S, 2 * self._next_warning_s)
+        return True
+
+
 class LateExits:
-    """See the module's docstring. Of one generation, on this node."""
+    """Of one generation, on this node."""
 
     def __init__(
         self, limit_s: float | None, processor_time: Callable[[Collection[int]], float] | None = None
@@ -61,7 +108,7 @@ class LateExits:
         if mute:
             self._look(now, mute)
         due = self.watch.due(now)
-        if not due and not self.watch.word_due(now):
+        if not due and not self.watch.warning_due(now):
             return ""
         silence_s, still = self.watch.silence_s(now), "lives" if len(running) == 1 else "live"
         state = (

@@ -7,10 +7,10 @@ from collections.abc import Collection
 
 import pytest
 
-from elastic_agent.agent.supervision.exit_watch import ExitWatch
 from elastic_agent.agent.supervision.late_exits import (
     AT_WORK,
     LOOK_EVERY_S,
+    ExitWatch,
     LateExits,
     session_processor_time,
 )
@@ -19,7 +19,7 @@ from elastic_agent.agent.supervision.late_exits import (
 def test_nothing_is_due_before_a_rank_has_ended_nor_without_a_limit() -> None:
     watch, never = ExitWatch(300.0), ExitWatch(None)
     watch.alive(0.0)
-    assert (watch.due(1e6), watch.word_due(1e6), watch.watching) == (False, False, False)
+    assert (watch.due(1e6), watch.warning_due(1e6), watch.watching) == (False, False, False)
     for each in (watch, never):
         each.ended(100.0)
     assert (watch.due(399.0), watch.due(400.0), never.due(1e9)) == (False, True, False)
@@ -39,7 +39,7 @@ def test_signs_of_life_and_further_ends_put_it_off_and_older_ones_take_nothing_b
 def test_words_come_once_and_then_ever_more_rarely() -> None:
     watch = ExitWatch(None)
     watch.ended(0.0)
-    assert [now for now in range(1200) if watch.word_due(now)] == [10, 60, 120, 240, 480, 960]
+    assert [now for now in range(1200) if watch.warning_due(now)] == [10, 60, 120, 240, 480, 960]
 
 
 def test_a_worker_that_reports_now_and_then_does_not_fill_the_log() -> None:
@@ -47,7 +47,7 @@ def test_a_worker_that_reports_now_and_then_does_not_fill_the_log() -> None:
     watch.ended(0.0)
     words = 0
     for now in range(1000):
-        words += watch.word_due(now)
+        words += watch.warning_due(now)
         if now % 15 == 0:
             watch.alive(now)
     assert words == 1
