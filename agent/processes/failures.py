@@ -123,7 +123,7 @@ class WorkerFailure:
             log_tail=_last_that_fit(self.log_tail, _LOG_TAIL),
             log_file=self.log_file and _fit(self.log_file, _LOG_FILE),
         )
-        return _CODEC.encode(small).decode()
+        return _CODEC.encode(small).decode().rstrip()
 
     @staticmethod
     def from_json(text: str) -> WorkerFailure:
