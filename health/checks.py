@@ -33,7 +33,7 @@ def differences(nodes: Sequence[NodeRecord]) -> tuple[str, ...]:
 
 
 def told_otherwise(world: World, nodes: Iterable[NodeRecord]) -> Iterator[str]:
-    """A sentence for each node that was told something else than the job goes by."""
+    """A sentence for each node that was started with other limits than the job has."""
     for node in nodes:
         if said := "; ".join(terms.differences(node.limits, node.program, world.limits, world.program)):
             yield f"node {node.node} was started with {said}; what the job has is node {world.limits_of}'s"

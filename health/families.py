@@ -100,7 +100,7 @@ class Gauge(Family):
 
 
 class Age(Gauge):
-    """A gauge that is told an instant on `clock` and shows how long ago that is when it is looked at."""
+    """A gauge that is set to an instant on `clock` and shows how long ago that is when it is read."""
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ _TEXT = "text/plain; charset=utf-8"
 _JSON = "application/json"
 
 NODE_PATH = "/node"
-"""Where an agent tells its peers who it is, in JSON."""
+"""Where an agent answers its peers who it is, in JSON."""
 
 _Page = tuple[HTTPStatus, str, bytes]  # status, content type, body
 

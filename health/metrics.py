@@ -453,7 +453,9 @@ class Metrics(Page):
             for state, number in {**dict.fromkeys(WORKER_STATES, 0), **by_state}.items():
                 self.workers.set(number, state=state)
 
-    def turn_over(self, *, joined: int, left: int, lost: int, put_aside: int, incident: str | None) -> None:
+    def count_membership_change(
+        self, *, joined: int, left: int, lost: int, put_aside: int, incident: str | None
+    ) -> None:
         """The world has changed: nodes by what became of them, and the root of the failure if one was behind it."""
         with self._lock:
             self.nodes_put_aside_total.inc(put_aside)

@@ -47,7 +47,7 @@ from .restore import Restore
 from .resume import apply
 from .save_plan import Occasion, ToDisk
 from .slots import CopyLost, Header
-from .states import Stateful, prove_loadable
+from .state_dicts import Stateful, prove_loadable
 from .taking_part import TakingPart, all_taking_part
 from .wire.environment import WorkerEnv
 from .wire.messages import SaveResult, Tier

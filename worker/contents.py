@@ -12,7 +12,7 @@ from . import rng
 from .collectives import Group, current_group
 from .errors import CheckpointError
 from .replicas import DIGEST_BYTES, Replicas
-from .states import Part, state_of
+from .state_dicts import Part, state_of
 
 # What a rank brings to save(): the step and a digest of its state (see `replicas`), followed by its random state.
 _CALL = struct.Struct(f"!q{DIGEST_BYTES}s")

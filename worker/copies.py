@@ -11,8 +11,8 @@ import time
 from typing import Any
 
 from . import progress
+from .archive_layout import CannotLayOut
 from .disk import Disk
-from .layout import CannotLayOut
 from .memory import CopyUnderWay, NodeMemory
 from .save_plan import Occasion, SavePlan, ToDisk, plan_save
 from .slots import CopyLost, Header, NoRoom, SlotsBusy

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .states import Part, state_of
+from .state_dicts import Part, state_of
 
 SAMPLES = 64
 """Elements of a tensor that are compared, evenly spread over it."""

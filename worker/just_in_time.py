@@ -36,7 +36,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from . import progress
 from .journal import Buffers, Journal
 from .memory import Place
-from .states import Part, state_of, unwrapped
+from .state_dicts import Part, state_of, unwrapped
 from .together import InMemory, give_up
 from .wire.channel import Lines
 from .wire.codec import Invalid

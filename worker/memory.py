@@ -1,10 +1,10 @@
 """The copies that one worker makes of its state in the slots of this node, and takes out again.
 
-A slot holds the very bytes of the file that `torch.save` would write (see `layout`), so whatever torch can load can be
-kept here. While a GPU still copies, the process goes on, and a thread seals the slot when the last byte has come
+A slot holds the very bytes of the file that `torch.save` would write (see `archive_layout`), so whatever torch can load
+can be kept here. While a GPU still copies, the process goes on, and a thread seals the slot when the last byte has come
 (`copies`).
 
-What is taken out is mapped, not read: the only copy is the one that `load_state_dict` makes (see `states`).
+What is taken out is mapped, not read: the only copy is the one that `load_state_dict` makes (see `state_dicts`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from .available_memory import Memory, file_system, read_memory
+from .layout_cache import LayoutCache
 from .offers import Copy
 from .ownership import this_run
-from .relayout import Layouts
 from .slots import (
     NAMES,
     Header,
@@ -36,7 +36,7 @@ from .slots import (
     room_for,
     sums_of,
 )
-from .states import is_plain, prove_loadable
+from .state_dicts import is_plain, prove_loadable
 from .summing import Summing
 from .wire.environment import WorkerEnv
 
@@ -112,7 +112,7 @@ class NodeMemory:
         self._limit = limit
         self._mappings: dict[str, _Mapping] = {}
         self._proven = False
-        self._layouts = Layouts()
+        self._layout_cache = LayoutCache()
         self._summing = Summing(slots)
         _used.add(slots.folder)
 
@@ -149,7 +149,7 @@ class NodeMemory:
         rows = torch.zeros(place.world_size, room_for_random_state, dtype=torch.uint8)
         if room_for_random_state:
             payload = {**payload, "rng": rows}
-        layout = self._layouts.lay_out(payload)
+        layout = self._layout_cache.lay_out(payload)
         with self.costing_a_copy_only():
             opened = self._begin(layout.size)
             try:

@@ -32,7 +32,7 @@ from .collectives import Group
 from .errors import CheckpointError, NotPlainData, NotReplicated, Sharded
 from .fingerprint import DRIFT, Entry, Look, difference, entries_of, farthest, look_at, shape_of, tensors_in
 from .refusals import because, raise_together
-from .states import Part, state_of, unwrapped
+from .state_dicts import Part, state_of, unwrapped
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from .errors import CheckpointMismatch
 from .just_in_time import modules_in
 from .memory import NodeMemory
 from .restore import Loaded
-from .states import Part, load_into
+from .state_dicts import Part, load_into
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from .contents import Contents
 from .copies import Copies
 from .disk import Disk
 from .save_plan import Occasion, ToDisk
-from .states import Part
+from .state_dicts import Part
 
 logger = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""What the agent tells of itself: states, seconds, steps and changes as metrics, status pages and log lines."""
+"""What the agent publishes of itself: states, seconds, steps and changes as metrics, status pages and log lines."""

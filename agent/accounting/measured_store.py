@@ -1,4 +1,4 @@
-"""A store that tells the metrics how long the real one took, and how often it did not answer.
+"""A store that counts in the metrics how long the real one took, and how often it did not answer.
 
 Who asks is not told apart: the main loop's requests, the keep-alives of the lease, rank 0's question before a commit.
 A watch has no duration, as it waits for changes. An answer is an answer also when it is no: an expired lease, a

@@ -1,8 +1,8 @@
 """Tells metrics, status pages and log what the main loop does: one place where a transition becomes numbers and words.
 
-Called by the loop, never asked by it. What needs a memory has it elsewhere, as pure state machines: `timesheet` knows
-who owns each second, `headway` how far the workers are, `step_count` which steps are new, `turnover` what changed
-between two worlds.
+Called by the loop, never asked by it. What needs a memory has it elsewhere, as pure state machines: `goodput` knows
+who owns each second, `node_progress` how far the workers are, `step_count` which steps are new, `membership_changes`
+what changed between two worlds.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ...worker.wire.messages import LoadReport, Report, SaveReport
 from ...worker.wire.shared_progress import Reading
 from ..processes.workers import WorkerGroup
 from ..status.pages import StatusPages
-from .headway import Headway, Step, headway
+from .goodput import STARTUP, Activity, GoodputAccount, Recovery, TrainingEvent
+from .membership_changes import MembershipWatch, because, reason
+from .node_progress import NodeProgress, Step, node_progress
 from .step_count import Counted, StepCount
-from .timesheet import STARTUP, Activity, News, Recovery, Timesheet
-from .turnover import WorldWatch, because, reason
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +55,8 @@ class _Generation:
     because: str = ""
     """What ended the one before."""
     bad_state: BadState | None = None
-    """What the workers are told not to load."""
-    headway: Headway = field(default_factory=Headway)
+    """What the workers shall not load."""
+    progress: NodeProgress = field(default_factory=NodeProgress)
     failed: int = 0
     failed_at: float | None = None
     stopped_at: float | None = None
@@ -81,9 +81,9 @@ class Observer:
         self._pages = pages
         self._max_failures = max_failures
         self._wall_clock = wall_clock
-        self._sheet = Timesheet(started_at)
+        self._account = GoodputAccount(started_at)
         self._steps = StepCount()
-        self._worlds = WorldWatch()
+        self._worlds = MembershipWatch()
         self._shown: Failure | None = None
         self._generation = _Generation()
         self._recovers_from: CauseKind | None = None
@@ -130,13 +130,13 @@ class Observer:
         self._look_at_nodes(snapshot)
         if group is None:
             self._look_for_next(snapshot, now)
-        self._sheet.advance(now)
-        seconds = dict(self._sheet.seconds)
+        self._account.advance(now)
+        seconds = dict(self._account.seconds)
         productive_s = seconds.pop(Activity.PRODUCTIVE)
         startup_s = sum(seconds.pop(activity) for activity in STARTUP)
         lost_s = {activity.value: spent_s for activity, spent_s in seconds.items()}
         metrics.account(
-            productive_s, {**lost_s, "startup": startup_s}, reports_steps=self._sheet.reports_steps
+            productive_s, {**lost_s, "startup": startup_s}, reports_steps=self._account.reports_steps
         )
 
     def _look_at_nodes(self, snapshot: NodeSnapshot) -> None:
@@ -146,7 +146,7 @@ class Observer:
         self._seen = world, nodes, coordinates
         self._worlds.asked_to_stop(node.incarnation for node in nodes if node.leaving)
         change = self._worlds.see(world)
-        self._metrics.turn_over(
+        self._metrics.count_membership_change(
             joined=change.joined,
             left=change.left,
             lost=change.lost,
@@ -170,17 +170,17 @@ class Observer:
         if world is not None and not world.stops:
             ours = world.generation <= self._generation.number or world.member(snapshot.incarnation)
             if world.phase is Phase.ENDED or not ours:
-                self._hear(News.SET_ASIDE, now)
+                self._record(TrainingEvent.SET_ASIDE, now)
         if self._leaving:
-            self._hear(News.SET_ASIDE, now)
-        self._hear(News.HELD_BACK if snapshot.backoff_s else News.RELEASED, now)
+            self._record(TrainingEvent.SET_ASIDE, now)
+        self._record(TrainingEvent.HELD_BACK if snapshot.backoff_s else TrainingEvent.RELEASED, now)
 
-    def _hear(self, news: News, at: float) -> Recovery | None:
-        recovery = self._sheet.hear(news, at)
+    def _record(self, event: TrainingEvent, at: float) -> Recovery | None:
+        recovery = self._account.record(event, at)
         if recovery is not None and self._recovers_from in _RECOVERIES:
             phases_s = {phase.value: seconds for phase, seconds in recovery.phases.items()}
             self._metrics.recovered(_RECOVERIES[self._recovers_from], phases_s)
-        if not self._sheet.recovering:
+        if not self._account.recovering:
             self._recovers_from = None
         return recovery
 
@@ -189,7 +189,7 @@ class Observer:
         if group is None:
             return f"{self._state}: {snapshot.waiting_for}"
         generation = self._generation
-        newest = generation.headway.newest
+        newest = generation.progress.newest
         step = f", step {newest.number}" if newest is not None else ""
         return f"{self._state}: {generation.described}{step}"
 
@@ -230,9 +230,9 @@ class Observer:
             world.generation, described, because(world, self._shown), restarts.bad_state
         )
         self._steps.begin(world.step)
-        if self._sheet.recovering and self._recovers_from is None:
+        if self._account.recovering and self._recovers_from is None:
             self._recovers_from = world.cause.kind
-        self._hear(News.STARTED, now)
+        self._record(TrainingEvent.STARTED, now)
         metrics.enter_world(
             generation=world.generation,
             world_size=world.size,
@@ -287,10 +287,10 @@ class Observer:
         generation.failed += 1
         if generation.stopped_at is None and generation.failed_at is None:
             generation.failed_at = at
-            self._hear(News.FAILED, at)
+            self._record(TrainingEvent.FAILED, at)
 
     def failure_shown(self, failure: Failure) -> None:
-        """The log has its cause: what follows from it is told without."""
+        """The log has its cause: what follows from it is logged without."""
         self._shown = failure
 
     def stopping(self, now: float) -> None:
@@ -298,12 +298,12 @@ class Observer:
         generation.stopped_at = now
         if generation.failed_at is not None:
             self._metrics.detection_duration_seconds.observe(now - generation.failed_at, kind="process")
-        self._hear(News.STOPPING, now)
+        self._record(TrainingEvent.STOPPING, now)
 
     def gone(self, now: float, *, succeeded: bool) -> None:
         self._generation.succeeded = succeeded
         self._seeking_since = now
-        self._hear(News.GONE, now)
+        self._record(TrainingEvent.GONE, now)
         self._metrics.leave_world()
 
     def leaving(self) -> None:
@@ -318,17 +318,17 @@ class Observer:
 
     def trained(self, readings: Collection[Reading], now: float) -> None:
         """What the pages of this generation's workers say now."""
-        generation, here = self._generation, headway(readings)
-        before, generation.headway = generation.headway, here
+        generation, here = self._generation, node_progress(readings)
+        before, generation.progress = generation.progress, here
         if before == here:
             return
         if before.began_at is None and here.began_at is not None:
-            self._hear(News.BEGAN, here.began_at)
+            self._record(TrainingEvent.BEGAN, here.began_at)
         if before.load_at is None and here.load_at is not None:
-            self._hear(News.LOADING, here.load_at)
+            self._record(TrainingEvent.LOADING, here.load_at)
         if before.loaded is None and here.loaded is not None:
             self._count(self._steps.resumed(here.loaded.number))
-            self._hear(News.LOADED, here.loaded.at)
+            self._record(TrainingEvent.LOADED, here.loaded.at)
         if before.first is None and here.first is not None:
             self._began_to_step(here.first)
         if here.newest is not None and here.newest != before.newest:
@@ -354,8 +354,10 @@ class Observer:
         counted = self._steps.done(step.number, step.at)
         self._count(counted)
         if counted.caught_up_at is not None:
-            self._hear(News.STEPPED, counted.caught_up_at)
-        return self._hear(News.STEPPED_AGAIN if self._steps.catching_up else News.STEPPED, step.at)
+            self._record(TrainingEvent.STEPPED, counted.caught_up_at)
+        return self._record(
+            TrainingEvent.STEPPED_AGAIN if self._steps.catching_up else TrainingEvent.STEPPED, step.at
+        )
 
     def _count(self, counted: Counted) -> None:
         self._metrics.count_steps(

@@ -1,6 +1,6 @@
 """`elastic-agent status`: how a job is, from an agent or from the store. It only asks, and never joins.
 
-Which door is taken: `--agent` names an agent; an endpoint, on the command line or in a file named there, means the
+Which source is taken: `--agent` names an agent; an endpoint, on the command line or in a file named there, means the
 store; else all agents on this machine that belong to this user, and where there is none, the store that the
 environment names, if it does. The agent's own command line with `status` before it works: what it would run is left
 aside.
@@ -29,8 +29,8 @@ from ..configuration.resolve import resolve_meeting_place
 from ..configuration.sources import Layer, read_argv, read_environ
 from ..exits import StatusCode
 from ..processes.run_files import agents_here, places
-from ..status.doors import AgentsDoor, CannotShow, Door, Found, Silence, StoreDoor, ask_nodes
 from ..status.report import SCHEMA, JobReport, as_json, report
+from ..status.sources import AgentsSource, CannotShow, Found, Source, StoreSource, Unreachable, ask_nodes
 from ..status.text import Screen, lines
 
 _USAGE = """\
@@ -99,8 +99,8 @@ def main(words: Sequence[str]) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what happened is said by us, in one line
     try:
-        door = choose_door(command_line, os.environ)
-        watch = Watch(door, _value(command_line, TIMEOUT), time.monotonic)
+        source = choose_source(command_line, os.environ)
+        watch = Watch(source, _value(command_line, TIMEOUT), time.monotonic)
         screen = _json_screen if _value(command_line, JSON) else _text_screen
         with _ended_by_ctrl_c():
             return _show(watch, screen, _value(command_line, WATCH))
@@ -130,10 +130,10 @@ def help_text() -> str:
     )
 
 
-# --- Which door
+# --- Which source
 
 
-def choose_door(command_line: Layer, environ: Mapping[str, str]) -> Door:
+def choose_source(command_line: Layer, environ: Mapping[str, str]) -> Source:
     """Raises ConfigError with all problems of whatever is looked at."""
     given, timeout_s = command_line.given, _value(command_line, TIMEOUT)
     agent = _value(command_line, AGENT)
@@ -154,28 +154,28 @@ def choose_door(command_line: Layer, environ: Mapping[str, str]) -> Door:
     else:
         meeting_place = resolve_meeting_place(command_line, environ)
         if meeting_place is not None:
-            return StoreDoor(meeting_place, timeout_s)
+            return StoreSource(meeting_place, timeout_s)
         if about_store:
             advice = "add --rdzv-endpoint as the agents have it, or ask one of them: --agent HOST:PORT"
             raise ConfigError([Problem("rdzv-endpoint", None, "the address of the job's store", advice)])
     if agent is not None:
-        return AgentsDoor(lambda: [agent], timeout_s, here=False)
-    here = AgentsDoor(lambda: agents_here(places(), os.getuid()), timeout_s, here=True)
+        return AgentsSource(lambda: [agent], timeout_s, here=False)
+    here = AgentsSource(lambda: agents_here(places(), os.getuid()), timeout_s, here=True)
     if ENDPOINT.name not in read_environ(environ).given:
         return here
     return _HereOrStore(here, lambda: resolve_meeting_place(command_line, environ), timeout_s)
 
 
-class _HereOrStore(Door):
+class _HereOrStore(Source):
     """The agents on this machine; where there is none, the store that the environment names."""
 
     def __init__(
-        self, here: Door, meeting_place: Callable[[], RendezvousConfig | None], timeout_s: float
+        self, here: Source, meeting_place: Callable[[], RendezvousConfig | None], timeout_s: float
     ) -> None:
         self._here = here
         self._meeting_place = meeting_place
         self._timeout_s = timeout_s
-        self._store: StoreDoor | None = None
+        self._store: StoreSource | None = None
 
     def jobs(self) -> list[Found]:
         try:
@@ -187,7 +187,7 @@ class _HereOrStore(Door):
                 place = self._meeting_place()
                 if place is None:
                     raise
-                self._store = StoreDoor(place, self._timeout_s)
+                self._store = StoreSource(place, self._timeout_s)
         return self._store.jobs()
 
 
@@ -195,23 +195,23 @@ class _HereOrStore(Door):
 
 
 class Watch:
-    """Looks through a door, and remembers since when a node has not answered."""
+    """Asks a source and its nodes, and remembers since when a node has not answered."""
 
-    def __init__(self, door: Door, timeout_s: float, clock: Callable[[], float]) -> None:
-        self._door = door
+    def __init__(self, source: Source, timeout_s: float, clock: Callable[[], float]) -> None:
+        self._source = source
         self._timeout_s = timeout_s
         self._clock = clock
         self._silent_since: dict[str, float] = {}
 
     def look(self) -> list[JobReport]:
         """Raises CannotShow."""
-        jobs = [(found, ask_nodes(found.job, self._timeout_s)) for found in self._door.jobs()]
+        jobs = [(found, ask_nodes(found.job, self._timeout_s)) for found in self._source.jobs()]
         now = self._clock()
         silent = {
             incarnation
             for _, answers in jobs
             for incarnation, answer in answers.items()
-            if isinstance(answer, Silence)
+            if isinstance(answer, Unreachable)
         }
         self._silent_since = {one: self._silent_since.get(one, now) for one in silent}
         silent_for = {one: now - since for one, since in self._silent_since.items() if since < now}

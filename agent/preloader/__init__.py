@@ -1,6 +1,6 @@
 """Warm start: a process that has imported what workers import, and what makes its forks like fresh workers.
 
-`spares` and `supply` run in the agent; `learning`, `start` and `wire` in both; all else in the preloaded process, in
-the job's interpreter, which need not be the agent's. What runs there imports the standard library only, and what it
-was asked to preload.
+`spares` and `spare_policy` run in the agent; `import_profile`, `start` and `wire` in both; all else in the preloaded
+process, in the job's interpreter, which need not be the agent's. What runs there imports the standard library only, and
+what it was asked to preload.
 """

@@ -51,7 +51,7 @@ def run(
     """Raises Become, or executes the same command anew when it cannot be had otherwise.
 
     To be called after `cache.hide`, in a process with one thread, whose first three descriptors are the worker's, and
-    which has no others that stay open. `tell` hears why a worker starts cold, and of differences that were found too
+    which has no others that stay open. `tell` is called with why a worker starts cold, and with differences found too
     late for that. Signals that are to `stay_ignored` are those that the agent was started to ignore.
     """
     os.chdir(start.cwd)

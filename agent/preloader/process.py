@@ -1,17 +1,17 @@
 """The preloaded process: imports what workers import, once, and forks *spares* that wait to become workers.
 
 `spares` starts it, through `shim`, as `python -u process.py AGENT_PID`, with one end of a socket pair as its standard
-input (`wire`). It is told what to import, answers what came of it, and from then on is asked for spares, each with its
-own socket to the agent. It is never the parent of a spare: it forks a *nursery*, which forks the spares and ends, so
-that they become children of the agent, which adopts orphans. From then on a spare has nothing to do with this process:
-it dies with the agent, survives this process, and waits for the one message that says what it shall be.
+input (`wire`). It receives what to import, answers with the result, and is then asked for spares, each with its
+own socket to the agent. It is never the parent of a spare: it forks an intermediate process, which forks the spares
+and ends, so that they become children of the agent, which adopts orphans. From then on a spare has nothing to do with
+this process: it dies with the agent, survives this process, and waits for the one message with what it shall be.
 
 A fork has its parent's memory, and of its threads only the one that forked. So before each fork this process makes
 sure that it has one thread, no CUDA context and no GPU's driver open, and that what it has imported is what lies on
-disk. It never computes anything: OpenMP's threads do not survive a fork either. What it finds wrong it says, and forks
-no more.
+disk. It never computes anything: OpenMP's threads do not survive a fork either. It reports what it finds wrong, and
+then forks no more.
 
-Invariants: a spare hears one message, and closes its socket when it has; there is no second one. What it was told to be
+Invariants: a spare receives one message, and closes its socket then; there is no second one. What it was to become
 and cannot be as a fork it becomes by exec, with the same pid, session, cgroup and descriptors.
 
 In the job's interpreter, which need not know this package: standard library, and what lies beside this file.
@@ -58,12 +58,12 @@ def _module(name: str, path: Path) -> Any:
 
 if TYPE_CHECKING:
     from ..processes import shim, store_holder
-    from . import fresh_process, gpu_drivers, learning, start, wire
+    from . import fresh_process, gpu_drivers, import_profile, start, wire
     from .fidelity import import_cache, proc_title
 else:
     # By names that are not used elsewhere, and now: later sys.modules is not ours any more.
     _module("elastic_agent_preloader", HERE / "__init__.py")
-    from elastic_agent_preloader import fresh_process, gpu_drivers, learning, start, wire
+    from elastic_agent_preloader import fresh_process, gpu_drivers, import_profile, start, wire
     from elastic_agent_preloader.fidelity import import_cache, proc_title
 
     shim = _module("elastic_agent_shim", HERE.parent / "processes" / "shim.py")
@@ -79,7 +79,7 @@ class Unfit(Exception):
 
 
 def main(agent_pid: int) -> None:
-    """Until the agent closes its end, or has ended. In a spare: until it is told what to become."""
+    """Until the agent closes its end, or has ended. In a spare: until it receives what to become."""
     channel = socket.socket(fileno=os.dup(0))
     channel.set_inheritable(False)
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -132,7 +132,7 @@ class Imported:
 
         `stay_ignored`: the signals that this process was started to ignore, as all that it becomes shall."""
         gc.disable()
-        names = dict.fromkeys([*expanded(told["load"]), *learning.installed(told["learned"])])
+        names = dict.fromkeys([*expanded(told["load"]), *import_profile.installed(told["learned"])])
         path = list(sys.path)
         if not getattr(sys.flags, "safe_path", False):  # 3.11
             sys.path.insert(0, told["first_on_path"])  # where workers look first, too
@@ -196,25 +196,25 @@ def fork_spares(sockets: Sequence[int]) -> Newborn | None:
     """
     orphaned, parent = os.pipe()
     try:
-        nursery = os.fork()
+        intermediate = os.fork()
     except OSError as error:
         print(f"elastic-agent: no spare can be forked: {error.strerror}", file=sys.stderr, flush=True)
-        nursery = -1
-    if nursery == 0:
-        born = _fill_nursery(sockets)
+        intermediate = -1
+    if intermediate == 0:
+        born = _fork_twice(sockets)
         os.close(parent)
         return Newborn(born, orphaned)
     for descriptor in sockets:
         os.close(descriptor)
-    if nursery > 0:
-        os.waitpid(nursery, 0)
-    # Only now: when the nursery can be waited for, its children have got their new parent.
+    if intermediate > 0:
+        os.waitpid(intermediate, 0)
+    # Only now: when the intermediate process can be waited for, its children have got their new parent.
     os.close(parent)
     os.close(orphaned)
     return None
 
 
-def _fill_nursery(sockets: Sequence[int]) -> socket.socket:
+def _fork_twice(sockets: Sequence[int]) -> socket.socket:
     """Returns in the spares only."""
     for mine in sockets:
         try:
@@ -230,7 +230,7 @@ def _fill_nursery(sockets: Sequence[int]) -> socket.socket:
 
 
 def live(born: Newborn, known: Imported, agent_pid: int) -> NoReturn:
-    """A spare, from its birth until it hears what it shall become."""
+    """A spare, from its birth until it receives what to become."""
     for number in IGNORED:
         if signal.getsignal(number) is signal.SIG_IGN and number not in known.stay_ignored:
             default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
@@ -295,8 +295,8 @@ def become_worker(
         tell(f"{edited} has changed since it was imported")
         os.chdir(told.cwd)
         os.execve(message["cold"][0], message["cold"], dict(told.environment))
-    for notebook in descriptors[3:]:
-        learning.note_imports(notebook)
+    for profile in descriptors[3:]:
+        import_profile.profile_imports(profile)
     try:
         fresh_process.run(told, known.cache, tell, known.stay_ignored)
     except fresh_process.Become:

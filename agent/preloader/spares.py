@@ -1,12 +1,12 @@
 """The agent's end of warm starts: keeps a preloaded process and its spares, and hands spares out to become workers.
 
 The preloaded process (`process`) is started with the agent, imports in the background, and forks spares on demand; each
-has its own socket to the agent and is the agent's child. `supply` decides how many spares are wanted and how long
+has its own socket to the agent and is the agent's child. `spare_policy` decides how many spares are wanted and how long
 a start waits for them; here it is done. Whatever goes wrong, workers start cold, and `why_cold` says why.
 
 One thread waits for all sockets and posts `Stirred`; what can be read is read by the main thread, which has all state.
 
-Invariants: a spare that was taken is never offered again, and one that was not taken is told nothing. Spares that were
+Invariants: a spare that was taken is never offered again, and one that was not taken receives nothing. Spares that were
 forked live on when the preloaded process ends, and are dropped when what they have imported is out of date.
 """
 
@@ -31,8 +31,8 @@ from ..processes.failures import describe_exit
 from ..processes.standing import KILLED_S, ends_within, stat_of
 from ..processes.workers import Process, tied
 from . import wire
-from .learning import Notebook
-from .supply import (
+from .import_profile import ImportProfile
+from .spare_policy import (
     CALM_S,
     HEALTHY_S,
     Phase,
@@ -67,9 +67,9 @@ OpenMP."""
 class Spare:
     """One forked process that waits, or has become what `become` said."""
 
-    def __init__(self, channel: socket.socket, notebook: Notebook | None = None) -> None:
+    def __init__(self, channel: socket.socket, profile: ImportProfile | None = None) -> None:
         self.channel = channel
-        self._notebook = notebook
+        self._profile = profile
         self.pid = 0
         """Known when it is ready."""
         self.taken = False
@@ -77,8 +77,8 @@ class Spare:
 
     def become(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         """Raises OSError when it has ended."""
-        notebook = self._notebook.hand_out() if self._notebook is not None and "start" in message else ()
-        wire.send(self.channel, message, [*descriptors, *notebook])
+        profile = self._profile.hand_out() if self._profile is not None and "start" in message else ()
+        wire.send(self.channel, message, [*descriptors, *profile])
 
     def wait(self) -> int:
         """Its return code, as `subprocess` counts it."""
@@ -96,7 +96,7 @@ class Spare:
 
 @dataclass(slots=True, eq=False)
 class _Preloaded:
-    """The process, and what was heard from it."""
+    """The process, and what is known of it."""
 
     process: subprocess.Popen[bytes]
     channel: socket.socket
@@ -134,7 +134,7 @@ class Spares:
         self._post = post
         self._clock = clock
         self._read_memory = read_memory
-        self._notebook = Notebook() if "auto" in names else None
+        self._profile = ImportProfile() if "auto" in names else None
         self._learn_at: float | None = None
         self._learned: tuple[str, ...] = ()
         """What the first generation has imported, once that is preloaded, too."""
@@ -143,7 +143,7 @@ class Spares:
         """It will take the other's place if it can be forked with what was learned."""
         self._spares: list[Spare] = []
         self._asked_at = 0.0
-        self._miscarried = False
+        self._fork_failed = False
         """Some of those that were asked for last have ended before they were ready."""
         self._failures = 0
         self._retry_at: float | None = None
@@ -152,7 +152,7 @@ class Spares:
         self._look_at = 0.0
         self._ending: list[subprocess.Popen[bytes]] = []
         self._owners: dict[int, _Preloaded | Spare] = {}
-        self._ears = select.epoll()
+        self._poll = select.epoll()
 
     def start(self) -> None:
         Thread(self._listen, "spares").start()
@@ -196,7 +196,7 @@ class Spares:
         preloaded, coming = self._preloaded, len(self._spares) - self.ready
         if preloaded is None:
             return Stock(Phase.BROKEN, 0.0, self.ready)
-        return Stock(preloaded.phase, preloaded.since, self.ready, coming, self._asked_at, self._miscarried)
+        return Stock(preloaded.phase, preloaded.since, self.ready, coming, self._asked_at, self._fork_failed)
 
     # --- What the agent asks for
 
@@ -222,7 +222,7 @@ class Spares:
     def workers_started(self, now: float) -> None:
         """They need the cores now."""
         self._calm_at = now + CALM_S
-        if self._notebook is not None and self._notebook.handed_out and self._learn_at is None:
+        if self._profile is not None and self._profile.handed_out and self._learn_at is None:
             self._learn_at = now + LEARN_AFTER_S
 
     def turn(self, now: float) -> float | None:
@@ -250,7 +250,7 @@ class Spares:
         if owner is None:
             return  # it was closed meanwhile
         if isinstance(owner, _Preloaded) and event.descriptor == owner.output.fileno():
-            self._heard_output(owner)
+            self._on_output(owner)
             return
         try:
             received = wire.receive(owner.channel)
@@ -261,11 +261,11 @@ class Spares:
             received = None
         message = received[0] if received is not None else None
         if message is not None:
-            self._ears.modify(event.descriptor, select.EPOLLIN | select.EPOLLONESHOT)
+            self._poll.modify(event.descriptor, select.EPOLLIN | select.EPOLLONESHOT)
         if isinstance(owner, Spare):
-            self._heard_spare(owner, message, now)
+            self._on_spare_message(owner, message, now)
         else:
-            self._heard_preloaded(owner, message, now)
+            self._on_preloaded_message(owner, message, now)
 
     # --- The preloaded process
 
@@ -290,14 +290,16 @@ class Spares:
             self._failed(f"it cannot be started: {error}", now)
             return None
         preloaded = _Preloaded(process, ours, output, now, learned)
-        self._hear_from(ours, preloaded)
-        self._hear_from(output, preloaded)
+        self._watch(ours, preloaded)
+        self._watch(output, preloaded)
         self.why_cold = "the preloaded process has not yet done its imports"
         return preloaded
 
-    def _heard_preloaded(self, preloaded: _Preloaded, message: dict[str, Any] | None, now: float) -> None:
+    def _on_preloaded_message(
+        self, preloaded: _Preloaded, message: dict[str, Any] | None, now: float
+    ) -> None:
         if preloaded is self._next:
-            self._heard_next(preloaded, message, now)
+            self._on_next_message(preloaded, message, now)
         elif message is None:
             returncode = _returncode(preloaded.process)
             self._end(preloaded)
@@ -321,13 +323,13 @@ class Spares:
                 log.warning("workers start cold from now on: %s", self.why_cold)
 
     def _learn(self, now: float) -> None:
-        assert self._notebook is not None
+        assert self._profile is not None
         self._learn_at = None
-        learned, self._notebook = self._notebook.read(), None
+        learned, self._profile = self._profile.read(), None
         if learned and self._preloaded is not None:
             self._next = self._launch(learned, now)
 
-    def _heard_next(self, preloaded: _Preloaded, message: dict[str, Any] | None, now: float) -> None:
+    def _on_next_message(self, preloaded: _Preloaded, message: dict[str, Any] | None, now: float) -> None:
         """It takes its place when it is ready; if it never is, all goes on as before."""
         if message is None or "unfit" in message:
             self._end(preloaded)
@@ -341,7 +343,7 @@ class Spares:
             preloaded.phase, preloaded.since = Phase.READY, now
             log.info("preloaded %d modules, with what workers have imported", message["loaded"])
 
-    def _heard_output(self, preloaded: _Preloaded) -> None:
+    def _on_output(self, preloaded: _Preloaded) -> None:
         try:
             data = preloaded.output.recv(OUTPUT_MOST)
         except BlockingIOError:
@@ -349,7 +351,7 @@ class Spares:
         if not data:
             self._close(preloaded.output)
             return
-        self._ears.modify(preloaded.output, select.EPOLLIN | select.EPOLLONESHOT)
+        self._poll.modify(preloaded.output, select.EPOLLIN | select.EPOLLONESHOT)
         for line in data.decode(errors="backslashreplace").splitlines():
             if line:
                 log.warning("the preloaded process says: %s", line)
@@ -378,7 +380,7 @@ class Spares:
     def _end(self, preloaded: _Preloaded) -> None:
         """It has nothing to finish. There is no wait for its end, which a dead disk may delay."""
         if preloaded.output.fileno() >= 0:
-            self._heard_output(preloaded)  # its last words
+            self._on_output(preloaded)  # its last words
         self._close(preloaded.output)
         self._close(preloaded.channel)
         self._ending.append(preloaded.process)
@@ -397,22 +399,24 @@ class Spares:
         pairs = [wire.pair() for _ in range(min(count, wire.MOST_DESCRIPTORS))]
         try:
             wire.send(self._preloaded.channel, {}, [theirs.fileno() for _, theirs in pairs])
-        except OSError:  # it has ended, or does not read any more: we shall hear that, or it will be overdue
+        except (
+            OSError
+        ):  # it has ended, or does not read any more: its socket will show that, or it will be overdue
             pass
         if len(self._spares) == self.ready:
-            self._asked_at, self._miscarried = now, False
+            self._asked_at, self._fork_failed = now, False
         for ours, theirs in pairs:
             theirs.close()
-            spare = Spare(ours, self._notebook)
+            spare = Spare(ours, self._profile)
             self._spares.append(spare)
-            self._hear_from(ours, spare)
+            self._watch(ours, spare)
 
-    def _heard_spare(self, spare: Spare, message: dict[str, Any] | None, now: float) -> None:
+    def _on_spare_message(self, spare: Spare, message: dict[str, Any] | None, now: float) -> None:
         if message is None:
             if spare.taken:
                 self._close(spare.channel)  # it has become what it was told
             else:
-                self._miscarried |= not spare.pid
+                self._fork_failed |= not spare.pid
                 self._discard(spare)
                 self._calm_at = max(self._calm_at, now + CALM_S)  # whatever ends them may do so again
         elif "ready" in message:
@@ -450,10 +454,10 @@ class Spares:
 
     # --- Sockets
 
-    def _hear_from(self, channel: socket.socket, owner: _Preloaded | Spare) -> None:
+    def _watch(self, channel: socket.socket, owner: _Preloaded | Spare) -> None:
         channel.setblocking(False)
         self._owners[channel.fileno()] = owner
-        self._ears.register(channel.fileno(), select.EPOLLIN | select.EPOLLONESHOT)
+        self._poll.register(channel.fileno(), select.EPOLLIN | select.EPOLLONESHOT)
 
     def _close(self, channel: socket.socket) -> None:
         if channel.fileno() >= 0:
@@ -462,7 +466,7 @@ class Spares:
 
     def _listen(self) -> None:
         while True:
-            for descriptor, _ in self._ears.poll():
+            for descriptor, _ in self._poll.poll():
                 self._post(Stirred(descriptor))
 
 

@@ -3,7 +3,7 @@
 `elastic-agent status` asks one agent for `/job`, which names all nodes, and then each node for its `/status`: only a
 node itself knows how old its lease and its checkpoint are, and it counts these ages when it answers.
 
-No secret can be on these pages: they hold what nodes tell each other anyway, without the traceback and the output of
+No secret can be on these pages: they hold what nodes write to the store anyway, without the traceback and the output of
 a failed worker, and nothing of the configuration but --max-restarts and --lease-ttl.
 """
 

@@ -15,18 +15,18 @@ from ...health.checks import told_otherwise
 from ...rendezvous import blame
 from ...rendezvous.records import CauseKind, Endpoint, Member, NodeRecord, Phase, Restarts, Result, World
 from ...rendezvous.restarts import RestartPolicy
-from .doors import Answer, Found, Silence
 from .pages import Checkpoint, JobStatus, NodeStatus, worker_failure
+from .sources import Found, NodeAnswer, Unreachable
 
 SCHEMA = 1
 """Of the JSON form. It grows only by new keys; anything else makes a new number."""
 
 _ABSENT = {
-    Silence.REFUSED: "gone",
-    Silence.REPLACED: "gone",
-    Silence.SILENT: "no answer",
-    Silence.STRANGE: "no answer",
-    Silence.HIDDEN: "hidden",
+    Unreachable.REFUSED: "gone",
+    Unreachable.REPLACED: "gone",
+    Unreachable.SILENT: "no answer",
+    Unreachable.STRANGE: "no answer",
+    Unreachable.HIDDEN: "hidden",
 }
 
 
@@ -43,7 +43,7 @@ _SAID = {
     "agent_age_s": "up_s",
     "version": "version",
 }
-"""The keys of a node in JSON: attributes of `NodeReport`, and of what the node says of itself."""
+"""The keys of a node in JSON: attributes of `NodeReport`, and of the node's own status."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,10 @@ class NodeReport:
     leaving: bool
     has_lease: bool | None
     """The store counts it as there; None when that was not told."""
-    silence: Silence | None
+    silence: Unreachable | None
     silent_s: float | None
     status: NodeStatus | None
-    """What it says of itself; None exactly when it is silent."""
+    """Its own status; None exactly when it does not answer."""
 
     @property
     def member(self) -> bool:
@@ -81,7 +81,7 @@ class NodeReport:
     @property
     def missing(self) -> bool:
         """It should answer, and does not."""
-        return self.silence not in (None, Silence.HIDDEN)
+        return self.silence not in (None, Unreachable.HIDDEN)
 
     @property
     def ranks(self) -> str:
@@ -108,7 +108,7 @@ class RestartReport:
     limit: int | None
     """--max-restarts; None without a limit, and when it is not known."""
     limit_known: bool
-    """An agent has told what the limit is."""
+    """An agent has answered what the limit is."""
     left: int | None
     fruitless_left: int | None
     """Without a limit: how many more in a row the job survives without progress."""
@@ -163,7 +163,7 @@ def as_json(value: Any) -> Any:
     return value
 
 
-def report(found: Found, answers: Mapping[str, Answer], silent_for: Mapping[str, float]) -> JobReport:
+def report(found: Found, answers: Mapping[str, NodeAnswer], silent_for: Mapping[str, float]) -> JobReport:
     """`answers` and `silent_for` (seconds) are by incarnation."""
     job, world = found.job, found.job.world
     nodes = tuple(_nodes(found, answers, silent_for))
@@ -196,7 +196,7 @@ def report(found: Found, answers: Mapping[str, Answer], silent_for: Mapping[str,
 
 
 def _differences(job: JobStatus) -> Iterable[str]:
-    """Whom the world leaves out, and who was told something else than the job goes by."""
+    """Nodes that the world leaves out, and nodes that were started with other limits than the job has."""
     world = job.world
     if world is None or world.phase is Phase.ENDED:
         return
@@ -206,15 +206,15 @@ def _differences(job: JobStatus) -> Iterable[str]:
 
 
 def _nodes(
-    found: Found, answers: Mapping[str, Answer], silent_for: Mapping[str, float]
+    found: Found, answers: Mapping[str, NodeAnswer], silent_for: Mapping[str, float]
 ) -> Iterable[NodeReport]:
     job, world, witness = found.job, found.job.world, found.witness
     records = {record.incarnation: record for record in job.nodes}
     members = world.members if world is not None and world.phase is not Phase.ENDED else ()
 
     def node(of: Member | NodeRecord, first_rank: int | None) -> NodeReport:
-        record, answer = records.get(of.incarnation), answers.get(of.incarnation, Silence.HIDDEN)
-        if isinstance(answer, Silence) and witness is not None and witness.incarnation == of.incarnation:
+        record, answer = records.get(of.incarnation), answers.get(of.incarnation, Unreachable.HIDDEN)
+        if isinstance(answer, Unreachable) and witness is not None and witness.incarnation == of.incarnation:
             answer = witness
         status = answer if isinstance(answer, NodeStatus) else None
         return NodeReport(
@@ -226,7 +226,7 @@ def _nodes(
             coordinates=record is not None and record.node == job.coordinator,
             leaving=record is not None and record.leaving,
             has_lease=True if record is not None else (False if job.complete else None),
-            silence=answer if isinstance(answer, Silence) else None,
+            silence=answer if isinstance(answer, Unreachable) else None,
             silent_s=silent_for.get(of.incarnation) if status is None else None,
             status=status,
         )
@@ -293,13 +293,13 @@ def _restarts(world: World | None, spokesman: NodeStatus | None) -> RestartRepor
 
 
 def _written_step(job: JobStatus) -> int:
-    """What the store says, where steps are written only together with other changes."""
+    """The newest step in the store, where steps are written only together with other changes."""
     steps = [node.step for node in job.nodes] + ([job.world.step] if job.world is not None else [])
     return max(steps, default=0)
 
 
 def _newest(checkpoints: Iterable[Checkpoint | None]) -> Checkpoint | None:
-    """Of one that several know, its age: only the node that saved it can tell."""
+    """Of one that several know, its age: only the node that saved it knows it."""
     known = [checkpoint for checkpoint in checkpoints if checkpoint is not None]
     if not known:
         return None

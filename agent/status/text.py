@@ -1,6 +1,6 @@
 """A `JobReport` as lines for a person: first what the job does, then its nodes, then what is wrong.
 
-A pure function of the report and of what the terminal can show. Nothing that another program said reaches the terminal
+A pure function of the report and of what the terminal can show. No text of another program reaches the terminal
 but as printable characters. Without a width nothing is cut, so that the lines can be searched.
 """
 
@@ -10,8 +10,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .doors import Silence
 from .report import JobReport, NodeReport, RestartReport
+from .sources import Unreachable
 
 MOST_NOTES = 12
 
@@ -29,10 +29,10 @@ _COLOURS = {
 """By state; every other one is on its way to somewhere."""
 
 _ABSENCE = {
-    Silence.REFUSED: "no process listens at {http}: its agent has ended",
-    Silence.REPLACED: "another life of its agent answers at {http}",
-    Silence.SILENT: "no answer from {http}: it stands still, or cannot be reached from here",
-    Silence.STRANGE: "what answers at {http} is another program, or another version of elastic-agent",
+    Unreachable.REFUSED: "no process listens at {http}: its agent has ended",
+    Unreachable.REPLACED: "another life of its agent answers at {http}",
+    Unreachable.SILENT: "no answer from {http}: it stands still, or cannot be reached from here",
+    Unreachable.STRANGE: "what answers at {http} is another program, or another version of elastic-agent",
 }
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from elastic_agent.agent.preloader import spare_policy
 from elastic_agent.agent.preloader import spares as module
-from elastic_agent.agent.preloader import supply
 from elastic_agent.agent.preloader.spares import Spare
 from elastic_agent.agent.processes.workers import tied
 from elastic_agent.worker.available_memory import MIB, Memory
@@ -100,7 +100,7 @@ def test_a_spare_is_handed_out_once_and_others_take_its_place_when_all_is_calm(a
     assert agent.spares.sessions != []
     started = agent.clock()
     agent.hear_until_ready()
-    assert agent.clock() - started > supply.CALM_S - 0.1, "the cores belong to who has just started"
+    assert agent.clock() - started > spare_policy.CALM_S - 0.1, "the cores belong to who has just started"
     for spare in (first, second):
         os.kill(spare.pid, signal.SIGKILL)
         spare.wait()
@@ -130,7 +130,7 @@ def test_who_kills_idle_spares_gets_others_to_kill_but_not_without_a_pause(agent
     agent.hear_until(lambda: agent.spares.ready == 0)
     killed_at = agent.clock()
     agent.hear_until_ready()
-    assert agent.clock() - killed_at > supply.CALM_S - 0.1
+    assert agent.clock() - killed_at > spare_policy.CALM_S - 0.1
     assert set(agent.spares.pids) & before == {agent.preloaded}
 
 
@@ -156,7 +156,7 @@ def test_nobody_waits_for_ever_for_a_preloaded_process_that_stands_still(
         agent.hear_until_ready()
     os.kill(first := agent.preloaded, signal.SIGSTOP)
     assert not agent.prepared(4)
-    limit_s = supply.FORKING_S if when == "ready" else supply.LOADING_S
+    limit_s = spare_policy.FORKING_S if when == "ready" else spare_policy.LOADING_S
     agent.late_s += limit_s - 1.0
     assert not agent.prepared(4)
     agent.late_s += 1.0
@@ -171,7 +171,7 @@ def test_a_preloaded_process_that_nobody_has_listened_to_for_long_has_not_hung(a
     while agent.events.empty():
         time.sleep(0.01)
     first = agent.preloaded
-    agent.late_s += supply.LOADING_S
+    agent.late_s += spare_policy.LOADING_S
     assert not agent.prepared(2), "they are forked now"
     agent.hear_until(lambda: agent.prepared(2))
     assert agent.preloaded == first
@@ -262,7 +262,7 @@ def test_scarce_memory_drops_the_spares_and_they_come_back_or_are_made_when_need
     agent.late_s += module.MEMORY_EVERY_S
     agent.hear_until(lambda: all(map(gone, idle)))
     assert "memory is scarce: this machine has 10 MiB left of 1000 MiB; 2 spares are dropped" in caplog.text
-    agent.late_s += supply.CALM_S
+    agent.late_s += spare_policy.CALM_S
     agent.spares.turn(agent.clock())
     assert agent.spares.ready == 0
     agent.hear_until(lambda: agent.prepared(2))

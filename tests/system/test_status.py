@@ -1,4 +1,4 @@
-"""`elastic-agent status` of real jobs: what it says is what happened, by every door, and the job does not notice."""
+"""`elastic-agent status` of real jobs: what it says is what happened, by every source, and the job does not notice."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def test_from_each_door_through_a_killed_worker_a_frozen_node_and_a_lost_one(
     agents = {node: job.join(node, *options, script=REPORTS) for node in "abc"}
     first = job.wait_for_training(world=6)
     store = etcd_door(job, etcd)
-    doors = {"agent": at(agents["b"].url), "store": store}
+    sources = {"agent": at(agents["b"].url), "store": store}
 
     def all_report() -> bool:
-        return all(node["step"] for node in document(*doors["agent"])["nodes"])
+        return all(node["step"] for node in document(*sources["agent"])["nodes"])
 
     job.wait_for(all_report, "each node to have heard of a step")
-    for asked, words in doors.items():
+    for asked, words in sources.items():
         shown = document(*words)
         assert asked in shown["asked"]
         assert (shown["job"], shown["state"], shown["generation"]) == (job.id, "running", first.number)
@@ -91,7 +91,7 @@ def test_from_each_door_through_a_killed_worker_a_frozen_node_and_a_lost_one(
     rank = first.rank_on("c")
     os.kill(first.pid(rank), signal.SIGKILL)
     second = job.wait_for_training(world=6, after=first.number)
-    for shown in (document(*doors["agent"]), here(job.id)):
+    for shown in (document(*sources["agent"]), here(job.id)):
         assert (shown["generation"], shown["restarts"]["failures"], shown["restarts"]["left"]) == (
             second.number,
             1,
@@ -102,14 +102,14 @@ def test_from_each_door_through_a_killed_worker_a_frozen_node_and_a_lost_one(
         assert said in shown["cause"]["text"]
 
     agents["c"].signal(signal.SIGSTOP)
-    text = run_status(*doors["agent"], "--timeout=1s").stdout
+    text = run_status(*sources["agent"], "--timeout=1s").stdout
     assert re.search(r"^c( \*)? +\d-\d +no answer +- +- +- +\S+:\d+$", text, re.MULTILINE)
     assert "! node c: no answer from " in text
     silent = run_status(*at(agents["c"].url), "--timeout=1s")
     assert (silent.returncode, silent.stdout) == (69, "")
     assert "no answer within 1 s" in silent.stderr
     job.wait_for_training(world=4, after=second.number)
-    for words in doors.values():
+    for words in sources.values():
         shown = document(*words)
         assert shown["cause"] | {"kind": "lost", "node": "c"} == shown["cause"]
         assert sorted(nodes(shown)) == ["a", "b"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_agent.worker import Checkpointer, SaveFailed, files, layout, progress, slots
+from elastic_agent.worker import Checkpointer, SaveFailed, archive_layout, files, progress, slots
 from elastic_agent.worker.ownership import Run
 from tests.unit.threads import join_threads
 
@@ -35,13 +35,13 @@ def worker(monkeypatch: pytest.MonkeyPatch, only_worker: Path, tmp_path: Path) -
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, event: Event) -> None:
-    really = layout.Layout.copy_to
+    really = archive_layout.Layout.copy_to
 
-    def copy_to(self: layout.Layout, view: memoryview, target: torch.Tensor) -> list[Any]:
+    def copy_to(self: archive_layout.Layout, view: memoryview, target: torch.Tensor) -> list[Any]:
         really(self, view, target)
         return [event]
 
-    monkeypatch.setattr(layout.Layout, "copy_to", copy_to)
+    monkeypatch.setattr(archive_layout.Layout, "copy_to", copy_to)
 
 
 def full(*_: object) -> Any:

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from elastic_agent.worker import Checkpointer, NotPlainData, memory, progress, slots, summing
+from elastic_agent.worker.archive_layout import CannotLayOut, lay_out
 from elastic_agent.worker.available_memory import Memory
-from elastic_agent.worker.layout import CannotLayOut, lay_out
 from elastic_agent.worker.slots import Slots
 from elastic_agent.worker.summing import _Job
 from tests.unit.threads import join_threads

@@ -1,4 +1,4 @@
-"""The command `status`: which door it takes, what it refuses, what it prints and how it ends."""
+"""The command `status`: which source it takes, what it refuses, what it prints and how it ends."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 
 from elastic_agent.agent.cli import main
 from elastic_agent.agent.commands import status
-from elastic_agent.agent.commands.status import STATUS_OPTIONS, Watch, choose_door
+from elastic_agent.agent.commands.status import STATUS_OPTIONS, Watch, choose_source
 from elastic_agent.agent.configuration.config import ConfigError
 from elastic_agent.agent.configuration.sources import read_argv
 from elastic_agent.agent.exits import StatusCode
-from elastic_agent.agent.status.doors import AgentsDoor, CannotShow, Door, Found, StoreDoor
 from elastic_agent.agent.status.pages import JobStatus
 from elastic_agent.agent.status.report import as_json
+from elastic_agent.agent.status.sources import AgentsSource, CannotShow, Found, Source, StoreSource
 from elastic_agent.rendezvous.records import Endpoint
 
 from .test_status_pages import JOB
@@ -26,8 +26,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 NOBODY = Endpoint("127.0.0.1", 1)
 
 
-def door(*words: str, **environ: str) -> Door:
-    return choose_door(read_argv(words, STATUS_OPTIONS), environ)
+def source(*words: str, **environ: str) -> Source:
+    return choose_source(read_argv(words, STATUS_OPTIONS), environ)
 
 
 STORE = ("--rdzv-endpoint", "node1:29400")
@@ -36,25 +36,25 @@ STORE = ("--rdzv-endpoint", "node1:29400")
 @pytest.mark.parametrize(
     ("words", "kind"),
     [
-        ((), AgentsDoor),
-        (("--json", "--watch=5", "--timeout", "1s"), AgentsDoor),
-        (("--agent", "node1:9100"), AgentsDoor),
-        (STORE, StoreDoor),
-        ((*STORE, "--rdzv-id", "j", "--nproc-per-node", "2", "train.py", "--json"), StoreDoor),
-        (("--rdzv-endpoint", "etcd://127.0.0.1", "--rdzv-id", "j", "-m", "train"), StoreDoor),
-        (("--nproc-per-node", "2"), AgentsDoor),
+        ((), AgentsSource),
+        (("--json", "--watch=5", "--timeout", "1s"), AgentsSource),
+        (("--agent", "node1:9100"), AgentsSource),
+        (STORE, StoreSource),
+        ((*STORE, "--rdzv-id", "j", "--nproc-per-node", "2", "train.py", "--json"), StoreSource),
+        (("--rdzv-endpoint", "etcd://127.0.0.1", "--rdzv-id", "j", "-m", "train"), StoreSource),
+        (("--nproc-per-node", "2"), AgentsSource),
     ],
 )
-def test_the_door(words: tuple[str, ...], kind: type[Door]) -> None:
-    assert type(door(*words)) is kind
+def test_the_source(words: tuple[str, ...], kind: type[Source]) -> None:
+    assert type(source(*words)) is kind
 
 
 def test_a_file_means_the_store_that_it_names(tmp_path: Path) -> None:
     file = tmp_path / "agent.toml"
     file.write_text('rdzv-endpoint = "node1:29400"\nscript = "/not/on/this/machine.py"\nmax-nodes = 4\n')
-    assert type(door("--config", str(file))) is StoreDoor
+    assert type(source("--config", str(file))) is StoreSource
     file.write_text('script = "/not/on/this/machine.py"\n')
-    assert type(door("--config", str(file))) is AgentsDoor
+    assert type(source("--config", str(file))) is AgentsSource
 
 
 @pytest.mark.parametrize(
@@ -79,24 +79,24 @@ def test_a_mistake_is_named_with_its_remedy(
     words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
-        door(*words)
+        source(*words)
     assert main(["status", *words]) == StatusCode.BAD_CONFIG
     assert said in capsys.readouterr().err
 
 
 def test_a_variable_that_no_agent_knows_matters_only_to_who_asks_the_store() -> None:
-    assert type(door(ELASTIC_AGENT_MIN_NODE="1")) is AgentsDoor
+    assert type(source(ELASTIC_AGENT_MIN_NODE="1")) is AgentsSource
     with pytest.raises(ConfigError, match="ELASTIC_AGENT_MIN_NODES"):
-        door(*STORE, ELASTIC_AGENT_MIN_NODE="1")
+        source(*STORE, ELASTIC_AGENT_MIN_NODE="1")
 
 
 def test_where_no_agent_is_the_store_of_the_environment_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "agents_here", lambda *_: [])
-    here = door(ELASTIC_AGENT_RDZV_ENDPOINT="127.0.0.1:1", ELASTIC_AGENT_RDZV_ID="j")
-    monkeypatch.setattr(StoreDoor, "jobs", lambda self: [Found("store", JOB)])
+    here = source(ELASTIC_AGENT_RDZV_ENDPOINT="127.0.0.1:1", ELASTIC_AGENT_RDZV_ID="j")
+    monkeypatch.setattr(StoreSource, "jobs", lambda self: [Found("store", JOB)])
     assert here.jobs() == [Found("store", JOB)]
     with pytest.raises(CannotShow) as nothing:
-        door().jobs()
+        source().jobs()
     assert nothing.value.code is StatusCode.NO_AGENT
 
 
@@ -121,7 +121,7 @@ class Enough(Exception):
     """Ends a command that would go on for ever."""
 
 
-class Doors(Door):
+class Doors(Source):
     """Answers what it is told, one after the other; that is then enough."""
 
     def __init__(self, *answers: list[Found] | CannotShow) -> None:
@@ -138,10 +138,10 @@ class Doors(Door):
 
 @pytest.fixture
 def through(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Lets the command take a door with these answers."""
+    """Lets the command take a source with these answers."""
 
     def take(*answers: list[Found] | CannotShow) -> None:
-        monkeypatch.setattr(status, "choose_door", lambda *_: Doors(*answers))
+        monkeypatch.setattr(status, "choose_source", lambda *_: Doors(*answers))
 
     return take
 

@@ -1,4 +1,4 @@
-"""What is told of a job, from what the door and the nodes have said; and how it looks, to the line."""
+"""What is told of a job, from what the source and the nodes have said; and how it looks, to the line."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.status.doors import Answer, Found, Silence
 from elastic_agent.agent.status.pages import Checkpoint, JobStatus, NodeStatus
 from elastic_agent.agent.status.report import JobReport, as_json, report
+from elastic_agent.agent.status.sources import Found, NodeAnswer, Unreachable
 from elastic_agent.agent.status.text import Screen, lines, span
 from elastic_agent.rendezvous.records import (
     Cause,
@@ -54,7 +54,7 @@ ALL = {f"{name}-1": says(name) for name in "abc"}
 
 def told(
     one: Found | None = None,
-    answers: Mapping[str, Answer] = ALL,
+    answers: Mapping[str, NodeAnswer] = ALL,
     silent_for: Mapping[str, float] | None = None,
 ) -> JobReport:
     return report(one or found(), answers, silent_for or {})
@@ -92,7 +92,7 @@ def test_the_state_of_a_job(world: World | None, workers: int, state: str) -> No
 
 
 def test_a_job_whose_nodes_are_all_silent_is_only_known_to_be_stopping() -> None:
-    silent = dict.fromkeys(ALL, Silence.SILENT)
+    silent = dict.fromkeys(ALL, Unreachable.SILENT)
     job = told(found(STOPPING), silent)
     assert (job.state, job.restarts.limit_known, job.phase_age_s) == ("stopping", False, None)
 
@@ -111,18 +111,18 @@ def test_members_are_told_by_rank_and_then_who_stands_by() -> None:
 @pytest.mark.parametrize(
     ("answer", "nodes", "complete", "expected"),
     [
-        (Silence.REFUSED, (A, B, C), True, "gone"),
-        (Silence.REPLACED, (A, B, C), True, "gone"),
-        (Silence.SILENT, (A, B, C), True, "no answer"),
-        (Silence.STRANGE, (A, B, C), True, "no answer"),
-        (Silence.HIDDEN, (A, B, C), True, "hidden"),
-        (Silence.SILENT, (A, B), True, "lost"),
-        (Silence.SILENT, (A, B), False, "no answer"),
+        (Unreachable.REFUSED, (A, B, C), True, "gone"),
+        (Unreachable.REPLACED, (A, B, C), True, "gone"),
+        (Unreachable.SILENT, (A, B, C), True, "no answer"),
+        (Unreachable.STRANGE, (A, B, C), True, "no answer"),
+        (Unreachable.HIDDEN, (A, B, C), True, "hidden"),
+        (Unreachable.SILENT, (A, B), True, "lost"),
+        (Unreachable.SILENT, (A, B), False, "no answer"),
         (says("c", state="stopping"), (A, B), True, "stopping"),
     ],
 )
 def test_the_state_of_a_node(
-    answer: Answer, nodes: tuple[NodeRecord, ...], complete: bool, expected: str
+    answer: NodeAnswer, nodes: tuple[NodeRecord, ...], complete: bool, expected: str
 ) -> None:
     job = told(found(nodes=nodes, complete=complete), {**ALL, "c-1": answer})
     assert states(job)[2] == ("c", "4-5", expected)
@@ -143,7 +143,7 @@ def test_what_the_asked_agent_said_first_stands_in_when_it_falls_silent_and_neve
     witness = says("b", step=1)
     one = replace(found(), witness=witness)
     assert told(one).nodes[1].status == ALL["b-1"]
-    assert told(one, {**ALL, "b-1": Silence.SILENT}).nodes[1].status == witness
+    assert told(one, {**ALL, "b-1": Unreachable.SILENT}).nodes[1].status == witness
 
 
 def test_the_phase_is_as_old_as_whoever_has_known_it_longest_says() -> None:
@@ -219,7 +219,7 @@ def test_the_cause_is_a_sentence_that_stands_alone(cause: Cause, text: str) -> N
 
 
 def test_the_json_form_has_only_plain_values_and_is_complete() -> None:
-    answers = {**ALL, "c-1": Silence.REFUSED}
+    answers = {**ALL, "c-1": Unreachable.REFUSED}
     document = as_json(told(answers=answers, silent_for={"c-1": 12.0}))
     assert json.loads(json.dumps(document, allow_nan=False)) == document
     assert document["cause"] == {
@@ -239,7 +239,7 @@ def test_the_json_form_has_only_plain_values_and_is_complete() -> None:
 
 
 def test_a_job_in_trouble_to_the_line() -> None:
-    answers = {**ALL, "b-1": says("b", checkpoint=Checkpoint(12, None), step=16), "c-1": Silence.REFUSED}
+    answers = {**ALL, "b-1": says("b", checkpoint=Checkpoint(12, None), step=16), "c-1": Unreachable.REFUSED}
     answers["d-1"] = says("d", state="joining", step=0, checkpoint=None, lease_s=1.04)
     job = told(found(nodes=(A, B, C, D)), answers, {"c-1": 72.0})
     assert (
@@ -295,7 +295,7 @@ def test_a_job_that_has_ended_names_its_result() -> None:
             told(answers={**ALL, "b-1": says("b", lease_s=6.0)}),
             "! node b: its lease was last confirmed 6.0 s ago",
         ),
-        (told(found(nodes=(A, B)), {**ALL, "c-1": Silence.SILENT}), "its lease has ended"),
+        (told(found(nodes=(A, B)), {**ALL, "c-1": Unreachable.SILENT}), "its lease has ended"),
         (told(found(complete=False)), "! the coordinator does not answer"),
         (told(replace(found(), notes=("the store's 'nodes/x' cannot be read",))), "! the store's 'nodes/x'"),
         (told(answers={}), "the limit is not known, no agent answers"),
@@ -316,7 +316,7 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     world = replace(
         THREE, members=line_up((A, wide, C)), cause=Cause(CauseKind.FAILURE, "b", "d " * 1000, failure)
     )
-    answers = {**ALL, "b-1": replace(says("b"), node=long), "c-1": Silence.SILENT}
+    answers = {**ALL, "b-1": replace(says("b"), node=long), "c-1": Unreachable.SILENT}
     shown = lines(told(found(world, (A, wide, C)), answers), Screen(width=width))
     assert max(map(len, shown)) <= width
     assert any("..." in line for line in shown), "the name is cut, the numbers are not"
@@ -334,7 +334,7 @@ def test_nothing_that_another_program_said_moves_the_cursor() -> None:
 
 
 def test_colours_only_where_they_can_be_shown() -> None:
-    job = told(answers={**ALL, "c-1": Silence.REFUSED})
+    job = told(answers={**ALL, "c-1": Unreachable.REFUSED})
     plain, coloured = lines(job, Screen()), lines(job, Screen(colour=True))
     assert not any("\x1b" in line for line in plain)
     assert any("\x1b[31mgone\x1b[0m" in line for line in coloured)
@@ -347,10 +347,10 @@ def test_colours_only_where_they_can_be_shown() -> None:
 def test_where_there_is_no_room_for_all_nodes_those_in_trouble_are_shown() -> None:
     nodes = tuple(replace(A, node=f"n{n:03}", incarnation=f"n{n:03}-1") for n in range(1000))
     world = replace(THREE, members=line_up(nodes))
-    answers: dict[str, Answer] = {
+    answers: dict[str, NodeAnswer] = {
         node.incarnation: replace(STATUS, node=node.node, incarnation=node.incarnation) for node in nodes
     }
-    answers["n700-1"] = Silence.SILENT
+    answers["n700-1"] = Unreachable.SILENT
     job = told(found(world, nodes), answers)
     shown = lines(job, Screen(width=100, height=24))
     assert len(shown) <= 24
@@ -362,7 +362,7 @@ def test_where_there_is_no_room_for_all_nodes_those_in_trouble_are_shown() -> No
 def test_of_many_problems_the_first_are_said() -> None:
     nodes = tuple(replace(A, node=f"n{n:03}", incarnation=f"n{n:03}-1") for n in range(100))
     job = told(found(replace(THREE, members=line_up(nodes)), nodes), {})
-    silent = replace(job, nodes=tuple(replace(node, silence=Silence.REFUSED) for node in job.nodes))
+    silent = replace(job, nodes=tuple(replace(node, silence=Unreachable.REFUSED) for node in job.nodes))
     notes = [line for line in lines(silent, Screen()) if line.startswith("!")]
     assert (len(notes), notes[-1]) == (13, "! and 88 more")
 

@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch.utils import dlpack
 
 from elastic_agent.agent.preloader.fidelity.env_rules import RULES
-from elastic_agent.worker import relayout
-from elastic_agent.worker.layout import lay_out
+from elastic_agent.worker import layout_cache
+from elastic_agent.worker.archive_layout import lay_out
 from elastic_agent.worker.replicas import SHARDED
 
 PAYLOAD = {"weights": torch.arange(1024, dtype=torch.float32), "step": 7, "rate": 0.25}
 
 
 def test_save_leaves_tensors_out_with_seeks_and_names_their_storages() -> None:
-    """`worker/layout.py`: torch.serialization.skip_data and register_package."""
+    """`worker/archive_layout.py`: torch.serialization.skip_data and register_package."""
     layout = lay_out(PAYLOAD)
     [(offset, storage)] = layout.storages
     assert storage.data_ptr() == PAYLOAD["weights"].data_ptr()
@@ -37,10 +37,10 @@ def test_save_leaves_tensors_out_with_seeks_and_names_their_storages() -> None:
 
 
 def test_the_layout_of_an_archive_can_be_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`worker/relayout.py`: the opcodes of torch's pickle, and its place in the archive."""
+    """`worker/layout_cache.py`: the opcodes of torch's pickle, and its place in the archive."""
     made_by_torch = []
-    monkeypatch.setattr(relayout, "lay_out", lambda payload: made_by_torch.append(1) or lay_out(payload))
-    layouts = relayout.Layouts()
+    monkeypatch.setattr(layout_cache, "lay_out", lambda payload: made_by_torch.append(1) or lay_out(payload))
+    layouts = layout_cache.LayoutCache()
     for step in range(4):
         layout = layouts.lay_out({**PAYLOAD, "step": step})
     assert len(made_by_torch) == 2  # the first, and the one that was learned from

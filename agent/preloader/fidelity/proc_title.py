@@ -1,4 +1,4 @@
-"""What /proc tells of this process: the command line and the environment that it *now* has.
+"""What /proc shows of this process: the command line and the environment that it *now* has.
 
 The kernel shows what lay on the stack at exec. A forked child that has become a worker would be shown with the
 words of its parent: to ps and py-spy, and to all who look for workers by the marks in their environment. `show` points

@@ -45,7 +45,7 @@ class Stock:
     coming: int = 0
     asked_at: float = 0.0
     """When the first of those coming were asked for."""
-    miscarried: bool = False
+    fork_failed: bool = False
     """Some of them have ended instead."""
 
 
@@ -63,7 +63,7 @@ def before_start(stock: Stock, workers: int, now: float) -> Advice:
         return Advice()
     if stock.phase is Phase.LOADING:
         return Advice(wait_until=stock.since + LOADING_S)
-    if stock.phase is Phase.BROKEN or stock.miscarried:
+    if stock.phase is Phase.BROKEN or stock.fork_failed:
         return Advice()
     missing = max(0, workers - stock.ready - stock.coming)
     asked_at = stock.asked_at if stock.coming else now

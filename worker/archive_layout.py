@@ -19,7 +19,7 @@ _ALWAYS_FIRST = -1000
 
 
 class CannotLayOut(RuntimeError):
-    """This version of torch tells too little of where it puts a tensor's bytes: there are no copies in memory."""
+    """This version of torch shows too little of where it puts a tensor's bytes: there are no copies in memory."""
 
 
 class _Recorder(threading.local):

@@ -6,7 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.accounting.turnover import NOTHING, Turnover, WorldWatch, because, reason
+from elastic_agent.agent.accounting.membership_changes import (
+    NOTHING,
+    MembershipChange,
+    MembershipWatch,
+    because,
+    reason,
+)
 from elastic_agent.agent.processes.failures import WorkerFailure
 from elastic_agent.rendezvous.records import (
     Aside,
@@ -31,17 +37,17 @@ def world(generation: int, nodes: str, cause: Cause, phase: Phase = Phase.RUNNIN
     return World("job", generation, phase, members, Endpoint("h", 1), cause, result=result)
 
 
-def seen(*worlds: World | None, asked: tuple[str, ...] = ()) -> list[Turnover]:
+def seen(*worlds: World | None, asked: tuple[str, ...] = ()) -> list[MembershipChange]:
     """What changes, one after the other; the same look twice changes nothing."""
-    watch = WorldWatch()
+    watch = MembershipWatch()
     watch.asked_to_stop(asked)
-    turnovers = []
+    changes = []
     for each in worlds:
-        turnovers.append(watch.see(each))
+        changes.append(watch.see(each))
         assert watch.see(each) == NOTHING
         if each is not None:
             assert watch.see(replace(each)) == NOTHING
-    return turnovers
+    return changes
 
 
 def stopped(generation: int, nodes: str, cause: Cause) -> World:
@@ -55,19 +61,23 @@ LEAVE_B, LOST_B = Cause(CauseKind.LEAVE, "b"), Cause(CauseKind.LOST, "b")
 @pytest.mark.parametrize(
     ("cause", "nodes", "expected"),
     [
-        pytest.param(JOIN, "abc", Turnover(joined=1), id="one joins"),
-        pytest.param(JOIN, "abcde", Turnover(joined=3), id="three join"),
-        pytest.param(LEAVE_B, "a", Turnover(left=1), id="one leaves"),
-        pytest.param(LOST_B, "a", Turnover(lost=1, incident="lost"), id="one is lost"),
-        pytest.param(LOST_B, "aB", Turnover(joined=1, lost=1, incident="lost"), id="one comes back anew"),
+        pytest.param(JOIN, "abc", MembershipChange(joined=1), id="one joins"),
+        pytest.param(JOIN, "abcde", MembershipChange(joined=3), id="three join"),
+        pytest.param(LEAVE_B, "a", MembershipChange(left=1), id="one leaves"),
+        pytest.param(LOST_B, "a", MembershipChange(lost=1, incident="lost"), id="one is lost"),
         pytest.param(
-            LEAVE_B, "z", Turnover(joined=1, left=1, lost=1), id="one leaves, one is gone, one joins"
+            LOST_B, "aB", MembershipChange(joined=1, lost=1, incident="lost"), id="one comes back anew"
         ),
-        pytest.param(FAILED, "ab", Turnover(incident="oom"), id="a worker fails"),
-        pytest.param(Cause(CauseKind.WITHDRAWN, "b"), "ab", Turnover(incident="lost"), id="one is cut off"),
+        pytest.param(
+            LEAVE_B, "z", MembershipChange(joined=1, left=1, lost=1), id="one leaves, one is gone, one joins"
+        ),
+        pytest.param(FAILED, "ab", MembershipChange(incident="oom"), id="a worker fails"),
+        pytest.param(
+            Cause(CauseKind.WITHDRAWN, "b"), "ab", MembershipChange(incident="lost"), id="one is cut off"
+        ),
     ],
 )
-def test_what_changes_between_two_generations(cause: Cause, nodes: str, expected: Turnover) -> None:
+def test_what_changes_between_two_generations(cause: Cause, nodes: str, expected: MembershipChange) -> None:
     after = world(2, nodes, cause)
     assert seen(world(1, "ab", START), stopped(1, "ab", cause), after) == [NOTHING, NOTHING, expected]
     assert seen(world(1, "ab", START), after) == [NOTHING, expected], "the stop may be missed"
@@ -89,13 +99,13 @@ def test_a_node_that_is_put_aside_is_counted_once_with_each_life() -> None:
 
 def test_a_node_that_was_heard_to_leave_beside_another_has_left() -> None:
     worlds = (world(1, "abc", START), stopped(1, "abc", LEAVE_B), world(2, "a", LEAVE_B))
-    assert seen(*worlds)[2] == Turnover(left=1, lost=1)
-    assert seen(*worlds, asked=("c-1",))[2] == Turnover(left=2)
+    assert seen(*worlds)[2] == MembershipChange(left=1, lost=1)
+    assert seen(*worlds, asked=("c-1",))[2] == MembershipChange(left=2)
 
 
 def test_what_was_before_this_agent_came_is_not_its_to_count() -> None:
     assert seen(world(7, "ab", FAILED)) == [NOTHING]
-    assert seen(None, stopped(7, "ab", FAILED), world(8, "abc", FAILED))[2] == Turnover(
+    assert seen(None, stopped(7, "ab", FAILED), world(8, "abc", FAILED))[2] == MembershipChange(
         joined=1, incident="oom"
     )
 
@@ -103,20 +113,20 @@ def test_what_was_before_this_agent_came_is_not_its_to_count() -> None:
 def test_a_failure_counts_as_what_the_next_world_calls_it() -> None:
     """A worker that failed beside a lost node failed because of it."""
     worlds = (world(1, "ab", START), stopped(1, "ab", FAILED), world(2, "a", LOST_B))
-    assert seen(*worlds)[1:] == [NOTHING, Turnover(lost=1, incident="lost")]
+    assert seen(*worlds)[1:] == [NOTHING, MembershipChange(lost=1, incident="lost")]
 
 
 def test_a_generation_that_was_missed_does_not_lend_its_end_to_the_one_before() -> None:
     worlds = (world(1, "ab", START), stopped(2, "abc", FAILED), world(3, "abc", FAILED))
-    assert seen(*worlds)[1:] == [Turnover(joined=1), Turnover(incident="oom")]
+    assert seen(*worlds)[1:] == [MembershipChange(joined=1), MembershipChange(incident="oom")]
 
 
 def test_the_failure_that_ends_the_job_counts() -> None:
     worlds = (world(1, "a", START), stopped(1, "a", FAILED), world(1, "a", FAILED, Phase.ENDED))
-    assert seen(*worlds)[1:] == [NOTHING, Turnover(incident="oom")]
+    assert seen(*worlds)[1:] == [NOTHING, MembershipChange(incident="oom")]
 
 
-def test_a_new_run_of_the_job_is_no_turnover_of_the_old_one() -> None:
+def test_a_new_run_of_the_job_is_no_change_of_the_old_one() -> None:
     old = world(3, "ab", Cause(CauseKind.SUCCESS), Phase.ENDED)
     assert seen(old, world(4, "cd", START)) == [NOTHING, NOTHING]
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .layout import Layout, lay_out
+from .archive_layout import Layout, lay_out
 
 logger = logging.getLogger(__name__)
 
@@ -271,7 +271,7 @@ def _learn(state: _State, layout: Layout) -> _Template:
     )
 
 
-class Layouts:
+class LayoutCache:
     """The layouts of one Checkpointer's states, one after the other."""
 
     def __init__(self) -> None:

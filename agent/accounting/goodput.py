@@ -12,8 +12,8 @@ Invariants: the seconds of all activities add up to the time from the start to `
 phases of a recovery add up to its duration. All hold by construction: `booked_until` is the only hand of the clock, and
 each of its moves is booked once.
 
-The table below is the whole state machine. News that it does not list for an activity changes nothing: steps that are
-heard while workers are being stopped, a second worker that fails because the first one did.
+The table below is the whole state machine. An event that it does not list for an activity changes nothing: steps that
+are seen while workers are being stopped, a second worker that fails because the first one did.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class Activity(enum.Enum):
     RECOMPUTE = "recompute"
     """Steps are done again that an earlier generation had done."""
     DETECT = "detect"
-    """Something is wrong and the workers are not yet told to stop."""
+    """Something is wrong and the workers are not yet ordered to stop."""
     STOP = "stop"
     RENDEZVOUS = "rendezvous"
     """No worker is left, and the next world is being formed."""
     BACKOFF = "backoff"
 
 
-class News(enum.Enum):
-    """What a sheet can hear."""
+class TrainingEvent(enum.Enum):
+    """What happens to the workers of a node, and to its part in the job."""
 
     STARTED = enum.auto()
     """Workers are to run."""
@@ -63,7 +63,7 @@ class News(enum.Enum):
     FAILED = enum.auto()
     """A worker has failed here."""
     STOPPING = enum.auto()
-    """The workers are told to stop."""
+    """The workers are ordered to stop."""
     GONE = enum.auto()
     """No worker is left; if they were not ordered to stop, they were successful."""
     HELD_BACK = enum.auto()
@@ -86,25 +86,27 @@ STANDSTILL = (Activity.DETECT, Activity.STOP, Activity.RENDEZVOUS, Activity.BACK
 PHASES = (*STANDSTILL, *STARTUP)
 """What a recovery consists of."""
 
-NEXT: Mapping[News, Mapping[Activity, Activity]] = {
-    News.STARTED: dict.fromkeys((Activity.WAITING, Activity.RENDEZVOUS, Activity.BACKOFF), Activity.START),
-    News.BEGAN: {Activity.START: Activity.INIT},
-    News.LOADING: dict.fromkeys((Activity.START, Activity.INIT), Activity.LOAD),
-    News.LOADED: {Activity.LOAD: Activity.FIRST_STEP},
-    News.STEPPED: dict.fromkeys(TRAINING, Activity.PRODUCTIVE),
-    News.STEPPED_AGAIN: dict.fromkeys(TRAINING, Activity.RECOMPUTE),
-    News.FAILED: dict.fromkeys(TRAINING, Activity.DETECT),
-    News.STOPPING: dict.fromkeys((*TRAINING, Activity.DETECT), Activity.STOP),
-    News.GONE: {Activity.STOP: Activity.RENDEZVOUS, **dict.fromkeys(TRAINING, Activity.WAITING)},
-    News.HELD_BACK: {Activity.RENDEZVOUS: Activity.BACKOFF},
-    News.RELEASED: {Activity.BACKOFF: Activity.RENDEZVOUS},
-    News.SET_ASIDE: dict.fromkeys((Activity.RENDEZVOUS, Activity.BACKOFF), Activity.WAITING),
+NEXT: Mapping[TrainingEvent, Mapping[Activity, Activity]] = {
+    TrainingEvent.STARTED: dict.fromkeys(
+        (Activity.WAITING, Activity.RENDEZVOUS, Activity.BACKOFF), Activity.START
+    ),
+    TrainingEvent.BEGAN: {Activity.START: Activity.INIT},
+    TrainingEvent.LOADING: dict.fromkeys((Activity.START, Activity.INIT), Activity.LOAD),
+    TrainingEvent.LOADED: {Activity.LOAD: Activity.FIRST_STEP},
+    TrainingEvent.STEPPED: dict.fromkeys(TRAINING, Activity.PRODUCTIVE),
+    TrainingEvent.STEPPED_AGAIN: dict.fromkeys(TRAINING, Activity.RECOMPUTE),
+    TrainingEvent.FAILED: dict.fromkeys(TRAINING, Activity.DETECT),
+    TrainingEvent.STOPPING: dict.fromkeys((*TRAINING, Activity.DETECT), Activity.STOP),
+    TrainingEvent.GONE: {Activity.STOP: Activity.RENDEZVOUS, **dict.fromkeys(TRAINING, Activity.WAITING)},
+    TrainingEvent.HELD_BACK: {Activity.RENDEZVOUS: Activity.BACKOFF},
+    TrainingEvent.RELEASED: {Activity.BACKOFF: Activity.RENDEZVOUS},
+    TrainingEvent.SET_ASIDE: dict.fromkeys((Activity.RENDEZVOUS, Activity.BACKOFF), Activity.WAITING),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Seconds of each of PHASES that there was, in their order. Those of STARTUP depend on what the workers tell:
+    """Seconds of each of PHASES that there was, in their order. Those of STARTUP depend on what the workers report:
     without steps a recovery is over when they start; without a load all until the first step is INIT."""
 
     phases: Mapping[Activity, float]
@@ -114,7 +116,7 @@ class Recovery:
         return sum(self.phases.values())
 
 
-class Timesheet:
+class GoodputAccount:
     """The seconds of each activity, and the present one. Instants are seconds, monotonic."""
 
     def __init__(self, now: float) -> None:
@@ -136,18 +138,18 @@ class Timesheet:
         if self.activity not in STEPPING:
             self._book(self.activity, now)
 
-    def hear(self, news: News, at: float) -> Recovery | None:
+    def record(self, event: TrainingEvent, at: float) -> Recovery | None:
         """What happened at `at`. The recovery that is over with it, if one is."""
         self.advance(at)
-        before, self.activity = self.activity, NEXT[news].get(self.activity, self.activity)
+        before, self.activity = self.activity, NEXT[event].get(self.activity, self.activity)
         if self.activity is not before:
             self._passed.add(before)
         if before in STEPPING:
-            if self.activity in STEPPING and news in (News.STEPPED, News.STEPPED_AGAIN):
+            if self.activity in STEPPING and event in (TrainingEvent.STEPPED, TrainingEvent.STEPPED_AGAIN):
                 self._book(before, at)
             elif self.activity not in STEPPING:
-                self._book(Activity.STOP if news is News.GONE else Activity.DETECT, at)
-        self.reports_steps |= news in (News.STEPPED, News.STEPPED_AGAIN)
+                self._book(Activity.STOP if event is TrainingEvent.GONE else Activity.DETECT, at)
+        self.reports_steps |= event in (TrainingEvent.STEPPED, TrainingEvent.STEPPED_AGAIN)
         if self.activity in (Activity.DETECT, Activity.STOP):
             if self._before_recovery is None:
                 self._before_recovery, self._passed = dict(self.seconds), set()

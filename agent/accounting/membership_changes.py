@@ -19,7 +19,7 @@ _CHANGES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Turnover:
+class MembershipChange:
     """Numbers of nodes; `incident` is the root of the failure that ended a generation."""
 
     joined: int = 0
@@ -29,11 +29,11 @@ class Turnover:
     incident: str | None = None
 
 
-NOTHING = Turnover()
+NOTHING = MembershipChange()
 
 
-class WorldWatch:
-    """Follows the worlds that this node sees, and tells each change once. A node that rejoins is another one."""
+class MembershipWatch:
+    """Follows the worlds that this node sees, and returns each change once. A node that rejoins is another one."""
 
     def __init__(self) -> None:
         self._world: World | None = None
@@ -43,7 +43,7 @@ class WorldWatch:
         """Their going is a leave: this node has read so."""
         self._asked_to_stop.update(incarnations)
 
-    def see(self, world: World | None) -> Turnover:
+    def see(self, world: World | None) -> MembershipChange:
         """The world as it is now; None while this node knows of none."""
         before = self._world
         if world is None or world is before:
@@ -59,7 +59,7 @@ class WorldWatch:
         left = gone & self._asked_to_stop
         self._asked_to_stop -= gone
         ended = world.generation > before.generation or world.phase is Phase.ENDED
-        return Turnover(
+        return MembershipChange(
             joined=len(new - old),
             left=len(left),
             lost=len(gone - left),

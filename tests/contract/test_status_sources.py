@@ -1,4 +1,4 @@
-"""What each door of `elastic-agent status` makes of agents' pages, of real stores, and of whoever else answers."""
+"""What each source of `elastic-agent status` makes of agents' pages, of real stores, and of whoever else answers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import pytest
 from elastic_agent.agent.configuration.rendezvous import EtcdConfig, RendezvousConfig
 from elastic_agent.agent.configuration.values import Secret
 from elastic_agent.agent.exits import StatusCode
-from elastic_agent.agent.status import doors as status_doors
-from elastic_agent.agent.status.doors import (
+from elastic_agent.agent.status import sources as status_sources
+from elastic_agent.agent.status.pages import JOB_PATH, STATUS_PATH, JobStatus, NodeStatus
+from elastic_agent.agent.status.sources import (
     AT_ONCE,
-    AgentsDoor,
+    AgentsSource,
     CannotShow,
     Found,
-    Silence,
-    StoreDoor,
+    StoreSource,
+    Unreachable,
     ask_nodes,
 )
-from elastic_agent.agent.status.pages import JOB_PATH, STATUS_PATH, JobStatus, NodeStatus
 from elastic_agent.health.http import HealthServer, Probe
 from elastic_agent.rendezvous.records import SCHEMA, WORLD_KEY, Endpoint, NodeRecord, World, line_up, node_key
 from elastic_agent.rendezvous.store import Put, Store
@@ -99,13 +99,13 @@ def job_of(*nodes: NodeRecord, coordinator: str = "a", complete: bool = True) ->
     return JobStatus("digits", world, nodes, coordinator, complete)
 
 
-def door_to(*agents: Endpoint, here: bool = False, timeout_s: float = PATIENCE_S) -> AgentsDoor:
-    return AgentsDoor(lambda: agents, timeout_s, here=here)
+def source_at(*agents: Endpoint, here: bool = False, timeout_s: float = PATIENCE_S) -> AgentsSource:
+    return AgentsSource(lambda: agents, timeout_s, here=here)
 
 
-def refused(door: AgentsDoor | StoreDoor) -> CannotShow:
+def refused(source: AgentsSource | StoreSource) -> CannotShow:
     with pytest.raises(CannotShow) as nothing:
-        door.jobs()
+        source.jobs()
     return nothing.value
 
 
@@ -127,11 +127,11 @@ def test_each_node_speaks_for_itself_and_each_kind_of_silence_is_told_apart(
     )
     assert ask_nodes(job, SHORT_S) == {
         "a-1": a.status,
-        "b-1": Silence.REPLACED,
-        "c-1": Silence.REFUSED,
-        "d-1": Silence.SILENT,
-        "e-1": Silence.STRANGE,
-        "f-1": Silence.HIDDEN,
+        "b-1": Unreachable.REPLACED,
+        "c-1": Unreachable.REFUSED,
+        "d-1": Unreachable.SILENT,
+        "e-1": Unreachable.STRANGE,
+        "f-1": Unreachable.HIDDEN,
     }
 
 
@@ -151,7 +151,7 @@ def test_a_thousand_nodes_are_asked_at_most_so_many_at_once(node: Callable[..., 
     answers = ask_nodes(job, 8 * PATIENCE_S)
     counted.set()
     counting.join()
-    assert list(answers.values()) == [Silence.REPLACED] * 1000
+    assert list(answers.values()) == [Unreachable.REPLACED] * 1000
     assert 1 < max(threads) <= AT_ONCE
 
 
@@ -165,9 +165,9 @@ def test_those_who_have_to_wait_share_the_time(
         given.append(cast(float, question[3]))
         raise TimeoutError
 
-    monkeypatch.setattr(status_doors, "get", silent)
+    monkeypatch.setattr(status_sources, "get", silent)
     answers = ask_nodes(job_of(*(record(f"n{number}", HOME) for number in range(count))), 8.0)
-    assert list(answers.values()) == [Silence.SILENT] * count
+    assert list(answers.values()) == [Unreachable.SILENT] * count
     assert given == [each_s] * count
 
 
@@ -175,10 +175,10 @@ def test_an_agent_that_does_not_coordinate_sends_on_to_the_one_that_does(node: C
     a, b = node("a"), node("b")
     a.job = job_of(record("a", a.http), record("b", b.http), record("c", HOME))
     b.job = job_of(record("a", a.http), record("b", b.http), complete=False)
-    (found,) = door_to(b.http).jobs()
+    (found,) = source_at(b.http).jobs()
     assert (found.job, found.witness) == (JobStatus.from_json(a.job.to_json()), b.status)
     a.server.close()
-    (alone,) = door_to(b.http).jobs()
+    (alone,) = source_at(b.http).jobs()
     assert [record.node for record in alone.job.nodes] == ["a", "b"]
     assert not alone.job.complete
 
@@ -187,7 +187,7 @@ def test_the_coordinator_of_another_job_is_not_believed(node: Callable[..., Node
     a, b = node("a"), node("b")
     a.job = replace(job_of(record("a", a.http)), job="letters")
     b.job = job_of(record("a", a.http), record("b", b.http), complete=False)
-    (found,) = door_to(b.http).jobs()
+    (found,) = source_at(b.http).jobs()
     assert found.job.job == "digits"
 
 
@@ -196,33 +196,33 @@ def test_each_job_is_told_once_and_every_job_is(node: Callable[..., Node]) -> No
     a.job = job_of(record("a", a.http), record("b", b.http))
     b.job = replace(a.job, complete=False)
     c.job = replace(job_of(record("c", c.http), coordinator="c"), job="letters")
-    jobs = door_to(b.http, c.http, a.http, here=True).jobs()
+    jobs = source_at(b.http, c.http, a.http, here=True).jobs()
     assert [(found.job.job, len(found.job.nodes)) for found in jobs] == [("digits", 2), ("letters", 1)]
 
 
 def test_an_agent_that_has_not_found_its_store_yet_is_shown_alone(node: Callable[..., Node]) -> None:
     a = node("a", JobStatus("digits", None, (), None, complete=False))
-    assert door_to(a.http, here=True).jobs() == [Found(f"agent {a.http}", a.job, a.status)]
+    assert source_at(a.http, here=True).jobs() == [Found(f"agent {a.http}", a.job, a.status)]
 
 
 def test_a_silent_agent_on_this_machine_is_mentioned_beside_the_others(
     node: Callable[..., Node], frozen: Endpoint
 ) -> None:
     a = node("a", job_of(record("a", HOME)))
-    (found,) = door_to(a.http, frozen, nobody(), here=True, timeout_s=SHORT_S).jobs()
+    (found,) = source_at(a.http, frozen, nobody(), here=True, timeout_s=SHORT_S).jobs()
     (note,) = found.notes
     assert str(frozen) in note
 
 
 def test_why_there_is_nothing_to_show(frozen: Endpoint, stranger: Endpoint) -> None:
-    for door, code, words in (
-        (door_to(here=True), StatusCode.NO_AGENT, "--agent HOST:PORT"),
-        (door_to(nobody(), here=True), StatusCode.NO_AGENT, "--rdzv-endpoint HOST:PORT"),
-        (door_to(nobody()), StatusCode.NO_ANSWER, "no process listens"),
-        (door_to(frozen, timeout_s=SHORT_S), StatusCode.NO_ANSWER, "no answer within 0.3 s"),
-        (door_to(stranger), StatusCode.MISMATCH, "another program, or another version"),
+    for source, code, words in (
+        (source_at(here=True), StatusCode.NO_AGENT, "--agent HOST:PORT"),
+        (source_at(nobody(), here=True), StatusCode.NO_AGENT, "--rdzv-endpoint HOST:PORT"),
+        (source_at(nobody()), StatusCode.NO_ANSWER, "no process listens"),
+        (source_at(frozen, timeout_s=SHORT_S), StatusCode.NO_ANSWER, "no answer within 0.3 s"),
+        (source_at(stranger), StatusCode.MISMATCH, "another program, or another version"),
     ):
-        problem = refused(door)
+        problem = refused(source)
         assert problem.code is code, str(problem)
         assert words in str(problem)
 
@@ -247,9 +247,9 @@ def test_etcd_tells_all_nodes_the_oldest_first_and_what_it_cannot_read(shared_et
     shared_etcd.ctl("put", root + WORLD_KEY, replace(WORLD, job="status-1").to_json())
     shared_etcd.ctl("put", "/elastic-agent/status-10/" + node_key("other"), record("other", HOME).to_json())
     revision = shared_etcd.revision()
-    door = StoreDoor(etcd_place(shared_etcd, "status-1"), PATIENCE_S)
+    source = StoreSource(etcd_place(shared_etcd, "status-1"), PATIENCE_S)
     for _ in range(2):
-        (found,) = door.jobs()
+        (found,) = source.jobs()
         assert found.job == JobStatus(
             "status-1",
             replace(WORLD, job="status-1"),
@@ -262,12 +262,12 @@ def test_etcd_tells_all_nodes_the_oldest_first_and_what_it_cannot_read(shared_et
 
 
 def test_etcd_without_this_job_or_with_a_world_of_another_version(shared_etcd: EtcdCluster) -> None:
-    missing = refused(StoreDoor(etcd_place(shared_etcd, "status-none"), PATIENCE_S))
+    missing = refused(StoreSource(etcd_place(shared_etcd, "status-none"), PATIENCE_S))
     assert missing.code is StatusCode.NO_JOB
     assert "check --rdzv-id" in str(missing)
     newer = WORLD.to_json().replace(f'"v":{SCHEMA}', '"v":99')
     shared_etcd.ctl("put", "/elastic-agent/status-new/world", newer)
-    strange = refused(StoreDoor(etcd_place(shared_etcd, "status-new"), PATIENCE_S))
+    strange = refused(StoreSource(etcd_place(shared_etcd, "status-new"), PATIENCE_S))
     assert strange.code is StatusCode.MISMATCH
 
 
@@ -282,7 +282,7 @@ def test_a_user_of_etcd_who_may_only_read_can_look_and_no_other() -> None:
         cluster.ctl("user", "grant-role", "reader", "look")
         cluster.ctl("auth", "enable")
         mine = {"user": "reader", "password": Secret("secret")}
-        (found,) = StoreDoor(etcd_place(cluster, "digits", **mine), PATIENCE_S).jobs()
+        (found,) = StoreSource(etcd_place(cluster, "digits", **mine), PATIENCE_S).jobs()
         assert found.job.world == WORLD
         for job, how in (
             ("letters", mine),
@@ -290,7 +290,8 @@ def test_a_user_of_etcd_who_may_only_read_can_look_and_no_other() -> None:
             ("digits", {}),
         ):
             assert (
-                refused(StoreDoor(etcd_place(cluster, job, **how), PATIENCE_S)).code is StatusCode.BAD_CONFIG
+                refused(StoreSource(etcd_place(cluster, job, **how), PATIENCE_S)).code
+                is StatusCode.BAD_CONFIG
             )
 
 
@@ -301,7 +302,7 @@ def test_no_store_is_an_answer_in_time() -> None:
         RendezvousConfig("etcd", (place,), EtcdConfig(), "digits"),
         RendezvousConfig("c10d", (place,), None, "digits"),
     ):
-        assert refused(StoreDoor(rendezvous, SHORT_S)).code is StatusCode.NO_ANSWER
+        assert refused(StoreSource(rendezvous, SHORT_S)).code is StatusCode.NO_ANSWER
 
 
 def test_a_c10d_store_tells_only_its_own_job(host_process: Callable[..., HostProcess]) -> None:
@@ -309,18 +310,18 @@ def test_a_c10d_store_tells_only_its_own_job(host_process: Callable[..., HostPro
 
     host = host_process("digits")
     place = (Endpoint(HOST, host.port),)
-    door = StoreDoor(RendezvousConfig("c10d", place, None, "digits"), PATIENCE_S)
-    assert refused(door).code is StatusCode.NO_JOB
+    source = StoreSource(RendezvousConfig("c10d", place, None, "digits"), PATIENCE_S)
+    assert refused(source).code is StatusCode.NO_JOB
     writer = C10dStore.connect(HOST, host.port, "digits", PATIENCE_S)
     put(writer, world=WORLD.to_json(), nodes__a=record("a", HOME).to_json())
-    (found,) = door.jobs()
+    (found,) = source.jobs()
     assert (found.job.world, found.job.coordinator) == (WORLD, "a")
-    other = refused(StoreDoor(RendezvousConfig("c10d", place, None, "letters"), PATIENCE_S))
+    other = refused(StoreSource(RendezvousConfig("c10d", place, None, "letters"), PATIENCE_S))
     assert other.code is StatusCode.MISMATCH
     assert "digits" in str(other)
     host.process.kill()
     host.process.wait()
-    assert refused(door).code is StatusCode.NO_ANSWER
+    assert refused(source).code is StatusCode.NO_ANSWER
     writer.close()
 
 
@@ -328,6 +329,6 @@ def test_a_world_that_is_read_is_the_one_that_was_written(shared_etcd: EtcdClust
     nodes = tuple(record(f"node-{number:03}", HOME) for number in range(1000))
     world = replace(WORLD, job="status-big", members=line_up(nodes))
     shared_etcd.ctl("put", "/elastic-agent/status-big/world", stdin=world.to_json())
-    (found,) = StoreDoor(etcd_place(shared_etcd, "status-big"), PATIENCE_S).jobs()
+    (found,) = StoreSource(etcd_place(shared_etcd, "status-big"), PATIENCE_S).jobs()
     assert isinstance(found.job.world, World)
     assert found.job.world.members == world.members

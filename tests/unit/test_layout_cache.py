@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from elastic_agent.worker import relayout
-from elastic_agent.worker.layout import Layout, lay_out
-from elastic_agent.worker.relayout import Layouts
+from elastic_agent.worker import layout_cache
+from elastic_agent.worker.archive_layout import Layout, lay_out
+from elastic_agent.worker.layout_cache import LayoutCache
 
 _ID = re.compile(rb"(serialization_idFB.{2}Z*)\d{40}(PK\x07\x08).{4}", re.DOTALL)
 
@@ -98,7 +98,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counted.append(payload["step"])
         return lay_out(payload)
 
-    monkeypatch.setattr(relayout, "lay_out", counting)
+    monkeypatch.setattr(layout_cache, "lay_out", counting)
     return counted
 
 
@@ -176,7 +176,7 @@ ANEW = {
 def test_what_has_only_other_contents_and_numbers_is_not_laid_out_anew(
     change: Callable[[Training], None], counted: list[int]
 ) -> None:
-    training, layouts = Training(), Layouts()
+    training, layouts = Training(), LayoutCache()
     for _ in range(2):
         layouts.lay_out(training.payload())
         training.train()
@@ -191,7 +191,7 @@ def test_what_has_only_other_contents_and_numbers_is_not_laid_out_anew(
 
 @pytest.mark.parametrize("change", ANEW.values(), ids=ANEW.keys())
 def test_another_form_is_laid_out_anew(change: Callable[[Training], None], counted: list[int]) -> None:
-    training, layouts = Training(), Layouts()
+    training, layouts = Training(), LayoutCache()
     for _ in range(3):
         layouts.lay_out(training.payload())
         training.train()
@@ -210,7 +210,7 @@ def test_another_form_is_laid_out_anew(change: Callable[[Training], None], count
     ids=["size", "complex", "set", "conjugated", "sparse"],
 )
 def test_what_is_not_known_in_every_detail_is_laid_out_by_torch(value: Any, counted: list[int]) -> None:
-    layouts = Layouts()
+    layouts = LayoutCache()
     for step in range(4):
         layouts.lay_out({"step": step, "value": value})
     assert counted == [0, 1, 2, 3]
@@ -220,15 +220,15 @@ def test_a_pickle_with_other_numbers_than_expected_is_no_template(
     counted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a torch that pickles tensors in another way."""
-    monkeypatch.setattr(relayout._Tensor, "numbers", lambda _: (1,))
-    layouts = Layouts()
+    monkeypatch.setattr(layout_cache._Tensor, "numbers", lambda _: (1,))
+    layouts = LayoutCache()
     for step in range(4):
         layouts.lay_out({"step": step, "value": torch.ones(3)})
     assert counted == [0, 1, 2, 3]
 
 
 def test_a_template_keeps_no_tensor_alive() -> None:
-    layouts = Layouts()
+    layouts = LayoutCache()
     value = torch.ones(3)
     for step in range(3):
         layouts.lay_out({"step": step, "value": value})

@@ -1,4 +1,4 @@
-"""How far this node's workers have come together, from what each one's page says.
+"""How far this node's workers have come together, from the page of each.
 
 They need each other: a generation's scripts have begun when the last one has, and the same goes for loading. But a step
 that one has finished is done, a second one that finishes it adds nothing, and one that is still loading then is not
@@ -20,7 +20,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Headway:
+class NodeProgress:
     """Instants are seconds, monotonic. None: that has not come yet."""
 
     began_at: float | None = None
@@ -34,7 +34,7 @@ class Headway:
     newest: Step | None = None
 
 
-def headway(readings: Collection[Reading]) -> Headway:
+def node_progress(readings: Collection[Reading]) -> NodeProgress:
     firsts = [
         Step(reading.first_step, reading.first_at)
         for reading in readings
@@ -55,7 +55,7 @@ def headway(readings: Collection[Reading]) -> Headway:
 
     loaded_at = all_at(lambda reading: reading.loaded_at)
     loaded_step = max((each.loaded_step for each in readings if each.loaded_step is not None), default=0)
-    return Headway(
+    return NodeProgress(
         began_at=all_at(lambda reading: reading.script_at),
         load_at=all_at(lambda reading: reading.load_at),
         loaded=Step(loaded_step, loaded_at) if loaded_at is not None else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_agent.agent.preloader.supply import (
+from elastic_agent.agent.preloader.spare_policy import (
     CALM_S,
     FORKING_S,
     LOADING_S,
@@ -44,7 +44,7 @@ NOW = 1000.0
         (Stock(READY, 0.0, ready=1, coming=5, asked_at=NOW - 1), Advice(0, NOW - 1 + FORKING_S)),
         # Nobody forks them: a cold start comes to an end.
         (Stock(READY, 0.0, ready=1, coming=3, asked_at=NOW - FORKING_S), Advice()),
-        (Stock(READY, 0.0, ready=3, miscarried=True), Advice()),
+        (Stock(READY, 0.0, ready=3, fork_failed=True), Advice()),
         (Stock(BROKEN, 0.0), Advice()),
         (Stock(BROKEN, 0.0, ready=3), Advice()),
     ],
@@ -56,12 +56,12 @@ def test_what_is_asked_for_and_waited_for_before_four_workers_start(stock: Stock
 @pytest.mark.parametrize("phase", Phase)
 @pytest.mark.parametrize("ready", [0, 3])
 @pytest.mark.parametrize("coming", [0, 1, 4])
-@pytest.mark.parametrize("miscarried", [False, True])
+@pytest.mark.parametrize("fork_failed", [False, True])
 def test_every_wait_ends_when_nothing_more_happens(
-    phase: Phase, ready: int, coming: int, miscarried: bool
+    phase: Phase, ready: int, coming: int, fork_failed: bool
 ) -> None:
     """The invariant: whoever asks again when told to is through after two waits at most."""
-    stock, now = Stock(phase, NOW, ready, coming, NOW, miscarried), NOW
+    stock, now = Stock(phase, NOW, ready, coming, NOW, fork_failed), NOW
     for _ in range(3):
         advice = before_start(stock, 4, now)
         if advice.wait_until is None:

@@ -36,7 +36,7 @@ class Listener:
             pass
 
 
-def note_imports(descriptor: int) -> None:
+def profile_imports(descriptor: int) -> None:
     """From now on, in this process and those that it forks."""
     kept = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, OUT_OF_THE_WAY)
     os.close(descriptor)
@@ -44,7 +44,7 @@ def note_imports(descriptor: int) -> None:
     sys.meta_path.insert(0, finder)
 
 
-class Notebook:
+class ImportProfile:
     """The agent's end: where one worker of the first generation notes what it imports."""
 
     def __init__(self) -> None:

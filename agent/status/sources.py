@@ -1,7 +1,7 @@
 """Where `elastic-agent status` learns of a job: from an agent, from the agents on this machine, or from the store.
 
-Each door tells which nodes there are; what only a node knows is then asked of the node itself, over HTTP, of many at
-once and in bounded time. Nothing is written, no lease is taken, and nobody joins: the job does not notice.
+A source lists the nodes; each node is then asked for what only it knows, over HTTP, many at
+once and in bounded time. Nothing is written, no lease is taken, and the job does not notice.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class CannotShow(Exception):
         self.code = code
 
 
-class Silence(enum.Enum):
+class Unreachable(enum.Enum):
     """How an agent did not answer."""
 
     REFUSED = "refused"
-    """Nobody listens there any more: the agent has ended."""
+    """No process listens there any more: the agent has ended."""
     SILENT = "silent"
     """It stands still, or cannot be reached from here."""
     STRANGE = "strange"
@@ -48,15 +48,15 @@ class Silence(enum.Enum):
     REPLACED = "replaced"
     """Another life of an agent answers there."""
     HIDDEN = "hidden"
-    """It has told nobody an address: it listens on its own loopback."""
+    """It has published no address: it listens on its own loopback."""
 
 
-Answer: TypeAlias = NodeStatus | Silence
+NodeAnswer: TypeAlias = NodeStatus | Unreachable
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A job, and by which door."""
+    """A job, and the source that knows it."""
 
     asked: str
     job: JobStatus
@@ -66,7 +66,7 @@ class Found:
     """What is wrong besides, in words."""
 
 
-class Door(ABC):
+class Source(ABC):
     """May be asked again and again."""
 
     @abstractmethod
@@ -83,41 +83,41 @@ _K = TypeVar("_K")
 
 def ask_all(
     whom: Mapping[_K, Endpoint], path: str, read: Callable[[str], _T], at_most: int, timeout_s: float
-) -> dict[_K, _T | Silence]:
-    """What each says at `path`: all of them within `timeout_s`, which the ones that have to wait share."""
+) -> dict[_K, _T | Unreachable]:
+    """The answer of each at `path`: all of them within `timeout_s`, which the ones that have to wait share."""
     if not whom:
         return {}
     # At worst all are silent, and each place is taken so often.
     each_s = timeout_s / math.ceil(len(whom) / AT_ONCE)
 
-    def ask(http: Endpoint) -> _T | Silence:
+    def ask(http: Endpoint) -> _T | Unreachable:
         try:
             return read(get(http, path, time.monotonic, each_s, at_most))
         except ConnectionRefusedError:
-            return Silence.REFUSED
+            return Unreachable.REFUSED
         except OSError:
-            return Silence.SILENT
+            return Unreachable.SILENT
         except (NoAnswer, RecordInvalid):
-            return Silence.STRANGE
+            return Unreachable.STRANGE
 
     with ThreadPoolExecutor(min(AT_ONCE, len(whom)), thread_name_prefix="ask") as pool:
         return dict(zip(whom, pool.map(ask, whom.values()), strict=True))
 
 
-def ask_nodes(job: JobStatus, timeout_s: float) -> dict[str, Answer]:
-    """What each node of the job says of itself, by incarnation."""
+def ask_nodes(job: JobStatus, timeout_s: float) -> dict[str, NodeAnswer]:
+    """The status of each node of the job, by incarnation."""
     homes = {member.incarnation: member.http for member in job.world.members} if job.world is not None else {}
     homes |= {node.incarnation: node.http for node in job.nodes}
     known = {incarnation: http for incarnation, http in homes.items() if http is not None}
     said = ask_all(known, STATUS_PATH, NodeStatus.from_json, MAX_STATUS_BYTES, timeout_s)
-    answers: dict[str, Answer] = dict.fromkeys(homes, Silence.HIDDEN)
+    answers: dict[str, NodeAnswer] = dict.fromkeys(homes, Unreachable.HIDDEN)
     for incarnation, answer in said.items():
         another = isinstance(answer, NodeStatus) and answer.incarnation != incarnation
-        answers[incarnation] = Silence.REPLACED if another else answer
+        answers[incarnation] = Unreachable.REPLACED if another else answer
     return answers
 
 
-class AgentsDoor(Door):
+class AgentsSource(Source):
     """Asks the agents that `find` names, anew each time; several of them may belong to one job.
 
     `here`: they were looked for on this machine, and not named by the operator.
@@ -132,7 +132,7 @@ class AgentsDoor(Door):
         agents = {http: http for http in self._find()}
         said = ask_all(agents, STATUS_PATH, NodeStatus.from_json, MAX_STATUS_BYTES, self._timeout_s)
         # One that was killed leaves its address for a moment.
-        selves = {http: answer for http, answer in said.items() if answer is not Silence.REFUSED}
+        selves = {http: answer for http, answer in said.items() if answer is not Unreachable.REFUSED}
         if not selves:
             raise self._nobody(agents)
         able = {http: http for http, answer in selves.items() if isinstance(answer, NodeStatus)}
@@ -143,10 +143,10 @@ class AgentsDoor(Door):
             if isinstance(witness := selves[http], NodeStatus) and isinstance(view := views[http], JobStatus)
         ]
         problems = [
-            self._problem(http, answer) for http, answer in selves.items() if isinstance(answer, Silence)
+            self._problem(http, answer) for http, answer in selves.items() if isinstance(answer, Unreachable)
         ]
         if not found:
-            strange = Silence.STRANGE in selves.values()
+            strange = Unreachable.STRANGE in selves.values()
             code = StatusCode.MISMATCH if strange else StatusCode.NO_ANSWER
             raise CannotShow(
                 code, "; ".join(problems) or f"agent {next(iter(able))} does not answer {JOB_PATH}"
@@ -180,8 +180,8 @@ class AgentsDoor(Door):
             f"is in the agent's log, behind 'metrics, /healthz, /readyz and /node at'; or {store}",
         )
 
-    def _problem(self, http: Endpoint, how: Silence) -> str:
-        if how is Silence.STRANGE:
+    def _problem(self, http: Endpoint, how: Unreachable) -> str:
+        if how is Unreachable.STRANGE:
             advice = "check the address, and use this command in the agent's own version"
             return f"what answers at {http} is another program, or another version of elastic-agent: {advice}"
         waited = f"no answer within {self._timeout_s:g} s"
@@ -189,7 +189,7 @@ class AgentsDoor(Door):
 
 
 def _each_job_once(found: Iterable[Found]) -> list[Found]:
-    """Agents of one job tell the same: the one who knows most of it counts."""
+    """Agents of one job give the same answer: the one that knows most of it counts."""
     chosen: list[Found] = []
     told: set[str] = set()
     for one in sorted(found, key=lambda one: not one.job.complete):
@@ -206,7 +206,7 @@ def _each_job_once(found: Iterable[Found]) -> list[Found]:
 # --- The store
 
 
-class StoreDoor(Door):
+class StoreSource(Source):
     """Reads the job's keys once for each question; the connection stays."""
 
     def __init__(self, rendezvous: RendezvousConfig, timeout_s: float) -> None:
