@@ -18,8 +18,8 @@ from ..configuration.config import Config
 from ..configuration.timeouts import drain_timeout_s
 from ..environment.widening import WIDENING, widening
 from ..processes.failures import WorkerFailure
-from ..processes.worker_pages import WorkerPages
 from ..processes.workers import WorkerGroup
+from ..worker_links.pages import WorkerPages
 from .drain_state import DrainState
 from .exits import Exit
 from .failure_reports import Crashes

@@ -45,7 +45,7 @@ preloader: lowest preloader/fidelity processes machine
 store: lowest configuration machine/network
 status: lowest configuration processes store
 accounting: processes status
-supervision: lowest output configuration processes machine environment preloader accounting
+supervision: lowest output configuration processes machine environment preloader accounting worker_links
 commands: lowest output configuration machine/network processes checkpoints machine environment store status
 agent: lowest output configuration machine/network processes checkpoints machine environment preloader store status \
     accounting supervision worker_links
