@@ -7,7 +7,7 @@ import platform
 import queue
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from .. import __version__
@@ -47,8 +47,11 @@ class Agent:
     events: queue.SimpleQueue[Event]
     manager: ServiceManager
     console: Console
-    started_at: float
     clock: Callable[[], float]
+    started_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "started_at", self.clock())
 
 
 def metrics_of(agent: Agent, machine: Machine, network: Network) -> Metrics:

@@ -98,7 +98,7 @@ def run(config: Config, machine: Machine) -> int:
     manager = ServiceManager.take(os.environ, os.getpid(), time.monotonic)
     environment = _take_environment()
     incarnation, clock = uuid.uuid4().hex[:12], time.monotonic
-    agent = Agent(config, name, incarnation, environment, events, manager, console, clock(), clock)
+    agent = Agent(config, name, incarnation, environment, events, manager, console, clock)
     try:
         ending = _run(agent, machine)
     except CannotStart as refusal:

@@ -59,7 +59,7 @@ def calls() -> list[str]:
 def agent(calls: list[str]) -> Agent:
     manager = cast(ServiceManager, Recorded("manager", calls))
     console = cast(Console, Ignored())
-    return Agent(CONFIG, "a", "a-1", {}, queue.SimpleQueue(), manager, console, 0.0, time.monotonic)
+    return Agent(CONFIG, "a", "a-1", {}, queue.SimpleQueue(), manager, console, time.monotonic)
 
 
 @pytest.fixture
