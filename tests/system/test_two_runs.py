@@ -55,5 +55,6 @@ def test_a_job_that_was_stopped_by_plan_takes_its_directory_back(job: Job, etcd:
     for begin, name, step in runs:
         agent = begin(name, "--nproc-per-node=1", script=command)
         job.wait_for_text(agent, f"goes on from {step}")
+        job.wait_for_text(agent, "first step is")  # before it there is nothing to keep
         agent.signal(signal.SIGTERM)
         assert agent.exit_code() == 128 + signal.SIGTERM, agent.text
