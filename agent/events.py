@@ -37,7 +37,7 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True)
-class LostTrack:
+class WatchCompacted:
     """The watch of this subscription has missed changes."""
 
     subscription: Subscription
@@ -95,7 +95,7 @@ class TailReady:
 
 
 @dataclass(frozen=True, slots=True)
-class HolderSpoke:
+class StoreServerMessage:
     """The process that serves the workers' stores has said this. Nothing: it has ended."""
 
     pid: int
@@ -103,14 +103,14 @@ class HolderSpoke:
 
 
 @dataclass(frozen=True, slots=True)
-class Stirred:
+class SpareReadable:
     """The preloaded process, or a spare, has something to say or has ended: its socket can be read."""
 
     descriptor: int
 
 
 @dataclass(frozen=True, slots=True)
-class ReaderSpoke:
+class GpuMemoryMessage:
     """The process that reads the GPUs' memory has said this. Nothing: it has ended."""
 
     pid: int
@@ -212,18 +212,18 @@ Event: TypeAlias = (
     Answered
     | Unanswered
     | Changed
-    | LostTrack
+    | WatchCompacted
     | LeaseConfirmed
     | LeaseGone
     | StoreGone
     | StoreMismatched
     | Probed
     | GenerationEvent
-    | HolderSpoke
-    | ReaderSpoke
+    | StoreServerMessage
+    | GpuMemoryMessage
     | WriterWanted
     | WriterEnded
-    | Stirred
+    | SpareReadable
     | SavesFinished
     | ThreadFailed
     | Signalled

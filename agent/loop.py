@@ -27,13 +27,13 @@ from .configuration.timeouts import last_save_s
 from .events import (
     Event,
     GenerationEvent,
+    GpuMemoryMessage,
     Handlers,
-    HolderSpoke,
-    ReaderSpoke,
     SavesFinished,
     Signalled,
-    Stirred,
+    SpareReadable,
     StoreGone,
+    StoreServerMessage,
     ThreadFailed,
     WriterEnded,
     WriterWanted,
@@ -245,7 +245,7 @@ class Loop:
         self._services.observer.left(action.why)
         self._departing = self._end(action)
         world = self._participant.world
-        rescues = world is not None and world.rescuer == self._participant.incarnation
+        rescues = world is not None and world.final_saver == self._participant.incarnation
         within_s = last_save_s(self._stop.grace_s, rescues=rescues)
 
         def finish() -> None:
@@ -274,9 +274,9 @@ class Loop:
         on(StoreGone, lambda event, _: None)  # its thread's ThreadFailed ends the agent
         for kind in get_args(GenerationEvent):
             on(kind, supervisor.handle)
-        on(HolderSpoke, lambda event, _: supervisor.holder_spoke(event))
-        on(Stirred, supervisor.stirred)
-        on(ReaderSpoke, services.gpu_memory.heard)
+        on(StoreServerMessage, lambda event, _: supervisor.holder_spoke(event))
+        on(SpareReadable, supervisor.stirred)
+        on(GpuMemoryMessage, services.gpu_memory.heard)
         on(WriterWanted, self._writer)
         on(WriterEnded, self._writer)
         on(SavesFinished, self._saves_finished)

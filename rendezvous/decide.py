@@ -97,8 +97,8 @@ class View:
     """Instant at which this node first saw the world in its present phase."""
     arrivals: Mapping[str, float] = field(default_factory=dict)
     """Instant at which this node first saw each incarnation."""
-    warm_since: Mapping[str, float] = field(default_factory=dict)
-    """And at which it first saw it warm."""
+    ready_since: Mapping[str, float] = field(default_factory=dict)
+    """And at which it first saw it ready."""
     evicted: Collection[str] = ()
     """Incarnations that are not live because their agents have ended, although their leases go on."""
     came_after_end: bool = False
@@ -285,10 +285,11 @@ def _finish_drain(
         return decision
     # Nobody may be there for long to keep in memory what no generation goes on with. And who leaves has stayed for the
     # others until here, but need not wait with them for new nodes.
-    rescuer = next((node.incarnation for node in present if node.has(Condition.STATE_SAVED, generation)), "")
+    savers = [node.incarnation for node in present if node.has(Condition.STATE_SAVED, generation)]
+    final_saver = savers[0] if savers else ""
     if isinstance(decision, Publish) and not goes_on:
-        return replace(decision, world=replace(decision.world, rescuer=rescuer))
-    return Publish(replace(world, phase=Phase.STOPPING, rescuer=rescuer), decision.reason)
+        return replace(decision, world=replace(decision.world, final_saver=final_saver))
+    return Publish(replace(world, phase=Phase.STOPPING, final_saver=final_saver), decision.reason)
 
 
 def _await_the_others(
@@ -316,13 +317,13 @@ def _invite(world: World, view: View, policy: Policy, now: float) -> Decision:
         return Wait(f"{names} standing by: the world has all {policy.max_nodes} nodes of --max-nodes")
     if len(_fitting(inside + newcomers, policy)) <= len(inside):
         return Wait(f"{_named(newcomers)} standing by: {_TOO_LARGE}")
-    warm = [node for node in newcomers if node.warm]
-    if not warm:
+    ready = [node for node in newcomers if node.ready]
+    if not ready:
         return Wait(f"{_named(newcomers)} getting ready to join")
-    quiet_at = _quiet_at(warm, view.warm_since, policy)
-    if len(warm) < room and now < quiet_at:
-        return Wait(f"last call before {_named(warm)} joins", quiet_at)
-    return _drain(world, Cause(CauseKind.JOIN, warm[0].node, f"{_named(warm)} joining"))
+    quiet_at = _quiet_at(ready, view.ready_since, policy)
+    if len(ready) < room and now < quiet_at:
+        return Wait(f"last call before {_named(ready)} joins", quiet_at)
+    return _drain(world, Cause(CauseKind.JOIN, ready[0].node, f"{_named(ready)} joining"))
 
 
 def _close(view: View, policy: Policy, now: float, generation: int = 1) -> Decision:
@@ -339,14 +340,14 @@ def _close(view: View, policy: Policy, now: float, generation: int = 1) -> Decis
             return Wait(f"waiting for {_named(busy)} to stop generation {world.generation}")
         if (wait := _wait_for_the_missing(world, view, policy, now)) is not None:
             return wait
-        if world.rescuer in live and _only_leavers_keep(world, view):
-            return Wait(f"node {live[world.rescuer].node} brings the state to disk before it leaves")
+        if world.final_saver in live and _only_leavers_keep(world, view):
+            return Wait(f"node {live[world.final_saver].node} brings the state to disk before it leaves")
         restarts = world.restarts
         world = _blame_the_lost(world, live, view)
         if world.cause.kind is CauseKind.FAILURE:
             verdict = _verdict(world, world.cause, survivors, policy)
             restarts = verdict.restarts
-            others = [node for node in _newcomers(view) if node.warm]
+            others = [node for node in _newcomers(view) if node.ready]
             put = blame.put_aside(
                 world, restarts, survivors, others, policy.min_nodes, spent=isinstance(verdict, GiveUp)
             )
@@ -372,8 +373,8 @@ def _close(view: View, policy: Policy, now: float, generation: int = 1) -> Decis
 
     newcomers = _newcomers(view)
     goes_on = world is not None and len(survivors) >= policy.min_nodes
-    if goes_on:  # whoever is not warm yet would keep the others waiting, and is invited later
-        newcomers = [node for node in newcomers if node.warm]
+    if goes_on:  # whoever is not ready yet would keep the others waiting, and is invited later
+        newcomers = [node for node in newcomers if node.ready]
     chosen = _fitting(survivors + newcomers, policy)
     if len(chosen) > len(
         survivors

@@ -13,7 +13,7 @@ import logging
 
 from .errors import RecordInvalid, StoreMismatch
 from .failure_detector import FailureDetector
-from .records import NODES_PREFIX, WORLD_KEY, Condition, NodeRecord, World, node_key, wish_key
+from .records import NODES_PREFIX, WORLD_KEY, Condition, NodeRecord, World, drain_key, node_key
 from .requests import Read, Subscription
 from .store import Compare, Entry, Snapshot
 
@@ -32,14 +32,14 @@ class MembershipView:
         """The watch that keeps this up to date; None until everything has been read."""
         self.arrivals: dict[str, float] = {}
         """Instant at which this node first saw each incarnation."""
-        self.warm_since: dict[str, float] = {}
-        """And at which it first saw it warm."""
+        self.ready_since: dict[str, float] = {}
+        """And at which it first saw it ready."""
         self.succeeded_since: dict[str, float] = {}
         """And at which it first saw its newest success."""
         self.detector = FailureDetector()
         self._job = job
         self._own_key = node_key(node)
-        self._wish_key = wish_key(node)
+        self._drain_key = drain_key(node)
         self._leader: Entry | None = None
         """The coordinator's record as found; another record under its key later is another, younger agent's."""
         self._nodes: dict[str, tuple[Entry, NodeRecord]] = {}
@@ -96,8 +96,8 @@ class MembershipView:
     def question(self) -> Read:
         """What the coordinator has to know; for the others also who that is."""
         if self.coordinates:
-            return Read((WORLD_KEY, self._wish_key, NODES_PREFIX))
-        return Read((WORLD_KEY, self._wish_key, self._own_key), oldest_under=NODES_PREFIX)
+            return Read((WORLD_KEY, self._drain_key, NODES_PREFIX))
+        return Read((WORLD_KEY, self._drain_key, self._own_key), oldest_under=NODES_PREFIX)
 
     # ---------------------------------------------------------------- what it is told
 
@@ -117,7 +117,7 @@ class MembershipView:
         self.see_world(entries.get(WORLD_KEY), now)
         self._nodes_as_of = snapshot.revision
         watched = (NODES_PREFIX,) if self.coordinates else (self._leader.key, self._own_key)
-        self.subscription = Subscription((WORLD_KEY, self._wish_key, *watched), snapshot.revision)
+        self.subscription = Subscription((WORLD_KEY, self._drain_key, *watched), snapshot.revision)
 
     def see_world(self, entry: Entry | None, now: float) -> None:
         """`entry` is what was under the world's key, if anything. No agent deletes it: if it is gone, so is the job."""
@@ -163,8 +163,8 @@ class MembershipView:
         self.detector.gone.discard(record.incarnation)
         self._nodes[key] = (entry, record)
         self.arrivals.setdefault(record.incarnation, now)
-        if record.warm:
-            self.warm_since.setdefault(record.incarnation, now)
+        if record.ready:
+            self.ready_since.setdefault(record.incarnation, now)
         before, done = known[1] if known is not None else None, Condition.SUCCEEDED
         if done in record.conditions and not (before and before.has(done, record.generation)):
             self.succeeded_since[record.incarnation] = now

@@ -35,17 +35,17 @@ from .records import (
     TRANSITIONS,
     WORLD_KEY,
     Condition,
+    DrainRequest,
     Failure,
     GenerationProgress,
     NodeRecord,
     Phase,
     Result,
-    Wish,
     World,
+    drain_key,
     life_of,
     newest,
     node_key,
-    wish_key,
 )
 from .requests import (
     MOST_EVICTED,
@@ -107,7 +107,7 @@ class Participant:
         self._known: World | None = None
         """The newest world of all earlier sessions."""
         self._deadlines = Deadlines(policy, now)
-        self._wish: Entry | None = None
+        self._drain_request: Entry | None = None
         """Somebody wants this node to leave, or wanted an earlier agent of it to."""
         self.wanted_to_leave = False
         """Somebody wants this agent to; the driver says `leave` when it does."""
@@ -313,8 +313,8 @@ class Participant:
         if (news := session.news) is not None:
             return WriteRecord(Compare(own_key, session.own_revision), news, session.lease)
         membership = session.membership
-        if self._wish is not None:
-            return Forget(Compare(self._wish.key, self._wish.mod_revision))
+        if self._drain_request is not None:
+            return Forget(Compare(self._drain_request.key, self._drain_request.mod_revision))
         if membership.subscription is None:
             return membership.question
         self._look_whether_it_fits()
@@ -354,7 +354,7 @@ class Participant:
             membership.world,
             membership.world_since,
             membership.arrivals,
-            membership.warm_since,
+            membership.ready_since,
             gone,
             self._runs_again,
             self._came_after_world,
@@ -434,9 +434,11 @@ class Participant:
                 self.lease_gone(session.lease)
             else:
                 session.membership.read(request, answer, now)
-                self._hear_wish(next((e for e in answer.entries if e.key == wish_key(own_node)), None))
+                self._read_drain_request(
+                    next((e for e in answer.entries if e.key == drain_key(own_node)), None)
+                )
         elif isinstance(request, Forget):
-            self._wish = None
+            self._drain_request = None
 
     def failed(self, request: Request, error: StoreError, now: float) -> None:
         """The pending request got no answer: what it did, if anything, is unknown."""
@@ -485,8 +487,8 @@ class Participant:
         key, revision = change.key, change.revision
         if key == WORLD_KEY:
             self._session.membership.see_world(change.entry, now)
-        elif key == wish_key(self.identity.node):
-            self._hear_wish(change.entry)
+        elif key == drain_key(self.identity.node):
+            self._read_drain_request(change.entry)
         elif key.startswith(NODES_PREFIX):
             self._session.membership.see_change_of_node(key, change.entry, revision, now)
         session = self._session
@@ -494,17 +496,17 @@ class Participant:
             # Our own writes come back; anything else that happens to our record is somebody else's doing.
             self._own_entry(change.entry, now)
 
-    def _hear_wish(self, entry: Entry | None) -> None:
+    def _read_drain_request(self, entry: Entry | None) -> None:
         """Whatever stands there is taken away: it was for this agent, or is for none that lives."""
-        self._wish = entry
+        self._drain_request = entry
         if entry is None:
             return
         try:
-            wish = Wish.from_json(entry.key, entry.value)
+            request = DrainRequest.from_json(entry.key, entry.value)
         except RecordInvalid as error:
             log.warning("a request that this node leave the job cannot be read: %s", error)
             return
-        self.wanted_to_leave |= life_of(wish.incarnation) == life_of(self.identity.incarnation)
+        self.wanted_to_leave |= life_of(request.incarnation) == life_of(self.identity.incarnation)
 
     def lost_track(self) -> None:
         """The watch missed changes: read everything again."""
@@ -572,7 +574,7 @@ class Participant:
             known if known and known.generation == self._generation else GenerationProgress(self._generation)
         )
 
-    def workers_lasting(self, generation: int) -> None:
+    def workers_stable(self, generation: int) -> None:
         """The workers have run for longer than a minute."""
         self._mark(generation, Condition.STABLE)
 
@@ -586,14 +588,14 @@ class Participant:
     def workers_succeeded(self, generation: int) -> None:
         self._mark(generation, Condition.SUCCEEDED)
 
-    def workers_told(self, generation: int) -> bool:
+    def workers_notified(self, generation: int) -> bool:
         """Every worker here that looks at its flag sees from now on that a planned change waits for it.
 
         True when that is news, and so something to tell the others.
         """
         return self._mark(generation, Condition.NOTIFIED)
 
-    def workers_listen(self, generation: int) -> bool:
+    def workers_polling(self, generation: int) -> bool:
         """Every worker here has looked at its flag at the end of a step, and so will at the next. True: as above."""
         return self._mark(generation, Condition.POLLING)
 
@@ -610,9 +612,9 @@ class Participant:
         self._session.says = known.having(generation, condition)
         return not known.has(condition, generation)
 
-    def warmed(self) -> None:
+    def became_ready(self) -> None:
         """Workers can start here at once. Until then a world that trains does not wait for this node."""
-        self._session.says = replace(self._session.says, warm=True)
+        self._session.says = replace(self._session.says, ready=True)
 
     def offer_port(self, port: int) -> None:
         """`port` is bound and listening at this node's address, and no generation has ever been given it."""
@@ -644,7 +646,7 @@ class Participant:
         was, incarnation = self._session.says, f"{self.identity.incarnation}.{self._joins}"
         self._known = newest(self._known, self.world)
         says = replace(
-            self.identity, incarnation=incarnation, leaving=was.leaving, warm=was.warm, step=was.step
+            self.identity, incarnation=incarnation, leaving=was.leaving, ready=was.ready, step=was.step
         )
         if self._known is not None:
             says = replace(says, seen=self._known.generation)

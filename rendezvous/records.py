@@ -38,15 +38,15 @@ STOP_KEY = "stop_at"
 INTRODUCTION = "the answer of a peer"
 """Stands for the key in what is said of an introduction that cannot be read."""
 NODES_PREFIX = "nodes/"
-WISHES_PREFIX = "drain/"
+DRAIN_PREFIX = "drain/"
 
 
 def node_key(node: str) -> str:
     return NODES_PREFIX + node
 
 
-def wish_key(node: str) -> str:
-    return WISHES_PREFIX + node
+def drain_key(node: str) -> str:
+    return DRAIN_PREFIX + node
 
 
 def life_of(incarnation: str) -> str:
@@ -161,7 +161,7 @@ class NodeRecord:
     hosts_store: bool = False
     """The rendezvous store ends with this node's agent."""
     leaving: bool = False
-    warm: bool = False
+    ready: bool = False
     """Workers can start here at once: what takes seconds has been done before anybody needs it."""
     generation: int = 0
     """The newest generation on whose workers here `conditions` has something to report."""
@@ -211,7 +211,7 @@ class NodeRecord:
             program=fields.optional("program", Program.read),
             hosts_store=fields.boolean("hosts_store"),
             leaving=fields.boolean("leaving"),
-            warm=fields.boolean("warm"),
+            ready=fields.boolean("ready"),
             generation=fields.integer("generation"),
             conditions=_conditions(fields),
             failure=fields.optional("failure", _failure),
@@ -313,11 +313,11 @@ class Restarts:
     """The job's restart budget as used so far; planned changes and lost nodes do not count."""
 
     failures: int = 0
-    fruitless: int = 0
+    without_progress: int = 0
     """Failures in a row without progress in between."""
     fingerprint: str = ""
-    alike: int = 0
-    """How many of the newest fruitless failures share `fingerprint`."""
+    same_fingerprint: int = 0
+    """How many of the newest of these failures share `fingerprint`."""
     at_load: int = 0
     """How many of these came before any step beyond the state that was loaded."""
     bad_state: BadState | None = None
@@ -355,7 +355,7 @@ class World:
     step: int = 0
     """Highest step that any node had reported before this generation: it makes progress by passing it."""
     result: Result | None = None
-    rescuer: str = ""
+    final_saver: str = ""
     """The member that brings the state after the last step to disk now: no generation goes on with it at once."""
     limits: Limits | None = None
     """The job's, whichever node coordinates: those of the node that `limits_of` names."""
@@ -405,7 +405,7 @@ class World:
     def carried_over(self) -> World:
         """What an empty store that takes the place of this world's begins with: all of its members may still train."""
         cause = Cause(CauseKind.LOST, detail=f"the store that held generation {self.generation} is gone")
-        return replace(self, phase=Phase.STOPPING, cause=cause, rescuer="")
+        return replace(self, phase=Phase.STOPPING, cause=cause, final_saver="")
 
     def to_json(self) -> str:
         return _dump(self)
@@ -426,7 +426,7 @@ class World:
             restarts=fields.one("restarts", _restarts),
             step=fields.integer("step"),
             result=None if fields.value("result") is None else fields.choice("result", Result),
-            rescuer=fields.text("rescuer", 128),
+            final_saver=fields.text("final_saver", 128),
             finishing=fields.boolean("finishing"),
             limits=fields.optional("limits", Limits.read),
             limits_of=fields.text("limits_of", 128),
@@ -468,8 +468,8 @@ class StopAt:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """Under `wish_key`: somebody wants this life of the node's agent to leave the job. Of another it says nothing."""
+class DrainRequest:
+    """Under `drain_key`: an operator asks this life of the node's agent to leave the job. It means no other life."""
 
     incarnation: str
 
@@ -477,8 +477,8 @@ class Wish:
         return _dump(self)
 
     @staticmethod
-    def from_json(key: str, text: str) -> Wish:
-        return Wish(_fields(key, text).name("incarnation"))
+    def from_json(key: str, text: str) -> DrainRequest:
+        return DrainRequest(_fields(key, text).name("incarnation"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -536,7 +536,7 @@ def _fields(key: str, text: str) -> Fields:
     return Fields.of_text(key, text, SCHEMA, MAX_RECORD_BYTES)
 
 
-def _dump(record: NodeRecord | World | StopAt | Wish | Introduction) -> str:
+def _dump(record: NodeRecord | World | StopAt | DrainRequest | Introduction) -> str:
     return json.dumps({"v": SCHEMA, **_plain(record)}, separators=(",", ":"))
 
 
@@ -606,9 +606,9 @@ def _cause(fields: Fields) -> Cause:
 def _restarts(fields: Fields) -> Restarts:
     return Restarts(
         fields.integer("failures"),
-        fields.integer("fruitless"),
+        fields.integer("without_progress"),
         fields.text("fingerprint", 1024),
-        fields.integer("alike"),
+        fields.integer("same_fingerprint"),
         fields.integer("at_load"),
         fields.optional("bad_state", BadState.read),
         fields.text("culprit", 128),

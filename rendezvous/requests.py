@@ -94,7 +94,7 @@ class WriteStop:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Delete a wish that was heard."""
+    """Delete a request to leave that was read."""
 
     compare: Compare
 

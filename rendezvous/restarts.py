@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from .records import BadState, Restarts, Result
 
-LASTING_S = 60.0
+STABLE_AFTER_S = 60.0
 """Workers that have run for so long have made progress, if no worker of the job reports steps."""
 
 BAD_STATE_AFTER = 2
@@ -27,7 +27,7 @@ class RestartPolicy:
     """When to give up, and how long to wait before another try.
 
     `max_failures` is how many failures the whole job survives; None means any number while generations make
-    progress, and `max_fruitless` in a row without: the next one ends the job.
+    progress, and `max_without_progress` in a row without: the next one ends the job.
     The first failure in such a row is retried at once: it may as well be the only one, and of a script that reports
     no steps every failure looks fruitless. The wait then doubles from `first_backoff_s`, after the second, up to
     `max_backoff_s`, and is multiplied by a random factor from 0.5 to 1, so that many jobs hit by one outage do not
@@ -35,7 +35,7 @@ class RestartPolicy:
     """
 
     max_failures: int | None = None
-    max_fruitless: int = 3
+    max_without_progress: int = 3
     first_backoff_s: float = 0.1
     max_backoff_s: float = 10.0
 
@@ -75,18 +75,22 @@ def after_failure(used: Restarts, ended: Ended, policy: RestartPolicy, rng: rand
         spent = now_used.failures > policy.max_failures
         limit = f"{now_used.failures} failures, --max-restarts allows {policy.max_failures}"
     else:
-        spent = now_used.fruitless > policy.max_fruitless
-        limit = f"{now_used.fruitless} failures in a row without progress"
+        spent = now_used.without_progress > policy.max_without_progress
+        limit = f"{now_used.without_progress} failures in a row without progress"
     if spent:
-        looping = now_used.alike > 1 and now_used.alike == now_used.fruitless
+        looping = now_used.same_fingerprint > 1 and now_used.same_fingerprint == now_used.without_progress
         if looping:
             return GiveUp(
-                now_used, Result.CRASH_LOOP, f"crash loop: {limit}, the last {now_used.alike} the same"
+                now_used,
+                Result.CRASH_LOOP,
+                f"crash loop: {limit}, the last {now_used.same_fingerprint} the same",
             )
         return GiveUp(now_used, Result.RESTARTS_EXHAUSTED, limit)
-    if now_used.fruitless <= 1:
+    if now_used.without_progress <= 1:
         return Retry(now_used, 0.0)
-    longest = min(policy.max_backoff_s, policy.first_backoff_s * 2.0 ** min(now_used.fruitless - 2, 30))
+    longest = min(
+        policy.max_backoff_s, policy.first_backoff_s * 2.0 ** min(now_used.without_progress - 2, 30)
+    )
     return Retry(now_used, longest * rng.uniform(0.5, 1.0))
 
 
@@ -100,9 +104,9 @@ def _count(used: Restarts, ended: Ended) -> Restarts:
         bad = BadState(ended.generation, ended.loaded)
     return Restarts(
         used.failures + 1,
-        used.fruitless + 1,
+        used.without_progress + 1,
         ended.fingerprint,
-        used.alike + 1 if same else 1,
+        used.same_fingerprint + 1 if same else 1,
         at_load,
         bad,
     )

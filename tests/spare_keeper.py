@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from elastic_agent.agent.events import Event, Stirred
+from elastic_agent.agent.events import Event, SpareReadable
 from elastic_agent.agent.preloader.spares import Spare, Spares
 from elastic_agent.agent.processes.children import PR_SET_CHILD_SUBREAPER, adopt_orphans
 from elastic_agent.worker.available_memory import MIB, Memory
@@ -71,7 +71,7 @@ class SpareKeeper:
                 event = self.events.get(timeout=0.01)
             except queue.Empty:
                 continue
-            assert isinstance(event, Stirred)
+            assert isinstance(event, SpareReadable)
             self.spares.heard(event, self.clock())
 
     def hear_until_ready(self, count: int = 2) -> None:

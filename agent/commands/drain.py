@@ -16,7 +16,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ...rendezvous.errors import StoreUnavailable
 from ...rendezvous.fields import NAME, shortened
-from ...rendezvous.records import NODES_PREFIX, WORLD_KEY, NodeRecord, Phase, Wish, World, life_of, wish_key
+from ...rendezvous.records import (
+    NODES_PREFIX,
+    WORLD_KEY,
+    DrainRequest,
+    NodeRecord,
+    Phase,
+    World,
+    drain_key,
+    life_of,
+)
 from ...rendezvous.store import Compare, Delete, Entry, Put, Store
 from ..configuration.config import ConfigError, Problem
 from ..configuration.option import Option
@@ -153,15 +162,15 @@ def _ask(store: Store, job: str, node: str) -> str:
             names = shortened(each.node for each in nodes) or "none"
             raise CannotDrain(DrainCode.NO_NODE, f"job {job!r} has no node {node!r} now; its nodes: {names}")
         life = life_of(record.incarnation)
-        compare = Compare(wish_key(node), wish.mod_revision if wish is not None else 0)
-        if store.transact((compare,), (Put(compare.key, Wish(life).to_json()),)).succeeded:
+        compare = Compare(drain_key(node), wish.mod_revision if wish is not None else 0)
+        if store.transact((compare,), (Put(compare.key, DrainRequest(life).to_json()),)).succeeded:
             return life
-    raise StoreUnavailable(f"others write {wish_key(node)!r} all the time")
+    raise StoreUnavailable(f"others write {drain_key(node)!r} all the time")
 
 
 def _read(store: Store, job: str, node: str) -> tuple[World | None, list[NodeRecord], Entry | None]:
-    entries = {entry.key: entry for entry in store.read((WORLD_KEY, NODES_PREFIX, wish_key(node))).entries}
-    return world_of(job, entries.values()), list(_records(entries.values())), entries.get(wish_key(node))
+    entries = {entry.key: entry for entry in store.read((WORLD_KEY, NODES_PREFIX, drain_key(node))).entries}
+    return world_of(job, entries.values()), list(_records(entries.values())), entries.get(drain_key(node))
 
 
 def _records(entries: Iterable[Entry]) -> Iterable[NodeRecord]:
@@ -172,7 +181,7 @@ def _records(entries: Iterable[Entry]) -> Iterable[NodeRecord]:
 
 def _take_back(store: Store, wish: Entry | None, incarnation: str) -> None:
     """Delete the wish of an agent that ended before it read it."""
-    if wish is not None and Wish.from_json(wish.key, wish.value).incarnation == incarnation:
+    if wish is not None and DrainRequest.from_json(wish.key, wish.value).incarnation == incarnation:
         store.transact((Compare(wish.key, wish.mod_revision),), (Delete(wish.key),))
 
 

@@ -42,4 +42,4 @@ def widening(world: World, policy: WideningPolicy = WIDENING) -> int:
         network = WorkerFailure.from_json(failure.detail).reason == "nccl"
     except FailureInvalid:
         return 0
-    return min(policy.most, max(0, world.restarts.fruitless - policy.after + 1)) if network else 0
+    return min(policy.most, max(0, world.restarts.without_progress - policy.after + 1)) if network else 0

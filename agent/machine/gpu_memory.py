@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ...rendezvous.threads import Thread
-from ..events import Event, ReaderSpoke
+from ..events import Event, GpuMemoryMessage
 from ..processes.workers import tied
 from .devices import Device
 
@@ -128,7 +128,7 @@ class GpuMemory:
             self._ask(now)
         return min(at for at in (self._until, silent_at, self._look_at) if at is not None)
 
-    def heard(self, event: ReaderSpoke, now: float) -> None:
+    def heard(self, event: GpuMemoryMessage, now: float) -> None:
         """An answer of the reader, or its end."""
         if self._reader is None or event.pid != self._reader.pid:
             return
@@ -196,4 +196,4 @@ class GpuMemory:
         message = b"-"
         while message:
             message = reader.stdout.readline()
-            self._post(ReaderSpoke(reader.pid, message))
+            self._post(GpuMemoryMessage(reader.pid, message))

@@ -4,7 +4,7 @@ The preloaded process (`process`) is started with the agent, imports in the back
 has its own socket to the agent and is the agent's child. `spare_policy` decides how many spares are wanted and how long
 a start waits for them; here it is done. Whatever goes wrong, workers start cold, and `why_cold` says why.
 
-One thread waits for all sockets and posts `Stirred`; what can be read is read by the main thread, which has all state.
+One thread waits for all sockets and posts `SpareReadable`; the main thread, which has all state, reads what there is.
 
 Invariants: a spare that was taken is never offered again, and one that was not taken receives nothing. Spares that were
 forked live on when the preloaded process ends, and are dropped when what they have imported is out of date.
@@ -25,7 +25,7 @@ from typing import Any
 
 from ...rendezvous.threads import Thread
 from ...worker.available_memory import Memory
-from ..events import Event, Stirred
+from ..events import Event, SpareReadable
 from ..machine.memory_pressure import MemoryPolicy, pressure
 from ..processes.failures import describe_exit
 from ..processes.standing import KILLED_S, ends_within, stat_of
@@ -245,7 +245,7 @@ class Spares:
             instants.append(self._calm_at)
         return min((at for at in instants if at is not None), default=None)
 
-    def heard(self, event: Stirred, now: float) -> None:
+    def heard(self, event: SpareReadable, now: float) -> None:
         owner = self._owners.get(event.descriptor)
         if owner is None:
             return  # it was closed meanwhile
@@ -368,7 +368,7 @@ class Spares:
         if overdue(self._stock(), now):
             # It may have spoken long ago, while this process stood still or had not begun to listen.
             for descriptor in list(self._owners):
-                self.heard(Stirred(descriptor), now)
+                self.heard(SpareReadable(descriptor), now)
         if self._preloaded is None:
             return
         if problem := overdue(self._stock(), now):
@@ -467,7 +467,7 @@ class Spares:
     def _listen(self) -> None:
         while True:
             for descriptor, _ in self._poll.poll():
-                self._post(Stirred(descriptor))
+                self._post(SpareReadable(descriptor))
 
 
 def _returncode(process: subprocess.Popen[bytes]) -> int | None:

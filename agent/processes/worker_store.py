@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 
 from ...rendezvous.threads import Thread
-from ..events import Event, HolderSpoke
+from ..events import Event, StoreServerMessage
 from .failures import describe_exit
 from .standing import KILLED_S, ends_within
 from .store_holder import CLOSE, LONGEST_MESSAGE, READY, SERVE
@@ -85,7 +85,7 @@ class WorkerStore:
         if self._holder is None:
             self._start_holder()
 
-    def heard(self, event: HolderSpoke) -> str:
+    def heard(self, event: StoreServerMessage) -> str:
         """Why the store that is to be served is not; empty if nothing is wrong."""
         holder = self._holder
         if holder is None or holder.pid != event.pid:
@@ -157,7 +157,7 @@ class WorkerStore:
                 message = channel.recv(LONGEST_MESSAGE)
             except OSError:  # it ended without reading all that it was sent
                 message = b""
-            self._post(HolderSpoke(pid, message))
+            self._post(StoreServerMessage(pid, message))
 
     def _hand_over(self, holder: _Holder) -> bool:
         """False when the holder has ended."""

@@ -281,11 +281,11 @@ def _restarts(world: World | None, spokesman: NodeStatus | None) -> RestartRepor
         limit = world.max_restarts(limit)
     return RestartReport(
         failures=used.failures,
-        fruitless=used.fruitless,
+        fruitless=used.without_progress,
         limit=limit,
         limit_known=known,
         left=max(0, limit - used.failures) if limit is not None else None,
-        fruitless_left=max(0, RestartPolicy().max_fruitless - used.fruitless)
+        fruitless_left=max(0, RestartPolicy().max_without_progress - used.without_progress)
         if known and limit is None
         else None,
         backoff_s=spokesman.backoff_s if spokesman is not None else 0.0,

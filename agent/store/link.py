@@ -36,11 +36,11 @@ from ..events import (
     Handlers,
     LeaseConfirmed,
     LeaseGone,
-    LostTrack,
     Probed,
     StoreGone,
     StoreMismatched,
     Unanswered,
+    WatchCompacted,
 )
 
 log = logging.getLogger(__name__)
@@ -211,7 +211,7 @@ class StoreLink:
                 if changes:
                     self._post(Changed(subscription, changes))
             except Compacted:
-                self._post(LostTrack(subscription))
+                self._post(WatchCompacted(subscription))
                 with self._wanted:
                     self._wanted.wait_for(lambda: self._subscription is not subscription)
             except StoreUnavailable as error:
@@ -228,14 +228,14 @@ def deliver_to(participant: Participant, handlers: Handlers) -> None:
         if event.subscription is participant.subscription:
             participant.changed(event.changes, now)
 
-    def lost_track(event: LostTrack, _: float) -> None:
+    def lost_track(event: WatchCompacted, _: float) -> None:
         if event.subscription is participant.subscription:
             participant.lost_track()
 
     handlers.on(Answered, lambda event, now: participant.answered(event.request, event.answer, now))
     handlers.on(Unanswered, lambda event, now: participant.failed(event.request, event.error, now))
     handlers.on(Changed, changed)
-    handlers.on(LostTrack, lost_track)
+    handlers.on(WatchCompacted, lost_track)
     handlers.on(LeaseConfirmed, lambda event, _: participant.lease_confirmed(event.lease, event.asked_at))
     handlers.on(LeaseGone, lambda event, _: participant.lease_gone(event.lease))
     handlers.on(StoreMismatched, lambda event, _: participant.store_mismatched(event.reason))

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...rendezvous.records import World
-from ...rendezvous.restarts import LASTING_S
+from ...rendezvous.restarts import STABLE_AFTER_S
 from ...worker.wire.shared_progress import Reading
 from ..configuration.config import Config
 from ..configuration.timeouts import drain_timeout_s
@@ -203,7 +203,7 @@ class Generation:
         in_drain: tuple[float | None, ...] = ()
         if self.drain.under_way:
             in_drain = self.drain.look_at(), None if listens else now + LISTEN_PAUSE_S
-        return (*always, self.started_at + LASTING_S, self.hang.due_at, *in_drain)
+        return (*always, self.started_at + STABLE_AFTER_S, self.hang.due_at, *in_drain)
 
 
 def say_what_changed(before: World | None, world: World) -> None:
@@ -215,7 +215,7 @@ def say_what_changed(before: World | None, world: World) -> None:
             widening(world),
             WIDENING.most,
             were,
-            world.restarts.fruitless,
+            world.restarts.without_progress,
         )
     bad = world.restarts.bad_state
     if bad is not None:

@@ -20,7 +20,7 @@ from ...rendezvous.drain import Beyond
 from ...rendezvous.node_actions import Drain
 from ...rendezvous.participant import Participant
 from ...rendezvous.records import Failure, Member, World
-from ...rendezvous.restarts import LASTING_S
+from ...rendezvous.restarts import STABLE_AFTER_S
 from ...worker.wire.messages import SaveReport, ToGuard
 from ..accounting.observer import Observer
 from ..configuration.config import Config
@@ -28,11 +28,11 @@ from ..environment.contract import bind_of_rank_0_failed
 from ..events import (
     Event,
     GenerationEvent,
-    HolderSpoke,
     JustInTimeMessage,
     Reported,
-    Stirred,
+    SpareReadable,
     StopRead,
+    StoreServerMessage,
     TailReady,
     WorkerAnswered,
     WorkerExited,
@@ -203,10 +203,10 @@ class Supervisor:
         if generation.drain.begin(self._clock(), stopping=order.stopping):
             log.info("generation %d is to end between two steps: %s", generation.number, order.reason)
             generation.pages.raise_flags()
-        news = self._participant.workers_told(generation.number)
+        news = self._participant.workers_notified(generation.number)
         self._look(generation)
         if generation.all_listen:
-            news |= self._participant.workers_listen(generation.number)
+            news |= self._participant.workers_polling(generation.number)
         return news
 
     def stop(
@@ -288,10 +288,10 @@ class Supervisor:
         elif isinstance(event, StopRead):
             self._stop_read(generation, event)
 
-    def stirred(self, event: Stirred, now: float) -> None:
+    def stirred(self, event: SpareReadable, now: float) -> None:
         self._processes.spares.heard(event, now)
 
-    def holder_spoke(self, event: HolderSpoke) -> None:
+    def holder_spoke(self, event: StoreServerMessage) -> None:
         problem = self._processes.worker_store.heard(event)
         generation = self._running
         if problem and generation is not None and not generation.stopping:
@@ -360,7 +360,7 @@ class Supervisor:
         if self._config.preload:
             self._observer.spares(processes.spares.ready)
         if processes.spares.loaded:
-            self._participant.warmed()
+            self._participant.became_ready()
 
     def _look(self, generation: Generation) -> None:
         now = self._clock()
@@ -390,8 +390,8 @@ class Supervisor:
 
     def _watch(self, generation: Generation, now: float) -> None:
         """Undisturbed workers: have they lasted, do they hang, do some live on after others have ended?"""
-        if now >= generation.started_at + LASTING_S:
-            self._participant.workers_lasting(generation.number)
+        if now >= generation.started_at + STABLE_AFTER_S:
+            self._participant.workers_stable(generation.number)
         hang, drain, group = generation.hang, generation.drain, generation.group
         silent = group.running and not drain.finished
         if silent and hang.due_at is not None and now >= hang.due_at:

@@ -43,7 +43,7 @@ from ...rendezvous.records import (
     World,
     line_up,
 )
-from ...rendezvous.restarts import LASTING_S, RestartPolicy
+from ...rendezvous.restarts import STABLE_AFTER_S, RestartPolicy
 from ...rendezvous.store import Compare, Put, Store
 from ...rendezvous.threads import Thread
 from ..events import Event, Handlers, StoreGone
@@ -156,7 +156,7 @@ class Membership:
         self._participant = Participant(
             identity, policy, lease_ttl_s=lease_ttl_s, rng=rng, now=clock(), decision=decide_for_torchrun
         )
-        self._participant.warmed()
+        self._participant.became_ready()
         self._heartbeat = Heartbeat(
             lease_ttl_s,
             lambda: self._link.confirmed_at + LEASE_MARGIN * lease_ttl_s,
@@ -290,7 +290,7 @@ class Membership:
                 self._problem,
             )
         )
-        lasting_at = self._taken_at + LASTING_S if self._place is not None else None
+        lasting_at = self._taken_at + STABLE_AFTER_S if self._place is not None else None
         return min((at for at in (again_at, lasting_at) if at is not None and at > now), default=None)
 
     @property
@@ -302,14 +302,14 @@ class Membership:
         return self._port.renew()
 
     def advance(self, now: float) -> bool:
-        if self._place is not None and now >= self._taken_at + LASTING_S:
-            self._participant.workers_lasting(self._place.generation)
+        if self._place is not None and now >= self._taken_at + STABLE_AFTER_S:
+            self._participant.workers_stable(self._place.generation)
         return False
 
     def carry_out(self, action: Action, now: float) -> bool:
         self._action = action
         if isinstance(action, Drain):  # torchrun's workers look at no flag: they will be signalled
-            return self._participant.workers_told(action.generation)
+            return self._participant.workers_notified(action.generation)
         if isinstance(action, Start) and self._wanted:
             self._take(action, now)
             return True

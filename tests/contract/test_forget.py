@@ -16,16 +16,16 @@ from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     Cause,
     CauseKind,
+    DrainRequest,
     Endpoint,
     Member,
     NodeRecord,
     Phase,
     Result,
     StopAt,
-    Wish,
     World,
+    drain_key,
     node_key,
-    wish_key,
 )
 from elastic_agent.rendezvous.store import Put
 from tests.etcd_servers import EtcdCluster
@@ -62,7 +62,7 @@ def ended(shared_etcd: EtcdCluster) -> Iterator[Job]:
         Cause(CauseKind.SUCCESS),
         result=Result.SUCCEEDED,
     )
-    wishes = [Put(wish_key(f"n{number}"), Wish("n-1").to_json()) for number in range(WISHES)]
+    wishes = [Put(drain_key(f"n{number}"), DrainRequest("n-1").to_json()) for number in range(WISHES)]
     job.put(Put(WORLD_KEY, world.to_json()), Put(STOP_KEY, StopAt(2, 7).to_json()), *wishes)
     yield job
     job.store.close()

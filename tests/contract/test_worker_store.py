@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from elastic_agent.agent.events import Event, HolderSpoke
+from elastic_agent.agent.events import Event, StoreServerMessage
 from elastic_agent.agent.ports import bind_listener
 from elastic_agent.agent.processes.worker_store import HOLDER, WorkerStore
 from tests.spare_keeper import SpareKeeper, adopting
@@ -58,7 +58,7 @@ class Node:
                 event = self.events.get(timeout=0.02)
             except queue.Empty:
                 continue
-            assert isinstance(event, HolderSpoke)
+            assert isinstance(event, StoreServerMessage)
             if problem := self.store.heard(event):
                 self.problems.append(problem)
 

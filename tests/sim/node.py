@@ -150,7 +150,7 @@ class SimNode:
 
     def warm_up(self) -> None:
         self.warm = True
-        self.agent.warmed()
+        self.agent.became_ready()
         self.turn()
 
     def clock(self) -> float:
@@ -240,9 +240,9 @@ class SimNode:
         worker, generation = self.worker, action.generation
         assert worker is not None
         worker.pending = not (self.sim.bug == "a rank misses the pending flag" and worker.place == 1)
-        news = self.agent.workers_told(generation)
+        news = self.agent.workers_notified(generation)
         if worker.stepped and self.sim.script.listens:
-            news |= self.agent.workers_listen(generation)
+            news |= self.agent.workers_polling(generation)
         if action.stopping and self.looks != generation:
             self.looks = generation
             self.sim.after(STRANDED_S, self.guarded(lambda: self.look(generation)))
@@ -285,7 +285,7 @@ class SimNode:
     def rescue(self) -> None:
         """Bring to disk what is in memory, once, if this node is the one to do it."""
         sim, world = self.sim, self.agent.world
-        if world is None or world.rescuer != self.agent.incarnation or self.rescued == world.generation:
+        if world is None or world.final_saver != self.agent.incarnation or self.rescued == world.generation:
             return
         self.rescued = world.generation
         if self.memory <= sim.committed_step or sim.bug == "nobody rescues the state of who leaves":
@@ -512,7 +512,7 @@ class SimNode:
         """What the agent reads in the page that it shares with its worker."""
         if self.worker is worker and self.running and self.paused is None and self.stuck_at is None:
             self.agent.workers_advanced(worker.step)
-            if worker.pending and self.sim.script.listens and self.agent.workers_listen(worker.generation):
+            if worker.pending and self.sim.script.listens and self.agent.workers_polling(worker.generation):
                 self.turn()
 
     def worker_ended(self, worker: Worker) -> None:

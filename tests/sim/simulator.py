@@ -97,7 +97,7 @@ class Simulation(Checks):
             last_call_s=rng.choice((0.0, 1.0)),
             drain_timeout_s=DRAIN_TIMEOUT_S,
             store_outage_grace_s=rng.choice((0.0, GRACE_S)),
-            restarts=RestartPolicy(max_fruitless=10**6, max_backoff_s=1.0),
+            restarts=RestartPolicy(max_without_progress=10**6, max_backoff_s=1.0),
         )
         hosted = (rng.random() < 0.3 or bug in OF_HOSTED_STORES) and bug not in OF_THE_GRACE
         if hosted:
@@ -309,8 +309,8 @@ class Simulation(Checks):
         if self.bug == "each coordinator applies its own limits" and view.world is not None:
             view = replace(view, world=replace(view.world, limits=None))
         if self.bug == "a joiner that is not warm is invited":
-            nodes = tuple(replace(node, warm=True) for node in view.nodes)
-            view = replace(view, nodes=nodes, warm_since=view.arrivals)
+            nodes = tuple(replace(node, ready=True) for node in view.nodes)
+            view = replace(view, nodes=nodes, ready_since=view.arrivals)
         if self.bug == "next world does not wait for settled members":
             over = view.world is not None and view.world.phase is not Phase.RUNNING
             generation = view.world.generation if view.world is not None else 0

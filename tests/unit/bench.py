@@ -147,9 +147,9 @@ class Peer:
         return True
 
     def drain(self, order: Drain) -> bool:
-        news = self.part.workers_told(order.generation)
+        news = self.part.workers_notified(order.generation)
         if self.listens:
-            news |= self.part.workers_listen(order.generation)
+            news |= self.part.workers_polling(order.generation)
         if self.listens and order.stopping:
             self.part.workers_drained(order.generation, kept=True)
             self.part.workers_gone(order.generation)
@@ -200,12 +200,12 @@ class Bench:
         life: int = 1,
         slots: int = 2,
         *,
-        warm: bool = True,
+        ready: bool = True,
         program: Program | None = None,
     ) -> Peer:
         peer = Peer(self, name, policy, life, slots, program)
-        if warm:
-            peer.part.warmed()
+        if ready:
+            peer.part.became_ready()
         self.peers.append(peer)
         return peer
 

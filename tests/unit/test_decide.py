@@ -59,11 +59,11 @@ OLD_CRASH = replace(CRASH, generation=3)
 
 NOTIFIED, POLLING, STABLE = Condition.NOTIFIED, Condition.POLLING, Condition.STABLE
 STATE_SAVED, STOPPED, SUCCEEDED = Condition.STATE_SAVED, Condition.STOPPED, Condition.SUCCEEDED
-A = NodeRecord("a", "a-1", "host-a", 4001, slots=2, warm=True)
-B = NodeRecord("b", "b-1", "host-b", 4002, slots=1, warm=True)
-C = NodeRecord("c", "c-1", "host-c", 4003, slots=3, warm=True)
-D = NodeRecord("d", "d-1", "host-d", 4004, slots=1, warm=True)
-COLD = replace(C, warm=False)
+A = NodeRecord("a", "a-1", "host-a", 4001, slots=2, ready=True)
+B = NodeRecord("b", "b-1", "host-b", 4002, slots=1, ready=True)
+C = NodeRecord("c", "c-1", "host-c", 4003, slots=3, ready=True)
+D = NodeRecord("d", "d-1", "host-d", 4004, slots=1, ready=True)
+COLD = replace(C, ready=False)
 HOST = replace(B, hosts_store=True)
 
 SA, SB, SC = (replace(node.having(4, STOPPED), port=node.port + 100) for node in (A, B, C))
@@ -94,7 +94,7 @@ def stopping(*nodes: NodeRecord, kind: CauseKind = CauseKind.JOIN, **changes: ob
 def view(world: World | None, *nodes: NodeRecord, since: float = NOW, **arrived: float) -> View:
     """These nodes, oldest first; they arrived long ago unless `arrived` says when."""
     arrivals = {node.incarnation: arrived.get(node.node, 0.0) for node in nodes}
-    return View(nodes, world, since, arrivals, warm_since=arrivals)
+    return View(nodes, world, since, arrivals, ready_since=arrivals)
 
 
 def short(decision: Decision) -> str:
@@ -274,7 +274,7 @@ def test_a_new_run_begins_where_the_numbers_of_the_last_one_end() -> None:
 
 
 def test_the_last_call_over_a_newcomer_begins_when_it_is_ready() -> None:
-    seen = replace(view(running(A), A, B, b=90.0), warm_since={B.incarnation: 99.5})
+    seen = replace(view(running(A), A, B, b=90.0), ready_since={B.incarnation: 99.5})
     check(seen, POLICY, "wait until 100.5", "last call before b joins")
 
 
@@ -297,12 +297,12 @@ GOING = {"leaving": True}
 
 def rescued(decision: Decision) -> str:
     """As `short`, and who brings the last state to disk."""
-    rescuer = (
-        f", {decision.world.rescuer} rescues"
-        if isinstance(decision, Publish) and decision.world.rescuer
+    final_saver = (
+        f", {decision.world.final_saver} rescues"
+        if isinstance(decision, Publish) and decision.world.final_saver
         else ""
     )
-    return short(decision) + rescuer
+    return short(decision) + final_saver
 
 
 @pytest.mark.parametrize(
@@ -409,12 +409,12 @@ def test_a_planned_change_waits_until_all_workers_know(seen: View, decision: str
             "2 nodes are ready",
         ),
         (
-            view(replace(DRAINED, phase=Phase.STOPPING, rescuer="b-1"), SA, replace(KB, **GOING), D),
+            view(replace(DRAINED, phase=Phase.STOPPING, final_saver="b-1"), SA, replace(KB, **GOING), D),
             "wait",
             "node b brings the state to disk before it leaves",
         ),
         (
-            view(replace(DRAINED, phase=Phase.STOPPING, rescuer="b-1"), SA, D),
+            view(replace(DRAINED, phase=Phase.STOPPING, final_saver="b-1"), SA, D),
             "running 5 [a d] leave c",
             "2 nodes are ready",
         ),
@@ -436,8 +436,8 @@ def test_a_world_that_can_go_on_waits_for_nobody() -> None:
     """Whoever is late, or not ready, is invited when it runs."""
     policy = replace(POLICY, max_nodes=5)
     check(view(DRAINED, KA, KB, KC, D, d=NOW), policy, "running 5 [a b c d] leave c", "4 nodes are ready")
-    check(view(DRAINED, KA, KB, KC, replace(D, warm=False)), policy, "running 5 [a b c] leave c", "3 nodes")
-    alone = view(replace(DRAINED, members=line_up((A,))), KA, replace(D, warm=False))
+    check(view(DRAINED, KA, KB, KC, replace(D, ready=False)), policy, "running 5 [a b c] leave c", "3 nodes")
+    alone = view(replace(DRAINED, members=line_up((A,))), KA, replace(D, ready=False))
     check(alone, replace(policy, min_nodes=2), "running 5 [a d] leave c", "2 nodes are ready")
 
 
@@ -1006,7 +1006,7 @@ def lives_in_a_drain(node: NodeRecord) -> Iterator[tuple[bool, NodeRecord | None
     told = node.having(4, NOTIFIED)
     ended = told.having(4, POLLING, Condition.DRAINED, STOPPED)
     kept = ended.having(4, STATE_SAVED)
-    yield from ((False, None), (False, node), (False, replace(node, warm=False)), (True, None))
+    yield from ((False, None), (False, node), (False, replace(node, ready=False)), (True, None))
     for record in (
         *(
             node,
@@ -1035,7 +1035,7 @@ def check_promises(seen: View, policy: Policy, decision: Decision) -> None:
         assert before is not None
         assert before.phase is not world.phase, "nothing would change"
         kept = replace(world, phase=before.phase, cause=before.cause, result=None, restarts=before.restarts)
-        kept = replace(kept, rescuer=before.rescuer)
+        kept = replace(kept, final_saver=before.final_saver)
         assert kept == before, "only the phase and its reason change inside a generation"
         if world.phase is Phase.LAST_STEP:
             training = [
@@ -1045,8 +1045,8 @@ def check_promises(seen: View, policy: Policy, decision: Decision) -> None:
             assert all(node.generation == 4 and both <= node.conditions for node in training), (
                 "some would not stop"
             )
-        if world.rescuer:
-            assert live[world.rescuer].has(STATE_SAVED, 4)
+        if world.final_saver:
+            assert live[world.final_saver].has(STATE_SAVED, 4)
         return
     assert before is None or before.stops
     assert world.generation == (before.generation + 1 if before is not None else 1)
@@ -1060,7 +1060,7 @@ def check_promises(seen: View, policy: Policy, decision: Decision) -> None:
     assert before is None or all(live[i].has_stopped(before.generation) for i in old if i in live)
     stayed = [i for i in old if i in live and not live[i].leaving]
     goes_on = before is not None and len(stayed) >= policy.min_nodes
-    came = [i for i in live if i not in old and not live[i].leaving and (live[i].warm or not goes_on)]
+    came = [i for i in live if i not in old and not live[i].leaving and (live[i].ready or not goes_on)]
     if before is not None and before.phase is Phase.LAST_STEP:
         keepers = [node for node in seen.nodes if node.has(STATE_SAVED, before.generation)]
         assert not keepers or not all(node.leaving for node in keepers), "the state would be lost"

@@ -19,15 +19,15 @@ from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     Cause,
     CauseKind,
+    DrainRequest,
     Endpoint,
     NodeRecord,
     Phase,
     Result,
-    Wish,
     World,
+    drain_key,
     line_up,
     node_key,
-    wish_key,
 )
 from elastic_agent.rendezvous.store import Delete, Put, Snapshot
 
@@ -55,9 +55,9 @@ class Scene:
         self.store.transact((), (Delete(key),))
 
     @property
-    def wish(self) -> Wish | None:
-        entries = self.store.read((wish_key("b"),)).entries
-        return next((Wish.from_json(entry.key, entry.value) for entry in entries), None)
+    def wish(self) -> DrainRequest | None:
+        entries = self.store.read((drain_key("b"),)).entries
+        return next((DrainRequest.from_json(entry.key, entry.value) for entry in entries), None)
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -85,7 +85,7 @@ def test_it_tells_how_far_the_node_has_come_each_thing_once(scene: Scene) -> Non
     scene.happens = iter(
         [
             lambda: None,
-            lambda: (scene.delete(wish_key("b")), scene.put(replace(B, leaving=True))),
+            lambda: (scene.delete(drain_key("b")), scene.put(replace(B, leaving=True))),
             lambda: scene.put(draining),
             lambda: scene.put(replace(draining, phase=Phase.LAST_STEP)),
             lambda: scene.put(replace(WORLD, generation=5, members=line_up((A,)), cause=LEAVE)),
@@ -106,14 +106,14 @@ def test_it_tells_how_far_the_node_has_come_each_thing_once(scene: Scene) -> Non
 
 def test_the_wish_names_the_life_of_the_agent(scene: Scene) -> None:
     assert scene.fails(timeout_s=0.5).code is DrainCode.TIMED_OUT
-    assert scene.wish == Wish("life-b")
+    assert scene.wish == DrainRequest("life-b")
     assert 0.5 <= scene.now < 1.0
 
 
 def test_a_wish_of_old_is_replaced(scene: Scene) -> None:
-    scene.store.transact((), (Put(wish_key("b"), Wish("another").to_json()),))
+    scene.store.transact((), (Put(drain_key("b"), DrainRequest("another").to_json()),))
     scene.fails(timeout_s=0.1)
-    assert scene.wish == Wish("life-b")
+    assert scene.wish == DrainRequest("life-b")
 
 
 def test_a_node_that_was_lost_before_it_heard_leaves_no_wish_behind(scene: Scene) -> None:

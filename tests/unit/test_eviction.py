@@ -211,7 +211,7 @@ def eviction_of_c(bench: Bench) -> tuple[Peer, Peer, WriteWorld]:
 def test_a_record_that_changed_meanwhile_is_not_evicted(bench: Bench) -> None:
     """The coordinator's view is old: the node that refused has come back as another life."""
     a, _, request = eviction_of_c(bench)
-    bench.put("nodes/c", NodeRecord("c", "c-2", "host-c", 7, 2, http("c"), warm=True).to_json())
+    bench.put("nodes/c", NodeRecord("c", "c-2", "host-c", 7, 2, http("c"), ready=True).to_json())
     a.serve(request)
     assert bench.phase() is Phase.STOPPING, "all of the transaction or nothing"
     bench.settle()

@@ -19,8 +19,8 @@ from elastic_agent.rendezvous.records import (
     Member,
     Phase,
     World,
+    drain_key,
     node_key,
-    wish_key,
 )
 from elastic_agent.rendezvous.store import Compare, Delete, Outcome, Put
 
@@ -30,7 +30,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 @pytest.fixture
 def store() -> MemoryStore:
     store = MemoryStore()
-    for key in (WORLD_KEY, "stop", *(wish_key(f"n{number}") for number in range(2 * KEYS_AT_ONCE))):
+    for key in (WORLD_KEY, "stop", *(drain_key(f"n{number}") for number in range(2 * KEYS_AT_ONCE))):
         store.transact((), (Put(key, "{}"),))
     return store
 

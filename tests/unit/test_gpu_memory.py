@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.events import Event, ReaderSpoke
+from elastic_agent.agent.events import Event, GpuMemoryMessage
 from elastic_agent.agent.machine import gpu_memory
 from elastic_agent.agent.machine.devices import Device
 from elastic_agent.agent.machine.gpu_memory import ANSWER_S, GpuMemory, watched
@@ -43,7 +43,7 @@ class Bench:
     def answer(self) -> None:
         """Let the next thing that the reader says be heard."""
         event = self._events.get(timeout=PATIENCE_S)
-        assert isinstance(event, ReaderSpoke)
+        assert isinstance(event, GpuMemoryMessage)
         self.memory.heard(event, self.now)
 
     def unheard(self) -> bool:

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from elastic_agent.agent.events import Event, Signalled, Stirred
+from elastic_agent.agent.events import Event, Signalled, SpareReadable
 from elastic_agent.agent.exits import CannotStart, ExitCode
 from elastic_agent.agent.interruptible import unless_stopped
 
@@ -24,10 +24,10 @@ def test_events_that_are_no_signals_stay_for_the_main_loop_in_their_order() -> N
         if asked == 3:
             found.set()
 
-    events.put(Stirred(4))
-    events.put(Stirred(5))
+    events.put(SpareReadable(4))
+    events.put(SpareReadable(5))
     assert unless_stopped(lambda: found.wait(30), events, "looking", look)
-    assert [events.get_nowait(), events.get_nowait()] == [Stirred(4), Stirred(5)]
+    assert [events.get_nowait(), events.get_nowait()] == [SpareReadable(4), SpareReadable(5)]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_events_that_are_no_signals_stay_for_the_main_loop_in_their_order() -> N
 )
 def test_a_signal_behind_other_events_ends_the_wait(number: int, code: ExitCode) -> None:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    for event in (Stirred(4), Signalled(number)):
+    for event in (SpareReadable(4), Signalled(number)):
         events.put(event)
     never = threading.Event()
     with pytest.raises(CannotStart, match="stopped while looking") as refusal:

@@ -29,13 +29,13 @@ from elastic_agent.rendezvous.node_actions import Drain
 from elastic_agent.rendezvous.participant import Participant
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
+    DrainRequest,
     Failure,
     Introduction,
     Member,
     NodeRecord,
-    Wish,
     World,
-    wish_key,
+    drain_key,
 )
 from elastic_agent.rendezvous.requests import Answer, Grant, Read, Request, Subscription
 from elastic_agent.rendezvous.store import LeaseId, Put
@@ -102,7 +102,7 @@ class Training:
         self.scene.read()
 
     def drain(self, order: Drain) -> bool:
-        return self.scene.participant.workers_told(order.generation)
+        return self.scene.participant.workers_notified(order.generation)
 
     def show_failure(self, failure: Failure) -> None:
         self.shown.append(failure)
@@ -278,7 +278,7 @@ def test_a_warning_may_be_repeated(number: signal.Signals) -> None:
 
 def test_an_operator_may_let_this_node_leave() -> None:
     scene = Scene()
-    wish = Put(wish_key("a"), Wish("a-1").to_json())
+    wish = Put(drain_key("a"), DrainRequest("a-1").to_json())
     scene.ledger.transact((), (wish,), scene.now)
     assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, f"stopped by {DRAIN_COMMAND}")
     assert scene.seen_to_leave

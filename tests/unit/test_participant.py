@@ -24,12 +24,12 @@ from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     CauseKind,
     Condition,
+    DrainRequest,
     Failure,
     GenerationProgress,
     NodeRecord,
     Phase,
     Result,
-    Wish,
     node_key,
 )
 from elastic_agent.rendezvous.requests import (
@@ -168,7 +168,7 @@ def test_a_write_that_never_arrived_is_repeated(bench: Bench) -> None:
 def test_a_record_replaced_behind_our_back_means_that_the_lease_is_gone(bench: Bench) -> None:
     a, b = bench.joined("a", "b")
     bench.put("nodes/b", NodeRecord("b", "b-9", "elsewhere", 1, 1).to_json())
-    b.part.workers_lasting(1)
+    b.part.workers_stable(1)
     bench.settle()
     assert b.stops()[0] == Stop(1, False, "the rendezvous store does not confirm this node's lease")
     assert b.part.incarnation == "b-1.1"
@@ -182,7 +182,7 @@ def test_a_record_deleted_behind_our_back_means_the_same(bench: Bench, asked: bo
     victim = b if asked else a
     bench.delete(node_key(victim.name))
     if asked:
-        b.part.workers_lasting(1)
+        b.part.workers_stable(1)
     bench.settle()
     assert victim.stops()[0] == Stop(1, False, "the rendezvous store does not confirm this node's lease")
     assert victim.part.incarnation == f"{victim.name}-1.1"
@@ -342,7 +342,7 @@ def test_a_lost_lease_of_a_node_without_workers_only_means_to_join_again(bench: 
 def test_a_write_under_an_expired_lease_is_the_end_of_that_lease(bench: Bench) -> None:
     a, b = bench.joined("a", "b")
     bench.ledger.revoke(b.part.lease or 0)
-    b.part.workers_lasting(1)
+    b.part.workers_stable(1)
     request = b.part.request(bench.now)
     assert isinstance(request, WriteRecord)
     b.part.failed(request, LeaseExpired("gone"), bench.now)
@@ -445,7 +445,7 @@ def test_a_watch_that_missed_changes_reads_everything_again() -> None:
 def test_a_leader_that_writes_again_stays_the_leader(bench: Bench) -> None:
     a, b = bench.joined("a", "b")
     asked = len(b.asked)
-    a.part.workers_lasting(1)
+    a.part.workers_stable(1)
     bench.settle()
     assert a.record is not None
     assert a.record.has(Condition.STABLE, 1)
@@ -539,7 +539,7 @@ def test_each_join_has_the_whole_wait_for_an_earlier_life(bench: Bench) -> None:
     bench.after(DUPLICATE_TTLS * TTL_S * 2)
     assert again.generation == 2
     bench.put("nodes/b", NodeRecord("b", "b-9", "elsewhere", 1, 1).to_json())
-    again.part.workers_lasting(2)
+    again.part.workers_stable(2)
     bench.after(DUPLICATE_TTLS * TTL_S - 1)
     assert again.order == Stay()
     bench.delete("nodes/b")
@@ -592,7 +592,7 @@ def test_another_jobs_store_in_the_place_of_ours_is_refused_and_the_workers_end(
     """Whether an answer to a request says so, or another of the threads at the store."""
     a, b = bench.joined("a", "b")
     error = StoreMismatch("it is that of job 'other'")
-    a.part.workers_lasting(1)
+    a.part.workers_stable(1)
     request = a.part.request(bench.now)
     assert request is not None
     a.part.failed(request, error, bench.now)
@@ -687,7 +687,7 @@ def test_a_failure_restarts_everybody_in_the_next_generation(bench: Bench) -> No
     world = bench.world()
     assert world is not None
     assert (world.generation, world.cause.failure, world.step) == (2, failure, 5)
-    assert (world.restarts.failures, world.restarts.fruitless) == (1, 0)
+    assert (world.restarts.failures, world.restarts.without_progress) == (1, 0)
     assert (a.generation, b.generation) == (2, 2)
 
 
@@ -708,7 +708,7 @@ def test_steps_alone_are_not_written(bench: Bench) -> None:
     b.part.workers_advanced(4)
     bench.settle()
     assert b.count(WriteRecord) == writes
-    b.part.workers_lasting(1)
+    b.part.workers_stable(1)
     bench.settle()
     assert b.count(WriteRecord) == writes + 1
     assert b.record is not None
@@ -914,10 +914,10 @@ def test_nobody_stops_before_every_node_has_told_its_workers(bench: Bench, liste
     assert (bench.phase(), c.order) == (Phase.DRAINING, Drain(2, False, "node b was asked to stop"))
     assert a.record is not None
     assert a.record.conditions == {Condition.NOTIFIED, Condition.POLLING}
-    c.part.workers_told(2)
+    c.part.workers_notified(2)
     bench.settle()
     assert bench.phase() is Phase.DRAINING, "its workers may not have heard of it"
-    c.part.workers_listen(2)
+    c.part.workers_polling(2)
     bench.settle()
     world = bench.world()
     assert world is not None
@@ -931,8 +931,8 @@ def test_a_node_that_leaves_stays_until_the_others_have_what_they_go_on_with(
     c.obedient = False
     b.part.leave(bench.now)
     bench.settle()
-    c.part.workers_told(2)
-    c.part.workers_listen(2)
+    c.part.workers_notified(2)
+    c.part.workers_polling(2)
     bench.settle()
     assert b.generation == 0
     assert b.order == Stay()
@@ -949,8 +949,8 @@ def test_a_drain_ends_in_time(bench: Bench, listeners: list[Peer]) -> None:
     b.part.leave(bench.now)
     bench.settle()
     for peer in (a, c):
-        peer.part.workers_told(2)
-        peer.part.workers_listen(2)
+        peer.part.workers_notified(2)
+        peer.part.workers_polling(2)
     bench.settle()
     wake_at = c.part.wake_at(bench.now)
     bench.after(POLICY.drain_timeout_s - TICK_S)
@@ -979,8 +979,8 @@ def test_a_failure_during_a_drain_is_a_failure_at_once(
     b.part.leave(bench.now)
     bench.settle()
     for peer in (a, c) if last_step else (c,):
-        peer.part.workers_told(2)
-        peer.part.workers_listen(2)
+        peer.part.workers_notified(2)
+        peer.part.workers_polling(2)
     bench.settle()
     assert bench.phase() is (Phase.LAST_STEP if last_step else Phase.DRAINING)
     c.part.workers_failed(Failure(2, "crash", "rank 4 raised"))
@@ -994,8 +994,8 @@ def test_a_node_lost_during_a_drain_ends_it(bench: Bench, listeners: list[Peer])
     a.obedient = False
     b.part.leave(bench.now)
     bench.settle()
-    a.part.workers_told(2)
-    a.part.workers_listen(2)
+    a.part.workers_notified(2)
+    a.part.workers_polling(2)
     bench.settle()
     bench.kill(c)
     bench.ledger.revoke(c.part.lease or 0)
@@ -1005,10 +1005,10 @@ def test_a_node_lost_during_a_drain_ends_it(bench: Bench, listeners: list[Peer])
 
 def test_a_cold_node_is_not_waited_for(bench: Bench) -> None:
     bench.joined("a", "b")
-    d = bench.join("d", warm=False)
+    d = bench.join("d", ready=False)
     bench.settle()
     assert (bench.members(), d.generation) == (["a", "b"], 0)
-    d.part.warmed()
+    d.part.became_ready()
     bench.settle()
     assert bench.members() == ["a", "b", "d"]
 
@@ -1020,7 +1020,7 @@ def test_one_of_those_who_all_leave_brings_the_state_to_disk(bench: Bench, liste
     bench.settle()
     world = bench.world()
     assert world is not None
-    assert (world.phase, world.rescuer) == (Phase.STOPPING, "a-1")
+    assert (world.phase, world.final_saver) == (Phase.STOPPING, "a-1")
     bench.after(1.0)
     assert bench.world() == world, "the state is still in the memory of those who leave"
     for peer in listeners:
@@ -1038,7 +1038,7 @@ def test_a_node_hears_that_it_is_to_leave_and_takes_the_wish_away(bench: Bench) 
     a, b = bench.joined("a", "b")
     for peer in (a, b):
         assert not peer.part.wanted_to_leave
-    bench.put("drain/b", Wish("b-1").to_json())
+    bench.put("drain/b", DrainRequest("b-1").to_json())
     bench.settle()
     assert (a.part.wanted_to_leave, b.part.wanted_to_leave) == (False, True)
     assert bench.entry("drain/b") is None
@@ -1046,13 +1046,13 @@ def test_a_node_hears_that_it_is_to_leave_and_takes_the_wish_away(bench: Bench) 
 
 
 def test_a_wish_that_came_before_the_node_joined_is_heard(bench: Bench) -> None:
-    bench.put("drain/a", Wish("a-1").to_json())
+    bench.put("drain/a", DrainRequest("a-1").to_json())
     (a,) = bench.joined("a", policy=ALONE)
     assert a.part.wanted_to_leave
     assert bench.entry("drain/a") is None
 
 
-@pytest.mark.parametrize("text", [Wish("a-0").to_json(), "{", '{"v": 1}'])
+@pytest.mark.parametrize("text", [DrainRequest("a-0").to_json(), "{", '{"v": 1}'])
 def test_a_wish_for_another_life_of_the_agent_is_only_taken_away(bench: Bench, text: str) -> None:
     bench.put("drain/a", text)
     (a,) = bench.joined("a", policy=ALONE)
@@ -1065,7 +1065,7 @@ def test_a_wish_for_a_node_that_has_joined_again_is_for_its_agent(bench: Bench) 
     bench.ledger.revoke(a.part.lease or 0)
     bench.settle()
     assert a.part.incarnation == "a-1.1"
-    bench.put("drain/a", Wish("a-1").to_json())
+    bench.put("drain/a", DrainRequest("a-1").to_json())
     bench.settle()
     assert a.part.wanted_to_leave
 

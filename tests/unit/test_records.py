@@ -26,6 +26,7 @@ from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,
     Condition,
+    DrainRequest,
     Endpoint,
     Failure,
     GenerationProgress,
@@ -37,7 +38,6 @@ from elastic_agent.rendezvous.records import (
     Restarts,
     Result,
     StopAt,
-    Wish,
     World,
     line_up,
     node_key,
@@ -58,7 +58,7 @@ NODE = NodeRecord(
     program=Program("train.py", "ab12", "cd34", ("--lr", "0.1"), 5.0, 60.0, any_script=True),
     hosts_store=True,
     leaving=True,
-    warm=True,
+    ready=True,
     generation=3,
     conditions=frozenset({Condition.STOPPED, Condition.STABLE}),
     failure=FAILURE,
@@ -84,10 +84,10 @@ WORLD = World(
 )
 INTRODUCTION = Introduction("a", "a-1", 3, confirmed_s=0.25, whole_s=1.5)
 STOP = StopAt(3, 17, paused=True)
-WISH = Wish("a-1")
+WISH = DrainRequest("a-1")
 ENDED = replace(WORLD, phase=Phase.ENDED, result=Result.CRASH_LOOP)
 
-Record = NodeRecord | World | StopAt | Wish | Introduction
+Record = NodeRecord | World | StopAt | DrainRequest | Introduction
 Tree = dict[str, Any]
 Path = tuple[str | int, ...]
 
@@ -109,8 +109,8 @@ def read_node(text: str) -> NodeRecord:
     return NodeRecord.from_json("nodes/a", text)
 
 
-def read_wish(text: str) -> Wish:
-    return Wish.from_json("drain/a", text)
+def read_wish(text: str) -> DrainRequest:
+    return DrainRequest.from_json("drain/a", text)
 
 
 Read = Callable[[str], Record]
@@ -203,7 +203,7 @@ nodes = st.builds(
     program=st.none() | programs,
     hosts_store=st.booleans(),
     leaving=st.booleans(),
-    warm=st.booleans(),
+    ready=st.booleans(),
     generation=numbers,
     conditions=st.frozensets(st.sampled_from(Condition)),
     failure=st.none() | failures,
@@ -247,7 +247,7 @@ def worlds(draw: st.DrawFn) -> World:
         ),
         step=draw(numbers),
         result=draw(st.sampled_from(Result)) if phase is Phase.ENDED else None,
-        rescuer=draw(st.just("") | names),
+        final_saver=draw(st.just("") | names),
         finishing=draw(st.booleans()),
         limits=draw(st.none() | limits),
         limits_of=draw(st.just("") | names),
@@ -350,7 +350,7 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         **PROGRAM_FIELDS,
         ("hosts_store",): FLAG,
         ("leaving",): FLAG,
-        ("warm",): FLAG,
+        ("ready",): FLAG,
         ("generation",): number(),
         ("conditions",): [None, 1, True, "stopped", {}, [1], ["other"], ["stopped"] * 8],
         ("failure",): OBJECT,
@@ -383,9 +383,9 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         **{("cause", *path): wrong for path, wrong in FAILURE_FIELDS.items()},
         ("restarts",): [None, *OBJECT],
         ("restarts", "failures"): number(),
-        ("restarts", "fruitless"): number(),
+        ("restarts", "without_progress"): number(),
         ("restarts", "fingerprint"): text(1024),
-        ("restarts", "alike"): number(),
+        ("restarts", "same_fingerprint"): number(),
         ("restarts", "at_load"): number(),
         ("restarts", "bad_state"): OBJECT,
         ("restarts", "bad_state", "generation"): number(1),
@@ -394,7 +394,7 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("restarts", "blamed"): number(),
         ("step",): number(),
         ("result",): [1, True, [], {}, "", "other"],
-        ("rescuer",): text(128),
+        ("final_saver",): text(128),
         ("finishing",): FLAG,
         **LIMITS_FIELDS,
         ("limits_of",): text(128),

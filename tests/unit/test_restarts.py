@@ -76,7 +76,7 @@ def test_progress_starts_the_count_of_fruitless_failures_again() -> None:
         ("aaa", CAPPED, Result.CRASH_LOOP),
         ("aba", CAPPED, Result.RESTARTS_EXHAUSTED),
         ("a", RestartPolicy(max_failures=0), Result.RESTARTS_EXHAUSTED),
-        ("a", RestartPolicy(max_fruitless=0), Result.RESTARTS_EXHAUSTED),
+        ("a", RestartPolicy(max_without_progress=0), Result.RESTARTS_EXHAUSTED),
     ],
 )
 def test_only_the_same_failure_again_and_again_is_a_crash_loop(
@@ -154,7 +154,7 @@ def backoffs(policy: RestartPolicy, seed: int) -> list[float]:
     return waits
 
 
-PATIENT = RestartPolicy(max_fruitless=1000, first_backoff_s=0.5, max_backoff_s=30.0)
+PATIENT = RestartPolicy(max_without_progress=1000, first_backoff_s=0.5, max_backoff_s=30.0)
 
 
 def test_the_first_try_comes_at_once_and_then_the_wait_doubles_up_to_its_cap() -> None:
