@@ -82,7 +82,7 @@ def why_stuck(silence: Silence, lease_ttl_s: float, loop: str = "the main loop")
 
 
 class Heartbeat:
-    """See the module's docstring. It tells of the thread that turned last, and before that of the one that made it."""
+    """Watches one loop: in the thread that turned last, and before that in the one that made this."""
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ end meanwhile. So the next world waits for those of whom nothing is known, and f
 
 That a machine refuses connections proves nothing here: a firewall between it and all others cuts its agents off from
 the store, and may send the same. But where another agent of that machine is in the store, the machine reaches it, and
-whoever were refused there and lived would have joined anew.
+an agent that was refused there and lived would have joined anew.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Policy:
     drain_timeout_s: float = 20.0
     """How long a planned change gives the workers to end by themselves; then they are signalled."""
     store_outage_grace_s: float = 0.0
-    """How long a whole world goes on beyond the proof of its leases while nobody reaches the store."""
+    """How long a whole world goes on beyond the proof of its leases while no member reaches the store."""
     unheard_s: float = 0.0
     """How long, without that, a member may still train of which the store knows nothing any more."""
     store_outlives_job: bool = False
@@ -111,7 +111,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Replace the world by this one, if nobody else has replaced it meanwhile."""
+    """Replace the world by this one, if no other node has replaced it meanwhile."""
 
     world: World
     reason: str
@@ -283,8 +283,8 @@ def _finish_drain(
     goes_on = isinstance(decision, Publish) and decision.world.phase is Phase.RUNNING
     if goes_on and not _only_leavers_keep(world, view):
         return decision
-    # Nobody may be there for long to keep in memory what no generation goes on with. And who leaves has stayed for the
-    # others until here, but need not wait with them for new nodes.
+    # No node may be there for long to keep in memory what no generation goes on with. And a node that leaves has stayed
+    # for the others until here, but need not wait with them for new nodes.
     savers = [node.incarnation for node in present if node.has(Condition.STATE_SAVED, generation)]
     final_saver = savers[0] if savers else ""
     if isinstance(decision, Publish) and not goes_on:
@@ -373,7 +373,7 @@ def _close(view: View, policy: Policy, now: float, generation: int = 1) -> Decis
 
     newcomers = _newcomers(view)
     goes_on = world is not None and len(survivors) >= policy.min_nodes
-    if goes_on:  # whoever is not ready yet would keep the others waiting, and is invited later
+    if goes_on:  # a node that is not ready yet would keep the others waiting, and is invited later
         newcomers = [node for node in newcomers if node.ready]
     chosen = _fitting(survivors + newcomers, policy)
     if len(chosen) > len(

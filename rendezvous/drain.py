@@ -5,12 +5,12 @@
     rank 0 asks at the end of step s: its node writes `StopAt(g, s + 1)` before rank 0 goes on
     any rank asks at the end of step n: it ends if `StopAt` says n, and goes on if it says more, or nothing yet
 
-In synchronous training nobody can finish s + 1 before rank 0 has entered it, which is after the write; and everybody
-asks at the end of s + 1. So all end there, and nobody waits for anybody but as in every step. Each of these matters:
+In synchronous training no rank can finish s + 1 before rank 0 has entered it, which is after the write; and every rank
+asks at the end of s + 1. So all end there, and no rank waits for another but as in every step. Each of these matters:
 the flags are up before the write, the write is before rank 0 goes on, and each answer comes from the store itself
 (a linearizable read that began after the question), never from a watch.
 
-Between two steps, while it evaluates, rank 0 names s itself, or takes s + 1 back for it: nobody can finish s + 1
+Between two steps, while it evaluates, rank 0 names s itself, or takes s + 1 back for it: no rank can finish s + 1
 without rank 0. Ranks that are in s + 1 already are *stranded* there. Their state after s is the others' too: their
 agents end them, and if a broken collective has, it is no failure.
 
@@ -64,7 +64,7 @@ WHAT_STANDS = Read((STOP_KEY,))
 
 
 def concerns(ask: Ask, latest: NodeSnapshot) -> bool:
-    """Must the store be asked? Rank 0's node need not: nobody else writes, and it does not before all flags are up."""
+    """Must the store be asked? Rank 0's node need not: it alone writes, and not before all flags are up."""
     world = latest.world
     if world is not None and world.generation > ask.generation:
         return False

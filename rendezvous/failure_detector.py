@@ -4,9 +4,8 @@ The store notices a dead node when its lease ends, seconds later. Its peers can 
 its machine *refuses* the connection, or another agent has the port. Such a node is *gone*, and may be evicted. Silence
 proves nothing (a frozen machine, a cut cable): then the lease decides.
 
-Nobody is asked while all is well. The coordinator asks members that are slow to stop; members ask a coordinator that is
-slow to go on, a few of them one after the other. This file asks nobody itself. Instants are seconds on this node's
-clock.
+No node is asked while all is well. The coordinator asks members that are slow to stop; members ask a coordinator that
+is slow to go on, a few of them one after the other. This file only decides. Instants are seconds on this node's clock.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Absence(enum.Enum):
     """How a peer did not answer."""
 
     REFUSED = "refused"
-    """Nobody listens there any more: the process has ended."""
+    """No process listens there any more: the agent has ended."""
     SILENT = "silent"
 
 
@@ -74,7 +73,7 @@ class FailureDetector:
         return tuple(Peer(name, suspects[name][0]) for name in chosen)
 
     def wake_at(self) -> float | None:
-        """When somebody is next to be asked."""
+        """When the next suspect is to be asked."""
         return min((at for name, at in self._ask_at.items() if name not in self._asked), default=None)
 
     def found(self, peer: Peer, finding: Finding, now: float, again_s: float = ASK_AGAIN_S) -> None:

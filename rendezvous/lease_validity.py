@@ -1,4 +1,4 @@
-"""Why a node may go on training: the *proof* that nobody can have been given its place (I10).
+"""Why a node may go on training: the *proof* that no other node can have been given its place (I10).
 
 As a rule that is its lease. It counts as good for LEASE_MARGIN of its time to live after the newest confirmation, on
 this node's own clock; the rest is for stopping the workers, who are gone before the store can drop the lease.
@@ -22,7 +22,7 @@ from .records import Introduction, World
 
 LEASE_MARGIN = 0.6
 QUIET_MARGIN = 0.3
-"""Whoever has not heard from the store for this part of the lease's time to live has lost it, or is about to. Lower
+"""A node that has no answer from the store for this part of the lease's time to live has lost it, or is about to. Lower
 than LEASE_MARGIN by more than one interval between keep-alives: when the first node's lease runs out of its margin, the
 others have been without the store for nearly as long."""
 SOON = 0.01

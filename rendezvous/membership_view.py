@@ -106,7 +106,7 @@ class MembershipView:
         entries = {entry.key: entry for entry in snapshot.entries}
         nodes = [entry for key, entry in entries.items() if key.startswith(NODES_PREFIX)]
         self._leader = min(nodes, key=lambda entry: entry.create_revision)
-        # Whoever put something unreadable here first would coordinate for ever, and never answer.
+        # A writer of something unreadable that came first would coordinate for ever, and never answer.
         NodeRecord.from_json(self._leader.key, self._leader.value)
         if self.coordinates and NODES_PREFIX not in question.scopes:
             return
@@ -159,7 +159,7 @@ class MembershipView:
             return
         if known is not None and known[0].mod_revision == entry.mod_revision:
             return
-        # Whoever writes is not gone; if its agent ended right after, it will be asked again.
+        # A node that writes is not gone; if its agent ended right after, it will be asked again.
         self.detector.gone.discard(record.incarnation)
         self._nodes[key] = (entry, record)
         self.arrivals.setdefault(record.incarnation, now)

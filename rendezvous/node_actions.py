@@ -29,7 +29,7 @@ class LocalState:
     started: int = 0
     """The highest generation that this incarnation has ever started (I4)."""
     lease_good: bool = True
-    """The lease was confirmed so recently that nobody can have been given this node's place (I10)."""
+    """The lease was confirmed so recently that no other node can have been given this node's place (I10)."""
     hosts_store: bool = False
     leaving: bool = False
     leave_alone: bool = False

@@ -108,9 +108,9 @@ class Participant:
         """The newest world of all earlier sessions."""
         self._deadlines = Deadlines(policy, now)
         self._drain_request: Entry | None = None
-        """Somebody wants this node to leave, or wanted an earlier agent of it to."""
+        """What the store holds of an operator's request that this node leave; it may be for an earlier agent of it."""
         self.wanted_to_leave = False
-        """Somebody wants this agent to; the driver says `leave` when it does."""
+        """An operator asks this agent to leave; its driver calls `leave` when it does."""
         self._refusal: Leave | None = None
         self._duplicate_until: float | None = None
         self._pending: Request | None = None
@@ -162,7 +162,7 @@ class Participant:
 
     @property
     def _came_after_end(self) -> bool:
-        """The job in the store had ended before this agent came. Whoever joins again was there before."""
+        """The job in the store had ended before this agent came. An agent that joins again was there before."""
         return self._came_after_world and self.world is not None and self.world.phase is Phase.ENDED
 
     @property
@@ -184,7 +184,7 @@ class Participant:
         return self._session.validity.good_until(now) if self._session.lease is not None else -math.inf
 
     def lease_good(self, now: float) -> bool:
-        """Nobody can have been given this node's place (I10)."""
+        """No other node can have been given this node's place (I10)."""
         return self._session.lease is not None and self._session.validity.holds(now)
 
     def take_snapshot(self, undisturbed: int, now: float) -> None:
@@ -493,7 +493,7 @@ class Participant:
             self._session.membership.see_change_of_node(key, change.entry, revision, now)
         session = self._session
         if key == node_key(self.identity.node) and session.written and revision > (session.own_revision or 0):
-            # Our own writes come back; anything else that happens to our record is somebody else's doing.
+            # Our own writes come back; anything else that happens to our record is another writer's doing.
             self._own_entry(change.entry, now)
 
     def _read_drain_request(self, entry: Entry | None) -> None:
@@ -651,7 +651,7 @@ class Participant:
         if self._known is not None:
             says = replace(says, seen=self._known.generation)
         self._session = self._new_session(says)
-        # A world that we never saw may have named our port as its master: nobody may meet there again.
+        # A world that we never saw may have named our port as its master: no workers may meet there again.
         self.wants_port = True
         self._pending = None
         self._duplicate_until = None

@@ -41,7 +41,7 @@ def _others_failed(args: threading.ExceptHookArgs) -> None:
 
 
 class Thread(threading.Thread):
-    """See the module's docstring. A daemon: one that a dead disk or store holds for ever does not delay the end."""
+    """A thread whose failure is reported. A daemon: one that a dead store holds for ever does not delay the end."""
 
     def __init__(
         self, work: Callable[[], None], name: str, otherwise: Callable[[], None] = lambda: None
