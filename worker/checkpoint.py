@@ -110,6 +110,8 @@ class Checkpointer:
         # Steps up to this one are not saved again; None until load() or save() has found out.
         self._floor: int | None = None
         self._memory = memory_of(os.environ, self._files.directory) if not read_only else None
+        if of_rank_0 and self._memory is not None and not self._memory.place.is_on_node_of_rank_0:
+            self._memory = None  # this node does not have what is rank 0's: its copy would be another state
         self._bad_state = BadState.of(os.environ) if not read_only else None
         self._account = progress if not read_only else progress.Silent()
         self._disk = Disk(self._files, env.generation, env.socket, env.writes)

@@ -72,6 +72,16 @@ class Group:
             raise error
         return crc
 
+    def share(self, tensor: torch.Tensor) -> None:
+        """Give every rank what rank 0 has there, in place; it must have the same shape and dtype on all."""
+        if self.world_size == 1:
+            return
+        shared = tensor.to(self.device)
+        with _Lent([shared]):
+            dist.broadcast(shared, 0)
+        if shared is not tensor:
+            tensor.copy_(shared)
+
     def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         mine = tensor.to(self.device)
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]

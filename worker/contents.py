@@ -11,8 +11,9 @@ import torch
 from . import rng
 from .collectives import Group, current_group
 from .errors import CheckpointError
+from .journal import Buffers
 from .replicas import DIGEST_BYTES, Replicas
-from .state_dicts import Part, state_of
+from .state_dicts import Part, modules_in, state_of
 
 # What a rank brings to save(): the step and a digest of its state (see `replicas`), followed by its random state.
 _CALL = struct.Struct(f"!q{DIGEST_BYTES}s")
@@ -23,6 +24,7 @@ class Contents:
 
     def __init__(self, parts: Mapping[str, Part], of_rank_0: Collection[str]) -> None:
         self.parts = dict(parts)
+        self.of_rank_0 = frozenset(of_rank_0)
         self.replicas = Replicas(self.parts, of_rank_0)
 
     def states(self) -> dict[str, Any]:
@@ -46,6 +48,22 @@ class Contents:
             )
         self.replicas.compare(group, [one[1] for one in parts], step)
         return [call[_CALL.size :] for call in calls]
+
+    def share_buffers(self, group: Group) -> None:
+        """Give all ranks the modules' buffers of rank 0, as a file on disk does. All ranks call it after `gather`.
+
+        Ranks differ in them by right, and each node copies its own state: without this a node that comes to have
+        rank 0 would go on with the statistics of another rank.
+        """
+        buffers = Buffers(
+            modules_in({name: part for name, part in self.parts.items() if name not in self.of_rank_0})
+        )
+        if buffers.size:
+            row = torch.empty(buffers.size, dtype=torch.uint8)
+            buffers.copy_to(row)
+            group.share(row)
+            if group.rank != 0:
+                buffers.restore(row)
 
     def same_on_all_ranks(self, step: int, *, wait: bool) -> bool:
         """See `Replicas.prove`."""

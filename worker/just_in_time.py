@@ -36,7 +36,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from . import progress
 from .journal import Buffers, Journal
 from .memory import Place
-from .state_dicts import Part, state_of, unwrapped
+from .state_dicts import Part, modules_in, state_of, unwrapped
 from .together import InMemory, give_up
 from .wire.channel import Lines
 from .wire.codec import Invalid
@@ -292,11 +292,6 @@ class JustInTime:
 
 _active: JustInTime | None = None
 """The guard of this process."""
-
-
-def modules_in(state: Mapping[str, Part]) -> list[torch.nn.Module]:
-    parts = [unwrapped(part) for part in state.values() if not isinstance(part, dict)]
-    return [part for part in parts if isinstance(part, torch.nn.Module)]
 
 
 def of_a_collective(error: BaseException) -> bool:

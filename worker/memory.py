@@ -376,6 +376,11 @@ class Place:
     world_size: int
     run: str = ""
 
+    @property
+    def is_on_node_of_rank_0(self) -> bool:
+        """The ranks of a node follow one another."""
+        return self.rank == self.local_rank
+
 
 def memory_of(environ: Mapping[str, str], directory: str) -> NodeMemory | None:
     """None where there is no agent, or one that grants no memory."""

@@ -10,10 +10,9 @@ import torch
 from . import journal, rng
 from .collectives import Group
 from .errors import CheckpointMismatch
-from .just_in_time import modules_in
 from .memory import NodeMemory
 from .restore import Loaded
-from .state_dicts import Part, load_into
+from .state_dicts import Part, load_into, modules_in
 
 logger = logging.getLogger(__name__)
 

@@ -87,6 +87,11 @@ def unwrapped(part: Stateful) -> Stateful:
     return part.module if isinstance(part, DistributedDataParallel | DataParallel) else part
 
 
+def modules_in(state: Mapping[str, Part]) -> list[torch.nn.Module]:
+    parts = [unwrapped(part) for part in state.values() if not isinstance(part, dict)]
+    return [part for part in parts if isinstance(part, torch.nn.Module)]
+
+
 def is_plain(state: Any) -> bool:
     """Whether it holds nothing but what `torch.load(weights_only=True)` always takes: then nothing need be proven."""
     kind = type(state)

@@ -91,6 +91,7 @@ class TakingPart:
             return True
         group = current_group()
         random_states = self._contents.gather(step, group)
+        self._contents.share_buffers(group)
         plan = self._copies.plan(Occasion.LAST_STEP, group.rank)
         copied = self._copies.memory is not None
         if plan.copies:
@@ -147,6 +148,14 @@ class TakingPart:
         if memory is None or not self._contents.replicas.proven:
             logger.warning(
                 "step %d is not kept: not all ranks have shown that they have the same state", step
+            )
+            return False
+        if self._contents.of_rank_0 and memory.place.rank != 0:
+            logger.warning(
+                "step %d is not kept: rank %d does not have %s of rank 0",
+                step,
+                memory.place.rank,
+                sorted(self._contents.of_rank_0),
             )
             return False
         if self._copies.settled() and memory.hurry(step):

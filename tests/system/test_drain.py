@@ -180,15 +180,17 @@ def test_a_training_that_ends_on_the_way_has_succeeded(scene: Scene) -> None:
     assert max(record["step"] for record in job.history(what="step")) == 60
 
 
-def test_a_node_is_replaced_without_a_trace(job: Job) -> None:
+@pytest.mark.parametrize("leaves", [0, 1])
+def test_a_node_is_replaced_without_a_trace(job: Job, etcd: EtcdCluster, leaves: int) -> None:
     """DDP with dropout, BatchNorm and a sampler: the end is that of an undisturbed run, to the last bit."""
     steps = 150
     if steps not in undisturbed:
         undisturbed[steps] = Run(job, "undisturbed", 1, steps).ended()
+    job.use_etcd(etcd)
     run = Run(job, "replaced", 2, steps)
     run.agents.append(run.join("replaced2"))
     job.wait_for(lambda: run.newest(1) > 2, "three steps")
-    victim = next(agent for agent in run.agents[1:] if agent.says("generation 1 .*here"))
+    victim = next(agent for agent in run.agents if agent.says(f"generation 1 .*ranks {leaves}-{leaves} here"))
     victim.signal(signal.SIGTERM)
     run.agents.remove(victim)
     assert run.ended() == undisturbed[steps]

@@ -102,6 +102,27 @@ def test_nothing_that_was_loaded_lives_in_the_slot(tmp_path: Path) -> None:
     assert second.bits() == loaded
 
 
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "copies", "saves_just_in_time"),
+    [(0, 0, True, True), (1, 1, True, False), (1, 0, False, False)],
+)
+def test_only_the_node_of_rank_0_copies_what_is_rank_0s_own(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    local_rank: int,
+    copies: bool,
+    saves_just_in_time: bool,
+) -> None:
+    """A copy of another node, or that another rank makes in place of one that failed, would be another state."""
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("ELASTIC_AGENT_LOCAL_RANK", str(local_rank))
+    checkpoints = Checkpointer(tmp_path / "disk", {"own": {"of": rank}}, of_rank_0=["own"])
+    checkpoints.load()
+    assert checkpoints.remember(1) is copies
+    assert checkpoints._part.salvage(2, {"own": {"of": rank}}) is saves_just_in_time
+
+
 def test_shared_memory_stays_shared(tmp_path: Path) -> None:
     first = Training(tmp_path / "disk")
     first.checkpoints.remember(1)
