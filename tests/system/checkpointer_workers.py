@@ -28,10 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 from elastic_agent.worker import (
     Checkpointer,
     CheckpointError,
+    archive_layout,
     collectives,
     durable,
     files,
-    layout,
     progress,
     restore,
     slots,
@@ -256,7 +256,7 @@ def train(
     slots.os = Overlay(
         **{name: eventful(getattr(os, name)) for name in ("open", "rename", "unlink", "ftruncate")}
     )
-    layout.torch = Overlay(torch, empty=eventful(torch.empty))
+    archive_layout.torch = Overlay(torch, empty=eventful(torch.empty))
     seed(rank)
     # The same initial weights everywhere come from DDP; the draws of the ranks differ.
     model = DistributedDataParallel(
