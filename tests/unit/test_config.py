@@ -11,7 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from elastic_agent.agent.configuration.config import Config, ConfigError
@@ -512,6 +512,7 @@ VALUES = st.fixed_dictionaries(
 @given(
     values=VALUES, args=st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
 )
+@example(values={}, args=["--memory-checkpoints"])
 def test_the_printed_settings_are_a_file_that_means_the_same(
     values: dict[str, str], args: list[str], script: str, tmp_path: Path
 ) -> None:
@@ -523,7 +524,9 @@ def test_the_printed_settings_are_a_file_that_means_the_same(
     file.write_text("\n".join(first.settings.lines()))
     again = resolve(read_argv(["--config", str(file)]), {}, lambda: "another")
     assert again.config == first.config
-    assert again.warnings == ()
+    assert set(again.warnings) <= set(first.warnings), (
+        "an argument of the script may look like an option of ours"
+    )
 
 
 def test_the_origin_of_every_printed_setting_is_named(script: str) -> None:
