@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types check format sim soak benchmark torchft scale steps checkpoints gpu clean
+.PHONY: help demo test quick lint types check format sim soak benchmark torchft scale steps checkpoints gpu clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -33,6 +33,10 @@ test: $(READY)  ## all tests, under 15 minutes on 2 cores: most of them wait for
 	@.ci/system-packages systemd
 	@.ci/kubernetes-tools $(VENV)
 	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder
+
+quick: $(READY)  ## the inner loop: unit tests, a short simulation, the contract of stores in memory
+	SIMULATOR_SEEDS=30 $(BIN)/python -m pytest -q -n $(TESTS_AT_ONCE) tests/unit tests/sim
+	$(BIN)/python -m pytest -q tests/contract/test_store.py -k memory
 
 lint: $(READY)  ## ruff: rules and format
 	$(BIN)/ruff check --output-format concise .
