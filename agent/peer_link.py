@@ -23,7 +23,7 @@ MAX_ANSWER_BYTES = 8 * 1024
 
 
 class PeerLink:
-    """How many questions are open at once is bounded by whoever asks (`peers.MOST_AT_ONCE`)."""
+    """How many questions are open at once is bounded by the caller (`failure_detector.MOST_AT_ONCE`)."""
 
     def __init__(self, post: Callable[[Event], None], clock: Callable[[], float]) -> None:
         self._post = post

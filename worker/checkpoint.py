@@ -110,8 +110,11 @@ class Checkpointer:
         # Steps up to this one are not saved again; None until load() or save() has found out.
         self._floor: int | None = None
         self._memory = memory_of(os.environ, self._files.directory) if not read_only else None
+        # All ranks show that they have the same state, also those that do not have what is rank 0's: a copy of their
+        # node would be another state.
+        self._is_compared = self._memory is not None
         if of_rank_0 and self._memory is not None and not self._memory.place.is_on_node_of_rank_0:
-            self._memory = None  # this node does not have what is rank 0's: its copy would be another state
+            self._memory = None
         self._bad_state = BadState.of(os.environ) if not read_only else None
         self._account = progress if not read_only else progress.Silent()
         self._disk = Disk(self._files, env.generation, env.socket, env.writes)
@@ -121,6 +124,7 @@ class Checkpointer:
             self._contents,
             self._copies,
             self._disk,
+            is_compared=self._is_compared,
             floor=lambda: self._floor,
             remember=lambda step: self.remember(step, haste=True),
             save=self._save_and_wait,
@@ -256,9 +260,11 @@ class Checkpointer:
         be loaded again.
         """
         memory = self._memory
-        if memory is None:
-            return False
         step = operator.index(step)
+        if memory is None:
+            if self._is_compared:  # the node of rank 0 waits for this rank
+                self._contents.same_on_all_ranks(step, wait=False)
+            return False
         if not self._contents.same_on_all_ranks(step, wait=not haste):
             return False
         random_state = rng.capture()

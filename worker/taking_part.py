@@ -33,11 +33,14 @@ class TakingPart:
         copies: Copies,
         disk: Disk,
         *,
+        is_compared: bool,
         floor: Callable[[], int | None],
         remember: Callable[[int], bool],
         save: Callable[[int], bool],
     ) -> None:
-        """`floor()`: steps up to that one are not saved again; None: not known yet.
+        """`is_compared`: copies in memory are made somewhere, of a state that all ranks have shown to be the same.
+
+        `floor()`: steps up to that one are not saved again; None: not known yet.
 
         `remember` copies the state to memory without the other ranks; `save` returns when it is durable.
         """
@@ -45,6 +48,7 @@ class TakingPart:
         self._contents = contents
         self._copies = copies
         self._disk = disk
+        self._is_compared = is_compared
         self._floor = floor
         self._remember = remember
         self._save = save
@@ -64,7 +68,7 @@ class TakingPart:
                 )
         self._loaded = step
         self.register()
-        if self._copies.memory is not None:
+        if self._is_compared:
             self._contents.replicas.note_soon(current_group())
 
     def register(self) -> None:
@@ -79,7 +83,7 @@ class TakingPart:
 
     @property
     def keeps_alone(self) -> bool:
-        return self._copies.memory is not None
+        return self._copies.memory is not None and not self._contents.of_rank_0
 
     def keep(self, step: int) -> bool:
         """Every rank: let the state after `step` outlive this process, which is about to end. False: it does not.

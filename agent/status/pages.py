@@ -23,7 +23,7 @@ from ..processes.workers import WorkerGroup
 
 STATUS_PATH = "/status"
 JOB_PATH = "/job"
-SCHEMA = 1
+SCHEMA = 2
 """Version of both pages. A reader refuses any other."""
 
 MAX_STATUS_BYTES = 64 * 1024

@@ -146,7 +146,7 @@ class AgentsSource(Source):
             self._problem(http, answer) for http, answer in selves.items() if isinstance(answer, Unreachable)
         ]
         if not found:
-            strange = Unreachable.STRANGE in selves.values()
+            strange = Unreachable.STRANGE in (*selves.values(), *views.values())
             code = StatusCode.MISMATCH if strange else StatusCode.NO_ANSWER
             raise CannotShow(
                 code, "; ".join(problems) or f"agent {next(iter(able))} does not answer {JOB_PATH}"

@@ -73,7 +73,7 @@ def test_a_hundred_nodes_lost_at_once_are_evicted_in_batches(shared_etcd: EtcdCl
             # What the watch would tell; and then all of them refuse the connection.
             agent.lost_track()
             if len(agent.known_nodes) > 1 and agent.world is not None and agent.world.generation == 3:
-                agent._session.roster.peers.gone.update(node.incarnation for node in rack)
+                agent._session.membership.detector.gone.update(node.incarnation for node in rack)
         assert agent.world is not None
         assert (agent.world.generation, agent.world.phase) == (4, Phase.RUNNING)
         assert [member.node for member in agent.world.members] == ["a"]

@@ -117,6 +117,13 @@ def test_ranks_are_compared_once(worlds: Worlds, tmp_path: Path, kind: str) -> N
     assert answers == [{"looks": 1, "remembered": [True] * 5}] * 2
 
 
+def test_ranks_of_other_nodes_are_compared_too_and_copy_nothing_of_rank_0s(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    answers = run(worlds, "count_comparisons", tmp_path / "x", kind="growing", nodes=2)
+    assert answers == [{"looks": 1, "remembered": [copied] * 5} for copied in (True, False)]
+
+
 def test_a_second_load_begins_another_comparison(worlds: Worlds, tmp_path: Path) -> None:
     assert run(worlds, "load_twice", tmp_path / "x") == [{"remembered": [True, True]}] * 2
 

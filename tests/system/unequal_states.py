@@ -162,9 +162,11 @@ def load_unequal(rank: int, directory: str, kind: str) -> dict[str, Any]:
     return attempt(Checkpointer(directory, Training(kind, rank).state).load)
 
 
-def count_comparisons(rank: int, directory: str, kind: str) -> dict[str, Any]:
+def count_comparisons(rank: int, directory: str, kind: str, nodes: int = 1) -> dict[str, Any]:
     """Fingerprints that this rank takes in five steps with a copy each, and what the copies returned."""
-    be_guarded(directory, rank)
+    be_guarded(directory if nodes == 1 else f"{directory}-{rank}", rank)
+    if nodes == 2:
+        os.environ.update(ELASTIC_AGENT_NODE="ab"[rank], ELASTIC_AGENT_LOCAL_RANK="0")
     looks = 0
     look = replicas.look_at
 

@@ -42,9 +42,21 @@ def broken(page: Path) -> list[str]:
     return found
 
 
+def gone(page: Path) -> list[str]:
+    """Modules in backticks whose file is nowhere in the tree."""
+    files = [file.as_posix() for file in ROOT.rglob("*.py") if ".venv" not in file.as_posix()]
+    named = re.findall(r"`(\w[\w/]*\.py)`", page.read_text())
+    return [name for name in named if not any(file.endswith(f"/{name}") for file in files)]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     assert broken(page) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_modules_that_a_page_names_exist(page: Path) -> None:
+    assert gone(page) == []
 
 
 def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_a_node_with_another_script_leaves_before_it_is_in_any_world(bench: Benc
 def test_a_node_that_judges_by_other_times_leaves_before_it_is_in_any_world(
     bench: Bench, odd: Program, said: str
 ) -> None:
-    """Of one with a longer lease its peers would say that it has lost the store, though it has it (`proof`)."""
+    """Of one with a longer lease its peers would say that it has lost the store (`lease_validity`)."""
     bench.join("a", program=OURS)
     bench.join("b", program=OURS)
     bench.settle()
