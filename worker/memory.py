@@ -247,7 +247,9 @@ class NodeMemory:
         grows = max(0, both - self._slots.taken())
         if grows:
             self._check_limit(both)
-        for now in (*read_memory(), file_system(self._slots.memory)):
+        # A cgroup may be a small part of its machine: only the level that has the least left limits what it can take.
+        least = min(read_memory(), key=lambda level: level.available, default=None)
+        for now in (least, file_system(self._slots.memory)):
             if now is not None:
                 self._check_available(grows, now)
         try:

@@ -18,7 +18,8 @@ import torch
 from elastic_agent.worker import Checkpointer, NotPlainData, memory, progress, slots, summing
 from elastic_agent.worker.archive_layout import CannotLayOut, lay_out
 from elastic_agent.worker.available_memory import Memory
-from elastic_agent.worker.slots import Slots
+from elastic_agent.worker.memory import NodeMemory, Place
+from elastic_agent.worker.slots import NoRoom, Slots
 from elastic_agent.worker.summing import _Job
 from tests.unit.threads import join_threads
 
@@ -261,6 +262,34 @@ def test_a_slot_does_not_take_the_last_memory(
     assert not large.remember(1), "80 MiB more would leave less than 5 %"
     assert opened.taken() == 0
     assert Checkpointer(tmp_path / "disk", {"meta": {"table": torch.zeros(1 << 20)}}).remember(1)
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("levels", "fits"),
+    [
+        ((), True),
+        ((Memory(30 * GIB, 64 * GIB),), True),
+        ((Memory(90 * GIB, 2048 * GIB), Memory(30 * GIB, 64 * GIB, of="the cgroup")), True),
+        ((Memory(90 * GIB, 2048 * GIB), Memory(12 * GIB, 64 * GIB, of="the cgroup")), False),
+        ((Memory(20 * GIB, 2048 * GIB), Memory(30 * GIB, 64 * GIB, of="the cgroup")), False),
+    ],
+)
+def test_the_level_with_the_least_memory_decides_whether_a_slot_grows(
+    opened: Slots, monkeypatch: pytest.MonkeyPatch, levels: tuple[Memory, ...], fits: bool
+) -> None:
+    """A large machine in whose cgroup a job may have a part only: 5 % of all of it is more than the job needs."""
+    monkeypatch.setattr(memory, "read_memory", lambda: levels)
+    monkeypatch.setattr(memory, "file_system", lambda _: Memory(1000 * GIB, 1000 * GIB))
+    monkeypatch.setattr(opened, "begin", lambda size: size)
+    of = NodeMemory(opened, 1000 * GIB, Place("a", 1, 0, 0, 1))
+    if fits:
+        of._begin(5 * GIB)  # and room for the other slot
+    else:
+        with pytest.raises(NoRoom, match="are to be left"):
+            of._begin(5 * GIB)
 
 
 def test_without_an_agent_there_is_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
