@@ -140,7 +140,7 @@ def run(system: str, megabytes: int, ranks: int, disk: Path | None) -> Run:
 
 
 def grant(path: Path) -> None:
-    """In the place of the agent's commit gate: whoever asks may commit."""
+    """In the place of the agent's commit fence: whoever asks may commit."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen()

@@ -1,4 +1,4 @@
-"""Saves that a process of the agent brings to disk: the real one, with a commit gate that says what the test wants."""
+"""Saves that a process of the agent brings to disk: the real one, with a commit fence that says what the test wants."""
 
 from __future__ import annotations
 
