@@ -117,7 +117,7 @@ class Checkpointer:
             self._memory = None
         self._bad_state = BadState.of(os.environ) if not read_only else None
         self._account = progress if not read_only else progress.Silent()
-        self._disk = Disk(self._files, env.generation, env.socket, env.writes)
+        self._disk = Disk(self._files, env)
         self._copies = Copies(self._memory, self._disk)
         self._part = TakingPart(
             self._files.directory,

@@ -25,6 +25,7 @@ from .permit import Permit
 from .slots import Held, Slots
 from .wire.channel import receive, send
 from .wire.codec import Invalid
+from .wire.environment import WorkerEnv
 from .wire.messages import MAX_REASON_CHARS, WRITE_OUTCOMES, CancelWrite, WriteOrder, WriteOutcome
 from .writes import outcome_of, write_copy
 
@@ -51,18 +52,14 @@ class Disk:
     def __init__(
         self,
         files: CheckpointFiles,
-        generation: int,
-        agent: str,
-        writer: str = "",
+        env: WorkerEnv,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`agent` and `writer` are the addresses of the agent's sockets, empty where there is none."""
         self.files = files
         self.leaving = False
         """This process ends for a planned change: whoever comes next has work to do, and brings to disk what is not."""
-        self._generation = generation
-        self._agent = agent
-        self._writer = writer
+        self._env = env
+        self._writer = env.writes
         self._clock = clock
         self._under_way: _UnderWay | None = None
         self._outcome: WriteOutcome | None = None
@@ -102,7 +99,7 @@ class Disk:
         may_change = self._permit()
         manifest = self.files.write(
             step,
-            generation=self._generation,
+            generation=self._env.generation,
             world_size=world_size,
             serialize=serialize,
             may_change=may_change,
@@ -186,7 +183,7 @@ class Disk:
             held.name,
             held.header.step,
             held.header.generation,
-            self._generation,
+            self._env.generation,
             self.files.keep,
             tuple(sorted(self.files.good)),
             self.files.run.id,
@@ -224,7 +221,7 @@ class Disk:
                 pass  # it is gone already
         started_s, size, refusal = self._clock(), 0, None
         try:
-            size = write_copy(self.files, write.slots, write.held, self._generation, self._permit()).size
+            size = write_copy(self.files, write.slots, write.held, self._env.generation, self._permit()).size
         except (CheckpointError, OSError, ValueError) as error:
             refusal = outcome_of(header.step, error, self.files.directory)
         took_s = self._clock() - started_s
@@ -232,4 +229,4 @@ class Disk:
         return refusal or WriteOutcome(header.step, size)
 
     def _permit(self) -> Callable[[], None]:
-        return Permit(self._agent, self._generation).check
+        return Permit(self._env.socket, self._env.generation, has_agent=bool(self._env.incarnation)).check

@@ -8,8 +8,8 @@ only for a while, by a clock that goes on while the process stands still. Of the
     refused      raises Fenced: another generation has begun, this process has no future
     undecided    raises Unconfirmed: nothing was committed, training may go on
 
-and an agent that gives none (it ended, it stands still itself) counts as undecided. Without an agent, under torchrun
-and plain python, everything is permitted.
+and an agent that gives none (it ended, it stands still itself) counts as undecided, and so does one of another version
+that gives its workers no address to ask at. Without an agent, under torchrun and plain python, everything is permitted.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ MAX_QUESTIONS = 3
 
 
 class Permit:
-    """For one checkpoint of one generation. `address` is the agent's socket, empty where there is no agent."""
+    """For one checkpoint of one generation. `address` is the agent's socket. Without it the permit is unlimited, unless
+    `has_agent` is true."""
 
     def __init__(
         self,
         address: str,
         generation: int,
         *,
+        has_agent: bool = False,
         answer_s: float = ANSWER_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -45,7 +47,7 @@ class Permit:
         self._generation = generation
         self._answer_s = answer_s
         self._clock = clock
-        self._valid_until = -math.inf if address else math.inf
+        self._valid_until = -math.inf if address or has_agent else math.inf
 
     def check(self) -> None:
         """Returns only while this generation is the present one. Call it right before each change, and no earlier.
@@ -67,6 +69,11 @@ class Permit:
             self._ask()
 
     def _ask(self) -> None:
+        if not self._address:
+            raise self._unknown(
+                "it gives this process no address to ask at: agent and worker library are of different versions, "
+                "let the job's environment have the agent's version of elastic-agent"
+            )
         # Read before the question leaves: the agent says how long after it nobody can take this node's place.
         asked_at = self._clock()
         try:

@@ -13,6 +13,7 @@ from elastic_agent.worker.disk import Disk
 from elastic_agent.worker.files import CheckpointFiles
 from elastic_agent.worker.ownership import Run
 from elastic_agent.worker.slots import Header, Slots
+from elastic_agent.worker.wire.environment import WorkerEnv
 from elastic_agent.worker.wire.messages import WriteOutcome
 
 
@@ -27,7 +28,9 @@ class Case:
         os.pwrite(opened.fd, b"state", 0)
         self.slots.seal(opened, Header(1, 1, 0, 1, 5))
         self.held = self.slots.hold(opened.name)
-        self.disk = Disk(CheckpointFiles(folder / "disk", keep=1, run=Run("a")), 1, "", "writer")
+        self.disk = Disk(
+            CheckpointFiles(folder / "disk", keep=1, run=Run("a")), WorkerEnv(generation=1, writes="writer")
+        )
         self.asked = 0
         self.wrote_here = 0
 

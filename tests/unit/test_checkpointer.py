@@ -223,6 +223,18 @@ def test_the_agent_is_asked_before_anything_is_written_and_again_when_all_is_dur
     assert data.endswith(".pt")
 
 
+def test_an_agent_of_another_version_commits_nothing_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It names its address by a variable that this version does not read; only an agent sets an incarnation."""
+    monkeypatch.setenv(NAMES["incarnation"], "a life")
+    assert not Checkpointer(tmp_path, {}).save(10)
+    assert not list(tmp_path.glob("step-*.json"))
+    assert "different versions" in caplog.text
+    monkeypatch.delenv(NAMES["incarnation"])
+    assert Checkpointer(tmp_path, {}).save(10)
+
+
 def test_who_only_reads_takes_nothing_from_the_run_that_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

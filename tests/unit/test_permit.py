@@ -181,3 +181,9 @@ def test_an_agent_that_stands_still_or_is_gone_leaves_it_undecided(tmp_path: Pat
 
 def test_without_an_agent_everything_is_permitted() -> None:
     Permit("", 0).check()
+
+
+def test_an_agent_that_gives_no_address_leaves_it_undecided() -> None:
+    """As one of another version does, which names its variables otherwise."""
+    with pytest.raises(Unconfirmed, match=r"generation 7 may still commit: .*different versions"):
+        Permit("", 7, has_agent=True).check()

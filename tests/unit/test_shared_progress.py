@@ -75,8 +75,10 @@ def test_a_file_that_is_too_small_is_no_page(tmp_path: Path) -> None:
         Page.attach(str(tmp_path / "cut"), 7)
 
 
-def test_a_page_of_another_version_is_refused(ours: Page) -> None:
-    ours.words[0] += 1 << 48
+@pytest.mark.parametrize("version", [1, page.VERSION + 1])
+def test_a_page_of_another_version_is_refused(ours: Page, version: int) -> None:
+    """With version 1 came other names of the variables, so that its worker and this agent have no common fence."""
+    ours.words[0] += (version - page.VERSION) << 48
     with pytest.raises(PageOfAnotherVersion, match="same elastic-agent"):
         Page.attach(ours.path, 7)
 

@@ -22,7 +22,7 @@ import mmap
 import os
 from dataclasses import dataclass
 
-VERSION = 1
+VERSION = 2
 MAGIC = int.from_bytes(b"e-page" + VERSION.to_bytes(2, "little"), "little")
 SIZE = 192
 """Bytes: the first cache line is the agent's, so that what a worker writes at every step is not in what it reads."""
