@@ -443,7 +443,7 @@ IMPORTS = (
         "warnings",
         """
         import sys, warnings
-        print(warnings.showwarning.__module__, warnings.defaultaction)
+        print(warnings.filters, warnings.showwarning.__module__, warnings.defaultaction)
         warnings.warn("plain"); warnings.warn("deprecated", DeprecationWarning); warnings.warn("too high", stacklevel=2)
         def f(): warnings.warn("from below", stacklevel=3)
         def g(): f()
@@ -563,6 +563,7 @@ PROCESSES = (
         logging.basicConfig(format="%(levelname)s %(name)s %(module)s %(lineno)d %(funcName)s %(message)s")
         logging.getLogger("a").warning("x"); record = logging.makeLogRecord({})
         print(record.relativeCreated < 2000, record.processName, record.threadName, logging.root.handlers)
+        print(sorted(logging.root.manager.loggerDict))
         """,
         "WARNING a train 4 <module>",
     ),
@@ -580,7 +581,7 @@ TORCH = (
         import json, os, shutil, sys, warnings
         before = dict(os.environ)
         import torch
-        print(sorted(sys.modules), len(os.listdir("/proc/self/task")))
+        print(sorted(sys.modules), warnings.filters, len(os.listdir("/proc/self/task")))
         print(torch.get_num_threads(), torch.get_num_interop_threads())
         print({name: value for name, value in os.environ.items() if before.get(name) != value})
         import torch.distributed as dist
@@ -626,8 +627,10 @@ TORCH = (
         def imports_late():
             import torch, torch.distributed as dist, logging
             print(torch.get_num_threads(), dist.get_debug_level(), len(os.listdir("/proc/self/task")))
-            for name in "torch", "torch.distributed", "torch.distributed.distributed_c10d":
-                print(name, logging.getLogger(name).level, logging.getLogger(name).handlers)
+            loggers = sorted(logging.root.manager.loggerDict.items())
+            print({name: (logger.level, logger.handlers) for name, logger in loggers
+                   if isinstance(logger, logging.Logger) and name.startswith("torch")})
+            print([(entry[0], entry[2], entry[4]) for entry in warnings.filters])
         imports_late()
         from torch.distributed.elastic.multiprocessing.errors import record
         @record

@@ -248,6 +248,89 @@ def test_what_was_set_too_late_is_told_to_the_script_and_to_the_agent(
         assert name in outcome.stderr
 
 
+HOLDER = """
+import shutil, tempfile, weakref
+class TempDir:
+    def __init__(self):
+        self.name = tempfile.mkdtemp(dir={folder!r})
+        self._finalizer = weakref.finalize(self, shutil.rmtree, self.name)
+CACHE = TempDir()
+"""
+
+
+def test_a_finalizer_comes_with_the_module_that_made_it(tmp_path: Path) -> None:
+    package, made = tmp_path / "site", tmp_path / "made"
+    package.mkdir()
+    made.mkdir()
+    (package / "holder.py").write_text(HOLDER.format(folder=str(made)))
+    holding = Preloaded(("holder",), {"PYTHONPATH": str(package)})
+    try:
+        bench = Bench(tmp_path / "bench", holding)
+        (of_all,) = made.iterdir()
+        compare(bench, script("its function alone", "import shutil\nprint('went on')", "went on"))
+        compare(bench, script("its registry, too", "import weakref, shutil\nprint('went on')", "went on"))
+        assert of_all.is_dir(), (
+            "what belongs to all forks was removed by one that had not imported its module"
+        )
+        bench.warm(script("itself", "import holder"))
+        assert not of_all.exists()
+    finally:
+        holding.close()
+
+
+def test_a_script_that_sets_up_logging_first_does_not_disable_the_loggers_of_what_it_imports(
+    tmp_path: Path,
+) -> None:
+    package = tmp_path / "site"
+    package.mkdir()
+    (package / "talker.py").write_text(
+        "import logging\nlow, log = logging.getLogger('talker.low'), logging.getLogger('talker')\n"
+        "log.setLevel(logging.INFO)\nlow.isEnabledFor(logging.DEBUG)  # the answer is kept\n"
+    )
+    case = script(
+        "talker",
+        """
+        import logging, logging.config
+        print(sorted(logging.root.manager.loggerDict))
+        logging.config.dictConfig({"version": 1, "handlers": {"all": {"class": "logging.StreamHandler"}},
+                                   "root": {"level": "DEBUG", "handlers": ["all"]}})
+        import talker
+        print(sorted(logging.root.manager.loggerDict), talker.log.disabled, talker.low.parent is talker.log)
+        talker.log.info("a line of the package"); talker.low.info("another"); talker.log.debug("too low")
+        """,
+        "a line of the package",
+    )
+    talking = Preloaded(("talker",), {"PYTHONPATH": str(package)})
+    try:
+        compare(Bench(tmp_path / "bench", talking), case)
+    finally:
+        talking.close()
+
+
+def test_a_filter_for_warnings_comes_with_the_module_that_set_it(tmp_path: Path) -> None:
+    package = tmp_path / "site"
+    package.mkdir()
+    (package / "filterer.py").write_text(
+        "import warnings\nwarnings.filterwarnings('ignore', 'not this')\n"
+        "warnings.filterwarnings('error', 'nor that')\n"
+    )
+    case = script(
+        "filterer",
+        """
+        import warnings
+        print(warnings.filters); warnings.warn("not this, before")
+        import filterer
+        print(warnings.filters); warnings.warn("not this"); warnings.warn("shown")
+        """,
+        "shown",
+    )
+    filtering = Preloaded(("filterer",), {"PYTHONPATH": str(package)})
+    try:
+        compare(Bench(tmp_path / "bench", filtering), case)
+    finally:
+        filtering.close()
+
+
 @pytest.mark.parametrize("profiled", [False, True])
 def test_at_its_end_a_fork_does_not_unload_what_was_preloaded(tmp_path: Path, profiled: bool) -> None:
     package = tmp_path / "site"

@@ -3,9 +3,9 @@
 A fresh process knows only what Python needs to start, so a worker's `sys.modules` is emptied down to that (`hide`).
 When the script imports something that lies in the cache, it gets the very module, and with it all that a fresh import
 of it would have brought (`import_tracer`): nothing less, since modules rely on each other's imports, and no more, since
-scripts ask `"torch" in sys.modules`. Only then are the variables set that the import sets, and its functions registered
-for the end of the process; and what the modules read from the environment when they were loaded is compared with what
-they would read now (`env_rules`).
+scripts ask `"torch" in sys.modules`. Only then does what else the import leaves behind come into effect: variables,
+filters for warnings, loggers, functions for the end of the process; and what the modules read from the environment when
+they were loaded is compared with what they would read now (`env_rules`).
 
 A module is given only if the script's own import would have found the same file: a `numpy.py` beside the script is the
 script's `numpy`. It is given once: who deletes it from `sys.modules` or reloads it gets it loaded again, as ever.
@@ -25,7 +25,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from . import env_rules
+from . import env_rules, global_registries
 from .import_tracer import PATCHED, Effects, ImportTracer, found_by_others
 
 DEFAULT_PRELOAD = (
@@ -47,7 +47,7 @@ DEFAULT_PRELOAD = (
 NOT_IN_EVERY_TORCH = frozenset({"torch.profiler._cupti_monitor"})  # in 2.13, and gone in 2.14
 """Of the modules above: the absence of one is no news."""
 
-NOT_DOUBLED = ("__main__", PATCHED)
+NOT_DOUBLED = ("__main__", *PATCHED)
 
 
 @dataclass(slots=True)
@@ -80,8 +80,6 @@ class ImportCache:
     """What `_brought_by` says of the modules that were asked for, found out once for all forks."""
     _doers: Mapping[str, Effects] = field(default_factory=dict)
     """Of the modules that have done more than import others."""
-    _finalizers: dict[str, dict[Any, Any]] = field(default_factory=dict)
-    """What weakref.finalize has to call, by the module whose function it is: it needs that one whole."""
     tell: Callable[[str], None] = lambda problem: None
     """Hears of each difference to a fresh process that is found too late to be avoided."""
 
@@ -106,28 +104,21 @@ class ImportCache:
             if holder is not None and holder.__dict__.get(child) is module:
                 delattr(holder, child)
                 self.bound.add(name)
-        self._take_finalizers()
+        global_registries.take_out(
+            {**sys.modules, **self.hidden}, (doer.entered for doer in self.tracer.effects.values())
+        )
         self._order = {name: place for place, name in enumerate(self.hidden)}
         for name in self.hidden.keys() & self.asked:
             brought = frozenset(self._brought_by(name))
             self._brought[name] = [each for each in self.hidden if each in brought]
         self._doers = {
-            name: doer for name, doer in self.tracer.effects.items() if doer.reads or doer.set or doer.endings
+            name: doer
+            for name, doer in self.tracer.effects.items()
+            if doer.reads or doer.set or doer.endings or doer.entered or doer.filters
         }
         importlib.invalidate_caches()  # as a script begins: it finds out itself what lies where
         self._tops = frozenset(name for name in self.hidden if "." not in name)
         sys.meta_path.insert(0, _Giver(self))
-
-    def _take_finalizers(self) -> None:
-        weakref: Any = self.hidden.get("weakref")
-        if weakref is None:
-            return
-        for finalizer, info in list(weakref.finalize._registry.items()):
-            owner = getattr(info.func, "__module__", None)
-            if owner in self.hidden:
-                self._finalizers.setdefault(owner, {})[finalizer] = info
-                del weakref.finalize._registry[finalizer]
-        weakref.finalize._registered_with_atexit = False
 
     # --- In a forked one
 
@@ -181,10 +172,10 @@ class ImportCache:
             for variable, value in doer.set.items():
                 if os.environ.get(variable) == self.base.get(variable):
                     os.environ[variable] = self.base[variable] = value
+            warnings.filters[:0] = [entry for entry in doer.filters if entry not in warnings.filters]  # type: ignore[index]
+            global_registries.enter(doer.entered)
             for function, args, kwargs in doer.endings:
                 atexit.register(function, *args, **kwargs)
-        for finalizers in [self._finalizers.pop(each) for each in names if each in self._finalizers]:
-            _enter(finalizers)
         for problem in env_rules.at_import(
             given, {n: None for doer in effects for n in doer.reads}, self.base
         ):
@@ -280,12 +271,3 @@ def version(path: str) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_size, found.st_mtime_ns
-
-
-def _enter(finalizers: Mapping[Any, Any]) -> None:
-    """The module `weakref` has come with whatever has made them."""
-    finalize: Any = sys.modules["weakref"].finalize
-    finalize._registry.update(finalizers)
-    if not finalize._registered_with_atexit:
-        finalize._registered_with_atexit = True
-        atexit.register(finalize._exitfunc)

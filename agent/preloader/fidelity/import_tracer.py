@@ -6,11 +6,13 @@ An `ImportTracer` is made round the imports of the preloaded process. For each m
   after importing it is what can be reached from it;
 - which variables of the environment it reads, and which it sets: those are not set when the tracing ends;
 - which functions it registers for the end of the process: a fork of this process has to undo that
-  (atexit._clear).
+  (atexit._clear);
+- what it enters in lists of Python's own modules (`global_registries`), and which filters for warnings it sets: those
+  are not set when the tracing ends.
 
 A module's doing is all that happens while its body runs, also in functions of others that it calls. C code that reads
-the environment is not seen: `env_rules` knows those variables by name. What else a module leaves behind stays, and each
-fork has it from its start: filters for warnings, loggers.
+the environment is not seen: `env_rules` knows those variables by name. What a module prints, logs or warns of is not
+kept.
 """
 
 from __future__ import annotations
@@ -21,17 +23,20 @@ import contextlib
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from .global_registries import Entries, Growth
+
 OTHERS = ""
 """The doer where no module is being loaded."""
 
-PATCHED = "atexit"
-"""The module that a tracer changes: it is there from its begin, and imported when a module imports it."""
+PATCHED = ("atexit", "warnings")
+"""Modules that a tracer changes: they are there from its begin, and imported when a module imports them."""
 
 
 @dataclass(slots=True)
@@ -42,6 +47,9 @@ class Effects:
     reads: dict[str, None] = field(default_factory=dict)
     set: dict[str, str] = field(default_factory=dict)
     endings: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    entered: Entries = field(default_factory=dict)
+    filters: list[Any] = field(default_factory=list)
+    """As they stand in warnings.filters: the first of them came last."""
 
 
 class ImportTracer:
@@ -62,13 +70,18 @@ class ImportTracer:
         return self.of(self._loading[-1] if self._loading else OTHERS)
 
     def __enter__(self) -> ImportTracer:
-        self._undo.callback(self._take_modules, frozenset(sys.modules).difference((PATCHED,)))
+        self._undo.callback(self._take_modules, frozenset(sys.modules).difference(PATCHED))
         self._undo.enter_context(self._watching_imports())
         self._undo.enter_context(self._watching_environment())
         self._undo.enter_context(self._watching_endings())
+        self._undo.callback(_remember_filters)
+        self._undo.enter_context(warnings.catch_warnings())
+        self._filters: list[Any] = list(warnings.filters)
+        self._growth = Growth()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._settle()
         self._undo.close()
 
     def _take_modules(self, before: frozenset[str]) -> None:
@@ -84,20 +97,32 @@ class ImportTracer:
             parent = name.rpartition(".")[0]
             if name in loaded:
                 behind = name
-            elif name != PATCHED and not (name in sys.builtin_module_names and name in imported):
+            elif name not in PATCHED and not (name in sys.builtin_module_names and name in imported):
                 self.of(parent if parent in self.modules else behind).imports[name] = None
 
     # --- Who does something
 
     @contextlib.contextmanager
     def loading(self, name: str) -> Iterator[None]:
+        self._settle()
         self.current.imports[name] = None
         self.of(name)
         self._loading.append(name)
         try:
             yield
         finally:
+            self._settle()
             self._loading.pop()
+
+    def _settle(self) -> None:
+        """What has come into the global lists since the last call is the doing of the module that is being loaded."""
+        doer = self.current
+        if warnings.filters != self._filters:
+            known = {id(entry) for entry in self._filters}
+            doer.filters[:0] = [entry for entry in warnings.filters if id(entry) not in known]
+            self._filters = list(warnings.filters)
+        for keeper, entries in self._growth.new().items():
+            doer.entered.setdefault(keeper, {}).update(entries)
 
     # --- What is watched
 
@@ -174,7 +199,7 @@ class ImportTracer:
         def traced_register(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
             if not tracing:  # a module may have kept us by name
                 return register(function, *args, **kwargs)
-            if getattr(function, "__qualname__", "") != "finalize._exitfunc":  # `import_cache` does that
+            if getattr(function, "__qualname__", "") != "finalize._exitfunc":  # `global_registries` does that
                 self.current.endings.append((function, args, kwargs))
             return function
 
@@ -228,3 +253,15 @@ def found_by_others(finder: object, name: str, path: Any, target: Any) -> Module
             if spec is not None:
                 return spec
     return None
+
+
+class _NotShown(Warning):
+    """Passes the filters, and is not shown."""
+
+
+def _remember_filters() -> None:
+    """When `warnings` is gone, at the end of the process, C code goes by the filters that it used last: without this,
+    those of the tracing."""
+    warnings.simplefilter("ignore", _NotShown)
+    warnings.warn_explicit("", _NotShown, "", 0)
+    del warnings.filters[0]  # type: ignore[attr-defined]
