@@ -22,7 +22,7 @@ from pathlib import Path
 from ...rendezvous.threads import Thread
 from ...worker.wire.channel import Lines, send
 from ...worker.wire.codec import Invalid
-from ...worker.wire.messages import MAX_BYTES, UNSAVED_STEPS, FinishWrites, UnsavedStep, UnsavedSteps
+from ...worker.wire.messages import UNSAVED_STEPS, FinishWrites, UnsavedStep, UnsavedSteps
 from ..events import Event, WriterEnded, WriterWanted
 from ..processes.failures import describe_exit
 from ..processes.standing import KILLED_S, ends_within, standing
@@ -180,7 +180,7 @@ def _messages(connection: socket.socket, deadline: float) -> Iterator[UnsavedSte
     lines = Lines(UNSAVED_STEPS)
     while True:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
-        chunk = connection.recv(MAX_BYTES)
+        chunk = connection.recv(UNSAVED_STEPS.most_bytes)
         if not chunk:
             return
         yield from lines.add(chunk)

@@ -40,6 +40,7 @@ from elastic_agent.worker.wire.messages import (
     CommitUndecided,
     SaveReport,
     WriteOrder,
+    encode,
 )
 from tests.stopping import stop
 
@@ -521,6 +522,26 @@ def test_a_drain_does_not_wait_for_the_disk(agent: Agent, directory: Path) -> No
     agent.gate.open.set()
     assert [(agent.heard().step, agent.heard().step)] == [(10, 11)]
     assert on_disk(directory) == [10, 11]
+
+
+def test_unsaved_steps_of_many_directories_are_all_said(
+    agent: Agent, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their list is longer than any other message. The copies are nowhere, so that no try can succeed."""
+    directories = [str(tmp_path / f"{number}-{'x' * 200}" / "disk") for number in range(40)]
+    for directory in directories:
+        order = WriteOrder(str(tmp_path / "memory"), directory, "a", 10, 7, 7, 2, (), "run-a")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.connect(str(agent.writer.path))
+            client.sendall(encode(order))
+    agent.turn()
+    for _ in directories:
+        assert agent.heard().result == "error"
+    agent.writer.finish(2.0)
+    said = errors(caplog)
+    assert len(said) == len(directories)
+    for directory, error in zip(directories, said, strict=True):
+        assert error.startswith(f"step 10 is NOT on disk in {directory}: ")
 
 
 def test_nonsense_on_the_socket_disturbs_nobody(agent: Agent, directory: Path) -> None:

@@ -94,7 +94,7 @@ CODECS = list({id(codec): codec for codec, _ in MESSAGES}.values())
 def test_a_message_survives_the_wire(codec: Codec[Any], message: Checked) -> None:
     line = encode(message)
     assert codec.decode(line) == message
-    assert len(line) <= MAX_BYTES
+    assert len(line) <= codec.most_bytes
     assert line.count(b"\n") == 1
 
 
@@ -230,6 +230,18 @@ def test_messages_come_whole_out_of_any_pieces() -> None:
         assert heard == sent
 
 
-def test_a_line_without_an_end_is_refused() -> None:
-    with pytest.raises(Invalid, match="more than"):
-        Lines(FROM_WORKERS).add(b"x" * (MAX_BYTES + 1))
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_line_without_an_end_is_refused(codec: Codec[Any]) -> None:
+    Lines(codec).add(b"x" * codec.most_bytes)
+    with pytest.raises(Invalid, match=f"more than {codec.most_bytes} bytes"):
+        Lines(codec).add(b"x" * (codec.most_bytes + 1))
+
+
+def test_the_unsaved_steps_of_many_directories_are_one_message() -> None:
+    """Paths as long as a file system takes, with reasons, and in pieces as a socket brings them."""
+    reason = MAX_REASON_CHARS * "x"
+    unsaved = UnsavedSteps(tuple(UnsavedStep(n, f"/{n}/{'x' * 4000}", reason) for n in range(200)))
+    line = encode(unsaved)
+    pieces = [line[begin : begin + 8192] for begin in range(0, len(line), 8192)]
+    lines = Lines(UNSAVED_STEPS)
+    assert [message for piece in pieces for message in lines.add(piece)] == [unsaved]

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from .codec import Checked, Codec, Invalid
 from .environment import WorkerEnv
-from .messages import MAX_BYTES, LentLock, Report, encode
+from .messages import LentLock, Report, encode
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +32,14 @@ def receive(connection: socket.socket, codec: Codec[_T], timeout_s: float) -> _T
     while not line.endswith(b"\n"):
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         try:
-            chunk = connection.recv(MAX_BYTES)
+            chunk = connection.recv(codec.most_bytes)
         except TimeoutError as error:
             raise TimeoutError(f"no whole message within {timeout_s:g} s") from error
         if not chunk:
             raise Invalid(f"it ended the connection after {len(line)} bytes of a message")
         line += chunk
-        if len(line) > MAX_BYTES:
-            raise Invalid(f"message of more than {MAX_BYTES} bytes")
+        if len(line) > codec.most_bytes:
+            raise Invalid(f"message of more than {codec.most_bytes} bytes")
     return codec.decode(line)
 
 
@@ -62,8 +62,8 @@ class Lines(Generic[_T]):
     def add(self, data: bytes) -> list[_T]:
         """Raises Invalid."""
         *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > MAX_BYTES:
-            raise Invalid(f"message of more than {MAX_BYTES} bytes")
+        if len(self._rest) > self._codec.most_bytes:
+            raise Invalid(f"message of more than {self._codec.most_bytes} bytes")
         return [self._codec.decode(line) for line in lines]
 
 

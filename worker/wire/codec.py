@@ -84,7 +84,8 @@ class Codec(Generic[_T]):
     def __init__(self, kinds: tuple[type[_T], ...], version: int, most_bytes: int) -> None:
         self._kinds = {kind_of(kind): kind for kind in kinds}
         self._version = version
-        self._most_bytes = most_bytes
+        self.most_bytes = most_bytes
+        """Of one message."""
 
     def encode(self, message: _T) -> bytes:
         """One line."""
@@ -93,8 +94,8 @@ class Codec(Generic[_T]):
 
     def decode(self, raw: bytes) -> _T:
         """Raises Invalid, never anything else."""
-        if len(raw) > self._most_bytes:
-            raise Invalid(f"message of {len(raw)} bytes, at most {self._most_bytes} are read")
+        if len(raw) > self.most_bytes:
+            raise Invalid(f"message of {len(raw)} bytes, at most {self.most_bytes} are read")
         body = load_object(raw, "message")
         version, kind = body.pop("v", None), body.pop("kind", None)
         if type(version) is not int or version != self._version:

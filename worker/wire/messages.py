@@ -27,6 +27,8 @@ from .codec import Checked, Codec, Count, Seconds, Text, Within
 VERSION = 3
 MAX_BYTES = 8192
 """Of one message."""
+MAX_UNSAVED_BYTES = 2**20
+"""Of UnsavedSteps, which lists all directories with their paths."""
 MAX_REASON_CHARS = 500
 """A longer reason is refused, so its writer cuts it. JSON makes at most 12 bytes of a character."""
 RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -299,7 +301,7 @@ TO_GUARDS: Codec[ToGuard] = Codec((Hold, Keep, Go), VERSION, MAX_BYTES)
 WRITE_ORDERS: Codec[WriteOrder | FinishWrites] = Codec((WriteOrder, FinishWrites), VERSION, MAX_BYTES)
 WRITE_CANCELS = Codec((CancelWrite,), VERSION, MAX_BYTES)
 WRITE_OUTCOMES = Codec((WriteOutcome,), VERSION, MAX_BYTES)
-UNSAVED_STEPS = Codec((UnsavedSteps,), VERSION, MAX_BYTES)
+UNSAVED_STEPS = Codec((UnsavedSteps,), VERSION, MAX_UNSAVED_BYTES)
 
 _ALL = Codec[Checked]((), VERSION, MAX_BYTES)
 
