@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 MAX_LOCKS = 64
 """Checkpoint directories of one job whose locks are kept."""
 
+MAX_AT_ONCE = 64
+"""Datagrams that are read before other sockets have their turn."""
+
 
 class ReportReceiver:
     """Turns datagrams into events; a thread keeps locks."""
@@ -58,13 +61,17 @@ class ReportReceiver:
         self.socket.close()
 
     def read(self) -> None:
-        """One datagram, if there is any. Raises OSError."""
-        try:
-            datagram, lent, flags, _ = self.socket.recvmsg(
-                MAX_BYTES + 1, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-            )
-        except BlockingIOError:
-            return
+        """The datagrams that have come, `MAX_AT_ONCE` at most. Raises OSError."""
+        for _ in range(MAX_AT_ONCE):
+            try:
+                datagram, lent, flags, _ = self.socket.recvmsg(
+                    MAX_BYTES + 1, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+                )
+            except BlockingIOError:
+                return
+            self._take(datagram, lent, flags)
+
+    def _take(self, datagram: bytes, lent: list[tuple[int, int, bytes]], flags: int) -> None:
         descriptors = [number for _, _, raw in lent for number in array("i", raw)]
         if flags & socket.MSG_CTRUNC:
             self._drop("the lock of a checkpoint directory: this agent has no descriptors left")

@@ -40,7 +40,7 @@ from .reports import ReportReceiver
 log = logging.getLogger(__name__)
 
 ACCEPT_PAUSE_S = 0.1
-"""The rest after this process ran out of file descriptors; the connection waits."""
+"""The rest of the listener after this process ran out of file descriptors; the connection waits."""
 
 ANSWER_S = 2.0
 """How long a worker may take to take its answer."""
@@ -50,6 +50,9 @@ MAX_CLIENTS = 512
 
 MAX_ANSWERS = 64
 """Threads at once: all workers of a node may ask at the same time. The next questions wait."""
+
+MAX_WAITING = 256
+"""Questions of one kind that wait for a thread. The connection of the next one is closed."""
 
 
 class WorkerLinks:
@@ -71,12 +74,16 @@ class WorkerLinks:
         """Those that have not asked yet, and those that guard. For the thread."""
         self._guards: dict[tuple[int, int], socket.socket] = {}
         """By generation and local rank."""
-        self._questions: deque[tuple[socket.socket, Question]] = deque()
-        """That wait for a thread."""
+        self._commit_questions: deque[tuple[socket.socket, Question]] = deque()
+        """That wait for a thread; they are answered first."""
+        self._step_questions: deque[tuple[socket.socket, Question]] = deque()
         self._answering = 0
         """Threads that answer."""
         self._lock = threading.Lock()
-        """For all but the clients."""
+        """For the questions, the guards and the number of threads."""
+        self._accept_at: float | None = None
+        """When the listener has rested, monotonic; None while it does not rest."""
+        self._out_of_descriptors = False
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -107,7 +114,7 @@ class WorkerLinks:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._reports.socket, selectors.EVENT_READ)
         while True:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(self._rest_s()):
                 if key.fileobj is self._woken:
                     self._listener.close()
                     self._reports.close()
@@ -119,13 +126,28 @@ class WorkerLinks:
                 elif key.data.connection in self._clients:  # else it has made room for another one just now
                     self._read(key.data)
 
+    def _rest_s(self) -> float | None:
+        """How long the listener still rests. When that is over, it is listened to again."""
+        if self._accept_at is None:
+            return None
+        left_s = self._accept_at - time.monotonic()
+        if left_s > 0:
+            return left_s
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._accept_at = None
+        return None
+
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
         except OSError as error:
-            log.warning("cannot accept a worker's connection: %s", error)
-            time.sleep(ACCEPT_PAUSE_S)
+            if not self._out_of_descriptors:
+                log.warning("cannot accept a worker's connection: %s", error)
+            self._out_of_descriptors = True
+            self._selector.unregister(self._listener)
+            self._accept_at = time.monotonic() + ACCEPT_PAUSE_S
             return
+        self._out_of_descriptors = False
         if len(self._clients) == MAX_CLIENTS:
             silent = next((client for client in self._clients.values() if client.guards is None), None)
             if silent is None:
@@ -180,8 +202,13 @@ class WorkerLinks:
     # ---------------------------------------------------------------- answering
 
     def _ask(self, connection: socket.socket, question: Question) -> None:
+        waiting = self._commit_questions if isinstance(question, CommitQuestion) else self._step_questions
         with self._lock:
-            self._questions.append((connection, question))
+            if len(waiting) >= MAX_WAITING:
+                log.warning("a worker's connection is closed: %d questions wait already", len(waiting))
+                connection.close()
+                return
+            waiting.append((connection, question))
             if self._answering == MAX_ANSWERS:
                 return
             self._answering += 1
@@ -190,10 +217,11 @@ class WorkerLinks:
     def _answer_all(self) -> None:
         while True:
             with self._lock:
-                if not self._questions:
+                waiting = self._commit_questions or self._step_questions
+                if not waiting:
                     self._answering -= 1
                     return
-                connection, question = self._questions.popleft()
+                connection, question = waiting.popleft()
             with connection:
                 self._answer(connection, question)
 
@@ -214,8 +242,9 @@ class WorkerLinks:
             self._answering -= 1
             if self._answering:
                 return
-            waiting = [connection for connection, _ in self._questions]
-            self._questions.clear()
+            waiting = [connection for connection, _ in (*self._commit_questions, *self._step_questions)]
+            self._commit_questions.clear()
+            self._step_questions.clear()
         for connection in waiting:
             connection.close()
 

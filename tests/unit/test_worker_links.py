@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import queue
+import resource
 import socket
 import threading
 import time
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.events import Event, JustInTimeMessage, Reported, WorkerKept
+from elastic_agent.agent.worker_links import reports as reports_module
 from elastic_agent.agent.worker_links import server
 from elastic_agent.agent.worker_links.commit_fence import CommitFence
 from elastic_agent.agent.worker_links.last_steps import LastSteps
@@ -41,6 +44,7 @@ from elastic_agent.worker.wire.messages import (
     Keep,
     LentLock,
     LoadReport,
+    Question,
     Said,
     StepAnswer,
     StepEnded,
@@ -156,10 +160,104 @@ def test_more_questions_than_threads_wait_and_are_answered(
     monkeypatch.setattr(server, "MAX_ANSWERS", 2)
     scene.store.open.clear()
     asking = [scene.connect(encode(CommitQuestion(7))) for _ in range(5)]
-    eventually(lambda: len(scene.links._questions) == 3)
+    eventually(lambda: len(scene.links._commit_questions) == 3)
     scene.store.open.set()
     assert [COMMIT_ANSWERS.decode(one.recv(1000)) for one in asking] == [CommitGranted(3.0)] * 5
     eventually(lambda: scene.links._answering == 0)
+
+
+def test_questions_beyond_those_that_may_wait_are_hung_up_on(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connections whose questions wait are no clients any more, and are bounded all the same."""
+    monkeypatch.setattr(server, "MAX_ANSWERS", 1)
+    monkeypatch.setattr(server, "MAX_WAITING", 2)
+    scene.store.open.clear()
+    asking = [scene.connect(encode(CommitQuestion(7)))]
+    eventually(lambda: scene.links._answering == 1 and not scene.links._commit_questions)
+    asking += [scene.connect(encode(CommitQuestion(7))) for _ in range(2)]
+    eventually(lambda: len(scene.links._commit_questions) == 2)
+    with scene.connect(encode(CommitQuestion(7))) as one_more:
+        assert one_more.recv(1000) == b""
+    scene.store.open.set()
+    assert [COMMIT_ANSWERS.decode(one.recv(1000)) for one in asking] == [CommitGranted(3.0)] * 3
+
+
+def test_commits_are_answered_before_steps(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks may ask about a step at once, each answer may take the store's time, and a commit waits 5 s only."""
+    monkeypatch.setattr(server, "MAX_ANSWERS", 1)
+    scene.store.open.clear()
+    begun = scene.connect(encode(CommitQuestion(7)))
+    eventually(lambda: scene.links._answering == 1 and not scene.links._commit_questions)
+    answered: list[object] = []
+    answer = scene.links._answer
+
+    def answer_noted(connection: socket.socket, question: Question) -> None:
+        answered.append(question)
+        answer(connection, question)
+
+    monkeypatch.setattr(scene.links, "_answer", answer_noted)
+    steps = [StepEnded(7, 0, 0, step, Said.KEPT) for step in (20, 21)]
+    asking = [scene.connect(encode(step)) for step in steps]
+    eventually(lambda: len(scene.links._step_questions) == 2)
+    asking.append(scene.connect(encode(CommitQuestion(7))))
+    eventually(lambda: len(scene.links._commit_questions) == 1)
+    scene.store.open.set()
+    for connection in (begun, *asking):
+        assert connection.recv(1000)
+        connection.close()
+    assert answered[0] == CommitQuestion(7)
+    assert sorted(answered[1:], key=steps.index) == steps
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.dup(0)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 64, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for number in taken:
+            os.close(number)
+
+
+def test_without_descriptors_guards_and_reports_are_heard(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "ACCEPT_PAUSE_S", 3600.0)
+    reporting = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    waiting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with scene.guard(1) as guard, reporting, waiting, no_descriptor_left():
+        waiting.connect(scene.env.socket)
+        eventually(lambda: "cannot accept a worker's connection" in caplog.text)
+        for _ in range(3):
+            reporting.sendto(encode(LOADED), scene.env.reports)
+            scene.expect(Reported(LOADED, at=12.5))
+        guard.sendall(encode(Broken()))
+        scene.expect(JustInTimeMessage(7, 1, Broken()))
+
+
+def test_with_descriptors_again_the_connection_that_waited_is_answered(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "ACCEPT_PAUSE_S", 0.01)
+    tried = threading.Semaphore(0)
+    accept = scene.links._accept
+    monkeypatch.setattr(scene.links, "_accept", lambda: (accept(), tried.release()))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as waiting:
+        waiting.settimeout(PATIENCE_S)
+        with no_descriptor_left():
+            waiting.connect(scene.env.socket)
+            for _ in range(5):
+                assert tried.acquire(timeout=PATIENCE_S)
+        waiting.sendall(encode(CommitQuestion(7)))
+        assert COMMIT_ANSWERS.decode(waiting.recv(1000)) == CommitGranted(3.0)
+    assert caplog.text.count("cannot accept a worker's connection") == 1, "once for each exhaustion"
 
 
 def test_while_the_store_is_slow_guards_and_reports_are_heard(scene: Scene) -> None:
@@ -274,6 +372,23 @@ def test_what_cannot_be_read_or_has_no_room_is_counted(scene: Scene) -> None:
     scene.reporter.send(lambda g, r: LOADED)
     assert scene.dropped.acquire(timeout=PATIENCE_S)
     assert scene.events.empty()
+
+
+def test_reports_are_read_together_and_not_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports_module, "MAX_AT_ONCE", 2)
+    posted: list[Event] = []
+    receiver = ReportReceiver(tmp_path / "alone", posted.append, lambda: True, lambda: 1.0, lambda: None)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as worker:
+        for _ in range(3):
+            worker.sendto(encode(LOADED), str(tmp_path / "alone"))
+    counts = []
+    for _ in range(3):
+        receiver.read()
+        counts.append(len(posted))
+    receiver.close()
+    assert counts == [2, 3, 3]
 
 
 def test_a_lock_that_was_lent_is_held_until_the_agent_ends_and_once(scene: Scene, tmp_path: Path) -> None:
