@@ -170,7 +170,6 @@ class Loop:
         now = self._clock()
         participant, supervisor = self._participant, self._supervisor
         observer, manager = self._services.observer, self._services.manager
-        self._services.heartbeat.turned(supervisor.stops_at(now))
         if participant.wanted_to_leave and not self._left_as:
             log.info("%s: leaving the job", DRAIN_COMMAND)
             self._leave(DRAIN_COMMAND, now)
@@ -178,6 +177,7 @@ class Loop:
         again_at = self._driver.turn(now)
         observer.look(participant.snapshot, supervisor.group, now)
         manager.turn(observer.status(participant.snapshot, supervisor.group))
+        self._services.heartbeat.turned(supervisor.stops_at(now))
         wake_at = (
             again_at,
             manager.next_beat,

@@ -277,8 +277,6 @@ class Membership:
         """Do all that can be done now; the instant at which there is more to do."""
         now = self._clock()
         participant = self._participant
-        has_workers = self._place is not None and not self._status.stop
-        self._heartbeat.turned(participant.good_until(now) if has_workers else None)
         again_at, action = self._driver.turn(now), self._action
         self._publish(
             Status(
@@ -290,6 +288,8 @@ class Membership:
                 self._problem,
             )
         )
+        has_workers = self._place is not None and not self._status.stop
+        self._heartbeat.turned(participant.good_until(now) if has_workers else None)
         lasting_at = self._taken_at + STABLE_AFTER_S if self._place is not None else None
         return min((at for at in (again_at, lasting_at) if at is not None and at > now), default=None)
 

@@ -70,6 +70,7 @@ class Training:
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
         self.group: Any = None
+        self.kill_at: float | None = None
         self.started: list[int] = []
         self.stops: list[tuple[float, bool, str | None]] = []
         self.undying = ""
@@ -98,6 +99,7 @@ class Training:
     def stop(self, grace_s: float, *, gently: bool, reason: str | None) -> None:
         if self.group is not None:
             self.stops.append((grace_s, gently, reason))
+            self.kill_at = self.scene.now + grace_s
             self.group.stopping = True
         self.scene.read()
 
@@ -114,7 +116,9 @@ class Training:
         return 30.0
 
     def stops_at(self, now: float) -> float | None:
-        return None
+        if self.undisturbed:
+            return self.scene.participant.good_until(now)
+        return self.kill_at
 
     def unkillable(self) -> str:
         return self.undying
@@ -180,6 +184,8 @@ class Scene:
             waiting=False, turn=lambda now: None, workers_gone=lambda now: None, heard=lambda *_: None
         )
         self.said: list[str] = []
+        self.due: list[float | None] = []
+        """What the heartbeat was told: when the loop is to do the next thing to end its workers."""
         self.saves_end_at = 0.0
         self.finished: list[float] = []
         self.port: Any = OfferedPort(self.listener(), self.listener)
@@ -190,7 +196,7 @@ class Scene:
             SimpleNamespace(finish=self.finished.append, heard=lambda event: None),  # type: ignore[arg-type]
             self.observer(),  # type: ignore[arg-type]
             SimpleNamespace(turn=self.said.append, stopping=self.said.append, next_beat=None),  # type: ignore[arg-type]
-            SimpleNamespace(turned=lambda stops_at: None, silent_s=lambda: 0.0),  # type: ignore[arg-type]
+            SimpleNamespace(turned=self.due.append, silent_s=lambda: 0.0),  # type: ignore[arg-type]
         )
         stop = StopConfig(grace_s=30.0, failure_grace_s=5.0)
         self.loop = Loop(
@@ -333,6 +339,29 @@ def test_the_workers_of_a_node_whose_lease_ends_are_stopped_and_it_joins_anew() 
     scene.loop.run()
     assert scene.training.stops[0][:2] == (5.0, False)
     assert scene.participant.incarnation == "a-1.1"
+
+
+def test_a_turn_that_stops_the_workers_says_so_before_the_loop_waits() -> None:
+    """The workers take a while to end, and the loop waits for that: it does not stand still."""
+    scene = Scene()
+    told: list[tuple[float | None, float | None]] = []
+
+    def lose() -> None:
+        scene.training.undying = "worker 0 writes its traceback"
+        scene.training.unkillable = lambda: ""  # type: ignore[method-assign]
+        scene.participant.lease_gone(scene.store.lease)
+        scene.plan[scene.now + 0.5] = look
+
+    def look() -> None:
+        told.append((scene.due[-1], scene.training.kill_at))
+        scene.training.undying = ""
+
+    scene.plan[scene.now + 10.0] = lose
+    scene.at(20.0, Signalled(signal.SIGTERM))
+    scene.loop.run()
+    [(due_at, kill_at)] = told
+    assert kill_at is not None
+    assert due_at == kill_at
 
 
 def test_other_threads_read_whole_turns_and_nothing_in_between() -> None:
