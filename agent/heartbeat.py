@@ -114,7 +114,7 @@ class Heartbeat:
         self._closed.set()
 
     def turned(self, stops_at: float | None) -> None:
-        """The loop has done all that it can for now. At the end of a turn: what it has just stopped is not due again."""
+        """A turn has ended. At its end, because what the turn has stopped is not due any more."""
         self._thread = threading.current_thread()
         self._turned = Turned(self._clock(), stops_at)
 

@@ -40,7 +40,6 @@ from .files import CheckpointFiles
 from .just_in_time import JustInTime
 from .memory import memory_of
 from .offers import BadState, Owner
-from .ownership import this_run
 from .refusals import because, together
 from .replicas import refuse_sharded
 from .restore import Restore
@@ -51,6 +50,7 @@ from .state_dicts import Stateful, prove_loadable
 from .taking_part import TakingPart, all_taking_part
 from .wire.environment import WorkerEnv
 from .wire.messages import SaveResult, Tier
+from .wire.run import this_run
 from .writes import refusal_of
 
 logger = logging.getLogger(__name__)

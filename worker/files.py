@@ -63,7 +63,6 @@ from .ownership import (
     Former,
     Lock,
     Ownership,
-    Run,
     in_use,
     newer,
     overtaken,
@@ -71,6 +70,7 @@ from .ownership import (
     settle,
     successor,
 )
+from .wire.run import Run
 
 logger = logging.getLogger(__name__)
 

@@ -22,10 +22,9 @@ import torch
 
 from .available_memory import Memory, file_system, read_memory
 from .layout_cache import LayoutCache
-from .offers import Copy
-from .ownership import this_run
 from .slots import (
     NAMES,
+    Copy,
     Header,
     Held,
     NoRoom,
@@ -39,6 +38,7 @@ from .slots import (
 from .state_dicts import is_plain, prove_loadable
 from .summing import Summing
 from .wire.environment import WorkerEnv
+from .wire.run import this_run
 
 logger = logging.getLogger(__name__)
 

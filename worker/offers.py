@@ -28,19 +28,11 @@ from dataclasses import dataclass, replace
 
 from .errors import NoUsableCheckpoint
 from .manifests import Manifest
-from .ownership import this_run
-from .slots import Header
-from .wire.codec import Count, from_plain, load_object, plain
+from .slots import Copy, Header
+from .wire.codec import from_plain, load_object, plain
 from .wire.environment import WorkerEnv
 from .wire.messages import MAX_REASON_CHARS
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """A state in one node's memory, and which ranks' random states after it were written down there."""
-
-    header: Header
-    ranks: frozenset[Count] = frozenset()
+from .wire.run import this_run
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,42 +32,27 @@ Pure values and the lock; what is read and written when: see `files`.
 from __future__ import annotations
 
 import fcntl
-import functools
 import os
-import socket
-import uuid
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from io import FileIO
 from typing import Annotated
 
 from .errors import CheckpointError, OtherRun
 from .sealed import seal, unseal
-from .wire.codec import Checked, Text, Within, from_plain
-from .wire.environment import WorkerEnv
-from .wire.messages import RunName, RunNameOrNone
+from .wire.codec import Checked, Within, from_plain
+from .wire.messages import RunNameOrNone
+from .wire.run import Run
 
 OWNER_NAME = "owner.json"
 LOCK_NAME = "owner.lock"
 
 SCHEMA = 1
 MAX_OWNER_BYTES = 64 << 10
-MAX_LABEL_CHARS = 200
 MOST_STEPS = 2**63 - 1
 MAX_BEFORE = 64
 """So many earlier runs are remembered beside those that have checkpoints here."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run(Checked):
-    """`label` tells a person which job this is."""
-
-    id: RunName
-    label: Annotated[str, Text(MAX_LABEL_CHARS)] = ""
-
-    def __str__(self) -> str:
-        return f"{self.id} ({self.label})" if self.label else self.id
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,20 +126,6 @@ def settle(owner: Ownership, found: Iterable[tuple[str, int]]) -> Ownership:
     without = [one for one in formers if one.step < 0]
     forgotten = without[: max(0, len(without) - MAX_BEFORE)]
     return replace(owner, before=tuple(one for one in formers if one not in forgotten), settled=True)
-
-
-def this_run(environ: Mapping[str, str]) -> Run:
-    """The job's, as the agent says. Without an agent each process is a run of its own."""
-    job = environ.get("TORCHELASTIC_RUN_ID", "")
-    where = f"process {os.getpid()} on {socket.gethostname()}"
-    label = f"job {job}, {where}" if job else where
-    return Run(WorkerEnv.of(environ).run or _made_up(os.getpid()), label[:MAX_LABEL_CHARS])
-
-
-@functools.cache
-def _made_up(pid: int) -> str:
-    """For the process `pid`: one that was forked is another."""
-    return uuid.uuid4().hex[:12]
 
 
 # ---------------------------------------------------------------- what a person is told

@@ -119,6 +119,14 @@ class Header(Checked):
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """A state in one node's memory, and which ranks' random states after it were written down there."""
+
+    header: Header
+    ranks: frozenset[Count] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """The random state of one rank after a step."""
 

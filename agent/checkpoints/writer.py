@@ -31,7 +31,6 @@ from ...rendezvous.requests import RETRY
 from ...rendezvous.threads import Thread
 from ...worker.errors import CheckpointError, Fenced, SaveFailed
 from ...worker.files import CheckpointFiles
-from ...worker.ownership import Run
 from ...worker.permit import Permit
 from ...worker.slots import Held, Slots
 from ...worker.wire.channel import receive, send
@@ -50,6 +49,7 @@ from ...worker.wire.messages import (
     WriteOutcome,
     encode,
 )
+from ...worker.wire.run import Run
 from ...worker.writes import outcome_of, write_copy
 from ..processes.guard import IGNORED
 

@@ -24,7 +24,6 @@ from elastic_agent.agent.checkpoints.disk_writer import DiskWriter
 from elastic_agent.agent.events import Event, WriterEnded, WriterWanted
 from elastic_agent.worker import Checkpointer, Fenced, SaveFailed, disk, progress
 from elastic_agent.worker.files import CheckpointFiles
-from elastic_agent.worker.ownership import Run
 from elastic_agent.worker.slots import Slots
 from elastic_agent.worker.wire.channel import receive, send
 from elastic_agent.worker.wire.codec import Invalid
@@ -42,6 +41,7 @@ from elastic_agent.worker.wire.messages import (
     WriteOrder,
     encode,
 )
+from elastic_agent.worker.wire.run import Run
 from tests.stopping import stop
 
 PATIENCE_S = 20.0

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from elastic_agent.worker import Checkpointer, files, step
-from elastic_agent.worker.ownership import OWNER_NAME, Ownership, Run, successor
+from elastic_agent.worker.ownership import OWNER_NAME, Ownership, successor
+from elastic_agent.worker.wire.run import Run
 
 files.LOCK_WAIT_S = 0.5
 

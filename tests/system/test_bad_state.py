@@ -12,7 +12,7 @@ import pytest
 
 from elastic_agent.agent.exits import ExitCode
 from elastic_agent.worker.files import CheckpointFiles
-from elastic_agent.worker.ownership import Run
+from elastic_agent.worker.wire.run import Run
 
 from .harness import TORCH_PRELOADED, Job
 

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 from elastic_agent.worker.files import CheckpointFiles
-from elastic_agent.worker.ownership import Run
+from elastic_agent.worker.wire.run import Run
 
 from .harness import ORPHANS_S, TORCH_PRELOADED, Generation, Job
 

@@ -11,10 +11,10 @@ import pytest
 
 from elastic_agent.worker.disk import Disk
 from elastic_agent.worker.files import CheckpointFiles
-from elastic_agent.worker.ownership import Run
 from elastic_agent.worker.slots import Header, Slots
 from elastic_agent.worker.wire.environment import WorkerEnv
 from elastic_agent.worker.wire.messages import WriteOutcome
+from elastic_agent.worker.wire.run import Run
 
 
 class Case:

@@ -18,8 +18,8 @@ from elastic_agent.worker import files as files_module
 from elastic_agent.worker.errors import BadCheckpoint, Fenced
 from elastic_agent.worker.files import CheckpointFiles
 from elastic_agent.worker.manifests import Manifest
-from elastic_agent.worker.ownership import Run
 from elastic_agent.worker.sealed import checksum
+from elastic_agent.worker.wire.run import Run
 
 RUN = Run("run-a")
 

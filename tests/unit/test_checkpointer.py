@@ -30,7 +30,6 @@ from elastic_agent.worker import permit as permit_module
 from elastic_agent.worker.collectives import current_group
 from elastic_agent.worker.manifests import Manifest
 from elastic_agent.worker.offers import BadState, Offer, Owner, choose_owner
-from elastic_agent.worker.ownership import Run
 from elastic_agent.worker.wire import shared_progress as page
 from elastic_agent.worker.wire.environment import NAMES, WORKER_VARIABLES
 from elastic_agent.worker.wire.messages import (
@@ -46,6 +45,7 @@ from elastic_agent.worker.wire.messages import (
     Report,
     SaveReport,
 )
+from elastic_agent.worker.wire.run import Run
 
 numpy = pytest.importorskip("numpy")
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from elastic_agent.worker import Checkpointer, SaveFailed, archive_layout, files, progress, slots
-from elastic_agent.worker.ownership import Run
+from elastic_agent.worker.wire.run import Run
 from tests.unit.threads import join_threads
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from elastic_agent.worker.errors import NoUsableCheckpoint
 from elastic_agent.worker.manifests import Manifest
-from elastic_agent.worker.offers import BadState, Copy, Offer, Owner, choose_owner, nodes_with
-from elastic_agent.worker.slots import Header
+from elastic_agent.worker.offers import BadState, Offer, Owner, choose_owner, nodes_with
+from elastic_agent.worker.slots import Copy, Header
 
 
 def disk(step: int, generation: int = 1) -> Manifest:

@@ -21,8 +21,9 @@ from elastic_agent.worker import files as files_module
 from elastic_agent.worker.errors import CheckpointError, Fenced, OtherRun, Unconfirmed
 from elastic_agent.worker.files import CheckpointFiles
 from elastic_agent.worker.manifests import Manifest
-from elastic_agent.worker.ownership import Former, Ownership, Run, settle, successor, this_run
+from elastic_agent.worker.ownership import Former, Ownership, settle, successor
 from elastic_agent.worker.sealed import checksum
+from elastic_agent.worker.wire.run import Run, this_run
 
 A, B, C = (Run(f"run-{name}", f"job {name}") for name in "abc")
 
@@ -948,7 +949,7 @@ SCRIPT = """
 import os, signal, sys
 from elastic_agent.worker.errors import OtherRun
 from elastic_agent.worker.files import CheckpointFiles
-from elastic_agent.worker.ownership import this_run
+from elastic_agent.worker.wire.run import this_run
 
 files = CheckpointFiles(sys.argv[1], keep=2, run=this_run(os.environ))
 try:

@@ -10,8 +10,8 @@ import pytest
 
 from elastic_agent.worker import slots as slots_module
 from elastic_agent.worker import summing as summing_module
-from elastic_agent.worker.offers import Copy, Offer, choose_owner
-from elastic_agent.worker.slots import Header, Slots, sums_of
+from elastic_agent.worker.offers import Offer, choose_owner
+from elastic_agent.worker.slots import Copy, Header, Slots, sums_of
 from elastic_agent.worker.summing import Summing
 from tests.unit.threads import join_threads
 
