@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_agent.agent.checkpoints.disk_writer import DiskWriter
-from elastic_agent.agent.events import Event, WriterEnded, WriterWanted
+from elastic_agent.agent.common.events import Event, WriterEnded, WriterWanted
 from elastic_agent.worker.wire.channel import receive, send
 from elastic_agent.worker.wire.messages import FROM_WORKERS, CommitGranted
 from report import add_options, keep, markdown, publish, ratio, spread
@@ -314,8 +314,8 @@ class Library(System):
     def measure_saves(self) -> dict[str, float]:
         import torch.distributed as dist
 
-        from elastic_agent.worker.collectives import current_group
-        from elastic_agent.worker.replicas import Replicas
+        from elastic_agent.worker.ranks.collectives import current_group
+        from elastic_agent.worker.ranks.replicas import Replicas
 
         group = current_group()
         replicas = Replicas(self._state, ())

@@ -33,16 +33,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from elastic_agent.agent.events import Answered, Event, Handlers, Probed, StoreGone, Unanswered
-from elastic_agent.agent.store.link import StoreLink, deliver_to
-from elastic_agent.rendezvous.decide import Policy
-from elastic_agent.rendezvous.driver import Driver
-from elastic_agent.rendezvous.failure_detector import Peer
-from elastic_agent.rendezvous.node_actions import Action, Start, Stop
-from elastic_agent.rendezvous.participant import Participant
+from elastic_agent.agent.common.events import Answered, Event, Handlers, Probed, StoreGone, Unanswered
+from elastic_agent.agent.rendezvous_io.store_link import StoreLink, deliver_to
+from elastic_agent.rendezvous.coordinator.decide import Policy
+from elastic_agent.rendezvous.liveness.failure_detector import Peer
+from elastic_agent.rendezvous.node.driver import Driver
+from elastic_agent.rendezvous.node.node_actions import Action, Start, Stop
+from elastic_agent.rendezvous.node.participant import Participant
+from elastic_agent.rendezvous.node.requests import Request, Subscription
 from elastic_agent.rendezvous.records import Endpoint, Failure, Introduction, NetworkFacts, NodeRecord
-from elastic_agent.rendezvous.requests import Request, Subscription
-from elastic_agent.rendezvous.store import (
+from elastic_agent.rendezvous.store.interface import (
     Change,
     Compare,
     Delete,

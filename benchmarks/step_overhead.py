@@ -25,7 +25,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_agent.worker import drain, progress
+from elastic_agent.worker.steps import drain, progress
 from elastic_agent.worker.wire import shared_progress as page
 from elastic_agent.worker.wire.channel import receive, send
 from elastic_agent.worker.wire.environment import NAMES

@@ -13,8 +13,8 @@ def start() -> None:
     change the exit code, and everything that has to be closed was closed by `main`."""
     # A scheduler's warning would end this process. It waits until `run` has handlers; the imports take a while.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))
-    from .agent.cli import main
-    from .agent.processes.init import go_on_below_init
+    from .agent.main.cli import main
+    from .agent.workers.processes.init import go_on_below_init
 
     _open_closed_streams()
     go_on_below_init()

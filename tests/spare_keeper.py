@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from elastic_agent.agent.events import Event, SpareReadable
-from elastic_agent.agent.preloader.spares import Spare, Spares
-from elastic_agent.agent.processes.children import PR_SET_CHILD_SUBREAPER, adopt_orphans
-from elastic_agent.worker.available_memory import MIB, Memory
+from elastic_agent.agent.common.events import Event, SpareReadable
+from elastic_agent.agent.workers.preloader.spares import Spare, Spares
+from elastic_agent.agent.workers.processes.children import PR_SET_CHILD_SUBREAPER, adopt_orphans
+from elastic_agent.worker.memory.available_memory import MIB, Memory
 
 PATIENCE_S = 60.0
 """Importing torch takes two seconds, and many more on a busy machine."""

@@ -20,8 +20,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .checkpoint import Checkpointer
-    from .drain import Drained
+    from .checkpointing.checkpointer import Checkpointer
     from .errors import (
         CheckpointError,
         CheckpointMismatch,
@@ -37,12 +36,13 @@ if TYPE_CHECKING:
         StepNotGrowing,
     )
     from .process_group import init_process_group
-    from .progress import poll, step
     from .sampler import ElasticSampler
+    from .steps.drain import Drained
+    from .steps.progress import poll, step
 
 _HOME = {
-    "Checkpointer": "checkpoint",
-    "Drained": "drain",
+    "Checkpointer": "checkpointing.checkpointer",
+    "Drained": "steps.drain",
     "CheckpointError": "errors",
     "CheckpointMismatch": "errors",
     "ElasticSampler": "sampler",
@@ -57,8 +57,8 @@ _HOME = {
     "Sharded": "errors",
     "StepNotGrowing": "errors",
     "init_process_group": "process_group",
-    "poll": "progress",
-    "step": "progress",
+    "poll": "steps.progress",
+    "step": "steps.progress",
 }
 
 __all__ = [

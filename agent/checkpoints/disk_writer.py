@@ -23,10 +23,10 @@ from ...rendezvous.threads import Thread
 from ...worker.wire.channel import Lines, send
 from ...worker.wire.codec import Invalid
 from ...worker.wire.messages import UNSAVED_STEPS, FinishWrites, UnsavedStep, UnsavedSteps
-from ..events import Event, WriterEnded, WriterWanted
-from ..processes.failures import describe_exit
-from ..processes.standing import KILLED_S, ends_within, standing
-from ..processes.workers import tied
+from ..common.events import Event, WriterEnded, WriterWanted
+from ..workers.processes.failures import describe_exit
+from ..workers.processes.standing import KILLED_S, ends_within, standing
+from ..workers.processes.workers import tied
 
 log = logging.getLogger(__name__)
 

@@ -1,9 +1,9 @@
 """The disk writer: a process of the agent that brings copies in memory to the disk while the workers train on.
 
 `disk_writer` starts it through `shim`, so that it dies with the agent. Its standard input is a listening socket, over
-which rank 0 sends its orders (`worker/writes.py`). An order outlives the rank 0 that gave it. What becomes of one is
-told to whoever gave it, and to the agent as a report; before anything becomes visible the agent's commit fence is
-asked whether the generation that ordered it is still the present one.
+which rank 0 sends its orders (`worker/disk/background_write.py`). An order outlives the rank 0 that gave it. What
+becomes of one is told to whoever gave it, and to the agent as a report; before anything becomes visible the agent's
+commit fence is asked whether the generation that ordered it is still the present one.
 
 Orders are carried out one after the other: the disk is one. On the agent's `FinishWrites` it does what it has begun,
 tries again what has failed, tells the agent over that connection what is not on disk yet (`UnsavedSteps`), and ends
@@ -27,12 +27,13 @@ import threading
 import time
 from dataclasses import dataclass, replace
 
-from ...rendezvous.requests import RETRY
+from ...rendezvous.node.requests import RETRY
 from ...rendezvous.threads import Thread
+from ...worker.disk.background_write import outcome_of, write_copy
+from ...worker.disk.checkpoint_files import CheckpointFiles
+from ...worker.disk.commit_permission import Permit
 from ...worker.errors import CheckpointError, Fenced, SaveFailed
-from ...worker.files import CheckpointFiles
-from ...worker.permit import Permit
-from ...worker.slots import Held, Slots
+from ...worker.memory.slots import Held, Slots
 from ...worker.wire.channel import receive, send
 from ...worker.wire.codec import Invalid
 from ...worker.wire.messages import (
@@ -50,8 +51,7 @@ from ...worker.wire.messages import (
     encode,
 )
 from ...worker.wire.run import Run
-from ...worker.writes import outcome_of, write_copy
-from ..processes.guard import IGNORED
+from ..workers.processes.guard import IGNORED
 
 ORDER_S = 5.0
 """How long an order may take to come, and its outcome to go."""

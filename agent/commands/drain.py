@@ -26,15 +26,15 @@ from ...rendezvous.records import (
     drain_key,
     life_of,
 )
-from ...rendezvous.store import Compare, Delete, Entry, Put, Store
+from ...rendezvous.store.interface import Compare, Delete, Entry, Put, Store
+from ..common.exits import DrainCode
 from ..configuration.config import ConfigError, Problem
-from ..configuration.option import Option
-from ..configuration.parsers import duration
+from ..configuration.reading.resolve import resolve_meeting_place
+from ..configuration.reading.sources import ENV_PREFIX, Layer
 from ..configuration.rendezvous import JOB_ID, RendezvousConfig
-from ..configuration.resolve import resolve_meeting_place
-from ..configuration.sources import ENV_PREFIX, Layer
-from ..exits import DrainCode
-from ..processes.run_files import places, stores_here
+from ..configuration.types.option import Option
+from ..configuration.types.parsers import duration
+from ..workers.processes.run_files import places, stores_here
 from .store_command import CannotDo, store_command, world_of
 
 _USAGE = """\

@@ -22,17 +22,17 @@ from pathlib import Path
 from ...rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, World, line_up
 from ...worker.wire.environment import NAMES
 from ..checkpoints.folder import describe_folder
+from ..common.exits import ExitCode
+from ..common.variables import USER, Variable, settle
 from ..configuration.config import HELP, Config, ConfigError
-from ..configuration.option import Option, Source
 from ..configuration.options import SECRET_VARIABLES
-from ..configuration.parsers import YES_OR_NO
-from ..configuration.sources import read_argv
-from ..environment.contract import WorkerPlace, chosen_variables, worker_env
-from ..exits import ExitCode
+from ..configuration.reading.sources import read_argv
+from ..configuration.types.option import Option, Source
+from ..configuration.types.parsers import YES_OR_NO
 from ..machine.examine import Machine, prepare
 from ..machine.network.choice import NotYet
 from ..output.log_folders import run_folder
-from ..variables import USER, Variable, settle
+from ..workers.environment.contract import WorkerPlace, chosen_variables, worker_env
 
 _USAGE = """\
 usage: elastic-agent explain-env [--json] [options of a run] SCRIPT [arguments]

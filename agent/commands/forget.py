@@ -14,12 +14,12 @@ from dataclasses import replace
 from ...rendezvous.errors import RecordInvalid, StoreUnavailable
 from ...rendezvous.fields import NAME, shortened
 from ...rendezvous.records import NODES_PREFIX, WORLD_KEY
-from ...rendezvous.store import MOST_OPERATIONS, Compare, Delete, Entry, Store
+from ...rendezvous.store.interface import MOST_OPERATIONS, Compare, Delete, Entry, Store
+from ..common.exits import ForgetCode
 from ..configuration.config import ConfigError, Problem
+from ..configuration.reading.resolve import resolve_meeting_place
+from ..configuration.reading.sources import Layer, Setting
 from ..configuration.rendezvous import JOB_ID, RendezvousConfig
-from ..configuration.resolve import resolve_meeting_place
-from ..configuration.sources import Layer, Setting
-from ..exits import ForgetCode
 from .store_command import CannotDo, store_command, world_of
 
 _USAGE = """\

@@ -21,17 +21,25 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar, cast
 
 from ...rendezvous.records import Endpoint
+from ..common.exits import StatusCode
 from ..configuration.config import CONFIG_FILE, HELP, SCRIPT, ConfigError, Problem
-from ..configuration.option import Option
-from ..configuration.parsers import YES_OR_NO, Parser, duration, endpoint
+from ..configuration.reading.resolve import resolve_meeting_place
+from ..configuration.reading.sources import Layer, read_argv, read_environ
 from ..configuration.rendezvous import ENDPOINT, ETCD_OPTIONS, MEETING, STANDALONE, RendezvousConfig
-from ..configuration.resolve import resolve_meeting_place
-from ..configuration.sources import Layer, read_argv, read_environ
-from ..exits import StatusCode
-from ..processes.run_files import agents_here, places
-from ..status.report import SCHEMA, JobReport, as_json, report
-from ..status.sources import AgentsSource, CannotShow, Found, Source, StoreSource, Unreachable, ask_nodes
-from ..status.text import Screen, lines
+from ..configuration.types.option import Option
+from ..configuration.types.parsers import YES_OR_NO, Parser, duration, endpoint
+from ..observability.status.report import SCHEMA, JobReport, as_json, report
+from ..observability.status.sources import (
+    AgentsSource,
+    CannotShow,
+    Found,
+    Source,
+    StoreSource,
+    Unreachable,
+    ask_nodes,
+)
+from ..observability.status.text import Screen, lines
+from ..workers.processes.run_files import agents_here, places
 
 _USAGE = """\
 usage: elastic-agent status [--json] [--watch[=SECONDS]] [--agent HOST:PORT]

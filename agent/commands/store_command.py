@@ -10,13 +10,13 @@ from typing import Any
 
 from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
 from ...rendezvous.records import WORLD_KEY, World
-from ...rendezvous.store import Entry, Store
+from ...rendezvous.store.interface import Entry, Store
+from ..common.exits import DrainCode, ForgetCode
 from ..configuration.config import CONFIG_FILE, HELP, ConfigError
-from ..configuration.option import Option
+from ..configuration.reading.sources import Layer, read_argv
 from ..configuration.rendezvous import RendezvousConfig
-from ..configuration.sources import Layer, read_argv
-from ..exits import DrainCode, ForgetCode
-from ..store.opening import open_to_look
+from ..configuration.types.option import Option
+from ..rendezvous_io.store_opening import open_to_look
 
 ANSWER_S = 10.0
 """How long the store may take at the beginning."""

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...rendezvous.records import Endpoint
-from ..exits import ExitCode
-from ..ports import PortRange
-from .option import Group, Option, Source
-from .parsers import (
+from ..common.exits import ExitCode
+from ..common.ports import PortRange
+from .rendezvous import RendezvousConfig
+from .stopping import MAX_RESTARTS, MEMORY_CHECKPOINTS, RUN_AGAIN, StopConfig, TimeoutConfig
+from .types.option import Group, Option, Source
+from .types.parsers import (
     IDENTIFIER,
     INTERFACE,
     MOST_NODES,
@@ -37,17 +39,7 @@ from .parsers import (
     read_worker_count,
     whole_number,
 )
-from .rendezvous import RendezvousConfig
-from .stopping import MAX_RESTARTS, MEMORY_CHECKPOINTS, RUN_AGAIN, StopConfig, TimeoutConfig
-from .values import (
-    Affinity,
-    Command,
-    DevicePinning,
-    NetworkProfile,
-    NodeCounts,
-    Preload,
-    WorkerCount,
-)
+from .types.values import Affinity, Command, DevicePinning, NetworkProfile, NodeCounts, Preload, WorkerCount
 
 RUNNING = Group("What to run")
 SCRIPT: Option[str | None] = RUNNING.option(

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...rendezvous.etcd.access import PREFIX
-from ...rendezvous.kind import StoreKind
 from ...rendezvous.records import Endpoint
-from .option import Group, Option, Source
-from .parsers import (
+from ...rendezvous.store.store_kind import StoreKind
+from .types.option import Group, Option, Source
+from .types.parsers import (
     IDENTIFIER,
     PATH,
     SECRET,
@@ -23,10 +23,8 @@ from .parsers import (
     read_conf,
     read_job_id,
 )
-from .stores import ALONE, DEFAULT, STORES, in_words
-from .values import (
-    Secret,
-)
+from .types.stores import ALONE, DEFAULT, STORES, in_words
+from .types.values import Secret
 
 MEETING = Group("Rendezvous")
 BACKEND: Option[str | None] = MEETING.option(

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .option import Group, Option
-from .parsers import (
-    SIZE,
-    YES_OR_NO,
-    Parser,
-    duration,
-    read_restarts,
-    time_limit,
-)
+from .types.option import Group, Option
+from .types.parsers import SIZE, YES_OR_NO, Parser, duration, read_restarts, time_limit
 
 STOPPING = Group("Restarts and stopping")
 MAX_RESTARTS: Option[int | None] = STOPPING.option(

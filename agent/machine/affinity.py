@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from ..configuration.values import Affinity
-from ..variables import Variable
+from ..common.variables import Variable
+from ..configuration.types.values import Affinity
 from .devices import Device
 
 T = TypeVar("T")

@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..common.variables import Variable
 from ..configuration.config import ConfigError, Problem
-from ..configuration.values import DevicePinning, WorkerCount
-from ..variables import Variable
+from ..configuration.types.values import DevicePinning, WorkerCount
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ..common.variables import Variable, settle
 from ..configuration.config import Config, ConfigError, Problem
-from ..configuration.resolve import Resolved, resolve
-from ..configuration.sources import Layer
+from ..configuration.reading.resolve import Resolved, resolve
+from ..configuration.reading.sources import Layer
 from ..configuration.timeouts import ladder
-from ..variables import Variable, settle
 from .affinity import CpuShare, probe_cpus, share
 from .devices import Inventory, PinnedDevice, pin, probe, resolve_workers
 from .gpu_memory import watched

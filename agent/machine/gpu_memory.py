@@ -23,8 +23,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ...rendezvous.threads import Thread
-from ..events import Event, GpuMemoryMessage
-from ..processes.workers import tied
+from ..common.events import Event, GpuMemoryMessage
+from ..workers.processes.workers import tied
 from .devices import Device
 
 log = logging.getLogger(__name__)

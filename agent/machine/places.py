@@ -11,7 +11,7 @@ from pathlib import Path
 from ...rendezvous.records import Endpoint
 from ..checkpoints.folder import SHARED_MEMORY
 from ..configuration.config import Config, ConfigError, Problem
-from ..processes.run_files import LONGEST_PLACE, place_of_run_directory
+from ..workers.processes.run_files import LONGEST_PLACE, place_of_run_directory
 
 _NEVER = {
     errno.EADDRNOTAVAIL: "an address of this node, as `ip address` lists them",

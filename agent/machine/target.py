@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 
 from ..configuration.config import ConfigError, Problem
-from ..configuration.values import Command
+from ..configuration.types.values import Command
 
 
 def check_target(command: Command, environ: Mapping[str, str]) -> None:

@@ -32,18 +32,18 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from ...rendezvous.decide import Policy
+from ...rendezvous.coordinator.decide import Policy
 from ...rendezvous.errors import RendezvousError, StoreError
-from ...rendezvous.node_actions import Refusal
+from ...rendezvous.node.node_actions import Refusal
 from ...rendezvous.records import NodeRecord, Phase, Result
-from ...rendezvous.store import Store
+from ...rendezvous.store.interface import Store
 from ...rendezvous.threads import Thread
+from ..common.exits import CannotStart
+from ..common.ports import OfferedPort, PortError, bind_listener
 from ..configuration.config import Config
-from ..exits import CannotStart
 from ..machine.network.addresses import unique_node_id
 from ..machine.network.search import wait_for_network
-from ..ports import OfferedPort, PortError, bind_listener
-from ..store.opening import connect_to_store
+from ..rendezvous_io.store_opening import connect_to_store
 from .membership import NEVER_GIVE_UP, End, Membership, Place, Status
 from .parameters import in_torchruns_words
 

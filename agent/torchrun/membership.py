@@ -23,12 +23,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ...rendezvous.decide import Decision, Policy, View, decide
-from ...rendezvous.driver import Driver
+from ...rendezvous.coordinator.decide import Decision, Policy, View, decide
+from ...rendezvous.coordinator.restarts import STABLE_AFTER_S, RestartPolicy
 from ...rendezvous.errors import StoreError, StoreUnavailable
-from ...rendezvous.lease_validity import LEASE_MARGIN
-from ...rendezvous.node_actions import Action, Drain, Leave, Start, Stay, Stop
-from ...rendezvous.participant import Participant
+from ...rendezvous.liveness.lease_validity import LEASE_MARGIN
+from ...rendezvous.node.driver import Driver
+from ...rendezvous.node.node_actions import Action, Drain, Leave, Start, Stay, Stop
+from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import (
     MAX_TEXT,
     WORLD_KEY,
@@ -43,14 +44,13 @@ from ...rendezvous.records import (
     World,
     line_up,
 )
-from ...rendezvous.restarts import STABLE_AFTER_S, RestartPolicy
-from ...rendezvous.store import Compare, Put, Store
+from ...rendezvous.store.interface import Compare, Put, Store
 from ...rendezvous.threads import Thread
-from ..events import Event, Handlers, StoreGone
-from ..heartbeat import Heartbeat
-from ..peer_link import PeerLink
-from ..ports import OfferedPort
-from ..store.link import StoreLink, deliver_to
+from ..common.events import Event, Handlers, StoreGone
+from ..common.ports import OfferedPort
+from ..main.heartbeat import Heartbeat
+from ..rendezvous_io.peer_link import PeerLink
+from ..rendezvous_io.store_link import StoreLink, deliver_to
 
 log = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from ...rendezvous.etcd.kind import ETCD
 from ..configuration.config import LOCAL_ADDR, MAX_NODES, MIN_NODES, NO_PYTHON, Config, ConfigError, Problem
-from ..configuration.option import Option
+from ..configuration.reading.resolve import resolve
+from ..configuration.reading.sources import Layer
+from ..configuration.reading.torchrun_spellings import IGNORED_RDZV_CONF_KEYS, RDZV_CONF_KEYS
 from ..configuration.rendezvous import BACKEND, ENDPOINT, JOB_ID
-from ..configuration.resolve import resolve
-from ..configuration.sources import Layer
-from ..configuration.torchrun_spellings import IGNORED_RDZV_CONF_KEYS, RDZV_CONF_KEYS
+from ..configuration.types.option import Option
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousParameters

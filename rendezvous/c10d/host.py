@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import Compacted, StoreClosed, StoreError, StoreUnavailable
-from ..memory import MemoryStore
 from ..records import WORLD_KEY, World
-from ..store import Change, Compare, Delete, Outcome, Put, in_scopes
+from ..store.interface import Change, Compare, Delete, Outcome, Put, in_scopes
+from ..store.memory import MemoryStore
 from ..threads import Thread
 from .link import CONNECT_TIMEOUT, IDLE_TIMEOUT
 from .wire import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
-from ..kind import KEEP_ALIVES_PER_TTL, Access, StoreKind
 from ..records import World
-from ..store import Store
+from ..store.interface import Store
+from ..store.store_kind import KEEP_ALIVES_PER_TTL, Access, StoreKind
 
 PORT = 29400
 """torchrun's default for c10d, so that a host name alone means the same to both."""

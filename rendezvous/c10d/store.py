@@ -36,8 +36,8 @@ from ..errors import (
     StoreMismatch,
     StoreUnavailable,
 )
-from ..retry_connect import retry_connect
-from ..store import Change, Compare, Delete, LeaseId, Outcome, Put, Snapshot, Store, Watch
+from ..store.interface import Change, Compare, Delete, LeaseId, Outcome, Put, Snapshot, Store, Watch
+from ..store.retry_connect import retry_connect
 from ..threads import Thread
 from .link import Link, LinkBroken, PendingCall, PortClosed, open_link, probe_port
 from .wire import (

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeAlias
 
-from ..store import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot
+from ..store.interface import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot
 
 SCHEMA = 2
 PROGRAM = "elastic-agent"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from ..kind import Login, Tls
+from ..store.store_kind import Login, Tls
 
 PREFIX = "/elastic-agent"
 

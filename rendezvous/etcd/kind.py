@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..kind import Access, StoreKind
-from ..store import Store
+from ..store.interface import Store
+from ..store.store_kind import Access, StoreKind
 from .access import PREFIX, EtcdAccess
 
 PORT = 2379

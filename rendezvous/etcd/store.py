@@ -17,8 +17,20 @@ import time
 from typing import Any
 
 from ..errors import LeaseExpired, StoreError, StoreRefused, StoreUnavailable
-from ..retry_connect import retry_connect
-from ..store import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot, Store, Watch, is_folder
+from ..store.interface import (
+    Change,
+    Compare,
+    Delete,
+    Entry,
+    LeaseId,
+    Outcome,
+    Put,
+    Snapshot,
+    Store,
+    Watch,
+    is_folder,
+)
+from ..store.retry_connect import retry_connect
 from .access import EtcdAccess
 from .channel import LEASE_GRANT, LEASE_KEEP_ALIVE, LEASE_REVOKE, TXN, Connection
 from .tls import context

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import StoreRefused
-from ..kind import Tls
+from ..store.store_kind import Tls
 from .addresses import Address
 from .rpc import Rpc
 

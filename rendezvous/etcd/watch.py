@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from ..errors import Compacted, StoreClosed, StoreError
-from ..store import Change, Watch
+from ..store.interface import Change, Watch
 from ..threads import Thread
 from .channel import WATCH, Connection
 

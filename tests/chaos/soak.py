@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_agent.agent.exits import DrainCode, ExitCode
+from elastic_agent.agent.common.exits import DrainCode, ExitCode
 from tests.consoles import full_pipe
 from tests.etcd_servers import EtcdCluster
 from tests.system.etcd_jobs import agent_of

@@ -47,9 +47,9 @@ from elastic_agent.rendezvous.errors import (
     StoreMismatch,
     StoreUnavailable,
 )
-from elastic_agent.rendezvous.kv_state import HISTORY
 from elastic_agent.rendezvous.records import WORLD_KEY, Cause, CauseKind, Endpoint, Member, Phase, World
-from elastic_agent.rendezvous.store import MOST_OPERATIONS, Change, Compare, Put, Snapshot
+from elastic_agent.rendezvous.store.interface import MOST_OPERATIONS, Change, Compare, Put, Snapshot
+from elastic_agent.rendezvous.store.kv_state import HISTORY
 from tests.stopping import stop
 
 ADDRESS = "127.0.0.1"

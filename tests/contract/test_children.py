@@ -13,7 +13,7 @@ PATIENCE_S = 20.0
 
 AGENT = """
 import json, os, subprocess, sys, time
-from elastic_agent.agent.processes.children import Children, adopt_orphans, _state_and_session
+from elastic_agent.agent.workers.processes.children import Children, adopt_orphans, _state_and_session
 
 def eventually(condition):
     deadline = time.monotonic() + 10
@@ -130,7 +130,7 @@ print(json.dumps([strangers, os.path.exists(f"/proc/{{daemon}}"), sidecar.wait()
 @pytest.mark.parametrize("missing", [True, False])
 def test_without_the_kernels_list_nobody_is_adopted(missing: bool) -> None:
     refused = agent(f"""
-from elastic_agent.agent.processes import children as module
+from elastic_agent.agent.workers.processes import children as module
 if {missing}:
     module._list_of_children = lambda: "/proc/self/task/none/children"
 said, seen = module.adopt_orphans(), module.Children().strangers()

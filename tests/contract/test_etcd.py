@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.events import LeaseConfirmed
-from elastic_agent.agent.store.link import StoreLink
+from elastic_agent.agent.common.events import LeaseConfirmed
+from elastic_agent.agent.rendezvous_io.store_link import StoreLink
 from elastic_agent.rendezvous.errors import (
     Compacted,
     LeaseExpired,
@@ -32,9 +32,9 @@ from elastic_agent.rendezvous.etcd.addresses import Address
 from elastic_agent.rendezvous.etcd.channel import TXN, Channel
 from elastic_agent.rendezvous.etcd.store import EtcdStore
 from elastic_agent.rendezvous.etcd.tls import handshake_problem
-from elastic_agent.rendezvous.kind import Login, Tls
-from elastic_agent.rendezvous.requests import RETRY, Subscription
-from elastic_agent.rendezvous.store import Change, Compare, Delete, Put, Watch
+from elastic_agent.rendezvous.node.requests import RETRY, Subscription
+from elastic_agent.rendezvous.store.interface import Change, Compare, Delete, Put, Watch
+from elastic_agent.rendezvous.store.store_kind import Login, Tls
 from tests.etcd_servers import HOST, Certificates, EtcdCluster, etcd_cluster, make_certificates
 
 PATIENCE_S = 30.0

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from elastic_agent.agent.commands.forget import KEYS_AT_ONCE, main
-from elastic_agent.agent.exits import ForgetCode
+from elastic_agent.agent.common.exits import ForgetCode
 from elastic_agent.rendezvous.etcd.access import EtcdAccess
 from elastic_agent.rendezvous.etcd.store import EtcdStore
 from elastic_agent.rendezvous.records import (
@@ -27,7 +27,7 @@ from elastic_agent.rendezvous.records import (
     drain_key,
     node_key,
 )
-from elastic_agent.rendezvous.store import Put
+from elastic_agent.rendezvous.store.interface import Put
 from tests.etcd_servers import EtcdCluster
 
 WISHES = 2 * KEYS_AT_ONCE + 1

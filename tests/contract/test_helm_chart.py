@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from elastic_agent import __version__
-from elastic_agent.agent.configuration.option import Source
+from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.options import OPTIONS
 from elastic_agent.agent.configuration.timeouts import whole_stop_s
-from elastic_agent.agent.exits import ExitCode
-from elastic_agent.agent.run import HOST_LINGERS_S
+from elastic_agent.agent.configuration.types.option import Source
+from elastic_agent.agent.main.run import HOST_LINGERS_S
 from tests.pods import CHART, Manifest, agent_pod, configuration, environment, pods, render, run_helm
 
 MISSING = "kubernetes-validate is not installed: .ci/kubernetes-tools .venv"

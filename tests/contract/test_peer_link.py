@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_agent.agent.events import Event, Probed
-from elastic_agent.agent.peer_link import MAX_ANSWER_BYTES, PeerLink, find
+from elastic_agent.agent.common.events import Event, Probed
+from elastic_agent.agent.rendezvous_io.peer_link import MAX_ANSWER_BYTES, PeerLink, find
 from elastic_agent.health.http import NODE_PATH, HealthServer, Probe
-from elastic_agent.rendezvous.failure_detector import Absence, Peer
+from elastic_agent.rendezvous.liveness.failure_detector import Absence, Peer
 from elastic_agent.rendezvous.records import Endpoint, Introduction
 from elastic_agent.rendezvous.threads import Thread
 

@@ -6,10 +6,11 @@ import random
 import uuid
 from dataclasses import replace
 
-from elastic_agent.rendezvous.decide import Policy
+from elastic_agent.rendezvous.coordinator.decide import Policy
 from elastic_agent.rendezvous.etcd.access import EtcdAccess
 from elastic_agent.rendezvous.etcd.store import EtcdStore
-from elastic_agent.rendezvous.participant import Participant
+from elastic_agent.rendezvous.node.participant import Participant
+from elastic_agent.rendezvous.node.requests import Evict, Grant, Read, Request
 from elastic_agent.rendezvous.records import (
     NODES_PREFIX,
     WORLD_KEY,
@@ -22,8 +23,7 @@ from elastic_agent.rendezvous.records import (
     line_up,
     node_key,
 )
-from elastic_agent.rendezvous.requests import Evict, Grant, Read, Request
-from elastic_agent.rendezvous.store import Put
+from elastic_agent.rendezvous.store.interface import Put
 from tests.etcd_servers import EtcdCluster
 
 LOST = 110

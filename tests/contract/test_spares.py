@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.preloader import spare_policy
-from elastic_agent.agent.preloader import spares as module
-from elastic_agent.agent.preloader.spares import Spare
-from elastic_agent.agent.processes.workers import tied
-from elastic_agent.worker.available_memory import MIB, Memory
+from elastic_agent.agent.workers.preloader import spare_policy
+from elastic_agent.agent.workers.preloader import spares as module
+from elastic_agent.agent.workers.preloader.spares import Spare
+from elastic_agent.agent.workers.processes.workers import tied
+from elastic_agent.worker.memory.available_memory import MIB, Memory
 from tests.spare_keeper import PLENTY, SpareKeeper, adopting
 
 

@@ -11,12 +11,12 @@ from typing import cast
 
 import pytest
 
+from elastic_agent.agent.common.exits import StatusCode
 from elastic_agent.agent.configuration.rendezvous import EtcdConfig, RendezvousConfig
-from elastic_agent.agent.configuration.values import Secret
-from elastic_agent.agent.exits import StatusCode
-from elastic_agent.agent.status import sources as status_sources
-from elastic_agent.agent.status.pages import JOB_PATH, STATUS_PATH, JobStatus, NodeStatus
-from elastic_agent.agent.status.sources import (
+from elastic_agent.agent.configuration.types.values import Secret
+from elastic_agent.agent.observability.status import sources as status_sources
+from elastic_agent.agent.observability.status.pages import JOB_PATH, STATUS_PATH, JobStatus, NodeStatus
+from elastic_agent.agent.observability.status.sources import (
     AT_ONCE,
     AgentsSource,
     CannotShow,
@@ -27,7 +27,7 @@ from elastic_agent.agent.status.sources import (
 )
 from elastic_agent.health.http import HealthServer, Probe
 from elastic_agent.rendezvous.records import SCHEMA, WORLD_KEY, Endpoint, NodeRecord, World, line_up, node_key
-from elastic_agent.rendezvous.store import Put, Store
+from elastic_agent.rendezvous.store.interface import Put, Store
 from elastic_agent.rendezvous.threads import Thread
 from tests.etcd_servers import HOST, EtcdCluster, etcd_cluster
 from tests.unit.test_status_pages import JOB, STATUS, WORLD

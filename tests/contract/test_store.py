@@ -15,9 +15,7 @@ from elastic_agent.rendezvous.c10d.store import C10dStore
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreClosed, StoreError
 from elastic_agent.rendezvous.etcd.access import EtcdAccess
 from elastic_agent.rendezvous.etcd.store import REQUESTS_PER_TTL, EtcdStore
-from elastic_agent.rendezvous.kv_state import HISTORY, KvState
-from elastic_agent.rendezvous.memory import MemoryStore
-from elastic_agent.rendezvous.store import (
+from elastic_agent.rendezvous.store.interface import (
     MOST_OPERATIONS,
     Change,
     Compare,
@@ -28,6 +26,8 @@ from elastic_agent.rendezvous.store import (
     Store,
     Watch,
 )
+from elastic_agent.rendezvous.store.kv_state import HISTORY, KvState
+from elastic_agent.rendezvous.store.memory import MemoryStore
 from tests.etcd_servers import EtcdCluster
 
 PATIENCE_S = 20.0

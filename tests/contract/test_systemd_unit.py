@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.configuration.parsers import duration
+from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.stopping import STOP_GRACE
 from elastic_agent.agent.configuration.timeouts import whole_stop_s
-from elastic_agent.agent.exits import ExitCode
-from elastic_agent.agent.loop import HEARTBEAT_S, STUCK_AFTER_S
-from elastic_agent.agent.processes.guard import SWEEP_S
-from elastic_agent.agent.run import HOST_LINGERS_S
+from elastic_agent.agent.configuration.types.parsers import duration
+from elastic_agent.agent.main.loop import HEARTBEAT_S, STUCK_AFTER_S
+from elastic_agent.agent.main.run import HOST_LINGERS_S
+from elastic_agent.agent.workers.processes.guard import SWEEP_S
 
 SHIPPED = Path(__file__).parents[2] / "deploy" / "systemd"
 UNIT = "elastic-agent@.service"

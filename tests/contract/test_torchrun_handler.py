@@ -31,8 +31,6 @@ from elastic_agent.agent.torchrun.handler import BACKEND, EtcdV3Handler
 from elastic_agent.agent.torchrun.membership import TURNS_EVERY_S
 from elastic_agent.agent.torchrun.parameters import read_parameters
 from elastic_agent.rendezvous.errors import StoreRefused, StoreUnavailable
-from elastic_agent.rendezvous.kv_state import KvState
-from elastic_agent.rendezvous.memory import MemoryStore
 from elastic_agent.rendezvous.records import (
     NODES_PREFIX,
     WORLD_KEY,
@@ -42,7 +40,9 @@ from elastic_agent.rendezvous.records import (
     Result,
     World,
 )
-from elastic_agent.rendezvous.store import Put, Store
+from elastic_agent.rendezvous.store.interface import Put, Store
+from elastic_agent.rendezvous.store.kv_state import KvState
+from elastic_agent.rendezvous.store.memory import MemoryStore
 from tests.etcd_servers import EtcdCluster
 
 PATIENCE_S = 30.0
@@ -385,7 +385,7 @@ def test_a_rendezvous_thread_that_dies_gives_up_its_place(
 def test_a_rendezvous_thread_that_stands_still_gives_up_its_place_for_good(
     new_node: Callable[..., Node], store: SharedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic_agent.agent.heartbeat.STUCK_AFTER_S", 2 * TURNS_EVERY_S)
+    monkeypatch.setattr("elastic_agent.agent.main.heartbeat.STUCK_AFTER_S", 2 * TURNS_EVERY_S)
     node = new_node("1", lease_ttl=1)
     met(node.meet())
     membership, go_on = node.handler._membership, threading.Event()
@@ -411,7 +411,7 @@ def test_a_rendezvous_thread_that_stands_still_gives_up_its_place_for_good(
 def test_a_rendezvous_thread_that_waits_for_news_does_not_stand_still(
     new_node: Callable[..., Node], store: SharedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic_agent.agent.heartbeat.STUCK_AFTER_S", 2 * TURNS_EVERY_S)
+    monkeypatch.setattr("elastic_agent.agent.main.heartbeat.STUCK_AFTER_S", 2 * TURNS_EVERY_S)
     node = new_node("1", lease_ttl=60)
     met(node.meet())
     membership = node.handler._membership

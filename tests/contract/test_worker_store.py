@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from elastic_agent.agent.events import Event, StoreServerMessage
-from elastic_agent.agent.ports import bind_listener
-from elastic_agent.agent.processes.worker_store import HOLDER, WorkerStore
+from elastic_agent.agent.common.events import Event, StoreServerMessage
+from elastic_agent.agent.common.ports import bind_listener
+from elastic_agent.agent.workers.processes.worker_store import HOLDER, WorkerStore
 from tests.spare_keeper import SpareKeeper, adopting
 
 ADDRESS = "127.0.0.1"

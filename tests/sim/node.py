@@ -11,15 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from elastic_agent.agent.heartbeat import Silence, Turned, why_stuck
-from elastic_agent.rendezvous.decide import limits_of
-from elastic_agent.rendezvous.drain import WHAT_STANDS, stranded
-from elastic_agent.rendezvous.driver import Driver
+from elastic_agent.agent.main.heartbeat import Silence, Turned, why_stuck
+from elastic_agent.rendezvous.coordinator.decide import limits_of
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavailable
-from elastic_agent.rendezvous.failure_detector import Absence, Finding, Peer
-from elastic_agent.rendezvous.lease_validity import LEASE_MARGIN
-from elastic_agent.rendezvous.node_actions import Action, Drain, Leave, Refusal, Start, Stop
-from elastic_agent.rendezvous.participant import Participant
+from elastic_agent.rendezvous.liveness.failure_detector import Absence, Finding, Peer
+from elastic_agent.rendezvous.liveness.lease_validity import LEASE_MARGIN
+from elastic_agent.rendezvous.node.drain import WHAT_STANDS, stranded
+from elastic_agent.rendezvous.node.driver import Driver
+from elastic_agent.rendezvous.node.node_actions import Action, Drain, Leave, Refusal, Start, Stop
+from elastic_agent.rendezvous.node.participant import Participant
+from elastic_agent.rendezvous.node.requests import Answer, Grant, Request, Subscription
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     Endpoint,
@@ -28,13 +29,7 @@ from elastic_agent.rendezvous.records import (
     NodeRecord,
     StopAt,
 )
-from elastic_agent.rendezvous.requests import (
-    Answer,
-    Grant,
-    Request,
-    Subscription,
-)
-from elastic_agent.rendezvous.store import Compare, LeaseId, Snapshot
+from elastic_agent.rendezvous.store.interface import Compare, LeaseId, Snapshot
 
 from .training import CHECKPOINT_KEY, STRANDED_S, Worker
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_agent.rendezvous.decide import Decision, Policy, View
+from elastic_agent.rendezvous.coordinator.decide import Decision, Policy, View
+from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
 from elastic_agent.rendezvous.records import NODES_PREFIX, CauseKind, Phase, World
-from elastic_agent.rendezvous.restarts import RestartPolicy
 
 from .node import SimNode
 from .simulator import Simulation

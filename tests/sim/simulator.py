@@ -21,16 +21,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from elastic_agent.rendezvous.decide import Decision, Policy, Publish, View, decide
+from elastic_agent.rendezvous.coordinator.decide import Decision, Policy, Publish, View, decide
+from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError, StoreUnavailable
-from elastic_agent.rendezvous.kv_state import KvState
-from elastic_agent.rendezvous.records import (
-    WORLD_KEY,
-    Condition,
-    Phase,
-    World,
-)
-from elastic_agent.rendezvous.requests import (
+from elastic_agent.rendezvous.node.requests import (
     Answer,
     Evict,
     Grant,
@@ -39,8 +33,14 @@ from elastic_agent.rendezvous.requests import (
     WriteRecord,
     WriteWorld,
 )
-from elastic_agent.rendezvous.restarts import RestartPolicy
-from elastic_agent.rendezvous.store import Compare, Put
+from elastic_agent.rendezvous.records import (
+    WORLD_KEY,
+    Condition,
+    Phase,
+    World,
+)
+from elastic_agent.rendezvous.store.interface import Compare, Put
+from elastic_agent.rendezvous.store.kv_state import KvState
 
 from .checks import AFTERMATH_S, OVERLAP_HOSTED_S, OVERLAP_S, Checks
 from .node import LEASE_TTL_S, Link, SimNode

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_agent.rendezvous import participant
+from elastic_agent.rendezvous.node import participant
 
 from .checks import PromiseBroken
 from .scenarios import Rack, Sick

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from elastic_agent.rendezvous.drain import (
+from elastic_agent.rendezvous.node.drain import (
     WHAT_STANDS,
     Answer,
     Ask,
@@ -25,10 +25,10 @@ from elastic_agent.rendezvous.drain import (
     judge,
     written,
 )
+from elastic_agent.rendezvous.node.requests import WriteStop
+from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.records import WORLD_KEY, Phase, World
-from elastic_agent.rendezvous.requests import WriteStop
-from elastic_agent.rendezvous.snapshot import NodeSnapshot
-from elastic_agent.rendezvous.store import Compare, Entry, Outcome, Snapshot
+from elastic_agent.rendezvous.store.interface import Compare, Entry, Outcome, Snapshot
 
 if TYPE_CHECKING:
     from .simulator import SimNode, Simulation

@@ -25,17 +25,14 @@ import torch.distributed as dist
 import unequal_states
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_agent.worker import (
-    Checkpointer,
-    CheckpointError,
-    archive_layout,
-    collectives,
-    durable,
-    files,
-    progress,
-    restore,
-    slots,
-)
+from elastic_agent.worker import Checkpointer, CheckpointError
+from elastic_agent.worker.disk import checkpoint_files as files
+from elastic_agent.worker.disk import durable
+from elastic_agent.worker.loading import restore
+from elastic_agent.worker.memory import slots
+from elastic_agent.worker.ranks import collectives
+from elastic_agent.worker.state import archive_layout
+from elastic_agent.worker.steps import progress
 
 WORLD_DEADLINE_S = 40.0
 

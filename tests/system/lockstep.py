@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from elastic_agent.worker import Drained, poll, progress, step
+from elastic_agent.worker import Drained, poll, step
+from elastic_agent.worker.steps import progress
 
 
 def main() -> None:

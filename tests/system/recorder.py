@@ -53,7 +53,7 @@ def main() -> None:
         step += 1
         record("step", step=step)
         if options.report:
-            from elastic_agent.worker.progress import step as report
+            from elastic_agent.worker.steps.progress import step as report
 
             report(step + 1000 * generation)
         if options.checkpoint:
@@ -65,7 +65,7 @@ def main() -> None:
 
 def resume(checkpoint: str) -> int:
     """The step to go on from, reported as `Checkpointer.load` does it."""
-    from elastic_agent.worker import progress
+    from elastic_agent.worker.steps import progress
 
     try:
         with open(checkpoint) as file:
@@ -78,7 +78,7 @@ def resume(checkpoint: str) -> int:
 
 def go_on(checkpoint: str, step: int, *, saves: bool) -> None:
     """A step of a training that will be resumed, and its checkpoint, reported as the worker library does it."""
-    from elastic_agent.worker import progress
+    from elastic_agent.worker.steps import progress
 
     progress.step(step)
     if saves:

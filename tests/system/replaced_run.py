@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from elastic_agent.worker import Checkpointer, files, step
-from elastic_agent.worker.ownership import OWNER_NAME, Ownership, successor
+from elastic_agent.worker import Checkpointer, step
+from elastic_agent.worker.disk import checkpoint_files as files
+from elastic_agent.worker.disk.ownership import OWNER_NAME, Ownership, successor
 from elastic_agent.worker.wire.run import Run
 
 files.LOCK_WAIT_S = 0.5

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.exits import ExitCode
+from elastic_agent.agent.common.exits import ExitCode
 
 from .harness import RECORDER, Job, planted
 from .test_gpu_memory import FAKE_NVML, ON_A_GPU

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.exits import ExitCode
-from elastic_agent.worker.files import CheckpointFiles
+from elastic_agent.agent.common.exits import ExitCode
+from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.wire.run import Run
 
 from .harness import TORCH_PRELOADED, Job

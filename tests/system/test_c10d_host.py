@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_agent.agent.exits import ExitCode
+from elastic_agent.agent.common.exits import ExitCode
 
 from .harness import RECORDER, Generation, Job
 from .networks import RESET, network

@@ -6,7 +6,7 @@ import re
 import signal
 import urllib.request
 
-from elastic_agent.agent.exits import ExitCode
+from elastic_agent.agent.common.exits import ExitCode
 from tests.consoles import full_pipe
 
 from .harness import RECORDER, Job, port_for_a_store

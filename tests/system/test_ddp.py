@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_agent.agent.ports import bind_listener
+from elastic_agent.agent.common.ports import bind_listener
 
 from .harness import TORCH_PRELOADED, Agent, Job, Process
 

@@ -12,7 +12,7 @@ import pytest
 
 from elastic_agent.rendezvous.etcd.access import EtcdAccess
 from elastic_agent.rendezvous.etcd.store import EtcdStore
-from elastic_agent.rendezvous.store import Put
+from elastic_agent.rendezvous.store.interface import Put
 from tests.etcd_servers import EtcdCluster, etcd_cluster
 
 from .etcd_jobs import NODES, NoteGap, agent_of, lease_of, member_of, start

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.preloader.fidelity.import_cache import DEFAULT_PRELOAD
-from elastic_agent.agent.preloader.start import Start
-from elastic_agent.agent.processes.workers import tied
+from elastic_agent.agent.workers.preloader.fidelity.import_cache import DEFAULT_PRELOAD
+from elastic_agent.agent.workers.preloader.start import Start
+from elastic_agent.agent.workers.processes.workers import tied
 
 from .fresh_cases import IMPORTS, LIGHT, TORCH, Case, script
 
@@ -355,7 +355,7 @@ def test_a_file_that_has_changed_is_found(tmp_path: Path) -> None:
     ours.write_text("x = 1")
     find = (
         "import sys; known = frozenset(sys.modules)\n"
-        "from elastic_agent.agent.preloader.fidelity import import_cache\n"
+        "from elastic_agent.agent.workers.preloader.fidelity import import_cache\n"
         "found = import_cache.preload(['ours', 'nowhere.to_be_found'], known)\n"
         "print(list(found.skipped), found.changed()); open(sys.argv[1], 'a').write(' '); print(found.changed())"
     )

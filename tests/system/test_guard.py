@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.processes import guard as guard_module
-from elastic_agent.agent.processes import shim as shim_module
-from elastic_agent.agent.processes.guard import Guard
+from elastic_agent.agent.workers.processes import guard as guard_module
+from elastic_agent.agent.workers.processes import shim as shim_module
+from elastic_agent.agent.workers.processes.guard import Guard
 from tests.consoles import full_pipe
 
 from .harness import C_LIBRARY_SIGNALS
@@ -46,7 +46,7 @@ CHILDREN = {
 # Stands in for the agent: starts a guard and one worker, says their pids, and waits to be killed.
 AGENT = """
 import os, subprocess, sys, time
-from elastic_agent.agent.processes.guard import Guard
+from elastic_agent.agent.workers.processes.guard import Guard
 incarnation, *command = sys.argv[1:]
 guard = Guard()
 guard.start(incarnation)
@@ -60,7 +60,7 @@ time.sleep(600)
 # The same with folders of its own, and without a worker.
 AGENT_WITH_FOLDERS = """
 import sys, time
-from elastic_agent.agent.processes.guard import Guard
+from elastic_agent.agent.workers.processes.guard import Guard
 guard = Guard()
 guard.start(sys.argv[1], sys.argv[2:])
 print(guard.pid, flush=True)

@@ -7,7 +7,7 @@ import re
 import signal
 from pathlib import Path
 
-from elastic_agent.agent.processes.worker_store import HOLDER
+from elastic_agent.agent.workers.processes.worker_store import HOLDER
 from tests.etcd_servers import EtcdCluster
 
 from .harness import ORPHANS_S, RECORDER, Job

@@ -15,7 +15,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_agent.worker import Checkpointer, CheckpointError, Fenced, permit, progress, replicas, slots
+from elastic_agent.worker import Checkpointer, CheckpointError, Fenced
+from elastic_agent.worker.disk import commit_permission as permit
+from elastic_agent.worker.memory import slots
+from elastic_agent.worker.ranks import replicas
+from elastic_agent.worker.steps import progress
 from elastic_agent.worker.wire.channel import receive, send
 from elastic_agent.worker.wire.messages import FROM_WORKERS, CommitGranted, CommitQuestion
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from elastic_agent.rendezvous.decide import Policy, limits_of
+from elastic_agent.rendezvous.coordinator.decide import Policy, limits_of
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavailable
-from elastic_agent.rendezvous.failure_detector import Peer as PeerAddress
-from elastic_agent.rendezvous.kv_state import KvState
-from elastic_agent.rendezvous.node_actions import Action, Drain, Leave, Start, Stay, Stop
-from elastic_agent.rendezvous.participant import Participant
+from elastic_agent.rendezvous.liveness.failure_detector import Peer as PeerAddress
+from elastic_agent.rendezvous.node.node_actions import Action, Drain, Leave, Start, Stay, Stop
+from elastic_agent.rendezvous.node.participant import Participant
+from elastic_agent.rendezvous.node.requests import Answer, Grant, Read, Request, RetryPolicy, Subscription
 from elastic_agent.rendezvous.records import (
     NODES_PREFIX,
     WORLD_KEY,
@@ -23,15 +23,8 @@ from elastic_agent.rendezvous.records import (
     Phase,
     World,
 )
-from elastic_agent.rendezvous.requests import (
-    Answer,
-    Grant,
-    Read,
-    Request,
-    RetryPolicy,
-    Subscription,
-)
-from elastic_agent.rendezvous.store import Delete, Entry, Put
+from elastic_agent.rendezvous.store.interface import Delete, Entry, Put
+from elastic_agent.rendezvous.store.kv_state import KvState
 from elastic_agent.rendezvous.terms import Program
 
 TTL_S = 5.0

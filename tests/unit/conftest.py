@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.worker.together import Checkpointers
+from elastic_agent.worker.steps.registry import Checkpointers
 from elastic_agent.worker.wire.environment import WORKER_VARIABLES
 
 
@@ -28,7 +28,7 @@ def only_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     }.items():
         monkeypatch.setenv(name, value)
     # By name: tests of other things need not load torch.
-    monkeypatch.setattr("elastic_agent.worker.progress._listeners", ())
-    monkeypatch.setattr("elastic_agent.worker.progress.checkpointers", Checkpointers())
-    monkeypatch.setattr("elastic_agent.worker.memory._used", set())
+    monkeypatch.setattr("elastic_agent.worker.steps.progress._listeners", ())
+    monkeypatch.setattr("elastic_agent.worker.steps.progress.checkpointers", Checkpointers())
+    monkeypatch.setattr("elastic_agent.worker.memory.node_memory._used", set())
     return folder

@@ -11,24 +11,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from elastic_agent.agent.accounting.observer import Observer
+from elastic_agent.agent.common.events import Event, GenerationEvent, StopRead, WorkerExited
 from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
-from elastic_agent.agent.configuration.values import Command
-from elastic_agent.agent.events import Event, GenerationEvent, StopRead, WorkerExited
+from elastic_agent.agent.configuration.types.values import Command
 from elastic_agent.agent.machine.examine import examine
+from elastic_agent.agent.observability.accounting.observer import Observer
+from elastic_agent.agent.observability.status.pages import StatusPages
 from elastic_agent.agent.output.worker_logs import WorkerLogs
-from elastic_agent.agent.preloader.spares import Spares
-from elastic_agent.agent.processes import workers
-from elastic_agent.agent.processes.children import Children
-from elastic_agent.agent.processes.failures import WorkerFailure
-from elastic_agent.agent.processes.guard import Guard
-from elastic_agent.agent.processes.worker_store import WorkerStore
-from elastic_agent.agent.status.pages import StatusPages
-from elastic_agent.agent.supervision.supervisor import Gates, Processes, Supervisor
-from elastic_agent.agent.supervision.worker_spec import Node
+from elastic_agent.agent.workers.preloader.spares import Spares
+from elastic_agent.agent.workers.processes import workers
+from elastic_agent.agent.workers.processes.children import Children
+from elastic_agent.agent.workers.processes.failures import WorkerFailure
+from elastic_agent.agent.workers.processes.guard import Guard
+from elastic_agent.agent.workers.processes.worker_store import WorkerStore
+from elastic_agent.agent.workers.supervision.supervisor import Gates, Processes, Supervisor
+from elastic_agent.agent.workers.supervision.worker_spec import Node
 from elastic_agent.health.metrics import Build, Metrics, Place
-from elastic_agent.rendezvous.participant import Participant
+from elastic_agent.rendezvous.node.participant import Participant
 from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.rendezvous.decide import Publish, decide
-from elastic_agent.rendezvous.kv_state import KvState
+from elastic_agent.rendezvous.coordinator.decide import Publish, decide
 from elastic_agent.rendezvous.records import (
     BadState,
     Cause,
@@ -19,6 +18,7 @@ from elastic_agent.rendezvous.records import (
     Restarts,
     World,
 )
+from elastic_agent.rendezvous.store.kv_state import KvState
 
 from .bench import POLICY as BENCH_POLICY
 from .bench import Bench

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.configuration.values import Affinity
+from elastic_agent.agent.common.variables import compose
+from elastic_agent.agent.configuration.types.values import Affinity
 from elastic_agent.agent.machine.affinity import CpuLayout, cpu_list, probe_cpus, share
 from elastic_agent.agent.machine.devices import Device
-from elastic_agent.agent.variables import compose
 
 GPUS = {"0000:1b:00.0": 0, "0000:3b:00.0": 0, "0000:c1:00.0": 1, "0000:d1:00.0": 1}
 FOUR = tuple(Device(str(index), address) for index, address in enumerate(GPUS))

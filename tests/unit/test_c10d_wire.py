@@ -30,7 +30,7 @@ from elastic_agent.rendezvous.c10d.wire import (
     encode_reply,
     encode_request,
 )
-from elastic_agent.rendezvous.store import Change, Compare, Delete, Entry, Outcome, Put, Snapshot
+from elastic_agent.rendezvous.store.interface import Change, Compare, Delete, Entry, Outcome, Put, Snapshot
 
 CLIENT = "0123456789abcdef" * 2
 ENTRY = Entry("k", "näme \ud800", 1, 2)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.worker.disk import Disk
-from elastic_agent.worker.files import CheckpointFiles
-from elastic_agent.worker.slots import Header, Slots
+from elastic_agent.worker.disk.async_save import Disk
+from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
+from elastic_agent.worker.memory.slots import Header, Slots
 from elastic_agent.worker.wire.environment import WorkerEnv
 from elastic_agent.worker.wire.messages import WriteOutcome
 from elastic_agent.worker.wire.run import Run

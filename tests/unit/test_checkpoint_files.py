@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.worker import durable
-from elastic_agent.worker import files as files_module
+from elastic_agent.worker.disk import checkpoint_files as files_module
+from elastic_agent.worker.disk import durable
+from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
+from elastic_agent.worker.disk.manifests import Manifest
 from elastic_agent.worker.errors import BadCheckpoint, Fenced
-from elastic_agent.worker.files import CheckpointFiles
-from elastic_agent.worker.manifests import Manifest
-from elastic_agent.worker.sealed import checksum
 from elastic_agent.worker.wire.run import Run
+from elastic_agent.worker.wire.sealed import checksum
 
 RUN = Run("run-a")
 

@@ -20,16 +20,16 @@ from elastic_agent.worker import (
     NoUsableCheckpoint,
     OtherRun,
     StepNotGrowing,
-    files,
-    progress,
-    restore,
-    rng,
 )
-from elastic_agent.worker import disk as disk_module
-from elastic_agent.worker import permit as permit_module
-from elastic_agent.worker.collectives import current_group
-from elastic_agent.worker.manifests import Manifest
-from elastic_agent.worker.offers import BadState, Offer, Owner, choose_owner
+from elastic_agent.worker.disk import async_save as disk_module
+from elastic_agent.worker.disk import checkpoint_files as files
+from elastic_agent.worker.disk import commit_permission as permit_module
+from elastic_agent.worker.disk.manifests import Manifest
+from elastic_agent.worker.loading import restore
+from elastic_agent.worker.loading.checkpoint_selection import BadState, Offer, Owner, choose_owner
+from elastic_agent.worker.ranks.collectives import current_group
+from elastic_agent.worker.state import rng
+from elastic_agent.worker.steps import progress
 from elastic_agent.worker.wire import shared_progress as page
 from elastic_agent.worker.wire.environment import NAMES, WORKER_VARIABLES
 from elastic_agent.worker.wire.messages import (

@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 
 from elastic_agent import __version__
-from elastic_agent.agent.cli import help_text, main
+from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.config import Config
-from elastic_agent.agent.configuration.log_level import log_level
-from elastic_agent.agent.configuration.option import Source
 from elastic_agent.agent.configuration.options import COMMANDS, OPTIONS
-from elastic_agent.agent.configuration.values import Command, NodeCounts
-from elastic_agent.agent.exits import ExitCode
+from elastic_agent.agent.configuration.reading.log_level import log_level
+from elastic_agent.agent.configuration.types.option import Source
+from elastic_agent.agent.configuration.types.values import Command, NodeCounts
 from elastic_agent.agent.machine import examine as machine
 from elastic_agent.agent.machine.devices import Device, Inventory
 from elastic_agent.agent.machine.examine import Machine
 from elastic_agent.agent.machine.network.choice import NetworkChoice
 from elastic_agent.agent.machine.network.search import Network
+from elastic_agent.agent.main.cli import help_text, main
 
 NETWORK = Network(NetworkChoice("lo", "127.0.0.1", "no other node can join"))
 MACHINE = Machine(Inventory((), 2), (), (), NETWORK, ("devices: one", 'odd: "\\" ä\nmin-nodes = 7'))
@@ -50,15 +50,15 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
         calls.append(config)
         return ExitCode.WORKERS_FAILED
 
-    module = types.ModuleType("elastic_agent.agent.run")
+    module = types.ModuleType("elastic_agent.agent.main.run")
     module.run = run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "elastic_agent.agent.run", module)
+    monkeypatch.setitem(sys.modules, "elastic_agent.agent.main.run", module)
     monkeypatch.setattr(machine, "examine", lambda config, environ: MACHINE)
     return calls
 
 
 def agent(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    code = "import sys; from elastic_agent.agent.cli import main; sys.exit(main())"
+    code = "import sys; from elastic_agent.agent.main.cli import main; sys.exit(main())"
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTIC_AGENT_", "PET_"))}
     return subprocess.run(
         [sys.executable, "-c", code, *words],
@@ -307,7 +307,7 @@ def test_a_job_runs_with_standard_streams_that_the_shell_has_closed(closed: str)
 
 
 def test_the_command_line_needs_no_torch() -> None:
-    code = "import sys, elastic_agent.agent.cli as cli; cli.main(['--version']); sys.exit('torch' in sys.modules)"
+    code = "import sys, elastic_agent.agent.main.cli as cli; cli.main(['--version']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

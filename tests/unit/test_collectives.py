@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.utils import dlpack
 
-from elastic_agent.worker import collectives
-from elastic_agent.worker.collectives import Group
+from elastic_agent.worker.ranks import collectives
+from elastic_agent.worker.ranks.collectives import Group
 
 GROUP = Group(0, 2, torch.device("cpu"))
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.worker_links.commit_fence import CommitFence, judge
+from elastic_agent.agent.workers.links.commit_fence import CommitFence, judge
 from elastic_agent.rendezvous.errors import StoreUnavailable
-from elastic_agent.rendezvous.memory import MemoryStore
+from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     Cause,
@@ -21,8 +21,8 @@ from elastic_agent.rendezvous.records import (
     Result,
     World,
 )
-from elastic_agent.rendezvous.snapshot import NodeSnapshot
-from elastic_agent.rendezvous.store import Delete, Put, Snapshot
+from elastic_agent.rendezvous.store.interface import Delete, Put, Snapshot
+from elastic_agent.rendezvous.store.memory import MemoryStore
 from elastic_agent.worker.wire.messages import (
     CommitAnswer,
     CommitGranted,

@@ -14,20 +14,20 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from elastic_agent.agent.common.exits import ExitCode
+from elastic_agent.agent.common.ports import PortRange
 from elastic_agent.agent.configuration.config import Config, ConfigError
-from elastic_agent.agent.configuration.option import Option, Source
 from elastic_agent.agent.configuration.options import GROUPS, OPTIONS
-from elastic_agent.agent.configuration.rendezvous import ETCD_OPTIONS, EtcdConfig, RendezvousConfig
-from elastic_agent.agent.configuration.resolve import Resolved, resolve
-from elastic_agent.agent.configuration.sources import MOST_FILE_BYTES, read_argv
-from elastic_agent.agent.configuration.stopping import StopConfig, TimeoutConfig
-from elastic_agent.agent.configuration.torchrun_spellings import (
+from elastic_agent.agent.configuration.reading.resolve import Resolved, resolve
+from elastic_agent.agent.configuration.reading.sources import MOST_FILE_BYTES, read_argv
+from elastic_agent.agent.configuration.reading.torchrun_spellings import (
     IGNORED_RDZV_CONF_KEYS,
     IGNORED_TORCHRUN_OPTIONS,
 )
-from elastic_agent.agent.configuration.values import Command, NodeCounts, Preload
-from elastic_agent.agent.exits import ExitCode
-from elastic_agent.agent.ports import PortRange
+from elastic_agent.agent.configuration.rendezvous import ETCD_OPTIONS, EtcdConfig, RendezvousConfig
+from elastic_agent.agent.configuration.stopping import StopConfig, TimeoutConfig
+from elastic_agent.agent.configuration.types.option import Option, Source
+from elastic_agent.agent.configuration.types.values import Command, NodeCounts, Preload
 from elastic_agent.rendezvous.records import Endpoint
 from elastic_agent.worker.wire.environment import WORKER_VARIABLES
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.rendezvous.decide import (
+from elastic_agent.rendezvous.coordinator.decide import (
     FINISHING_S,
     Decision,
     Policy,
@@ -18,7 +18,8 @@ from elastic_agent.rendezvous.decide import (
     decide,
     why_not_in,
 )
-from elastic_agent.rendezvous.node_actions import (
+from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
+from elastic_agent.rendezvous.node.node_actions import (
     Action,
     Drain,
     Leave,
@@ -47,7 +48,6 @@ from elastic_agent.rendezvous.records import (
     World,
     line_up,
 )
-from elastic_agent.rendezvous.restarts import RestartPolicy
 from elastic_agent.rendezvous.terms import Limits, Program
 
 POLICY = Policy("job", min_nodes=2, max_nodes=3, last_call_s=1.0)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from elastic_agent.agent.common.variables import compose
 from elastic_agent.agent.configuration.config import ConfigError
-from elastic_agent.agent.configuration.values import DevicePinning, WorkerCount
+from elastic_agent.agent.configuration.types.values import DevicePinning, WorkerCount
 from elastic_agent.agent.machine.devices import Device, Inventory, pin, probe, resolve_workers
-from elastic_agent.agent.variables import compose
 
 CPU_ONLY = Inventory(cuda=(), cpus=6)
 FOUR_GPUS = Inventory(cuda=tuple(map(Device, "0123")), cpus=64)

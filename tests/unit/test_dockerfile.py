@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.configuration.sources import tomllib
+from elastic_agent.agent.configuration.reading.sources import tomllib
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.rendezvous.drain import (
+from elastic_agent.rendezvous.node.drain import (
     Answer,
     Ask,
     Beyond,
@@ -18,6 +18,8 @@ from elastic_agent.rendezvous.drain import (
     stranded,
     written,
 )
+from elastic_agent.rendezvous.node.requests import WriteStop
+from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.records import (
     STOP_KEY,
     WORLD_KEY,
@@ -30,9 +32,7 @@ from elastic_agent.rendezvous.records import (
     World,
     line_up,
 )
-from elastic_agent.rendezvous.requests import WriteStop
-from elastic_agent.rendezvous.snapshot import NodeSnapshot
-from elastic_agent.rendezvous.store import Compare, Entry
+from elastic_agent.rendezvous.store.interface import Compare, Entry
 
 NODE = NodeRecord("a", "a-1", "host-a", 4001, slots=2)
 RUNNING = World("job", 4, Phase.RUNNING, line_up((NODE,)), Endpoint("host-a", 4001), Cause(CauseKind.START))

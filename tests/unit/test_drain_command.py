@@ -11,10 +11,9 @@ import pytest
 from elastic_agent.agent.commands import drain as drain_command
 from elastic_agent.agent.commands import store_command
 from elastic_agent.agent.commands.drain import CannotDrain, drain, main
+from elastic_agent.agent.common.exits import DrainCode
 from elastic_agent.agent.configuration.rendezvous import RendezvousConfig
-from elastic_agent.agent.exits import DrainCode
 from elastic_agent.rendezvous.errors import StoreMismatch, StoreUnavailable
-from elastic_agent.rendezvous.memory import MemoryStore
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     Cause,
@@ -29,7 +28,8 @@ from elastic_agent.rendezvous.records import (
     line_up,
     node_key,
 )
-from elastic_agent.rendezvous.store import Delete, Put, Snapshot
+from elastic_agent.rendezvous.store.interface import Delete, Put, Snapshot
+from elastic_agent.rendezvous.store.memory import MemoryStore
 
 A = NodeRecord("a", "life-a", "host-a", 4001, slots=2)
 B = NodeRecord("b", "life-b.1", "host-b", 4002, slots=1)

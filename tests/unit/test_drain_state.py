@@ -6,10 +6,10 @@ import signal
 
 import pytest
 
-from elastic_agent.agent.supervision.drain_state import LOOK_AGAIN_S, STRANDED_S, DrainState
-from elastic_agent.agent.supervision.exits import Exit
+from elastic_agent.agent.workers.supervision.drain_state import LOOK_AGAIN_S, STRANDED_S, DrainState
+from elastic_agent.agent.workers.supervision.exits import Exit
 from elastic_agent.rendezvous.records import StopAt
-from elastic_agent.worker.drain import DRAINED
+from elastic_agent.worker.steps.drain import DRAINED
 from elastic_agent.worker.wire.shared_progress import Reading
 
 NOW = 100.0

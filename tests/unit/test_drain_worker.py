@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.worker import drain, progress
-from elastic_agent.worker.drain import DRAINED, Drained
 from elastic_agent.worker.errors import SaveFailed
-from elastic_agent.worker.progress import poll
-from elastic_agent.worker.together import Checkpointers
+from elastic_agent.worker.steps import drain, progress
+from elastic_agent.worker.steps.drain import DRAINED, Drained
+from elastic_agent.worker.steps.progress import poll
+from elastic_agent.worker.steps.registry import Checkpointers
 from elastic_agent.worker.wire import shared_progress as page
 from elastic_agent.worker.wire.channel import receive, send
 from elastic_agent.worker.wire.environment import NAMES
@@ -306,7 +306,7 @@ def test_a_drained_process_cleans_up_and_leaves_at_once(tmp_path: Path) -> None:
     """What it has registered for its end is done; what Python takes apart after that is not waited for."""
     program = (
         "import atexit, sys\n"
-        "from elastic_agent.worker import drain\n"
+        "from elastic_agent.worker.steps import drain\n"
         "class Slow:\n    def __del__(self): print('taken apart')\n"
         "sys.slow = Slow()\n"
         "atexit.register(print, 'at exit')\n"
@@ -321,7 +321,7 @@ def test_a_thread_of_the_script_that_holds_up_the_end_is_named_and_not_waited_fo
     """Idle threads of a pool end by themselves when Python asks them to; one at work does not."""
     program = (
         "import atexit, concurrent.futures, threading, time\n"
-        "from elastic_agent.worker import drain\n"
+        "from elastic_agent.worker.steps import drain\n"
         "drain.THREADS_S = 0.2\n"
         "idle = concurrent.futures.ThreadPoolExecutor(thread_name_prefix='idle')\n"
         "idle.submit(int).result()\n"
@@ -341,7 +341,7 @@ def test_a_thread_of_the_script_that_holds_up_the_end_is_named_and_not_waited_fo
 def test_what_the_script_does_at_its_end_may_take_longer_than_its_threads() -> None:
     program = (
         "import atexit, time\n"
-        "from elastic_agent.worker import drain\n"
+        "from elastic_agent.worker.steps import drain\n"
         "drain.THREADS_S = 0.2\n"
         "atexit.register(lambda: (print('begun'), time.sleep(1), print('uploaded')))\n"
         "speaker = type('Speaker', (), {'say': lambda *_: None})()\n"

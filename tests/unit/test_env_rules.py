@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.preloader.fidelity.env_rules import obstacle, rules_for
+from elastic_agent.agent.workers.preloader.fidelity.env_rules import obstacle, rules_for
 
 BASE = {"OMP_NUM_THREADS": "1", "HOME": "/root"}
 

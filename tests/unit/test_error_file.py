@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from elastic_agent.agent import error_file
-from elastic_agent.agent.error_file import VARIABLE, write_error_file
-from elastic_agent.agent.processes.failures import WorkerFailure
+from elastic_agent.agent.main import error_file
+from elastic_agent.agent.main.error_file import VARIABLE, write_error_file
+from elastic_agent.agent.workers.processes.failures import WorkerFailure
 
 PATIENCE_S = 20.0
 

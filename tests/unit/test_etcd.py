@@ -12,7 +12,7 @@ from elastic_agent.rendezvous.errors import StoreRefused, StoreUnavailable
 from elastic_agent.rendezvous.etcd.access import EtcdAccess
 from elastic_agent.rendezvous.etcd.addresses import Address, Addresses, following
 from elastic_agent.rendezvous.etcd.channel import Session, Verdict, classify
-from elastic_agent.rendezvous.kind import Login
+from elastic_agent.rendezvous.store.store_kind import Login
 
 A, B, C = (Address("h", f"10.0.0.{number}", 2379) for number in (1, 2, 3))
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.rendezvous.failure_detector import (
+from elastic_agent.rendezvous.liveness.failure_detector import (
     ASK_AFTER_S,
     ASK_AGAIN_S,
     ASK_IN_TURN_S,
@@ -16,7 +16,8 @@ from elastic_agent.rendezvous.failure_detector import (
     Finding,
     slow_to_go_on,
 )
-from elastic_agent.rendezvous.node_actions import Leave, Start, Stop
+from elastic_agent.rendezvous.node.node_actions import Leave, Start, Stop
+from elastic_agent.rendezvous.node.requests import Read, WriteWorld
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     Condition,
@@ -28,7 +29,6 @@ from elastic_agent.rendezvous.records import (
     World,
     line_up,
 )
-from elastic_agent.rendezvous.requests import Read, WriteWorld
 
 from .bench import POLICY, TICK_S, Bench, Peer
 from .test_decide import stopping

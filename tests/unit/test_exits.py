@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from elastic_agent.agent.processes.failures import HANG_SIGNAL
-from elastic_agent.agent.supervision.exits import AS_ASKED, LEAVING, Exit, classify_exit
-from elastic_agent.worker.drain import DRAINED
+from elastic_agent.agent.workers.processes.failures import HANG_SIGNAL
+from elastic_agent.agent.workers.supervision.exits import AS_ASKED, LEAVING, Exit, classify_exit
+from elastic_agent.worker.steps.drain import DRAINED
 
 TERMINATED, SHELL_TERMINATED, KILLED, ABORTED, CRASHED = (
     -signal.SIGTERM,

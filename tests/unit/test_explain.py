@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.commands.explain_env import OF_A_WORLD, Explained, explain, main
+from elastic_agent.agent.common.variables import USER
 from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
-from elastic_agent.agent.configuration.values import Command
-from elastic_agent.agent.environment.contract import WorkerPlace, contract, worker_env
+from elastic_agent.agent.configuration.types.values import Command
 from elastic_agent.agent.machine import examine as machines
 from elastic_agent.agent.machine.examine import Machine, examine
 from elastic_agent.agent.machine.network.profiles import TCP
 from elastic_agent.agent.machine.software import Software
-from elastic_agent.agent.variables import USER
+from elastic_agent.agent.workers.environment.contract import WorkerPlace, contract, worker_env
 from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, World, line_up
 
 CONFIG = Config(Command("script", "train.py"), nproc_per_node=2, timeouts=TimeoutConfig(60.0))

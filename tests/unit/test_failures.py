@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from elastic_agent.agent.processes.failures import (
+from elastic_agent.agent.workers.processes.failures import (
     MAX_JSON,
     ErrorReport,
     FailureInvalid,
@@ -32,11 +32,11 @@ from elastic_agent.agent.processes.failures import (
     read_error_file,
     summarize,
 )
-from elastic_agent.agent.supervision.failure_reports import show
+from elastic_agent.agent.workers.supervision.failure_reports import show
 from elastic_agent.health.metrics import EXIT_REASONS
 from elastic_agent.rendezvous.records import Failure
 from elastic_agent.worker.errors import CheckpointError, NotReplicated, NoUsableCheckpoint, OtherRun
-from elastic_agent.worker.replicas import refuse_sharded
+from elastic_agent.worker.ranks.replicas import refuse_sharded
 
 FAILURE = WorkerFailure(
     rank=3,

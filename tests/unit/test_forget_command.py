@@ -8,9 +8,8 @@ import pytest
 
 from elastic_agent.agent.commands import store_command
 from elastic_agent.agent.commands.forget import KEYS_AT_ONCE, CannotForget, forget, main
-from elastic_agent.agent.exits import ForgetCode
+from elastic_agent.agent.common.exits import ForgetCode
 from elastic_agent.rendezvous.errors import StoreMismatch, StoreUnavailable
-from elastic_agent.rendezvous.memory import MemoryStore
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     Cause,
@@ -22,7 +21,8 @@ from elastic_agent.rendezvous.records import (
     drain_key,
     node_key,
 )
-from elastic_agent.rendezvous.store import Compare, Delete, Outcome, Put
+from elastic_agent.rendezvous.store.interface import Compare, Delete, Outcome, Put
+from elastic_agent.rendezvous.store.memory import MemoryStore
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_agent.worker import Checkpointer, memory, progress, slots
-from elastic_agent.worker.available_memory import Memory, file_system
-from elastic_agent.worker.replicas import Replicas
-from elastic_agent.worker.slots import Slots
+from elastic_agent.worker import Checkpointer
+from elastic_agent.worker.memory import node_memory as memory
+from elastic_agent.worker.memory import slots
+from elastic_agent.worker.memory.available_memory import Memory, file_system
+from elastic_agent.worker.memory.slots import Slots
+from elastic_agent.worker.ranks.replicas import Replicas
+from elastic_agent.worker.steps import progress
 from tests.unit.threads import join_threads
 
 FULL = OSError(28, "No space left on device")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.preloader import gpu_drivers
+from elastic_agent.agent.workers.preloader import gpu_drivers
 
 PROCESS = Path(gpu_drivers.__file__).with_name("process.py")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.events import Event, GpuMemoryMessage
+from elastic_agent.agent.common.events import Event, GpuMemoryMessage
 from elastic_agent.agent.machine import gpu_memory
 from elastic_agent.agent.machine.devices import Device
 from elastic_agent.agent.machine.gpu_memory import ANSWER_S, GpuMemory, watched

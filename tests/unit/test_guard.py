@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.processes.guard import IGNORED, find_processes
-from elastic_agent.agent.processes.shim import STAY_IGNORED
+from elastic_agent.agent.workers.processes.guard import IGNORED, find_processes
+from elastic_agent.agent.workers.processes.shim import STAY_IGNORED
 
 OURS = "ELASTIC_AGENT_INCARNATION=abc"
 
@@ -82,10 +82,10 @@ def test_scripts_that_import_nothing_of_ours_ignore_the_same_signals() -> None:
     texts = {str(file.relative_to(agent)): file.read_text() for file in agent.rglob("*.py")}
     scripts = {name for name, text in texts.items() if "\nIGNORED = " in text}
     assert scripts == {
-        "processes/guard.py",
-        "processes/store_holder.py",
+        "workers/processes/guard.py",
+        "workers/processes/store_holder.py",
         "machine/gpu_memory_reader.py",
-        "preloader/process.py",
+        "workers/preloader/process.py",
     }
     for name in scripts:
         assert f"\nIGNORED = ({written})\n" in texts[name], name

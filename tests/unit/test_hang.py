@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_agent.agent.supervision.hang import HangWatch
+from elastic_agent.agent.workers.supervision.hang import HangWatch
 
 
 def test_nothing_is_due_before_the_first_step_nor_without_a_limit() -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent import heartbeat as heartbeat_module
-from elastic_agent.agent.events import Event, LeaseConfirmed
-from elastic_agent.agent.heartbeat import STUCK_AFTER_S, Heartbeat, Silence, Turned, why_stuck
-from elastic_agent.agent.processes.standing import standing, standings
-from elastic_agent.agent.store.link import StoreLink
-from elastic_agent.rendezvous.memory import MemoryStore
+from elastic_agent.agent.common.events import Event, LeaseConfirmed
+from elastic_agent.agent.main import heartbeat as heartbeat_module
+from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S, Heartbeat, Silence, Turned, why_stuck
+from elastic_agent.agent.rendezvous_io.store_link import StoreLink
+from elastic_agent.agent.workers.processes.standing import standing, standings
+from elastic_agent.rendezvous.store.memory import MemoryStore
 
 PATIENCE_S = 20.0
 TTL_S = 5.0

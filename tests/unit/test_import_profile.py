@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_agent.agent.preloader.import_profile import installed, noted
+from elastic_agent.agent.workers.preloader.import_profile import installed, noted
 
 
 def test_names_are_noted_once_in_their_order_and_what_is_no_name_is_none() -> None:

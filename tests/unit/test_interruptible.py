@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
-from elastic_agent.agent.events import Event, Signalled, SpareReadable
-from elastic_agent.agent.exits import CannotStart, ExitCode
-from elastic_agent.agent.interruptible import unless_stopped
+from elastic_agent.agent.common.events import Event, Signalled, SpareReadable
+from elastic_agent.agent.common.exits import CannotStart, ExitCode
+from elastic_agent.agent.common.interruptible import unless_stopped
 
 
 def test_events_that_are_no_signals_stay_for_the_main_loop_in_their_order() -> None:

@@ -17,13 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_agent.worker import Checkpointer, ElasticSampler, progress, rng, step
-from elastic_agent.worker.journal import Buffers, Journal, find
-from elastic_agent.worker.just_in_time import JustInTime, of_a_collective
-from elastic_agent.worker.memory import Place
-from elastic_agent.worker.slots import Held as HeldSlot
-from elastic_agent.worker.slots import NoRoom
-from elastic_agent.worker.together import Checkpointers
+from elastic_agent.worker import Checkpointer, ElasticSampler, step
+from elastic_agent.worker.checkpointing.just_in_time import JustInTime, of_a_collective
+from elastic_agent.worker.memory.node_memory import Place
+from elastic_agent.worker.memory.rank_state import Buffers, Journal, find
+from elastic_agent.worker.memory.slots import Held as HeldSlot
+from elastic_agent.worker.memory.slots import NoRoom
+from elastic_agent.worker.state import rng
+from elastic_agent.worker.steps import progress
+from elastic_agent.worker.steps.registry import Checkpointers
 from elastic_agent.worker.wire.channel import Lines, receive, send
 from elastic_agent.worker.wire.messages import (
     FROM_WORKERS,
@@ -465,7 +467,7 @@ class Pair:
 
     def resume(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         monkeypatch.setenv("ELASTIC_AGENT_GENERATION", "2")
-        monkeypatch.setattr("elastic_agent.worker.progress.checkpointers", Checkpointers())
+        monkeypatch.setattr("elastic_agent.worker.steps.progress.checkpointers", Checkpointers())
         self.load()
         return self.loaded
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreError
-from elastic_agent.rendezvous.kv_state import KvState
-from elastic_agent.rendezvous.store import MOST_REQUEST_BYTES, Change, Compare, Delete, Entry, Put
+from elastic_agent.rendezvous.store.interface import MOST_REQUEST_BYTES, Change, Compare, Delete, Entry, Put
+from elastic_agent.rendezvous.store.kv_state import KvState
 
 
 def put(ledger: KvState, key: str, value: str = "", lease: int | None = None, now: float = 0.0) -> int:

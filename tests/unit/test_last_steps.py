@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.events import Event, StopRead, WorkerAnswered, WorkerKept
-from elastic_agent.agent.worker_links import last_steps
-from elastic_agent.agent.worker_links.last_steps import LastSteps
-from elastic_agent.rendezvous.drain import Ask, Beyond, End, GoOn
+from elastic_agent.agent.common.events import Event, StopRead, WorkerAnswered, WorkerKept
+from elastic_agent.agent.workers.links import last_steps
+from elastic_agent.agent.workers.links.last_steps import LastSteps
 from elastic_agent.rendezvous.errors import StoreUnavailable
-from elastic_agent.rendezvous.memory import MemoryStore
+from elastic_agent.rendezvous.node.drain import Ask, Beyond, End, GoOn
+from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.records import (
     STOP_KEY,
     WORLD_KEY,
@@ -26,8 +26,8 @@ from elastic_agent.rendezvous.records import (
     StopAt,
     World,
 )
-from elastic_agent.rendezvous.snapshot import NodeSnapshot
-from elastic_agent.rendezvous.store import Outcome, Put, Snapshot
+from elastic_agent.rendezvous.store.interface import Outcome, Put, Snapshot
+from elastic_agent.rendezvous.store.memory import MemoryStore
 from elastic_agent.worker.wire.messages import Said, StepEnded, Verdict
 
 DRAINED = World(

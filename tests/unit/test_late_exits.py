@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import pytest
 
-from elastic_agent.agent.supervision.late_exits import (
+from elastic_agent.agent.workers.supervision.late_exits import (
     AT_WORK,
     LOOK_EVERY_S,
     ExitWatch,

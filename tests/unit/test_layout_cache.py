@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from elastic_agent.worker import layout_cache
-from elastic_agent.worker.archive_layout import Layout, lay_out
-from elastic_agent.worker.layout_cache import LayoutCache
+from elastic_agent.worker.state import layout_cache
+from elastic_agent.worker.state.archive_layout import Layout, lay_out
+from elastic_agent.worker.state.layout_cache import LayoutCache
 
 _ID = re.compile(rb"(serialization_idFB.{2}Z*)\d{40}(PK\x07\x08).{4}", re.DOTALL)
 

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from elastic_agent.rendezvous.failure_detector import Absence, FailureDetector, Finding, Peer
-from elastic_agent.rendezvous.lease_validity import (
+from elastic_agent.rendezvous.liveness.failure_detector import Absence, FailureDetector, Finding, Peer
+from elastic_agent.rendezvous.liveness.lease_validity import (
     LEASE_MARGIN,
     MOST_MEMBERS,
     QUIET_MARGIN,

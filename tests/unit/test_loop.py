@@ -16,17 +16,24 @@ from typing import Any, get_args
 
 import pytest
 
+from elastic_agent.agent.common.events import (
+    Answered,
+    Event,
+    SavesFinished,
+    Signalled,
+    ThreadFailed,
+    Unanswered,
+)
+from elastic_agent.agent.common.exits import ExitCode
+from elastic_agent.agent.common.ports import OfferedPort, PortError
 from elastic_agent.agent.configuration.stopping import StopConfig
-from elastic_agent.agent.events import Answered, Event, SavesFinished, Signalled, ThreadFailed, Unanswered
-from elastic_agent.agent.exits import ExitCode
-from elastic_agent.agent.loop import DRAIN_COMMAND, Ending, Loop, Services
-from elastic_agent.agent.ports import OfferedPort, PortError
-from elastic_agent.rendezvous.decide import Policy, limits_of
+from elastic_agent.agent.main.loop import DRAIN_COMMAND, Ending, Loop, Services
+from elastic_agent.rendezvous.coordinator.decide import Policy, limits_of
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError
-from elastic_agent.rendezvous.failure_detector import Peer
-from elastic_agent.rendezvous.kv_state import KvState
-from elastic_agent.rendezvous.node_actions import Drain
-from elastic_agent.rendezvous.participant import Participant
+from elastic_agent.rendezvous.liveness.failure_detector import Peer
+from elastic_agent.rendezvous.node.node_actions import Drain
+from elastic_agent.rendezvous.node.participant import Participant
+from elastic_agent.rendezvous.node.requests import Answer, Grant, Read, Request, Subscription
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     DrainRequest,
@@ -37,8 +44,8 @@ from elastic_agent.rendezvous.records import (
     World,
     drain_key,
 )
-from elastic_agent.rendezvous.requests import Answer, Grant, Read, Request, Subscription
-from elastic_agent.rendezvous.store import LeaseId, Put
+from elastic_agent.rendezvous.store.interface import LeaseId, Put
+from elastic_agent.rendezvous.store.kv_state import KvState
 
 POLICY = Policy("job", last_call_s=0.0, join_timeout_s=600.0)
 TTL_S = 5.0

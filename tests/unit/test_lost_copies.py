@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_agent.worker import Checkpointer, SaveFailed, archive_layout, files, progress, slots
+from elastic_agent.worker import Checkpointer, SaveFailed
+from elastic_agent.worker.disk import checkpoint_files as files
+from elastic_agent.worker.memory import slots
+from elastic_agent.worker.state import archive_layout
+from elastic_agent.worker.steps import progress
 from elastic_agent.worker.wire.run import Run
 from tests.unit.threads import join_threads
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_agent.agent.accounting.measured_store import MeasuredStore
+from elastic_agent.agent.observability.accounting.measured_store import MeasuredStore
 from elastic_agent.health.metrics import STORE_OPERATIONS, STORE_REQUESTS
 from elastic_agent.rendezvous.errors import (
     Compacted,
@@ -14,8 +14,17 @@ from elastic_agent.rendezvous.errors import (
     StoreMismatch,
     StoreUnavailable,
 )
-from elastic_agent.rendezvous.memory import MemoryStore
-from elastic_agent.rendezvous.store import Change, Compare, LeaseId, Outcome, Put, Snapshot, Store, Watch
+from elastic_agent.rendezvous.store.interface import (
+    Change,
+    Compare,
+    LeaseId,
+    Outcome,
+    Put,
+    Snapshot,
+    Store,
+    Watch,
+)
+from elastic_agent.rendezvous.store.memory import MemoryStore
 
 from .test_metrics import new_metrics, value
 

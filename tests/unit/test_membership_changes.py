@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.accounting.membership_changes import (
+from elastic_agent.agent.observability.accounting.membership_changes import (
     NOTHING,
     MembershipChange,
     MembershipWatch,
     because,
     reason,
 )
-from elastic_agent.agent.processes.failures import WorkerFailure
+from elastic_agent.agent.workers.processes.failures import WorkerFailure
 from elastic_agent.rendezvous.records import (
     Aside,
     Cause,

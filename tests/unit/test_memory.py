@@ -15,12 +15,16 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_agent.worker import Checkpointer, NotPlainData, memory, progress, slots, summing
-from elastic_agent.worker.archive_layout import CannotLayOut, lay_out
-from elastic_agent.worker.available_memory import Memory
-from elastic_agent.worker.memory import NodeMemory, Place
-from elastic_agent.worker.slots import NoRoom, Slots
-from elastic_agent.worker.summing import _Job
+from elastic_agent.worker import Checkpointer, NotPlainData
+from elastic_agent.worker.memory import checksums as summing
+from elastic_agent.worker.memory import node_memory as memory
+from elastic_agent.worker.memory import slots
+from elastic_agent.worker.memory.available_memory import Memory
+from elastic_agent.worker.memory.checksums import _Job
+from elastic_agent.worker.memory.node_memory import NodeMemory, Place
+from elastic_agent.worker.memory.slots import NoRoom, Slots
+from elastic_agent.worker.state.archive_layout import CannotLayOut, lay_out
+from elastic_agent.worker.steps import progress
 from tests.unit.threads import join_threads
 
 pytestmark = pytest.mark.usefixtures("only_worker")

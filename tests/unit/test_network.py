@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from elastic_agent.agent.common.variables import compose
 from elastic_agent.agent.configuration.config import ConfigError
 from elastic_agent.agent.machine.network.choice import (
     MOST_LISTED,
@@ -19,7 +20,6 @@ from elastic_agent.agent.machine.network.choice import (
     network_variables,
 )
 from elastic_agent.agent.machine.network.interfaces import Address, Interface, RdmaPort
-from elastic_agent.agent.variables import compose
 
 
 def an_interface(name: str, *addresses: str, up: bool = True, speed: int | None = None) -> Interface:

@@ -8,10 +8,10 @@ import logging
 
 import pytest
 
+from elastic_agent.agent.common.exits import CannotStart, ExitCode
 from elastic_agent.agent.configuration.config import Config, ConfigError
 from elastic_agent.agent.configuration.rendezvous import EtcdConfig, RendezvousConfig
-from elastic_agent.agent.configuration.values import Command, NodeCounts
-from elastic_agent.agent.exits import CannotStart, ExitCode
+from elastic_agent.agent.configuration.types.values import Command, NodeCounts
 from elastic_agent.agent.machine.network import addresses
 from elastic_agent.agent.machine.network import search as network_search
 from elastic_agent.agent.machine.network.addresses import AddressError

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.rendezvous.node_actions import Refusal
+from elastic_agent.rendezvous.node.node_actions import Refusal
 from elastic_agent.rendezvous.records import Failure
 from elastic_agent.rendezvous.terms import Limits, Program, differences
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_agent.agent.accounting.observer import Observer
-from elastic_agent.agent.status.pages import StatusPages
+from elastic_agent.agent.observability.accounting.observer import Observer
+from elastic_agent.agent.observability.status.pages import StatusPages
 from elastic_agent.health.metrics import Build, Metrics, Place
 from elastic_agent.rendezvous.records import (
     BadState,

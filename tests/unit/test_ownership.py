@@ -16,14 +16,15 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.worker import durable, moved, ownership
-from elastic_agent.worker import files as files_module
+from elastic_agent.worker.disk import checkpoint_files as files_module
+from elastic_agent.worker.disk import durable, ownership
+from elastic_agent.worker.disk import former_runs as moved
+from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
+from elastic_agent.worker.disk.manifests import Manifest
+from elastic_agent.worker.disk.ownership import Former, Ownership, settle, successor
 from elastic_agent.worker.errors import CheckpointError, Fenced, OtherRun, Unconfirmed
-from elastic_agent.worker.files import CheckpointFiles
-from elastic_agent.worker.manifests import Manifest
-from elastic_agent.worker.ownership import Former, Ownership, settle, successor
-from elastic_agent.worker.sealed import checksum
 from elastic_agent.worker.wire.run import Run, this_run
+from elastic_agent.worker.wire.sealed import checksum
 
 A, B, C = (Run(f"run-{name}", f"job {name}") for name in "abc")
 
@@ -948,7 +949,7 @@ def test_a_load_that_failed_lets_go_of_the_directory(tmp_path: Path) -> None:
 SCRIPT = """
 import os, signal, sys
 from elastic_agent.worker.errors import OtherRun
-from elastic_agent.worker.files import CheckpointFiles
+from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.wire.run import this_run
 
 files = CheckpointFiles(sys.argv[1], keep=2, run=this_run(os.environ))

@@ -9,15 +9,24 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.events import Handlers, StoreMismatched
-from elastic_agent.agent.store.link import deliver_to
-from elastic_agent.rendezvous.deadlines import LEAVE_TOGETHER_S
-from elastic_agent.rendezvous.decide import Publish
+from elastic_agent.agent.common.events import Handlers, StoreMismatched
+from elastic_agent.agent.rendezvous_io.store_link import deliver_to
+from elastic_agent.rendezvous.coordinator.decide import Publish
+from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreMismatch, StoreUnavailable
-from elastic_agent.rendezvous.kv_state import KvState
-from elastic_agent.rendezvous.lease_validity import LEASE_MARGIN
-from elastic_agent.rendezvous.node_actions import Drain, Leave, Refusal, Start, Stay, Stop
-from elastic_agent.rendezvous.participant import DUPLICATE_TTLS, Participant
+from elastic_agent.rendezvous.liveness.lease_validity import LEASE_MARGIN
+from elastic_agent.rendezvous.node.deadlines import LEAVE_TOGETHER_S
+from elastic_agent.rendezvous.node.node_actions import Drain, Leave, Refusal, Start, Stay, Stop
+from elastic_agent.rendezvous.node.participant import DUPLICATE_TTLS, Participant
+from elastic_agent.rendezvous.node.requests import (
+    Forget,
+    Grant,
+    Read,
+    Request,
+    RetryPolicy,
+    WriteRecord,
+    WriteWorld,
+)
 from elastic_agent.rendezvous.records import (
     NODES_PREFIX,
     SCHEMA,
@@ -32,17 +41,8 @@ from elastic_agent.rendezvous.records import (
     Result,
     node_key,
 )
-from elastic_agent.rendezvous.requests import (
-    Forget,
-    Grant,
-    Read,
-    Request,
-    RetryPolicy,
-    WriteRecord,
-    WriteWorld,
-)
-from elastic_agent.rendezvous.restarts import RestartPolicy
-from elastic_agent.rendezvous.store import Change, Outcome
+from elastic_agent.rendezvous.store.interface import Change, Outcome
+from elastic_agent.rendezvous.store.kv_state import KvState
 
 from .bench import ALONE, POLICY, TICK_S, TTL_S, Bench, Peer
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.config import Config, ConfigError, Problem
-from elastic_agent.agent.configuration.values import Command
-from elastic_agent.agent.exits import ExitCode
+from elastic_agent.agent.configuration.types.values import Command
 from elastic_agent.agent.machine import places
 from elastic_agent.agent.machine.places import check_places
 from elastic_agent.agent.machine.target import check_target
-from elastic_agent.agent.processes import run_files
-from elastic_agent.agent.processes.run_files import place_of_run_directory
+from elastic_agent.agent.workers.processes import run_files
+from elastic_agent.agent.workers.processes.run_files import place_of_run_directory
 from elastic_agent.rendezvous.records import Endpoint
 
 SCRIPT = Command("script", "train.py")

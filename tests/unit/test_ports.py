@@ -20,12 +20,9 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from elastic_agent.agent.configuration.config import Config
-from elastic_agent.agent.configuration.values import Command
-from elastic_agent.agent.exits import CannotStart, ExitCode
-from elastic_agent.agent.listeners import bind_all, binder
-from elastic_agent.agent.port_owner import find_owner
-from elastic_agent.agent.ports import (
+from elastic_agent.agent.common.exits import CannotStart, ExitCode
+from elastic_agent.agent.common.port_owner import find_owner
+from elastic_agent.agent.common.ports import (
     FIXED_PORT,
     BindPolicy,
     BindStopped,
@@ -35,6 +32,9 @@ from elastic_agent.agent.ports import (
     PortTaken,
     bind_listener,
 )
+from elastic_agent.agent.configuration.config import Config
+from elastic_agent.agent.configuration.types.values import Command
+from elastic_agent.agent.main.listeners import bind_all, binder
 
 LOOPBACK = "127.0.0.1"
 ONE_ROUND = BindPolicy(initial_wait_s=0.01, max_wait_s=0.01, timeout_s=0.0, jitter=0.5)
@@ -379,7 +379,7 @@ def test_connections_of_a_predecessor_in_time_wait_do_not_block() -> None:
 # have answered.
 STAMPEDE = """
 import os, sys
-from elastic_agent.agent.ports import PortRange, bind_listener
+from elastic_agent.agent.common.ports import PortRange, bind_listener
 assert "torch" not in sys.modules, "the agent must stay small"
 ports = PortRange.parse(sys.argv[1])
 (gun, hold_fire), (heard, answer) = os.pipe(), os.pipe()
@@ -455,7 +455,7 @@ def test_a_machine_that_has_no_descriptors_left_is_told_so(monkeypatch: pytest.M
 
 def test_the_agent_says_at_once_which_taken_port_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
     bind = binder(Config(Command("script", "train.py")), MagicMock())
-    caplog.set_level("INFO", "elastic_agent.agent.listeners")
+    caplog.set_level("INFO", "elastic_agent.agent.main.listeners")
     with bind_listener(LOOPBACK, 0, "test") as taken, ThreadPoolExecutor() as pool:
         binding = pool.submit(bind, LOOPBACK, port_of(taken), "metrics")
         wait_until(lambda: bool(caplog.messages))

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
-from elastic_agent.agent.preloader.start import BadStart, Start
+from elastic_agent.agent.workers.preloader.start import BadStart, Start
 
 START = Start("script", "train.py", ("--lr", "0.1"), {"RANK": "0", "ODD": "\udcff"}, "/work")
 

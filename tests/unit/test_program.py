@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.configuration.resolve import resolve
-from elastic_agent.agent.configuration.sources import read_argv
-from elastic_agent.agent.program import SHOWN_CHARACTERS, program_of
+from elastic_agent.agent.configuration.reading.resolve import resolve
+from elastic_agent.agent.configuration.reading.sources import read_argv
+from elastic_agent.agent.main.program import SHOWN_CHARACTERS, program_of
 from elastic_agent.rendezvous.terms import MOST_WORDS, WORD_CHARACTERS, Program
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.worker import progress
-from elastic_agent.worker.progress import Stage
+from elastic_agent.worker.steps import progress
+from elastic_agent.worker.steps.progress import Stage
 from elastic_agent.worker.wire import shared_progress as page
 from elastic_agent.worker.wire.environment import NAMES
 from elastic_agent.worker.wire.shared_progress import Page

@@ -6,7 +6,7 @@ import logging
 import uuid
 import weakref
 
-from elastic_agent.agent.preloader.fidelity.global_registries import Growth, enter, take_out
+from elastic_agent.agent.workers.preloader.fidelity.global_registries import Growth, enter, take_out
 
 
 def test_a_logger_that_takes_the_place_kept_for_it_is_told_like_any_other() -> None:

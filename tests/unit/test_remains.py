@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.exits import CannotStart, ExitCode
-from elastic_agent.agent.processes import guard
-from elastic_agent.agent.processes.guard import boot_id, living_since, pid_namespace
-from elastic_agent.agent.processes.remains import (
+from elastic_agent.agent.common.exits import CannotStart, ExitCode
+from elastic_agent.agent.workers.processes import guard
+from elastic_agent.agent.workers.processes.guard import boot_id, living_since, pid_namespace
+from elastic_agent.agent.workers.processes.remains import (
     LOOK_AGAIN_S,
     Left,
     Remains,

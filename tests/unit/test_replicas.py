@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_agent.worker.checkpoint import Checkpointer
-from elastic_agent.worker.collectives import Group
+from elastic_agent.worker.checkpointing.checkpointer import Checkpointer
 from elastic_agent.worker.errors import NotPlainData, NotReplicated
-from elastic_agent.worker.fingerprint import difference, farthest, look_at
-from elastic_agent.worker.replicas import Replicas
+from elastic_agent.worker.ranks.collectives import Group
+from elastic_agent.worker.ranks.fingerprint import difference, farthest, look_at
+from elastic_agent.worker.ranks.replicas import Replicas
 
 
 def test_the_order_of_keys_is_each_ranks_own() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.worker import progress
+from elastic_agent.worker.steps import progress
 from elastic_agent.worker.wire.channel import Reporter
 from elastic_agent.worker.wire.messages import MAX_BYTES, REPORTS, LoadReport, SaveReport
 
@@ -62,7 +62,7 @@ def test_a_data_loader_child_does_not_report(agent: Agent, tmp_path: Path) -> No
     script = tmp_path / "script.py"
     script.write_text(
         "import multiprocessing\n"
-        "from elastic_agent.worker.progress import checkpoint_load\n"
+        "from elastic_agent.worker.steps.progress import checkpoint_load\n"
         "if __name__ == '__main__':\n"
         "    for method in ('fork', 'spawn'):\n"
         "        context = multiprocessing.get_context(method)\n"
@@ -139,7 +139,8 @@ def test_the_functions_report_as_the_environment_says(agent: Agent, monkeypatch:
 
 def test_the_agent_can_import_the_messages_without_torch() -> None:
     script = (
-        "import sys, elastic_agent.worker, elastic_agent.worker.wire.channel, elastic_agent.worker.files\n"
+        "import sys, elastic_agent.worker, elastic_agent.worker.wire.channel\n"
+        "import elastic_agent.worker.disk.checkpoint_files\n"
         "elastic_agent.worker.step(1)\n"
         "assert 'torch' not in sys.modules\n"
     )

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from elastic_agent.rendezvous.coordinator.restarts import Ended, GiveUp, RestartPolicy, Retry, after_failure
 from elastic_agent.rendezvous.records import BadState, Restarts, Result
-from elastic_agent.rendezvous.restarts import Ended, GiveUp, RestartPolicy, Retry, after_failure
 
 CAPPED = RestartPolicy(max_failures=2)
 DEFAULT = RestartPolicy()

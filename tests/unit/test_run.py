@@ -11,21 +11,21 @@ from typing import Any, cast
 
 import pytest
 
-from elastic_agent.agent import run as life
-from elastic_agent.agent.assembly import Agent, Probes, policy_of
+from elastic_agent.agent.common.exits import CannotStart, ExitCode
+from elastic_agent.agent.common.ports import PortConfigError
 from elastic_agent.agent.configuration.config import Config, RendezvousConfig
-from elastic_agent.agent.configuration.values import Command
-from elastic_agent.agent.exits import CannotStart, ExitCode
-from elastic_agent.agent.loop import Ending, Loop
+from elastic_agent.agent.configuration.types.values import Command
 from elastic_agent.agent.machine.examine import Machine, examine
 from elastic_agent.agent.machine.network.search import Network
+from elastic_agent.agent.main import run as life
+from elastic_agent.agent.main.assembly import Agent, Probes, policy_of
+from elastic_agent.agent.main.loop import Ending, Loop
+from elastic_agent.agent.main.service_manager import ServiceManager
 from elastic_agent.agent.output.console import Console
-from elastic_agent.agent.ports import PortConfigError
-from elastic_agent.agent.service_manager import ServiceManager
-from elastic_agent.agent.store.link import StoreLink
+from elastic_agent.agent.rendezvous_io.store_link import StoreLink
 from elastic_agent.health.http import Probe
-from elastic_agent.rendezvous.participant import Participant
-from elastic_agent.rendezvous.store import Store
+from elastic_agent.rendezvous.node.participant import Participant
+from elastic_agent.rendezvous.store.interface import Store
 
 from .supervised import Ignored
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.processes.run_files import (
+from elastic_agent.agent.workers.processes.run_files import (
     RUN_DIR_PREFIX,
     agents_here,
     announce,
@@ -165,16 +165,16 @@ def test_a_service_has_its_run_directory_where_others_find_it(
     own.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", "/usual")
     monkeypatch.setattr(
-        "elastic_agent.agent.processes.run_files.os.access", lambda path, _: path != "/run/none"
+        "elastic_agent.agent.workers.processes.run_files.os.access", lambda path, _: path != "/run/none"
     )
     for given in ({}, {"RUNTIME_DIRECTORY": ""}, {"RUNTIME_DIRECTORY": "/run/none"}):
         assert place_of_run_directory(given) == "/usual"
-    monkeypatch.setattr("elastic_agent.agent.processes.run_files.LONGEST_PLACE", len(str(own)))
-    monkeypatch.setattr("elastic_agent.agent.processes.run_files.SERVICES", tmp_path)
+    monkeypatch.setattr("elastic_agent.agent.workers.processes.run_files.LONGEST_PLACE", len(str(own)))
+    monkeypatch.setattr("elastic_agent.agent.workers.processes.run_files.SERVICES", tmp_path)
     for given in (str(own), f"{own}:/run/another"):
         assert place_of_run_directory({"RUNTIME_DIRECTORY": given}) == str(own)
     assert own in places()
-    monkeypatch.setattr("elastic_agent.agent.processes.run_files.LONGEST_PLACE", len(str(own)) - 1)
+    monkeypatch.setattr("elastic_agent.agent.workers.processes.run_files.LONGEST_PLACE", len(str(own)) - 1)
     assert place_of_run_directory({"RUNTIME_DIRECTORY": str(own)}) == "/usual", "no socket would fit below"
 
 

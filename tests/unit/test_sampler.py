@@ -23,9 +23,9 @@ from elastic_agent.worker import (
     ElasticSampler,
     SamplerError,
     SamplerMismatch,
-    progress,
     step,
 )
+from elastic_agent.worker.steps import progress
 
 
 def world(

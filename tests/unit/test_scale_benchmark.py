@@ -8,7 +8,7 @@ import threading
 import pytest
 
 import rendezvous_scale
-from elastic_agent.rendezvous.memory import MemoryStore
+from elastic_agent.rendezvous.store.memory import MemoryStore
 from rendezvous_scale import SYSTEMS
 from scale_figures import Part, Run, medians, table
 from scale_nodes import OurNodes

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.service_manager import LONGEST_STATUS, ServiceManager
+from elastic_agent.agent.main.service_manager import LONGEST_STATUS, ServiceManager
 
 PID = 4711
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.worker import slots as slots_module
-from elastic_agent.worker.slots import Header, Record, Slots, SlotsBusy, sums_of
+from elastic_agent.worker.memory import slots as slots_module
+from elastic_agent.worker.memory.slots import Header, Record, Slots, SlotsBusy, sums_of
 
 
 @pytest.fixture

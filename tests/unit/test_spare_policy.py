@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_agent.agent.preloader.spare_policy import (
+from elastic_agent.agent.workers.preloader.spare_policy import (
     CALM_S,
     FORKING_S,
     LOADING_S,

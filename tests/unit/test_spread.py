@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_agent.worker.spread import Stand, Way, firsts, ways
+from elastic_agent.worker.loading.node_sharing import Stand, Way, firsts, ways
 
 HAS, FILLS, MAPS, RECEIVES = Way.HAS, Way.FILLS, Way.MAPS, Way.RECEIVES
 

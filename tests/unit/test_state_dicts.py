@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_agent.worker.state_dicts import is_plain, load_into
+from elastic_agent.worker.state.state_dicts import is_plain, load_into
 
 DENSE = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
 

@@ -9,15 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.cli import main
 from elastic_agent.agent.commands import status
 from elastic_agent.agent.commands.status import STATUS_OPTIONS, Watch, choose_source
+from elastic_agent.agent.common.exits import StatusCode
 from elastic_agent.agent.configuration.config import ConfigError
-from elastic_agent.agent.configuration.sources import read_argv
-from elastic_agent.agent.exits import StatusCode
-from elastic_agent.agent.status.pages import JobStatus
-from elastic_agent.agent.status.report import as_json
-from elastic_agent.agent.status.sources import AgentsSource, CannotShow, Found, Source, StoreSource
+from elastic_agent.agent.configuration.reading.sources import read_argv
+from elastic_agent.agent.main.cli import main
+from elastic_agent.agent.observability.status.pages import JobStatus
+from elastic_agent.agent.observability.status.report import as_json
+from elastic_agent.agent.observability.status.sources import (
+    AgentsSource,
+    CannotShow,
+    Found,
+    Source,
+    StoreSource,
+)
 from elastic_agent.rendezvous.records import Endpoint
 
 from .test_status_pages import JOB

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.processes.failures import WorkerFailure
-from elastic_agent.agent.status.pages import (
+from elastic_agent.agent.observability.status.pages import (
     MAX_JOB_BYTES,
     MAX_STATUS_BYTES,
     SCHEMA,
@@ -19,6 +18,7 @@ from elastic_agent.agent.status.pages import (
     StatusPages,
     worker_failure,
 )
+from elastic_agent.agent.workers.processes.failures import WorkerFailure
 from elastic_agent.rendezvous.errors import RecordInvalid
 from elastic_agent.rendezvous.records import (
     Cause,

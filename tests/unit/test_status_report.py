@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.status.pages import Checkpoint, JobStatus, NodeStatus
-from elastic_agent.agent.status.report import JobReport, as_json, report
-from elastic_agent.agent.status.sources import Found, NodeAnswer, Unreachable
-from elastic_agent.agent.status.text import Screen, lines, span
+from elastic_agent.agent.observability.status.pages import Checkpoint, JobStatus, NodeStatus
+from elastic_agent.agent.observability.status.report import JobReport, as_json, report
+from elastic_agent.agent.observability.status.sources import Found, NodeAnswer, Unreachable
+from elastic_agent.agent.observability.status.text import Screen, lines, span
 from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.configuration.rendezvous import EtcdConfig, RendezvousConfig
-from elastic_agent.agent.configuration.stores import STORES
-from elastic_agent.agent.configuration.values import Secret
-from elastic_agent.agent.store.opening import etcd_password, open_to_look
+from elastic_agent.agent.configuration.types.stores import STORES
+from elastic_agent.agent.configuration.types.values import Secret
+from elastic_agent.agent.rendezvous_io.store_opening import etcd_password, open_to_look
 from elastic_agent.rendezvous.errors import StoreRefused
 from elastic_agent.rendezvous.records import Endpoint
 from tests.contract.test_store import KINDS
@@ -39,9 +39,9 @@ def test_a_password_file_without_text_is_refused_and_not_shown(tmp_path: Path) -
 def test_an_agent_with_a_store_in_memory_loads_neither_torch_nor_grpc() -> None:
     code = """
 import queue, sys
-import elastic_agent.agent.run
+import elastic_agent.agent.main.run
 from elastic_agent.agent.configuration.config import Command, Config
-from elastic_agent.agent.store.opening import open_store
+from elastic_agent.agent.rendezvous_io.store_opening import open_store
 open_store(Config(Command("script", "train.py")), None, None, queue.SimpleQueue()).grant(5.0)
 sys.exit(" ".join({"torch", "grpc"} & set(sys.modules)) or 0)
 """

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.configuration.stopping import TimeoutConfig
-from elastic_agent.agent.events import (
+from elastic_agent.agent.common.events import (
     JustInTimeMessage,
     Reported,
     StopRead,
@@ -17,10 +16,11 @@ from elastic_agent.agent.events import (
     WorkerExited,
     WorkerKept,
 )
-from elastic_agent.agent.supervision.failure_reports import TAIL_WITHIN_S
-from elastic_agent.rendezvous.drain import End
-from elastic_agent.rendezvous.node_actions import Drain
-from elastic_agent.worker.drain import DRAINED
+from elastic_agent.agent.configuration.stopping import TimeoutConfig
+from elastic_agent.agent.workers.supervision.failure_reports import TAIL_WITHIN_S
+from elastic_agent.rendezvous.node.drain import End
+from elastic_agent.rendezvous.node.node_actions import Drain
+from elastic_agent.worker.steps.drain import DRAINED
 from elastic_agent.worker.wire.messages import Go, Guarding, Held, Hold, Keep, Kept, SaveReport
 
 from .supervised import Supervised

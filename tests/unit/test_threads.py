@@ -12,22 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.events import Event, Probed, StopRead, StoreGone, ThreadFailed
-from elastic_agent.agent.exits import CannotStart, ExitCode
-from elastic_agent.agent.interruptible import unless_stopped
-from elastic_agent.agent.peer_link import PeerLink
-from elastic_agent.agent.store.link import StoreLink
-from elastic_agent.agent.worker_links.commit_fence import CommitFence
-from elastic_agent.agent.worker_links.last_steps import LastSteps
-from elastic_agent.agent.worker_links.reports import ReportReceiver
-from elastic_agent.agent.worker_links.server import WorkerLinks
+from elastic_agent.agent.common.events import Event, Probed, StopRead, StoreGone, ThreadFailed
+from elastic_agent.agent.common.exits import CannotStart, ExitCode
+from elastic_agent.agent.common.interruptible import unless_stopped
+from elastic_agent.agent.rendezvous_io.peer_link import PeerLink
+from elastic_agent.agent.rendezvous_io.store_link import StoreLink
+from elastic_agent.agent.workers.links.commit_fence import CommitFence
+from elastic_agent.agent.workers.links.last_steps import LastSteps
+from elastic_agent.agent.workers.links.reports import ReportReceiver
+from elastic_agent.agent.workers.links.server import WorkerLinks
 from elastic_agent.rendezvous import threads
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.etcd.addresses import Addresses
-from elastic_agent.rendezvous.failure_detector import Absence, Peer
-from elastic_agent.rendezvous.memory import MemoryStore
+from elastic_agent.rendezvous.liveness.failure_detector import Absence, Peer
+from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.records import Endpoint
-from elastic_agent.rendezvous.snapshot import NodeSnapshot
+from elastic_agent.rendezvous.store.memory import MemoryStore
 from elastic_agent.rendezvous.threads import Thread, listen
 from elastic_agent.worker.wire.channel import ask
 from elastic_agent.worker.wire.codec import Invalid

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.configuration.config import ConfigError
-from elastic_agent.agent.configuration.resolve import resolve
-from elastic_agent.agent.configuration.sources import read_argv
+from elastic_agent.agent.configuration.reading.resolve import resolve
+from elastic_agent.agent.configuration.reading.sources import read_argv
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.configuration.timeouts import ladder
-from elastic_agent.agent.environment.widening import WIDENING, WideningPolicy, widening
-from elastic_agent.agent.processes.failures import Reason, WorkerFailure
+from elastic_agent.agent.workers.environment.widening import WIDENING, WideningPolicy, widening
+from elastic_agent.agent.workers.processes.failures import Reason, WorkerFailure
+from elastic_agent.rendezvous.coordinator.restarts import Ended, RestartPolicy, Retry, after_failure
 from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,
@@ -24,7 +25,6 @@ from elastic_agent.rendezvous.records import (
     Restarts,
     World,
 )
-from elastic_agent.rendezvous.restarts import Ended, RestartPolicy, Retry, after_failure
 
 HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 

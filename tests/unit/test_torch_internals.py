@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 from torch.utils import dlpack
 
-from elastic_agent.agent.preloader.fidelity.env_rules import RULES
-from elastic_agent.worker import layout_cache
-from elastic_agent.worker.archive_layout import lay_out
-from elastic_agent.worker.replicas import SHARDED
+from elastic_agent.agent.workers.preloader.fidelity.env_rules import RULES
+from elastic_agent.worker.ranks.replicas import SHARDED
+from elastic_agent.worker.state import layout_cache
+from elastic_agent.worker.state.archive_layout import lay_out
 
 PAYLOAD = {"weights": torch.arange(1024, dtype=torch.float32), "step": 7, "rate": 0.25}
 
 
 def test_save_leaves_tensors_out_with_seeks_and_names_their_storages() -> None:
-    """`worker/archive_layout.py`: torch.serialization.skip_data and register_package."""
+    """`worker/state/archive_layout.py`: torch.serialization.skip_data and register_package."""
     layout = lay_out(PAYLOAD)
     [(offset, storage)] = layout.storages
     assert storage.data_ptr() == PAYLOAD["weights"].data_ptr()
@@ -37,7 +37,7 @@ def test_save_leaves_tensors_out_with_seeks_and_names_their_storages() -> None:
 
 
 def test_the_layout_of_an_archive_can_be_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`worker/layout_cache.py`: the opcodes of torch's pickle, and its place in the archive."""
+    """`worker/state/layout_cache.py`: the opcodes of torch's pickle, and its place in the archive."""
     made_by_torch = []
     monkeypatch.setattr(layout_cache, "lay_out", lambda payload: made_by_torch.append(1) or lay_out(payload))
     layouts = layout_cache.LayoutCache()
@@ -50,7 +50,7 @@ def test_the_layout_of_an_archive_can_be_taken_over(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_store_serves_at_a_socket_that_listens_already() -> None:
-    """`agent/processes/store_holder.py`, `rendezvous/c10d/host.py`: master_listen_fd."""
+    """`agent/workers/processes/store_holder.py`, `rendezvous/c10d/host.py`: master_listen_fd."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         store = dist.TCPStore(
@@ -61,7 +61,7 @@ def test_a_store_serves_at_a_socket_that_listens_already() -> None:
 
 
 def test_a_tensor_knows_how_many_hold_it() -> None:
-    """`worker/collectives.py`: torch.Tensor._use_count()."""
+    """`worker/ranks/collectives.py`: torch.Tensor._use_count()."""
     tensor = torch.zeros(1)
     alone = tensor._use_count()  # type: ignore[attr-defined]
     held = dlpack.to_dlpack(tensor)
@@ -71,7 +71,7 @@ def test_a_tensor_knows_how_many_hold_it() -> None:
 
 
 def test_the_store_of_the_process_group_can_be_had(tmp_path: Path) -> None:
-    """`worker/replicas.py`: torch.distributed.distributed_c10d._get_default_store()."""
+    """`worker/ranks/replicas.py`: torch.distributed.distributed_c10d._get_default_store()."""
     with pytest.raises(ValueError, match="process group"):
         dist.distributed_c10d._get_default_store()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -90,12 +90,12 @@ def test_the_store_of_the_process_group_can_be_had(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("module", "name"), [kind for kinds in SHARDED for kind in kinds])
 def test_what_is_refused_by_type_has_this_name(module: str, name: str) -> None:
-    """`worker/replicas.py`: what shards a state."""
+    """`worker/ranks/replicas.py`: what shards a state."""
     assert isinstance(getattr(importlib.import_module(module), name), type)
 
 
 def test_the_log_level_of_c10_is_read_by_a_function_of_this_name() -> None:
-    """`agent/preloader/fidelity/env_rules.py`: c10::initLogging()."""
+    """`agent/workers/preloader/fidelity/env_rules.py`: c10::initLogging()."""
     assert torch.__file__ is not None
     assert hasattr(
         ctypes.CDLL(f"{torch.__file__.rpartition('/')[0]}/lib/libc10.so"), "_ZN3c1011initLoggingEv"
@@ -103,7 +103,7 @@ def test_the_log_level_of_c10_is_read_by_a_function_of_this_name() -> None:
 
 
 def test_the_logs_of_torch_are_set_up_by_a_function_of_this_name() -> None:
-    """`agent/preloader/fidelity/env_rules.py`: TORCH_LOGS."""
+    """`agent/workers/preloader/fidelity/env_rules.py`: TORCH_LOGS."""
     inspect.signature(importlib.import_module("torch._logging._internal")._init_logs).bind()
 
 
@@ -111,17 +111,17 @@ def test_the_logs_of_torch_are_set_up_by_a_function_of_this_name() -> None:
     "module", sorted({rule.read_by for rule in RULES if rule.read_by.startswith("torch")})
 )
 def test_the_module_that_reads_a_variable_is_there(module: str) -> None:
-    """`agent/preloader/fidelity/env_rules.py`: a rule for a module that is gone would replay nothing."""
+    """`agent/workers/preloader/fidelity/env_rules.py`: a rule for a module that is gone would replay nothing."""
     assert importlib.import_module(module)
 
 
 def test_all_that_is_preloaded_is_there_but_what_some_versions_do_not_have() -> None:
-    """`agent/preloader/fidelity/import_cache.py`: DEFAULT_PRELOAD."""
+    """`agent/workers/preloader/fidelity/import_cache.py`: DEFAULT_PRELOAD."""
     program = (
         "import sys; sys.modules['torch.profiler._cupti_monitor'] = None; fresh = frozenset(sys.modules)\n"
-        "from elastic_agent.agent.preloader.fidelity.import_cache import DEFAULT_PRELOAD, NOT_IN_EVERY_TORCH, preload\n"
-        "found = preload([*DEFAULT_PRELOAD, 'torch.no_such_module'], fresh)\n"
-        "assert NOT_IN_EVERY_TORCH < set(DEFAULT_PRELOAD)\n"
+        "from elastic_agent.agent.workers.preloader.fidelity import import_cache as cache\n"
+        "found = cache.preload([*cache.DEFAULT_PRELOAD, 'torch.no_such_module'], fresh)\n"
+        "assert cache.NOT_IN_EVERY_TORCH < set(cache.DEFAULT_PRELOAD)\n"
         "print(*found.skipped)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elastic_agent.agent.environment.torch_settings import DEBUG, DEFAULTS, PROFILES, WIDENED, Row
-from elastic_agent.agent.environment.widening import WIDENING
+from elastic_agent.agent.workers.environment.torch_settings import DEBUG, DEFAULTS, PROFILES, WIDENED, Row
+from elastic_agent.agent.workers.environment.widening import WIDENING
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "tuning.md"
 HEADING = "| variable | value | when | why |\n|---|---|---|---|"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_agent.agent.variables import USER, Variable, compose, settle
+from elastic_agent.agent.common.variables import USER, Variable, compose, settle
 
 DEFAULT = Variable("THREADS", "1", "one is enough")
 OTHER_DEFAULT = Variable("THREADS", "2", "two are better")

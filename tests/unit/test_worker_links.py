@@ -15,19 +15,19 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.events import Event, JustInTimeMessage, Reported, WorkerKept
-from elastic_agent.agent.worker_links import reports as reports_module
-from elastic_agent.agent.worker_links import server
-from elastic_agent.agent.worker_links.commit_fence import CommitFence
-from elastic_agent.agent.worker_links.last_steps import LastSteps
-from elastic_agent.agent.worker_links.reports import ReportReceiver
-from elastic_agent.agent.worker_links.server import WorkerLinks
-from elastic_agent.rendezvous.memory import MemoryStore
+from elastic_agent.agent.common.events import Event, JustInTimeMessage, Reported, WorkerKept
+from elastic_agent.agent.workers.links import reports as reports_module
+from elastic_agent.agent.workers.links import server
+from elastic_agent.agent.workers.links.commit_fence import CommitFence
+from elastic_agent.agent.workers.links.last_steps import LastSteps
+from elastic_agent.agent.workers.links.reports import ReportReceiver
+from elastic_agent.agent.workers.links.server import WorkerLinks
+from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.records import WORLD_KEY, Cause, CauseKind, Endpoint, Member, Phase, World
-from elastic_agent.rendezvous.snapshot import NodeSnapshot
-from elastic_agent.rendezvous.store import Put, Snapshot
+from elastic_agent.rendezvous.store.interface import Put, Snapshot
+from elastic_agent.rendezvous.store.memory import MemoryStore
+from elastic_agent.worker.disk.commit_permission import Permit
 from elastic_agent.worker.errors import Fenced, SaveFailed
-from elastic_agent.worker.permit import Permit
 from elastic_agent.worker.wire.channel import Lines, Reporter, ask
 from elastic_agent.worker.wire.environment import WorkerEnv
 from elastic_agent.worker.wire.messages import (

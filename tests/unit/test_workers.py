@@ -13,12 +13,12 @@ from typing import Any, cast
 
 import pytest
 
-from elastic_agent.agent.configuration.values import Command
-from elastic_agent.agent.events import Event, WorkerExited
+from elastic_agent.agent.common.events import Event, WorkerExited
+from elastic_agent.agent.configuration.types.values import Command
 from elastic_agent.agent.output.worker_logs import WorkerLogs
-from elastic_agent.agent.processes import workers
-from elastic_agent.agent.processes.guard import Guard
-from elastic_agent.agent.processes.workers import LEFTOVER_LONGEST_PAUSE_S, WorkerGroup, WorkerSpec
+from elastic_agent.agent.workers.processes import workers
+from elastic_agent.agent.workers.processes.guard import Guard
+from elastic_agent.agent.workers.processes.workers import LEFTOVER_LONGEST_PAUSE_S, WorkerGroup, WorkerSpec
 
 PATIENCE_S = 20.0
 SLEEP = Command("binary", "sleep", ("300",))

@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ....rendezvous.records import MAX_RDMA_PORTS, NetworkFacts
+from ...common.variables import Variable
 from ...configuration.config import ConfigError, Problem
-from ...variables import Variable
 from .addresses import LOOPBACK, is_loopback
 from .interfaces import IP, Address, Interface, RdmaPort
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ....rendezvous.records import Endpoint
+from ...common.exits import CannotStart, ExitCode
 from ...configuration.config import Config, ConfigError, Problem
-from ...exits import CannotStart, ExitCode
 from .addresses import AddressError, default_source, is_loopback, place_of, resolve, source_address
 from .choice import NCCL_SOCKET_IFNAME, NetworkChoice, NotYet, Surroundings, Wish, choose
 from .interfaces import interfaces, rdma_ports

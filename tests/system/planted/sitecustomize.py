@@ -50,8 +50,8 @@ def refuse(name: str) -> None:
 
 
 def stick(file: str, *, soon: bool) -> None:
-    from elastic_agent.agent import heartbeat
-    from elastic_agent.agent.loop import Loop
+    from elastic_agent.agent.main import heartbeat
+    from elastic_agent.agent.main.loop import Loop
 
     if soon:
         heartbeat.STUCK_AFTER_S = 1.0

@@ -1,0 +1,246 @@
+"""What the main loop is told. Every thread of the agent puts these on one queue; only the main loop acts on them.
+
+All are frozen, so that a thread can hand one over and forget it. Instants are seconds on the monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+from ...rendezvous.errors import StoreError
+from ...rendezvous.liveness.failure_detector import Finding, Peer
+from ...rendezvous.node.drain import Beyond, End
+from ...rendezvous.node.requests import Answer, Request, Subscription
+from ...rendezvous.records import StopAt
+from ...rendezvous.store.interface import Change, LeaseId
+from ...worker.wire.messages import FromGuard, Report
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    request: Request
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    request: Request
+    error: StoreError
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    subscription: Subscription
+    changes: tuple[Change, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WatchCompacted:
+    """The watch of this subscription has missed changes."""
+
+    subscription: Subscription
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseConfirmed:
+    lease: LeaseId
+    asked_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseGone:
+    lease: LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class StoreGone:
+    """One of the threads at the store has failed: nothing more is heard from it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreMismatched:
+    """Another job's or another version's store answers where this job's did."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What came of asking a peer at `asked_at` who it is."""
+
+    peer: Peer
+    finding: Finding
+    asked_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExited:
+    """The process of this worker has ended, which was seen at that instant, and can be reaped."""
+
+    generation: int
+    local_rank: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class TailReady:
+    """All that this worker, which has failed, has printed is read, and is in its log files."""
+
+    generation: int
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreServerMessage:
+    """The process that serves the workers' stores has said this. Nothing: it has ended."""
+
+    pid: int
+    message: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SpareReadable:
+    """The preloaded process, or a spare, has something to say or has ended: its socket can be read."""
+
+    descriptor: int
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemoryMessage:
+    """The process that reads the GPUs' memory has said this. Nothing: it has ended."""
+
+    pid: int
+    message: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WriterWanted:
+    """There is an order to write a checkpoint, and no process to do it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriterEnded:
+    """The process that writes checkpoints has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A worker's report, and when it was received."""
+
+    report: Report
+    at: float
+
+    @property
+    def generation(self) -> int:
+        return self.report.generation
+
+
+@dataclass(frozen=True, slots=True)
+class JustInTimeMessage:
+    """A message of a worker that takes part in just-in-time saves. None: it no longer does."""
+
+    generation: int
+    local_rank: int
+    message: FromGuard | None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAnswered:
+    """A worker that has finished `step` was told whether a planned change lets it go on; GoOn is not worth an event."""
+
+    generation: int
+    local_rank: int
+    step: int
+    answer: End | Beyond
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKept:
+    """A worker that was told to end has kept the state after its last step, and ends now."""
+
+    generation: int
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopRead:
+    """Where the workers of a draining generation are to end, as the store had it; None: it does not say."""
+
+    generation: int
+    stop: StopAt | None
+
+
+@dataclass(frozen=True, slots=True)
+class SavesFinished:
+    """The disk writer has done what was ordered, or has had its time."""
+
+
+MORE_THREADS = "raise ulimit -u, or TasksMax of the service"
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadFailed:
+    """A thread of this process has ended as it should not, or could not be started."""
+
+    name: str
+    problem: str
+
+    @property
+    def reason(self) -> str:
+        """Of the agent's end, and what to do about it."""
+        return (
+            f"the thread {self.name} has failed: {self.problem}. If it could not be started, {MORE_THREADS}; "
+            "otherwise report it with the traceback above"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    number: int
+
+
+GenerationEvent: TypeAlias = (
+    WorkerExited | TailReady | Reported | JustInTimeMessage | WorkerAnswered | WorkerKept | StopRead
+)
+"""What the workers of one generation do, and what follows from it."""
+
+Event: TypeAlias = (
+    Answered
+    | Unanswered
+    | Changed
+    | WatchCompacted
+    | LeaseConfirmed
+    | LeaseGone
+    | StoreGone
+    | StoreMismatched
+    | Probed
+    | GenerationEvent
+    | StoreServerMessage
+    | GpuMemoryMessage
+    | WriterWanted
+    | WriterEnded
+    | SpareReadable
+    | SavesFinished
+    | ThreadFailed
+    | Signalled
+)
+
+_E = TypeVar("_E")
+
+
+class Handlers:
+    """Which function handles which event: a table by the event's type."""
+
+    def __init__(self) -> None:
+        self.by_type: dict[type, Callable[[Any, float], object]] = {}
+
+    def on(self, kind: type[_E], handle: Callable[[_E, float], object]) -> None:
+        """`handle` gets each event of this type, and the instant at which it is handled."""
+        self.by_type[kind] = handle
+
+    def handle(self, event: object, now: float) -> None:
+        self.by_type[type(event)](event, now)

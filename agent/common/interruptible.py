@@ -1,0 +1,60 @@
+"""Work that may take long before the main loop runs: done in a thread, while this one hears signals."""
+
+from __future__ import annotations
+
+import queue
+import signal
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import TypeVar
+
+from ...rendezvous.threads import Thread
+from .events import MORE_THREADS, Event, Signalled, ThreadFailed
+from .exits import CannotStart, ExitCode
+
+T = TypeVar("T")
+
+
+def unless_stopped(
+    work: Callable[[], T],
+    events: queue.SimpleQueue[Event],
+    doing: str,
+    on_wait: Callable[[], None] = lambda: None,
+) -> T:
+    """What `work` returns or raises; CannotStart as soon as a signal is among the events.
+
+    The others stay for the main loop. `on_wait` is called all the while, ten times a second.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    failed = CannotStart(ExitCode.AGENT_FAILED, f"no thread could be started for {doing}: {MORE_THREADS}")
+    Thread(run, doing.replace(" ", "-"), lambda: done.set_exception(failed)).start()
+    kept: list[Event] = []
+    try:
+        while True:
+            try:
+                return done.result(timeout=0.1)
+            except FutureTimeout:
+                on_wait()
+                while not events.empty():
+                    event = events.get()
+                    if isinstance(event, ThreadFailed):
+                        raise CannotStart(ExitCode.AGENT_FAILED, event.reason) from None
+                    if isinstance(event, Signalled):
+                        raise CannotStart(_stopped_by(event), f"stopped while {doing}") from None
+                    kept.append(event)
+    finally:
+        for event in kept:
+            events.put(event)
+
+
+def _stopped_by(event: Signalled) -> ExitCode:
+    interrupted = event.number == signal.SIGINT
+    return ExitCode.STOPPED_BY_SIGINT if interrupted else ExitCode.STOPPED_BY_SIGTERM

@@ -1,0 +1,286 @@
+"""Makes one checked `Config` of all layers: who wins, what follows from what, and whether it fits together.
+
+Precedence: defaults < file < environment < command line, option by option. Only the command goes as a whole: a
+layer that says what to run also says with which arguments, so that no weaker layer's arguments reach another
+layer's script.
+
+Invariant: every problem of all layers is reported, also of a value that a stronger layer replaces; either there
+is a complete `Config`, or a `ConfigError` with all problems. Nothing is started, written or opened but the
+configuration file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar, cast
+
+from ....rendezvous.etcd.kind import ETCD
+from ..config import (
+    ARGS,
+    CONFIG_FILE,
+    DEVICE_PINNING,
+    HTTP_ADDRESS,
+    LOCAL_ADDR,
+    LOG_DIR,
+    MAX_NODES,
+    MIN_NODES,
+    MODULE,
+    NETWORK_INTERFACE,
+    NETWORK_PROFILE,
+    NO_PYTHON,
+    NPROC_PER_NODE,
+    SCRIPT,
+    Config,
+    ConfigError,
+    Problem,
+)
+from ..options import OPTIONS, TARGETS
+from ..rendezvous import (
+    BACKEND,
+    ENDPOINT,
+    ETCD_OPTIONS,
+    JOB_ID,
+    MEETING,
+    STANDALONE,
+    EtcdConfig,
+    RendezvousConfig,
+)
+from ..stopping import MEMORY_CHECKPOINTS
+from ..types.option import Option
+from ..types.parsers import StoreAddress
+from ..types.stores import ALONE, DEFAULT, STORES
+from ..types.values import Command, CommandKind, NodeCounts
+from .log_level import check_log_level
+from .settings import Settings
+from .sources import Layer, Setting, read_environ, read_file
+from .validation import check_relations
+
+T = TypeVar("T")
+
+COMMAND_KINDS: dict[str, CommandKind] = {
+    SCRIPT.name: "script",
+    MODULE.name: "module",
+    NO_PYTHON.name: "binary",
+}
+_MEETING = frozenset(option.name for option in (*MEETING, *ETCD_OPTIONS))
+_HARDLY_A_SCRIPTS = frozenset(
+    f"--{name}"
+    for option in OPTIONS
+    for name in option.names
+    if option.name in ("nnodes", "standalone")
+    or ("-" in name and option.name not in ("log-dir", "local-addr"))
+)
+_ASKED_OF_THE_MACHINE: tuple[Option[object], ...] = (
+    HTTP_ADDRESS,
+    LOCAL_ADDR,
+    LOG_DIR,
+    MEMORY_CHECKPOINTS,
+    NETWORK_INTERFACE,
+    NETWORK_PROFILE,
+    NPROC_PER_NODE,
+)
+_HOSTED_HERE = frozenset(((host, 0),) for host in ("localhost", "127.0.0.1", "::1"))
+"""Endpoints that mean, to torchrun as well: this agent hosts the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A checked configuration, where each part of it came from, and what was given without effect."""
+
+    config: Config
+    settings: Settings
+    warnings: tuple[str, ...]
+
+
+def resolve(command_line: Layer, environ: Mapping[str, str], fresh_id: Callable[[], str]) -> Resolved:
+    """Merge all layers into one `Config`. `fresh_id` names a job whose store this agent starts itself.
+
+    Raises `ConfigError` with all problems of all layers: print it and end with its code.
+    """
+    merged = _merged(command_line, environ, fresh_id)
+    settings, problems, broken = merged.settings, list(merged.problems), merged.broken
+    rules = [rule for rule in check_relations(settings, environ) if not broken & rule[0]]
+    problems += [problem for _, problem in rules]
+    problems += check_log_level(environ)
+    command = _command(settings)
+    if command is None and not broken & {target.name for target in TARGETS}:
+        advice = (
+            "write it after the options, or set script, module or no-python in the file or the environment"
+        )
+        problems.append(Problem("command line", None, "a script to run", advice))
+    if problems:
+        unclear = broken.union(*(involved for involved, _ in rules))
+        raise ConfigError(problems, _what_is_clear(merged, command, unclear))
+    assert command is not None, "a problem says so"
+    return Resolved(_config(settings, command), settings, (*merged.warnings, *_misplaced(command)))
+
+
+def resolve_meeting_place(command_line: Layer, environ: Mapping[str, str]) -> RendezvousConfig | None:
+    """Where the nodes of a job meet, for one who only asks how it is: this machine need not be able to run it.
+
+    None when no address of a store is given.
+
+    Raises `ConfigError` with all problems of all layers but those of relations that concern only running.
+    """
+    merged = _merged(command_line, environ, lambda: "")
+    settings, problems = merged.settings, list(merged.problems)
+    for involved, problem in check_relations(settings, environ):
+        if not merged.broken & involved and involved & _MEETING:
+            problems.append(problem)
+    if problems:
+        raise ConfigError(problems)
+    return _rendezvous(settings) if settings[ENDPOINT].value is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Merged:
+    """All layers as one, before the relations between the settings are checked."""
+
+    settings: Settings
+    problems: tuple[Problem, ...]
+    warnings: tuple[str, ...]
+    broken: frozenset[str]
+
+
+def _merged(command_line: Layer, environ: Mapping[str, str], fresh_id: Callable[[], str]) -> _Merged:
+    environment = read_environ(environ)
+    path = {**environment.given, **command_line.given}.get(CONFIG_FILE.name)
+    layers = [read_file(str(path.value))] if path else []
+    layers += [environment, command_line]
+    problems = [problem for layer in layers for problem in layer.problems]
+    warnings = [warning for layer in layers for warning in layer.warnings]
+    settings = Settings(_merge(layers, problems))
+    warnings += _derive(settings, fresh_id)
+    broken = frozenset(name for layer in layers for name in layer.broken)
+    return _Merged(settings, tuple(problems), tuple(warnings), broken)
+
+
+def _merge(layers: Sequence[Layer], problems: list[Problem]) -> dict[str, Setting[object]]:
+    merged: dict[str, Setting[object]] = {}
+    for layer in layers:
+        targets = [layer.given[target.name] for target in TARGETS if target.name in layer.given]
+        if targets:
+            for option in (*TARGETS, ARGS):
+                merged.pop(option.name, None)
+        for extra in targets[1:]:
+            advice = f"keep either it or {targets[0].origin}"
+            problems.append(Problem(extra.origin, extra.text, "one thing to run", advice))
+        merged |= layer.given
+    return merged
+
+
+def _derive(settings: Settings, fresh_id: Callable[[], str]) -> list[str]:
+    """Fill in what follows from other settings; returns warnings about what was overruled."""
+    warnings = []
+    if settings[STANDALONE].value:
+        origin = settings[STANDALONE].origin
+        alone: list[tuple[Option[object], object]] = [
+            (MIN_NODES, 1),
+            (MAX_NODES, 1),
+            (BACKEND, ALONE.name),
+            (ENDPOINT, None),
+            *((option, option.default_value) for option in ETCD_OPTIONS),
+        ]
+        for option, value in alone:
+            if option in settings and settings[option].value != value:
+                warnings.append(f"{settings[option].origin} is ignored: {origin} overrules it")
+            settings.put(option, value, origin)
+    if settings[MAX_NODES].value is None:
+        settings.put(MAX_NODES, settings[MIN_NODES].value, "default: min-nodes")
+    _derive_meeting_place(settings, fresh_id)
+    return warnings
+
+
+def _derive_meeting_place(settings: Settings, fresh_id: Callable[[], str]) -> None:
+    address, origin = settings[ENDPOINT].value, settings[ENDPOINT].origin
+    if settings[BACKEND].value is None and address is not None and address.backend is not None:
+        settings.put(BACKEND, address.backend, origin)
+    kind = STORES[settings[BACKEND].value or DEFAULT.name]
+    if address is not None and not kind.cluster and address.hosts in _HOSTED_HERE:
+        address = None
+        settings.put(ENDPOINT, None, f"{origin}: port 0, this agent hosts the store")
+    if address is not None and kind.port is not None:
+        settings.put(ENDPOINT, address.with_ports(kind.port), origin)
+    if settings[BACKEND].value is None:
+        if address is None and settings[MAX_NODES].value == 1:
+            settings.put(BACKEND, ALONE.name, "default: one node, no endpoint")
+        else:
+            settings.put(BACKEND, DEFAULT.name, "default: more than one node, or an endpoint")
+    if settings[JOB_ID].value is None and not kind.outlives_job:  # else the user chooses one: `validation`
+        if address is None:
+            settings.put(JOB_ID, fresh_id(), "default: new for every start")
+        else:
+            settings.put(JOB_ID, "default", "default: the store belongs to one job")
+
+
+def _misplaced(command: Command) -> Iterator[str]:
+    """Options of ours that stand behind the script, where they are its own; torchrun says nothing, either."""
+    for word in command.args:
+        written = word.partition("=")[0]
+        if written.replace("_", "-") in _HARDLY_A_SCRIPTS:
+            yield (
+                f"{written} behind {command.target} is an argument of its own: if elastic-agent is meant, write it "
+                "before the script"
+            )
+
+
+def _command(settings: Settings) -> Command | None:
+    for target in TARGETS:
+        text = settings[target].value
+        if text is not None:
+            return Command(COMMAND_KINDS[target.name], text, settings[ARGS].value)
+    return None
+
+
+def _filled(part: type[T], settings: Settings, **known: object) -> T:
+    """A part of `Config` whose fields have the values of their options, but for the `known` ones."""
+    values = dict(known)
+    for field in fields(cast(Any, part)):
+        if field.name not in known:
+            option = field.metadata.get("option")
+            values[field.name] = (
+                _filled(type(field.default), settings) if option is None else settings[option].value
+            )
+    return part(**values)
+
+
+def _config(settings: Settings, command: Command) -> Config:
+    max_nodes = settings[MAX_NODES].value
+    assert max_nodes is not None  # `_derive` filled it in
+    nodes = NodeCounts(settings[MIN_NODES].value, max_nodes)
+    return _filled(Config, settings, command=command, nodes=nodes, rendezvous=_rendezvous(settings))
+
+
+def _what_is_clear(merged: _Merged, command: Command | None, unclear: frozenset[str]) -> Config:
+    """What this machine can be asked about beside the problems. An unclear setting asks nothing of it."""
+    settings = merged.settings
+    for option in _ASKED_OF_THE_MACHINE:
+        if option.name in unclear:
+            settings.put(option, option.default_value, "unclear")
+    if merged.problems:  # a word that could not be read may have been about devices
+        settings.put(DEVICE_PINNING, "none", "unclear")
+    if unclear & _MEETING:
+        settings.put(BACKEND, ALONE.name, "unclear")
+        settings.put(ENDPOINT, None, "unclear")
+        settings.put(JOB_ID, "unclear", "unclear")
+    return _config(settings, command or Command("script", ""))
+
+
+def _rendezvous(settings: Settings) -> RendezvousConfig:
+    backend, job_id, address = settings[BACKEND].value, settings[JOB_ID].value, settings[ENDPOINT].value
+    assert backend is not None  # `_derive` filled these in
+    assert job_id is not None  # or `validation` has refused it
+    return _filled(
+        RendezvousConfig,
+        settings,
+        backend=backend,
+        endpoints=address.endpoints if address is not None else (),
+        etcd=_etcd(settings, address) if backend == ETCD.name else None,
+        job_id=job_id,
+    )
+
+
+def _etcd(settings: Settings, address: StoreAddress | None) -> EtcdConfig:
+    prefix = address.prefix if address is not None else None
+    return _filled(EtcdConfig, settings, prefix=prefix or EtcdConfig().prefix)

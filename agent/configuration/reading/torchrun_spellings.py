@@ -1,0 +1,66 @@
+"""torchrun's spellings that have no option of their own here: keys of `--rdzv-conf`, and what can be ignored."""
+
+from __future__ import annotations
+
+from ..config import NETWORK_INTERFACE, NETWORK_WAIT
+from ..rendezvous import (
+    ETCD_CA,
+    ETCD_CERT,
+    ETCD_INSECURE,
+    ETCD_KEY,
+    ETCD_PASSWORD_FILE,
+    ETCD_USER,
+    JOIN_TIMEOUT,
+    LAST_CALL,
+    LEASE_TTL,
+)
+from ..types.option import Option
+
+RDZV_CONF_KEYS: dict[str, Option[object]] = {
+    "join_timeout": JOIN_TIMEOUT,
+    "last_call_timeout": LAST_CALL,
+    "lease_ttl": LEASE_TTL,
+    "network_interface": NETWORK_INTERFACE,
+    "network_wait": NETWORK_WAIT,
+    "ca": ETCD_CA,
+    "cacert": ETCD_CA,
+    "ca_cert": ETCD_CA,
+    "cert": ETCD_CERT,
+    "ssl_cert": ETCD_CERT,
+    "key": ETCD_KEY,
+    "ssl_cert_key": ETCD_KEY,
+    "user": ETCD_USER,
+    "password_file": ETCD_PASSWORD_FILE,
+    "insecure": ETCD_INSECURE,
+}
+"""The first key of several for one option is the one to recommend."""
+IGNORED_RDZV_CONF_KEYS = frozenset(
+    {
+        "timeout",
+        "close_timeout",
+        "heartbeat_timeout",
+        "keep_alive_interval",
+        "keep_alive_max_attempt",
+        "read_timeout",
+        "is_host",
+        "store_type",
+        "protocol",
+        "etcd_prefix",
+    }
+)
+
+# Option, each with one value, and why it can be ignored. Training runs the same without them.
+IGNORED_TORCHRUN_OPTIONS = {
+    "role": "all workers have one role",
+    "redirects": "each worker's output goes to its own files with --log-dir",
+    "tee": "the console always shows every worker's output",
+    "local-ranks-filter": "the console always shows every worker's output",
+    "monitor-interval": "a worker's end is noticed at once, nothing is polled",
+    "start-method": "it only concerns functions as entry points",
+    "event-log-handler": "events go to the agent's log",
+    "signals-to-handle": "SIGTERM and SIGINT stop the agent in order",
+    "node-rank": "ranks are agreed by the nodes",
+    "master-addr": "the workers' master is chosen anew in every generation; nodes meet at --rdzv-endpoint",
+    "master-port": "the workers' master is chosen anew in every generation; nodes meet at --rdzv-endpoint",
+}
+IGNORED_TORCHRUN_SHORTS = {"-r": "redirects", "-t": "tee"}

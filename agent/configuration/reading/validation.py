@@ -1,0 +1,384 @@
+"""What must hold between settings that are each right, between them and this machine's files, and between them and
+what the user has set for torch in the environment.
+
+Every rule names the options it involves: where one of them could not be read, the rule is not judged, so that one
+mistake is one problem.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import cast
+
+from ....rendezvous.etcd.kind import ETCD
+from ....rendezvous.records import Endpoint
+from ..config import HTTP_ADDRESS, MAX_NODES, MIN_NODES, SCRIPT, Problem
+from ..options import COMMANDS
+from ..rendezvous import (
+    BACKEND,
+    ENDPOINT,
+    ETCD_CA,
+    ETCD_CERT,
+    ETCD_INSECURE,
+    ETCD_KEY,
+    ETCD_OPTIONS,
+    ETCD_PASSWORD,
+    ETCD_PASSWORD_FILE,
+    ETCD_USER,
+    JOB_ID,
+    JOIN_TIMEOUT,
+    LAST_CALL,
+    LEASE_TTL,
+    STORE_OUTAGE_GRACE,
+)
+from ..stopping import (
+    DRAIN_TIMEOUT,
+    HANG_TIMEOUT,
+    PROCESS_GROUP_TIMEOUT,
+    SERVICE_STOP_LIMIT,
+    STOP_GRACE,
+    TimeoutConfig,
+)
+from ..timeouts import HEARTBEAT_VARIABLE, LAST_SAVE_S, LEAVING_S, process_group_s, whole_stop_s
+from ..types.option import Option
+from ..types.stores import CLUSTERS, SHARED, STORES, in_words
+from .settings import Settings
+from .sources import Setting
+
+
+def check_relations(settings: Settings, environ: Mapping[str, str]) -> list[tuple[set[str], Problem]]:
+    """What is wrong, each with the names of the options that it involves."""
+    rules = _Rules(settings)
+    _check_nodes_and_times(rules)
+    _check_training_timeouts(rules, environ)
+    _check_meeting_place(rules)
+    if settings[BACKEND].value == ETCD.name:
+        _check_etcd_endpoints(rules)
+        _check_etcd_credentials(rules)
+    script = settings[SCRIPT].value
+    if script is not None:
+        found, advice = _script_problem(script)
+        rules.expect(not found, SCRIPT, f"a Python file, but {found}", advice)
+    return rules.broken
+
+
+def _script_problem(script: str) -> tuple[str, str]:
+    """What is wrong with it and what to do; two empty texts when nothing is."""
+    path = Path(script)
+    if os.path.isdir(path):
+        return "it is a folder", "name a file in it, or run a package with -m NAME"
+    if not os.path.lexists(path):
+        meant = get_close_matches(script, (*COMMANDS, "--help", "--version"), n=1, cutoff=0.7)
+        guess = f"did you mean elastic-agent {meant[0]}? Else " if meant else ""
+        return "there is none of this name", f"{guess}check the path, seen from {os.getcwd()}"
+    if _look_at(path) is None:
+        return "this user cannot read it", "check its kind and permissions: ls -lL"
+    with open(path, "rb") as file:
+        if file.read(4) == b"\x7fELF":
+            return (
+                "it is machine code",
+                "to run a program, write --no-python PROGRAM; a library is no program",
+            )
+    return "", ""
+
+
+class _Rules:
+    """The settings, and the rules that they were found to break."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.broken: list[tuple[set[str], Problem]] = []
+
+    def expect(
+        self, holds: bool, option: Option[object], expected: str, advice: str, *others: Option[object]
+    ) -> None:
+        """`option` is where the advice would be followed; `others` are involved, too."""
+        if not holds:
+            setting = self.settings[option]
+            origin = f"{option.name} (default)" if setting.is_default else setting.origin
+            involved = {option.name, *(other.name for other in others)}
+            self.broken.append((involved, Problem(origin, setting.text or None, expected, advice)))
+
+    def expect_of_etcd(self, holds: bool, option: Option[object], expected: str, advice: str) -> None:
+        self.expect(holds, option, expected, advice, BACKEND, ENDPOINT, *ETCD_OPTIONS)
+
+
+def _check_nodes_and_times(rules: _Rules) -> None:
+    settings = rules.settings
+    least, most = settings[MIN_NODES], cast("Setting[int]", settings[MAX_NODES])
+    rules.expect(
+        least.value <= most.value,
+        MIN_NODES,
+        f"at most max-nodes, which is {most.value} ({most.origin})",
+        "lower --min-nodes or raise --max-nodes",
+        MAX_NODES,
+    )
+    join, last_call, lease = settings[JOIN_TIMEOUT], settings[LAST_CALL], settings[LEASE_TTL]
+    rules.expect(
+        join.value > lease.value,
+        JOIN_TIMEOUT,
+        f"more than lease-ttl, which is {lease.value:g} s ({lease.origin})",
+        "raise --join-timeout or lower --lease-ttl",
+        LEASE_TTL,
+    )
+    rules.expect(
+        join.value > last_call.value,
+        LAST_CALL,
+        f"less than join-timeout, which is {join.value:g} s ({join.origin})",
+        "lower --last-call or raise --join-timeout",
+        JOIN_TIMEOUT,
+    )
+    grace, limit, drain = settings[STOP_GRACE], settings[SERVICE_STOP_LIMIT], settings[DRAIN_TIMEOUT]
+    rules.expect(
+        drain.value is None or drain.value < grace.value or drain.value == 0,
+        DRAIN_TIMEOUT,
+        f"less than stop-grace, which is {grace.value:g} s ({grace.origin})",
+        "lower --drain-timeout or raise --stop-grace",
+        STOP_GRACE,
+    )
+    if limit.value is not None:
+        needed_s = whole_stop_s(grace.value)
+        rules.expect(
+            needed_s <= limit.value,
+            STOP_GRACE,
+            f"a stop that ends within service-stop-limit, which is {limit.value:g} s ({limit.origin}): it can take"
+            f" stop-grace, as long again (at least {LAST_SAVE_S:g} s) to bring to disk what only this node has, and"
+            f" {LEAVING_S:g} s to leave the job",
+            "lower --stop-grace, or let the service manager wait longer and say so with"
+            f" --service-stop-limit {needed_s:g}s",
+            SERVICE_STOP_LIMIT,
+        )
+
+
+def _check_training_timeouts(rules: _Rules, environ: Mapping[str, str]) -> None:
+    """The ladder of `timeouts`, of which the user may have set the last rung in torch's own words."""
+    hang, group = rules.settings[HANG_TIMEOUT], rules.settings[PROCESS_GROUP_TIMEOUT]
+    if hang.value is not None and group.value is not None:
+        rules.expect(
+            hang.value < group.value,
+            PROCESS_GROUP_TIMEOUT,
+            f"more than hang-timeout, which is {hang.value:g} s ({hang.origin})",
+            "raise --process-group-timeout, or leave it out and it is twice --hang-timeout",
+            HANG_TIMEOUT,
+        )
+    heartbeat, group_s = (
+        environ.get(HEARTBEAT_VARIABLE),
+        process_group_s(TimeoutConfig(hang.value, group.value)),
+    )
+    if heartbeat is None or group_s is None:
+        return
+    origin = group.origin if group.value is not None else f"twice hang-timeout, {hang.origin}"
+    if not re.fullmatch("[0-9]{1,9}", heartbeat) or int(heartbeat) <= group_s:
+        expected = f"whole seconds, more than process-group-timeout, which is {group_s:g} s ({origin})"
+        advice = f"unset {HEARTBEAT_VARIABLE}, and it follows from the others, or set it to 1.5 times as much"
+        problem = Problem(HEARTBEAT_VARIABLE, heartbeat, expected, advice)
+        rules.broken.append(({HANG_TIMEOUT.name, PROCESS_GROUP_TIMEOUT.name}, problem))
+
+
+def _check_meeting_place(rules: _Rules) -> None:
+    """What each kind of store can be asked for."""
+    settings = rules.settings
+    backend, address, most = settings[BACKEND], settings[ENDPOINT].value, settings[MAX_NODES]
+    endpoints = address.endpoints if address is not None else ()
+    kind, shared, clusters = STORES[str(backend.value)], in_words(SHARED), in_words(CLUSTERS)
+    if kind.port is None:
+        rules.expect(
+            most.value == 1,
+            BACKEND,
+            f"{shared}, because max-nodes is {most.value} ({most.origin}) and no other node can join a {kind} store",
+            f"use --rdzv-backend {shared}, or --max-nodes 1",
+            MAX_NODES,
+            MIN_NODES,
+        )
+        rules.expect(
+            address is None,
+            BACKEND,
+            f"{shared}, because an endpoint is given ({settings[ENDPOINT].origin}) and a {kind} store has none",
+            "leave out --rdzv-endpoint or --rdzv-backend",
+            ENDPOINT,
+        )
+    elif not kind.cluster:
+        rules.expect(
+            all(endpoint.port for endpoint in endpoints),
+            ENDPOINT,
+            "a port from 1 to 65535, or localhost:0",
+            "choose one port for all nodes, or leave the endpoint out and this agent hosts the store",
+            BACKEND,
+        )
+        rules.expect(
+            address is None or address.backend is None,
+            ENDPOINT,
+            f"an endpoint of {kind} ({backend.origin})",
+            f"use --rdzv-backend {clusters}, which the URL stands for, or write HOST:PORT",
+            BACKEND,
+        )
+        rules.expect(
+            len(endpoints) <= 1 or (address is not None and address.backend is not None),
+            ENDPOINT,
+            f"one endpoint, because {kind} ({backend.origin}) has no more",
+            f"use --rdzv-backend {clusters} if these are the members of an {clusters} cluster, else name one host",
+            BACKEND,
+        )
+    if kind is not ETCD:
+        for option in ETCD_OPTIONS:
+            rules.expect(
+                settings[option].value == option.default_value,
+                option,
+                f"--rdzv-backend {ETCD} with it, not {kind} ({backend.origin})",
+                f"use --rdzv-backend {ETCD}, or leave this out",
+                BACKEND,
+                ENDPOINT,
+            )
+
+
+def _check_etcd_endpoints(rules: _Rules) -> None:
+    settings = rules.settings
+    address = settings[ENDPOINT].value
+    endpoints = address.endpoints if address is not None else ()
+    rules.expect_of_etcd(
+        bool(endpoints),
+        ENDPOINT,
+        "the members of the etcd cluster",
+        "add --rdzv-endpoint HOST1:2379,HOST2:2379,HOST3:2379",
+    )
+    rules.expect_of_etcd(
+        all(endpoint.port for endpoint in endpoints),
+        ENDPOINT,
+        "ports from 1 to 65535",
+        "name the port that etcd's clients use, 2379 unless you chose another",
+    )
+    twice = [str(endpoint) for endpoint, times in Counter(endpoints).items() if times > 1]
+    rules.expect_of_etcd(
+        not twice,
+        ENDPOINT,
+        "each member once",
+        f"write {', '.join(twice)} only once: nothing is gained by more",
+    )
+    rules.expect(
+        settings[JOB_ID].value is not None,
+        JOB_ID,
+        "a name for this job, because one etcd serves many",
+        "add --rdzv-id NAME, the same on all nodes and used by no other job",
+        BACKEND,
+        ENDPOINT,
+    )
+    distant = [str(endpoint) for endpoint in endpoints if not _is_loopback(endpoint)]
+    tls = any(settings[option].value is not None for option in (ETCD_CA, ETCD_CERT, ETCD_KEY))
+    rules.expect_of_etcd(
+        tls or settings[ETCD_INSECURE].value or not distant,
+        ENDPOINT,
+        f"TLS, because {', '.join(distant)} is not this machine's loopback",
+        "add --etcd-ca FILE, or --etcd-insecure to send everything as plain text",
+    )
+    rules.expect_of_etcd(
+        not (tls and settings[ETCD_INSECURE].value),
+        ETCD_INSECURE,
+        "no TLS with it, which --etcd-ca, --etcd-cert and --etcd-key ask for",
+        "leave out --etcd-insecure, and TLS is used",
+    )
+    http = settings[HTTP_ADDRESS]
+    rules.expect(
+        http.value is None
+        or not _is_loopback(http.value)
+        or settings[STORE_OUTAGE_GRACE].is_default
+        or not settings[STORE_OUTAGE_GRACE].value
+        or not distant,
+        HTTP_ADDRESS,
+        "an address that the other nodes reach, because store-outage-grace asks them there",
+        "leave out --http-address or --store-outage-grace",
+        BACKEND,
+        ENDPOINT,
+        STORE_OUTAGE_GRACE,
+    )
+
+
+def _check_etcd_credentials(rules: _Rules) -> None:
+    settings = rules.settings
+    ca, cert, key = (settings[option].value for option in (ETCD_CA, ETCD_CERT, ETCD_KEY))
+    rules.expect_of_etcd(
+        key is None or cert is not None, ETCD_KEY, "a certificate with it", "add --etcd-cert FILE"
+    )
+    rules.expect_of_etcd(cert is None or key is not None, ETCD_CERT, "its key with it", "add --etcd-key FILE")
+    rules.expect_of_etcd(
+        cert is None or ca is not None,
+        ETCD_CERT,
+        "an authority with it, by which the server is known",
+        "add --etcd-ca FILE",
+    )
+    user, password, file = (settings[option] for option in (ETCD_USER, ETCD_PASSWORD, ETCD_PASSWORD_FILE))
+    rules.expect_of_etcd(
+        user.value is None or password.value is not None or file.value is not None,
+        ETCD_USER,
+        "a password with it",
+        "add --etcd-password-file FILE, or set ELASTIC_AGENT_ETCD_PASSWORD",
+    )
+    for option in (ETCD_PASSWORD, ETCD_PASSWORD_FILE):
+        rules.expect_of_etcd(
+            user.value is not None or settings[option].value is None,
+            option,
+            "a user with it",
+            "add --etcd-user NAME, or leave the password out",
+        )
+    rules.expect_of_etcd(
+        password.value is None or file.value is None,
+        ETCD_PASSWORD_FILE,
+        "one place for the password",
+        f"keep either it or {password.origin}",
+    )
+    for option in (ETCD_CA, ETCD_CERT):
+        _check_file(rules, option, private=False)
+    for option in (ETCD_KEY, ETCD_PASSWORD_FILE):
+        _check_file(rules, option, private=True)
+
+
+def _check_file(rules: _Rules, option: Option[Path | None], *, private: bool) -> None:
+    path = rules.settings[option].value
+    if path is None:
+        return
+    found = _look_at(path)
+    rules.expect(
+        found is not None and found.st_size > 0,
+        option,
+        "a file that exists, can be read and is not empty",
+        f"check the path, seen from {os.getcwd()}, and its permissions",
+        BACKEND,
+        ENDPOINT,
+    )
+    rules.expect(
+        found is None or not private or not _readable_by_others(found),
+        option,
+        "a file that neither group nor others can read",
+        f"run: chmod 600 {path}",
+        BACKEND,
+        ENDPOINT,
+    )
+
+
+def _readable_by_others(found: os.stat_result) -> bool:
+    """Root may lend a file to a group: so a Kubernetes Secret with fsGroup reaches a process that is not root."""
+    lent = found.st_uid == 0 and os.geteuid() != 0
+    return bool(found.st_mode & (stat.S_IROTH if lent else stat.S_IRGRP | stat.S_IROTH))
+
+
+def _look_at(path: Path) -> os.stat_result | None:
+    """None for what is no file, or cannot be read."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found if stat.S_ISREG(found.st_mode) and os.access(path, os.R_OK) else None
+
+
+def _is_loopback(endpoint: Endpoint) -> bool:
+    """As far as the text says: a name is not looked up, for it may mean another machine tomorrow."""
+    try:
+        return ipaddress.ip_address(endpoint.address).is_loopback
+    except ValueError:
+        return endpoint.address == "localhost"

@@ -1,0 +1,332 @@
+"""How the written text of a setting becomes a value, and what to say when it does not.
+
+All sources (command line, environment, file) give text, so one parser of an option checks them all.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast, get_args
+
+from ....rendezvous.records import Endpoint
+from ...common.ports import PortConfigError, PortRange
+from .stores import STORES, in_words
+from .values import (
+    MASK,
+    Affinity,
+    NodeCounts,
+    Preload,
+    Secret,
+    WorkerCount,
+)
+
+T_co = TypeVar("T_co", covariant=True)
+
+MOST_NODES = 4096
+MOST_WORKERS = 4096
+WEEK_S = 7 * 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Parser(Generic[T_co]):
+    """Reads one text. `parse` raises `ValueError` for a text that it refuses; the error's own text is advice, or empty.
+
+    `shown` is how a text may appear in messages, whether it was refused or not: without the secrets in it.
+    """
+
+    expects: str
+    parse: Callable[[str], T_co]
+    shown: Callable[[str], str] = str
+
+
+def whole_number(least: int, most: int, unit: str) -> Parser[int]:
+    def parse(text: str) -> int:
+        # Nine digits are more than any limit here, and keep `int` cheap whatever the text.
+        if re.fullmatch(r"[0-9]{1,9}", text) is None or not least <= int(text) <= most:
+            raise ValueError
+        return int(text)
+
+    return Parser(f"a whole number of {unit} from {least} to {most}", parse)
+
+
+_UNIT_S = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def duration(least_s: float) -> Parser[float]:
+    def parse(text: str) -> float:
+        match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{0,9})?|\.[0-9]{1,9}) ?(ms|s|m|h)?", text)
+        if match is None:
+            raise ValueError
+        value_s = float(match[1]) * _UNIT_S[match[2] or ""]
+        if not least_s <= value_s <= WEEK_S:
+            raise ValueError
+        return value_s
+
+    return Parser(f"a duration from {least_s:g} s to 168 h, in seconds or like 500ms, 30s, 5m", parse)
+
+
+def time_limit(least_s: float) -> Parser[float]:
+    """0: there is none."""
+    any_duration = duration(0.0)
+
+    def parse(text: str) -> float:
+        value_s = 0.0 if text == "none" else any_duration.parse(text)
+        if 0 < value_s < least_s:
+            raise ValueError
+        return value_s
+
+    return Parser(f"{duration(least_s).expects}; 0 or none for no limit", parse)
+
+
+_UNIT_BYTES = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def _read_size(text: str) -> int:
+    if text == "off":
+        return 0
+    match = re.fullmatch(r"([0-9]{1,16}(?:\.[0-9]{0,3})?) ?(KiB|MiB|GiB|TiB)?", text)
+    if match is None:
+        raise ValueError
+    size = float(match[1]) * _UNIT_BYTES[match[2] or ""]
+    if not 0 <= size < 2**60:
+        raise ValueError
+    return int(size)
+
+
+SIZE = Parser("a size in bytes or like 512MiB and 1.5GiB; 0 or off for none", _read_size)
+
+
+def read_text(text: str) -> str:
+    # A NUL byte cannot be passed to the system in any path, name or argument.
+    if not text or "\0" in text:
+        raise ValueError
+    return text
+
+
+def _matching(pattern: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if re.fullmatch(pattern, text) is None:
+            raise ValueError
+        return text
+
+    return parse
+
+
+def read_job_id(text: str) -> str | None:
+    # "none" is torchrun's default, found in scripts that never chose an id: jobs would meet by accident.
+    return None if text == "none" else IDENTIFIER.parse(text)
+
+
+def _yes_or_no(text: str) -> bool:
+    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if text.lower() not in words:
+        raise ValueError
+    return words[text.lower()]
+
+
+def read_node_counts(text: str) -> NodeCounts:
+    least, colon, most = text.partition(":")
+    parse = whole_number(1, MOST_NODES, "nodes").parse
+    return NodeCounts(parse(least), parse(most if colon else least))
+
+
+def read_worker_count(text: str) -> WorkerCount:
+    if text in ("auto", "gpu", "cpu"):
+        return cast(WorkerCount, text)
+    return whole_number(1, MOST_WORKERS, "workers").parse(text)
+
+
+def one_of(literal: Any) -> Parser[Any]:
+    """One of the words of a `Literal`."""
+
+    def parse(text: str) -> str:
+        if text not in get_args(literal):
+            raise ValueError
+        return text
+
+    return Parser(in_words(get_args(literal)), parse)
+
+
+_TORCHRUNS_AFFINITY = {"node": "numa", "exclusive": "cores"}
+
+
+def read_affinity(text: str) -> Affinity:
+    return cast(Affinity, one_of(Affinity).parse(_TORCHRUNS_AFFINITY.get(text, text)))
+
+
+def read_preload(text: str) -> Preload:
+    words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+    if words == ("none",):
+        return Preload(())
+    if words == ("auto",):
+        return Preload(("default", "auto"))
+    if not all(part.isidentifier() for word in words for part in word.split(".")):
+        raise ValueError
+    if "none" in words:
+        raise ValueError("none stands alone")
+    return Preload(words)
+
+
+def read_backend(text: str) -> str:
+    for kind in STORES.values():
+        if text in (kind.name, *kind.aliases):
+            return kind.name
+    if text == "etcd-v2":
+        raise ValueError("etcd 3.6 has removed that interface; use etcd, which speaks version 3")
+    if text == "static":
+        raise ValueError("static rendezvous cannot change the world; use c10d with --rdzv-endpoint")
+    raise ValueError
+
+
+def read_host(text: str) -> str:
+    return text if re.fullmatch(r"[A-Za-z0-9._-]{1,253}", text) else _ipv6(text)
+
+
+def _ipv6(text: str) -> str:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        raise ValueError("check the spelling of the host name or address") from None
+    return text
+
+
+def endpoint(default_port: int) -> Parser[Endpoint]:
+    def parse(text: str) -> Endpoint:
+        host, port = _host_and_port(text)
+        return Endpoint(host, default_port if port is None else port)
+
+    return Parser(f"host or host:port, port 0 to 65535 (default {default_port})", parse)
+
+
+def ip_endpoint(default_port: int) -> Parser[Endpoint]:
+    """To listen on: a name may have several addresses, or none on this machine."""
+    any_host = endpoint(default_port)
+
+    def parse(text: str) -> Endpoint:
+        found = any_host.parse(text)
+        try:
+            ipaddress.ip_address(found.address)
+        except ValueError:
+            raise ValueError("write the address: 127.0.0.1 for localhost, 0.0.0.0 for all") from None
+        return found
+
+    return Parser(f"an IP address or address:port, port 0 to 65535 (default {default_port})", parse)
+
+
+def _host_and_port(text: str) -> tuple[str, int | None]:
+    if not text:
+        raise ValueError("a host is missing")
+    match = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::([0-9]{1,5}))?", text)
+    if match is None:
+        raise ValueError("write an IPv6 address in brackets: [::1]:29400")
+    port = None if match[3] is None else int(match[3])
+    if port is not None and port > 65535:
+        raise ValueError
+    return _ipv6(match[1]) if match[1] else read_host(match[2]), port
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """What --rdzv-endpoint says: hosts with a port where one was written; the URL form names the backend, too."""
+
+    hosts: tuple[tuple[str, int | None], ...]
+    backend: str | None = None
+    prefix: str | None = None
+
+    def with_ports(self, default: int) -> StoreAddress:
+        return replace(
+            self, hosts=tuple((host, default if port is None else port) for host, port in self.hosts)
+        )
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """Once every host has its port."""
+        return tuple(Endpoint(host, port) for host, port in self.hosts if port is not None)
+
+    def __str__(self) -> str:
+        scheme = f"{self.backend}://" if self.backend else ""
+        return f"{scheme}{','.join(map(str, self.endpoints))}{self.prefix or ''}"
+
+
+def _read_store_address(text: str) -> StoreAddress:
+    before, url, after = text.partition("://")
+    if "@" in text:
+        raise ValueError(
+            "a user and a password do not belong here: use --etcd-user NAME and --etcd-password-file FILE, or the"
+            " variable ELASTIC_AGENT_ETCD_PASSWORD"
+        )
+    if url and (before not in STORES or not STORES[before].cluster):
+        raise ValueError(
+            "write HOST:PORT,... or etcd://HOST:PORT,...; TLS is used when --etcd-ca FILE is given"
+        )
+    hosts, slash, path = (after if url else text).partition("/")
+    if "?" in text or "#" in text:
+        raise ValueError(
+            "nothing follows the prefix: what a query would say has options of its own (--etcd-ca, ...)"
+        )
+    if slash and not url:
+        raise ValueError("write etcd://HOST:PORT,.../PREFIX to choose the prefix of the keys, else no slash")
+    if path and re.fullmatch(r"[A-Za-z0-9._-]{1,64}(/[A-Za-z0-9._-]{1,64}){0,7}/?", path) is None:
+        raise ValueError(f"write the prefix as up to 8 names between slashes, each of {IDENTIFIER.expects}")
+    places = tuple(_host_and_port(host) for host in hosts.split(","))
+    prefix = f"/{path.rstrip('/')}" if path else None
+    return StoreAddress(places, before if url else None, prefix)
+
+
+def _without_credentials(text: str) -> str:
+    """Leaves out all of a URL that may hold a password, before an @ or in a query: no rule finds just the password."""
+    return MASK if re.search(r"[@?#]", text) else text
+
+
+def _read_secret(text: str) -> Secret:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("it is not UTF-8") from None  # the error's own words would quote a part of it
+    return Secret(read_text(text))
+
+
+def read_port_range(text: str) -> PortRange:
+    try:
+        return PortRange.parse(text)
+    except PortConfigError as error:
+        raise ValueError(str(error)) from error
+
+
+def read_arguments(text: str) -> tuple[str, ...]:
+    if "\0" in text:
+        raise ValueError
+    return tuple(shlex.split(text))
+
+
+def read_restarts(text: str) -> int | None:
+    return None if text == "auto" else whole_number(0, 1_000_000, "restarts").parse(text)
+
+
+def read_conf(text: str) -> tuple[tuple[str, str], ...]:
+    pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
+    if not all(key and equals for key, equals, _ in pairs):
+        raise ValueError
+    return tuple((key.strip().replace("-", "_"), value.strip()) for key, _, value in pairs)
+
+
+TEXT = Parser("a text that is not empty and holds no NUL byte", read_text)
+IDENTIFIER = Parser("1 to 64 characters of A-Z a-z 0-9 . _ -", _matching(r"[A-Za-z0-9._-]{1,64}"))
+INTERFACE = Parser(
+    "the name of an interface, 1 to 15 printable ASCII characters but no /", _matching(r"[!-.0-~]{1,15}")
+)
+PATH = Parser(TEXT.expects, lambda text: Path(read_text(text)))
+STORE_ADDRESS = Parser(
+    "HOST or HOST:PORT, with etcd several with commas between, or etcd://HOST:PORT,.../PREFIX;"
+    " ports from 0 to 65535",
+    _read_store_address,
+    _without_credentials,
+)
+SECRET = Parser("a text that is not empty", _read_secret, lambda _: MASK)
+USER = Parser("1 to 128 printable ASCII characters without blanks", _matching(r"[!-~]{1,128}"))
+YES_OR_NO = Parser("true or false", _yes_or_no)

@@ -1,0 +1,158 @@
+"""Makes the parts of an agent from its configuration. What is started, and in which order, is up to `run`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import queue
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ... import __version__
+from ...health.http import Probe
+from ...health.metrics import Build, Metrics, Place
+from ...rendezvous.coordinator.decide import Policy
+from ...rendezvous.coordinator.restarts import RestartPolicy
+from ...rendezvous.records import Introduction
+from ...worker.memory.available_memory import read_memory
+from ...worker.wire.environment import WorkerEnv
+from ..common.events import Event
+from ..configuration.config import Config
+from ..configuration.timeouts import drain_timeout_s
+from ..machine.examine import Machine
+from ..machine.network.search import Network
+from ..observability.status.pages import StatusPages
+from ..output.console import Console
+from ..workers.links.reports import ReportReceiver
+from ..workers.preloader.spares import Spares
+from ..workers.processes.workers import first_on_path, job_python
+from .loop import Loop
+from .service_manager import ServiceManager
+
+MAX_WAITING_EVENTS = 10_000
+"""Reports are dropped while so many events wait; everything else is bounded by what the loop itself has asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """What this agent is from its first moment on."""
+
+    config: Config
+    name: str
+    incarnation: str
+    environment: Mapping[str, str]
+    """What the workers inherit: the agent's own, as it was before the agent changed anything for itself."""
+    events: queue.SimpleQueue[Event]
+    manager: ServiceManager
+    console: Console
+    clock: Callable[[], float]
+    started_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "started_at", self.clock())
+
+
+def metrics_of(agent: Agent, machine: Machine, network: Network) -> Metrics:
+    config, clock = agent.config, agent.clock
+    metrics = Metrics(
+        config.rendezvous.job_id,
+        agent.name,
+        Build(
+            version=__version__,
+            torch_version=machine.software.torch or "",
+            nccl_version=machine.software.nccl or "",
+            python_version=platform.python_version(),
+        ),
+        Place(
+            interface=network.choice.interface,
+            address=network.choice.address,
+            workers=machine.workers,
+            gpus=len(machine.inventory.cuda),
+        ),
+        min_nodes=config.nodes.min,
+        max_nodes=config.nodes.max,
+        started_at_s=time.time() - (clock() - agent.started_at),  # the network may have taken its time
+        clock=clock,
+    )
+    agent.console.count_lost(metrics.console_lines_dropped_total.inc)
+    metrics.hang_timeout_seconds.set(config.timeouts.hang_s)
+    return metrics
+
+
+def spares_of(agent: Agent, machine: Machine) -> Spares:
+    """By its mark the guard finds the preloaded process, too."""
+    return Spares(
+        job_python(agent.environment),
+        agent.config.preload.words,
+        machine.workers + 1,
+        {**agent.environment, **WorkerEnv(incarnation=agent.incarnation).variables()},
+        agent.events.put,
+        agent.clock,
+        read_memory,
+        first_on_path(agent.config.command, os.getcwd()),
+    )
+
+
+def pages_of(agent: Agent) -> StatusPages:
+    return StatusPages(
+        agent.config.rendezvous.job_id,
+        agent.name,
+        agent.incarnation,
+        __version__,
+        lease_ttl_s=agent.config.rendezvous.lease_ttl_s,
+        max_restarts=agent.config.max_restarts,
+        clock=agent.clock,
+    )
+
+
+def receiver_of(agent: Agent, path: Path, metrics: Metrics) -> ReportReceiver:
+    events = agent.events
+    return ReportReceiver(
+        path,
+        events.put,
+        lambda: events.qsize() < MAX_WAITING_EVENTS,
+        agent.clock,
+        metrics.reports_dropped_total.inc,
+    )
+
+
+def policy_of(config: Config) -> Policy:
+    """A store that does not outlive the job has ended with a member's agent when it is away: no world is whole then."""
+    kind = config.rendezvous.kind
+    grace_s = config.rendezvous.store_outage_grace_s if kind.outlives_job else 0.0
+    return Policy(
+        job=config.rendezvous.job_id,
+        min_nodes=config.nodes.min,
+        max_nodes=config.nodes.max,
+        last_call_s=config.rendezvous.last_call_s,
+        join_timeout_s=config.rendezvous.join_timeout_s,
+        drain_timeout_s=drain_timeout_s(config.stop),
+        store_outlives_job=kind.outlives_job,
+        runs_again=config.run_again,
+        store_outage_grace_s=grace_s,
+        unheard_s=config.rendezvous.lease_ttl_s if grace_s or kind.host is not None else 0.0,
+        restarts=RestartPolicy(max_failures=config.max_restarts),
+    )
+
+
+class Probes:
+    """What the HTTP server answers: its own words before there is a loop, and then the loop's."""
+
+    def __init__(self, before: Introduction) -> None:
+        self.loop: Loop | None = None
+        self._before = before
+
+    def liveness(self) -> Probe:
+        return self.loop.liveness() if self.loop is not None else Probe(True, "starting")
+
+    def readiness(self) -> Probe:
+        return (
+            self.loop.readiness()
+            if self.loop is not None
+            else Probe(False, "looking for the rendezvous store")
+        )
+
+    def introduction(self) -> str:
+        return self.loop.introduction() if self.loop is not None else self._before.to_json()

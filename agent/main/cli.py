@@ -1,0 +1,102 @@
+"""The `elastic-agent` command: parse, answer `--help`, `--version` and `--check-config`, or call `run`.
+
+Nothing is decided here: `options` has the table, `sources` reads, `resolve` merges and checks, `machine` says what
+follows on this machine, `run` does the work and returns the exit code. A configuration with problems ends with 78,
+or with 73 where another machine could run it, and the list of all of them, before anything is started.
+
+A *sub-command* does something else than run a job. It is one only as the very first word, so that a script
+of that name can still be run, as `./status` or after any option.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+
+from ... import __version__
+from ..common.exits import ExitCode
+from ..configuration.config import CHECK_CONFIG, HELP, VERSION, ConfigError
+from ..configuration.options import COMMANDS, GROUPS
+from ..configuration.reading.resolve import Resolved
+from ..configuration.reading.settings import comment
+from ..configuration.reading.sources import read_argv
+from ..configuration.types.option import Source
+from ..machine.examine import Machine, prepare
+from .error_file import write_error_file
+
+_USAGE = """\
+usage: elastic-agent [options] SCRIPT [arguments of the script]
+       elastic-agent [options] -m MODULE [arguments of the module]
+       elastic-agent [options] --no-python PROGRAM [arguments of the program]
+
+Runs one job's training processes on this node and, together with the agents of other nodes, keeps the training
+going through crashes, lost nodes, joins and planned departures.
+"""
+
+_EXAMPLES = """\
+Examples:
+  elastic-agent --nproc-per-node 2 train.py --lr 0.1
+  elastic-agent --min-nodes 1 --max-nodes 4 --rdzv-endpoint node1:29400 train.py
+  elastic-agent --config agent.toml --check-config
+
+Every option can also be given as ELASTIC_AGENT_MIN_NODES=1 in the environment or min-nodes = 1 in the file;
+the command line wins over the environment, and the environment over the file. torchrun's spellings work.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit code, an `ExitCode`."""
+    words = sys.argv[1:] if argv is None else argv
+    if words and words[0] in COMMANDS:
+        # Imported when it is called: a process that runs a job needs none of them.
+        command = importlib.import_module(f"..commands.{words[0].replace('-', '_')}", __package__)
+        return int(command.main(words[1:]))
+    command_line = read_argv(words)
+    if HELP.name in command_line.given:
+        print(help_text())
+        return ExitCode.SUCCESS
+    if VERSION.name in command_line.given:
+        print(f"elastic-agent {__version__}")
+        return ExitCode.SUCCESS
+    try:
+        resolved, machine = prepare(command_line, os.environ, _fresh_id)
+    except ConfigError as error:
+        print(f"elastic-agent: {error}", file=sys.stderr)
+        if CHECK_CONFIG.name not in command_line.given:
+            write_error_file(os.environ, error.code, str(error), None, time.time())
+        return error.code
+    for warning in resolved.warnings:
+        print(f"elastic-agent: warning: {warning}", file=sys.stderr)
+    if CHECK_CONFIG.name in command_line.given:
+        print("\n".join(_in_force(resolved, machine)))
+        return ExitCode.SUCCESS
+    from .run import run
+
+    return run(resolved.config, machine)
+
+
+def _in_force(resolved: Resolved, machine: Machine) -> list[str]:
+    """The settings and, as comments, what follows from them on this machine: a file that means the same."""
+    facts = [comment(fact) for fact in machine.facts]
+    return [*resolved.settings.lines(), "", comment("What follows from this on this machine:"), *facts]
+
+
+def help_text() -> str:
+    """All sub-commands, and all options by group with their defaults."""
+    parts = [_USAGE]
+    parts.append("Instead of a script, as the very first word (a script of that name is run as ./NAME):")
+    parts += [f"  {name}\n        {help_line}" for name, help_line in COMMANDS.items()]
+    parts.append("")
+    for group in GROUPS:
+        parts.append(f"{group.title}:")
+        parts += [option.help_text() for option in group if Source.CLI in option.sources]
+        parts.append("")
+    return "\n".join([*parts, _EXAMPLES.rstrip()])
+
+
+def _fresh_id() -> str:
+    return uuid.uuid4().hex[:12]

@@ -1,0 +1,72 @@
+"""The sockets of an agent, bound before anything is started: a port that cannot be had is refused by its number."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from dataclasses import dataclass
+
+from ...health.metrics import Metrics
+from ...rendezvous.records import Endpoint
+from ..common.exits import CannotStart, ExitCode
+from ..common.port_owner import find_owner
+from ..common.ports import FIXED_PORT, PortError, bind_listener
+from ..configuration.config import Config
+from ..machine.network.addresses import LOOPBACK
+from ..rendezvous_io.store_opening import Binder, store_listener
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    workers: socket.socket
+    """For the store of the next generation's workers."""
+    http: socket.socket
+    store: socket.socket | None
+    """For the rendezvous store, if this agent is to host it."""
+
+
+def binder(config: Config, metrics: Metrics) -> Binder:
+    """Binds a port for a purpose, `None` for one that the configuration allows, and counts how that goes."""
+
+    def bind(address: str, port: int | None, purpose: str) -> socket.socket:
+        ports = port if port is not None else config.port_range or 0
+        waiting = False
+
+        def attempted(purpose: str, ok: bool) -> None:
+            nonlocal waiting
+            metrics.port_bind_attempts_total.inc(purpose=purpose)
+            if ok:
+                return
+            metrics.port_bind_failures_total.inc(purpose=purpose)
+            if not waiting:
+                waiting = True
+                owner = find_owner(address, ports if isinstance(ports, int) else ports.first)
+                log.info(
+                    "waiting up to %g s for port %s of %s, for %s: it is taken (%s)",
+                    FIXED_PORT.timeout_s,
+                    ports,
+                    address,
+                    purpose,
+                    owner.words,
+                )
+
+        return bind_listener(address, ports, purpose, on_attempt=attempted)
+
+    return bind
+
+
+def bind_all(config: Config, endpoint: Endpoint | None, address: str, bind: Binder) -> Listeners:
+    """Raises CannotStart."""
+    http = config.http_address
+    if http is None and config.solitary:
+        http = Endpoint(LOOPBACK, 0)
+    try:
+        return Listeners(
+            bind(address, None, "master"),
+            bind(http.address, http.port, "metrics") if http is not None else bind(address, None, "metrics"),
+            store_listener(config, endpoint, address, bind),
+        )
+    except PortError as error:
+        raise CannotStart(ExitCode.NOT_HERE, str(error)) from error

@@ -1,0 +1,333 @@
+"""The main loop: one thread that owns this node's state, hears events and obeys the rendezvous.
+
+A turn asks the `Participant` three things (what to ask of the store, what to watch, what to do with the workers),
+carries that out without blocking, and waits for the next event or instant. Every other thread only posts events.
+What the workers are and do is the matter of the `Supervisor`.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import get_args
+
+from ...health.http import Probe
+from ...rendezvous.node.driver import Driver
+from ...rendezvous.node.node_actions import Action, Drain, Leave, Refusal, Start, Stop
+from ...rendezvous.node.participant import Participant
+from ...rendezvous.records import Result
+from ...rendezvous.threads import Thread
+from ..checkpoints.disk_writer import DiskWriter
+from ..common.events import (
+    Event,
+    GenerationEvent,
+    GpuMemoryMessage,
+    Handlers,
+    SavesFinished,
+    Signalled,
+    SpareReadable,
+    StoreGone,
+    StoreServerMessage,
+    ThreadFailed,
+    WriterEnded,
+    WriterWanted,
+)
+from ..common.exits import ExitCode
+from ..common.ports import OfferedPort, PortError
+from ..configuration.stopping import StopConfig
+from ..configuration.timeouts import last_save_s
+from ..machine.gpu_memory import GpuMemory
+from ..observability.accounting.observer import Observer
+from ..rendezvous_io.peer_link import PeerLink
+from ..rendezvous_io.store_link import StoreLink, deliver_to
+from ..workers.processes.failures import WorkerFailure
+from ..workers.supervision.supervisor import Supervisor
+from .heartbeat import STUCK_AFTER_S, Heartbeat
+from .service_manager import ServiceManager
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+"""The loop turns at least this often, so that liveness can tell a waiting loop from a stuck one."""
+
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+"""What a scheduler sends some time before it ends the job, like Slurm's --signal: leave by plan, and take the time."""
+
+DRAIN_COMMAND = "elastic-agent drain"
+"""How an operator asks a node to leave, other than by a signal to its agent."""
+
+_EXITS = {
+    Result.SUCCEEDED: ExitCode.SUCCESS,
+    Result.RESTARTS_EXHAUSTED: ExitCode.WORKERS_FAILED,
+    Result.CRASH_LOOP: ExitCode.CRASH_LOOP,
+    Result.FINAL_FAILURE: ExitCode.WORKERS_FAILED,
+    Result.STORE_HOST_LEFT: ExitCode.STORE_LOST,
+    Refusal.JOIN_TIMEOUT: ExitCode.JOIN_TIMEOUT,
+    Refusal.STORE_AWAY: ExitCode.STORE_LOST,
+    Refusal.DUPLICATE_NODE: ExitCode.NOT_HERE,
+    Refusal.STORE_MISMATCH: ExitCode.STORE_MISMATCH,
+    Refusal.UNLIKE_THE_JOB: ExitCode.UNLIKE_THE_JOB,
+    Refusal.ASKED: ExitCode.STOPPED_BY_SIGTERM,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    code: ExitCode
+    reason: str
+    failure: WorkerFailure | None = None
+    """The worker that failed first, where one ended the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What the loop works with besides the workers."""
+
+    link: StoreLink
+    peers: PeerLink
+    gpu_memory: GpuMemory
+    disk_writer: DiskWriter
+    observer: Observer
+    manager: ServiceManager
+    heartbeat: Heartbeat
+
+
+class Loop:
+    """Runs one agent in the thread that calls `run`. `liveness`, `readiness` and `introduction` are for any thread."""
+
+    def __init__(
+        self,
+        stop: StopConfig,
+        participant: Participant,
+        supervisor: Supervisor,
+        services: Services,
+        port: OfferedPort,
+        events: queue.SimpleQueue[Event],
+        clock: Callable[[], float],
+    ) -> None:
+        self._stop = stop
+        self._participant = participant
+        self._supervisor = supervisor
+        self._services = services
+        self._port = port
+        self._events = events
+        self._clock = clock
+        self._driver = Driver(participant, services.link, services.peers.ask, self)
+        self.handlers = self._table()
+        """Which part hears of which event."""
+        self._signals: list[signal.Signals] = []
+        self._left_as: str = ""
+        """What made this node leave the job, once something has."""
+        self._departing: Ending | None = None
+        """How this agent ends, as soon as the last saves are on disk."""
+        self._ending: Ending | None = None
+        self._doom: Ending | None = None
+        """Set when the agent must end as soon as its workers are gone, whatever the rendezvous says."""
+
+    def run(self) -> Ending:
+        """Until this node's part in the job is over; no worker is left then."""
+        while True:
+            wake_at = self._turn()
+            if self._ending is not None:
+                return self._ending
+            now = self._clock()
+            timeout_s = HEARTBEAT_S if wake_at is None else min(HEARTBEAT_S, max(0.0, wake_at - now))
+            try:
+                self._hear(self._events.get(timeout=timeout_s))
+                while True:
+                    self._hear(self._events.get_nowait())
+            except queue.Empty:
+                pass
+
+    def liveness(self) -> Probe:
+        """For any thread: is the loop turning? Says nothing about the store, whose outage is no reason to die."""
+        silent_s = self._services.heartbeat.silent_s()
+        return Probe(silent_s < STUCK_AFTER_S, f"the main loop turned {silent_s:.1f} s ago")
+
+    def readiness(self) -> Probe:
+        """For any thread: does this node train, or stand ready to?"""
+        snapshot = self._participant.snapshot
+        world = snapshot.world
+        if snapshot.undisturbed:
+            return Probe(True, f"running generation {snapshot.undisturbed}")
+        if self._services.gpu_memory.waiting:
+            return Probe(False, "waiting for the killed workers' GPU memory to be free")
+        if world is not None and world.trains and snapshot.lease_good(self._clock()):
+            return Probe(True, f"standing by: generation {world.generation} is running")
+        return Probe(False, f"waiting: {snapshot.waiting_for}")
+
+    def introduction(self) -> str:
+        """For any thread: what this node answers a peer that asks who it is."""
+        return self._participant.snapshot.introduction(self._clock()).to_json()
+
+    # ---------------------------------------------------------------- one turn
+
+    def _turn(self) -> float | None:
+        """Do all that can be done now; the instant at which there is more to do."""
+        now = self._clock()
+        participant, supervisor = self._participant, self._supervisor
+        observer, manager = self._services.observer, self._services.manager
+        if participant.wanted_to_leave and not self._left_as:
+            log.info("%s: leaving the job", DRAIN_COMMAND)
+            self._leave(DRAIN_COMMAND, now)
+        observer.compare(participant)
+        again_at = self._driver.turn(now)
+        observer.look(participant.snapshot, supervisor.group, now)
+        manager.turn(observer.status(participant.snapshot, supervisor.group))
+        self._services.heartbeat.turned(supervisor.stops_at(now))
+        wake_at = (
+            again_at,
+            manager.next_beat,
+            self._services.gpu_memory.turn(now),
+            *supervisor.wake_at(),
+        )
+        return min((at for at in wake_at if at is not None and at > now), default=None)
+
+    # ---------------------------------------------------------------- effects, for the driver
+
+    @property
+    def undisturbed(self) -> int:
+        return self._supervisor.undisturbed
+
+    def new_port(self) -> int | None:
+        try:
+            return self._port.renew()
+        except PortError as error:
+            log.error("no port for the workers' store: %s", error)
+            self._doom = self._doom or Ending(ExitCode.NOT_HERE, str(error))
+            return None
+
+    def advance(self, now: float) -> bool:
+        workers_gone = self._supervisor.turn(now)
+        if workers_gone:
+            self._services.gpu_memory.workers_gone(now)
+        return workers_gone
+
+    def carry_out(self, action: Action, now: float) -> bool:
+        supervisor, grace_s = self._supervisor, self._stop.failure_grace_s
+        if self._departing is not None:
+            return False
+        if unkillable := supervisor.unkillable():
+            self._ending = Ending(ExitCode.UNKILLABLE, unkillable)
+            return False
+        if self._doom is not None:
+            supervisor.stop(grace_s, gently=False, reason=self._doom.reason)
+            if supervisor.group is None:
+                self._ending = self._doom
+        elif isinstance(action, Start):
+            if self._services.gpu_memory.waiting or not supervisor.prepared(action.world, action.member, now):
+                return False
+            supervisor.start(action.world, action.member, self._port.listener, now)
+            return True
+        elif isinstance(action, Drain):
+            return supervisor.drain(action)
+        elif isinstance(action, Stop):
+            if action.planned:
+                grace_s = supervisor.planned_grace_s()
+            self._show_failure_elsewhere()
+            supervisor.stop(grace_s, gently=action.planned, reason=action.reason)
+        elif isinstance(action, Leave):
+            self._finish_saves(action)
+        return False
+
+    def _show_failure_elsewhere(self) -> None:
+        """Why this node's workers are stopped. The node of the failed one has stopped its own already, and said why."""
+        world = self._participant.world
+        failure = world.cause.failure if world is not None else None
+        if failure is not None and failure.generation == self._supervisor.undisturbed:
+            self._supervisor.show_failure(failure)
+
+    def _finish_saves(self, action: Leave) -> None:
+        """Nothing is left to do here but what the disk writer does. The lease is kept meanwhile: a commit needs it."""
+        self._services.observer.left(action.why)
+        self._departing = self._end(action)
+        world = self._participant.world
+        rescues = world is not None and world.final_saver == self._participant.incarnation
+        within_s = last_save_s(self._stop.grace_s, rescues=rescues)
+
+        def finish() -> None:
+            self._services.disk_writer.finish(within_s)
+            self._events.put(SavesFinished())
+
+        Thread(finish, "last-saves", lambda: self._events.put(SavesFinished())).start()
+
+    def _end(self, action: Leave) -> Ending:
+        world = self._participant.world
+        failure = None
+        if world is not None and world.cause.failure is not None and action.why is not Result.SUCCEEDED:
+            failure = self._supervisor.show_failure(world.cause.failure)
+        if self._left_as and action.why is not Result.SUCCEEDED:
+            interrupted = self._left_as == signal.SIGINT.name
+            code = ExitCode.STOPPED_BY_SIGINT if interrupted else ExitCode.STOPPED_BY_SIGTERM
+            return Ending(code, f"stopped by {self._left_as}")
+        return Ending(_EXITS[action.why], action.reason, failure)
+
+    # ---------------------------------------------------------------- events
+
+    def _table(self) -> Handlers:
+        supervisor, services, handlers = self._supervisor, self._services, Handlers()
+        deliver_to(self._participant, handlers)
+        on = handlers.on
+        on(StoreGone, lambda event, _: None)  # its thread's ThreadFailed ends the agent
+        for kind in get_args(GenerationEvent):
+            on(kind, supervisor.handle)
+        on(StoreServerMessage, lambda event, _: supervisor.holder_spoke(event))
+        on(SpareReadable, supervisor.stirred)
+        on(GpuMemoryMessage, services.gpu_memory.heard)
+        on(WriterWanted, self._writer)
+        on(WriterEnded, self._writer)
+        on(SavesFinished, self._saves_finished)
+        on(ThreadFailed, self._thread_failed)
+        on(Signalled, self._signalled)
+        return handlers
+
+    def _hear(self, event: Event) -> None:
+        self.handlers.handle(event, self._clock())
+
+    def _writer(self, event: WriterWanted | WriterEnded, _: float) -> None:
+        if self._departing is None:
+            self._services.disk_writer.heard(event)
+
+    def _saves_finished(self, _: SavesFinished, __: float) -> None:
+        self._ending = self._departing
+
+    def _thread_failed(self, event: ThreadFailed, _: float) -> None:
+        """What it did is not done any more, and the others may wait for it: they are better off without this node."""
+        if self._doom is None:
+            log.error("this agent ends: %s", event.reason)
+            self._doom = Ending(ExitCode.AGENT_FAILED, event.reason)
+            if self._departing is not None:
+                self._departing = self._doom  # the last saves may not be on disk
+
+    def _signalled(self, event: Signalled, now: float) -> None:
+        if event.number in WARNINGS:
+            self._warned(signal.Signals(event.number).name, now)
+            return
+        self._signals.append(signal.Signals(event.number))
+        name = self._signals[-1].name
+        if len(self._signals) == 1:
+            log.info("%s: leaving the job; a second signal cuts the workers' grace short", name)
+            self._leave(name, now)
+        else:
+            log.info("%s again: killing the workers now", name)
+            self._supervisor.stop(0.0, gently=False, reason="a second signal")
+            self._ending = self._departing
+
+    def _warned(self, name: str, now: float) -> None:
+        """It may be repeated, and the real end follows it: neither cuts anything short."""
+        if self._left_as:
+            log.info("%s: leaving the job already, because of %s", name, self._left_as)
+            return
+        log.info("%s: leaving the job before something ends it", name)
+        self._leave(name, now)
+
+    def _leave(self, asked_by: str, now: float) -> None:
+        if self._left_as:
+            return
+        self._left_as = asked_by
+        self._participant.leave(now)
+        self._services.observer.leaving()
+        self._services.manager.stopping(f"leaving the job, as {asked_by} asks")

@@ -1,0 +1,478 @@
+"""Puts one agent together, lets it run, and takes it apart: the only place that makes clocks, randomness and threads.
+
+The order matters. Everything that can be refused (ports, the address) is refused before anything is started; the
+HTTP server answers before the store is found; and at the end the workers are gone before the lease is given up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import queue
+import random
+import signal
+import socket
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from ...health.http import NODE_PATH, HealthServer
+from ...health.metrics import Metrics
+from ...rendezvous.coordinator.decide import limits_of
+from ...rendezvous.liveness.lease_validity import LEASE_MARGIN
+from ...rendezvous.node.participant import Participant
+from ...rendezvous.node.snapshot import NodeSnapshot
+from ...rendezvous.records import NODES_PREFIX, Endpoint, Introduction, NodeRecord
+from ...rendezvous.store.interface import Store
+from ...rendezvous.threads import Thread, listen
+from ..checkpoints.disk_writer import DiskWriter
+from ..checkpoints.folder import MemoryFolder, make_folder
+from ..common.events import Event, Signalled, ThreadFailed
+from ..common.exits import CannotStart, ExitCode
+from ..common.interruptible import unless_stopped
+from ..common.ports import OfferedPort
+from ..configuration.config import Config
+from ..configuration.options import SECRET_VARIABLES
+from ..configuration.reading.log_level import log_level
+from ..machine.cgroups import claim_cgroup
+from ..machine.examine import Machine
+from ..machine.gpu_memory import GpuMemory
+from ..machine.memory.oom import warn_of_group_kill
+from ..machine.network.addresses import reachable_at, unique_node_id
+from ..machine.network.choice import NotYet
+from ..machine.network.search import Network, wait_for_network
+from ..observability.accounting.measured_store import MeasuredStore
+from ..observability.accounting.observer import Observer
+from ..observability.status.pages import JOB_PATH, STATUS_PATH, StatusPages
+from ..output.console import Console, ConsoleHandler
+from ..output.console import take as take_console
+from ..output.worker_logs import WorkerLogs
+from ..rendezvous_io.peer_link import PeerLink
+from ..rendezvous_io.store_link import StoreLink
+from ..rendezvous_io.store_opening import Binder, open_store, store_options
+from ..workers.environment.contract import worker_env
+from ..workers.links.commit_fence import CommitFence
+from ..workers.links.last_steps import LastSteps
+from ..workers.links.server import WorkerLinks
+from ..workers.preloader.spares import Spares
+from ..workers.processes.children import Children, adopt_orphans
+from ..workers.processes.guard import Guard
+from ..workers.processes.remains import await_end, file_for
+from ..workers.processes.run_files import RUN_DIR_PREFIX, announce, place_of_run_directory, places
+from ..workers.processes.worker_store import WorkerStore
+from ..workers.processes.workers import WorkerGroup
+from ..workers.supervision.supervisor import Gates, Processes, Supervisor
+from ..workers.supervision.worker_spec import Node
+from .assembly import Agent, Probes, metrics_of, pages_of, policy_of, receiver_of, spares_of
+from .error_file import write_error_file
+from .heartbeat import Heartbeat
+from .listeners import Listeners, bind_all, binder
+from .loop import WARNINGS, Ending, Loop, Services
+from .program import program_of
+from .service_manager import ServiceManager
+
+log = logging.getLogger(__name__)
+
+HOST_LINGERS_S = 15.0
+"""How long the node that hosts the store keeps it up for the others to read how the job ended: above their lease's
+time to live, after which a silent one is known to be gone."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *WARNINGS)
+
+
+def run(config: Config, machine: Machine) -> int:
+    """One agent's whole life on this machine. Returns its exit code."""
+    name = config.node_id or unique_node_id()
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    listen(lambda thread, error: _thread_failed(events, thread, error))
+    console = take_console(name)
+    _log_to(console, name)
+    # What a service manager ends because its main thread is stuck (SIGABRT) shows where that is.
+    faulthandler.enable(2)
+    manager = ServiceManager.take(os.environ, os.getpid(), time.monotonic)
+    environment = _take_environment()
+    incarnation, clock = uuid.uuid4().hex[:12], time.monotonic
+    agent = Agent(config, name, incarnation, environment, events, manager, console, clock)
+    try:
+        ending = _run(agent, machine)
+    except CannotStart as refusal:
+        ending = Ending(refusal.code, str(refusal))
+    except Exception as error:
+        log.exception("the main thread has failed; please report this")
+        ending = Ending(ExitCode.AGENT_FAILED, f"the main thread has failed: {error!r}")
+    if ending.code is not ExitCode.SUCCESS:
+        write_error_file(os.environ, ending.code, ending.reason, ending.failure, time.time())
+    level = logging.INFO if ending.code is ExitCode.SUCCESS else logging.ERROR
+    log.log(level, "ended with exit code %d: %s", ending.code, ending.reason)
+    manager.stopping(f"ended with exit code {ending.code:d}: {ending.reason}")
+    console.close()
+    return ending.code
+
+
+class _Service(Protocol):
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+_S = TypeVar("_S", bound=_Service)
+_T = TypeVar("_T")
+
+
+def _started(stack: contextlib.ExitStack, service: _S) -> _S:
+    """Until the stack is unwound."""
+    service.start()
+    stack.callback(service.close)
+    return service
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What this agent has of the machine, and no other process can take from it."""
+
+    node: Node
+    network: Network
+    memory: MemoryFolder | None
+    listeners: Listeners
+    new_port: Callable[[], socket.socket]
+    """Binds another one in the place of `listeners.workers`. Raises PortError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Helpers:
+    """Processes that serve the workers of all generations."""
+
+    children: Children
+    guard: Guard
+    gpu_memory: GpuMemory
+    spares: Spares
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """This node's part in the rendezvous."""
+
+    participant: Participant
+    link: StoreLink
+    heartbeat: Heartbeat
+
+
+def _run(agent: Agent, machine: Machine) -> Ending:
+    """In the order that the module's docstring explains."""
+    _catch_signals(agent.events)
+    children = Children()
+    if alone := adopt_orphans():
+        log.warning("what workers leave behind is not adopted: %s", alone)
+    _refuse_beside_remains(agent)
+    network = _wait_for_network(agent, machine)
+    machine = replace(machine, network=network)
+    metrics = metrics_of(agent, machine, network)
+    with contextlib.ExitStack() as parts:
+        ground = _claim(agent, machine, network, binder(agent.config, metrics), parts)
+        helpers = _start_helpers(agent, ground, children, parts)
+        if agent.config.preload and agent.config.command.kind != "binary" and not alone:
+            helpers.spares.start()
+        pages, probes = pages_of(agent), Probes(Introduction(agent.name, agent.incarnation, generation=0))
+        http = _serve_http(agent, ground, metrics, pages, probes, parts)
+        agent.manager.ready()
+        store = _find_store(agent, ground, metrics, parts)
+        rendezvous = _make_rendezvous(agent, ground, helpers, http, store)
+        services = _serve_workers(agent, ground, helpers, rendezvous.participant, store, metrics, parts)
+        rendezvous.link.start()
+        observer = Observer(metrics, pages, agent.config.max_restarts, agent.started_at, time.time)
+        loop = probes.loop = _make_loop(agent, ground, helpers, rendezvous, observer, *services)
+        return _live(agent, loop, rendezvous, store, hosts_store=ground.listeners.store is not None)
+
+
+# ---------------------------------------------------------------- refused before anything is started
+
+
+def _refuse_beside_remains(agent: Agent) -> None:
+    """Raises CannotStart when workers of an earlier agent of the job live on here, which SIGKILL has not ended."""
+    where = dict.fromkeys(places())
+    if given := place_of_run_directory(os.environ):
+        where[Path(given)] = None
+    job, within_s = agent.config.rendezvous.job_id, agent.config.stop.kill_timeout_s
+    _wait(
+        agent,
+        "waiting for the end of an earlier agent's workers",
+        lambda: await_end(tuple(where), os.geteuid(), job, within_s),
+    )
+
+
+def _wait_for_network(agent: Agent, machine: Machine) -> Network:
+    """As it was found before, or as soon as it is there."""
+    found = machine.network
+    if isinstance(found, NotYet):
+        found = _wait(
+            agent, "waiting for the network", lambda: wait_for_network(agent.config, agent.environment)
+        )
+    log.info("network: %s", found.choice)
+    return found
+
+
+def _wait(agent: Agent, doing: str, work: Callable[[], _T]) -> _T:
+    return unless_stopped(work, agent.events, doing, lambda: agent.manager.turn(doing))
+
+
+def _claim(
+    agent: Agent, machine: Machine, network: Network, bind: Binder, parts: contextlib.ExitStack
+) -> Ground:
+    """Folders, ports and cgroup. Raises CannotStart."""
+    # The guard removes it, too, if the agent cannot.
+    place = place_of_run_directory(os.environ)
+    run_dir = Path(
+        parts.enter_context(
+            tempfile.TemporaryDirectory(prefix=RUN_DIR_PREFIX, dir=place, ignore_cleanup_errors=True)
+        )
+    )
+    memory = make_folder(agent.config.memory_checkpoints)
+    if memory is not None:
+        parts.callback(memory.close)
+    listeners = bind_all(agent.config, network.endpoint, network.choice.address, bind)
+    env = worker_env(agent.incarnation, run_dir, memory)
+    cgroup = claim_cgroup(agent.incarnation)
+    node = Node(agent.name, agent.incarnation, machine, run_dir, env, cgroup, agent.environment)
+    address = network.choice.address
+    return Ground(node, network, memory, listeners, lambda: bind(address, None, "master"))
+
+
+# ---------------------------------------------------------------- started before the store is found
+
+
+def _start_helpers(agent: Agent, ground: Ground, children: Children, parts: contextlib.ExitStack) -> Helpers:
+    warn_of_group_kill()
+    guard = Guard()
+    run_dir = ground.node.run_dir
+    folders = [run_dir] if ground.memory is None else [run_dir, ground.memory.path]
+    remains = file_for(run_dir), agent.config.rendezvous.job_id, agent.name
+    guard.start(agent.incarnation, folders, ground.node.cgroup, remains)
+    parts.callback(guard.close)
+    wait_s, post = agent.config.gpu_memory_wait_s, agent.events.put
+    gpu_memory = _started(
+        parts, GpuMemory(ground.node.machine.watched, wait_s, agent.environment, post, agent.clock)
+    )
+    spares = spares_of(agent, ground.node.machine)
+    parts.callback(spares.close)
+    return Helpers(children, guard, gpu_memory, spares)
+
+
+def _serve_http(
+    agent: Agent,
+    ground: Ground,
+    metrics: Metrics,
+    pages: StatusPages,
+    probes: Probes,
+    parts: contextlib.ExitStack,
+) -> tuple[str, int]:
+    json = {NODE_PATH: probes.introduction, STATUS_PATH: pages.node, JOB_PATH: pages.job}
+    server = _started(
+        parts,
+        HealthServer(ground.listeners.http, metrics.render, probes.liveness, probes.readiness, json, Thread),
+    )
+    log.info("metrics, /healthz, /readyz and /node at http://%s", Endpoint(*server.address))
+    options = store_options(agent.config, ground.network.endpoint, ground.listeners.store)
+    announce(ground.node.run_dir, server.address, options)
+    return server.address
+
+
+def _find_store(agent: Agent, ground: Ground, metrics: Metrics, parts: contextlib.ExitStack) -> Store:
+    """Raises CannotStart."""
+    looking = "looking for the rendezvous store"
+    found = open_store(
+        agent.config,
+        ground.network.endpoint,
+        ground.listeners.store,
+        agent.events,
+        lambda: agent.manager.turn(looking),
+    )
+    store = MeasuredStore(found, metrics, agent.clock)
+    parts.callback(store.close)
+    return store
+
+
+# ---------------------------------------------------------------- one node of the job
+
+
+def _make_rendezvous(
+    agent: Agent, ground: Ground, helpers: Helpers, http: tuple[str, int], store: Store
+) -> Rendezvous:
+    """Nothing of it runs yet. `http` is where this agent answers."""
+    policy, rng, clock = policy_of(agent.config), random.SystemRandom(), agent.clock
+    network = ground.network.choice
+    identity = NodeRecord(
+        node=agent.name,
+        incarnation=agent.incarnation,
+        address=network.address,
+        port=ground.listeners.workers.getsockname()[1],
+        slots=ground.node.machine.workers,
+        http=reachable_at(http, network.address),
+        network=network.facts,
+        limits=limits_of(policy),
+        program=program_of(agent.config, policy.store_outage_grace_s),
+        hosts_store=ground.listeners.store is not None,
+    )
+    lease_ttl_s = agent.config.rendezvous.lease_ttl_s
+    participant = Participant(identity, policy, lease_ttl_s=lease_ttl_s, rng=rng, now=clock())
+    heartbeat = Heartbeat(
+        lease_ttl_s,
+        lambda: link.confirmed_at + LEASE_MARGIN * lease_ttl_s,
+        lambda problem: _end_stuck(problem, helpers.guard, agent.console),
+        clock,
+    )
+    link = StoreLink(store, lease_ttl_s, agent.events.put, clock, rng, lambda: heartbeat.turning)
+    return Rendezvous(participant, link, heartbeat)
+
+
+def _serve_workers(
+    agent: Agent,
+    ground: Ground,
+    helpers: Helpers,
+    participant: Participant,
+    store: Store,
+    metrics: Metrics,
+    parts: contextlib.ExitStack,
+) -> tuple[Processes, Gates, DiskWriter]:
+    """What starts workers, what answers them, and what writes their checkpoints."""
+    node, clock, post = ground.node, agent.clock, agent.events.put
+    guard, children, spares, env = helpers.guard, helpers.children, helpers.spares, node.env
+
+    def latest() -> NodeSnapshot:
+        return participant.snapshot
+
+    def new_group(generation: int) -> WorkerGroup:
+        cgroup = node.cgroup / f"generation-{generation}" if node.cgroup is not None else None
+        return WorkerGroup(generation, node.incarnation, guard, logs, post, clock, cgroup, children.strangers)
+
+    worker_store = WorkerStore(agent.environment, spares, post)
+    parts.callback(worker_store.end)
+    lost = metrics.log_file_bytes_dropped_total.inc
+    logs = _started(parts, WorkerLogs(agent.config.log_dir, node.name, agent.console, metrics.printed, lost))
+    commits = CommitFence(store, latest, clock)
+    last_steps = LastSteps(store, latest, post, clock)
+    reports = receiver_of(agent, Path(env.reports), metrics)
+    links = _started(parts, WorkerLinks(env, commits, last_steps, reports, post))
+    disk_writer = _started(
+        parts, DiskWriter(node.run_dir / "writes", env.socket, env.reports, agent.environment, post)
+    )
+    children.knows(lambda: (guard.pid, *helpers.gpu_memory.pids, *worker_store.pids))
+    children.knows(lambda: (*disk_writer.pids, *spares.pids))
+    children.expects(lambda: spares.sessions)
+    processes = Processes(
+        new_group=new_group,
+        guard=guard,
+        children=children,
+        spares=spares,
+        worker_store=worker_store,
+        logs=logs,
+    )
+    return processes, Gates(just_in_time=links, drain=last_steps), disk_writer
+
+
+def _make_loop(
+    agent: Agent,
+    ground: Ground,
+    helpers: Helpers,
+    rendezvous: Rendezvous,
+    observer: Observer,
+    processes: Processes,
+    gates: Gates,
+    disk_writer: DiskWriter,
+) -> Loop:
+    config, participant, events, clock = agent.config, rendezvous.participant, agent.events, agent.clock
+    supervisor = Supervisor(config, ground.node, participant, observer, processes, gates, events.put, clock)
+    services = Services(
+        link=rendezvous.link,
+        peers=PeerLink(events.put, clock),
+        gpu_memory=helpers.gpu_memory,
+        disk_writer=disk_writer,
+        observer=observer,
+        manager=agent.manager,
+        heartbeat=rendezvous.heartbeat,
+    )
+    port = OfferedPort(ground.listeners.workers, ground.new_port)
+    return Loop(config.stop, participant, supervisor, services, port, events, clock)
+
+
+def _live(agent: Agent, loop: Loop, rendezvous: Rendezvous, store: Store, *, hosts_store: bool) -> Ending:
+    """No worker is left when the loop ends. Only then the lease is given up."""
+    rendezvous.heartbeat.start()
+    ending = loop.run()
+    rendezvous.heartbeat.close()
+    agent.manager.stopping("leaving the rendezvous")
+    rendezvous.link.close()
+    _depart(store, rendezvous.participant, ending, stays_for_others=hosts_store)
+    return ending
+
+
+def _depart(store: Store, participant: Participant, ending: Ending, *, stays_for_others: bool) -> None:
+    """Give up the lease, so that no node waits for it to expire; keep a store that we host up until all have left."""
+    if ending.code is ExitCode.STORE_LOST and not stays_for_others:
+        return
+    try:
+        if participant.lease is not None:
+            store.revoke(participant.lease)
+        if not stays_for_others:
+            return
+        snapshot = store.read((NODES_PREFIX,))
+        watch = store.watch((NODES_PREFIX,), snapshot.revision)
+        deadline = time.monotonic() + HOST_LINGERS_S
+        while snapshot.entries and time.monotonic() < deadline:
+            watch.next(deadline - time.monotonic())
+            snapshot = store.read((NODES_PREFIX,))
+    except Exception as error:  # whatever it is, it does not change how this agent has ended
+        log.warning("left without giving up the lease: %s", error)
+
+
+# ---------------------------------------------------------------- of the process as a whole
+
+
+def _take_environment() -> Mapping[str, str]:
+    """What the workers inherit; then this process changes its own."""
+    for secret in SECRET_VARIABLES:
+        os.environ.pop(secret, None)  # neither the guard nor any worker inherits it (I15)
+    environment = dict(os.environ)
+    # A store that ends makes torch write pages of C++ frames; our log has what happened in one line.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    return environment
+
+
+def _log_to(console: Console, name: str) -> None:
+    handler = ConsoleHandler(console)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s.%(msecs)03d [{name}] %(message)s", "%H:%M:%S"))
+    root = logging.getLogger("elastic_agent")
+    root.handlers[:] = [handler]
+    root.setLevel(log_level(os.environ) or logging.INFO)
+    root.propagate = False
+
+
+def _thread_failed(events: queue.SimpleQueue[Event], name: str, error: BaseException) -> None:
+    events.put(ThreadFailed(name, repr(error)))
+    log.error("the thread %s has failed", name, exc_info=error)
+
+
+def _end_stuck(problem: str, guard: Guard, console: Console) -> None:
+    """In the thread that watches the main one, which can do none of this any more."""
+    guard.let_loose()
+    log.critical("%s\nended with exit code %d", problem, ExitCode.LOOP_STUCK)
+    # Its disk may be what holds the main thread.
+    write_error_file(os.environ, ExitCode.LOOP_STUCK, problem, None, time.time())
+    console.close()
+    os._exit(ExitCode.LOOP_STUCK)
+
+
+def _catch_signals(events: queue.SimpleQueue[Event]) -> None:
+    """A handler runs between any two bytecodes: it may only put an event, which SimpleQueue allows at any moment.
+
+    A signal that this process was started to ignore stays ignored: `nohup` and a shell's `trap '' USR1` mean it.
+    """
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _frame: events.put(Signalled(number)))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)  # blocked since the process began

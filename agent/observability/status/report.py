@@ -1,0 +1,308 @@
+"""What `elastic-agent status` shows of a job: one `JobReport`, made of the answers of its source and its nodes.
+
+A pure function, and one plain form in JSON (`docs/status.md`). Ages are counted by the node that knows them; only
+`silent_s`, for how long a node has not answered, is counted by the command itself while it watches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from ....health.checks import told_otherwise
+from ....rendezvous.coordinator import blame
+from ....rendezvous.coordinator.restarts import RestartPolicy
+from ....rendezvous.records import CauseKind, Endpoint, Member, NodeRecord, Phase, Restarts, Result, World
+from .pages import Checkpoint, JobStatus, NodeStatus, worker_failure
+from .sources import Found, NodeAnswer, Unreachable
+
+SCHEMA = 1
+"""Of the JSON form. It grows only by new keys; anything else makes a new number."""
+
+_ABSENT = {
+    Unreachable.REFUSED: "gone",
+    Unreachable.REPLACED: "gone",
+    Unreachable.SILENT: "no answer",
+    Unreachable.STRANGE: "no answer",
+    Unreachable.HIDDEN: "hidden",
+}
+
+
+_OWN = (
+    *("node", "incarnation", "member", "first_rank", "slots", "address", "state", "coordinates", "leaving"),
+    *("has_lease", "silence", "silent_s"),
+)
+_SAID = {
+    **{name: name for name in ("generation", "workers", "running_s", "step")},
+    "step_age_s": "step_s",
+    "checkpoint": "checkpoint",
+    "lease_age_s": "lease_s",
+    **{name: name for name in ("lease_ttl_s", "waiting_for")},
+    "agent_age_s": "up_s",
+    "version": "version",
+}
+"""The keys of a node in JSON: attributes of `NodeReport`, and of the node's own status."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """One life of a node."""
+
+    node: str
+    incarnation: str
+    slots: int
+    first_rank: int | None
+    """None for a node that is not a member of the world."""
+    address: Endpoint | None
+    coordinates: bool
+    leaving: bool
+    has_lease: bool | None
+    """The store counts it as there; None when that was not told."""
+    silence: Unreachable | None
+    silent_s: float | None
+    status: NodeStatus | None
+    """Its own status; None exactly when it does not answer."""
+
+    @property
+    def member(self) -> bool:
+        return self.first_rank is not None
+
+    @property
+    def state(self) -> str:
+        """Its own word for its state, or: standby, lost, gone, no answer, hidden."""
+        if self.status is not None:
+            idle = self.first_rank is None and self.status.state == "joining"
+            return "standby" if idle else self.status.state
+        assert self.silence is not None
+        return "lost" if self.has_lease is False else _ABSENT[self.silence]
+
+    @property
+    def missing(self) -> bool:
+        """It should answer, and does not."""
+        return self.silence not in (None, Unreachable.HIDDEN)
+
+    @property
+    def ranks(self) -> str:
+        if self.first_rank is None:
+            return ""
+        last = self.first_rank + self.slots - 1
+        return f"{self.first_rank}" if self.slots == 1 else f"{self.first_rank}-{last}"
+
+
+@dataclass(frozen=True, slots=True)
+class CauseReport:
+    kind: CauseKind
+    node: str | None
+    rank: int | None
+    text: str
+    """A sentence that stands alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartReport:
+    failures: int
+    fruitless: int
+    """Failures in a row without progress."""
+    limit: int | None
+    """--max-restarts; None without a limit, and when it is not known."""
+    limit_known: bool
+    """An agent has answered what the limit is."""
+    left: int | None
+    fruitless_left: int | None
+    """Without a limit: how many more in a row the job survives without progress."""
+    backoff_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobReport:
+    """Its fields are the keys of the JSON form."""
+
+    job: str
+    asked: str
+    state: str
+    """waiting, running, stopping, succeeded or failed."""
+    generation: int
+    """0 before the first."""
+    phase_age_s: float | None
+    """Since when the world is in its present phase."""
+    world_size: int
+    group_world_size: int
+    master: Endpoint | None
+    result: Result | None
+    cause: CauseReport | None
+    restarts: RestartReport
+    step: int
+    checkpoint: Checkpoint | None
+    coordinator: str | None
+    waiting_for: str
+    complete: bool
+    """`nodes` holds every node of the job."""
+    nodes: tuple[NodeReport, ...]
+    """Members by rank, then the others, oldest first."""
+    notes: tuple[str, ...] = ()
+
+
+def as_json(value: Any) -> Any:
+    """What json writes of a report, or of a part of one."""
+    match value:
+        case float():
+            return round(value, 3)
+        case Enum():
+            return value.value
+        case Endpoint():
+            return str(value)
+        case tuple():
+            return [as_json(item) for item in value]
+        case NodeReport():
+            said = {key: as_json(getattr(value.status, name, None)) for key, name in _SAID.items()}
+            return {name: as_json(getattr(value, name)) for name in _OWN} | said
+    if is_dataclass(value):
+        return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
+    return value
+
+
+def report(found: Found, answers: Mapping[str, NodeAnswer], silent_for: Mapping[str, float]) -> JobReport:
+    """`answers` and `silent_for` (seconds) are by incarnation."""
+    job, world = found.job, found.job.world
+    nodes = tuple(_nodes(found, answers, silent_for))
+    told = [node.status for node in nodes if node.status is not None]
+    leading = next((status for status in told if status.coordinates), None)
+    spokesman = leading or found.witness or next(iter(told), None)
+    state = _state(world, told)
+    return JobReport(
+        job=job.job,
+        asked=found.asked,
+        state=state,
+        generation=world.generation if world is not None else 0,
+        phase_age_s=_phase_age(world, told),
+        world_size=world.size if world is not None else 0,
+        group_world_size=len(world.members) if world is not None else 0,
+        master=world.master if world is not None else None,
+        result=world.result if world is not None else None,
+        cause=_cause(world) if world is not None else None,
+        restarts=_restarts(world, spokesman),
+        step=max([status.step for status in told], default=0) or _written_step(job),
+        checkpoint=_newest(status.checkpoint for status in told),
+        coordinator=job.coordinator,
+        waiting_for=spokesman.waiting_for
+        if spokesman is not None and state in ("waiting", "stopping")
+        else "",
+        complete=job.complete,
+        nodes=nodes,
+        notes=(*found.notes, *_differences(job)),
+    )
+
+
+def _differences(job: JobStatus) -> Iterable[str]:
+    """Nodes that the world leaves out, and nodes that were started with other limits than the job has."""
+    world = job.world
+    if world is None or world.phase is Phase.ENDED:
+        return
+    for one in world.aside:
+        yield f"node {one.node} is {blame.in_words(one)}"
+    yield from told_otherwise(world, job.nodes)
+
+
+def _nodes(
+    found: Found, answers: Mapping[str, NodeAnswer], silent_for: Mapping[str, float]
+) -> Iterable[NodeReport]:
+    job, world, witness = found.job, found.job.world, found.witness
+    records = {record.incarnation: record for record in job.nodes}
+    members = world.members if world is not None and world.phase is not Phase.ENDED else ()
+
+    def node(of: Member | NodeRecord, first_rank: int | None) -> NodeReport:
+        record, answer = records.get(of.incarnation), answers.get(of.incarnation, Unreachable.HIDDEN)
+        if isinstance(answer, Unreachable) and witness is not None and witness.incarnation == of.incarnation:
+            answer = witness
+        status = answer if isinstance(answer, NodeStatus) else None
+        return NodeReport(
+            node=of.node,
+            incarnation=of.incarnation,
+            slots=of.slots,
+            first_rank=first_rank,
+            address=record.http if record is not None else of.http,
+            coordinates=record is not None and record.node == job.coordinator,
+            leaving=record is not None and record.leaving,
+            has_lease=True if record is not None else (False if job.complete else None),
+            silence=answer if isinstance(answer, Unreachable) else None,
+            silent_s=silent_for.get(of.incarnation) if status is None else None,
+            status=status,
+        )
+
+    yield from (node(member, member.first_rank) for member in members)
+    inside = {member.incarnation for member in members}
+    yield from (node(record, None) for record in job.nodes if record.incarnation not in inside)
+    if witness is not None and witness.incarnation not in inside | records.keys():
+        yield NodeReport(
+            witness.node, witness.incarnation, 0, None, None, False, False, None, None, None, witness
+        )
+
+
+def _state(world: World | None, told: Iterable[NodeStatus]) -> str:
+    if world is None:
+        return "waiting"
+    if world.phase is Phase.ENDED:
+        return "succeeded" if world.result is Result.SUCCEEDED else "failed"
+    if world.trains:
+        return "running"
+    told = list(told)
+    return "waiting" if told and not any(status.workers for status in told) else "stopping"
+
+
+def _phase_age(world: World | None, told: Iterable[NodeStatus]) -> float | None:
+    """The node that has known of it longest comes nearest."""
+    if world is None:
+        return None
+    now = (world.generation, world.phase.value)
+    ages = [status.phase_s for status in told if (status.world, status.phase) == now]
+    return max((age for age in ages if age is not None), default=None)
+
+
+def _cause(world: World) -> CauseReport:
+    cause, worker = world.cause, worker_failure(world)
+    if cause.kind is CauseKind.START:
+        text = "the job started"
+    elif worker is not None:
+        text = f"rank {worker.rank} on node {cause.node} failed in generation {worker.generation}: {worker.cause}"
+    elif cause.kind is CauseKind.FAILURE:
+        text = f"node {cause.node} failed: {cause.detail}"
+    else:
+        text = cause.detail
+    return CauseReport(cause.kind, cause.node or None, worker.rank if worker is not None else None, text)
+
+
+def _restarts(world: World | None, spokesman: NodeStatus | None) -> RestartReport:
+    used = world.restarts if world is not None else Restarts()
+    known = spokesman is not None
+    limit = spokesman.max_restarts if spokesman is not None else None
+    if known and world is not None:
+        limit = world.max_restarts(limit)
+    return RestartReport(
+        failures=used.failures,
+        fruitless=used.without_progress,
+        limit=limit,
+        limit_known=known,
+        left=max(0, limit - used.failures) if limit is not None else None,
+        fruitless_left=max(0, RestartPolicy().max_without_progress - used.without_progress)
+        if known and limit is None
+        else None,
+        backoff_s=spokesman.backoff_s if spokesman is not None else 0.0,
+    )
+
+
+def _written_step(job: JobStatus) -> int:
+    """The newest step in the store, where steps are written only together with other changes."""
+    steps = [node.step for node in job.nodes] + ([job.world.step] if job.world is not None else [])
+    return max(steps, default=0)
+
+
+def _newest(checkpoints: Iterable[Checkpoint | None]) -> Checkpoint | None:
+    """Of one that several know, its age: only the node that saved it knows it."""
+    known = [checkpoint for checkpoint in checkpoints if checkpoint is not None]
+    if not known:
+        return None
+    step = max(checkpoint.step for checkpoint in known)
+    ages = [checkpoint.age_s for checkpoint in known if checkpoint.step == step]
+    return Checkpoint(step, min((age for age in ages if age is not None), default=None))

@@ -1,0 +1,49 @@
+"""Asks other nodes' agents who they are, over HTTP, one short-lived thread for each question.
+
+What an answer means is decided elsewhere (`rendezvous/liveness/failure_detector.py`); here it only becomes a finding. A
+machine refuses when no process listens on the port any more. Everything else that is no proper introduction counts as
+silence: a timeout, a network that cannot be reached, another program's answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from ...health.http import NODE_PATH
+from ...rendezvous.errors import RecordInvalid
+from ...rendezvous.liveness.failure_detector import Absence, Finding, Peer
+from ...rendezvous.records import Endpoint, Introduction
+from ...rendezvous.threads import Thread
+from ..common.events import Event, Probed
+from ..common.http_get import NoAnswer, get
+
+TIMEOUT_S = 1.0
+MAX_ANSWER_BYTES = 8 * 1024
+
+
+class PeerLink:
+    """How many questions are open at once is bounded by the caller (`failure_detector.MOST_AT_ONCE`)."""
+
+    def __init__(self, post: Callable[[Event], None], clock: Callable[[], float]) -> None:
+        self._post = post
+        self._clock = clock
+
+    def ask(self, peer: Peer) -> None:
+        """`Probed` follows."""
+        asked_at = self._clock()
+        silent = Probed(peer, Absence.SILENT, asked_at)
+        Thread(partial(self._ask, peer, asked_at), "peer", lambda: self._post(silent)).start()
+
+    def _ask(self, peer: Peer, asked_at: float) -> None:
+        self._post(Probed(peer, find(peer.http, self._clock, TIMEOUT_S), asked_at))
+
+
+def find(http: Endpoint, clock: Callable[[], float], timeout_s: float) -> Finding:
+    """What the agent at `http` says of itself."""
+    try:
+        return Introduction.from_json(get(http, NODE_PATH, clock, timeout_s, MAX_ANSWER_BYTES))
+    except ConnectionRefusedError:
+        return Absence.REFUSED
+    except (OSError, NoAnswer, RecordInvalid):
+        return Absence.SILENT

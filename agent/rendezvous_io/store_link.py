@@ -1,0 +1,242 @@
+"""The agent's three threads at the store: one asks, one keeps the lease alive, one watches.
+
+Each does one blocking thing and turns what comes back into an event; none of them decides anything. The main
+loop gives them work through `ask`, `keep` and `follow`, which never block. A thread that a dead store holds
+for ever is a daemon: it delays no end, and the lease that it no longer confirms ends the workers. The lease speaks for
+the main loop: while that does not turn (`heartbeat`), it is not confirmed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import random
+import threading
+from collections.abc import Callable
+from functools import partial
+
+from ...rendezvous.errors import (
+    Compacted,
+    LeaseExpired,
+    StoreClosed,
+    StoreError,
+    StoreMismatch,
+    StoreUnavailable,
+)
+from ...rendezvous.node.participant import Participant
+from ...rendezvous.node.requests import RETRY, Answer, Grant, Read, Request, RetryPolicy, Subscription
+from ...rendezvous.store.interface import LeaseId, Store, Watch
+from ...rendezvous.store.store_kind import KEEP_ALIVES_PER_TTL
+from ...rendezvous.threads import Thread
+from ..common.events import (
+    Answered,
+    Changed,
+    Event,
+    Handlers,
+    LeaseConfirmed,
+    LeaseGone,
+    Probed,
+    StoreGone,
+    StoreMismatched,
+    Unanswered,
+    WatchCompacted,
+)
+
+log = logging.getLogger(__name__)
+
+RETRIES_PER_KEEP_ALIVE = 4
+"""At least: a store that refuses at once is asked about so often in the time between two keep-alives."""
+
+WATCH_TURN_S = 10.0
+"""A watch without changes returns this often; the length has no effect on behaviour."""
+
+
+class StoreLink:
+    """Asks the store, keeps the lease alive and watches, each in a thread of its own."""
+
+    def __init__(
+        self,
+        store: Store,
+        lease_ttl_s: float,
+        post: Callable[[Event], None],
+        clock: Callable[[], float],
+        rng: random.Random,
+        turning: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """The lease is confirmed only while the main loop is `turning`: else it says of a node what is not so."""
+        self.confirmed_at = -math.inf
+        """When the newest confirmed keep-alive was sent; for any thread."""
+        self._turning = turning
+        self._store = store
+        self._interval_s = lease_ttl_s / KEEP_ALIVES_PER_TTL
+        self._retry = RetryPolicy(max_wait_s=self._interval_s / RETRIES_PER_KEEP_ALIVE)
+        self._post = post
+        self._clock = clock
+        self._rng = rng
+        self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._wanted = threading.Condition()
+        self._lease: LeaseId | None = None
+        self._confirm_at = 0.0
+        self._subscription: Subscription | None = None
+        self._watch: Watch | None = None
+        self._closed = threading.Event()
+
+    def start(self) -> None:
+        for name, work in (("requests", self._serve), ("lease", self._keep_alive), ("watch", self._observe)):
+            gone = StoreGone(f"this program's thread store-{name} has failed")
+            Thread(work, f"store-{name}", partial(self._post, gone)).start()
+
+    def ask(self, request: Request) -> None:
+        """Carry out one request; `Answered` or `Unanswered` follows."""
+        self._requests.put(request)
+
+    def keep(self, lease: LeaseId | None) -> None:
+        """From now on confirm this lease; it is as good as new."""
+        if lease != self._lease:
+            with self._wanted:
+                self._lease, self._confirm_at = lease, self._clock() + self._interval_s
+                self._wanted.notify_all()
+
+    def follow(self, subscription: Subscription | None) -> None:
+        """From now on watch this, and nothing else."""
+        if subscription is self._subscription:
+            return
+        with self._wanted:
+            self._subscription = subscription
+            if self._watch is not None:
+                self._watch.close()
+            self._wanted.notify_all()
+
+    def close(self) -> None:
+        """End the threads; the store stays open."""
+        self._closed.set()
+        with self._wanted:
+            self._lease = None
+            self._wanted.notify_all()
+        self.follow(None)
+
+    # ---------------------------------------------------------------- store-requests
+
+    def _serve(self) -> None:
+        while True:
+            request = self._requests.get()
+            try:
+                self._post(Answered(request, self._carry_out(request)))
+            except StoreError as error:
+                self._post(Unanswered(request, error))
+
+    def _carry_out(self, request: Request) -> Answer:
+        if isinstance(request, Grant):
+            return self._store.grant(request.ttl_s)
+        if isinstance(request, Read):
+            return self._store.read(request.scopes, request.oldest_under)
+        return self._store.transact(request.compares, request.writes)
+
+    # ---------------------------------------------------------------- store-lease
+
+    def _keep_alive(self) -> None:
+        attempt = 0
+        while not self._closed.is_set():
+            with self._wanted:
+                self._wanted.wait_for(lambda: self._lease is not None or self._closed.is_set())
+                lease, wait_s = self._lease, self._confirm_at - self._clock()
+            if lease is None:
+                return
+            if wait_s > 0.0:
+                self._closed.wait(wait_s)
+                continue
+            if not self._turning():
+                self._closed.wait(self._interval_s)
+                continue
+            asked_at = self._clock()
+            try:
+                self._store.keep_alive(lease)
+            except LeaseExpired:
+                self._post(LeaseGone(lease))
+                self._await_another(lease)
+                continue
+            except StoreMismatch as error:
+                self._post(StoreMismatched(str(error)))
+                return
+            except StoreError as error:
+                if attempt == 0:
+                    log.warning("lease not confirmed, trying on: %s", error)
+                again_at = asked_at + self._retry.wait_s(attempt, self._rng)
+                self._closed.wait(max(0.0, again_at - self._clock()))
+                attempt += 1
+                continue
+            if attempt:
+                log.info("lease confirmed again, after %d tries in vain", attempt)
+                attempt = 0
+            self.confirmed_at = asked_at
+            self._post(LeaseConfirmed(lease, asked_at))
+            with self._wanted:
+                if self._lease == lease:
+                    self._confirm_at = asked_at + self._interval_s
+
+    def _await_another(self, lease: LeaseId) -> None:
+        with self._wanted:
+            self._wanted.wait_for(lambda: self._lease != lease or self._closed.is_set())
+
+    # ---------------------------------------------------------------- store-watch
+
+    def _observe(self) -> None:
+        while not self._closed.is_set():
+            with self._wanted:
+                self._wanted.wait_for(lambda: self._subscription is not None or self._closed.is_set())
+                subscription = self._subscription
+            if subscription is None:
+                return
+            try:
+                self._observe_one(subscription)
+            except StoreMismatch as error:
+                self._post(StoreMismatched(str(error)))
+                return
+            except StoreClosed:  # as a rule the watch, by `follow`
+                if self._subscription is subscription:
+                    return
+
+    def _observe_one(self, subscription: Subscription) -> None:
+        """Until another subscription is wanted. Raises StoreMismatch, and StoreClosed when the watch was closed."""
+        with self._wanted:
+            if self._subscription is not subscription:
+                return
+            self._watch = watch = self._store.watch(subscription.scopes, subscription.after_revision)
+        attempt = 0
+        while self._subscription is subscription:
+            try:
+                changes = watch.next(WATCH_TURN_S)
+                attempt = 0
+                if changes:
+                    self._post(Changed(subscription, changes))
+            except Compacted:
+                self._post(WatchCompacted(subscription))
+                with self._wanted:
+                    self._wanted.wait_for(lambda: self._subscription is not subscription)
+            except StoreUnavailable as error:
+                if attempt == 0:
+                    log.warning("watch interrupted, trying on: %s", error)
+                self._closed.wait(RETRY.wait_s(attempt, self._rng))
+                attempt += 1
+
+
+def deliver_to(participant: Participant, handlers: Handlers) -> None:
+    """What the store and peers answer, and what has changed, goes to the participant."""
+
+    def changed(event: Changed, now: float) -> None:
+        if event.subscription is participant.subscription:
+            participant.changed(event.changes, now)
+
+    def lost_track(event: WatchCompacted, _: float) -> None:
+        if event.subscription is participant.subscription:
+            participant.lost_track()
+
+    handlers.on(Answered, lambda event, now: participant.answered(event.request, event.answer, now))
+    handlers.on(Unanswered, lambda event, now: participant.failed(event.request, event.error, now))
+    handlers.on(Changed, changed)
+    handlers.on(WatchCompacted, lost_track)
+    handlers.on(LeaseConfirmed, lambda event, _: participant.lease_confirmed(event.lease, event.asked_at))
+    handlers.on(LeaseGone, lambda event, _: participant.lease_gone(event.lease))
+    handlers.on(StoreMismatched, lambda event, _: participant.store_mismatched(event.reason))
+    handlers.on(Probed, lambda event, now: participant.probed(event.peer, event.finding, event.asked_at, now))

@@ -1,0 +1,218 @@
+"""Opens the store that the nodes of a job meet in, or hosts it.
+
+Invariant: the kind that was chosen imports torch or gRPC here and not earlier, and for an agent in a thread: they take
+seconds and tens of megabytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import shlex
+import socket
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TypeAlias
+
+from ...rendezvous.errors import StoreError, StoreMismatch, StoreRefused
+from ...rendezvous.records import Endpoint
+from ...rendezvous.store.interface import Store
+from ...rendezvous.store.store_kind import Access, Login, Tls
+from ..common.events import Event
+from ..common.exits import CannotStart, ExitCode
+from ..common.interruptible import unless_stopped
+from ..common.ports import ONE_TRY, PortError, bind_listener
+from ..configuration.config import Config
+from ..configuration.rendezvous import (
+    BACKEND,
+    ENDPOINT,
+    ETCD_INSECURE,
+    JOB_ID,
+    EtcdConfig,
+    RendezvousConfig,
+)
+from ..configuration.types.values import Secret
+from ..machine.network.addresses import LOOPBACK, AddressError, default_source, place_of
+from .store_memory import StoreMemory
+
+log = logging.getLogger(__name__)
+
+Binder: TypeAlias = Callable[[str, int | None, str], socket.socket]
+"""Called with address, port (None: one that the configuration allows) and purpose."""
+
+
+def store_listener(
+    config: Config,
+    endpoint: Endpoint | None,
+    address: str,
+    bind: Binder,
+) -> socket.socket | None:
+    """The socket of the store, if this agent is to host it.
+
+    An agent that can bind the endpoint hosts: that is exact, where comparing host names is a guess. A port that is
+    taken is another agent's store, or the connection to it will say what else it is.
+    """
+    if config.rendezvous.kind.host is None:
+        return None
+    if endpoint is None:
+        return bind(address, None, "store")
+    try:
+        return bind_listener(endpoint.address, endpoint.port, "store", policy=ONE_TRY)
+    except PortError:
+        return None
+
+
+def open_store(
+    config: Config,
+    endpoint: Endpoint | None,
+    listener: socket.socket | None,
+    events: queue.SimpleQueue[Event],
+    on_wait: Callable[[], None] = lambda: None,
+) -> Store:
+    """The store for an agent: that which others serve, at `endpoint` if it was resolved, or its own on `listener`.
+
+    Connecting may take as long as the other nodes do, so a thread waits for it and this one for signals; `on_wait` is
+    called all the while, ten times a second.
+    """
+    rendezvous = config.rendezvous
+    if rendezvous.kind.port is None:
+        return connect_to_store(rendezvous)
+    # Asked for now: the store takes the socket over.
+    hosted_at = Endpoint(*listener.getsockname()[:2]) if listener is not None else None
+    places = (endpoint,) if endpoint is not None else rendezvous.endpoints
+    if listener is None:
+        log.info(
+            "looking for the rendezvous store at %s, for up to %.0f s",
+            ", ".join(map(str, places)),
+            rendezvous.join_timeout_s,
+        )
+
+    def find() -> Store:
+        if listener is None:
+            return connect_to_store(rendezvous, places)
+        return _host(rendezvous, listener, str(hosted_at) if endpoint is not None else None)
+
+    try:
+        store = unless_stopped(find, events, "looking for the store", on_wait)
+    except StoreMismatch as error:
+        raise CannotStart(ExitCode.STORE_MISMATCH, str(error)) from error
+    except StoreRefused as error:
+        raise CannotStart(ExitCode.BAD_CONFIG, str(error)) from error
+    except StoreError as error:
+        raise CannotStart(ExitCode.STORE_LOST, str(error)) from error
+    if hosted_at is not None:
+        _invite(config, hosted_at)
+    return store
+
+
+def open_to_look(rendezvous: RendezvousConfig, timeout_s: float) -> Store:
+    """The store that the agents of a job meet in, for a process that is none of them. Raises StoreError."""
+    places = rendezvous.endpoints
+    if not rendezvous.kind.cluster:
+        try:
+            found = ((place_of(endpoint), endpoint.port) for endpoint in places)
+            places = tuple(Endpoint(place or default_source() or LOOPBACK, port) for place, port in found)
+        except AddressError as error:
+            raise StoreRefused(
+                f"--rdzv-endpoint: {error}: check the name, /etc/hosts and DNS here"
+            ) from error
+    return rendezvous.kind.connect(_access(rendezvous, places, timeout_s, None))
+
+
+def connect_to_store(rendezvous: RendezvousConfig, places: tuple[Endpoint, ...] = ()) -> Store:
+    """Tries for as long as the join timeout. Raises StoreError."""
+    access = _access(
+        rendezvous, places or rendezvous.endpoints, rendezvous.join_timeout_s, rendezvous.lease_ttl_s
+    )
+    return rendezvous.kind.connect(access)
+
+
+def _access(
+    rendezvous: RendezvousConfig,
+    endpoints: tuple[Endpoint, ...],
+    timeout_s: float,
+    lease_ttl_s: float | None,
+) -> Access:
+    access = Access(endpoints, rendezvous.job_id, timeout_s, lease_ttl_s)
+    etcd = rendezvous.etcd
+    if etcd is None:
+        return access
+    return replace(
+        access,
+        prefix=etcd.prefix,
+        tls=Tls(etcd.ca, etcd.cert, etcd.key) if etcd.ca is not None else None,
+        login=Login(etcd.user, lambda: etcd_password(etcd)) if etcd.user is not None else None,
+    )
+
+
+def _host(rendezvous: RendezvousConfig, listener: socket.socket, endpoint: str | None) -> Store:
+    """`endpoint`: where hosts of this store come back. A port that the kernel chose is no such place: None."""
+    host, job = rendezvous.kind.host, rendezvous.job_id
+    assert host is not None, "else there is no listener"
+    if endpoint is None:
+        return host(listener, job, None, lambda world: None)
+    memory = StoreMemory(job, endpoint)
+    past = memory.recall()
+    if past is not None:
+        log.info(
+            "an earlier host of this store has left generation %d: the next one begins as soon as its nodes are "
+            "back or their leases have ended; where none of their agents comes back, as a new run",
+            past.generation,
+        )
+    return host(listener, job, past, memory.remember)
+
+
+def etcd_password(etcd: EtcdConfig) -> str:
+    """As it is now: the file may have been replaced. Raises OSError, and StoreRefused for what is no text."""
+    if etcd.password_file is None:
+        assert etcd.password is not None, "a user has a password"
+        return etcd.password.text
+    content = etcd.password_file.read_bytes()
+    try:
+        return content.decode().removesuffix("\n")
+    except UnicodeDecodeError:
+        # Not "from": that error carries the content along.
+        raise StoreRefused(
+            f"--etcd-password-file {etcd.password_file} holds no UTF-8 text: correct it"
+        ) from None
+
+
+def store_options(
+    config: Config, endpoint: Endpoint | None, listener: socket.socket | None
+) -> dict[str, str]:
+    """The options by which another command on this machine finds the job's store; none for a memory store."""
+    rendezvous, etcd = config.rendezvous, config.rendezvous.etcd
+    if rendezvous.kind.port is None:
+        return {}
+    words = {BACKEND.name: rendezvous.backend, JOB_ID.name: rendezvous.job_id}
+    if etcd is None:
+        place = Endpoint(*listener.getsockname()[:2]) if listener is not None else endpoint
+        return {**words, ENDPOINT.name: str(place)}
+    members = ",".join(map(str, rendezvous.endpoints))
+    for field in fields(etcd):
+        option, value = field.metadata.get("option"), getattr(etcd, field.name)
+        if option is not None and value is not None and not isinstance(value, Secret):
+            words[option.name] = str(value.absolute() if isinstance(value, Path) else value)
+    words |= {ETCD_INSECURE.name: "true"} if etcd.ca is None else {}
+    return {**words, ENDPOINT.name: f"{rendezvous.backend}://{members}{etcd.prefix}"}
+
+
+def _invite(config: Config, hosted_at: Endpoint) -> None:
+    """Log the command for the other nodes: the store is on a port that the kernel chose."""
+    if config.nodes.max == 1 or config.rendezvous.endpoints:
+        return
+    command, rendezvous, nodes = config.command, config.rendezvous, config.nodes
+    how = {"script": [], "module": ["-m"], "binary": ["--no-python"]}[command.kind]
+    words = [
+        "elastic-agent",
+        f"--min-nodes={nodes.min}",
+        f"--max-nodes={nodes.max}",
+        f"--nproc-per-node={config.nproc_per_node}",
+        f"--rdzv-endpoint={hosted_at}",
+        f"--rdzv-id={rendezvous.job_id}",
+        *how,
+        command.target,
+        *command.args,
+    ]
+    log.info("on each other node run:\n    %s", shlex.join(words))

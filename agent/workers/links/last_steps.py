@@ -1,0 +1,121 @@
+"""Answers this node's workers at the end of a step while a planned change waits: was that the last one?
+
+What is answered is decided by `rendezvous.drain`; here the questions meet the store, in threads that may wait for it.
+The store itself is asked for each answer, never what a watch has delivered. Where it does not answer in time the worker
+goes on, and asks again after its next step: the time of the drain ends that.
+
+The main loop hears of every answer that ends a worker before the worker does, so that it knows why that one ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+
+from ....rendezvous.errors import RecordInvalid, StoreError
+from ....rendezvous.node.drain import WHAT_STANDS, Answer, Ask, End, GoOn, concerns, judge, written
+from ....rendezvous.node.requests import WriteStop
+from ....rendezvous.node.snapshot import NodeSnapshot
+from ....rendezvous.records import StopAt
+from ....rendezvous.store.interface import Store
+from ....rendezvous.threads import Thread
+from ....worker.wire.messages import Said, StepAnswer, StepEnded, Verdict
+from ...common.events import Event, StopRead, WorkerAnswered, WorkerKept
+
+log = logging.getLogger(__name__)
+
+GIVES_UP_S = 3.0
+"""After so long nothing is written any more: the worker that asked may be about to go on without an answer."""
+
+PAUSE_S = 0.05
+"""Between two questions to a store that gives no answer."""
+
+
+class LastSteps:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        store: Store,
+        latest: Callable[[], NodeSnapshot],
+        post: Callable[[Event], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._latest = latest
+        self._post = post
+        self._clock = clock
+        self._asking: dict[tuple[int, int], int] = {}
+        """Questions that are open, by generation and local rank."""
+        self._lock = threading.Lock()
+
+    def asks(self, generation: int, local_rank: int) -> bool:
+        """This worker waits for an answer now."""
+        return self._asking.get((generation, local_rank), 0) > 0
+
+    def look(self, generation: int) -> None:
+        """Find out where the workers of this generation are to end; `StopRead` follows."""
+        unknown = StopRead(generation, None)
+        Thread(partial(self._look, generation), "drain-look", lambda: self._post(unknown)).start()
+
+    def judge(self, ask: Ask) -> Answer:
+        """From the store, or GoOn when that gives no answer."""
+        give_up_at = self._clock() + GIVES_UP_S
+        latest = self._latest()
+        while concerns(ask, latest) and self._clock() < give_up_at:
+            try:
+                verdict = judge(ask, latest, next(iter(self._store.read(WHAT_STANDS.scopes).entries), None))
+                if not isinstance(verdict, WriteStop):
+                    return verdict
+                if self._clock() < give_up_at and self._write(verdict):
+                    return written(ask, verdict)
+            except (StoreError, RecordInvalid) as error:
+                log.warning(
+                    "rank %d asks whether step %d was its last; the store gave no answer: %s",
+                    ask.rank,
+                    ask.step,
+                    error,
+                )
+                threading.Event().wait(PAUSE_S)
+            latest = self._latest()
+        return GoOn()
+
+    def _write(self, verdict: WriteStop) -> bool:
+        return self._store.transact(verdict.compares, verdict.writes).succeeded
+
+    def answer(self, word: StepEnded) -> StepAnswer:
+        if word.said is Said.KEPT:
+            self._post(WorkerKept(word.generation, word.local_rank))
+            return StepAnswer(Verdict.GO_ON)
+        key = word.generation, word.local_rank
+        self._count(key, 1)
+        try:
+            answer = self.judge(Ask(word.generation, word.rank, word.step, word.said is Said.PAUSING))
+            if not isinstance(answer, GoOn):
+                self._post(WorkerAnswered(word.generation, word.local_rank, word.step, answer))
+        finally:
+            self._count(key, -1)
+        return StepAnswer(_verdict(answer))
+
+    def _count(self, key: tuple[int, int], by: int) -> None:
+        with self._lock:
+            self._asking[key] = self._asking.get(key, 0) + by
+            if not self._asking[key]:
+                del self._asking[key]
+
+    def _look(self, generation: int) -> None:
+        stop: StopAt | None = None
+        try:
+            entries = self._store.read(WHAT_STANDS.scopes).entries
+            stop = next((StopAt.from_json(entry.value) for entry in entries), None)
+        except (StoreError, RecordInvalid) as error:
+            log.warning("where the workers of generation %d are to end is not known: %s", generation, error)
+        self._post(StopRead(generation, stop))
+
+
+def _verdict(answer: Answer) -> Verdict:
+    if isinstance(answer, End):
+        return Verdict.END_ALONE if answer.alone else Verdict.END
+    return Verdict.GO_ON

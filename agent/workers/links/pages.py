@@ -1,0 +1,40 @@
+"""The agent's end of its workers' pages: made before a generation starts, read as the main loop turns.
+
+Reading costs some loads from memory and nothing on the worker's side: there is no event for a step. Pages outlive their
+workers, so that what one did last is there when it has exited.
+"""
+
+from __future__ import annotations
+
+from ....worker.wire.shared_progress import PENDING, SCRIPT_AT, Page, Reading
+
+
+class WorkerPages:
+    """Those of one generation's workers on this node, by local rank. For the main thread."""
+
+    def __init__(self, generation: int) -> None:
+        self._generation = generation
+        self._pages: dict[int, Page] = {}
+
+    def make(self, local_rank: int) -> str:
+        """The page of a worker that is to be started; returns its path, for `WorkerEnv.page`. Raises OSError."""
+        page = self._pages[local_rank] = Page.make(self._generation)
+        return page.path
+
+    def process_made(self, local_rank: int, at: float) -> None:
+        """At `at` this worker's process began; nobody will tell when its script does."""
+        self._pages[local_rank].words[SCRIPT_AT] = round(at * 1e9)
+
+    def read(self) -> dict[int, Reading]:
+        return {local_rank: page.read() for local_rank, page in self._pages.items()}
+
+    def raise_flags(self) -> None:
+        """A planned change waits for these workers."""
+        for page in self._pages.values():
+            page.words[PENDING] = 1
+
+    def close(self) -> None:
+        """Nobody needs them any more."""
+        for page in self._pages.values():
+            page.close()
+        self._pages.clear()

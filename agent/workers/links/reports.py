@@ -1,0 +1,128 @@
+"""Receives what this node's workers report: a UNIX datagram socket in a folder that only this user can enter.
+
+Reports are hints. A datagram that does not decode is counted and dropped, and so is one that comes while the main
+loop has too much to do: training never waits for us.
+
+With one kind comes an open file: the lock of a checkpoint directory (see `worker/disk/ownership.py`), which stays
+locked between two generations, until this process ends or the job begins another run. A thread of its own has these
+files, because to close one may take as long as a disk does not answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+from ....rendezvous.threads import Thread
+from ....worker.wire.codec import Invalid
+from ....worker.wire.messages import MAX_BYTES, REPORTS, LentLock
+from ...common.events import Event, Reported
+
+log = logging.getLogger(__name__)
+
+MAX_LOCKS = 64
+"""Checkpoint directories of one job whose locks are kept."""
+
+MAX_AT_ONCE = 64
+"""Datagrams that are read before other sockets have their turn."""
+
+
+class ReportReceiver:
+    """Turns datagrams into events; a thread keeps locks."""
+
+    def __init__(
+        self,
+        path: Path,
+        post: Callable[[Event], None],
+        has_room: Callable[[], bool],
+        clock: Callable[[], float],
+        count_dropped: Callable[[], None],
+    ) -> None:
+        self.path = path
+        self._post = post
+        self._has_room = has_room
+        self._clock = clock
+        self._count_dropped = count_dropped
+        self._said = False
+        self._lent: queue.SimpleQueue[tuple[LentLock, list[int]]] = queue.SimpleQueue()
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind(str(path))
+
+    def start(self) -> None:
+        Thread(self._keep_locks, "directory-locks").start()
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def read(self) -> None:
+        """The datagrams that have come, `MAX_AT_ONCE` at most. Raises OSError."""
+        for _ in range(MAX_AT_ONCE):
+            try:
+                datagram, lent, flags, _ = self.socket.recvmsg(
+                    MAX_BYTES + 1, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+                )
+            except BlockingIOError:
+                return
+            self._take(datagram, lent, flags)
+
+    def _take(self, datagram: bytes, lent: list[tuple[int, int, bytes]], flags: int) -> None:
+        descriptors = [number for _, _, raw in lent for number in array("i", raw)]
+        if flags & socket.MSG_CTRUNC:
+            self._drop("the lock of a checkpoint directory: this agent has no descriptors left")
+        try:
+            report = REPORTS.decode(datagram)
+        except Invalid as error:
+            self._drop("a report that does not decode: %s", error)
+            report = None
+        if isinstance(report, LentLock):
+            self._lent.put((report, descriptors))
+            return
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if report is None:
+            return
+        if self._has_room():
+            self._post(Reported(report, self._clock()))
+        else:
+            self._drop("reports: the agent is too busy")
+
+    def _keep_locks(self) -> None:
+        generation, run = 0, ""
+        kept: dict[tuple[int, int], int] = {}
+        while True:
+            message, unneeded = self._lent.get()
+            if message.generation >= generation:
+                generation, given = message.generation, unneeded
+                unneeded = []
+                if message.run != run:
+                    unneeded, run, kept = list(kept.values()), message.run, {}
+                for descriptor in given:
+                    place = _place_of(descriptor)
+                    if place is None or place in kept or len(kept) == MAX_LOCKS:
+                        unneeded.append(descriptor)
+                    else:
+                        kept[place] = descriptor
+            for descriptor in unneeded:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+
+    def _drop(self, why: str, *details: object) -> None:
+        self._count_dropped()
+        if not self._said:
+            self._said = True
+            log.warning("dropping " + why + " (said once; later ones are only counted)", *details)
+
+
+def _place_of(descriptor: int) -> tuple[int, int] | None:
+    """Device and inode; None where the file system has forgotten the file."""
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -1,0 +1,257 @@
+"""Hears and answers this node's workers: one thread reads all that they say (`worker/wire/messages.py`).
+
+There are two sockets, in a folder that only this user can enter. Datagrams are reports. On the stream socket a worker
+either asks one question over a connection of its own, and is answered once: the store may have to be asked, so that a
+thread of its own answers. Or it guards its last step: then its connection lasts as long as it does, what it says is
+posted, and the main loop tells it what to do.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from ....rendezvous.threads import Thread
+from ....worker.wire.channel import Lines, send
+from ....worker.wire.codec import Invalid, kind_of
+from ....worker.wire.environment import WorkerEnv
+from ....worker.wire.messages import (
+    FROM_WORKERS,
+    MAX_BYTES,
+    CommitAnswer,
+    CommitQuestion,
+    FromGuard,
+    Guarding,
+    Question,
+    StepAnswer,
+    ToGuard,
+    encode,
+)
+from ...common.events import Event, JustInTimeMessage
+from .commit_fence import CommitFence
+from .last_steps import LastSteps
+from .reports import ReportReceiver
+
+log = logging.getLogger(__name__)
+
+ACCEPT_PAUSE_S = 0.1
+"""The rest of the listener after this process ran out of file descriptors; the connection waits."""
+
+ANSWER_S = 2.0
+"""How long a worker may take to take its answer."""
+
+MAX_CLIENTS = 512
+"""Connections at once. The next one takes the place of the oldest that has said nothing yet."""
+
+MAX_ANSWERS = 64
+"""Threads at once: all workers of a node may ask at the same time. The next questions wait."""
+
+MAX_WAITING = 256
+"""Questions of one kind that wait for a thread. The connection of the next one is closed."""
+
+
+class WorkerLinks:
+    """`tell` is for the main loop."""
+
+    def __init__(
+        self,
+        env: WorkerEnv,
+        commits: CommitFence,
+        steps: LastSteps,
+        reports: ReportReceiver,
+        post: Callable[[Event], None],
+    ) -> None:
+        self._commits = commits
+        self._steps = steps
+        self._reports = reports
+        self._post = post
+        self._clients: dict[socket.socket, _Client] = {}
+        """Those that have not asked yet, and those that guard. For the thread."""
+        self._guards: dict[tuple[int, int], socket.socket] = {}
+        """By generation and local rank."""
+        self._commit_questions: deque[tuple[socket.socket, Question]] = deque()
+        """That wait for a thread; they are answered first."""
+        self._step_questions: deque[tuple[socket.socket, Question]] = deque()
+        self._answering = 0
+        """Threads that answer."""
+        self._lock = threading.Lock()
+        """For the questions, the guards and the number of threads."""
+        self._accept_at: float | None = None
+        """When the listener has rested, monotonic; None while it does not rest."""
+        self._out_of_descriptors = False
+        self._selector = selectors.DefaultSelector()
+        self._waker, self._woken = socket.socketpair()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(env.socket)
+        self._listener.listen(MAX_CLIENTS)
+        self._listener.setblocking(False)
+
+    def start(self) -> None:
+        self._reports.start()
+        Thread(self._serve, "worker-links").start()
+
+    def close(self) -> None:
+        self._waker.close()
+
+    def tell(self, generation: int, local_rank: int, message: ToGuard) -> None:
+        with self._lock:
+            connection = self._guards.get((generation, local_rank))
+            if connection is not None:
+                try:
+                    connection.send(encode(message), socket.MSG_DONTWAIT)
+                except OSError as error:
+                    log.debug("local rank %d does not take %s: %s", local_rank, kind_of(type(message)), error)
+
+    # ---------------------------------------------------------------- reading
+
+    def _serve(self) -> None:
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._reports.socket, selectors.EVENT_READ)
+        while True:
+            for key, _ in self._selector.select(self._rest_s()):
+                if key.fileobj is self._woken:
+                    self._listener.close()
+                    self._reports.close()
+                    return
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj is self._reports.socket:
+                    self._reports.read()
+                elif key.data.connection in self._clients:  # else it has made room for another one just now
+                    self._read(key.data)
+
+    def _rest_s(self) -> float | None:
+        """How long the listener still rests. When that is over, it is listened to again."""
+        if self._accept_at is None:
+            return None
+        left_s = self._accept_at - time.monotonic()
+        if left_s > 0:
+            return left_s
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._accept_at = None
+        return None
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            if not self._out_of_descriptors:
+                log.warning("cannot accept a worker's connection: %s", error)
+            self._out_of_descriptors = True
+            self._selector.unregister(self._listener)
+            self._accept_at = time.monotonic() + ACCEPT_PAUSE_S
+            return
+        self._out_of_descriptors = False
+        if len(self._clients) == MAX_CLIENTS:
+            silent = next((client for client in self._clients.values() if client.guards is None), None)
+            if silent is None:
+                connection.close()
+                return
+            self._drop(silent)
+        client = self._clients[connection] = _Client(connection)
+        self._selector.register(connection, selectors.EVENT_READ, client)
+
+    def _read(self, client: _Client) -> None:
+        try:
+            data = client.connection.recv(MAX_BYTES, socket.MSG_DONTWAIT)
+            for message in client.lines.add(data):
+                if isinstance(message, Question):
+                    self._forget(client)
+                    self._ask(client.connection, message)
+                    return
+                self._pass_on(client, message)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data = b""  # it was killed with words of ours unread
+        except (OSError, Invalid) as error:
+            log.warning("a worker's connection is closed: %s", error)
+            data = b""
+        if not data:
+            self._drop(client)
+
+    def _pass_on(self, client: _Client, message: FromGuard) -> None:
+        if isinstance(message, Guarding):
+            client.guards = message.generation, message.local_rank
+            with self._lock:
+                self._guards[client.guards] = client.connection
+        if client.guards is None:
+            raise Invalid(f"{kind_of(type(message))} from a worker that has not said who it is")
+        self._post(JustInTimeMessage(*client.guards, message))
+
+    def _forget(self, client: _Client) -> None:
+        self._selector.unregister(client.connection)
+        del self._clients[client.connection]
+        if client.guards is not None:
+            with self._lock:
+                if self._guards.get(client.guards) is not client.connection:
+                    return
+                del self._guards[client.guards]
+            self._post(JustInTimeMessage(*client.guards, None))
+
+    def _drop(self, client: _Client) -> None:
+        self._forget(client)
+        client.connection.close()
+
+    # ---------------------------------------------------------------- answering
+
+    def _ask(self, connection: socket.socket, question: Question) -> None:
+        waiting = self._commit_questions if isinstance(question, CommitQuestion) else self._step_questions
+        with self._lock:
+            if len(waiting) >= MAX_WAITING:
+                log.warning("a worker's connection is closed: %d questions wait already", len(waiting))
+                connection.close()
+                return
+            waiting.append((connection, question))
+            if self._answering == MAX_ANSWERS:
+                return
+            self._answering += 1
+        Thread(self._answer_all, "worker-answer", self._answering_failed).start()
+
+    def _answer_all(self) -> None:
+        while True:
+            with self._lock:
+                waiting = self._commit_questions or self._step_questions
+                if not waiting:
+                    self._answering -= 1
+                    return
+                connection, question = waiting.popleft()
+            with connection:
+                self._answer(connection, question)
+
+    def _answer(self, connection: socket.socket, question: Question) -> None:
+        answer: CommitAnswer | StepAnswer
+        if isinstance(question, CommitQuestion):
+            answer = self._commits.answer(question)
+        else:
+            answer = self._steps.answer(question)
+        try:
+            send(connection, answer, ANSWER_S)
+        except OSError as error:
+            log.warning("a worker does not take its answer to %s: %s", question, error)
+
+    def _answering_failed(self) -> None:
+        """A thread has ended, or could not be started: whoever waits for none hears the end of its connection."""
+        with self._lock:
+            self._answering -= 1
+            if self._answering:
+                return
+            waiting = [connection for connection, _ in (*self._commit_questions, *self._step_questions)]
+            self._commit_questions.clear()
+            self._step_questions.clear()
+        for connection in waiting:
+            connection.close()
+
+
+class _Client:
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.lines = Lines(FROM_WORKERS)
+        self.guards: tuple[int, int] | None = None
+        """Its generation and local rank, of one that guards its last step."""

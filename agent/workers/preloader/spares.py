@@ -1,0 +1,478 @@
+"""The agent's end of warm starts: keeps a preloaded process and its spares, and hands spares out to become workers.
+
+The preloaded process (`process`) is started with the agent, imports in the background, and forks spares on demand; each
+has its own socket to the agent and is the agent's child. `spare_policy` decides how many spares are wanted and how long
+a start waits for them; here it is done. Whatever goes wrong, workers start cold, and `why_cold` says why.
+
+One thread waits for all sockets and posts `SpareReadable`; the main thread, which has all state, reads what there is.
+
+Invariants: a spare that was taken is never offered again, and one that was not taken receives nothing. Spares that were
+forked live on when the preloaded process ends, and are dropped when what they have imported is out of date.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ....rendezvous.threads import Thread
+from ....worker.memory.available_memory import Memory
+from ...common.events import Event, SpareReadable
+from ...machine.memory.memory_pressure import MemoryPolicy, pressure
+from ..processes.failures import describe_exit
+from ..processes.standing import KILLED_S, ends_within, stat_of
+from ..processes.workers import Process, tied
+from . import wire
+from .import_profile import ImportProfile
+from .spare_policy import (
+    CALM_S,
+    HEALTHY_S,
+    Phase,
+    Stock,
+    before_start,
+    due_at,
+    in_background,
+    overdue,
+    pause_s,
+)
+
+log = logging.getLogger(__name__)
+
+PROCESS = Path(__file__).with_name("process.py")
+
+MEMORY_EVERY_S = 5.0
+"""Between two looks at how scarce memory is."""
+
+LEARN_AFTER_S = 15.0
+"""With --preload auto: from the start of the first generation until it has probably imported what it needs."""
+
+OUTPUT_MOST = 16 * 1024
+
+ENDING_S = 0.5
+"""How long the end of a process may take whose socket is closed already, before it is helped."""
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""What the preloaded process is told, so that its libraries start no threads: a fork would not have them. MKL does as
+OpenMP."""
+
+
+class Spare:
+    """One forked process that waits, or has become what `become` said."""
+
+    def __init__(self, channel: socket.socket, profile: ImportProfile | None = None) -> None:
+        self.channel = channel
+        self._profile = profile
+        self.pid = 0
+        """Known when it is ready."""
+        self.taken = False
+        self._ended: int | None = None
+
+    def become(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+        """Raises OSError when it has ended."""
+        profile = self._profile.hand_out() if self._profile is not None and "start" in message else ()
+        wire.send(self.channel, message, [*descriptors, *profile])
+
+    def wait(self) -> int:
+        """Its return code, as `subprocess` counts it."""
+        if self._ended is None:
+            _, status = os.waitpid(self.pid, 0)
+            self._ended = os.waitstatus_to_exitcode(status)
+        return self._ended
+
+    @property
+    def usable(self) -> bool:
+        """Not if it has ended, or was stopped by a signal."""
+        stat = stat_of(f"/proc/{self.pid}")
+        return stat is not None and stat.state not in ("Z", "X", "T", "t")
+
+
+@dataclass(slots=True, eq=False)
+class _Preloaded:
+    """The process, and what is known of it."""
+
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
+    output: socket.socket
+    """What it and its spares print: hardly ever anything."""
+    since: float
+    learned: tuple[str, ...] = ()
+    phase: Phase = Phase.LOADING
+
+
+class Spares:
+    """The preloaded process and its spares. For the main thread: what it starts dies with the thread that starts it."""
+
+    def __init__(
+        self,
+        python: str,
+        names: Sequence[str],
+        wanted: int,
+        environment: Mapping[str, str],
+        post: Callable[[Event], None],
+        clock: Callable[[], float],
+        read_memory: Callable[[], tuple[Memory, ...]],
+        first_on_path: str,
+    ) -> None:
+        """`python` is the job's, `environment` what its workers inherit, with the mark of this agent, `first_on_path`
+        the folder where they look first for modules. So many spares are `wanted`. Nothing is preloaded before `start`:
+        every start is cold."""
+        self.why_cold = "nothing is preloaded"
+        """Where there is no spare."""
+        self._environment = {**environment, **ONE_THREAD}
+        self._python = python
+        self._names = tuple(names)
+        self._first_on_path = first_on_path
+        self._wanted = wanted
+        self._post = post
+        self._clock = clock
+        self._read_memory = read_memory
+        self._profile = ImportProfile() if "auto" in names else None
+        self._learn_at: float | None = None
+        self._learned: tuple[str, ...] = ()
+        """What the first generation has imported, once that is preloaded, too."""
+        self._preloaded: _Preloaded | None = None
+        self._next: _Preloaded | None = None
+        """It will take the other's place if it can be forked with what was learned."""
+        self._spares: list[Spare] = []
+        self._asked_at = 0.0
+        self._fork_failed = False
+        """Some of those that were asked for last have ended before they were ready."""
+        self._failures = 0
+        self._retry_at: float | None = None
+        self._calm_at = 0.0
+        self._pressure = ""
+        self._look_at = 0.0
+        self._ending: list[subprocess.Popen[bytes]] = []
+        self._owners: dict[int, _Preloaded | Spare] = {}
+        self._poll = select.epoll()
+
+    def start(self) -> None:
+        Thread(self._listen, "spares").start()
+        self._preloaded = self._launch((), self._clock())
+
+    def close(self) -> None:
+        """The agent is ending."""
+        self._retry_at = None
+        for preloaded in filter(None, (self._preloaded, self._next)):
+            self._end(preloaded)
+        ready = [spare for spare in self._spares if spare.pid]
+        self._drop_all()
+        children: list[Process] = [*ready, *self._ending]
+        for child in children:
+            if ends_within(child.pid, KILLED_S):
+                child.wait()
+
+    # --- What there is
+
+    @property
+    def pids(self) -> Collection[int]:
+        """All processes that are waited for here."""
+        return [*self.sessions, *(spare.pid for spare in self._spares if spare.pid)]
+
+    @property
+    def sessions(self) -> Collection[int]:
+        """Of preloaded processes: the sessions from which spares come."""
+        living = [preloaded.process for preloaded in (self._preloaded, self._next) if preloaded is not None]
+        return [process.pid for process in (*living, *self._ending)]
+
+    @property
+    def ready(self) -> int:
+        return sum(1 for spare in self._spares if spare.pid)
+
+    @property
+    def loaded(self) -> bool:
+        """Whether there is nothing to wait for any more: it is ready, or gone, and then for an unknown time."""
+        return self._preloaded is None or self._preloaded.phase is not Phase.LOADING
+
+    def _stock(self) -> Stock:
+        preloaded, coming = self._preloaded, len(self._spares) - self.ready
+        if preloaded is None:
+            return Stock(Phase.BROKEN, 0.0, self.ready)
+        return Stock(preloaded.phase, preloaded.since, self.ready, coming, self._asked_at, self._fork_failed)
+
+    # --- What the agent asks for
+
+    def prepared(self, count: int, now: float) -> bool:
+        """Whether so many processes may be started now, warm or cold. If not: again after an event, or `turn`'s
+        instant."""
+        self._replace_if_overdue(now)
+        advice = before_start(self._stock(), count, now)
+        if advice.ask:
+            self._ask_for(advice.ask, now)
+        return advice.wait_until is None
+
+    def take(self) -> Spare | None:
+        """A spare for the caller alone; None where there is none, for the reason `why_cold`."""
+        while spare := next((spare for spare in self._spares if spare.pid), None):
+            self._spares.remove(spare)
+            if spare.usable:
+                spare.taken = True
+                return spare
+            self._discard(spare)
+        return None
+
+    def workers_started(self, now: float) -> None:
+        """They need the cores now."""
+        self._calm_at = now + CALM_S
+        if self._profile is not None and self._profile.handed_out and self._learn_at is None:
+            self._learn_at = now + LEARN_AFTER_S
+
+    def turn(self, now: float) -> float | None:
+        """Do what is due; the instant at which there is more to do."""
+        self._ending = [process for process in self._ending if process.poll() is None]
+        if self._retry_at is not None and now >= self._retry_at:
+            self._retry_at = None
+            self._preloaded = self._launch(self._learned, now)
+        if self._learn_at is not None and now >= self._learn_at:
+            self._learn(now)
+        self._replace_if_overdue(now)
+        if now >= self._look_at and (self._spares or self._pressure):
+            self._look_at = now + MEMORY_EVERY_S
+            self._look_at_memory()
+        stock = self._stock()
+        if missing := in_background(stock, self._wanted, self._calm_at, bool(self._pressure), now):
+            self._ask_for(missing, now)
+        instants = [self._look_at, self._retry_at, self._learn_at, due_at(self._stock())]
+        if now < self._calm_at:
+            instants.append(self._calm_at)
+        return min((at for at in instants if at is not None), default=None)
+
+    def heard(self, event: SpareReadable, now: float) -> None:
+        owner = self._owners.get(event.descriptor)
+        if owner is None:
+            return  # it was closed meanwhile
+        if isinstance(owner, _Preloaded) and event.descriptor == owner.output.fileno():
+            self._on_output(owner)
+            return
+        try:
+            received = wire.receive(owner.channel)
+        except BlockingIOError:
+            received = {}, []
+        except (OSError, wire.BadMessage) as error:
+            log.warning("a spare or what it was forked from does not speak as it should: %s", error)
+            received = None
+        message = received[0] if received is not None else None
+        if message is not None:
+            self._poll.modify(event.descriptor, select.EPOLLIN | select.EPOLLONESHOT)
+        if isinstance(owner, Spare):
+            self._on_spare_message(owner, message, now)
+        else:
+            self._on_preloaded_message(owner, message, now)
+
+    # --- The preloaded process
+
+    def _launch(self, learned: tuple[str, ...], now: float) -> _Preloaded | None:
+        """None when that failed, which was told."""
+        (ours, theirs), (output, their_output) = wire.pair(), socket.socketpair()
+        try:
+            with theirs, their_output:
+                process = subprocess.Popen(
+                    tied([self._python, "-u", str(PROCESS), str(os.getpid())]),
+                    env=self._environment,
+                    stdin=theirs.fileno(),
+                    stdout=their_output.fileno(),
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            told = {"load": self._names, "learned": learned, "first_on_path": self._first_on_path}
+            wire.send(ours, told)
+        except OSError as error:
+            ours.close()
+            output.close()
+            self._failed(f"it cannot be started: {error}", now)
+            return None
+        preloaded = _Preloaded(process, ours, output, now, learned)
+        self._watch(ours, preloaded)
+        self._watch(output, preloaded)
+        self.why_cold = "the preloaded process has not yet done its imports"
+        return preloaded
+
+    def _on_preloaded_message(
+        self, preloaded: _Preloaded, message: dict[str, Any] | None, now: float
+    ) -> None:
+        if preloaded is self._next:
+            self._on_next_message(preloaded, message, now)
+        elif message is None:
+            returncode = _returncode(preloaded.process)
+            self._end(preloaded)
+            ended = "it does not speak any more" if returncode is None else describe_exit(returncode).text
+            self._failed(ended, now)
+        elif "loaded" in message:
+            took_s, preloaded.phase, preloaded.since = now - preloaded.since, Phase.READY, now
+            self.why_cold = "no spare was ready"
+            log.info("preloaded %d modules in %.1f s", message["loaded"], took_s)
+            for name, why in message["skipped"].items():
+                asked_for = logging.WARNING if name in self._names else logging.INFO
+                log.log(asked_for, "not preloaded: %s (%s); workers import it themselves", name, why)
+        elif "unfit" in message:
+            self._end(preloaded)
+            self._drop_all()
+            if message["stale"]:
+                log.info("preloading again: %s", message["unfit"])
+                self._preloaded = self._launch(self._learned, now)
+            else:
+                self.why_cold = f"the preloaded process cannot be forked: {message['unfit']}"
+                log.warning("workers start cold from now on: %s", self.why_cold)
+
+    def _learn(self, now: float) -> None:
+        assert self._profile is not None
+        self._learn_at = None
+        learned, self._profile = self._profile.read(), None
+        if learned and self._preloaded is not None:
+            self._next = self._launch(learned, now)
+
+    def _on_next_message(self, preloaded: _Preloaded, message: dict[str, Any] | None, now: float) -> None:
+        """It takes its place when it is ready; if it never is, all goes on as before."""
+        if message is None or "unfit" in message:
+            self._end(preloaded)
+            why = "the process that tried it has ended" if message is None else message["unfit"]
+            log.warning("what workers import is not preloaded: %s", why)
+        elif "loaded" in message:
+            if self._preloaded is not None:
+                self._end(self._preloaded)
+            self._drop_all()
+            self._preloaded, self._next, self._learned = preloaded, None, preloaded.learned
+            preloaded.phase, preloaded.since = Phase.READY, now
+            log.info("preloaded %d modules, with what workers have imported", message["loaded"])
+
+    def _on_output(self, preloaded: _Preloaded) -> None:
+        try:
+            data = preloaded.output.recv(OUTPUT_MOST)
+        except BlockingIOError:
+            data = b"\n"
+        if not data:
+            self._close(preloaded.output)
+            return
+        self._poll.modify(preloaded.output, select.EPOLLIN | select.EPOLLONESHOT)
+        for line in data.decode(errors="backslashreplace").splitlines():
+            if line:
+                log.warning("the preloaded process says: %s", line)
+
+    def _failed(self, why: str, now: float) -> None:
+        """It is not there any more; another one will be, after a pause."""
+        self._failures += 1
+        pause = pause_s(self._failures)
+        self._retry_at = now + pause
+        self.why_cold = f"there is no preloaded process: {why}"
+        log.warning("the preloaded process is gone: %s; starting another in %g s", why, pause)
+
+    def _replace_if_overdue(self, now: float) -> None:
+        if overdue(self._stock(), now):
+            # It may have spoken long ago, while this process stood still or had not begun to listen.
+            for descriptor in list(self._owners):
+                self.heard(SpareReadable(descriptor), now)
+        if self._preloaded is None:
+            return
+        if problem := overdue(self._stock(), now):
+            self._end(self._preloaded)
+            self._failed(problem, now)
+        elif self._preloaded.phase is Phase.READY and now >= self._preloaded.since + HEALTHY_S:
+            self._failures = 0
+
+    def _end(self, preloaded: _Preloaded) -> None:
+        """It has nothing to finish. There is no wait for its end, which a dead disk may delay."""
+        if preloaded.output.fileno() >= 0:
+            self._on_output(preloaded)  # its last words
+        self._close(preloaded.output)
+        self._close(preloaded.channel)
+        self._ending.append(preloaded.process)
+        preloaded.process.kill()
+        if preloaded is self._next:
+            self._next = None
+            return
+        self._preloaded = None
+        for coming in [spare for spare in self._spares if not spare.pid]:
+            self._discard(coming)
+
+    # --- Spares
+
+    def _ask_for(self, count: int, now: float) -> None:
+        assert self._preloaded is not None
+        pairs = [wire.pair() for _ in range(min(count, wire.MOST_DESCRIPTORS))]
+        try:
+            wire.send(self._preloaded.channel, {}, [theirs.fileno() for _, theirs in pairs])
+        except (
+            OSError
+        ):  # it has ended, or does not read any more: its socket will show that, or it will be overdue
+            pass
+        if len(self._spares) == self.ready:
+            self._asked_at, self._fork_failed = now, False
+        for ours, theirs in pairs:
+            theirs.close()
+            spare = Spare(ours, self._profile)
+            self._spares.append(spare)
+            self._watch(ours, spare)
+
+    def _on_spare_message(self, spare: Spare, message: dict[str, Any] | None, now: float) -> None:
+        if message is None:
+            if spare.taken:
+                self._close(spare.channel)  # it has become what it was told
+            else:
+                self._fork_failed |= not spare.pid
+                self._discard(spare)
+                self._calm_at = max(self._calm_at, now + CALM_S)  # whatever ends them may do so again
+        elif "ready" in message:
+            spare.pid = int(message["ready"])
+        elif "problem" in message:
+            log.warning(
+                "worker process %d is no fork of the preloaded one: %s", spare.pid, message["problem"]
+            )
+
+    def _discard(self, spare: Spare) -> None:
+        """It has nothing to finish, and is buried as any orphan."""
+        if spare in self._spares:
+            self._spares.remove(spare)
+        self._close(spare.channel)
+        if spare.pid:
+            os.kill(spare.pid, signal.SIGKILL)  # it is our child, and not yet buried
+
+    def _drop_all(self) -> int:
+        dropped = self.ready
+        for spare in list(self._spares):
+            self._discard(spare)
+        return dropped
+
+    def _look_at_memory(self) -> None:
+        judged = (
+            pressure(MemoryPolicy(), memory, before=bool(self._pressure)) for memory in self._read_memory()
+        )
+        scarce = next(filter(None, judged), "")
+        if scarce and not self._pressure:
+            dropped = self._drop_all()
+            log.warning("memory is scarce: %s; %d spares are dropped, and made when needed", scarce, dropped)
+        elif self._pressure and not scarce:
+            log.info("memory is not scarce any more: spares are kept again")
+        self._pressure = scarce
+
+    # --- Sockets
+
+    def _watch(self, channel: socket.socket, owner: _Preloaded | Spare) -> None:
+        channel.setblocking(False)
+        self._owners[channel.fileno()] = owner
+        self._poll.register(channel.fileno(), select.EPOLLIN | select.EPOLLONESHOT)
+
+    def _close(self, channel: socket.socket) -> None:
+        if channel.fileno() >= 0:
+            del self._owners[channel.fileno()]
+            channel.close()
+
+    def _listen(self) -> None:
+        while True:
+            for descriptor, _ in self._poll.poll():
+                self._post(SpareReadable(descriptor))
+
+
+def _returncode(process: subprocess.Popen[bytes]) -> int | None:
+    """None when it does not end, though it has closed its socket."""
+    try:
+        return process.wait(ENDING_S)
+    except subprocess.TimeoutExpired:
+        return None

@@ -1,0 +1,372 @@
+"""How one worker ended, as data and in words: what failed first, where, with which exception, and where to read on.
+
+What is known comes from three places, the best first: the *error file* that torch's `@record` writes for an uncaught
+exception, the last Python traceback in the worker's stderr, and the *exit*: a return code as `subprocess` counts it
+(negative: ended by that signal). All three are written or caused by the user's program: whatever they hold, reading
+them never raises, and what does not fit is cut.
+
+Invariant: every text in a `WorkerFailure` is bounded, has nothing that a terminal obeys, and can be encoded; only an
+exception and a traceback have several lines. Its JSON form stays within `MAX_JSON` bytes, because it travels through
+the store to the other nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from ....rendezvous.fields import clean
+from ....worker.wire.codec import Codec, Count, Invalid, Text, Within
+
+Reason = Literal["ok", "exception", "signal", "oom", "nccl", "hang", "unknown"]
+"""Some of the metric `worker_exits_total`'s values for `reason`. `nccl`: the network between the workers, or NCCL
+itself; `hang`: no exit at all, the agent had waited long enough."""
+
+HANG_SIGNAL = signal.SIGABRT
+"""What ends a worker that hangs: PYTHONFAULTHANDLER makes it print where each of its threads stands."""
+
+MAX_JSON = 4096
+_SCHEMA = 2
+_ERROR_FILE_MAX = 1024 * 1024
+_CAUSE_MAX = 500
+_EXCEPTION_MAX = 2048
+_TRACEBACK_MAX = 16 * 1024
+_FINGERPRINT_MAX = 300
+
+# Bytes that each text may take in the JSON form. With the numbers and the names they stay below MAX_JSON.
+_NODE, _CAUSE, _EXCEPTION, _TRACEBACK, _LOG_TAIL, _LOG_FILE = 256, 400, 500, 1400, 800, 500
+
+_SIGNAL_HINTS = {
+    signal.SIGABRT: "the program gave up: often a C++ exception or NCCL's watchdog",
+    signal.SIGBUS: "often a full /dev/shm, or a mapped file that became shorter",
+    signal.SIGFPE: "arithmetic in native code, such as an integer division by zero",
+    signal.SIGILL: "an instruction that this processor lacks: built for another machine",
+    signal.SIGKILL: "often the kernel's out-of-memory killer or an operator",
+    signal.SIGSEGV: "a fault in native code; `python -X faulthandler` shows where",
+    signal.SIGTERM: "something asked it to stop",
+    signal.SIGUSR1: "such as Slurm's --signal sends to all processes; this one does not handle it",
+    signal.SIGUSR2: "such as Slurm's --signal sends to all processes; this one does not handle it",
+}
+_OOM_HINT = "the kernel's out-of-memory killer: no memory was left on this machine or in its cgroup"
+_CODE_HINTS = {126: "the command could not be run", 127: "the command was not found"}
+
+# torch puts "[rank3]: " before each line of an uncaught exception once a process group exists.
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
+# A traceback's frame; faulthandler's `File "x", line 1 in f` has no comma and is no Python exception.
+_FRAME = re.compile(r'^\s+File ".*", line \d+(, in .*)?$')
+# What torch raises when NCCL or its TCPStore fails, and what NCCL's watchdog writes before it aborts the process.
+_NETWORK_EXCEPTION = re.compile(r"DistBackendError|DistNetworkError|NCCL error|nccl(System|Remote)Error")
+_WATCHDOG = re.compile(
+    r"Watchdog caught collective operation timeout|watchdog thread terminated with exception"
+)
+# What the worker library raises on all ranks together, where the next generation would end in the same way. Ranks that
+# have other values may have them from a fault, which a restart mends; sharded state is the script's.
+_FINAL = re.compile(r"(elastic_agent\.worker\.errors\.)?(OtherRun|Sharded): ")
+_HEADER = "Traceback (most recent call last):"
+# What changes from run to run in a message: UUIDs, addresses and hashes, names of temporary files, numbers.
+_VARYING = re.compile(
+    r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|\b0x[0-9a-f]+|\b(?=[a-f]*\d)[0-9a-f]+\b|\btmp\w{6,}|\d+",
+    re.IGNORECASE,
+)
+
+
+class FailureInvalid(ValueError):
+    """A text is not the JSON form of a `WorkerFailure`: another program or version wrote it. Do not show it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExitDescription:
+    text: str
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReport:
+    """What an error file or a traceback tells. `note` says why an error file that exists could not be used."""
+
+    exception: str | None = None
+    traceback: str | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFailure:
+    """One worker's end. `cause` is one line that stands alone; `exception` is `Type: message`."""
+
+    rank: Annotated[int, Within(0, 2**31 - 1)]
+    local_rank: Annotated[int, Within(0, 2**31 - 1)]
+    node: Annotated[str, Text(_NODE)]
+    generation: Count
+    returncode: Annotated[int, Within(-128, 255)]
+    reason: Reason
+    cause: Annotated[str, Text(_CAUSE)]
+    exception: Annotated[str, Text(_EXCEPTION)] | None = None
+    traceback: Annotated[str, Text(_TRACEBACK)] | None = None
+    log_tail: tuple[Annotated[str, Text(_LOG_TAIL)], ...] = ()
+    log_file: Annotated[str, Text(_LOG_FILE)] | None = None
+
+    def to_json(self) -> str:
+        """A small form: the ends of the traceback and of the log, at most `MAX_JSON` bytes of ASCII."""
+        small = replace(
+            self,
+            node=_fit(self.node, _NODE),
+            cause=_fit(self.cause, _CAUSE),
+            exception=self.exception and _fit(self.exception, _EXCEPTION),
+            traceback=self.traceback and _fit(self.traceback, _TRACEBACK, keep_end=True),
+            log_tail=_last_that_fit(self.log_tail, _LOG_TAIL),
+            log_file=self.log_file and _fit(self.log_file, _LOG_FILE),
+        )
+        return _CODEC.encode(small).decode().rstrip()
+
+    @staticmethod
+    def from_json(text: str) -> WorkerFailure:
+        """Raises `FailureInvalid` for everything that `to_json` does not write."""
+        try:
+            read = _CODEC.decode(text.encode(errors="surrogatepass"))
+        except Invalid as error:
+            raise FailureInvalid(str(error)) from error
+        return replace(
+            read,
+            node=_clean(read.node),
+            cause=_clean(read.cause),
+            exception=read.exception and _clean_lines(read.exception),
+            traceback=read.traceback and _clean_lines(read.traceback),
+            log_tail=tuple(map(_clean, read.log_tail)),
+            log_file=read.log_file and _clean(read.log_file),
+        )
+
+
+_CODEC: Codec[WorkerFailure] = Codec((WorkerFailure,), version=_SCHEMA, most_bytes=MAX_JSON)
+
+
+def examine(
+    *,
+    rank: int,
+    local_rank: int,
+    node: str,
+    generation: int,
+    returncode: int,
+    error_file: Path | None,
+    log_tail: Sequence[str],
+    log_file: Path | None,
+    oom_killed: bool = False,
+) -> WorkerFailure:
+    """Everything that can be told about this worker's end."""
+    ended = describe_exit(returncode, oom_killed)
+    log_tail = tuple(_clean(line) for line in log_tail)
+    report = (None if error_file is None else read_error_file(error_file)) or ErrorReport()
+    note = f"; {report.note}" if report.note else ""
+    # A worker that a signal ended may have logged, and survived, any number of exceptions before.
+    if report.exception is None and returncode > 0:
+        report = find_traceback(log_tail) or report
+    reason = ended.reason
+    cause = ended.text
+    if report.exception is not None:
+        cause += f": {_first_line(report.exception)}"
+        if reason in ("unknown", "signal"):
+            reason = "nccl" if _NETWORK_EXCEPTION.search(report.exception) else "exception"
+    elif returncode == -signal.SIGABRT and any(_WATCHDOG.search(line) for line in log_tail):
+        reason = "nccl"
+    return WorkerFailure(
+        rank=rank,
+        local_rank=local_rank,
+        node=node,
+        generation=generation,
+        returncode=returncode,
+        reason=reason,
+        cause=_cut(cause + note, _CAUSE_MAX),
+        exception=report.exception,
+        traceback=report.traceback,
+        log_tail=log_tail,
+        log_file=None if log_file is None else _clean(str(log_file)),
+    )
+
+
+def stuck(
+    node: str, generation: int, rank: int, local_rank: int, cause: str, log_file: Path | None
+) -> WorkerFailure:
+    """The end that the agent makes of a worker that does not move."""
+    return WorkerFailure(
+        rank=rank,
+        local_rank=local_rank,
+        node=node,
+        generation=generation,
+        returncode=-HANG_SIGNAL,
+        reason="hang",
+        cause=_cut(cause, _CAUSE_MAX),
+        log_file=None if log_file is None else _clean(str(log_file)),
+    )
+
+
+def describe_exit(returncode: int, oom_killed: bool = False) -> ExitDescription:
+    """`oom_killed`: the kernel counted an out-of-memory kill among the workers meanwhile."""
+    if returncode == 0:
+        return ExitDescription("exit code 0", "ok")
+    if returncode < 0:
+        number = -returncode
+        if number == signal.SIGKILL and oom_killed:
+            return ExitDescription(f"killed by SIGKILL (signal 9; {_OOM_HINT})", "oom")
+        hint = next((f"; {text}" for known, text in _SIGNAL_HINTS.items() if known == number), "")
+        return ExitDescription(f"killed by {_signal_name(number)} (signal {number}{hint})", "signal")
+    if 128 < returncode <= 128 + signal.SIGRTMAX:
+        by = f"a shell's way to say: killed by {_signal_name(returncode - 128)}"
+        return ExitDescription(f"exit code {returncode} ({by})", "signal")
+    hint = f" ({_CODE_HINTS[returncode]})" if returncode in _CODE_HINTS else ""
+    return ExitDescription(f"exit code {returncode}{hint}", "unknown")
+
+
+def read_error_file(path: Path) -> ErrorReport | None:
+    """What torch's `@record` left there; None if there is no such file. Never raises for anything it may hold."""
+    try:
+        content = _read_regular_file(path)
+        report = json.loads(content)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return ErrorReport(note=_clean(f"its error file {path} cannot be read: {error.strerror or error}"))
+    except (ValueError, RecursionError) as error:
+        return ErrorReport(note=_clean(f"its error file {path} is not usable: {error}"))
+    message = report.get("message") if isinstance(report, dict) else None
+    details: object = None
+    if isinstance(message, dict):
+        details = message.get("extraInfo")
+        message = message.get("message")
+    if not isinstance(message, str) or not message:
+        return ErrorReport(note=_clean(f"its error file {path} is not usable: it has no message"))
+    traceback = details.get("py_callstack") if isinstance(details, dict) else None
+    return ErrorReport(
+        exception=_cut(_clean_lines(message), _EXCEPTION_MAX),
+        traceback=_cut_start(_clean_lines(traceback).strip("\n"), _TRACEBACK_MAX)
+        if isinstance(traceback, str)
+        else None,
+    )
+
+
+def find_traceback(lines: Sequence[str]) -> ErrorReport | None:
+    """The last Python traceback in a log's last lines, even if its beginning is no longer among them."""
+    lines = [_RANK_PREFIX.sub("", line) for line in lines]
+    frame = next((at for at in reversed(range(len(lines))) if _FRAME.match(lines[at])), None)
+    if frame is None:
+        return None
+    end = next((at for at in range(frame + 1, len(lines)) if lines[at] and not lines[at][0].isspace()), None)
+    if end is None:
+        return None
+    start = next((at for at in reversed(range(frame)) if lines[at] == _HEADER), 0)
+    return ErrorReport(
+        exception=_cut(lines[end], _EXCEPTION_MAX),
+        traceback=_cut_start("\n".join(lines[start : end + 1]), _TRACEBACK_MAX),
+    )
+
+
+def fingerprint(failure: WorkerFailure) -> str:
+    """The same text for the same failure in another generation, on another rank or node; for crash loops."""
+    ended = f"signal {-failure.returncode}" if failure.returncode < 0 else f"exit code {failure.returncode}"
+    if failure.exception is None:
+        return ended
+    return f"{ended}: {_VARYING.sub('#', _first_line(failure.exception))}"[:_FINGERPRINT_MAX]
+
+
+def is_final(failure: WorkerFailure) -> bool:
+    """Whether no restart of the job helps, because of its script or its checkpoint directory: a person must act."""
+    return failure.exception is not None and _FINAL.match(failure.exception) is not None
+
+
+def summarize(first: WorkerFailure, others: Sequence[WorkerFailure]) -> str:
+    """A block for a tired person: which worker failed first, why, where to read on, and who else failed."""
+    rule = "=" * 80
+    lines = [
+        rule,
+        f"Worker failure in generation {first.generation}: {_who(first)} failed first",
+        f"  cause:    {first.cause}",
+        f"  log file: {first.log_file or 'none (set --log-dir to keep one per rank)'}",
+    ]
+    if first.exception is not None and "\n" in first.exception:
+        lines += ["  exception:", *_indented(first.exception)]
+    shown: set[str] = set()
+    if first.traceback is not None:
+        lines += ["  traceback:", *_indented(first.traceback)]
+        shown.update(first.traceback.split("\n"))
+    last = [line for line in first.log_tail if _RANK_PREFIX.sub("", line) not in shown]
+    if last:
+        lines += ["  last lines of its output:", *_indented("\n".join(last))]
+    if others:
+        lines.append("  failed after it, usually because of it:")
+        lines += [f"    {_who(other)}: {other.cause}" for other in others]
+    return "\n".join([*lines, rule])
+
+
+def _who(failure: WorkerFailure) -> str:
+    return f"rank {failure.rank} (local rank {failure.local_rank} on node {failure.node})"
+
+
+def _indented(text: str) -> list[str]:
+    return [f"    {line}" for line in text.split("\n")]
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "a signal without a name"
+
+
+def _read_regular_file(path: Path) -> bytes:
+    # A worker chose what lies there: no link to elsewhere, and no pipe that would make the agent wait.
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ValueError("it is not a regular file")
+        content = os.read(fd, _ERROR_FILE_MAX + 1)
+    finally:
+        os.close(fd)
+    if not content:
+        raise ValueError("it is empty")
+    if len(content) > _ERROR_FILE_MAX:
+        raise ValueError(f"it is larger than {_ERROR_FILE_MAX} bytes")
+    return content
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
+
+
+def _clean(text: str) -> str:
+    return clean(text.encode("utf-8", "backslashreplace").decode()).rstrip()
+
+
+def _clean_lines(text: str) -> str:
+    return "\n".join(map(_clean, text.split("\n")))
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _cut_start(text: str, most: int) -> str:
+    return text if len(text) <= most else "..." + text[len(text) - most + 3 :]
+
+
+def _fit(text: str, most_bytes: int, *, keep_end: bool = False) -> str:
+    """`text` cut until its JSON form is within its budget."""
+    size, fitting = len(text), text
+    while len(json.dumps(fitting)) > most_bytes:
+        size = size * 9 // 10
+        fitting = _cut_start(text, size + 3) if keep_end else _cut(text, size + 3)
+    return fitting
+
+
+def _last_that_fit(lines: Sequence[str], most_bytes: int) -> tuple[str, ...]:
+    """At least the end of the last one."""
+    kept: tuple[str, ...] = ()
+    for line in reversed(lines):
+        if kept and len(json.dumps((line, *kept))) > most_bytes:
+            break
+        kept = (_fit(line, most_bytes - 2, keep_end=True), *kept)
+    return kept

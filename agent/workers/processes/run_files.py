@@ -1,0 +1,165 @@
+"""How an operator on this machine finds its agents: each leaves its HTTP address and its store in its run directory.
+
+The file is a hint, and whoever reads it may be root in a folder that anybody can write to. So it counts only when the
+directory and the file belong to the reader, or, for root, to one and the same user; when nobody else may have written
+there; and when it holds an address and the words for a store, and nothing more. What answers there is then judged by
+its answer. The store of another user's job is not believed, by root neither: its words may name files to be read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ....rendezvous.errors import RecordInvalid
+from ....rendezvous.fields import Fields
+from ....rendezvous.records import Endpoint
+from ...configuration.rendezvous import BACKEND, ENDPOINT, ETCD_OPTIONS, JOB_ID
+from ...configuration.types.option import Source
+
+log = logging.getLogger(__name__)
+
+RUN_DIR_PREFIX = "elastic-agent-"
+SERVICES = Path("/run/elastic-agent")
+SCHEMA = 1
+STORE_OPTIONS = tuple(
+    option.name for option in (BACKEND, ENDPOINT, JOB_ID, *ETCD_OPTIONS) if Source.FILE in option.sources
+)
+LONGEST_PLACE = 64
+"""Bytes. The path of a UNIX socket has at most 107, and a run directory holds some."""
+
+_SHORT_PLACE = "/tmp"
+_NAME = "agent.json"
+_MOST_BYTES = 4096
+_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_OPENED = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def place_of_run_directory(environ: Mapping[str, str]) -> str | None:
+    """None: this user may write to none whose path is short enough.
+
+    A service has another /tmp than everybody else (systemd's PrivateTmp), and should be found in its own directory.
+    """
+    given = environ.get("RUNTIME_DIRECTORY", "").partition(":")[0]
+    try:
+        usual = tempfile.gettempdir()
+    except FileNotFoundError:
+        usual = ""
+    for place in (given, usual, _SHORT_PLACE):
+        if 0 < len(os.fsencode(place)) <= LONGEST_PLACE and os.access(place, os.W_OK | os.X_OK):
+            return place
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class RunFile:
+    """Where an agent listens; and where its job meets, as options by name: none where no other node can come."""
+
+    http: Endpoint
+    store: tuple[tuple[str, str], ...] = ()
+
+
+def announce(run_dir: Path, http: tuple[str, int], store: Mapping[str, str] | None = None) -> None:
+    """`http` is where this agent listens, `store` the options of its store. The file goes when the directory does."""
+    address, port = http
+    endpoint = Endpoint(_ANYWHERE.get(address, address), port)
+    file = run_dir / _NAME
+    try:
+        file.touch(0o600)
+        file.write_text(json.dumps({"v": SCHEMA, "http": asdict(endpoint), "store": dict(store or {})}))
+    except OSError as error:
+        log.warning("elastic-agent status will not find this agent by itself: %s: %s", file, error)
+
+
+def places() -> tuple[Path, ...]:
+    """Where run directories may be: our systemd unit gives each job a folder below /run/elastic-agent."""
+    try:
+        services = sorted(SERVICES.iterdir())
+    except OSError:
+        services = []
+    return tuple(dict.fromkeys((Path(tempfile.gettempdir()), Path(_SHORT_PLACE), *services)))
+
+
+def agents_here(where: Iterable[Path], uid: int) -> tuple[Endpoint, ...]:
+    """Where the agents of user `uid` listen, or have listened; for root (0), those of all users."""
+    return tuple(dict.fromkeys(file.http for file in _run_files(where, {uid} if uid else None)))
+
+
+def stores_here(where: Iterable[Path], uid: int) -> tuple[Mapping[str, str], ...]:
+    """The stores of the jobs of user `uid` alone, each once."""
+    stores = dict.fromkeys(file.store for file in _run_files(where, {uid}) if file.store)
+    return tuple(dict(store) for store in stores)
+
+
+def trusted_text(
+    file: Path | str, owners: set[int] | None, most_bytes: int, folder: int | None = None
+) -> str | None:
+    """The first bytes of a regular file of one of these owners, to which nobody else may write; None of any other.
+
+    `folder`: the open directory in which it is.
+    """
+    try:
+        fd = os.open(file, _OPENED, dir_fd=folder)
+        try:
+            if _trusted_owner(fd, stat.S_IFREG, owners) is None:
+                return None
+            return os.read(fd, most_bytes + 1).decode()
+        finally:
+            os.close(fd)
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def paths_in(where: Iterable[Path]) -> Iterator[Path]:
+    """All that bears the name of an agent's run directory, or is beside one."""
+    for place in where:
+        try:
+            names = sorted(name for name in os.listdir(place) if name.startswith(RUN_DIR_PREFIX))
+        except OSError:
+            continue
+        yield from (place / name for name in names)
+
+
+def _run_files(where: Iterable[Path], owners: set[int] | None) -> list[RunFile]:
+    return [file for path in paths_in(where) if (file := _read(path, owners)) is not None]
+
+
+def _read(run_dir: Path, owners: set[int] | None) -> RunFile | None:
+    """None for whatever is not ours to trust, or no run file."""
+    try:
+        directory = os.open(run_dir, _OPENED | os.O_DIRECTORY)
+    except OSError:
+        return None
+    try:
+        owner = _trusted_owner(directory, stat.S_IFDIR, owners)
+        if owner is None:
+            return None
+        text = trusted_text(_NAME, {owner}, _MOST_BYTES, directory)
+        if text is None:
+            return None
+        fields = Fields.of_text(_NAME, text, SCHEMA, _MOST_BYTES)
+        store = fields.one("store", _options) if fields.has("store") else ()  # older agents name none
+        return RunFile(fields.one("http", Endpoint.read), store)
+    except (OSError, RecordInvalid):
+        return None
+    finally:
+        os.close(directory)
+
+
+def _options(fields: Fields) -> tuple[tuple[str, str], ...]:
+    return tuple((name, fields.text(name, _MOST_BYTES)) for name in STORE_OPTIONS if fields.has(name))
+
+
+def _trusted_owner(fd: int, kind: int, owners: set[int] | None) -> int | None:
+    """Who owns what is open there, if it is of this kind, one of these owners' and nobody else may write to it."""
+    found = os.fstat(fd)
+    if stat.S_IFMT(found.st_mode) != kind or found.st_mode & _OTHERS_MAY_WRITE:
+        return None
+    return found.st_uid if owners is None or found.st_uid in owners else None

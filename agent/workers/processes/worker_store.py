@@ -1,0 +1,187 @@
+"""The workers' own store: one fresh TCPStore for each generation, on a socket that was bound long before.
+
+torchrun keeps one store for all restarts, and on torch 2.13 the second process group finds the first one's keys
+and hangs. Here the master node serves a new store on a listening socket bound when it joined: no other process can take
+the port in between, and a worker that connects before the store is up waits in the backlog instead of failing and
+retrying half a second later.
+
+Importing torch costs two seconds and 150 MB, so another process serves the stores: the *holder* (see `store_holder`),
+started when this node is master for the first time and kept for the generations after: a spare that becomes it, or
+else a process of its own. A socket is handed over as
+soon as the holder is ready for it, and closed here then. If the holder ends, the generation that it serves fails; if it
+serves none, that stays here. The next generation gets another.
+
+Invariant: a listening socket is open only while a store is served on it or soon will be. Workers of a store that
+has ended are refused, never left to wait.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ....rendezvous.threads import Thread
+from ...common.events import Event, StoreServerMessage
+from .failures import describe_exit
+from .standing import KILLED_S, ends_within
+from .store_holder import CLOSE, LONGEST_MESSAGE, READY, SERVE
+from .workers import Process, Spares, tied
+
+HOLDER = Path(__file__).with_name("store_holder.py")
+
+
+@dataclass(slots=True)
+class _Holder:
+    """The process, our end of the socket pair, and what was heard from it."""
+
+    process: Process
+    channel: socket.socket
+    ready: bool = False
+    last_words: str = ""
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+
+class WorkerStore:
+    """See the module's docstring. For the main thread: the holder dies with the thread that starts it."""
+
+    def __init__(self, environment: Mapping[str, str], spares: Spares, post: Callable[[Event], None]) -> None:
+        """`environment` is what the workers inherit. What the holder says is posted, and to be given to `heard`."""
+        # It computes nothing, and of a client that is cut off torch would write pages of C++ frames.
+        self._environment = {**environment, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        self._spares = spares
+        self._post = post
+        self._holder: _Holder | None = None
+        self._undying: list[Process] = []
+        """Killed, and never seen to end."""
+        self._serving = False
+        self._listener: socket.socket | None = None
+        """The served generation's socket until it is handed over."""
+
+    @property
+    def pid(self) -> int | None:
+        """The holder's, while there is one."""
+        return self._holder.pid if self._holder is not None else None
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        holder = (self._holder.pid,) if self._holder is not None else ()
+        return (*holder, *(process.pid for process in self._undying))
+
+    def serve(self, listener: socket.socket) -> None:
+        """Takes over `listener`, until `close`. Raises OSError when no holder can be started."""
+        self._serving, self._listener = True, listener
+        if self._holder is not None and self._holder.ready and not self._hand_over(self._holder):
+            self._end_holder()  # killed while it was not needed, and its end is not known yet
+        if self._holder is None:
+            self._start_holder()
+
+    def heard(self, event: StoreServerMessage) -> str:
+        """Why the store that is to be served is not; empty if nothing is wrong."""
+        holder = self._holder
+        if holder is None or holder.pid != event.pid:
+            return ""
+        if event.message == READY:
+            holder.ready = True
+            if self._listener is not None:
+                self._hand_over(holder)  # if it has ended meanwhile, we shall hear that next
+            return ""
+        if event.message:
+            holder.last_words = event.message.decode(errors="replace")
+            return ""
+        returncode = self._end_holder()
+        ended = describe_exit(returncode).text if returncode is not None else "it hangs in the kernel"
+        self._close_listener()
+        words = holder.last_words or f"the process {event.pid} that served it ended: {ended}"
+        return f"the workers' store is gone: {words}" if self._serving else ""
+
+    def close(self) -> None:
+        """The generation is over: its store's keys are forgotten, and its port is free."""
+        if self._listener is None and self._serving and self._holder is not None:
+            try:
+                self._holder.channel.send(CLOSE)
+            except OSError:
+                pass  # it has ended, and the store with it
+        self._serving = False
+        self._close_listener()
+
+    def end(self) -> None:
+        """The agent is ending."""
+        self.close()
+        if self._holder is not None:
+            self._end_holder()
+
+    def _start_holder(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with theirs:
+                process = self._start_warm(theirs) or self._start_cold(theirs)
+        except OSError:
+            ours.close()
+            self._close_listener()
+            raise
+        self._holder = _Holder(process, ours)
+        Thread(partial(self._listen, process.pid, ours), "worker-store").start()
+
+    def _start_warm(self, channel: socket.socket) -> Process | None:
+        while spare := self._spares.take():
+            try:
+                spare.become({"store": True}, [channel.fileno()])
+            except OSError:  # it has just ended; as an orphan, it is buried
+                continue
+            return spare
+        return None
+
+    def _start_cold(self, channel: socket.socket) -> Process:
+        return subprocess.Popen(
+            tied([sys.executable, str(HOLDER)]),
+            env=self._environment,
+            stdin=channel.fileno(),
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def _listen(self, pid: int, channel: socket.socket) -> None:
+        message = b"-"
+        while message:
+            try:
+                message = channel.recv(LONGEST_MESSAGE)
+            except OSError:  # it ended without reading all that it was sent
+                message = b""
+            self._post(StoreServerMessage(pid, message))
+
+    def _hand_over(self, holder: _Holder) -> bool:
+        """False when the holder has ended."""
+        assert self._listener is not None
+        try:
+            socket.send_fds(holder.channel, [SERVE], [self._listener.fileno()])
+        except OSError:
+            return False
+        self._close_listener()
+        return True
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def _end_holder(self) -> int | None:
+        """It has nothing to finish. Its return code, if it had one of its own; None when it does not end."""
+        assert self._holder is not None
+        process = self._holder.process
+        os.kill(process.pid, signal.SIGKILL)  # it is our child, and not yet reaped
+        self._holder.channel.close()
+        self._holder = None
+        if ends_within(process.pid, KILLED_S):
+            return process.wait()
+        self._undying.append(process)
+        return None

@@ -1,0 +1,386 @@
+"""The worker processes of one generation on this node: start, notice the end, stop, leave nothing behind.
+
+A worker is a *spare* that becomes one (`preloader`), which takes milliseconds, or starts *cold*, through `shim`. Either
+way it has its own session and group, dies with the agent and can be stopped with its children. One thread waits on the
+workers' pidfds and posts `WorkerExited` within a millisecond of an exit; reaping, signals and all state belong to the
+main thread.
+
+A group is *gone* only when every worker is reaped and no process that they started is left, nor any in the cgroup that
+the group has where the agent may make one: only then may the next generation start (I1).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from ....rendezvous.threads import Thread
+from ...common.events import Event, WorkerExited
+from ...configuration.types.values import Command
+from ...output.worker_logs import WorkerLogs
+from .guard import Guard, cgroup_members, empty_cgroup, find_processes, remove_cgroup
+from .standing import KILLED_S, ends_within, has_ended
+
+log = logging.getLogger(__name__)
+
+SHIM = Path(__file__).with_name("shim.py")
+LOCAL_RANK_MACRO = "${local_rank}"
+
+STANDARD_INPUT = 0
+"""The agent's, which reads nothing from it: all its workers share it, as they do under torchrun."""
+
+LEFTOVER_PAUSE_S = 0.02
+"""Between two looks for processes that a generation has left behind."""
+
+LEFTOVER_LONGEST_PAUSE_S = 1.0
+"""Between two looks for some that do not die: a look reads all of /proc."""
+
+
+class Process(Protocol):
+    """A child of the agent: `subprocess.Popen`, or a spare."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def wait(self) -> int:
+        """Its return code, negative for a signal."""
+
+
+class Spare(Process, Protocol):
+    def become(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+        """Raises OSError when it has ended."""
+
+
+class Spares(Protocol):
+    why_cold: str
+
+    def take(self) -> Spare | None:
+        """None where there is none, for the reason `why_cold`."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """One worker as it is to be started."""
+
+    rank: int
+    local_rank: int
+    environment: Mapping[str, str]
+    cpus: tuple[int, ...] = ()
+    """Where it may run; empty for wherever the agent may."""
+    cold: str = ""
+    """Why no spare can be this worker; empty if one can."""
+
+
+def command_line(command: Command, local_rank: int) -> list[str]:
+    """What a worker executes. Arguments may contain torchrun's `${local_rank}`."""
+    args = arguments(command, local_rank)
+    # Unbuffered, as under torchrun: a killed worker's last words are not lost in a buffer.
+    python = [job_python(os.environ), "-u"]
+    if command.kind == "script":
+        return [*python, command.target, *args]
+    if command.kind == "module":
+        return [*python, "-m", command.target, *args]
+    return [command.target, *args]
+
+
+def arguments(command: Command, local_rank: int) -> list[str]:
+    return [arg.replace(LOCAL_RANK_MACRO, str(local_rank)) for arg in command.args]
+
+
+def first_on_path(command: Command, cwd: str) -> str:
+    """The folder where Python looks first for what a worker imports."""
+    return cwd if command.kind == "module" else os.path.dirname(os.path.realpath(command.target))
+
+
+def job_python(environ: Mapping[str, str]) -> str:
+    """The interpreter of the workers; torchrun's variable may name another than ours."""
+    return environ.get("PYTHON_EXEC", sys.executable)
+
+
+def tied(command: Sequence[str], cpus: Sequence[int] = (), cgroup: Path | None = None) -> list[str]:
+    """The same command, through the shim: it dies with this process, and with the thread that starts it.
+
+    It runs on these CPUs only, if any are given, and in this cgroup.
+    """
+    shim = [sys.executable, "-I", "-S", str(SHIM), str(os.getpid())]
+    return [*shim, *_place(cpus, cgroup), "--", *command]
+
+
+def _place(cpus: Sequence[int], cgroup: Path | None) -> tuple[str, str]:
+    """The arguments of `shim`."""
+    return ",".join(map(str, cpus)), str(cgroup) if cgroup is not None else ""
+
+
+def _two_pipes() -> tuple[tuple[int, int], tuple[int, int]]:
+    first = os.pipe()
+    try:
+        return first, os.pipe()
+    except OSError:
+        for end in first:
+            os.close(end)
+        raise
+
+
+class WorkerGroup:
+    """See the module's docstring. All methods are for the main thread."""
+
+    def __init__(
+        self,
+        generation: int,
+        incarnation: str,
+        guard: Guard,
+        logs: WorkerLogs,
+        post: Callable[[Event], None],
+        clock: Callable[[], float],
+        cgroup: Path | None = None,
+        strangers: Callable[[], Collection[int]] = tuple,
+    ) -> None:
+        """`incarnation` is the agent's, by which every process of its workers is known from others. `cgroup` is
+        made by `start`, for this group alone. `strangers()` are its workers' orphans that the agent has adopted."""
+        self.generation = generation
+        self.returncodes: dict[int, int] = {}
+        self.ranks: dict[int, int] = {}
+        self.stopping = False
+        self.cold: dict[int, str] = {}
+        """Why, of those that did not start from a spare."""
+        self.killed = False
+        """Those that were left after the grace, or after a start that failed, were sent SIGKILL."""
+        self._incarnation = incarnation
+        self._guard = guard
+        self._logs = logs
+        self._post = post
+        self._clock = clock
+        self._cgroup = cgroup
+        self._strangers = strangers
+        self._processes: dict[int, Process] = {}
+        self._asked = False
+        self._kill_at: float | None = None
+        self._kills_since: float | None = None
+        """When something here was first sent SIGKILL."""
+        self._behind: set[int] = set()
+
+    def start(self, command: Command, specs: Sequence[WorkerSpec], spares: Spares) -> None:
+        """Raises OSError when a process cannot be made. Those started before it have ended then, but for some that
+        hang in the kernel: `gone` drives them on."""
+        pidfds: dict[int, int] = {}
+        try:
+            if self._cgroup is not None:
+                self._cgroup.mkdir()
+            for spec in specs:
+                self._start_one(command, spec, spares)
+            for local_rank, process in self._processes.items():
+                pidfds[os.pidfd_open(process.pid)] = local_rank
+        except OSError:
+            for pidfd in pidfds:
+                os.close(pidfd)
+            self._end_at_once()
+            raise
+        Thread(partial(self._await_exits, pidfds), "worker-exits").start()
+
+    def _start_one(self, command: Command, spec: WorkerSpec, spares: Spares) -> None:
+        (out, out_end), (err, err_end) = _two_pipes()
+        try:
+            process = self._start_warm(command, spec, spares, out_end, err_end)
+            if process is None:
+                process = self._start_cold(command, spec, out_end, err_end)
+        except OSError:
+            os.close(out)
+            os.close(err)
+            raise
+        finally:
+            os.close(out_end)
+            os.close(err_end)
+        self._processes[spec.local_rank] = process
+        self.ranks[spec.local_rank] = spec.rank
+        self._logs.attach(self.generation, spec.rank, out, err)
+        self._guard.watch(process.pid, spec.rank)
+
+    def _start_warm(
+        self, command: Command, spec: WorkerSpec, spares: Spares, out: int, err: int
+    ) -> Process | None:
+        """None when no spare can be this worker."""
+        if spec.cold:
+            self.cold[spec.local_rank] = spec.cold
+            return None
+        cpus, cgroup = _place(spec.cpus, self._cgroup)
+        start = {
+            "kind": command.kind,
+            "target": command.target,
+            "args": arguments(command, spec.local_rank),
+            "environment": dict(spec.environment),
+            "cwd": os.getcwd(),
+        }
+        cold = tied(command_line(command, spec.local_rank), spec.cpus, self._cgroup)
+        message = {"start": start, "cpus": cpus, "cgroup": cgroup, "cold": cold}
+        while spare := spares.take():
+            try:
+                spare.become(message, [STANDARD_INPUT, out, err])
+            except OSError:  # it has just ended; as an orphan, it is buried
+                continue
+            return spare
+        self.cold[spec.local_rank] = spares.why_cold
+        return None
+
+    def _start_cold(self, command: Command, spec: WorkerSpec, out: int, err: int) -> Process:
+        return subprocess.Popen(
+            tied(command_line(command, spec.local_rank), spec.cpus, self._cgroup),
+            env=dict(spec.environment),
+            stdin=STANDARD_INPUT,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+
+    def _end_at_once(self) -> None:
+        """Of a start that has failed: there is no thread to notice these ends, and nothing that is lost by them."""
+        if not self._processes:
+            return
+        self._kill()
+        deadline = self._clock() + KILLED_S
+        for local_rank, process in self._processes.items():
+            if ends_within(process.pid, max(0.0, deadline - self._clock())):
+                self.reap(local_rank)
+
+    def _await_exits(self, pidfds: dict[int, int]) -> None:
+        poll = select.poll()
+        for pidfd in pidfds:
+            poll.register(pidfd, select.POLLIN)
+        while pidfds:
+            for pidfd, _ in poll.poll():
+                at = self._clock()
+                poll.unregister(pidfd)
+                os.close(pidfd)
+                self._post(WorkerExited(self.generation, pidfds.pop(pidfd), at))
+
+    def reap(self, local_rank: int) -> int:
+        """The return code of a worker that has exited: negative for a signal."""
+        returncode = self._processes[local_rank].wait()
+        self.returncodes[local_rank] = returncode
+        return returncode
+
+    @property
+    def pids(self) -> Collection[int]:
+        """Of all workers, the ended ones too."""
+        return [process.pid for process in self._processes.values()]
+
+    def pid(self, local_rank: int) -> int:
+        """Also the number of its session."""
+        return self._processes[local_rank].pid
+
+    @property
+    def running(self) -> int:
+        return len(self._processes) - len(self.returncodes)
+
+    @property
+    def succeeded(self) -> bool:
+        return bool(self.returncodes) and not self.running and not any(self.returncodes.values())
+
+    def expect_end(self) -> None:
+        """The generation is over, and a worker that ends from now on has not failed; none is asked to, yet."""
+        self.stopping = True
+
+    def stop(self, grace_s: float, *, gently: bool, asking: signal.Signals = signal.SIGTERM) -> None:
+        """Ask the workers to end, and kill their groups after `grace_s`. Again with less grace: sooner.
+
+        A gentle stop signals only the workers themselves, not their children: a data loader that dies of the
+        same SIGTERM would fail the very checkpoint that the grace is for.
+        """
+        kill_at = self._clock() + grace_s
+        if self._kill_at is None or kill_at < self._kill_at:
+            self._kill_at = kill_at
+        self.stopping = True
+        if not self._asked:
+            self._asked = True
+            for process in self._unreaped():
+                self._signal(process, asking, group=not gently)
+
+    def gone(self) -> bool:
+        """Drive the stop on. Whether nothing of this generation is left on this node."""
+        if self.running:
+            if self._kill_at is not None and self._clock() >= self._kill_at:
+                if self.killed:
+                    self._tell_unheard_ends()
+                self._kill()
+            return False
+        sessions = self.pids
+        leftovers = find_processes(
+            self._incarnation, sessions, generation=self.generation, adopted=self._strangers()
+        )
+        for pid in leftovers:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:  # it has just ended, or it is another user's, as those of sudo are
+                pass
+        held = cgroup_members(self._cgroup) if self._cgroup is not None else ()
+        if (behind := {*leftovers, *held}) and behind != self._behind:
+            log.info("generation %d left %d processes behind; killing them", self.generation, len(behind))
+        self._behind = behind
+        empty = self._cgroup is None or empty_cgroup(self._cgroup)
+        if leftovers or not empty:
+            self._count_from_now()
+            return False
+        if self._cgroup is not None:
+            remove_cgroup(self._cgroup)
+        for session in sessions:
+            self._guard.forget(session)
+        return True
+
+    @property
+    def kill_at(self) -> float | None:
+        """When those that still run are killed; None when that is not known, or there are none."""
+        return self._kill_at if self.running else None
+
+    def wake_at(self) -> float | None:
+        """When `gone` next has something to do without an exit."""
+        if self.running:
+            return self._kill_at
+        killing_s = self.killing_s()
+        return self._clock() + min(max(LEFTOVER_PAUSE_S, killing_s / 10), LEFTOVER_LONGEST_PAUSE_S)
+
+    def killing_s(self) -> float:
+        """How long ago the first SIGKILL was sent here; 0 when none was."""
+        return self._clock() - self._kills_since if self._kills_since is not None else 0.0
+
+    def undying(self) -> Collection[int]:
+        """What is left after SIGKILL and has not ended, as far as it is known."""
+        return {*(process.pid for process in self._unreaped() if not has_ended(process.pid)), *self._behind}
+
+    def _kill(self) -> None:
+        """All workers that are left, and again after a second."""
+        self.killed = True
+        self._count_from_now()
+        for process in self._unreaped():
+            self._signal(process, signal.SIGKILL, group=True)
+        self._kill_at = self._clock() + 1.0
+
+    def _count_from_now(self) -> None:
+        if self._kills_since is None:
+            self._kills_since = self._clock()
+
+    def _tell_unheard_ends(self) -> None:
+        """What was killed a second ago has ended; the thread that posts it may be missing."""
+        for local_rank, process in self._processes.items():
+            if local_rank not in self.returncodes and has_ended(process.pid):
+                self._post(WorkerExited(self.generation, local_rank, self._clock()))
+
+    def _unreaped(self) -> list[Process]:
+        return [process for local, process in self._processes.items() if local not in self.returncodes]
+
+    def _signal(self, process: Process, number: signal.Signals, *, group: bool) -> None:
+        """Safe: an unreaped process keeps its pid, and its group's id with it."""
+        if group:
+            try:
+                os.killpg(process.pid, number)
+                return
+            except ProcessLookupError:
+                pass  # a spare that does not know yet what it is to be, and leads no group
+        os.kill(process.pid, number)

@@ -1,0 +1,241 @@
+"""All that is known of the workers of one generation on this node. Made when they start, dropped when the next ones do.
+
+Without effects but those on its own workers: what the other nodes or people are to know is up to the `Supervisor`.
+Instants are seconds on the monotonic clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ....rendezvous.coordinator.restarts import STABLE_AFTER_S
+from ....rendezvous.records import World
+from ....worker.wire.shared_progress import Reading
+from ...configuration.config import Config
+from ...configuration.timeouts import drain_timeout_s
+from ..environment.widening import WIDENING, widening
+from ..links.pages import WorkerPages
+from ..processes.failures import WorkerFailure
+from ..processes.workers import WorkerGroup
+from .drain_state import DrainState
+from .exits import Exit
+from .failure_reports import Crashes
+from .hang import HangWatch
+from .just_in_time_state import JustInTimeState
+from .late_exits import LateExits
+
+log = logging.getLogger(__name__)
+
+LISTEN_PAUSE_S = 0.02
+"""Between two looks whether all workers have finished a step, while a planned change waits for that."""
+
+
+@dataclass(frozen=True, slots=True)
+class HowToStop:
+    """How the workers are asked to end; see `WorkerGroup.stop`."""
+
+    grace_s: float
+    gently: bool
+    asking: signal.Signals = signal.SIGTERM
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What is new in the workers' pages."""
+
+    steps: tuple[int, ...]
+    """Those that workers have finished, in the order in which they did."""
+    load_told: bool
+    loads: int | None
+    """The step of the state that the workers load; None after `load_told`: their load was refused."""
+
+
+@dataclass(slots=True)
+class Generation:
+    """One `WorkerGroup`, with all that its end, its progress and its failures depend on."""
+
+    config: Config
+    world: World
+    group: WorkerGroup
+    started_at: float
+    pages: WorkerPages = field(init=False)
+    read: Mapping[int, Reading] = field(init=False, default_factory=dict)
+    """What the pages said at the last look, by local rank."""
+    hang: HangWatch = field(init=False)
+    hung: bool = field(init=False, default=False)
+    """The workers are ended because they did not move."""
+    late_exits: LateExits = field(init=False)
+    just_in_time: JustInTimeState = field(init=False)
+    drain: DrainState = field(init=False)
+    postponed: HowToStop | None = field(init=False, default=None)
+    """How the workers are stopped once their last step has been kept."""
+    crashes: Crashes = field(init=False, default_factory=Crashes)
+    failures: list[WorkerFailure] = field(init=False, default_factory=list)
+    over: bool = field(init=False, default=False)
+    """Nothing of it is left on this node."""
+
+    def __post_init__(self) -> None:
+        config, number = self.config, self.number
+        self.pages = WorkerPages(number)
+        self.hang = HangWatch(config.timeouts.hang_s)
+        self.late_exits = LateExits(config.timeouts.exit_s or None)
+        self.just_in_time = JustInTimeState(number, config.stop.just_in_time_grace_s)
+        self.drain = DrainState(number)
+
+    @property
+    def number(self) -> int:
+        return self.world.generation
+
+    @property
+    def stopping(self) -> bool:
+        return self.group.stopping
+
+    @property
+    def running(self) -> list[int]:
+        """Local ranks."""
+        return [local_rank for local_rank in self.group.ranks if local_rank not in self.group.returncodes]
+
+    def say_how_started(self, took_s: float) -> None:
+        cold = self.group.cold
+        warm = len(self.group.ranks) - len(cold)
+        if warm:
+            log.info("generation %d: %d workers from spares in %.3f s", self.number, warm, took_s)
+        if cold and self.config.preload:
+            reasons = "; ".join(dict.fromkeys(cold.values()))
+            log.info("generation %d: %d workers start cold: %s", self.number, len(cold), reasons)
+
+    # ---------------------------------------------------------------- what the workers do
+
+    def look(self, now: float) -> Progress | None:
+        """At the workers' pages. Before anything else that a worker does is judged: what they show came before it."""
+        before, self.read = self.read, self.pages.read()
+        if self.read == before:
+            self.hang.silent(now)
+            return None
+        stepped = sorted(
+            (reading.stepped_at, reading.step, local_rank)
+            for local_rank, reading in self.read.items()
+            if reading.stepped_at is not None
+            and reading.step is not None
+            and (local_rank not in before or before[local_rank].stepped_at != reading.stepped_at)
+        )
+        for at, step, local_rank in stepped:
+            _warn_of_silence(self.hang.stepped(local_rank, step, at))
+            self.late_exits.watch.alive(at)
+        loads = _chosen_step(self.read)
+        return Progress(
+            tuple(step for _, step, _ in stepped),
+            loads is not None or _chosen_step(before) is not None,
+            loads,
+        )
+
+    def reported(self, at: float) -> None:
+        """A worker has reported a save or load."""
+        _warn_of_silence(self.hang.alive(at))
+        self.late_exits.watch.alive(at)
+
+    def exited(self, local_rank: int, returncode: int, at: float) -> Exit:
+        kind = self.drain.exited(local_rank, returncode, at, stopping=self.stopping, hung=self.hung)
+        if kind is Exit.ENDED:
+            self.late_exits.ended(self.group.ranks[local_rank], at)
+        return kind
+
+    # ---------------------------------------------------------------- how it ends
+
+    def stop(self, how: HowToStop) -> None:
+        if self.just_in_time.under_way:
+            self.group.expect_end()
+            self.postponed = how
+        else:
+            self.group.stop(how.grace_s, gently=how.gently, asking=how.asking)
+
+    def stop_if_kept(self) -> None:
+        """What was postponed is due when the last step is in memory, or will not be."""
+        if self.postponed is not None and not self.just_in_time.under_way:
+            how, self.postponed = self.postponed, None
+            self.stop(how)
+
+    @property
+    def drained(self) -> bool:
+        """All workers here have ended as a planned change asks, or wait for those that have."""
+        return self.drain.complete(self.group.returncodes)
+
+    @property
+    def succeeded(self) -> bool:
+        """A worker that was asked to end may end as if all were done."""
+        return self.group.succeeded and not self.stopping and not self.drain.finished
+
+    def gone(self) -> bool:
+        """Drive the end on. Whether nothing is left, and every failure is examined."""
+        group = self.group
+        ended = self.stopping or group.succeeded or (not group.running and self.drained)
+        return ended and group.gone() and not self.crashes
+
+    def planned_grace_s(self, now: float) -> float:
+        """What is left of --stop-grace for a signal, of which a drain may have taken a part already."""
+        stop, since = self.config.stop, self.drain.since
+        taken_s = now - since if since is not None else 0.0
+        return stop.grace_s - min(taken_s, drain_timeout_s(stop))
+
+    def late_cause(self, now: float) -> str:
+        """Why workers that live on after others have ended with success hang; empty if they do not."""
+        running = {self.group.ranks[local_rank]: local_rank for local_rank in self.running}
+        mute = [self.group.pid(local) for local in running.values() if not self._reports_steps(local)]
+        return self.late_exits.turn(now, running, mute)
+
+    def _reports_steps(self, local_rank: int) -> bool:
+        reading = self.read.get(local_rank)
+        return reading is not None and reading.step is not None
+
+    @property
+    def all_listen(self) -> bool:
+        """Every worker here has looked at its flag at the end of a step."""
+        return len(self.read) == len(self.group.ranks) and all(map(self._reports_steps, self.read))
+
+    def wake_at(self, now: float, *, listens: bool) -> tuple[float | None, ...]:
+        """When there may be something to do without any event. `listens`: all workers do, and the others know it."""
+        always = self.crashes.due_at, self.just_in_time.wake_at()
+        if self.stopping:
+            return (*always, self.group.wake_at())
+        in_drain: tuple[float | None, ...] = ()
+        if self.drain.under_way:
+            in_drain = self.drain.look_at(), None if listens else now + LISTEN_PAUSE_S
+        return (*always, self.started_at + STABLE_AFTER_S, self.hang.due_at, *in_drain)
+
+
+def say_what_changed(before: World | None, world: World) -> None:
+    """Of the terms under which the workers of `world` start; `before`: the world of those before them here."""
+    were = widening(before) if before is not None else 0
+    if widening(world) != were:
+        log.warning(
+            "network timeouts are widened by %d steps of %d, were by %d: %d failures in a row without progress",
+            widening(world),
+            WIDENING.most,
+            were,
+            world.restarts.without_progress,
+        )
+    bad = world.restarts.bad_state
+    if bad is not None:
+        log.warning(
+            "generation %d does not load the state of step %d, or what came of it: %d times in a row workers that "
+            "had loaded it failed in the same way before they came to another step (%s). It goes on from an older "
+            "one, if there is any",
+            world.generation,
+            bad.step,
+            world.restarts.at_load,
+            world.cause.detail,
+        )
+
+
+def _warn_of_silence(silence_s: float | None) -> None:
+    if silence_s is not None:
+        log.warning("%.1f s without a step: more than half of --hang-timeout, better raise it", silence_s)
+
+
+def _chosen_step(read: Mapping[int, Reading]) -> int | None:
+    """Of the state that the workers load."""
+    chosen = [reading.chosen_step for reading in read.values() if reading.chosen_step is not None]
+    return max(chosen, default=None)

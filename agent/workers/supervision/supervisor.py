@@ -1,0 +1,497 @@
+"""Runs what trains on this node: the workers of one generation after the other, from start to end.
+
+It reports to the `Participant` what the other nodes must know of them, and to the `Observer` what people want to see.
+It decides only what depends on no other node: that a worker has failed, that all are silent for too long, that they
+have lasted. When a generation starts and stops is the rendezvous' decision, and comes through the main loop.
+
+Owned by the main thread. Instants are seconds on the monotonic clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ....rendezvous.coordinator.restarts import STABLE_AFTER_S
+from ....rendezvous.node.drain import Beyond
+from ....rendezvous.node.node_actions import Drain
+from ....rendezvous.node.participant import Participant
+from ....rendezvous.records import Failure, Member, World
+from ....worker.wire.messages import SaveReport, ToGuard
+from ...common.events import (
+    Event,
+    GenerationEvent,
+    JustInTimeMessage,
+    Reported,
+    SpareReadable,
+    StopRead,
+    StoreServerMessage,
+    TailReady,
+    WorkerAnswered,
+    WorkerExited,
+    WorkerKept,
+)
+from ...configuration.config import Config
+from ...machine.memory.oom import OomKills, find_counter
+from ...observability.accounting.observer import Observer
+from ...output.worker_logs import WorkerLogs
+from ..environment.contract import bind_of_rank_0_failed
+from ..preloader.spares import Spares
+from ..processes.children import Children
+from ..processes.failures import HANG_SIGNAL, WorkerFailure, examine, stuck
+from ..processes.guard import Guard
+from ..processes.standing import standings
+from ..processes.worker_store import WorkerStore
+from ..processes.workers import WorkerGroup
+from .exits import Exit
+from .failure_reports import Crash, LastLines, report_of, show
+from .generation import Generation, HowToStop, say_what_changed
+from .just_in_time_state import Orders
+from .worker_spec import Node, error_file, make_directory, worker_spec
+
+log = logging.getLogger(__name__)
+
+_STATE = {
+    True: "and this node keeps the state after its last step",
+    False: "and this node does not keep the state after its last step",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """What starts the processes of this node, reads what they print, and misses none of them."""
+
+    new_group: Callable[[int], WorkerGroup]
+    """The workers of this generation, which `start` starts."""
+    guard: Guard
+    children: Children
+    spares: Spares
+    worker_store: WorkerStore
+    logs: WorkerLogs
+
+
+class JustInTimeGate(Protocol):
+    def tell(self, generation: int, local_rank: int, message: ToGuard) -> None: ...
+
+
+class DrainGate(Protocol):
+    """What answers workers at the end of a step."""
+
+    def look(self, generation: int) -> None:
+        """Read from the store where all workers are to end; `StopRead` follows."""
+
+    def asks(self, generation: int, local_rank: int) -> bool:
+        """This worker waits for an answer now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gates:
+    """What answers the workers of this node."""
+
+    just_in_time: JustInTimeGate
+    drain: DrainGate
+
+
+class Supervisor:
+    """Routes what happens to the generation that runs here, and carries out what follows."""
+
+    def __init__(
+        self,
+        config: Config,
+        node: Node,
+        participant: Participant,
+        observer: Observer,
+        processes: Processes,
+        gates: Gates,
+        post: Callable[[Event], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._node = node
+        self._participant = participant
+        self._observer = observer
+        self._processes = processes
+        self._gates = gates
+        self._clock = clock
+        self._generation: Generation | None = None
+        """The newest, which stays until the next one begins: its failure may have to be shown."""
+        self._last_lines = LastLines(processes.logs, post)
+        self._spares_due_at: float | None = None
+        self._oom_kills = OomKills(find_counter())
+        processes.children.knows(lambda: group.pids if (group := self.group) is not None else ())
+
+    @property
+    def _running(self) -> Generation | None:
+        generation = self._generation
+        return generation if generation is not None and not generation.over else None
+
+    @property
+    def group(self) -> WorkerGroup | None:
+        """The workers that exist here."""
+        generation = self._running
+        return generation.group if generation is not None else None
+
+    @property
+    def undisturbed(self) -> int:
+        """The generation whose workers run here and have not been asked to stop; 0 when there is none."""
+        group = self.group
+        return group.generation if group is not None and not group.stopping else 0
+
+    # ---------------------------------------------------------------- what the loop asks for
+
+    def prepared(self, world: World, member: Member, now: float) -> bool:
+        """Whether there is no more to wait for before `start`: spares, as far as there will be any."""
+        if self._config.command.kind == "binary":
+            return True
+        holder = world.members[0] == member and not self._processes.worker_store.pids
+        return self._processes.spares.prepared(member.slots + holder, now)
+
+    def start(self, world: World, member: Member, listener: socket.socket, now: float) -> None:
+        """This node's workers of `world`; `listener` is where their store is served, if that is up to this node."""
+        self._participant.workers_started(world)
+        say_what_changed(self._generation.world if self._generation is not None else None, world)
+        group = self._processes.new_group(world.generation)
+        generation = self._generation = Generation(self._config, world, group, now)
+        self._observer.starting(world, member, now)
+        problem = self._launch(generation, member, listener)
+        self._processes.spares.workers_started(now)
+        generation.say_how_started(self._clock() - now)
+        self._observer.started(group.ranks)
+        if problem:
+            for ended, returncode in group.returncodes.items():
+                self._observer.exited(ended, returncode, now, killed=True)
+            self._fail(generation, problem)
+
+    def turn(self, now: float) -> bool:
+        """Do what is due. True: nothing of the generation is left here, and the participant knows."""
+        self._look_after_processes(now)
+        generation = self._running
+        if generation is None:
+            return False
+        self._look(generation)
+        for crash in generation.crashes.overdue(now):
+            self._last_lines.late = True
+            self._examine(generation, crash)
+        self._send(generation, generation.just_in_time.turn(now))
+        generation.stop_if_kept()
+        if not generation.stopping and generation.drain.stopping:
+            self._end_who_waits(generation, now)
+        if generation.gone():
+            self._finish(generation, now)
+            return True
+        if not generation.stopping and not generation.crashes:
+            self._watch(generation, now)
+        return False
+
+    def wake_at(self) -> tuple[float | None, ...]:
+        """The instants at which `turn` may have something to do without any event."""
+        generation = self._running
+        if generation is None:
+            return (self._spares_due_at,)
+        listens = self._participant.polls(generation.number)
+        return (self._spares_due_at, *generation.wake_at(self._clock(), listens=listens))
+
+    def drain(self, order: Drain) -> bool:
+        """Let the workers end by themselves. True when there is news for the others in how far that has come."""
+        generation = self._running
+        if generation is None or generation.stopping:
+            return False
+        if generation.drain.begin(self._clock(), stopping=order.stopping):
+            log.info("generation %d is to end between two steps: %s", generation.number, order.reason)
+            generation.pages.raise_flags()
+        news = self._participant.workers_notified(generation.number)
+        self._look(generation)
+        if generation.all_listen:
+            news |= self._participant.workers_polling(generation.number)
+        return news
+
+    def stop(
+        self, grace_s: float, *, gently: bool, reason: str | None, asking: signal.Signals = signal.SIGTERM
+    ) -> None:
+        """Ask the workers to end, if there are any; see `WorkerGroup.stop`. No reason: the log has it already."""
+        generation = self._running
+        if generation is None:
+            return
+        if not generation.stopping:
+            self._look(generation)
+            if reason is not None:
+                log.info("stopping generation %d: %s", generation.number, reason)
+            self._observer.stopping(self._clock())
+            if not gently and asking is not HANG_SIGNAL:
+                self._send(generation, generation.just_in_time.begin(self._clock()))
+        generation.stop(HowToStop(grace_s, gently, asking))
+
+    def planned_grace_s(self) -> float:
+        """How long the workers have after the signal of a planned stop."""
+        generation = self._running
+        if generation is None:
+            return self._config.stop.grace_s
+        return generation.planned_grace_s(self._clock())
+
+    def stops_at(self, now: float) -> float | None:
+        """When the next thing is to be done to end the workers here, if nothing more happens; None without any."""
+        if self.undisturbed:
+            return self._participant.good_until(now)
+        return self.group.kill_at if self.group is not None else None
+
+    def unkillable(self) -> str:
+        """Why this node can never be done with its generation: what does not die, and where it stands."""
+        group, bound_s = self.group, self._config.stop.kill_timeout_s
+        if group is None or group.killing_s() < bound_s:
+            return ""
+        undying = group.undying()
+        if group.running and not undying:
+            return ""  # they have ended, and the event is still to come: this process stood still itself
+        where = standings(undying) or "nothing is known of what is left"
+        return (
+            f"generation {group.generation} does not end on this node, {bound_s:g} s after SIGKILL (--kill-timeout): "
+            f"{where}. The others go on without this node; whatever device or disk these wait for must be repaired, "
+            "or the machine started anew"
+        )
+
+    def show_failure(self, failure: Failure) -> WorkerFailure | None:
+        """Log it; the other nodes show what the failing one has put in the store. Returns the worker to blame."""
+        self._observer.failure_shown(failure)
+        generation = self._generation
+        own = generation is not None and generation.number == failure.generation
+        return show(failure, generation.failures if generation is not None and own else ())
+
+    # ---------------------------------------------------------------- events
+
+    def handle(self, event: GenerationEvent, now: float) -> None:
+        """Of the workers that run here. Those of other generations are refused, but for what the disk writer saves."""
+        if isinstance(event, TailReady):
+            self._last_lines.late = False
+        generation = self._running
+        if generation is None or event.generation != generation.number:
+            if isinstance(event, Reported) and isinstance(event.report, SaveReport):
+                self._observer.saved_later(event.report)
+        elif isinstance(event, WorkerExited):
+            self._exited(generation, event)
+        elif isinstance(event, TailReady):
+            for crash in generation.crashes.ready(event.local_rank):
+                self._examine(generation, crash)
+        elif isinstance(event, Reported):
+            self._reported(generation, event)
+        elif isinstance(event, JustInTimeMessage):
+            self._just_in_time_message(generation, event, now)
+        elif isinstance(event, WorkerKept):
+            generation.drain.kept.add(event.local_rank)
+        elif generation.stopping:
+            pass  # the rest is of planned changes, and this generation ends otherwise
+        elif isinstance(event, WorkerAnswered):
+            self._answered(generation, event)
+        elif isinstance(event, StopRead):
+            self._stop_read(generation, event)
+
+    def stirred(self, event: SpareReadable, now: float) -> None:
+        self._processes.spares.heard(event, now)
+
+    def holder_spoke(self, event: StoreServerMessage) -> None:
+        problem = self._processes.worker_store.heard(event)
+        generation = self._running
+        if problem and generation is not None and not generation.stopping:
+            self._fail(generation, problem)
+
+    def _exited(self, generation: Generation, event: WorkerExited) -> None:
+        group, local_rank = generation.group, event.local_rank
+        if local_rank in group.returncodes:
+            return
+        returncode = group.reap(local_rank)
+        self._send(generation, generation.just_in_time.gone(local_rank, event.at))
+        self._look(generation)
+        self._observer.exited(local_rank, returncode, event.at, killed=group.killed)
+        kind = generation.exited(local_rank, returncode, event.at)
+        if kind is Exit.ENDED:
+            self._observer.ended(local_rank, "ok", event.at)
+        elif kind is Exit.HUNG:
+            self._observer.ended(local_rank, "hang", event.at)
+        elif kind is Exit.DOUBTFUL:
+            self._gates.drain.look(generation.number)
+        elif kind is Exit.FAILED:
+            self._crashed(generation, local_rank, returncode, event.at)
+
+    def _just_in_time_message(self, generation: Generation, event: JustInTimeMessage, now: float) -> None:
+        if event.message is None:
+            self._send(generation, generation.just_in_time.gone(event.local_rank, now))
+        else:
+            self._send(generation, generation.just_in_time.received(event.local_rank, event.message, now))
+
+    def _answered(self, generation: Generation, event: WorkerAnswered) -> None:
+        """The step that a worker has finished was the last one, or one before it should have been."""
+        if isinstance(event.answer, Beyond):
+            reason = (
+                f"rank {generation.group.ranks[event.local_rank]} has finished step {event.step}, and all were to end "
+                f"after step {event.answer.step}: this training is not synchronous, its workers cannot end at the "
+                "same step"
+            )
+            log.warning("%s", reason)
+            self.stop(self.planned_grace_s(), gently=True, reason=reason)
+            return
+        if not generation.drain.finished:
+            log.info("step %d is the last one of generation %d", event.step, generation.number)
+            self._observer.stopping(self._clock())
+        generation.drain.finished.add(event.local_rank)
+
+    def _stop_read(self, generation: Generation, event: StopRead) -> None:
+        self._look(generation)
+        for local_rank, (returncode, at) in generation.drain.looked(event.stop, generation.read).items():
+            self._crashed(generation, local_rank, returncode, at)
+
+    def _reported(self, generation: Generation, event: Reported) -> None:
+        self._look(generation)
+        self._observer.reported(event.report, event.at)
+        generation.reported(event.at)
+        if event.report.result == "ok":
+            self._participant.workers_advanced(event.report.step)
+
+    # ---------------------------------------------------------------- parts of a turn
+
+    def _look_after_processes(self, now: float) -> None:
+        processes = self._processes
+        processes.children.bury(now)
+        self._oom_kills.look(now)
+        processes.guard.look()
+        self._spares_due_at = processes.spares.turn(now)
+        if self._config.preload:
+            self._observer.spares(processes.spares.ready)
+        if processes.spares.loaded:
+            self._participant.became_ready()
+
+    def _look(self, generation: Generation) -> None:
+        now = self._clock()
+        progress = generation.look(now)
+        if progress is None:
+            return
+        self._observer.trained(generation.read.values(), now)
+        if progress.load_told:
+            self._participant.workers_load(progress.loads)
+        for step in progress.steps:
+            self._participant.workers_advanced(step)
+
+    def _send(self, generation: Generation, orders: Orders) -> None:
+        for local_rank, message in orders:
+            self._gates.just_in_time.tell(generation.number, local_rank, message)
+
+    def _end_who_waits(self, generation: Generation, now: float) -> None:
+        """In a planned change: workers that wait in a step for ranks which have ended."""
+        drain, gate, running = generation.drain, self._gates.drain, generation.running
+        if drain.wants_look(now, running):
+            gate.look(generation.number)
+        asking = [rank for rank in running if gate.asks(generation.number, rank)]
+        if drain.left_behind(now, running, generation.read, asking):
+            drain.excused.update(running)
+            reason = "the ranks that it waits for have ended after the last step"
+            self.stop(self._config.stop.failure_grace_s, gently=True, reason=reason)
+
+    def _watch(self, generation: Generation, now: float) -> None:
+        """Undisturbed workers: have they lasted, do they hang, do some live on after others have ended?"""
+        if now >= generation.started_at + STABLE_AFTER_S:
+            self._participant.workers_stable(generation.number)
+        hang, drain, group = generation.hang, generation.drain, generation.group
+        silent = group.running and not drain.finished
+        if silent and hang.due_at is not None and now >= hang.due_at:
+            self._end_stuck(generation, hang.hindmost, hang.cause(group.ranks), "hang")
+        elif not drain.under_way:
+            world = self._participant.world
+            if world is not None and world.generation == generation.number and world.finishing:
+                generation.late_exits.others_ended(now)
+            if cause := generation.late_cause(now):
+                self._end_stuck(generation, min(generation.running), cause, "hang at the end")
+
+    def _finish(self, generation: Generation, now: float) -> None:
+        """Nothing of the generation is left here."""
+        group, number = generation.group, generation.number
+        self._processes.worker_store.close()
+        succeeded = generation.succeeded
+        if succeeded:
+            log.info("generation %d: all %d workers here ended with success", number, len(group.ranks))
+            self._participant.workers_succeeded(number)
+        elif generation.drained:
+            kept = generation.drain.keeps_all(group.returncodes)
+            log.info("generation %d has ended here, %s", number, _STATE[kept])
+            self._participant.workers_drained(number, kept=kept)
+        self._processes.logs.detach_generation(number)
+        generation.pages.close()
+        generation.over = True
+        self._observer.gone(now, succeeded=succeeded)
+        self._participant.workers_gone(number)
+
+    # ---------------------------------------------------------------- starts
+
+    def _launch(self, generation: Generation, member: Member, listener: socket.socket) -> str:
+        """Start all workers. Why that was not possible; empty if it was."""
+        world, number, logs = generation.world, generation.number, self._processes.logs
+        logs.begin(world.job, world.run, number)
+        logs.leave_out(bind_of_rank_0_failed(world.master.port))
+        has_nccl = self._node.machine.software.has_nccl
+        records = logs.folder(number, "flight_records") if has_nccl else None
+        pages = generation.pages
+        try:
+            make_directory(self._node, number)
+            specs = [
+                worker_spec(
+                    self._config, self._node, world, member, local_rank, pages.make(local_rank), records
+                )
+                for local_rank in range(member.slots)
+            ]
+            if world.members[0] == member:
+                self._processes.worker_store.serve(listener)
+            generation.group.start(self._config.command, specs, self._processes.spares)
+            for spec in specs:
+                pages.process_made(spec.local_rank, self._clock())
+        except OSError as error:
+            pages.close()  # what is scarce may be the very descriptors that they hold
+            return f"a worker could not be started: {error}"
+        return ""
+
+    # ---------------------------------------------------------------- failures
+
+    def _crashed(self, generation: Generation, local_rank: int, returncode: int, at: float) -> None:
+        """A worker has ended as it should not: its last lines say why, and are on their way here."""
+        rank = generation.group.ranks[local_rank]
+        due_at = self._last_lines.ask(generation.number, local_rank, rank, self._clock())
+        generation.crashes.add(Crash(local_rank, returncode, at, due_at))
+
+    def _examine(self, generation: Generation, crash: Crash) -> None:
+        """Find out why this worker has failed, and end the generation with it."""
+        number, rank = generation.number, generation.group.ranks[crash.local_rank]
+        failure = examine(
+            rank=rank,
+            local_rank=crash.local_rank,
+            node=self._node.name,
+            generation=number,
+            returncode=crash.returncode,
+            error_file=error_file(self._node, number, crash.local_rank),
+            log_tail=self._processes.logs.tail(number, rank),
+            log_file=self._processes.logs.log_file(number, rank),
+            oom_killed=self._oom_kills.lately(self._clock()),
+        )
+        generation.failures.append(failure)
+        self._observer.ended(crash.local_rank, failure.reason, crash.at)
+        if not generation.stopping:
+            self._report_failure(report_of(failure), f"rank {rank} failed: {failure.cause}")
+
+    def _fail(self, generation: Generation, what: str) -> None:
+        """The generation fails on this node without a worker to blame."""
+        self._report_failure(Failure(generation.number, what[:200], what[:4000]), what)
+
+    def _end_stuck(self, generation: Generation, local_rank: int, cause: str, known_as: str) -> None:
+        """Workers that are silent for too long: each is made to show where it stands, and that is its end."""
+        number, rank = generation.number, generation.group.ranks[local_rank]
+        log_file = self._processes.logs.log_file(number, rank)
+        generation.hung = True
+        failure = stuck(self._node.name, number, rank, local_rank, cause, log_file)
+        self._report_failure(report_of(failure, known_as), failure.cause, HANG_SIGNAL)
+
+    def _report_failure(self, failure: Failure, reason: str, asking: signal.Signals = signal.SIGTERM) -> None:
+        """`reason`: for the log, in which the worker's own last lines stand above it."""
+        log.error("stopping generation %d: %s", failure.generation, reason)
+        self._observer.failure_shown(failure)
+        self._participant.workers_failed(failure)
+        gently = asking is HANG_SIGNAL  # the stack of a data loader does not show where training stands
+        self.stop(self._config.stop.failure_grace_s, gently=gently, reason=None, asking=asking)

@@ -1,0 +1,84 @@
+"""This node as it was found at the start, and what follows from it for one of its workers: the `WorkerSpec`.
+
+Nothing is started here, and nothing written but the folder of a generation.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ....rendezvous.records import Member, World
+from ....worker.wire.environment import WorkerEnv
+from ...common.variables import compose
+from ...configuration.config import Config
+from ...machine.examine import Machine
+from ..environment.contract import WorkerPlace, chosen_variables
+from ..processes.workers import WorkerSpec
+
+KEPT_GENERATIONS = 3
+"""In the run directory, for a person who looks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """This node as found at the start: it does not change while the agent lives."""
+
+    name: str
+    incarnation: str
+    machine: Machine
+    run_dir: Path
+    env: WorkerEnv
+    """What every worker here is given."""
+    cgroup: Path | None
+    """Below it each generation's workers have one of their own."""
+    environment: Mapping[str, str]
+    """What the workers inherit: the agent's own, as it was before the agent changed anything for itself."""
+
+
+def worker_spec(
+    config: Config,
+    node: Node,
+    world: World,
+    member: Member,
+    local_rank: int,
+    page: str,
+    flight_records: Path | None,
+) -> WorkerSpec:
+    """The worker at `local_rank` of `member`, which is this node; `page` names what it shares with the agent."""
+    place = WorkerPlace(
+        world,
+        member,
+        local_rank,
+        error_file=error_file(node, world.generation, local_rank),
+        env=replace(node.env, page=page),
+        flight_records=flight_records,
+    )
+    chosen = chosen_variables(config, node.machine, place)
+    obstacle = "the command is a program of its own" if config.command.kind == "binary" else ""
+    return WorkerSpec(
+        place.rank,
+        local_rank,
+        compose(node.environment, chosen),
+        node.machine.shares[local_rank].cpus,
+        obstacle,
+    )
+
+
+def make_directory(node: Node, generation: int) -> None:
+    """For files of the workers of one generation. Of those of older ones a few stay. Raises OSError."""
+    _directory(node, generation).mkdir(exist_ok=True)
+    for folder in node.run_dir.glob("gen*"):
+        if int(folder.name.removeprefix("gen")) <= generation - KEPT_GENERATIONS:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _directory(node: Node, generation: int) -> Path:
+    return node.run_dir / f"gen{generation}"
+
+
+def error_file(node: Node, generation: int, local_rank: int) -> Path:
+    """Where torch writes why the worker failed, in the form that torchrun reads."""
+    return _directory(node, generation) / f"error-{local_rank}.json"

@@ -1,0 +1,112 @@
+"""The restart budget of a job: how often it may fail, and how long it waits before it tries again.
+
+A failure counts once for the whole job, whichever node it happened on. A generation *made progress* when a node
+reported a step beyond every step of earlier generations; of a job that never reports one, when workers ran for longer
+than a minute. The budget's state travels in the world record, so that it survives the coordinator.
+
+A state may end all who load it: weights that are not numbers, a copy that was damaged before its checksum was taken.
+After `BAD_STATE_AFTER` failures alike, all before any step beyond the state that was loaded, the next generation loads
+an older one, and after the next such failure one older again.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from ..records import BadState, Restarts, Result
+
+STABLE_AFTER_S = 60.0
+"""Workers that have run for so long have made progress, if no worker of the job reports steps."""
+
+BAD_STATE_AFTER = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """When to give up, and how long to wait before another try.
+
+    `max_failures` is how many failures the whole job survives; None means any number while generations make
+    progress, and `max_without_progress` in a row without: the next one ends the job.
+    The first failure in such a row is retried at once: it may as well be the only one, and of a script that reports
+    no steps every failure looks fruitless. The wait then doubles from `first_backoff_s`, after the second, up to
+    `max_backoff_s`, and is multiplied by a random factor from 0.5 to 1, so that many jobs hit by one outage do not
+    return in step.
+    """
+
+    max_failures: int | None = None
+    max_without_progress: int = 3
+    first_backoff_s: float = 0.1
+    max_backoff_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    restarts: Restarts
+    backoff_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    restarts: Restarts
+    result: Result
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A generation that a failure has ended."""
+
+    generation: int
+    fingerprint: str
+    progressed: bool
+    loaded: int | None = None
+    """The step of the state that its workers had loaded, if none of them came to a step beyond it; None otherwise."""
+    final: bool = False
+    """No restart of the job helps."""
+
+
+def after_failure(used: Restarts, ended: Ended, policy: RestartPolicy, rng: random.Random) -> Retry | GiveUp:
+    """What one more failure means for the job."""
+    now_used = _count(used, ended)
+    if ended.final:
+        return GiveUp(now_used, Result.FINAL_FAILURE, "no restart helps")
+    if policy.max_failures is not None:
+        spent = now_used.failures > policy.max_failures
+        limit = f"{now_used.failures} failures, --max-restarts allows {policy.max_failures}"
+    else:
+        spent = now_used.without_progress > policy.max_without_progress
+        limit = f"{now_used.without_progress} failures in a row without progress"
+    if spent:
+        looping = now_used.same_fingerprint > 1 and now_used.same_fingerprint == now_used.without_progress
+        if looping:
+            return GiveUp(
+                now_used,
+                Result.CRASH_LOOP,
+                f"crash loop: {limit}, the last {now_used.same_fingerprint} the same",
+            )
+        return GiveUp(now_used, Result.RESTARTS_EXHAUSTED, limit)
+    if now_used.without_progress <= 1:
+        return Retry(now_used, 0.0)
+    longest = min(
+        policy.max_backoff_s, policy.first_backoff_s * 2.0 ** min(now_used.without_progress - 2, 30)
+    )
+    return Retry(now_used, longest * rng.uniform(0.5, 1.0))
+
+
+def _count(used: Restarts, ended: Ended) -> Restarts:
+    if ended.progressed:
+        return Restarts(used.failures + 1, 0, ended.fingerprint)
+    same = ended.fingerprint == used.fingerprint
+    at_load = (used.at_load if same else 0) + 1 if ended.loaded else 0
+    bad = used.bad_state
+    if ended.loaded and at_load >= BAD_STATE_AFTER:
+        bad = BadState(ended.generation, ended.loaded)
+    return Restarts(
+        used.failures + 1,
+        used.without_progress + 1,
+        ended.fingerprint,
+        used.same_fingerprint + 1 if same else 1,
+        at_load,
+        bad,
+    )

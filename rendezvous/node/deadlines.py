@@ -1,0 +1,77 @@
+"""How long this node waits for the others: for a world to train in, in a drain, and before it leaves.
+
+Three clocks, all started by what this node itself sees, and so never compared with another node's:
+
+- nothing trains here and no world is known to run: after `join_timeout_s` the node gives up;
+- a drain is under way: after `drain_timeout_s` the workers are signalled;
+- the node was asked to leave: it waits a little for the coordinator to stop everybody, then stops its workers alone,
+  and when it has none, it stays a little longer than the others' drain may take.
+
+Instants are seconds on this node's monotonic clock; infinity is never.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ..coordinator.decide import Policy
+from ..records import World
+
+LEAVE_TOGETHER_S = 3.0
+"""How long a leaving node waits for the coordinator to stop everybody, before it stops its workers alone."""
+
+LINGER_S = 1.0
+"""How long a leaving node whose workers have ended waits for the others beyond the time of a drain."""
+
+
+class Deadlines:
+    """The three clocks of one agent, in all its incarnations. Call `look` before you read any of them."""
+
+    def __init__(self, policy: Policy, now: float) -> None:
+        self._policy = policy
+        self._idle_since = now
+        """Infinity while something trains."""
+        self._leaving_since = math.inf
+        self._drain = 0, math.inf
+        """The newest generation that drains or has drained, and the instant at which this node first saw so."""
+        self._drains = False
+
+    def leave(self, now: float) -> None:
+        """This node was asked to leave; it counts from the first time."""
+        self._leaving_since = min(self._leaving_since, now)
+
+    def look(self, world: World | None, *, busy: bool, lease_good: bool, now: float) -> None:
+        """What there is to wait for. `busy`: workers run here."""
+        if busy or (world is not None and world.trains and lease_good):
+            self._idle_since = math.inf
+        else:
+            self._idle_since = min(self._idle_since, now)
+        self._drains = world is not None and world.drains
+        if world is not None and world.drains and self._drain[0] != world.generation:
+            self._drain = world.generation, now
+
+    @property
+    def give_up_at(self) -> float:
+        """The end of the join timeout."""
+        return self._idle_since + self._policy.join_timeout_s
+
+    @property
+    def leave_alone_at(self) -> float:
+        """When a leaving node no longer waits for the others to stop with it."""
+        return self._leaving_since + LEAVE_TOGETHER_S
+
+    @property
+    def drain_over_at(self) -> float:
+        """When the workers have had the whole time of the drain that is under way to end by themselves."""
+        return self._drain[1] + self._policy.drain_timeout_s if self._drains else math.inf
+
+    @property
+    def wait_over_at(self) -> float:
+        """When a leaving node without workers no longer stays for the others."""
+        if self._drains:
+            return self.drain_over_at + LINGER_S
+        return self.leave_alone_at + self._policy.drain_timeout_s + LINGER_S
+
+    @property
+    def instants(self) -> tuple[float, ...]:
+        return self.give_up_at, self.leave_alone_at, self.drain_over_at, self.wait_over_at

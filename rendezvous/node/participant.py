@@ -1,0 +1,657 @@
+"""One node's part in the rendezvous, without I/O: what it knows, what it asks of the store, what it must do.
+
+The agent and the simulator drive the same `Participant`: they carry out its `request` (one at a time, so that
+nothing races with itself), feed back the answer, deliver the watch's changes and what happened to the workers,
+and carry out its `action`. It is level-triggered: every question is answered from what is known now, so a lost reply,
+a repeated event or a missed one costs time and never correctness.
+
+What it knows and reports is in its `Session`, how long it waits for the others in its `Deadlines`; what follows is
+decided by `decide` (which world comes next?) and `next_action` (what must this node do?). The node with the oldest
+record coordinates: it alone follows all records, so a join is not delivered N times to N nodes. Two nodes may for a
+moment both believe to coordinate; the compare on `world` lets only one of them publish (I2).
+
+All instants are seconds on this node's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..coordinator import blame
+from ..coordinator.decide import Decision, Policy, Publish, View, decide, why_not_in
+from ..errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch
+from ..liveness.absence import may_still_train
+from ..liveness.failure_detector import Finding, Peer, Suspects, out_of_sight, slow_to_go_on, slow_to_stop
+from ..liveness.lease_validity import LeaseValidity
+from ..records import (
+    NODES_PREFIX,
+    TRANSITIONS,
+    WORLD_KEY,
+    Condition,
+    DrainRequest,
+    Failure,
+    GenerationProgress,
+    NodeRecord,
+    Phase,
+    Result,
+    World,
+    drain_key,
+    life_of,
+    newest,
+    node_key,
+)
+from ..store.interface import Change, Compare, Entry, LeaseId, Outcome, Snapshot
+from ..terms import differences
+from .deadlines import Deadlines
+from .membership_view import MembershipView
+from .node_actions import Action, Leave, LocalState, Refusal, Stay, Stop, next_action
+from .requests import (
+    MOST_EVICTED,
+    RETRY,
+    Answer,
+    Evict,
+    Forget,
+    Grant,
+    Read,
+    Request,
+    RetryPolicy,
+    Subscription,
+    WriteRecord,
+    WriteWorld,
+)
+from .session import Session
+from .snapshot import NodeSnapshot
+
+log = logging.getLogger(__name__)
+
+DUPLICATE_TTLS = 3.0
+"""A record under our name that outlives so many times to live belongs to a live agent, not to a dead one; longer
+than the store needs, since late keep-alives of the dead may still arrive and clocks differ in rate."""
+
+
+class Participant:
+    """One node's part in the rendezvous. Owned by one thread; only `snapshot` is for others."""
+
+    def __init__(
+        self,
+        identity: NodeRecord,
+        policy: Policy,
+        *,
+        lease_ttl_s: float,
+        rng: random.Random,
+        now: float,
+        retry: RetryPolicy = RETRY,
+        decision: Callable[[View, Policy, float], Decision] = decide,
+    ) -> None:
+        """`identity` holds what does not change (node, address, slots, hosts_store), the first port, and the
+        name of this life of the agent as incarnation; each rejoin appends a number to it."""
+        self.identity = identity
+        self.policy = policy
+        self.waiting_for = "the rendezvous store"
+        self.backoff_s = 0.0
+        """The coordinator's pause before the next generation; 0 on other nodes, and when there is none."""
+        self._lease_ttl_s = lease_ttl_s
+        self._rng = rng
+        self._retry = retry
+        self._decide = decision
+        self.wants_port = False
+        """The port offered so far belongs to a past generation: give a fresh one through `offer_port`."""
+        self._joins = 0
+        self._session = self._new_session(identity)
+        self._generation = 0
+        self._started_world: World
+        self._known: World | None = None
+        """The newest world of all earlier sessions."""
+        self._deadlines = Deadlines(policy, now)
+        self._drain_request: Entry | None = None
+        """What the store holds of an operator's request that this node leave; it may be for an earlier agent of it."""
+        self.wanted_to_leave = False
+        """An operator asks this agent to leave; its driver calls `leave` when it does."""
+        self._refusal: Leave | None = None
+        self._duplicate_until: float | None = None
+        self._pending: Request | None = None
+        self._asked_at = now
+        self._attempt = 0
+        self._retry_at = now
+        self._wake_at: float | None = None
+        self.snapshot = NodeSnapshot(identity.node, identity.incarnation)
+        """For any thread: the state at the end of the last turn."""
+
+    # ---------------------------------------------------------------- what the driver reads
+
+    @property
+    def incarnation(self) -> str:
+        return self._session.incarnation
+
+    @property
+    def world(self) -> World | None:
+        """As this node last saw it."""
+        return self._session.membership.world
+
+    @property
+    def world_revision(self) -> int:
+        """Of the key `world`, when it held that."""
+        return self._session.membership.world_revision
+
+    def polls(self, generation: int) -> bool:
+        """All workers of this generation here ask at each step's end whether a planned change waits for them."""
+        return self._session.says.has(Condition.POLLING, generation)
+
+    @property
+    def lease(self) -> LeaseId | None:
+        """The lease to keep alive."""
+        return self._session.lease
+
+    @property
+    def subscription(self) -> Subscription | None:
+        """The watch to keep open; None while there is nothing to watch yet."""
+        return self._session.membership.subscription
+
+    @property
+    def coordinates(self) -> bool:
+        return self._session.membership.coordinates
+
+    @property
+    def known_nodes(self) -> tuple[NodeRecord, ...]:
+        """Oldest first; complete only on the coordinator."""
+        return self._session.membership.nodes
+
+    @property
+    def _came_after_end(self) -> bool:
+        """The job in the store had ended before this agent came. An agent that joins again was there before."""
+        return self._came_after_world and self.world is not None and self.world.phase is Phase.ENDED
+
+    @property
+    def _came_after_world(self) -> bool:
+        """The world in the store has not changed since this agent came."""
+        came_after = (
+            self._session.created_revision > self._session.membership.world_revision and not self._joins
+        )
+        return self.policy.store_outlives_job and came_after
+
+    @property
+    def _runs_again(self) -> bool:
+        """This agent is of a new run of the job: the world in the store had ended before it came."""
+        succeeded = self.world is not None and self.world.result is Result.SUCCEEDED
+        return self._came_after_end and (self.policy.runs_again or not succeeded)
+
+    def good_until(self, now: float) -> float:
+        """Until then the workers may go on if nothing more is heard; see `lease_good`."""
+        return self._session.validity.good_until(now) if self._session.lease is not None else -math.inf
+
+    def lease_good(self, now: float) -> bool:
+        """No other node can have been given this node's place (I10)."""
+        return self._session.lease is not None and self._session.validity.holds(now)
+
+    def take_snapshot(self, undisturbed: int, now: float) -> None:
+        """The turn is over. `undisturbed` is the generation whose workers run here and were not asked to stop, or 0."""
+        session, membership, validity = self._session, self._session.membership, self._session.validity
+        leased = session.lease is not None
+        self.snapshot = NodeSnapshot(
+            node=self.identity.node,
+            incarnation=session.incarnation,
+            undisturbed=undisturbed,
+            lease=session.lease,
+            confirmed_at=validity.confirmed_at if leased else None,
+            proven_until=validity.proven_until if leased else -math.inf,
+            good_until=self.good_until(now),
+            whole_at=validity.whole_at,
+            world=membership.world,
+            world_revision=membership.world_revision,
+            world_since=membership.world_since,
+            known_nodes=membership.nodes,
+            coordinates=membership.coordinates,
+            coordinator=membership.leader,
+            waiting_for=self.waiting_for,
+            backoff_s=self.backoff_s,
+        )
+
+    @property
+    def told_otherwise(self) -> tuple[str, ...]:
+        """How what this node was told differs from what the job goes by, if that job lives."""
+        world, leader = self.world, self._session.membership.leader_record
+        if world is None or leader is None or world.phase is Phase.ENDED:
+            return ()
+        mine = self.identity
+        said = tuple(differences(mine.limits, mine.program, world.limits, world.program))
+        lives = said and {life_of(member.incarnation) for member in world.members}
+        return said if lives and life_of(leader.incarnation) in lives else ()
+
+    def action(self, now: float) -> Action:
+        """What this node must do now. Repeated until the driver reports that it is done."""
+        deadlines = self._deadlines_at(now)
+        local = LocalState(
+            incarnation=self._session.incarnation,
+            generation=self._generation,
+            started=self._session.started,
+            lease_good=self.lease_good(now),
+            came_after_end=self._came_after_end,
+            runs_again=self._runs_again,
+            hosts_store=self.identity.hosts_store,
+            leaving=self._session.says.leaving,
+            leave_alone=now >= deadlines.leave_alone_at,
+            drain_over=now >= deadlines.drain_over_at,
+            wait_over=now >= deadlines.wait_over_at,
+        )
+        if self._refusal is not None:
+            if self._generation:
+                return Stop(self._generation, False, self._refusal.reason)
+            return self._refusal
+        action = next_action(self.world, local)
+        if not isinstance(action, Stay):
+            return action
+        if now >= deadlines.give_up_at:
+            waited = f"no world within {self.policy.join_timeout_s:.0f} s of --join-timeout"
+            why = Refusal.STORE_AWAY if self._attempt else Refusal.JOIN_TIMEOUT
+            return Leave(why, f"{waited}: {self.waiting_for}")
+        return action
+
+    def wake_at(self, now: float) -> float | None:
+        """The next instant at which `request` or `action` may answer differently without any event."""
+        instants = [self._wake_at, self._retry_at, *self._deadlines_at(now).instants]
+        if self._session.lease is not None:
+            instants += [*self._session.validity.instants(), self._session.membership.detector.wake_at()]
+        return min((at for at in instants if at is not None and now < at < math.inf), default=None)
+
+    def _deadlines_at(self, now: float) -> Deadlines:
+        self._deadlines.look(
+            self.world, busy=bool(self._generation), lease_good=self.lease_good(now), now=now
+        )
+        return self._deadlines
+
+    # ---------------------------------------------------------------- what it asks of its peers
+
+    def probes(self, now: float) -> tuple[Peer, ...]:
+        """Whom to ask for an introduction now; `probed` wants to hear what came of each."""
+        return self._session.membership.detector.suspect(self._suspects(now), now)
+
+    def probed(self, peer: Peer, finding: Finding, asked_at: float, now: float) -> None:
+        validity = self._session.validity
+        validity.found(peer, finding, asked_at)
+        self._session.membership.detector.found(
+            peer, finding, now, validity.ask_again_s(finding, asked_at, now)
+        )
+
+    def _suspects(self, now: float) -> Suspects:
+        world, session = self.world, self._session
+        cut_off = session.validity.suspects(now)
+        if cut_off or world is None:
+            return cut_off
+        if self.coordinates:
+            missing = may_still_train(world, self.known_nodes) if self.policy.unheard_s else ()
+            return slow_to_stop(world, self.known_nodes, session.incarnation) or out_of_sight(missing)
+        leader = session.membership.leader_record
+        if leader is None or session.written is None:
+            return {}
+        return slow_to_go_on(world, leader, session.written, session.membership.detector.gone)
+
+    # ---------------------------------------------------------------- what it asks of the store
+
+    def request(self, now: float) -> Request | None:
+        """The next question for the store; None while one is unanswered or nothing is needed."""
+        if self._pending is not None or now < self._retry_at:
+            return None
+        self._pending = self._next_request(now)
+        self._asked_at = now
+        return self._pending
+
+    def _next_request(self, now: float) -> Request | None:
+        session, own_key = self._session, node_key(self.identity.node)
+        if self._refusal is not None:
+            return None
+        if session.lease is None:
+            return Grant(self._lease_ttl_s) if not self._generation else None
+        if session.own_revision is None:
+            return Read((own_key,))
+        self._settle_unstarted()
+        if self.wants_port:
+            return None
+        if (news := session.news) is not None:
+            return WriteRecord(Compare(own_key, session.own_revision), news, session.lease)
+        membership = session.membership
+        if self._drain_request is not None:
+            return Forget(Compare(self._drain_request.key, self._drain_request.mod_revision))
+        if membership.subscription is None:
+            return membership.question
+        self._look_whether_it_fits()
+        if membership.world is None and self._known is not None and self._known.phase is not Phase.ENDED:
+            # The store was replaced by an empty one.
+            return WriteWorld(Compare(WORLD_KEY, membership.world_revision), self._known.carried_over())
+        if membership.coordinates:
+            return self._coordinate(now)
+        if membership.leader_gone is not None:
+            return Evict((membership.leader_gone,))
+        self.waiting_for = self._put_aside() or f"{membership.leader} coordinates; no new world from it yet"
+        return None
+
+    def _look_whether_it_fits(self) -> None:
+        """A node with another script or other times than the job's is in no world: better it says so, and leaves."""
+        leader = self._session.membership.leader_record
+        if leader is None or self._generation:
+            return
+        reason = why_not_in(self.world if not self._came_after_end else None, leader, self._session.says)
+        if reason is not None:
+            self._refuse(Refusal.UNLIKE_THE_JOB, reason)
+
+    def _put_aside(self) -> str:
+        """Why this agent is in no world, if that is so."""
+        world, life = self.world, life_of(self.identity.incarnation)
+        aside = next((one for one in world.aside if one.life == life), None) if world is not None else None
+        if aside is None:
+            return ""
+        return blame.in_words(aside)
+
+    def _coordinate(self, now: float) -> Request | None:
+        membership = self._session.membership
+        gone = membership.detector.gone
+        live = tuple(node for node in membership.nodes if node.incarnation not in gone)
+        view = View(
+            live,
+            membership.world,
+            membership.world_since,
+            membership.arrivals,
+            membership.ready_since,
+            gone,
+            self._runs_again,
+            self._came_after_world,
+            membership.succeeded_since,
+        )
+        decision, gone_for_good = self._decide(view, self.policy, now), membership.records_of_gone
+        if isinstance(decision, Publish) and membership.nodes_are_behind:
+            return membership.question
+        if isinstance(decision, Publish):
+            world, after = membership.world, decision.world.phase
+            before = world.phase if world is not None else None
+            assert after in TRANSITIONS[before], f"no world goes from {before} to {after}"
+            self._wake_at, self.backoff_s = None, 0.0
+            compare = Compare(WORLD_KEY, membership.world_revision)
+            return WriteWorld(compare, decision.world, gone_for_good[:MOST_EVICTED])
+        self._wake_at, self.backoff_s = decision.until, decision.backoff_s
+        self.waiting_for = decision.reason
+        # It may be waiting for the next agent of just that node, who cannot come before the name is free.
+        if gone_for_good and (
+            decision.short_of_nodes or (membership.world is not None and membership.world.trains)
+        ):
+            return Evict(gone_for_good[:MOST_EVICTED])
+        return None
+
+    def _settle_unstarted(self) -> None:
+        """A generation that was stopped before this node started it has no workers here either."""
+        world = self.world
+        if world is None or not (world.drains or world.stops) or self._generation:
+            return
+        stopped = self._session.says.has_stopped(world.generation)
+        if world.member(self.incarnation) is not None and not stopped:
+            self._settle(world)
+
+    def _settle(self, world: World) -> None:
+        session = self._session
+        self._mark(world.generation, Condition.STOPPED)
+        session.started = world.generation
+        if world.members[0].incarnation == self.incarnation:
+            self.wants_port = True
+
+    # ---------------------------------------------------------------- what the store answers
+
+    def answered(self, request: Request, answer: Answer, now: float) -> None:
+        """The store's answer to the pending request; a late one to an older request is ignored."""
+        if request is not self._pending:
+            return
+        self._pending = None
+        self._attempt = 0
+        try:
+            self._take_in(request, answer, now)
+        except (RecordInvalid, StoreMismatch) as error:
+            self._refuse(Refusal.STORE_MISMATCH, str(error))
+
+    def _take_in(self, request: Request, answer: Answer, now: float) -> None:
+        session, own_node = self._session, self.identity.node
+        if isinstance(request, Grant) and isinstance(answer, int):
+            session.lease, session.validity.confirmed_at = answer, self._asked_at
+        elif isinstance(request, WriteRecord) and isinstance(answer, Outcome):
+            if answer.succeeded:
+                written = answer.entries[0]
+                assert written is not None, "what was just written is there"
+                session.wrote(request.record, written)
+            else:
+                self._own_entry(answer.entries[0], now)
+        elif isinstance(request, WriteWorld) and isinstance(answer, Outcome):
+            session.membership.see_world(answer.entries[0], now)
+            for gone, entry in zip(request.evicted, answer.entries[1:], strict=True):
+                session.membership.see_node(gone.key, entry, answer.revision, now)
+        elif isinstance(request, Evict) and isinstance(answer, Outcome):
+            for gone, entry in zip(request.compares, answer.entries, strict=True):
+                session.membership.see_node(gone.key, entry, answer.revision, now)
+        elif isinstance(request, Read) and isinstance(answer, Snapshot):
+            own = next((entry for entry in answer.entries if entry.key == node_key(self.identity.node)), None)
+            if WORLD_KEY not in request.scopes:
+                self._own_entry(own, now)
+            elif own is None:
+                self.lease_gone(session.lease)
+            else:
+                session.membership.read(request, answer, now)
+                self._read_drain_request(
+                    next((e for e in answer.entries if e.key == drain_key(own_node)), None)
+                )
+        elif isinstance(request, Forget):
+            self._drain_request = None
+
+    def failed(self, request: Request, error: StoreError, now: float) -> None:
+        """The pending request got no answer: what it did, if anything, is unknown."""
+        if request is not self._pending:
+            return
+        self._pending = None
+        if isinstance(error, StoreMismatch):
+            self.store_mismatched(str(error))
+            return
+        if isinstance(error, LeaseExpired):
+            self.lease_gone(self._session.lease)
+            return
+        if isinstance(request, WriteRecord):
+            self._session.own_revision = None
+        if self._attempt == 0:  # said once: each try may fail at another member, in other words
+            self.waiting_for = f"the rendezvous store: {error}"
+        self._retry_at = now + self._retry.wait_s(self._attempt, self._rng)
+        self._attempt += 1
+
+    def store_mismatched(self, reason: str) -> None:
+        """The store that answers now is not this job's, and that one does not come back where it stands."""
+        self._refuse(Refusal.STORE_MISMATCH, reason)
+
+    def lease_confirmed(self, lease: LeaseId, asked_at: float) -> None:
+        """A keep-alive that was sent at `asked_at` has been answered."""
+        if lease == self._session.lease:
+            validity = self._session.validity
+            validity.confirmed_at = max(validity.confirmed_at, asked_at)
+
+    def lease_gone(self, lease: LeaseId | None) -> None:
+        """The others may count this node as gone: workers first, then a new incarnation."""
+        if lease is not None and lease == self._session.lease:
+            log.warning("lease lost: stopping the workers, then joining again as a new incarnation")
+            self._session.lease = None
+            self._rejoin_if_idle()
+
+    def changed(self, changes: tuple[Change, ...], now: float) -> None:
+        """Changes from the watch of the present subscription, in order."""
+        try:
+            for change in changes:
+                self._see_change(change, now)
+        except (RecordInvalid, StoreMismatch) as error:
+            self._refuse(Refusal.STORE_MISMATCH, str(error))
+
+    def _see_change(self, change: Change, now: float) -> None:
+        key, revision = change.key, change.revision
+        if key == WORLD_KEY:
+            self._session.membership.see_world(change.entry, now)
+        elif key == drain_key(self.identity.node):
+            self._read_drain_request(change.entry)
+        elif key.startswith(NODES_PREFIX):
+            self._session.membership.see_change_of_node(key, change.entry, revision, now)
+        session = self._session
+        if key == node_key(self.identity.node) and session.written and revision > (session.own_revision or 0):
+            # Our own writes come back; anything else that happens to our record is another writer's doing.
+            self._own_entry(change.entry, now)
+
+    def _read_drain_request(self, entry: Entry | None) -> None:
+        """Whatever stands there is taken away: it was for this agent, or is for none that lives."""
+        self._drain_request = entry
+        if entry is None:
+            return
+        try:
+            request = DrainRequest.from_json(entry.key, entry.value)
+        except RecordInvalid as error:
+            log.warning("a request that this node leave the job cannot be read: %s", error)
+            return
+        self.wanted_to_leave |= life_of(request.incarnation) == life_of(self.identity.incarnation)
+
+    def lost_track(self) -> None:
+        """The watch missed changes: read everything again."""
+        self._session.membership.subscription = None
+
+    def _own_entry(self, entry: Entry | None, now: float) -> None:
+        """What stands under our key, after a refused or an unanswered write."""
+        session = self._session
+        if entry is None:
+            if session.written is not None:
+                self.lease_gone(session.lease)
+            session.own_revision = 0
+            return
+        record = NodeRecord.from_json(entry.key, entry.value)
+        if record.incarnation == session.incarnation:
+            session.wrote(record, entry)
+            return
+        if session.written is not None:
+            self.lease_gone(session.lease)
+            return
+        if self._duplicate_until is None:
+            self._duplicate_until = now + DUPLICATE_TTLS * self._lease_ttl_s
+        if self._asked_at >= self._duplicate_until:  # an agent that stood still may hear of it much later
+            self._refuse(
+                Refusal.DUPLICATE_NODE,
+                f"another live agent of job {self.policy.job!r} is already called {self.identity.node!r}: "
+                "give this one another --node-id, or leave it out to get a unique one",
+            )
+        self.waiting_for = (
+            f"the store to forget an earlier agent named {self.identity.node}, or that agent lives"
+        )
+        session.own_revision = 0
+        self._retry_at = now + self._retry.max_wait_s / 4
+
+    def _refuse(self, why: Refusal, reason: str) -> None:
+        self._refusal = self._refusal or Leave(why, reason)
+
+    # ---------------------------------------------------------------- what happens on this node
+
+    def workers_started(self, world: World) -> None:
+        """The driver carries out a Start: from here on workers of this world exist here."""
+        assert world.generation > self._session.started, "a node starts a generation at most once (I4)"
+        assert not self._generation, "one generation of workers at a time (I1)"
+        self._started_world = world
+        self._session.validity.runs(world, self._session.incarnation)
+        self._session.started = self._generation = world.generation
+
+    def workers_advanced(self, step: int) -> None:
+        """A worker has finished or saved this step."""
+        says, progress = self._session.says, self._progress
+        reached = step if progress.reached is None else max(progress.reached, step)
+        self._session.says = replace(
+            says, step=max(says.step, step), progress=replace(progress, reached=reached)
+        )
+
+    def workers_load(self, step: int | None) -> None:
+        """The workers go on from the state of this step, or are about to. None: their load was refused."""
+        self._session.says = replace(self._session.says, progress=replace(self._progress, loaded=step))
+
+    @property
+    def _progress(self) -> GenerationProgress:
+        """Of the workers that run here."""
+        known = self._session.says.progress
+        return (
+            known if known and known.generation == self._generation else GenerationProgress(self._generation)
+        )
+
+    def workers_stable(self, generation: int) -> None:
+        """The workers have run for longer than a minute."""
+        self._mark(generation, Condition.STABLE)
+
+    def workers_failed(self, failure: Failure) -> None:
+        """The first failure of a generation on this node; the others' follow from it."""
+        session = self._session
+        first = session.says.failure
+        if first is None or first.generation < failure.generation:
+            session.says = replace(session.says, failure=failure)
+
+    def workers_succeeded(self, generation: int) -> None:
+        self._mark(generation, Condition.SUCCEEDED)
+
+    def workers_notified(self, generation: int) -> bool:
+        """Every worker here that looks at its flag sees from now on that a planned change waits for it.
+
+        True when that is news, and so something to tell the others.
+        """
+        return self._mark(generation, Condition.NOTIFIED)
+
+    def workers_polling(self, generation: int) -> bool:
+        """Every worker here has looked at its flag at the end of a step, and so will at the next. True: as above."""
+        return self._mark(generation, Condition.POLLING)
+
+    def workers_drained(self, generation: int, *, kept: bool) -> None:
+        """Every worker here has ended by itself at the step that all have agreed on, or the next generation can do
+        without it. `kept`: this node has the state after that step."""
+        self._mark(generation, Condition.DRAINED)
+        if kept:
+            self._mark(generation, Condition.STATE_SAVED)
+
+    def _mark(self, generation: int, condition: Condition) -> bool:
+        """True when that is news."""
+        known = self._session.says
+        self._session.says = known.having(generation, condition)
+        return not known.has(condition, generation)
+
+    def became_ready(self) -> None:
+        """Workers can start here at once. Until then a world that trains does not wait for this node."""
+        self._session.says = replace(self._session.says, ready=True)
+
+    def offer_port(self, port: int) -> None:
+        """`port` is bound and listening at this node's address, and no generation has ever been given it."""
+        self._session.says = replace(self._session.says, port=port)
+        self.wants_port = False
+
+    def workers_gone(self, generation: int) -> None:
+        """No process of `generation` is left here."""
+        assert generation == self._generation, "workers that were not started cannot end"
+        self._generation = 0
+        self._session.validity.runs(None, self._session.incarnation)
+        self._settle(self._started_world)
+        self._rejoin_if_idle()
+
+    def leave(self, now: float) -> None:
+        """This node was asked to stop: tell the others, stop with them, then leave."""
+        self._deadlines.leave(now)
+        self._session.says = replace(self._session.says, leaving=True)
+
+    def _new_session(self, says: NodeRecord) -> Session:
+        validity = LeaseValidity(self._lease_ttl_s, self.policy.store_outage_grace_s)
+        return Session(says, validity, MembershipView(self.policy.job, self.identity.node))
+
+    def _rejoin_if_idle(self) -> None:
+        """After a lost lease and with no worker left: everything known is void, join anew."""
+        if self._session.lease is not None or self._generation:
+            return
+        self._joins += 1
+        was, incarnation = self._session.says, f"{self.identity.incarnation}.{self._joins}"
+        self._known = newest(self._known, self.world)
+        says = replace(
+            self.identity, incarnation=incarnation, leaving=was.leaving, ready=was.ready, step=was.step
+        )
+        if self._known is not None:
+            says = replace(says, seen=self._known.generation)
+        self._session = self._new_session(says)
+        # A world that we never saw may have named our port as its master: no workers may meet there again.
+        self.wants_port = True
+        self._pending = None
+        self._duplicate_until = None

@@ -1,0 +1,134 @@
+"""What one node asks of its store, as data: a `Participant` makes a request, its driver carries it out.
+
+Frozen and small, so that a request can cross a thread or a simulated network, and be told from a later one like
+it by identity.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ..records import STOP_KEY, WORLD_KEY, NodeRecord, StopAt, World
+from ..store.interface import Compare, Delete, LeaseId, Outcome, Put, Snapshot
+
+MOST_EVICTED = 32
+"""With one write: each costs the store two operations, and a whole rack may be lost at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    scopes: tuple[str, ...]
+    oldest_under: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRecord:
+    compare: Compare
+    record: NodeRecord
+    lease: LeaseId
+
+    @property
+    def compares(self) -> tuple[Compare, ...]:
+        return (self.compare,)
+
+    @property
+    def writes(self) -> tuple[Put | Delete, ...]:
+        return (Put(self.compare.key, self.record.to_json(), self.lease),)
+
+
+@dataclass(frozen=True, slots=True)
+class WriteWorld:
+    compare: Compare
+    world: World
+    evicted: tuple[Compare, ...] = ()
+    """Records to delete with it, at most MOST_EVICTED: their nodes are gone, and these lives of them are not in
+    `world`."""
+
+    @property
+    def compares(self) -> tuple[Compare, ...]:
+        return (self.compare, *self.evicted)
+
+    @property
+    def writes(self) -> tuple[Put | Delete, ...]:
+        return (Put(WORLD_KEY, self.world.to_json()), *(Delete(gone.key) for gone in self.evicted))
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Delete the records of nodes that are gone, at most MOST_EVICTED.
+
+    Of the coordinator, so that the next oldest node takes its place; of others when no world can be written with which
+    they would go, or more than go with it, so that the nodes' next agents get their names.
+    """
+
+    compares: tuple[Compare, ...]
+
+    @property
+    def writes(self) -> tuple[Put | Delete, ...]:
+        return tuple(Delete(gone.key) for gone in self.compares)
+
+
+@dataclass(frozen=True, slots=True)
+class WriteStop:
+    """Say where the workers stop, while the world is still the one that waits for it."""
+
+    world: Compare
+    compare: Compare
+    stop: StopAt
+
+    @property
+    def compares(self) -> tuple[Compare, ...]:
+        return (self.world, self.compare)
+
+    @property
+    def writes(self) -> tuple[Put | Delete, ...]:
+        return (Put(STOP_KEY, self.stop.to_json()),)
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Delete a request to leave that was read."""
+
+    compare: Compare
+
+    @property
+    def compares(self) -> tuple[Compare, ...]:
+        return (self.compare,)
+
+    @property
+    def writes(self) -> tuple[Put | Delete, ...]:
+        return (Delete(self.compare.key),)
+
+
+Transaction: TypeAlias = WriteRecord | WriteWorld | WriteStop | Evict | Forget
+Request: TypeAlias = Grant | Read | Transaction
+Answer: TypeAlias = LeaseId | Snapshot | Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Subscription:
+    """The watch that this node needs now."""
+
+    scopes: tuple[str, ...]
+    after_revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """After an unanswered request: full jitter up to a doubling wait; unlimited, the lease decides when to stop."""
+
+    first_wait_s: float = 0.05
+    max_wait_s: float = 1.0
+
+    def wait_s(self, attempt: int, rng: random.Random) -> float:
+        return rng.uniform(0.0, min(self.max_wait_s, self.first_wait_s * 2.0 ** min(attempt, 20)))
+
+
+RETRY = RetryPolicy()

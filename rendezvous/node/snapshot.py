@@ -1,0 +1,58 @@
+"""What one node knows at the end of a turn, frozen, so that any thread may read it.
+
+One thread owns the `Participant` and changes it as events come. All others (the HTTP server, the gates for checkpoints
+and planned changes, torchrun's agent) read the newest `NodeSnapshot`, which is replaced as a whole. So a reader takes
+it once, and never sees half of a change. Instants are seconds on this node's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..records import Introduction, NodeRecord, World
+from ..store.interface import LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSnapshot:
+    """One node's state after a turn."""
+
+    node: str
+    incarnation: str
+    undisturbed: int = 0
+    """The generation whose workers run here and have not been asked to stop; 0 when there is none."""
+    lease: LeaseId | None = None
+    confirmed_at: float | None = None
+    """When the newest confirmed keep-alive of the lease was sent; None without a lease."""
+    proven_until: float = -math.inf
+    """Until then the lease cannot have ended."""
+    good_until: float = -math.inf
+    """Until then no other node can have been given this node's place, if nothing more is known (I10)."""
+    whole_at: float = -math.inf
+    """The newest instant at which every member of the world that runs here was known to run it."""
+    world: World | None = None
+    world_revision: int = 0
+    world_since: float = 0.0
+    """When this node first saw the world in its present phase."""
+    known_nodes: tuple[NodeRecord, ...] = ()
+    """Oldest first; complete only on the coordinator."""
+    coordinates: bool = False
+    coordinator: str | None = None
+    waiting_for: str = ""
+    backoff_s: float = 0.0
+    """The coordinator's pause before the next generation; 0 on other nodes, and when there is none."""
+
+    def lease_good(self, now: float) -> bool:
+        return now < self.good_until
+
+    def introduction(self, now: float) -> Introduction:
+        """What this node answers a peer."""
+        known_whole = self.undisturbed and self.whole_at > -math.inf
+        return Introduction(
+            self.node,
+            self.incarnation,
+            self.undisturbed,
+            confirmed_s=now - self.confirmed_at if self.confirmed_at is not None else None,
+            whole_s=now - self.whole_at if known_whole else None,
+        )

@@ -1,0 +1,89 @@
+"""What the rest of the program needs to know of one kind of store before a store of that kind is opened.
+
+Plain data, cheap to import: torch and gRPC take seconds and tens of megabytes, so a kind imports its store when one is
+opened, and not earlier.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..records import Endpoint, World
+from .interface import Store
+
+KEEP_ALIVES_PER_TTL = 5
+"""Several may be lost before the lease counts as bad at 0.6 of its time to live. A store answers within the time
+between two of them, or not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """The servers are verified against `ca`, each by the host that its endpoint names: the certificate of an
+    endpoint given as a name must hold this name, and that of one given as an IP address must hold this address.
+    With `cert` and `key` we prove who we are; etcd takes the certificate's CN for the user where it has no token.
+
+    The files are read again for each connection, so that renewed certificates come into use by themselves.
+    """
+
+    ca: Path
+    cert: Path | None = None
+    key: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Login:
+    """`password` is called at each authentication, so that a changed password file is picked up."""
+
+    user: str
+    password: Callable[[], str] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How to reach the store of one job."""
+
+    endpoints: tuple[Endpoint, ...]
+    job: str
+    timeout_s: float
+    """For how long to try until the store answers."""
+    lease_ttl_s: float | None
+    """None: no lease is taken and nothing is written, because this process only looks."""
+    prefix: str = ""
+    tls: Tls | None = None
+    login: Login | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreKind:
+    name: str
+    help: str
+    """What it is, for the option that chooses it."""
+    connect: Callable[[Access], Store]
+    """Raises StoreError."""
+    port: int | None = None
+    """Where an endpoint names none. None: this kind has no endpoints, so no second node can join."""
+    cluster: bool = False
+    """Several endpoints may be given, of the members of one cluster; or a URL, whose scheme is the name."""
+    host: Callable[[socket.socket, str, World | None, Callable[[str], None]], Store] | None = None
+    """For a kind that one of the job's agents hosts. Called with a socket that listens, the job, the newest world of an
+    earlier host, and what is to be called with each new one before it is seen by all."""
+    place: str = ""
+    """What an endpoint of it is, for the option that gives one."""
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def outlives_job(self) -> bool:
+        """It serves many jobs, and no agent of one takes it along."""
+        return self.cluster
+
+    @property
+    def described(self) -> str:
+        """Its names and what it is."""
+        also = f" (also {', '.join(self.aliases)})" if self.aliases else ""
+        return f"{self.name}{also}: {self.help}"
+
+    def __str__(self) -> str:
+        return self.name

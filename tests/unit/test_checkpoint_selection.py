@@ -1,0 +1,258 @@
+"""Whose copy is loaded: the whole rule as a table."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from elastic_agent.worker.disk.manifests import Manifest
+from elastic_agent.worker.errors import NoUsableCheckpoint
+from elastic_agent.worker.loading.checkpoint_selection import BadState, Offer, Owner, choose_owner, nodes_with
+from elastic_agent.worker.memory.slots import Copy, Header
+
+
+def disk(step: int, generation: int = 1) -> Manifest:
+    return Manifest(step, generation, 2, f"step-{step:012d}-{'a' * 16}.pt", 1, "a" * 64)
+
+
+def memory(step: int, generation: int = 1, *, base: int = 0) -> Header:
+    return Header(step, generation, base, world_size=2, size=1)
+
+
+def owner(*offers: Offer) -> Owner | None:
+    return choose_owner(offers)
+
+
+@pytest.mark.parametrize(
+    ("offers", "rank"),
+    [
+        ([None], None),
+        ([disk(1), disk(1)], 0),
+        ([None, disk(1), disk(1)], 1),
+        ([disk(1), disk(1, generation=2)], 1),
+        ([disk(2), disk(1, generation=9)], 0),
+        ([disk(2), disk(2, generation=2), disk(2, generation=2)], 1),
+    ],
+)
+def test_of_disks_alone_the_newest_step_wins(offers: list[Manifest | None], rank: int | None) -> None:
+    chosen = owner(*map(Offer, offers))
+    assert chosen == (None if rank is None else Owner(rank, offers[rank]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("copies", "disks", "winner"),
+    [
+        ([memory(12)], [], memory(12)),
+        ([memory(12), memory(11)], [disk(10)], memory(12)),
+        # what is on disk is as new: the memory is quicker
+        ([memory(12)], [disk(12)], memory(12)),
+        # the memory was too small for a while
+        ([memory(12)], [disk(20)], disk(20)),
+        # a node that was cut off went on in generation 1; the others began generation 2 at step 10
+        ([memory(12, 1), memory(11, 2, base=10)], [disk(10)], memory(11, 2, base=10)),
+        # the same, and the cut off one has even saved on its own disk
+        ([memory(11, 2, base=10)], [disk(12, 1)], memory(11, 2, base=10)),
+        # the same, and only the disk has what the others did since
+        ([memory(12, 1)], [disk(11, 2)], disk(11, 2)),
+        # generation 2 has done nothing yet that anybody kept: what it came from counts
+        ([memory(12, 1)], [disk(10, 1)], memory(12, 1)),
+        # the disk's number is another store's, of an earlier life of this job; generation 1 began there
+        ([memory(5050, 1, base=5000)], [disk(5000, 37)], memory(5050, 1, base=5000)),
+        # such a disk is found by a job that had begun anew without it
+        ([memory(10, 1)], [disk(5000, 37)], disk(5000, 37)),
+        # of two disks beyond the memory's beginning the newer generation's is the line that goes on
+        ([memory(11, 1)], [disk(20, 2), disk(30, 1)], disk(20, 2)),
+    ],
+)
+def test_memory_and_disk(copies: list[Header], disks: list[Manifest], winner: Header | Manifest) -> None:
+    offers = [Offer(copies=(Copy(copy),), node=f"n{place}") for place, copy in enumerate(copies)]
+    offers += [Offer(one) for one in disks]
+    for order in itertools.permutations(offers):
+        chosen = choose_owner(order)
+        assert chosen is not None
+        assert chosen.what == winner
+
+
+BAD = BadState(generation=7, step=30, present=9)
+
+
+@pytest.mark.parametrize(
+    ("copies", "disks", "winner"),
+    [
+        # the older slot, the disk's older checkpoint, whichever is newer
+        ([memory(30, 5), memory(29, 5)], [disk(20)], memory(29, 5)),
+        ([memory(30, 5)], [disk(20)], disk(20)),
+        ([memory(30, 5), memory(10, 5)], [disk(20, 5)], disk(20, 5)),
+        # a generation that loaded it wrote it again, or went on from it
+        ([memory(30, 6), memory(29, 5)], [disk(30, 7)], memory(29, 5)),
+        ([memory(29, 5)], [disk(31, 7)], memory(29, 5)),
+        # the disk's number is another store's
+        ([], [disk(30, 37), disk(20, 37)], disk(20, 37)),
+        # what a later generation has made of an older state is as good as any
+        ([memory(30, 8, base=29), memory(29, 5)], [], memory(30, 8, base=29)),
+        ([], [disk(31, 8), disk(30, 7)], disk(31, 8)),
+        # there is nothing else
+        ([memory(30, 5)], [], memory(30, 5)),
+        ([], [disk(30)], disk(30)),
+    ],
+)
+def test_a_bad_state_is_the_last_resort(
+    copies: list[Header], disks: list[Manifest], winner: Header | Manifest
+) -> None:
+    offers = [Offer(copies=(Copy(copy),), node=f"n{place}") for place, copy in enumerate(copies)]
+    offers += [Offer(one) for one in disks]
+    for order in itertools.permutations(offers):
+        chosen = choose_owner(order, BAD)
+        assert chosen is not None
+        assert chosen.what == winner
+
+
+def test_a_disk_that_rots_does_not_hide_the_bad_state_that_is_left() -> None:
+    offers = [Offer(copies=(Copy(memory(30, 5)),)), Offer(bad=("it rots",))]
+    chosen = choose_owner(offers, BAD)
+    assert chosen == Owner(0, memory(30, 5))
+
+
+def test_the_agent_names_the_bad_state_in_the_environment() -> None:
+    named = {"ELASTIC_AGENT_BAD_STATE": "7:30", "ELASTIC_AGENT_GENERATION": "9", "ELASTIC_AGENT_RUN": "me"}
+    assert BadState.of(named) == replace(BAD, run="me")
+    assert BadState.of({"ELASTIC_AGENT_GENERATION": "9"}) is None
+
+
+def of(run: str, step: int, generation: int = 1) -> Manifest:
+    name = f"step-{step:012d}-{run}-00000000-{'a' * 16}.pt"
+    return Manifest(step, generation, 2, name, 1, "a" * 64, run)
+
+
+def mine(step: int, generation: int = 1) -> Header:
+    return replace(memory(step, generation), run="me")
+
+
+@pytest.mark.parametrize(
+    ("copies", "own", "foreign", "winner"),
+    [
+        # the job is started again: the newest that anybody has
+        ([], [], [of("a", 5), of("b", 9)], of("b", 9)),
+        # a node joins with what another job has left on its disk
+        ([], [of("me", 5)], [of("a", 9)], of("me", 5)),
+        ([], [of("a", 5)], [of("b", 9)], of("a", 5)),
+        ([mine(10)], [], [of("a", 5000, 37)], mine(10)),
+        # taken over, and set back from: numbers of another run's generations say nothing
+        ([mine(10)], [of("a", 5000, 37)], [], mine(10)),
+        ([mine(10)], [of("me", 20)], [], of("me", 20)),
+        # the run has got a new name, and the agents have lived on
+        ([replace(memory(10), run="before")], [of("me", 8, 2)], [], of("me", 8, 2)),
+        ([replace(memory(10), run="before")], [], [of("before", 20)], of("before", 20)),
+    ],
+)
+def test_another_runs_checkpoint_counts_only_where_there_is_nothing_else(
+    copies: list[Header], own: list[Manifest], foreign: list[Manifest], winner: Header | Manifest
+) -> None:
+    offers = [Offer(copies=(Copy(copy),), node=f"n{place}", run="me") for place, copy in enumerate(copies)]
+    offers += [Offer(one, run="me") for one in own] + [Offer(one, run="me", foreign=True) for one in foreign]
+    for order in itertools.permutations(offers):
+        chosen = choose_owner(order)
+        assert chosen is not None
+        assert chosen.what == winner
+
+
+MY_BAD = replace(BAD, run="me")
+
+
+@pytest.mark.parametrize(
+    ("copies", "own", "foreign", "winner"),
+    [
+        # its step and generation are as those of what came of the bad state, but it is another run's
+        ([mine(30, 5)], [], [of("a", 200, 7)], mine(30, 5)),
+        ([], [of("me", 30, 5)], [of("a", 20, 3)], of("me", 30, 5)),
+        ([mine(30, 5)], [of("me", 20, 5)], [of("a", 200, 8)], of("me", 20, 5)),
+        # the job was started again, and what it came from is the bad one: generations of two runs have no order
+        ([], [of("a", 30, 8)], [], of("a", 30, 8)),
+        ([mine(29, 8)], [of("a", 30, 8)], [], mine(29, 8)),
+        # the run has got a new name, and its state before is its own
+        ([replace(memory(30), run="before")], [], [of("before", 20)], of("before", 20)),
+        ([], [], [of("a", 200, 7)], of("a", 200, 7)),
+    ],
+)
+def test_the_bad_state_is_this_runs(
+    copies: list[Header], own: list[Manifest], foreign: list[Manifest], winner: Header | Manifest
+) -> None:
+    offers = [Offer(copies=(Copy(copy),), node=f"n{place}", run="me") for place, copy in enumerate(copies)]
+    offers += [Offer(one, run="me") for one in own] + [Offer(one, run="me", foreign=True) for one in foreign]
+    for order in itertools.permutations(offers):
+        chosen = choose_owner(order, MY_BAD)
+        assert chosen is not None
+        assert chosen.what == winner
+
+
+def test_another_runs_checkpoint_is_never_what_came_of_the_bad_state() -> None:
+    assert not MY_BAD.covers(of("a", 200, 7), foreign=True)
+    assert MY_BAD.covers(of("a", 200, 8)), "taken over: numbers of another run's generations say nothing"
+    assert not MY_BAD.covers(of("me", 200, 8))
+
+
+def test_of_equals_the_lowest_rank_owns_it() -> None:
+    assert owner(Offer(), Offer(copies=(Copy(memory(3)),)), Offer(copies=(Copy(memory(3)),))) == Owner(
+        1, memory(3)
+    )
+
+
+def test_bytes_may_differ_between_nodes_that_have_the_same_step() -> None:
+    offers = [
+        Offer(copies=(Copy(memory(3)), Copy(memory(1))), node="a"),
+        Offer(node="a"),
+        Offer(copies=(Copy(replace(memory(3), size=9)),), node="b"),
+        Offer(copies=(Copy(memory(2)),), node="c"),
+    ]
+    assert nodes_with(memory(3), offers) == {"a", "b"}
+
+
+def test_bad_checkpoints_count_only_where_there_is_nothing_else() -> None:
+    bad = Offer(bad=("it rots",))
+    assert owner(bad, Offer(copies=(Copy(memory(3)),))) == Owner(1, memory(3))
+    with pytest.raises(NoUsableCheckpoint, match="rank 1: it rots"):
+        owner(Offer(), bad)
+
+
+def test_an_offer_reaches_the_others_whole() -> None:
+    copies = (
+        Copy(replace(memory(7), gaps=((0, 1), (0, 0)), sums=(1, 2), haste=True), frozenset({1})),
+        Copy(memory(6)),
+    )
+    foreign = Offer(of("a", 4), run="b", foreign=True)
+    for offer in (Offer(), Offer(disk(4), ("x" * 100,), copies, "a node"), foreign):
+        assert Offer.from_json(offer.to_json()) == offer
+
+
+def remembered(step: int, *ranks: int, haste: bool = False, world_size: int = 2) -> Copy:
+    gaps = ((0, 1),) * world_size
+    return Copy(Header(step, 1, 0, world_size, 1, gaps, haste), frozenset(ranks))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "step"),
+    [
+        ([[remembered(8, 0, 1), remembered(7, 0, 1)], []], 8),
+        # rank 1 did not come to step 8
+        ([[remembered(8, 0), remembered(7, 0, 1)], []], 7),
+        # each node knows its own ranks
+        ([[remembered(8, 0), remembered(7, 0)], [remembered(8, 1), remembered(7, 1)]], 8),
+        ([[remembered(8, 0), remembered(7, 0)], [remembered(7, 1), remembered(6, 1)]], 7),
+        # rank 1 had failed when this was copied, and lost no step to it
+        ([[remembered(8, 0, haste=True), remembered(7, 0, 1)], []], 8),
+        # nobody can have all random states: rank 1's node is gone
+        ([[remembered(8, 0), remembered(7, 0)], []], 8),
+        # nor does anybody need them
+        ([[remembered(8, 0, world_size=3), remembered(7, 0, 1, 2, world_size=3)], []], 8),
+        # a save has them in itself
+        ([[Copy(memory(8)), remembered(7, 0, 1)], []], 8),
+    ],
+)
+def test_a_copy_counts_when_every_rank_has_come_to_it(nodes: list[list[Copy]], step: int) -> None:
+    offers = [Offer(copies=tuple(copies), node=str(place)) for place, copies in enumerate(nodes)]
+    for order in itertools.permutations(offers):
+        chosen = choose_owner(order)
+        assert chosen is not None
+        assert chosen.what.step == step

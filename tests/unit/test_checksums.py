@@ -1,0 +1,112 @@
+"""The checksums of copies in memory: each copy gets them, a changed bit is found, and who changes a slot is first."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.worker.loading.checkpoint_selection import Offer, choose_owner
+from elastic_agent.worker.memory import checksums as summing_module
+from elastic_agent.worker.memory import slots as slots_module
+from elastic_agent.worker.memory.checksums import Summing
+from elastic_agent.worker.memory.slots import Copy, Header, Slots, sums_of
+from tests.unit.threads import join_threads
+
+CONTENT = bytes(range(250)) * 10
+
+
+@pytest.fixture
+def slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slots]:
+    for module in (slots_module, summing_module):
+        monkeypatch.setattr(module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(summing_module, "_STRIDE", 300)
+    slots = Slots(str(tmp_path), "/runs/x")
+    yield slots
+    slots.close()
+
+
+def write(slots: Slots, step: int) -> str:
+    opened = slots.begin(len(CONTENT))
+    opened.trim()
+    with open(opened.path, "r+b") as stream:
+        stream.write(CONTENT)
+    slots.seal(opened, Header(step, 1, 0, 1, len(CONTENT)))
+    return opened.name
+
+
+def test_a_copy_gets_the_checksums_that_a_load_computes(slots: Slots) -> None:
+    summing = Summing(slots)
+    name = write(slots, 1)
+    summing.start(name)
+    join_threads("memory-sums")
+    with slots.hold(name) as held:
+        assert held.header.sums == sums_of(held.stream, len(CONTENT))
+        assert len(held.header.sums) == 3
+
+
+def test_who_changes_a_slot_does_not_wait_for_its_checksums(
+    slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading = threading.Event()
+    summing = Summing(slots)
+    really = summing_module.zlib.crc32
+
+    def crc32(*given: object) -> int:
+        job = threading.current_thread()
+        if isinstance(job, summing_module._Job):
+            reading.set()
+            job.given_up.wait()
+        return really(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(summing_module.zlib, "crc32", crc32)
+    name = write(slots, 1)
+    summing.start(name)
+    reading.wait()
+    summing.stop("a", "b")
+    assert not slots.headers()[name].sums
+    assert write(slots, 2) != name
+    assert write(slots, 3) == name, "nobody holds it"
+
+
+def test_a_header_that_went_meanwhile_does_not_come_back(slots: Slots) -> None:
+    summing = Summing(slots)
+    name = write(slots, 1)
+    summing.start(name)
+    summing.stop(name)
+    slots.drop(lambda _: True)
+    summing.start(name)
+    join_threads("memory-sums")
+    assert slots.headers() == {}
+
+
+def test_no_thread_and_no_room_mean_no_checksums_and_nothing_else(
+    slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def cannot(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    summing = Summing(slots)
+    name = write(slots, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, "put_header", fail)
+        summing.start(name)
+        join_threads("memory-sums")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", cannot)
+        summing.start(name)
+    assert not slots.headers()[name].sums
+
+
+def test_of_equal_copies_one_with_checksums_is_sent() -> None:
+    def offer(node: str, *sums: int) -> Offer:
+        return Offer(copies=(Copy(Header(5, 1, 0, 2, 100, sums=sums)),), node=node)
+
+    owner = choose_owner([offer("a"), offer("b", 7), offer("c", 7)])
+    assert owner is not None
+    assert owner.rank == 1

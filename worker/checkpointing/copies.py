@@ -1,0 +1,177 @@
+"""Makes one Checkpointer's copies in this node's memory, and hands them to the disk; logs once why there is none.
+
+While a GPU copies, training goes on: a thread waits for it, seals the copy and hands it on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+from ..disk.async_save import Disk
+from ..memory.node_memory import CopyUnderWay, NodeMemory
+from ..memory.slots import CopyLost, Header, NoRoom, SlotsBusy
+from ..state.archive_layout import CannotLayOut
+from ..steps import progress
+from ..wire.messages import SaveResult
+from .save_plan import Occasion, SavePlan, ToDisk, plan_save
+
+logger = logging.getLogger(__name__)
+
+
+class Copies:
+    """`memory` is this node's, if it has any for copies."""
+
+    def __init__(self, memory: NodeMemory | None, disk: Disk) -> None:
+        self.memory = memory
+        self.blocked_s = 0.0
+        """For which training stood still in the newest copy."""
+        self._disk = disk
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        """Completes the newest copy."""
+        self._lost = ""
+        """Why the newest copy that the thread was to complete is not there."""
+        self._refused = ""
+        """Why there is no copy, as the name of the error; empty: there is one."""
+
+    def plan(self, occasion: Occasion, rank: int) -> SavePlan:
+        return plan_save(
+            occasion,
+            rank=rank,
+            has_memory=self.memory is not None,
+            is_keeper=self.memory is not None and self.memory.is_keeper,
+            has_writer=self._disk.writes_behind,
+        )
+
+    def note(self, step: int, random_state: bytes) -> bool:
+        """Write down this rank's random state after `step`; False when there is no room for it, which the log has."""
+        assert self.memory is not None
+        try:
+            self.memory.note(step, random_state)
+        except NoRoom as refusal:
+            self._say_no_copy(refusal)
+            return False
+        return True
+
+    def make(self, payload: dict[str, Any], plan: SavePlan, *, like: bytes = b"") -> bool:
+        """Copy a state to memory; False when that cannot be, which is logged when it begins and when it ends.
+
+        like: leave room for a random state such as this one for each rank. Raises what `begin_copy` does of a state.
+        """
+        assert self.memory is not None
+        started_s = time.monotonic()
+        size = 0
+        try:
+            with self._lock:
+                self._join()
+                self._lost = ""
+                copy = self.memory.begin_copy(
+                    payload, room_for_random_state=_room_for(like), partial=plan.partial
+                )
+                self._complete(copy, plan)
+                size = copy.header.size
+        except (NoRoom, SlotsBusy, CannotLayOut) as refusal:
+            self._say_no_copy(refusal)
+            return False
+        finally:
+            self.blocked_s = time.monotonic() - started_s
+            result: SaveResult = "ok" if size else "error"
+            progress.checkpoint_save(
+                payload["step"], result, self.blocked_s, size, tier="memory", blocked_s=self.blocked_s
+            )
+        self.say_copied(payload["step"])
+        return True
+
+    def settle(self) -> None:
+        """Wait until the newest copy is complete. Raises CopyLost, once, when it is not there."""
+        self._join()
+        lost, self._lost = self._lost, ""
+        if lost:
+            raise CopyLost(lost)
+
+    def settled(self) -> bool:
+        """Whether the newest copy is complete in memory, after a wait for it; the log has why not."""
+        try:
+            self.settle()
+        except CopyLost:
+            return False
+        return True
+
+    def _complete(self, copy: CopyUnderWay, plan: SavePlan) -> None:
+        """Now, or in a thread while a GPU copies. Raises NoRoom."""
+        assert self.memory is not None
+        if copy.events:
+            thread = threading.Thread(target=self._complete_later, args=(copy, plan), name="memory-copy")
+            try:
+                thread.start()
+            except RuntimeError:  # no thread can be started now: training waits instead
+                self._complete_later(copy, plan)
+            else:
+                self._thread = thread
+            return
+        with self.memory.costing_a_copy_only():
+            try:
+                self.memory.seal(copy)
+            except BaseException:
+                copy.opened.close()
+                raise
+            self._pass_on(copy, plan)
+
+    def _complete_later(self, copy: CopyUnderWay, plan: SavePlan) -> None:
+        """In a thread of its own: `settle` raises whatever goes wrong."""
+        assert self.memory is not None
+        whole = False
+        try:
+            for event in copy.events:
+                event.synchronize()
+            whole = True
+            self.memory.seal(copy)
+        except Exception as error:
+            self._lose(copy.header, error)
+            if whole and plan.disk is ToDisk.BEHIND:
+                self._disk.begin(*self.memory.lend_unsealed(copy))
+            else:
+                copy.opened.close()
+            return
+        try:
+            self._pass_on(copy, plan)
+        except Exception as error:
+            self._lose(copy.header, error)
+
+    def _pass_on(self, copy: CopyUnderWay, plan: SavePlan) -> None:
+        assert self.memory is not None
+        if plan.disk is ToDisk.BEHIND:
+            self._disk.begin(*self.memory.lend_sealed(copy))
+        else:
+            self.memory.sum_up(copy)
+
+    def _lose(self, header: Header, error: Exception) -> None:
+        assert self.memory is not None
+        reason = self.memory.reason(error)
+        self._lost = f"step {header.step} is not in memory: {reason}"
+        logger.warning(
+            "a copy to memory did not end, the older one is kept: step=%d reason=%s", header.step, reason
+        )
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _say_no_copy(self, refusal: Exception) -> None:
+        if type(refusal).__name__ != self._refused:
+            self._refused = type(refusal).__name__
+            logger.warning("no copy in memory, only what is on disk survives: reason=%s", refusal)
+
+    def say_copied(self, step: int) -> None:
+        if self._refused:
+            self._refused = ""
+            logger.warning("copies in memory again: step=%d", step)
+
+
+def _room_for(random_state: bytes) -> int:
+    """Another rank's may be longer. What stays empty is below what torch allows behind the end of an archive."""
+    return min(len(random_state) + len(random_state) // 4, 60_000) // 8 * 8

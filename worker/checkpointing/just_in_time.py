@@ -1,0 +1,295 @@
+"""Saves the last finished step of a generation that has failed, before its survivors leave.
+
+When a rank dies, the others wait in a collective or get its error. Their weights and optimizers are those of the last
+*boundary*: the end of the newest `step()`. A step is changed into the next one by the optimizer only, and all that
+follows it up to `step()`; during that *update* the state is not whole. So this guard marks where an update begins (a
+hook on all optimizers of torch) and ends (`step`), and keeps aside what else changes between two boundaries: random
+states and buffers (see `journal`), and what plain dicts hold.
+
+When the generation fails, the agent says "hold" to a thread that has been waiting for nothing else. It takes the lock
+that an update needs, so that none can begin, and tells which boundary the state is of; a rank in an update ends it
+first. One worker of a node, whose boundary is the newest, is then told to copy its state to memory. A worker whose
+collective has raised waits for that at the end of the guard; one whose collective never returns can be left where it
+is, for the copy is the thread's. The agent waits for all this no longer than `--just-in-time-grace`.
+
+A process has one guard, for all Checkpointers that take part in training, and keeps all of them at one step or none.
+
+On a GPU a boundary is one for the GPU too: `step()` waits until it has finished the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..memory.node_memory import Place
+from ..memory.rank_state import Buffers, Journal
+from ..state.state_dicts import Part, modules_in, state_of, unwrapped
+from ..steps import progress
+from ..steps.registry import InMemory, give_up
+from ..wire.channel import Lines
+from ..wire.codec import Invalid
+from ..wire.messages import TO_GUARDS, Broken, FromGuard, Guarding, Held, Hold, Keep, Kept, ToGuard, encode
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 60.0
+"""A worker whose collective has failed hears "go" from its agent, or that it has ended; this is for neither. And a copy
+that is being made ends."""
+
+_COLLECTIVE = re.compile(
+    r"gloo|nccl|process ?group|collective|connection (closed|reset) by peer", re.IGNORECASE
+)
+
+
+class Guardable(InMemory, Protocol):
+    """A Checkpointer, as far as the guard needs it."""
+
+    @property
+    def parts(self) -> Mapping[str, Part]: ...
+
+    @property
+    def folder(self) -> str:
+        """In memory. Raises OSError where there is none."""
+
+    def prove(self, step: int) -> None:
+        """Find out, if that is not known, whether all ranks have the same state. Raises NotReplicated."""
+
+    def salvage(self, step: int, states: dict[str, Any]) -> bool:
+        """Copy the states of all parts to memory, from any thread."""
+
+
+class _Guarded:
+    """One Checkpointer's parts, and what is kept aside of them."""
+
+    def __init__(self, owner: Guardable, place: Place) -> None:
+        """Raises OSError."""
+        self.owner = owner
+        self._state = dict(owner.parts)
+        self.modules = modules_in(self._state)
+        self._buffers = Buffers(self.modules)
+        self._journal = Journal(owner.folder, place, self._buffers.size)
+        self._dicts: dict[str, dict[str, Any]] = {}
+
+    def finished(self, step: int) -> None:
+        """Raises ValueError when the buffers have changed their size."""
+        self._journal.finished(step, self._buffers)
+        self._dicts = {name: dict(part) for name, part in self._state.items() if isinstance(part, dict)}
+
+    def under_way(self) -> None:
+        """Raises as `finished`."""
+        self._journal.under_way(self._buffers)
+
+    def states(self) -> dict[str, Any]:
+        """As they were at the boundary."""
+        kept = self._buffers.kept(self._journal.newest_buffers())
+        states = {name: self._dicts.get(name, state_of(part)) for name, part in self._state.items()}
+        for name, part in self._state.items():
+            if isinstance(part, dict) or unwrapped(part) not in self.modules:
+                continue
+            for key, value in states[name].items():
+                if isinstance(value, torch.Tensor) and value.data_ptr() in kept:
+                    states[name][key] = kept[value.data_ptr()]
+        return states
+
+
+class JustInTime:
+    """See the module's docstring, and `Checkpointer.just_in_time`. Within another one it does nothing."""
+
+    def __init__(self, place: Place, address: str, guardables: Callable[[], tuple[Guardable, ...]]) -> None:
+        """`guardables()` are those that take part now: one may be loaded when the guard has begun."""
+        self._place = place
+        self._address = address
+        self._guardables = guardables
+        self._guarded: dict[Guardable, _Guarded] = {}
+        self._boundary: int | None = None
+        """The newest, as long as the state of this process can be brought back to it."""
+        self._update = threading.Lock()
+        """Held through an update, and by the thread once it was told to hold."""
+        self._updating = False
+        self._holding = False
+        self._lost = False
+        """Something could not be put back: the buffers have changed their size, or a journal cannot be written."""
+        self._go = threading.Event()
+        self._ends: list[Callable[[], object]] = []
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener = threading.Thread(target=self._listen, name="just-in-time", daemon=True)
+
+    def __enter__(self) -> None:
+        global _active
+        if _active is not None:
+            return
+        _active = self
+        try:
+            self._socket.connect(self._address)
+            self._say(Guarding(self._place.generation, self._place.local_rank))
+        except OSError as error:
+            logger.warning("no save just in time: the agent cannot be reached: reason=%s", error)
+            return
+        self._ends = [
+            progress.on_step(self._finished, stage=progress.Stage.STATE),
+            register_optimizer_step_pre_hook(self._begins).remove,
+        ]
+        self._adopt()
+        self._listener.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _active
+        if _active is not self:
+            self._socket.close()
+            return
+        _active = None
+        if self._ends and error is not None and of_a_collective(error):
+            self._end_update(whole=False)
+            try:
+                self._say(Broken())
+                self._go.wait(PATIENCE_S)
+            except OSError:
+                pass  # the agent has ended, and so will this process
+        for end in self._ends:
+            end()
+        self._ends = []
+        with contextlib.suppress(OSError):  # it is connected no more
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread; closing alone does not
+        if self._listener.ident is not None:
+            # Tensors may die with it. While Python ends, torch would end the process for that (SIGABRT).
+            self._listener.join(PATIENCE_S)
+        self._socket.close()
+
+    # ---------------------------------------------------------------- what the training loop runs into
+
+    def _begins(self, *_: object) -> None:
+        """An optimizer is about to change the weights."""
+        if not self._updating:
+            self._update.acquire()
+            self._updating = True
+
+    def _finished(self, step: int) -> None:
+        """This is a boundary."""
+        self._begins()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch left it without annotations
+            torch.cuda.synchronize()
+        self._adopt()
+        for one in self._guarded.values():
+            one.owner.prove(step)
+            self._write_down(partial(one.finished, step))
+        self._boundary = step if not self._lost else None
+        self._end_update(whole=True)
+
+    def _adopt(self) -> None:
+        """Guard all that take part now."""
+        now = self._guardables()
+        if now == tuple(self._guarded):
+            return
+        known, self._guarded = self._guarded, {}
+        for owner in now:
+            try:
+                self._guarded[owner] = known[owner] if owner in known else self._guard(owner)
+            except OSError as error:
+                self._lose(error)
+
+    def _guard(self, owner: Guardable) -> _Guarded:
+        one = _Guarded(owner, self._place)
+        write = partial(self._write_down, one.under_way)
+        for module in one.modules:
+            # On one weight: the last one is usually the first to get its gradient. Whatever the other ranks still need
+            # of this one for their step comes after that.
+            for weight in [weight for weight in module.parameters() if weight.requires_grad][-1:]:
+                hook = weight.register_post_accumulate_grad_hook(lambda _: write())  # type: ignore[no-untyped-call]
+                self._ends.append(hook.remove)
+        return one
+
+    def _end_update(self, *, whole: bool) -> None:
+        if self._updating:
+            if not whole:
+                self._boundary = None
+            self._updating = False
+            self._update.release()
+
+    def _write_down(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except ValueError as error:
+            self._lose(error)
+
+    def _lose(self, error: Exception) -> None:
+        if not self._lost:
+            self._lost = True
+            logger.warning("no save just in time any more: reason=%s", error)
+
+    # ---------------------------------------------------------------- what the agent runs into
+
+    def _listen(self) -> None:
+        lines = Lines(TO_GUARDS)
+        try:
+            while data := self._socket.recv(4096):
+                for message in lines.add(data):
+                    self._obey(message)
+        except OSError:
+            pass  # the agent has ended, or the guard
+        except Invalid as error:
+            logger.warning("no save just in time any more: reason=%s", error)
+        finally:
+            self._release()
+
+    def _obey(self, message: ToGuard) -> None:
+        if isinstance(message, Hold):
+            self._holding = self._holding or self._update.acquire(timeout=message.within_s)
+            self._say(Held(self._boundary if self._holding else None))
+        elif isinstance(message, Keep):
+            self._say(Kept(self._copy()))
+        else:
+            self._release()
+
+    def _release(self) -> None:
+        if self._holding:
+            self._holding = False
+            self._update.release()
+        self._go.set()
+
+    def _copy(self) -> int | None:
+        """The boundary whose state is in memory now."""
+        step = self._boundary
+        if not self._holding or step is None:
+            return None
+        for one in self._guarded.values():
+            try:
+                if one.owner.salvage(step, one.states()):
+                    continue
+            except Exception as error:
+                logger.warning("step %d was not kept: reason=%r", step, error)
+            give_up(step, self._guarded)
+            return None
+        return step
+
+    def _say(self, message: FromGuard) -> None:
+        self._socket.sendall(encode(message))
+
+
+_active: JustInTime | None = None
+"""The guard of this process."""
+
+
+def of_a_collective(error: BaseException) -> bool:
+    """Whether it is of torch.distributed. gloo's errors are plain RuntimeErrors, and tell it in their text."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, dist.DistError) or (
+            isinstance(cause, RuntimeError) and _COLLECTIVE.search(str(cause))
+        ):
+            return True
+        cause = cause.__cause__
+    return False

@@ -1,0 +1,194 @@
+"""A Checkpointer as it takes part in training: what planned changes (`drain`) and the guard (`just_in_time`) need.
+
+Each one that was loaded, or has a guard, is registered with `progress` in this form: the script has no use for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..disk.async_save import Disk
+from ..ranks.collectives import current_group
+from ..state import rng
+from ..state.state_dicts import Part
+from ..steps import progress
+from .contents import Contents
+from .copies import Copies
+from .save_plan import Occasion, ToDisk
+
+logger = logging.getLogger(__name__)
+
+
+class TakingPart:
+    """A `progress.Keeper` and a `just_in_time.Guardable`."""
+
+    def __init__(
+        self,
+        directory: str,
+        contents: Contents,
+        copies: Copies,
+        disk: Disk,
+        *,
+        is_compared: bool,
+        floor: Callable[[], int | None],
+        remember: Callable[[int], bool],
+        save: Callable[[int], bool],
+    ) -> None:
+        """`is_compared`: copies in memory are made somewhere, of a state that all ranks have shown to be the same.
+
+        `floor()`: steps up to that one are not saved again; None: not known yet.
+
+        `remember` copies the state to memory without the other ranks; `save` returns when it is durable.
+        """
+        self._directory = directory
+        self._contents = contents
+        self._copies = copies
+        self._disk = disk
+        self._is_compared = is_compared
+        self._floor = floor
+        self._remember = remember
+        self._save = save
+        self._loaded: int | None = None
+
+    def loaded(self, step: int) -> None:
+        """From here on this one's state is kept at the last step of a planned change."""
+        for other in all_taking_part():
+            if other is not self and other._loaded not in (None, step):
+                logger.warning(
+                    "training goes on from two steps: put what belongs together into one Checkpointer: "
+                    "step=%d directory=%s other_step=%d other_directory=%s",
+                    step,
+                    self._directory,
+                    other._loaded,
+                    other._directory,
+                )
+        self._loaded = step
+        self.register()
+        if self._is_compared:
+            self._contents.replicas.note_soon(current_group())
+
+    def register(self) -> None:
+        progress.checkpointers.add(self._directory, self)
+
+    def _is_beyond(self, step: int) -> bool:
+        """These are the steps of another training, begun in this process after this one was done."""
+        floor = self._floor()
+        return floor is not None and step < floor
+
+    # ---------------------------------------------------------------- planned changes
+
+    @property
+    def keeps_alone(self) -> bool:
+        return self._copies.memory is not None and not self._contents.of_rank_0
+
+    def keep(self, step: int) -> bool:
+        """Every rank: let the state after `step` outlive this process, which is about to end. False: it does not.
+
+        No rank waits for the disk: `write_behind` orders the write, and a generation that goes on from the copy orders
+        that again. Only where some node has no room for a copy must the checkpoint be durable first.
+        """
+        if self._is_beyond(step):
+            return True
+        group = current_group()
+        random_states = self._contents.gather(step, group)
+        self._contents.share_buffers(group)
+        plan = self._copies.plan(Occasion.LAST_STEP, group.rank)
+        copied = self._copies.memory is not None
+        if plan.copies:
+            copied = self._copies.make(self._contents.payload(step, random_states), plan)
+            copied = self._copies.settled() and copied
+        floor = self._floor()
+        if all(group.gather(b"copied" if copied else b"")):
+            self._disk.leaving = True
+        elif (floor is None or step > floor) and not self._save(step):
+            if group.rank == 0:
+                logger.error("step %d is NOT on disk in %s: its save was refused", step, self._directory)
+            return False
+        return True
+
+    def write_behind(self, step: int) -> None:
+        """Rank 0, after `keep`: order the write of a copy that was made on every node."""
+        memory = self._copies.memory
+        if memory is None or not self._disk.leaving:
+            return
+        if self._copies.plan(Occasion.LAST_STEP, memory.place.rank).disk is not ToDisk.AFTERWARDS:
+            return
+        try:
+            self._disk.leave(*memory.lend((memory.place.generation, step)))
+        except (OSError, ValueError) as error:
+            logger.warning("the last state is in memory only: step=%d reason=%s", step, error)
+
+    def keep_alone(self, step: int) -> bool:
+        """The same in this node's memory, when other ranks will not call it."""
+        if self._is_beyond(step):
+            return True
+        kept = self._remember(step)
+        return self._copies.settled() and kept
+
+    # ---------------------------------------------------------------- failures
+
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        return self._contents.parts
+
+    @property
+    def folder(self) -> str:
+        if self._copies.memory is None:
+            raise OSError(f"no memory for {self._directory}")
+        return self._copies.memory.folder
+
+    def prove(self, step: int) -> None:
+        self._contents.same_on_all_ranks(step, wait=True)
+
+    def salvage(self, step: int, states: dict[str, Any]) -> bool:
+        """Copy the states of a failed generation to memory, in a thread of its own."""
+        if self._is_beyond(step):
+            return True
+        memory = self._copies.memory
+        if memory is None or not self._contents.replicas.proven:
+            logger.warning(
+                "step %d is not kept: not all ranks have shown that they have the same state", step
+            )
+            return False
+        if self._contents.of_rank_0 and memory.place.rank != 0:
+            logger.warning(
+                "step %d is not kept: rank %d does not have %s of rank 0",
+                step,
+                memory.place.rank,
+                sorted(self._contents.of_rank_0),
+            )
+            return False
+        if self._copies.settled() and memory.hurry(step):
+            return True
+        # On a GPU in a stream of its own: the usual one waits for a collective that never ends.
+        on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch left it without annotations
+        beside = torch.cuda.stream(torch.cuda.Stream()) if on_gpu else contextlib.nullcontext()  # type: ignore[no-untyped-call]
+        plan = self._copies.plan(Occasion.FAILURE, memory.place.rank)
+        random_state = rng.capture()
+        with beside:
+            copied = self._copies.make({"step": step, "state": states}, plan, like=random_state)
+        return self._copies.settled() and copied
+
+    def give_up(self, step: int) -> None:
+        memory = self._copies.memory
+        if memory is not None:
+            memory.drop((memory.place.generation, step))
+
+    def versions(self, step: int) -> frozenset[tuple[int, int]] | None:
+        if self._is_beyond(step):
+            return None
+        memory = self._copies.memory
+        return memory.versions() if memory is not None else frozenset()
+
+    def go_back(self, step: int, version: tuple[int, int]) -> None:
+        if self._copies.memory is not None and not self._is_beyond(step):
+            self._copies.memory.abandon_newer(version)
+
+
+def all_taking_part() -> tuple[TakingPart, ...]:
+    return tuple(one for one in progress.checkpointers.all() if isinstance(one, TakingPart))

@@ -1,0 +1,182 @@
+"""Brings the bytes of one state to every rank, once for each node: its ranks map what one of them has got.
+
+A rank that has the bytes (a file that was verified, a copy in memory) maps them where they are. Of a node without them
+the first rank receives them into the node's slot in memory, and the others map that. Where a node has no such memory,
+or no room in it, each of its ranks receives them by itself, into memory that it maps as well: never a read and an
+unpickled copy beside each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import logging
+import os
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from io import BufferedRandom, BufferedReader
+
+from ..errors import CheckpointError
+from ..memory.node_memory import NodeMemory
+from ..memory.slots import Header, NoRoom, Opened, SlotsBusy
+from ..ranks.collectives import Group
+from ..ranks.refusals import because, raise_together
+
+logger = logging.getLogger(__name__)
+
+_CRC = struct.Struct("!Q")
+Bytes = BufferedReader | BufferedRandom
+
+
+class Way(enum.Enum):
+    """By which the bytes come to a rank."""
+
+    HAS = "has them"
+    FILLS = "receives them into its node's slot"
+    MAPS = "maps its node's slot"
+    RECEIVES = "receives them for itself alone"
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """What one rank has, as it tells the others."""
+
+    has: str = ""
+    """Names the bytes that it has; a rank that has not verified its own must have those of its node's first rank."""
+    folder: str = ""
+    """Of the node's slots; empty: no memory."""
+    opened: bool = False
+    """A slot there waits for the bytes."""
+
+    def to_json(self) -> bytes:
+        return json.dumps(astuple(self)).encode()
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> Stand:
+        return cls(*json.loads(raw))
+
+
+def firsts(places: Sequence[str]) -> list[int]:
+    """By rank, the lowest rank in the same place; in an unknown one ("") each rank is alone."""
+    return [places.index(place) if place else rank for rank, place in enumerate(places)]
+
+
+def ways(stands: Sequence[Stand], first: Sequence[int]) -> list[Way]:
+    """By rank; `first` as of `firsts`."""
+    found = []
+    for rank, mine in enumerate(stands):
+        of_node = stands[first[rank]]
+        if mine.has and mine.has == of_node.has:
+            found.append(Way.HAS)
+        elif of_node.opened and mine.folder == of_node.folder:
+            found.append(Way.FILLS if first[rank] == rank else Way.MAPS)
+        else:
+            found.append(Way.RECEIVES)
+    return found
+
+
+class Spread:
+    """One transfer, as one rank takes part in it. What it opens is closed with `stack`."""
+
+    def __init__(
+        self, group: Group, memory: NodeMemory | None, first: Sequence[int], stack: contextlib.ExitStack
+    ) -> None:
+        self._group = group
+        self._memory = memory
+        self._first = first
+        self._stack = stack
+
+    def run(
+        self,
+        owner: int,
+        header: Header,
+        mine: BufferedReader | None,
+        name: str,
+        check: Callable[[Bytes], None],
+    ) -> Bytes:
+        """An open file with the bytes, for this rank to map. `mine` are its own, called `name`.
+
+        `header` is what a slot with them says. `check` reads what was received, and raises CheckpointError when that
+        cannot be believed. A rank that fails raises when all have come to the same point, and so do the others.
+        """
+        group, memory = self._group, self._memory
+        first = self._first[group.rank] == group.rank
+        opened = self._open_slot(header.size) if first and mine is None else None
+        folder = memory.folder if memory is not None else ""
+        stand = Stand(name if mine is not None else "", folder, opened is not None)
+        found = ways([Stand.from_json(raw) for raw in group.gather(stand.to_json())], self._first)
+        way = found[group.rank]
+        received = self._receiver(opened) if way in (Way.FILLS, Way.RECEIVES) else None
+        if {Way.FILLS, Way.RECEIVES}.intersection(found):
+            error = self._send(owner, header, mine if group.rank == owner else received, received, check)
+            if opened is not None and memory is not None:
+                error = _keep(memory, opened, header, error)
+            raise_together(group, error)
+        if way is Way.MAPS:
+            assert memory is not None
+            return self._stack.enter_context(memory.hold(header.version)).stream
+        there = mine if way is Way.HAS else received
+        assert there is not None
+        return there
+
+    def _open_slot(self, size: int) -> Opened | None:
+        if self._memory is None or not self._memory.is_keeper:
+            return None
+        try:
+            return self._memory.open_slot(size)
+        except (NoRoom, SlotsBusy) as refusal:
+            logger.warning("each rank of this node receives the state for itself: reason=%s", refusal)
+            return None
+
+    def _receiver(self, opened: Opened | None) -> BufferedRandom:
+        fd = (
+            os.dup(opened.fd)
+            if opened is not None
+            else os.memfd_create("elastic-agent-state", os.MFD_CLOEXEC)
+        )
+        return self._stack.enter_context(os.fdopen(fd, "r+b"))
+
+    def _send(
+        self,
+        owner: int,
+        header: Header,
+        stream: Bytes | None,
+        received: BufferedRandom | None,
+        check: Callable[[Bytes], None],
+    ) -> CheckpointError | None:
+        """Every rank: let the owner's bytes go round. What is wrong with what came here, or with reading them."""
+        error: CheckpointError | None = None
+        crc = b""
+        try:
+            crc = _CRC.pack(self._group.send(stream, header.size, source=owner))
+        except OSError as failure:
+            error = because(CheckpointError, f"step {header.step} cannot be read: {failure}", failure)
+        crcs = self._group.gather(crc)
+        if received is None or error is not None:
+            return error
+        try:
+            received.flush()
+            if crcs[self._group.rank] != crcs[owner]:
+                raise CheckpointError(f"step {header.step} broke on its way from rank {owner}: start again")
+            received.seek(0)
+            check(received)
+        except CheckpointError as refusal:
+            return refusal
+        except OSError as failure:
+            return because(CheckpointError, f"step {header.step} cannot be received: {failure}", failure)
+        return None
+
+
+def _keep(
+    memory: NodeMemory, opened: Opened, header: Header, error: CheckpointError | None
+) -> CheckpointError | None:
+    try:
+        if error is None:
+            memory.keep(opened, header)
+    except OSError as failure:
+        error = because(CheckpointError, f"step {header.step} cannot be kept in memory: {failure}", failure)
+    if error is not None:
+        opened.close()
+    return error

@@ -1,0 +1,296 @@
+"""Brings every rank the state of one step: the newest that any of them has, in its node's memory or on its disk.
+
+A checkpoint on disk is believed only after all of it was read, which takes longer than everything else together. So
+the ranks first tell what their disks claim to have; only if that could win over the memory is it verified.
+
+All ranks take the same way through here, whatever goes wrong on one: a rank that left alone would let the others wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from io import BufferedReader
+from typing import Any
+
+from ..disk.checkpoint_files import CheckpointFiles, VerifiedCheckpoint, digest
+from ..disk.manifests import Manifest
+from ..disk.ownership import MOST_STEPS, Former, Ownership
+from ..errors import BadCheckpoint, CheckpointError
+from ..memory.node_memory import NodeMemory, load_mapped
+from ..memory.slots import Header, Held
+from ..ranks.collectives import Group
+from ..ranks.refusals import together
+from ..wire.environment import WorkerEnv
+from .checkpoint_selection import BadState, Offer, Owner, choose_owner, nodes_with, runs_in_memory
+from .node_sharing import Bytes, Spread, firsts
+
+logger = logging.getLogger(__name__)
+
+_RECORD = struct.Struct("!qq")  # rank and length, followed by that rank's random state
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What reached this rank: the state, and the random state of the same rank when it was saved, if that is known."""
+
+    payload: Mapping[str, Any]
+    """The tensors are mapped, and not to be kept."""
+    random_state: bytes | None
+    world_size: int
+    """When it was saved."""
+    salvaged: bool = False
+    """Survivors of a failure have saved it: what each rank alone knew is in its journal."""
+    generation: int = 0
+    """Of whose memory it came; 0 from a disk."""
+
+
+class Restore:
+    """One load, as one rank takes part in it."""
+
+    def __init__(
+        self,
+        group: Group,
+        files: CheckpointFiles,
+        memory: NodeMemory | None,
+        bad: Callable[[BadCheckpoint], None],
+        chosen: Callable[[int], None],
+        bad_state: BadState | None = None,
+    ) -> None:
+        """`bad` hears of every checkpoint on this rank's disk that does not verify, `chosen` of the step that is about
+        to be read; `bad_state` is taken last.
+        """
+        self._group = group
+        self._files = files
+        self._memory = memory
+        self._bad = bad
+        self._chosen = chosen
+        self._bad_state = bad_state
+        self._stack = contextlib.ExitStack()
+        self._mine: VerifiedCheckpoint | None = None
+        self._held: Held | None = None
+        self._offers: list[Offer] = []
+        self._firsts: list[int] = []
+        """By rank, who verifies the files for it."""
+        self.owner: Owner | None = None
+        """Whose state it is, once `choose` has found out."""
+        self.unreadable = False
+        """What has reached this rank could not be read: that is the state's fault, and no refusal."""
+
+    def __enter__(self) -> Restore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def choose(self) -> Owner | None:
+        """None when no rank has anything. Raises NoUsableCheckpoint."""
+        manifest, looked = self._claim(), False
+        reasons: tuple[str, ...] = ()
+        while True:
+            self._offers = self._tell(manifest, reasons)
+            informed = looked or any(offer.copies for offer in self._offers)
+            self.owner = choose_owner(self._offers, self._bad_state) if informed else None
+            if self.owner is not None and isinstance(self.owner.what, Header):
+                if self._all_hold(self.owner.what):
+                    return self.owner
+            elif looked:
+                return self.owner
+            else:
+                self._firsts = firsts([raw.decode() for raw in self._group.gather(self._place().encode())])
+                if self._firsts[self._group.rank] == self._group.rank:
+                    self._mine, reasons = self._look()
+                manifest, looked = self._mine.manifest if self._mine is not None else None, True
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the chosen state does not lie in rank 0's directory."""
+        return self.owner is not None and (isinstance(self.owner.what, Header) or self.owner.rank != 0)
+
+    def kin(self) -> tuple[Former, ...]:
+        """Other runs that this job's state comes from, each up to a step; all ranks call it.
+
+        Runs in memory are this job's. Of a state from elsewhere it is the run that made it, and what the owner of its
+        directory has.
+        """
+        found = [Former(run, MOST_STEPS) for run in runs_in_memory(self._offers)]
+        if self.owner is None or not self.is_elsewhere:
+            return tuple(found)
+        what = self.owner.what
+        found.append(Former(what.run, what.step))
+        if isinstance(what, Manifest) or self._offers[0].foreign:
+            for raw in filter(None, self._group.gather(self._heritage(what))):
+                found += (one for one in Ownership.from_json(raw).before if one.step >= 0)
+        return tuple(found)
+
+    def _heritage(self, what: Manifest | Header) -> bytes:
+        owner = self._files.owner()
+        if owner is None or owner.run.id not in (self._files.run.id, what.run):
+            return b""
+        return owner.to_json()
+
+    def load(self, apply: Callable[[Loaded], None]) -> None:
+        """Bring the chosen state here and apply it, or raise on every rank."""
+        assert self.owner is not None
+        rank, what = self.owner.rank, self.owner.what
+
+        def load() -> None:
+            try:
+                if isinstance(what, Header):
+                    self._load_copy(rank, what, apply)
+                else:
+                    self._load_file(rank, what, apply)
+            except CheckpointError:
+                raise
+            except Exception:
+                self.unreadable = True
+                raise
+
+        together(self._group, load, f"step {what.step} cannot be loaded")
+
+    def _read(self, stream: Bytes, step: int) -> Any:
+        """The state that has reached this rank. From here on what is in it may end this process."""
+        self._chosen(step)
+        return load_mapped(stream)
+
+    def _tell(self, manifest: Manifest | None, reasons: tuple[str, ...]) -> list[Offer]:
+        """What each rank has, by rank."""
+        memory = self._memory
+        copies = memory.copies() if memory is not None and memory.is_keeper else ()
+        foreign = manifest is not None and not self._files.is_ours(manifest)
+        node = memory.place.node if memory is not None else ""
+        offer = Offer(manifest, reasons, copies, node, self._files.run.id, foreign)
+        return [Offer.from_json(raw) for raw in self._group.gather(offer.to_json())]
+
+    # ---------------------------------------------------------------- from disk
+
+    def _place(self) -> str:
+        """Ranks in the same place see the same files: what one has verified the others need not read."""
+        node = WorkerEnv.of(os.environ).node
+        return f"{node}:{self._files.directory}" if node else ""
+
+    def _unwanted(self, manifest: Manifest) -> bool:
+        bad = self._bad_state
+        return bad is not None and bad.covers(manifest, foreign=not self._files.is_ours(manifest))
+
+    def _claim(self) -> Manifest | None:
+        """The newest checkpoint that this rank's disk claims to have."""
+        with contextlib.suppress(OSError):
+            return self._files.newest_manifest(self._unwanted)
+        return None
+
+    def _look(self) -> tuple[VerifiedCheckpoint | None, tuple[str, ...]]:
+        """The newest good checkpoint in this rank's directory, and what is wrong with those before it."""
+        try:
+            found, bad = self._files.find(self._unwanted)
+        except OSError as error:
+            return None, (f"{self._files.directory}: {error}",)
+        for one in bad:
+            self._bad(one)
+        if found is not None:
+            self._stack.enter_context(found.stream)
+        return found, tuple(map(str, bad))
+
+    def _load_file(self, owner: int, wanted: Manifest, apply: Callable[[Loaded], None]) -> None:
+        group, memory = self._group, self._memory
+        mine: BufferedReader | None = None
+        if self._firsts[group.rank] == group.rank:
+            if self._mine is not None and self._mine.manifest.sha256 == wanted.sha256:
+                mine = self._mine.stream
+        else:
+            with contextlib.suppress(OSError):
+                mine = self._stack.enter_context(self._files.open_data(wanted))
+
+        def check(received: Bytes) -> None:
+            if digest(received) != wanted.sha256:
+                raise CheckpointError(f"step {wanted.step} broke on its way from rank {owner}: start again")
+
+        generation = memory.place.generation if memory is not None else 0
+        run = self._files.run.id
+        header = Header(wanted.step, generation, wanted.step, wanted.world_size, wanted.size, run=run)
+        spread = Spread(group, memory, self._firsts, self._stack)
+        payload = self._read(spread.run(owner, header, mine, _identity(mine), check), wanted.step)
+        apply(Loaded(payload, _random_state(payload, group.rank), len(payload["rng"])))
+
+    # ---------------------------------------------------------------- from memory
+
+    def _all_hold(self, wanted: Header) -> bool:
+        """Open this node's copy. False: on some node it cannot be read, which is not offered again."""
+        memory, problem = self._memory, ""
+        node = memory.place.node if memory is not None else ""
+        if memory is not None and node in nodes_with(wanted, self._offers):
+            try:
+                self._held = self._stack.enter_context(memory.hold(wanted.version))
+            except (OSError, ValueError) as error:
+                problem = str(error) or repr(error)
+                logger.warning("a copy in memory is left aside: step=%d reason=%s", wanted.step, problem)
+        problems = self._group.gather(problem.encode())
+        broken = {offer.node for offer, told in zip(self._offers, problems, strict=True) if told}
+        if broken:
+            self._stack.pop_all().close()
+            self._held = None
+            if memory is not None and memory.is_keeper and node in broken:
+                memory.drop(wanted.version)
+        return not broken
+
+    def _load_copy(self, owner: int, wanted: Header, apply: Callable[[Loaded], None]) -> None:
+        group, memory, held = self._group, self._memory, self._held
+        records = self._gather_records(wanted)
+        stream = held.stream if held is not None else None
+        holding = nodes_with(wanted, self._offers)
+        there: Bytes | None = stream
+        if any(offer.node not in holding for offer in self._offers):
+            nodes = firsts([offer.node for offer in self._offers])
+            there = Spread(group, memory, nodes, self._stack).run(
+                owner, wanted, stream, "copy", lambda _: None
+            )
+        assert there is not None
+        payload = self._read(there, wanted.step)
+        here = wanted if held is None else held.header
+        state = records.get(group.rank) if here.gaps else _random_state(payload, group.rank)
+        apply(Loaded(payload, state, wanted.world_size, wanted.haste, wanted.generation))
+        if memory is not None and memory.is_keeper:
+            self._keep(memory, wanted, records)
+
+    def _gather_records(self, wanted: Header) -> dict[int, bytes]:
+        """Every rank's random state after that step, as far as any node has written it down."""
+        if not any(copy.header.gaps for offer in self._offers for copy in offer.copies):
+            return {}
+        memory = self._memory
+        mine = memory.records(wanted) if memory is not None and memory.is_keeper else {}
+        raw = b"".join(_RECORD.pack(rank, len(state)) + state for rank, state in mine.items())
+        found: dict[int, bytes] = {}
+        for part in self._group.gather(raw):
+            offset = 0
+            while offset < len(part):
+                rank, length = _RECORD.unpack_from(part, offset)
+                offset += _RECORD.size + length
+                found[rank] = part[offset - length : offset]
+        return found
+
+    def _keep(self, memory: NodeMemory, wanted: Header, records: dict[int, bytes]) -> None:
+        """Let this node's memory have the whole state too: the node that had it until now may be the next to go."""
+        try:
+            memory.abandon_newer(wanted.version)
+            memory.fill(wanted.version, records)
+        except (OSError, ValueError) as error:
+            logger.warning(
+                "the loaded state is not in this node's memory: step=%d reason=%s", wanted.step, error
+            )
+
+
+def _identity(stream: BufferedReader | None) -> str:
+    """Of an open file: equal in two processes of a machine for the same content only."""
+    if stream is None:
+        return ""
+    found = os.fstat(stream.fileno())
+    return f"{found.st_dev}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}"
+
+
+def _random_state(payload: Mapping[str, Any], rank: int) -> bytes | None:
+    states = payload["rng"]
+    return bytes(states[rank].tolist()) if rank < len(states) else None

@@ -1,0 +1,62 @@
+"""What every rank does with a state that has reached it: its parts take it, and its random numbers go on from there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+
+from ..errors import CheckpointMismatch
+from ..memory import rank_state as journal
+from ..memory.node_memory import NodeMemory
+from ..ranks.collectives import Group
+from ..state import rng
+from ..state.state_dicts import Part, load_into, modules_in
+from .restore import Loaded
+
+logger = logging.getLogger(__name__)
+
+
+def apply(
+    loaded: Loaded, state: Mapping[str, Part], group: Group, directory: str, memory: NodeMemory | None
+) -> None:
+    """Raises CheckpointMismatch; some parts may have been changed by then."""
+    saved, step = loaded.payload["state"], loaded.payload["step"]
+    if saved.keys() != state.keys():
+        raise CheckpointMismatch(
+            f"the checkpoint of step {step} in {directory} holds {sorted(saved)}, this script's state is "
+            f"{sorted(state)}: give Checkpointer the same names, or use another directory"
+        )
+    for name, part in state.items():
+        try:
+            load_into(part, saved[name])
+        except Exception as error:
+            raise CheckpointMismatch(
+                f"{name!r} of step {step} in {directory} does not fit this script: {error}"
+            ) from error
+    if loaded.world_size != group.world_size:
+        logger.warning(
+            "random states not restored, the world size changed: step=%d saved=%d now=%d",
+            step,
+            loaded.world_size,
+            group.world_size,
+        )
+    elif loaded.salvaged and memory is not None and _restore_own(loaded, state, group, memory.folder):
+        pass
+    elif loaded.random_state is not None:
+        rng.restore(loaded.random_state)
+    else:
+        logger.warning("random state not restored, no rank has kept it: step=%d rank=%d", step, group.rank)
+
+
+def _restore_own(loaded: Loaded, state: Mapping[str, Part], group: Group, folder: str) -> bool:
+    """What this rank alone knew when another one failed: its random state, and the buffers of its modules."""
+    entry = journal.find(folder, group.rank, group.world_size, loaded.generation, loaded.payload["step"])
+    if entry is None:
+        return False
+    rng.restore_snapshot(entry.random_state)
+    buffers = journal.Buffers(modules_in(state))
+    if entry.buffers and len(entry.buffers) == buffers.size:
+        buffers.restore(torch.frombuffer(bytearray(entry.buffers), dtype=torch.uint8))
+    return True

@@ -1,0 +1,415 @@
+"""The copies that one worker makes of its state in the slots of this node, and takes out again.
+
+A slot holds the very bytes of the file that `torch.save` would write (see `archive_layout`), so whatever torch can load
+can be kept here. While a GPU still copies, the process goes on, and a thread seals the slot when the last byte has come
+(`copies`).
+
+What is taken out is mapped, not read: the only copy is the one that `load_state_dict` makes (see `state_dicts`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import BufferedRandom, BufferedReader
+from typing import Any
+
+import torch
+
+from ..state.layout_cache import LayoutCache
+from ..state.state_dicts import is_plain, prove_loadable
+from ..wire.environment import WorkerEnv
+from ..wire.run import this_run
+from .available_memory import Memory, file_system, read_memory
+from .checksums import Summing
+from .slots import (
+    NAMES,
+    Copy,
+    Header,
+    Held,
+    NoRoom,
+    Opened,
+    Record,
+    Slots,
+    SlotsBusy,
+    room_for,
+    sums_of,
+)
+
+logger = logging.getLogger(__name__)
+
+LEAST_FREE = 0.05
+"""The share of the memory, and of the file system in memory, that stays free: for headers, records and others."""
+
+_used: set[str] = set()
+"""The folders of this process's Checkpointers."""
+
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+
+
+class _Mapping:
+    """One slot's pages in this process, kept from one state to the next: page faults cost more than the copy."""
+
+    def __init__(self, opened: Opened) -> None:
+        found = os.fstat(opened.fd)
+        self._file = (found.st_dev, found.st_ino)
+        self._map = mmap.mmap(opened.fd, room_for(opened.size))
+        self._pinned = 0
+        for advice in (mmap.MADV_HUGEPAGE, _POPULATE_WRITE):
+            with contextlib.suppress(OSError):  # a kernel that knows it not
+                self._map.madvise(advice)
+        self.view = memoryview(self._map)
+        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch left it without annotations
+            self._pin()
+
+    def fits(self, opened: Opened) -> bool:
+        found = os.fstat(opened.fd)
+        return self._file == (found.st_dev, found.st_ino) and opened.size <= len(self._map)
+
+    def close(self) -> None:
+        if self._pinned:
+            _cudart().cudaHostUnregister(self._pinned)
+        del self.tensor
+        self.view.release()
+        self._map.close()
+
+    def _pin(self) -> None:
+        # Page-locked memory is what a GPU can copy to by itself; without, it is slower and this process waits.
+        address = self.tensor.data_ptr()
+        failed = _cudart().cudaHostRegister(address, len(self._map), 0)
+        if int(failed):
+            logger.warning(
+                "the memory for checkpoints cannot be page-locked, copies are slower: reason=%s", failed
+            )
+        else:
+            self._pinned = address
+
+
+@dataclass(frozen=True, slots=True)
+class CopyUnderWay:
+    """A slot that is being filled."""
+
+    opened: Opened
+    header: Header
+    events: Sequence[torch.cuda.Event]
+    """When they have come, the GPU has copied all of it; none: no GPU has any part in it."""
+
+
+class NodeMemory:
+    """One Checkpointer's copies in the memory of this node, as one rank sees them."""
+
+    def __init__(self, slots: Slots, limit: int, place: Place) -> None:
+        """`limit` is the most bytes that the agent's folder may take, with all that is in it."""
+        self.base = 0
+        """The step from which this generation went on: 0 until `load` has found out."""
+        self.place = place
+        self._slots = slots
+        self._limit = limit
+        self._mappings: dict[str, _Mapping] = {}
+        self._proven = False
+        self._layout_cache = LayoutCache()
+        self._summing = Summing(slots)
+        _used.add(slots.folder)
+
+    @property
+    def folder(self) -> str:
+        """What the ranks of this node keep of one Checkpointer; it outlives them."""
+        return self._slots.folder
+
+    @property
+    def is_keeper(self) -> bool:
+        """Whether this rank copies the state for all of its node."""
+        return self.place.local_rank == 0
+
+    # ---------------------------------------------------------------- putting in
+
+    def note(self, step: int, random_state: bytes) -> None:
+        """Every rank: write down the random state after `step`. Raises NoRoom."""
+        place = self.place
+        record = Record((place.generation, step), place.world_size, random_state)
+        with self.costing_a_copy_only():
+            self._slots.put_record(place.rank, record)
+
+    def begin_copy(
+        self, payload: dict[str, Any], *, room_for_random_state: int = 0, partial: bool = False
+    ) -> CopyUnderWay:
+        """Copy a state into a slot, with room for all ranks' random states if it does not hold them. `seal` follows.
+
+        `partial`: see `Header.haste`.
+
+        Raises NoRoom, SlotsBusy, CannotLayOut; what `prove_loadable` raises; what the states' own pickling raises.
+        """
+        self._summing.stop(*self._not_newest())
+        place = self.place
+        rows = torch.zeros(place.world_size, room_for_random_state, dtype=torch.uint8)
+        if room_for_random_state:
+            payload = {**payload, "rng": rows}
+        layout = self._layout_cache.lay_out(payload)
+        with self.costing_a_copy_only():
+            opened = self._begin(layout.size)
+            try:
+                mapping = self._mapped(opened)
+                opened.trim()
+                events = layout.copy_to(mapping.view, mapping.tensor)
+                if not (self._proven and is_plain(payload)):
+                    prove_loadable(opened.path, payload["step"])
+                    self._proven = True
+                gaps = []
+                if rows.numel():
+                    begin = layout.offset_of(rows)
+                    gaps = [(begin + rank * rows.shape[1], rows.shape[1]) for rank in range(place.world_size)]
+            except BaseException:
+                opened.close()
+                raise
+        header = Header(
+            payload["step"],
+            place.generation,
+            self.base,
+            place.world_size,
+            layout.size,
+            tuple(gaps),
+            partial,
+            run=place.run,
+        )
+        return CopyUnderWay(opened, header, events)
+
+    def seal(self, copy: CopyUnderWay) -> None:
+        """All its bytes have come: it counts. Raises OSError, and then the slot is still open."""
+        self._slots.seal(copy.opened, copy.header)
+
+    def lend_sealed(self, copy: CopyUnderWay) -> tuple[Slots, Held]:
+        """For the disk: a copy of this process that is sealed. Raises as `hold`."""
+        return self._slots, self._slots.hold(copy.opened.name)
+
+    def lend_unsealed(self, copy: CopyUnderWay) -> tuple[Slots, Held]:
+        """No other process can find it, but this process has all its bytes, and the disk can have them."""
+        return self._slots, Held(copy.opened.name, copy.header, os.fdopen(copy.opened.fd, "rb"))
+
+    def sum_up(self, copy: CopyUnderWay) -> None:
+        """Give it its checksums, in a thread. Where the disk writer reads all of it, that process does."""
+        self._summing.start(copy.opened.name)
+
+    def _not_newest(self) -> list[str]:
+        newest = self._slots.newest_first()[:1]
+        return [name for name in NAMES if name not in newest]
+
+    def hurry(self, step: int) -> bool:
+        """Whether this step's state is here already. From now on it counts without a record of the rank that failed."""
+        return self._slots.hurry((self.place.generation, step))
+
+    def open_slot(self, size: int) -> Opened:
+        """Local rank 0: a slot for a state that comes from elsewhere; `keep` or its own `close` follows.
+
+        Raises NoRoom, SlotsBusy.
+        """
+        self._summing.stop(*self._not_newest())
+        with self.costing_a_copy_only():
+            opened = self._begin(size)
+            try:
+                opened.trim()
+            except BaseException:
+                opened.close()
+                raise
+        return opened
+
+    def keep(self, opened: Opened, header: Header) -> None:
+        """Local rank 0: it has come. Raises OSError, and then the slot is still open."""
+        self._slots.seal(opened, header)
+
+    @contextlib.contextmanager
+    def costing_a_copy_only(self) -> Iterator[None]:
+        """A memory that is full or gone costs a copy, and no step: raises NoRoom for every OSError."""
+        try:
+            yield
+        except OSError as error:
+            raise NoRoom(self.reason(error)) from error
+
+    def reason(self, error: Exception) -> str:
+        """Why there is no copy, and what to do about it."""
+        if not isinstance(error, OSError):
+            return repr(error)
+        if not os.path.isdir(self.folder):
+            return (
+                f"{self.folder} was removed while the job runs. systemd does that when a user's last session ends: set "
+                "RemoveIPC=no in /etc/systemd/logind.conf, or run the agent as a system user"
+            )
+        return (
+            f"no memory in {self.folder}: {error}: give /dev/shm more room, or use --memory-checkpoints off"
+        )
+
+    def _begin(self, size: int) -> Opened:
+        both = 2 * room_for(size)
+        grows = max(0, both - self._slots.taken())
+        if grows:
+            self._check_limit(both)
+        # A cgroup may be a small part of its machine: only the level that has the least left limits what it can take.
+        least = min(read_memory(), key=lambda level: level.available, default=None)
+        for now in (least, file_system(self._slots.memory)):
+            if now is not None:
+                self._check_available(grows, now)
+        try:
+            return self._slots.begin(size)
+        except SlotsBusy:
+            # One is being written to disk, and the other one read for its checksums only.
+            self._summing.stop(*NAMES)
+            return self._slots.begin(size)
+
+    def _check_limit(self, both: int) -> None:
+        """The limit is for all Checkpointers of this agent together."""
+        if both + self._slots.claimed_by_others() <= self._limit:
+            return
+        if both <= self._limit and self._slots.empty_unused(_used):
+            logger.warning(
+                "copies in memory of directories that this script does not use made room for its own"
+            )
+        others = self._slots.claimed_by_others()
+        if both + others > self._limit:
+            raise NoRoom(
+                f"two copies of the state take {both} bytes, others of this node's checkpoints need {others}, and "
+                f"{self._limit} are allowed: raise --memory-checkpoints, and the size of /dev/shm if need be"
+            )
+
+    def _check_available(self, grows: int, now: Memory) -> None:
+        """A slot grows only while enough is left for others, and is given back when they have too little.
+
+        The newest copy is kept even then: its state may be nowhere else.
+        """
+        least = int(LEAST_FREE * now.total)
+        if now.available < least // 2:
+            self._slots.drop_older()
+        elif not grows or now.available - grows >= least:
+            return
+        raise NoRoom(
+            f"{now.of} has {now.available >> 20} MiB left of {now.total >> 20}, a copy would take {grows >> 20} more, "
+            f"and {least >> 20} are to be left: give the job more, or use --memory-checkpoints off"
+        )
+
+    def _mapped(self, opened: Opened) -> _Mapping:
+        mapping = self._mappings.pop(opened.name, None)
+        if mapping is None or not mapping.fits(opened):
+            if mapping is not None:
+                mapping.close()
+            mapping = _Mapping(opened)
+        self._mappings[opened.name] = mapping
+        return mapping
+
+    # ---------------------------------------------------------------- taking out
+
+    def copies(self) -> tuple[Copy, ...]:
+        """Local rank 0: what is here; what cannot be believed is logged."""
+        for problem in self._slots.problems():
+            logger.warning("a copy in memory is left aside: reason=%s", problem)
+        return tuple(
+            Copy(header, frozenset(self.records(header))) for header in self._slots.headers().values()
+        )
+
+    def hold(self, version: tuple[int, int]) -> Held:
+        """Open this node's copy of a state, which local rank 0 verifies.
+
+        Raises OSError, ValueError when it is not what was offered.
+        """
+        held = self._hold(version)
+        if self.is_keeper and held.header.sums and sums_of(held.stream, held.header.size) != held.header.sums:
+            held.stream.close()
+            raise ValueError(f"{held.name}.pt in {self._slots.folder} does not match its checksums")
+        return held
+
+    def _hold(self, version: tuple[int, int]) -> Held:
+        # A step may have been remembered and then saved: the copy without gaps has all that the other has.
+        found = sorted(self._slots.headers().items(), key=lambda one: (len(one[1].gaps), not one[1].sums))
+        for name, header in found:
+            if header.version == version:
+                return self._slots.hold(name)
+        raise ValueError(
+            f"step {version[1]} of generation {version[0]} is not in {self._slots.folder} any more"
+        )
+
+    def versions(self) -> frozenset[tuple[int, int]]:
+        """Of all copies here."""
+        return frozenset(header.version for header in self._slots.headers().values())
+
+    def is_whole(self, version: tuple[int, int]) -> bool:
+        """Whether a copy of that state is here which needs no records."""
+        return any(header.version == version and not header.gaps for header in self._slots.headers().values())
+
+    def lend(self, version: tuple[int, int]) -> tuple[Slots, Held]:
+        """For the disk: that copy, which is not overwritten until it is closed. Raises as `hold`."""
+        self._summing.stop(*NAMES)
+        return self._slots, self._hold(version)
+
+    def drop(self, version: tuple[int, int]) -> None:
+        """That copy cannot be read or does not count: no rank is offered it again."""
+        self._slots.drop(lambda had: had == version)
+
+    def abandon_newer(self, version: tuple[int, int]) -> None:
+        """Local rank 0: training goes on from this state; a newer copy must not be taken for what comes of it."""
+        self._slots.drop(lambda had: had > version)
+
+    def records(self, header: Header) -> dict[int, bytes]:
+        """The random states that this node's ranks have written down for that state."""
+        return self._slots.records(header.version, header.world_size)
+
+    def fill(self, version: tuple[int, int], records: dict[int, bytes]) -> None:
+        """Local rank 0: complete the copy of that state, so that it needs no records any more."""
+        self._summing.stop(*NAMES)
+        with self._hold(version) as held:
+            filled = self._slots.fill(held, records)
+        if not filled.sums:
+            self._summing.start(held.name)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Whose memory it is."""
+
+    node: str
+    generation: int
+    rank: int
+    local_rank: int
+    world_size: int
+    run: str = ""
+
+    @property
+    def is_on_node_of_rank_0(self) -> bool:
+        """The ranks of a node follow one another."""
+        return self.rank == self.local_rank
+
+
+def memory_of(environ: Mapping[str, str], directory: str) -> NodeMemory | None:
+    """None where there is no agent, or one that grants no memory."""
+    try:
+        env = WorkerEnv.of(environ)
+        if not env.memory:
+            return None
+        place = Place(
+            env.node,
+            env.generation,
+            int(environ["RANK"]),
+            env.local_rank,
+            int(environ["WORLD_SIZE"]),
+            this_run(environ).id,
+        )
+        return NodeMemory(Slots(env.memory, directory), env.memory_bytes, place)
+    except (KeyError, ValueError, OSError) as error:
+        logger.warning("no copies in memory, checkpoints go to disk only: reason=%r", error)
+        return None
+
+
+def load_mapped(stream: BufferedReader | BufferedRandom) -> Any:
+    """The payload in an open file; its tensors are the file's own memory, and must not outlive the load."""
+    try:
+        return torch.load(
+            f"/proc/self/fd/{stream.fileno()}", map_location="cpu", mmap=True, weights_only=True
+        )
+    except (OSError, RuntimeError):  # a file system that cannot map
+        stream.seek(0)
+        return torch.load(stream, map_location="cpu", weights_only=True)

@@ -1,0 +1,142 @@
+"""The two collectives a checkpoint needs: each rank gets what every rank gives, and one rank sends a file.
+
+Only bytes travel, as uint8 tensors: torch's own object collectives would run what peers send. Everything runs on
+the default process group, on the device its backend needs, and is a plain copy where there is one process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import zlib
+from dataclasses import dataclass
+from io import BufferedRandom, BufferedReader
+
+import torch
+import torch.distributed as dist
+
+from ..errors import CheckpointError
+
+CHUNK_BYTES = 64 << 20
+
+LET_GO_S = 1.0
+"""For gloo's thread to let go of a collective's tensors. It takes microseconds, unless this process gets no CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """This process's place among the `world_size` ranks that save and load together."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """What every rank passed, by rank. Returns only when all ranks have called: it is a barrier too."""
+        if self.world_size == 1:
+            return [payload]
+        sizes = [int(size) for size in self._all_gather(torch.tensor([len(payload)], dtype=torch.int64))]
+        padded = bytearray(max(1, *sizes))
+        padded[: len(payload)] = payload
+        rows = self._all_gather(torch.frombuffer(padded, dtype=torch.uint8))
+        return [_bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+    def send(self, stream: BufferedReader | BufferedRandom | None, size: int, *, source: int) -> int:
+        """Copy the `size` bytes of the source rank's stream into that of every other rank which has one.
+
+        Returns the checksum of what went by: a source that cannot read goes on sending, so that no rank waits for
+        ever, and raises OSError at the end. Receivers must compare it, or a digest that they know.
+        """
+        error: OSError | None = None
+        buffer = bytearray(min(size, CHUNK_BYTES))
+        on_host = torch.frombuffer(buffer, dtype=torch.uint8)
+        crc = 0
+        for offset in range(0, size, CHUNK_BYTES):
+            length = min(CHUNK_BYTES, size - offset)
+            if self.rank == source and stream is not None and error is None:
+                try:
+                    stream.readinto(memoryview(buffer)[:length])
+                except OSError as failure:
+                    error = failure
+            chunk = on_host[:length].to(self.device)
+            with _Lent([chunk]):
+                dist.broadcast(chunk, source)
+            if self.rank != source:
+                if stream is None:
+                    continue
+                on_host[:length].copy_(chunk)
+                stream.write(memoryview(buffer)[:length])
+            crc = zlib.crc32(memoryview(buffer)[:length], crc)
+        if error is not None:
+            raise error
+        return crc
+
+    def share(self, tensor: torch.Tensor) -> None:
+        """Give every rank what rank 0 has there, in place; it must have the same shape and dtype on all."""
+        if self.world_size == 1:
+            return
+        shared = tensor.to(self.device)
+        with _Lent([shared]):
+            dist.broadcast(shared, 0)
+        if shared is not tensor:
+            tensor.copy_(shared)
+
+    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        mine = tensor.to(self.device)
+        rows = [torch.empty_like(mine) for _ in range(self.world_size)]
+        with _Lent([mine, *rows]):
+            dist.all_gather(rows, mine)
+        return [row.cpu() for row in rows]
+
+
+class _Lent:
+    """Tensors that a collective has until this ends, and only this process's own threads after that.
+
+    gloo's thread lets go of them only after it has told that the collective is done, and needs Python's lock for it.
+    A script whose last line takes the process group apart holds that lock while it waits for that thread: for ever.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        # On a GPU it is NCCL's watchdog that lets go of them, in its own time.
+        self._tensors = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+
+    def __enter__(self) -> None:
+        self._before = self._holders()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        give_up_at = time.monotonic() + LET_GO_S
+        # After an error it may never let go.
+        while kind is None and self._holders() != self._before and time.monotonic() < give_up_at:
+            time.sleep(0)
+
+    def _holders(self) -> list[tuple[int, int]]:
+        """Python's references and torch's, for each."""
+        return [(sys.getrefcount(one), one._use_count()) for one in self._tensors]  # type: ignore[attr-defined]
+
+
+def current_group() -> Group:
+    """The default process group, or a group of one for a plain `python train.py`."""
+    if dist.is_available() and dist.is_initialized():
+        return Group(dist.get_rank(), dist.get_world_size(), _device())
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size != "1":
+        raise CheckpointError(
+            f"WORLD_SIZE is {world_size} but there is no process group, so every rank would write as if it were "
+            "alone: call torch.distributed.init_process_group() before load() and save()"
+        )
+    return Group(0, 1, torch.device("cpu"))
+
+
+def _bytes(row: torch.Tensor) -> bytes:
+    copy = bytearray(len(row))
+    if copy:
+        torch.frombuffer(copy, dtype=torch.uint8).copy_(row)
+    return bytes(copy)
+
+
+def _device() -> torch.device:
+    if "cpu:" in dist.get_backend_config():
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
+    return torch.device("cuda", local_rank)

@@ -1,0 +1,45 @@
+"""Errors that all ranks share: a rank that raised alone would leave the others waiting in the next collective."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from .. import errors
+from ..errors import CheckpointError
+from ..wire.messages import MAX_REASON_CHARS
+from .collectives import Group
+
+
+def raise_together(group: Group, error: CheckpointError | None) -> None:
+    """Raise on every rank when one has an error: its own there, and the first rank's on those without."""
+    note = json.dumps([type(error).__name__, str(error)[:MAX_REASON_CHARS]]).encode() if error else b""
+    notes = group.gather(note)
+    if error is not None:
+        raise error
+    for rank, note in enumerate(notes):
+        if note:
+            name, text = json.loads(note)
+            raise getattr(errors, name)(f"rank {rank}: {text}")
+
+
+def together(group: Group, part: Callable[[], object], otherwise: str) -> None:
+    """Do this rank's part, wait for the others, and raise on every rank when one has an error.
+
+    An error of another kind becomes a CheckpointError whose text begins with `otherwise`.
+    """
+    error: CheckpointError | None = None
+    try:
+        part()
+    except CheckpointError as refusal:
+        error = refusal
+    except Exception as failure:
+        # The other ranks are waiting: they must hear of this before it ends this one.
+        error = because(CheckpointError, f"{otherwise}: {failure!r}", failure)
+    raise_together(group, error)
+
+
+def because(kind: type[CheckpointError], text: str, cause: Exception) -> CheckpointError:
+    error = kind(text)
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,393 @@
+"""Whether rank 0's state may stand for that of all ranks, which is what a Checkpointer saves and every rank loads.
+
+State that is sharded (FSDP, DTensor, tensor parallelism, ZeRO) or that each rank has for itself (PowerSGD's error
+feedback) must never be saved so: the other ranks would go on with a part that is not theirs, and nothing would tell.
+Two checks refuse it, by name:
+
+1. By type, before any `state_dict()` is called: some are collectives, which one rank alone would never leave.
+2. By a fingerprint (see `fingerprint`). Each rank makes its own and all compare them: at every save and at the end of a
+   planned change, where all meet anyway; and through the process group's store where no rank may wait for another
+   (copies in memory). There, equal once after training has changed the state, it is not made again before the next save
+   or load, unless a part that is no module holds more tensors than it did then: error feedback begins late.
+
+Replicas differ by right in the buffers of modules (statistics of BatchNorm), of which names and shapes are compared
+only, in all that is no tensor, and in parts that the script has declared to be rank 0's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import CheckpointError, NotPlainData, NotReplicated, Sharded
+from ..state.state_dicts import Part, state_of, unwrapped
+from ..steps import progress
+from .collectives import Group
+from .fingerprint import DRIFT, Entry, Look, difference, entries_of, farthest, look_at, shape_of, tensors_in
+from .refusals import because, raise_together
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 10.0
+"""For ranks that do not come to a step at which this one copies its state. It is waited for once."""
+
+REFUSED = hashlib.sha256(b"refused").digest()
+"""In the place of a digest, where a state was refused."""
+DIGEST_BYTES = len(REFUSED)
+
+_CARRIED = (
+    "a Checkpointer carries only what is the same on every rank. Leave it out of the Checkpointer's state and save it "
+    "with torch.distributed.checkpoint, or train with DistributedDataParallel"
+)
+
+_CARRIED_LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
+
+_SHARDED_TENSORS = (
+    ("torch.distributed.tensor", "DTensor"),
+    ("torch.distributed._shard.sharded_tensor", "ShardedTensor"),
+)
+_SHARDING_MODULES = (
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"),
+    ("torch.distributed.fsdp", "FSDPModule"),
+)
+_SHARDING_OPTIMIZERS = (("torch.distributed.optim", "ZeroRedundancyOptimizer"),)
+SHARDED = (_SHARDED_TENSORS, _SHARDING_MODULES, _SHARDING_OPTIMIZERS)
+
+_numbers = itertools.count()
+
+
+# ---------------------------------------------------------------- by type
+
+
+def refuse_sharded(state: Mapping[str, Part]) -> None:
+    """Look at the objects themselves, and call nothing of theirs. Raises Sharded."""
+    for name, part in state.items():
+        if isinstance(part, dict):
+            continue
+        part = unwrapped(part)
+        if isinstance(part, torch.nn.Module):
+            _refuse_module(name, part)
+        elif isinstance(part, torch.optim.Optimizer):
+            if kind := _kind_of(part, _SHARDING_OPTIMIZERS):
+                raise Sharded(f"part {name!r} is a {kind}, of which each rank has only its shard: {_CARRIED}")
+            for number, group in enumerate(part.param_groups):
+                for index, weight in enumerate(group["params"]):
+                    _refuse_tensor(name, f"param_groups.{number}.params.{index}", weight)
+
+
+def _refuse_module(name: str, module: torch.nn.Module) -> None:
+    for path, child in module.named_modules():
+        if kind := _kind_of(child, _SHARDING_MODULES):
+            where = f"module {path!r} of part {name!r}" if path else f"part {name!r}"
+            raise Sharded(f"{where} is a {kind}, of which each rank has only its shard: {_CARRIED}")
+    for key, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        _refuse_tensor(name, key, tensor)
+
+
+def _refuse_tensor(name: str, key: str, tensor: torch.Tensor) -> None:
+    if kind := _kind_of(tensor, _SHARDED_TENSORS):
+        placed = getattr(tensor, "placements", "")
+        raise Sharded(
+            f"{key!r} of part {name!r} is a {kind}{f' placed {placed}' if placed else ''}, of which each rank has only "
+            f"its shard: {_CARRIED}"
+        )
+
+
+def _refuse_kind(name: str, key: str, tensor: torch.Tensor) -> None:
+    if tensor.is_meta:
+        kind = "on the meta device, without values"
+    elif tensor.is_nested:
+        kind = "a nested tensor"
+    elif tensor.layout not in _CARRIED_LAYOUTS:
+        kind = f"a tensor of the layout {tensor.layout}"
+    else:
+        return
+    raise NotPlainData(
+        f"{key!r} of part {name!r} is {kind}, which a Checkpointer does not carry: let its state_dict() return plain "
+        "tensors"
+    )
+
+
+def _refuse_any(name: str, key: str, tensor: torch.Tensor) -> None:
+    _refuse_tensor(name, key, tensor)
+    _refuse_kind(name, key, tensor)
+
+
+def _kind_of(one: object, kinds: Sequence[tuple[str, str]]) -> str:
+    """The name of the first of these types that it has. A module that was not imported has no instances."""
+    for module, name in kinds:
+        kind = getattr(sys.modules.get(module), name, None)
+        if isinstance(kind, type) and isinstance(one, kind):
+            return name
+    return ""
+
+
+def _outline(state: Mapping[str, Part], of_rank_0: Collection[str]) -> int:
+    """Of what is compared and grows while training goes on; cheap enough for every step."""
+    grows: list[Any] = []
+    for name, part in state.items():
+        if name in of_rank_0 or isinstance(
+            unwrapped(part) if not isinstance(part, dict) else part, torch.nn.Module
+        ):
+            continue
+        if isinstance(part, torch.optim.Optimizer):
+            grows.append(tuple(map(len, part.state.values())))
+        else:
+            grows.append(
+                tuple((key, shape_of(one), one.dtype) for key, one in tensors_in(state_of(part), ""))
+            )
+    return hash(tuple(grows))
+
+
+# ---------------------------------------------------------------- compared
+
+
+class Replicas:
+    """One Checkpointer's parts as this rank has them, and whether all ranks were seen to have the same."""
+
+    def __init__(self, state: Mapping[str, Part], of_rank_0: Collection[str]) -> None:
+        if unknown := set(of_rank_0) - set(state):
+            raise ValueError(
+                f"of_rank_0 names {sorted(unknown)}, which are no parts of the state: expected some of {sorted(state)}"
+            )
+        self._state = state
+        self._of_rank_0 = frozenset(of_rank_0)
+        # Of the Checkpointers of one process, in the order that all ranks make them in.
+        self._number = next(_numbers)
+        self._loads = 0
+        self._base = 0
+        """The step at which training began here: up to there ranks may be equal only because all have just begun."""
+        self._proven: int | None = None
+        """The outline with which all ranks were the same."""
+        self._noted: _Noted | None = None
+        self._forget_to_note: Callable[[], None] = lambda: None
+        self._mine = Look()
+        self._refusal: CheckpointError | None = None
+        self._drift_told = False
+
+    def began(self, step: int) -> None:
+        """All ranks have loaded the state of `step`, together."""
+        self._base, self._proven, self._noted = step, None, None
+        self._loads += 1
+
+    @property
+    def proven(self) -> bool:
+        return self._proven == self._outline()
+
+    def _outline(self) -> int:
+        return _outline(self._state, self._of_rank_0)
+
+    def _look(self) -> bytes:
+        """Take this rank's fingerprint. Raises nothing: what went wrong is for all ranks to hear."""
+        self._mine, self._refusal = Look(), None
+        try:
+            refuse_sharded(self._state)
+            self._mine = look_at(self._state, self._of_rank_0, _refuse_any)
+        except CheckpointError as refusal:
+            self._refusal = refusal
+        except Exception as failure:
+            self._refusal = because(CheckpointError, f"a state cannot be taken: {failure!r}", failure)
+        return self._mine.digest() if self._refusal is None else REFUSED
+
+    def _equal(self, step: int) -> None:
+        """All ranks were the same after `step`."""
+        if step > self._base:
+            self._proven = self._outline()
+
+    def _judge(self, entries: Sequence[Entry], sketches: Sequence[bytes]) -> str:
+        """What to say of ranks whose forms are the same. Empty, and a warning, where they have only drifted apart."""
+        apart = farthest(entries, sketches)
+        if apart is None:
+            return ""
+        part, what = apart.entry.part, f"{apart.entry.key!r} of part {apart.entry.part!r}"
+        if not apart.distance <= DRIFT:
+            return _refusal(part, f"{what} has other values on rank 0 than on rank {apart.rank}")
+        if not self._drift_told:
+            self._drift_told = True
+            logger.warning(
+                "ranks have drifted apart, rank 0's state is kept (said once): %s is %.1e of its size off on rank %d",
+                what,
+                apart.distance,
+                apart.rank,
+            )
+        return ""
+
+    # ---------------------------------------------------------------- where all ranks meet
+
+    def digest(self) -> bytes:
+        """What this rank brings to the collective that begins a save."""
+        return self._look()
+
+    def compare(self, group: Group, digests: Sequence[bytes], step: int) -> None:
+        """All ranks have brought theirs. Raises on all of them together."""
+        if len(set(digests)) > 1 or self._refusal is not None:
+            raise_together(group, self._refusal)
+            forms = group.gather(self._mine.digest_of_forms())
+            if len(set(forms)) > 1:
+                other = _first_other(forms)
+                told = group.gather(self._mine.to_json() if group.rank in (0, other) else b"")
+                part, what = difference(entries_of(told[0]), entries_of(told[other]), other)
+                raise NotReplicated(_refusal(part, what))
+            if problem := self._judge(self._mine.entries, group.gather(self._mine.sketches())):
+                raise NotReplicated(problem)
+        self._equal(step)
+
+    # ---------------------------------------------------------------- where no rank may wait for another
+
+    def note_soon(self, group: Group) -> None:
+        """Note at the end of the next step, so that a later comparison need not wait."""
+
+        def note(step: int) -> None:
+            self._forget_to_note()
+            if not self.proven:
+                self.note(group, step)
+
+        self._forget_to_note()
+        self._forget_to_note = progress.on_step(note)
+
+    def note(self, group: Group, step: int) -> None:
+        """Put this rank's fingerprint where the others can see it. Does not wait, and raises nothing."""
+        digest = self._look()
+        again = self._noted.times + 1 if self._noted is not None and self._noted.step == step else 0
+        prefix = f"elastic-agent/replicas/{self._number}/{self._loads}/{step}/{again}"
+        self._noted = _Noted(prefix, group, step, again, self._outline(), digest, self._mine)
+        try:
+            self._noted.tell()
+        except RuntimeError as error:
+            logger.warning("the other ranks do not hear of this one's state: step=%d reason=%s", step, error)
+
+    def prove(self, group: Group, step: int, *, wait: bool) -> bool:
+        """Whether all ranks were seen to have the same; False when some have not come yet, or the store is away.
+
+        Raises NotReplicated on every rank that asks, and what this rank's own state raises.
+        """
+        outline = self._outline()
+        if self._proven == outline:
+            return True
+        noted = self._noted
+        if noted is None or noted.outline != outline or noted.step <= self._base < step:
+            self.note(group, step)
+            noted = self._noted
+        assert noted is not None
+        if self._refusal is not None:
+            raise self._refusal
+        try:
+            if not noted.all_have_come(wait=wait):
+                return False
+            problem = "" if noted.all_equal() else noted.difference(self._judge)
+        except RuntimeError as error:
+            logger.warning("ranks cannot be compared, so nothing is copied: step=%d reason=%s", step, error)
+            return False
+        if problem:
+            raise NotReplicated(problem)
+        self._equal(noted.step)
+        return True
+
+
+class _Noted:
+    """One comparison through the store: some counters that grow with the ranks that have come.
+
+    Raises RuntimeError where the store does.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        group: Group,
+        step: int,
+        times: int,
+        outline: int,
+        digest: bytes,
+        mine: Look,
+    ) -> None:
+        self.step = step
+        self.times = times
+        """Comparisons of that step before this one."""
+        self.outline = outline
+        self._prefix = prefix
+        self._group = group
+        self._digest = digest.hex()
+        self._mine = mine
+        self._waited = False
+
+    def tell(self) -> None:
+        if self._group.world_size == 1:
+            return
+        store = _store()
+        for what, mine in (
+            ("of", self._digest.encode()),
+            ("forms", self._mine.digest_of_forms()),
+            ("sketches", self._mine.sketches()),
+        ):
+            store.set(f"{self._prefix}/{what}/{self._group.rank}", mine)
+        store.add(f"{self._prefix}/same/{self._digest}", 1)
+        if store.add(f"{self._prefix}/come", 1) == self._group.world_size:
+            store.set(f"{self._prefix}/complete", "1")
+
+    def all_have_come(self, *, wait: bool) -> bool:
+        """They are waited for no more than once."""
+        if self._group.world_size == 1:
+            return True
+        store, key = _store(), f"{self._prefix}/complete"
+        if wait and not self._waited:
+            self._waited = True
+            try:
+                store.wait([key], timedelta(seconds=PATIENCE_S))
+            except RuntimeError as error:
+                logger.warning(
+                    "not all ranks have come to this step, so nothing is copied: step=%d reason=%s",
+                    self.step,
+                    error,
+                )
+        return bool(store.check([key]))
+
+    def all_equal(self) -> bool:
+        world_size = self._group.world_size
+        return world_size == 1 or _store().add(f"{self._prefix}/same/{self._digest}", 0) == world_size
+
+    def difference(self, judge: Callable[[Sequence[Entry], Sequence[bytes]], str]) -> str:
+        """What to say when all have come and some differ; empty where they have only drifted apart."""
+        digests, refused = self._all("of"), REFUSED.hex().encode()
+        if refused in digests:
+            return f"the state of rank {digests.index(refused)} is refused there: see its log"
+        forms = self._all("forms")
+        if len(set(forms)) == 1:
+            return judge(self._mine.entries, self._all("sketches"))
+        other, store = _first_other(forms), _store()
+        if self._group.rank in (0, other):
+            store.set(f"{self._prefix}/entries/{self._group.rank}", self._mine.to_json())
+        pair = [f"{self._prefix}/entries/{rank}" for rank in (0, other)]
+        store.wait(pair, timedelta(seconds=PATIENCE_S))
+        ours, its = map(entries_of, store.multi_get(pair))
+        return _refusal(*difference(ours, its, other))
+
+    def _all(self, what: str) -> list[bytes]:
+        """What every rank has brought, by rank."""
+        return list(
+            _store().multi_get([f"{self._prefix}/{what}/{rank}" for rank in range(self._group.world_size)])
+        )
+
+
+def _refusal(part: str, what: str) -> str:
+    return f"{what}: {_CARRIED}. Where rank 0's is meant for all, declare it: Checkpointer(..., of_rank_0=[{part!r}])"
+
+
+def _first_other(digests: Sequence[Any]) -> int:
+    """The first rank that does not have what rank 0 has."""
+    return next((rank for rank, digest in enumerate(digests) if digest != digests[0]), 0)
+
+
+def _store() -> Any:
+    # torch has no public name for it; without a process group this raises ValueError.
+    try:
+        return dist.distributed_c10d._get_default_store()
+    except ValueError as error:
+        raise RuntimeError(f"there is no process group: {error}") from error

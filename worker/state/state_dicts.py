@@ -1,0 +1,125 @@
+"""What the parts of a training script give as their state, and how a state that was loaded reaches them.
+
+A state is mapped, not read: its tensors are the bytes of a file, or of a slot over which the next state will be
+written. Modules and optimizers get them as they are, since those copy what they are given; whatever of it a part has
+kept is found out, and that part is given copies of its own. All others get copies at once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ..errors import NotPlainData
+
+_MAX_REASON_CHARS = 500
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, torch.Size, torch.dtype})
+
+
+class Stateful(Protocol):
+    """Anything whose state can be taken out and put back: modules, optimizers, schedulers, samplers, scalers."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+Part = Stateful | dict[str, Any]
+
+
+def state_of(part: Part) -> Any:
+    return dict(part) if isinstance(part, dict) else unwrapped(part).state_dict()
+
+
+def load_into(part: Part, state: Any) -> None:
+    """The tensors of `state` are not the part's to keep."""
+    if isinstance(part, dict):
+        part.clear()
+        part.update(_copied(state))
+        return
+    part = unwrapped(part)
+    if not isinstance(part, torch.nn.Module | torch.optim.Optimizer):
+        part.load_state_dict(_copied(state))
+    else:
+        part.load_state_dict(state)
+        if shares_memory(part.state_dict(), state):
+            part.load_state_dict(_copied(state))
+
+
+def _copied(state: Any) -> Any:
+    # Not every layout has a storage, which deepcopy asks for.
+    memo: dict[int, Any] = {
+        id(tensor): tensor.clone() for tensor in _tensors(state) if tensor.layout != torch.strided
+    }
+    return copy.deepcopy(state, memo)
+
+
+def shares_memory(one: Any, other: Any) -> bool:
+    """Whether two states have tensors on the CPU in the same memory."""
+    return not _addresses(one).isdisjoint(_addresses(other))
+
+
+def _addresses(state: Any) -> set[int]:
+    return {
+        tensor.untyped_storage().data_ptr()
+        for tensor in _tensors(state)
+        if tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel()
+    }
+
+
+def _tensors(state: Any) -> Iterator[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from _tensors(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from _tensors(value)
+
+
+def unwrapped(part: Stateful) -> Stateful:
+    return part.module if isinstance(part, DistributedDataParallel | DataParallel) else part
+
+
+def modules_in(state: Mapping[str, Part]) -> list[torch.nn.Module]:
+    parts = [unwrapped(part) for part in state.values() if not isinstance(part, dict)]
+    return [part for part in parts if isinstance(part, torch.nn.Module)]
+
+
+def is_plain(state: Any) -> bool:
+    """Whether it holds nothing but what `torch.load(weights_only=True)` always takes: then nothing need be proven."""
+    kind = type(state)
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return not state.__dict__  # a tensor's own attributes are saved with it
+    if kind in (dict, OrderedDict):
+        return all(is_plain(key) and is_plain(value) for key, value in state.items())
+    if kind in (list, tuple):
+        return all(map(is_plain, state))
+    if kind is bytes:
+        return len(state) > 0  # pickle writes none as a call, which a load refuses
+    return kind in _PLAIN
+
+
+def prove_loadable(path: str, step: int) -> None:
+    """Map the file, with the very rules that a load obeys, and read none of its gigabytes. Raises NotPlainData."""
+    try:
+        torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:
+        raise NotPlainData(
+            f"step {step} not saved: torch.load(weights_only=True) refuses some part's state; let its "
+            f"state_dict() return tensors, numbers, strings, lists and dicts only: {_what_was_refused(error)}"
+        ) from error
+
+
+def _what_was_refused(error: Exception) -> str:
+    # torch explains at length how to switch the protection off; what it refused is in one line of that.
+    lines = [line.strip() for line in str(error).splitlines() if "Unsupported" in line]
+    return (lines or [repr(error)])[0][:_MAX_REASON_CHARS]

@@ -1,0 +1,180 @@
+"""A planned change, seen from a worker: it ends after the step that all have agreed on, and its state is kept.
+
+While a change waits (the flag in the worker's page is up), `progress.step` asks the agent at the end of each step
+whether that was the last one. So may `progress.poll`, anywhere between two steps: an evaluation loop calls it now and
+then, else the change waits until the evaluation is over. When it was the last one, every Checkpointer that was loaded
+keeps its state, and `Drained` is raised. Nothing has to catch it: it ends the process as `sys.exit` would, with a code
+that the agent knows.
+
+An agent that gives no answer is not waited for: this worker goes on, and asks again after the next step. No torch here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+
+from ..errors import CheckpointError
+from ..wire.channel import ask
+from ..wire.environment import WorkerEnv
+from ..wire.messages import STEP_ANSWERS, Said, StepEnded, Verdict
+from .registry import Keeper, give_up
+
+logger = logging.getLogger(__name__)
+
+DRAINED = 83
+"""The exit code of a worker that has ended as it was told."""
+
+ANSWER_S = 5.0
+"""How long the agent may take, and with it the store that it asks. The others wait for this rank meanwhile."""
+
+THREADS_S = 2.0
+"""How long the end of a worker waits for threads of the script. Its state is kept, and the other nodes wait for it."""
+
+
+class Drained(SystemExit):
+    """This process has done its last step, and its state is kept: the next generation goes on from there.
+
+    A SystemExit, so that it passes `except Exception`. Whoever catches it may clean up, and must end soon.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(DRAINED)
+        self.step = step
+
+
+_left_to_script = False
+"""The script's own handler of SIGTERM was called: it ends the process when it has saved."""
+
+
+def end_of_step(step: int, keepers: Sequence[Keeper]) -> None:
+    """A change waits, and `step` has just been finished. Raises Drained if that was the last one."""
+    _ask(step, keepers, Said.FINISHED)
+
+
+def between_steps(step: int, keepers: Sequence[Keeper]) -> None:
+    """A change waits, and the step after `step` has not been begun. Raises Drained if `step` was the last one."""
+    alone = all(keeper.keeps_alone for keeper in keepers)
+    _ask(step, keepers, Said.PAUSING if alone else Said.FINISHED)
+
+
+def _ask(step: int, keepers: Sequence[Keeper], said: Said) -> None:
+    if _left_to_script:
+        return
+    try:
+        speaker = _Speaker(os.environ)
+        verdict = speaker.say(step, said)
+    except (KeyError, ValueError, OSError) as error:
+        logger.warning(
+            "the agent gave no answer whether step %d is the last one, going on: reason=%s", step, error
+        )
+        return
+    if verdict is not Verdict.GO_ON:
+        _end(step, keepers, speaker, alone=verdict is Verdict.END_ALONE)
+
+
+def _end(step: int, keepers: Sequence[Keeper], speaker: _Speaker, *, alone: bool) -> None:
+    """Keep the state and raise Drained; or, where only the script can keep it, let the script do as for a SIGTERM."""
+    if not keepers and callable(signal.getsignal(signal.SIGTERM)):
+        global _left_to_script
+        _left_to_script = True
+        logger.info("step %d is the last one: calling the script's handler of SIGTERM", step)
+        signal.raise_signal(signal.SIGTERM)
+        return
+    if _keep(step, keepers, alone=alone):
+        try:
+            speaker.say(step, Said.KEPT)
+        except (ValueError, OSError) as error:
+            logger.warning("the agent does not hear that step %d is kept: reason=%s", step, error)
+    _leave_at_exit()
+    raise Drained(step)
+
+
+def _keep(step: int, keepers: Sequence[Keeper], *, alone: bool) -> bool:
+    """Whether every Checkpointer that takes part keeps its state."""
+    if not alone:
+        try:
+            answers = [keeper.keep(step) for keeper in keepers]  # the other ranks wait in each
+        except CheckpointError:
+            give_up(step, keepers)
+            raise
+        if not all(answers):
+            give_up(step, keepers)
+            return False
+        for keeper in keepers:
+            keeper.write_behind(step)
+        return True
+    kept = all(keeper.keep_alone(step) for keeper in keepers)
+    if not kept:
+        logger.warning("step %d is not kept: there is no room for all that belongs to it", step)
+        give_up(step, keepers)
+    return kept
+
+
+def _leave_at_exit() -> None:
+    """From now on this process ends without the interpreter's own end, and does not wait for the script's threads.
+
+    A function of atexit that hangs is ended by the agent's SIGKILL alone.
+    """
+    atexit.register(_leave, os.getpid())
+    # Before it calls atexit's functions Python waits for all threads that are no daemons, without a limit. What is
+    # registered there is called before that; there is no public way to it.
+    with contextlib.suppress(AttributeError, RuntimeError):
+        threading._register_atexit(_wait_no_longer, os.getpid())  # type: ignore[attr-defined]
+
+
+def _wait_no_longer(pid: int) -> None:
+    """Called in the main thread, which goes on to wait for the others, and can be interrupted there by a signal."""
+    if os.getpid() != pid:
+        return
+
+    def leave(_number: int, _frame: object) -> None:
+        main = threading.main_thread()
+        names = [thread.name for thread in threading.enumerate() if thread is not main and not thread.daemon]
+        logger.warning(
+            "ending without these threads of the script, which still run after %g s and are no daemons: %s; "
+            "all other workers wait for this process: end them, or make them daemons",
+            THREADS_S,
+            ", ".join(names),
+        )
+        _leave(pid)
+
+    signal.signal(signal.SIGALRM, leave)
+    signal.setitimer(signal.ITIMER_REAL, THREADS_S)
+
+
+def _leave(pid: int) -> None:
+    """At exit, before all others: call them, and end without taking apart what the end of a process takes apart anyway.
+
+    With torch that takes the interpreter most of a second, for which the next generation would wait.
+    """
+    if os.getpid() != pid:
+        return
+    signal.setitimer(
+        signal.ITIMER_REAL, 0
+    )  # the threads have ended: what is registered takes the time that it needs
+    atexit.unregister(_leave)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(DRAINED)
+
+
+class _Speaker:
+    """Says one thing after the other. Raises KeyError and ValueError where the variables are not an agent's."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._env = WorkerEnv.of(environ)
+        self._rank = int(environ["RANK"])
+
+    def say(self, step: int, said: Said) -> Verdict:
+        """The agent's answer. Raises OSError and Invalid."""
+        ended = StepEnded(self._env.generation, self._rank, self._env.local_rank, step, said)
+        return ask(self._env.socket, ended, STEP_ANSWERS, ANSWER_S).verdict

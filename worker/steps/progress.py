@@ -1,0 +1,303 @@
+"""What this process tells its node's agent as it trains, and what happens between two steps.
+
+A step goes into the page that both share (`shared_progress`): two words are written and one is read, no system call.
+Saves and loads are rare and have more to say: they are sent to the agent's socket, if that costs no waiting, and are
+lost without a word otherwise. So may a lent lock be, but its owner knows (`lend` returns False), and lends it again at
+its next save or load.
+
+Nothing here may ever disturb training: without the variables (torchrun, plain python) nobody is told anything. Only one
+process speaks for a worker: data loaders and other children inherit the variables and stay silent.
+
+No torch here: whoever only calls `step` need not have it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import index
+
+from ..wire import shared_progress as page
+from ..wire.channel import Reporter
+from ..wire.codec import Invalid
+from ..wire.environment import WorkerEnv
+from ..wire.messages import LentLock, LoadReport, LoadResult, SaveReport, SaveResult, Tier
+from ..wire.shared_progress import (
+    CHOSEN_STEP,
+    FIRST_AT,
+    FIRST_STEP,
+    LOAD_AT,
+    LOADED_AT,
+    LOADED_STEP,
+    PENDING,
+    STEP,
+    STEPPED_AT,
+    Page,
+    PageError,
+)
+from .registry import Checkpointers
+
+logger = logging.getLogger(__name__)
+
+_now_ns = time.monotonic_ns
+
+
+class Stage(enum.IntEnum):
+    """The order of the listeners of one step."""
+
+    POSITION = 1
+    """Where in the data this step has ended is put down."""
+    STATE = 2
+    """The whole state, with that position, is copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Listener:
+    stage: Stage
+    every: int
+    callback: Callable[[int], None]
+
+
+def _ask_agent(step: int) -> None:
+    from .drain import end_of_step  # who never sees a planned change need not load what it takes
+
+    end_of_step(step, checkpointers.all())
+
+
+on_pending: Callable[[int], None] = _ask_agent
+"""Called at the end of a step while a planned change waits for this worker; may raise, which ends the worker."""
+
+checkpointers = Checkpointers()
+"""This process's."""
+
+_listeners: tuple[_Listener, ...] = ()
+_words: memoryview | None = None
+"""Of the page, or private ones. None: this process has not asked for its page yet."""
+_refused = False
+"""A step was no step, and that was said."""
+
+
+def step(step: int) -> None:
+    """Tell the agent that optimizer step number `step` has just finished.
+
+    Call it once per optimizer step, on every rank. It costs a microsecond, waits for nobody, and does not raise for a
+    step that is none: that is said once. A planned change (a node joins or leaves) takes place between two steps, here.
+
+        for step in range(start, total_steps):
+            train_one(batch)
+            elastic_agent.worker.step(step + 1)
+    """
+    words = _words
+    if words is None:
+        words = _attach()
+    now = _now_ns()
+    try:
+        number = index(step)
+        if number < 0:
+            raise ValueError("steps count from 0")
+        if not words[FIRST_AT]:
+            words[FIRST_STEP] = number
+            words[FIRST_AT] = now
+        words[STEPPED_AT] = now
+        words[STEP] = number
+    except (TypeError, ValueError) as error:
+        _refuse(step, error)
+        return
+    for listener in _listeners:
+        if number % listener.every == 0:
+            listener.callback(number)
+    if words[PENDING]:
+        on_pending(number)
+
+
+def on_step(
+    callback: Callable[[int], None], *, every: int = 1, stage: Stage = Stage.STATE
+) -> Callable[[], None]:
+    """Let `step(n)` call `callback(n)` when n is a multiple of `every`; returns what ends that.
+
+    Those of an earlier stage come first, and of one stage whoever came first. What a callback raises leaves `step`.
+    """
+    if every < 1:
+        raise ValueError(f"every is {every}, expected at least 1")
+    listener = _Listener(stage, every, callback)
+
+    def end() -> None:
+        global _listeners
+        _listeners = tuple(each for each in _listeners if each is not listener)
+
+    global _listeners
+    _listeners = tuple(sorted((*_listeners, listener), key=lambda each: each.stage))
+    return end
+
+
+def poll() -> None:
+    """For whatever takes long between two steps, as an evaluation does: end here if a planned change waits for it.
+
+    Call it at places where the process could end, on every rank that is at work there; not between the beginning of a
+    step and its `step()`. It costs less than a microsecond when no change waits. Raises Drained.
+    """
+    step = awaited_between_steps()
+    if step is not None:
+        from .drain import between_steps
+
+        between_steps(step, checkpointers.all())
+
+
+def awaited_between_steps() -> int | None:
+    """The newest finished step, if a planned change waits for this worker; else None."""
+    words = _words
+    if words is None or not words[PENDING] or words[STEP] == page.NO_STEP:
+        return None
+    return words[STEP]
+
+
+def loading() -> None:
+    """Tell the agent that a load has begun."""
+    words = _words if _words is not None else _attach()
+    if not words[LOAD_AT]:
+        words[LOAD_AT] = _now_ns()
+
+
+def load_chosen(step: int) -> None:
+    """Tell the agent which step's state is about to be loaded: that may end this process."""
+    words = _words if _words is not None else _attach()
+    words[CHOSEN_STEP] = step
+
+
+def load_refused() -> None:
+    """Tell the agent that nothing was loaded, for a reason that is not the state: another one fares no better."""
+    words = _words if _words is not None else _attach()
+    words[CHOSEN_STEP] = page.NO_STEP
+
+
+def checkpoint_load(step: int, result: LoadResult, duration_s: float, tier: Tier = "local") -> None:
+    """Tell the agent how a load, or one file of it, ended."""
+    if result in ("ok", "none"):
+        words = _words if _words is not None else _attach()
+        words[LOADED_STEP] = step
+        words[LOADED_AT] = _now_ns()
+    _reporting().send(lambda g, r: LoadReport(g, r, step, result, duration_s, tier))
+
+
+class Silent:
+    """In the place of this module for a load from which training does not go on: the agent hears nothing of it."""
+
+    def loading(self) -> None: ...
+
+    def load_chosen(self, step: int) -> None: ...
+
+    def load_refused(self) -> None: ...
+
+    def checkpoint_load(
+        self, step: int, result: LoadResult, duration_s: float, tier: Tier = "local"
+    ) -> None: ...
+
+
+def checkpoint_save(
+    step: int,
+    result: SaveResult,
+    duration_s: float,
+    size: int,
+    *,
+    tier: Tier = "local",
+    blocked_s: float = 0.0,
+) -> None:
+    """Tell the agent how a save to disk (rank 0 only) or a copy to memory (local rank 0) ended."""
+    _reporting().send(lambda g, r: SaveReport(g, r, step, result, duration_s, size, tier, blocked_s))
+
+
+def lend(run: str, *descriptors: int) -> bool:
+    """Let the agent hold this open lock file until it ends, and none of another run; False when it did not get it."""
+    return _reporting().send(lambda g, r: LentLock(g, r, run), *descriptors)
+
+
+def _refuse(step: object, error: Exception) -> None:
+    # The caller's mistake, but a wrong progress report must not end a training run.
+    global _refused
+    if not _refused:
+        _refused = True
+        logger.warning("a step that is none is not counted (said once): step=%r reason=%s", step, error)
+
+
+# ---------------------------------------------------------------- the page
+
+
+def _attach() -> memoryview:
+    # Not at import: spares are forked from a process that has imported this module already.
+    global _words
+    _words = _words_of(_own_environment())
+    return _words
+
+
+def _words_of(environ: Mapping[str, str]) -> memoryview:
+    """The words of this worker's page; private ones where there is none, or another process speaks for the worker."""
+    try:
+        env = WorkerEnv.of(environ)
+        if not env.page:
+            return page.private_words()
+        words = Page.attach(env.page, env.generation).words
+    except (Invalid, OSError, PageError) as error:
+        logger.warning("the agent cannot see this worker's steps: reason=%r", error)
+        return page.private_words()
+    speaker = words[page.ATTACHED]
+    if speaker not in (0, os.getpid()) and _lives(speaker):
+        return page.private_words()
+    words[page.ATTACHED] = os.getpid()
+    _leave_warnings_to_agent()
+    return words
+
+
+def _leave_warnings_to_agent() -> None:
+    """Slurm sends the signal that says "your end is near" to all processes, and it would end this one.
+
+    The agent makes a planned change of it. A script's own handler stays.
+    """
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            with contextlib.suppress(ValueError):  # only the main thread may
+                signal.signal(number, signal.SIG_IGN)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _forked() -> None:
+    """A child of a worker is none. A spare becomes one, but only after it was forked."""
+    global _words, _listeners
+    if _words is not None:
+        _words, _listeners = page.private_words(), ()
+        checkpointers.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+# ---------------------------------------------------------------- reports
+
+
+_reporter: Reporter | None = None
+
+
+def _reporting() -> Reporter:
+    global _reporter
+    _reporter = _reporter or Reporter(_own_environment())
+    return _reporter
+
+
+def _own_environment() -> Mapping[str, str]:
+    """What speaks for the worker; nothing in the helper processes that it starts."""
+    return {} if multiprocessing.parent_process() is not None else os.environ
