@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from ...codec import Invalid
 from ...rendezvous.threads import Thread
 from ...worker.wire.channel import Lines, send
-from ...worker.wire.codec import Invalid
 from ...worker.wire.messages import UNSAVED_STEPS, FinishWrites, UnsavedStep, UnsavedSteps
 from ..common.events import Event, WriterEnded, WriterWanted
 from ..workers.processes.failures import describe_exit

@@ -27,6 +27,7 @@ import threading
 import time
 from dataclasses import dataclass, replace
 
+from ...codec import Invalid
 from ...rendezvous.node.requests import RETRY
 from ...rendezvous.threads import Thread
 from ...worker.disk.background_write import outcome_of, write_copy
@@ -35,7 +36,6 @@ from ...worker.disk.commit_permission import Permit
 from ...worker.errors import CheckpointError, Fenced, SaveFailed
 from ...worker.memory.slots import Held, Slots
 from ...worker.wire.channel import receive, send
-from ...worker.wire.codec import Invalid
 from ...worker.wire.messages import (
     MAX_BYTES,
     MAX_REASON_CHARS,

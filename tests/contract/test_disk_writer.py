@@ -22,13 +22,13 @@ from elastic_agent.agent.checkpoints import disk_writer as disk_writer_module
 from elastic_agent.agent.checkpoints import writer as writer_module
 from elastic_agent.agent.checkpoints.disk_writer import DiskWriter
 from elastic_agent.agent.common.events import Event, WriterEnded, WriterWanted
+from elastic_agent.codec import Invalid
 from elastic_agent.worker import Checkpointer, Fenced, SaveFailed
 from elastic_agent.worker.disk import async_save as disk
 from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.memory.slots import Slots
 from elastic_agent.worker.steps import progress
 from elastic_agent.worker.wire.channel import receive, send
-from elastic_agent.worker.wire.codec import Invalid
 from elastic_agent.worker.wire.environment import WORKER_VARIABLES
 from elastic_agent.worker.wire.messages import (
     FROM_WORKERS,

@@ -18,10 +18,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = "elastic_agent"
 TOPS = ("rendezvous", "worker", "health", "agent")
-LOWEST = {"worker/errors.py": "worker/errors"}
-"""Modules beside others that stand on a floor of their own."""
+LOWEST = {"codec.py": "codec", "worker/errors.py": "worker/errors"}
+"""Modules that stand on a floor of their own, below those beside them."""
 
 TABLE = """
+codec:
 worker/errors:
 worker/wire:
 worker/state: worker/errors
@@ -68,9 +69,9 @@ main: common output configuration configuration/types configuration/reading mach
 torchrun: rendezvous/etcd common configuration configuration/types configuration/reading machine/network \
     rendezvous_io main
 """
-"""From the bottom up: each folder, and those above it in this table that it may import. Names without a library before
-them are folders of agent; each of these may import `LIBRARIES` besides, but not the stores in their folders, of which
-only the configuration knows."""
+"""From the bottom up: each folder, and those above it in this table that it may import; `codec` is for all. Names
+without a library before them are folders of agent; each of these may import `LIBRARIES` besides, but not the stores in
+their folders, of which only the configuration knows."""
 
 STORES = ("rendezvous/c10d", "rendezvous/etcd")
 
@@ -79,7 +80,9 @@ MAY_IMPORT = {
     for name, _, allowed in (row.partition(":") for row in TABLE.strip().split("\n"))
 }
 
-LIBRARIES = tuple(name for name in MAY_IMPORT if name.partition("/")[0] in TOPS[:3] and name not in STORES)
+LIBRARIES = tuple(
+    name for name in MAY_IMPORT if name.partition("/")[0] in ("codec", *TOPS[:3]) and name not in STORES
+)
 
 EXCEPTIONS = {("health/checks.py", "rendezvous/records.py"), ("health/checks.py", "rendezvous/terms.py")}
 """Comparing the nodes of a job takes their records."""
@@ -101,8 +104,9 @@ class Import:
 
 @functools.cache
 def product() -> dict[str, str]:
-    files = (file for top in TOPS for file in sorted((ROOT / top).rglob("*.py")))
-    return {str(file.relative_to(ROOT)): file.read_text() for file in files}
+    files = [file for top in TOPS for file in sorted((ROOT / top).rglob("*.py"))]
+    codec = {"codec.py": (ROOT / PACKAGE / "codec.py").read_text()}
+    return codec | {str(file.relative_to(ROOT)): file.read_text() for file in files}
 
 
 def imports(sources: Mapping[str, str]) -> list[Import]:
@@ -164,7 +168,7 @@ def forbidden(found: list[Import]) -> list[str]:
     problems = []
     for one in found:
         source, target = folder(one.source), folder(one.target)
-        base = LIBRARIES if one.source.startswith("agent/") else ()
+        base = LIBRARIES if one.source.startswith("agent/") else ("codec",)
         allowed = source == target or target in (*MAY_IMPORT[source], *base)
         if not allowed and (one.source, one.target) not in EXCEPTIONS:
             problems.append(f"{one}\n    {source} may not import {target}")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from elastic_agent.worker.wire.codec import (
+from elastic_agent.codec import (
     Checked,
     Count,
     Invalid,

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_agent.codec import Checked, Codec, Invalid, kind_of, plain
 from elastic_agent.worker.wire import messages
 from elastic_agent.worker.wire.channel import Lines
-from elastic_agent.worker.wire.codec import Checked, Codec, Invalid, kind_of, plain
 from elastic_agent.worker.wire.messages import (
     COMMIT_ANSWERS,
     FROM_WORKERS,

@@ -21,6 +21,7 @@ from elastic_agent.agent.workers.links.commit_fence import CommitFence
 from elastic_agent.agent.workers.links.last_steps import LastSteps
 from elastic_agent.agent.workers.links.reports import ReportReceiver
 from elastic_agent.agent.workers.links.server import WorkerLinks
+from elastic_agent.codec import Invalid
 from elastic_agent.rendezvous import threads
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.etcd.addresses import Addresses
@@ -30,7 +31,6 @@ from elastic_agent.rendezvous.records import Endpoint
 from elastic_agent.rendezvous.store.memory import MemoryStore
 from elastic_agent.rendezvous.threads import Thread, listen
 from elastic_agent.worker.wire.channel import ask
-from elastic_agent.worker.wire.codec import Invalid
 from elastic_agent.worker.wire.environment import WorkerEnv
 from elastic_agent.worker.wire.messages import COMMIT_ANSWERS, CommitAnswer, CommitQuestion, CommitRefused
 

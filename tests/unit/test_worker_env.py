@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.worker.wire.codec import Invalid
+from elastic_agent.codec import Invalid
 from elastic_agent.worker.wire.environment import NAMES, WORKER_VARIABLES, WorkerEnv
 
 ROOT = Path(__file__).parents[2]

@@ -33,13 +33,13 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ...codec import Invalid
 from ..memory.node_memory import Place
 from ..memory.rank_state import Buffers, Journal
 from ..state.state_dicts import Part, modules_in, state_of, unwrapped
 from ..steps import progress
 from ..steps.registry import InMemory, give_up
 from ..wire.channel import Lines
-from ..wire.codec import Invalid
 from ..wire.messages import TO_GUARDS, Broken, FromGuard, Guarding, Held, Hold, Keep, Kept, ToGuard, encode
 
 logger = logging.getLogger(__name__)

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from ...codec import Invalid
 from ..errors import CheckpointError, SaveFailed
 from ..memory.slots import Held, Slots
 from ..steps import progress
 from ..wire.channel import receive, send
-from ..wire.codec import Invalid
 from ..wire.environment import WorkerEnv
 from ..wire.messages import MAX_REASON_CHARS, WRITE_OUTCOMES, CancelWrite, WriteOrder, WriteOutcome
 from .background_write import outcome_of, write_copy

@@ -18,9 +18,9 @@ import math
 import time
 from collections.abc import Callable
 
+from ...codec import Invalid
 from ..errors import Fenced, Unconfirmed
 from ..wire.channel import ask
-from ..wire.codec import Invalid
 from ..wire.messages import COMMIT_ANSWERS, CommitGranted, CommitQuestion, CommitRefused
 
 ANSWER_S = 5.0

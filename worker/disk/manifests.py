@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from ..wire.codec import Checked, Count, Invalid, Positive, Text, from_plain, plain
+from ...codec import Checked, Count, Invalid, Positive, Text, from_plain, plain
 from ..wire.messages import RUN_NAME, RunNameOrNone
 from ..wire.sealed import seal_fields, unseal
 from .durable import open_for_reading

@@ -39,8 +39,8 @@ from dataclasses import dataclass, replace
 from io import FileIO
 from typing import Annotated
 
+from ...codec import Checked, Within, from_plain
 from ..errors import CheckpointError, OtherRun
-from ..wire.codec import Checked, Within, from_plain
 from ..wire.messages import RunNameOrNone
 from ..wire.run import Run
 from ..wire.sealed import seal, unseal

@@ -26,10 +26,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ...codec import from_plain, load_object, plain
 from ..disk.manifests import Manifest
 from ..errors import NoUsableCheckpoint
 from ..memory.slots import Copy, Header
-from ..wire.codec import from_plain, load_object, plain
 from ..wire.environment import WorkerEnv
 from ..wire.messages import MAX_REASON_CHARS
 from ..wire.run import this_run

@@ -39,7 +39,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from io import BufferedReader
 
-from ..wire.codec import Checked, Count, Invalid, Positive, from_plain
+from ...codec import Checked, Count, Invalid, Positive, from_plain
 from ..wire.messages import RunNameOrNone
 from ..wire.sealed import seal, unseal
 

@@ -24,9 +24,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import index
 
+from ...codec import Invalid
 from ..wire import shared_progress as page
 from ..wire.channel import Reporter
-from ..wire.codec import Invalid
 from ..wire.environment import WorkerEnv
 from ..wire.messages import LentLock, LoadReport, LoadResult, SaveReport, SaveResult, Tier
 from ..wire.shared_progress import (

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
-from .codec import Checked, Codec, Invalid
+from ...codec import Checked, Codec, Invalid
 from .environment import WorkerEnv
 from .messages import LentLock, Report, encode
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .codec import Invalid, shown
+from ...codec import Invalid, shown
 
 PREFIX = "ELASTIC_AGENT_"
 

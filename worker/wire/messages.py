@@ -22,7 +22,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from .codec import Checked, Codec, Count, Seconds, Text, Within
+from ...codec import Checked, Codec, Count, Seconds, Text, Within
 
 VERSION = 3
 MAX_BYTES = 8192

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from .codec import Checked, Text
+from ...codec import Checked, Text
 from .environment import WorkerEnv
 from .messages import RunName
 

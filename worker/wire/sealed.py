@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Any
 
-from .codec import Invalid, load_object, plain, shown
+from ...codec import Invalid, load_object, plain, shown
 
 
 def checksum(body: dict[str, object]) -> str:

@@ -19,8 +19,8 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 
+from ....codec import Invalid
 from ....rendezvous.threads import Thread
-from ....worker.wire.codec import Invalid
 from ....worker.wire.messages import MAX_BYTES, REPORTS, LentLock
 from ...common.events import Event, Reported
 

@@ -16,9 +16,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from ....codec import Invalid, kind_of
 from ....rendezvous.threads import Thread
 from ....worker.wire.channel import Lines, send
-from ....worker.wire.codec import Invalid, kind_of
 from ....worker.wire.environment import WorkerEnv
 from ....worker.wire.messages import (
     FROM_WORKERS,

@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+from ....codec import Codec, Count, Invalid, Text, Within
 from ....rendezvous.fields import clean
-from ....worker.wire.codec import Codec, Count, Invalid, Text, Within
 
 Reason = Literal["ok", "exception", "signal", "oom", "nccl", "hang", "unknown"]
 """Some of the metric `worker_exits_total`'s values for `reason`. `nccl`: the network between the workers, or NCCL
