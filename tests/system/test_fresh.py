@@ -25,7 +25,7 @@ from elastic_agent.agent.workers.processes.workers import tied
 
 from .fresh_cases import IMPORTS, LIGHT, TORCH, Case, script
 
-PRELOADER = Path(__file__).resolve().parents[2] / "agent/preloader"
+PRELOADER = Path(__file__).resolve().parents[2] / "agent/workers/preloader"
 PRELOADED = Path(__file__).with_name("preloaded.py")
 PATIENCE_S = 60.0
 
