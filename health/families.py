@@ -23,7 +23,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -41,25 +41,44 @@ Sample: TypeAlias = tuple[str, dict[str, str], float]
 _F = TypeVar("_F", bound="Family")
 
 
-class Family:
-    """One metric name. Subclasses say how it is written and which samples it shows. The lock is shared by a page."""
+class Row(Generic[_F]):
+    """Declares one family of a `Page`: an attribute of its class, whose name is the metric's.
 
-    kind: str
+    A label with an empty set of values has those that the page was made with.
+    """
 
     def __init__(
-        self, lock: threading.RLock, name: str, help_text: str, labels: Mapping[str, Sequence[str]]
+        self, kind: type[_F], help_text: str, buckets: Sequence[float] = (), /, **labels: Sequence[str]
     ) -> None:
-        self._lock = lock
-        self.name = name
+        self.kind = kind
         self.help_text = help_text
-        self.labels = {label: tuple(allowed) for label, allowed in labels.items()}
+        self.buckets = tuple(buckets)
+        self.labels = labels
+
+    def __get__(self, page: Page, owner: type[Page]) -> _F:
+        raise AttributeError("a page has its own families")
+
+
+class Family:
+    """One metric name. Subclasses say how it is written and which samples it shows. The lock is the page's."""
+
+    kind: str
+    complete = False
+    """Every series exists from the start."""
+
+    def __init__(self, page: Page, name: str, row: Row[Any]) -> None:
+        self._lock = page.lock
+        self._clock = page.clock
+        self.name = name
+        self.help_text = row.help_text
+        self.labels = {label: tuple(allowed or page.values[label]) for label, allowed in row.labels.items()}
+        known = product(*self.labels.values()) if self.complete else ()
+        self._values: dict[Series, float] = dict.fromkeys(known, 0.0)
 
     def samples(self) -> Iterator[Sample]:
         """Every series as it is now."""
-        raise NotImplementedError
-
-    def _all_series(self) -> list[Series]:
-        return list(product(*self.labels.values()))
+        for series, value in self._values.items():
+            yield "", self._named(series), value
 
     def _series(self, labels: Mapping[str, object]) -> Series:
         if labels.keys() != self.labels.keys():
@@ -79,12 +98,6 @@ class Family:
 class Gauge(Family):
     kind = "gauge"
 
-    def __init__(
-        self, lock: threading.RLock, name: str, help_text: str, labels: Mapping[str, Sequence[str]]
-    ) -> None:
-        super().__init__(lock, name, help_text, labels)
-        self._values: dict[Series, float] = {}
-
     def set(self, value: float | None, /, **labels: object) -> None:
         """None: unknown now."""
         series = self._series(labels)
@@ -94,24 +107,9 @@ class Gauge(Family):
             else:
                 self._values[series] = value
 
-    def samples(self) -> Iterator[Sample]:
-        for series, value in self._values.items():
-            yield "", self._named(series), value
-
 
 class Age(Gauge):
-    """A gauge that is set to an instant on `clock` and shows how long ago that is when it is read."""
-
-    def __init__(
-        self,
-        lock: threading.RLock,
-        name: str,
-        help_text: str,
-        labels: Mapping[str, Sequence[str]],
-        clock: Callable[[], float],
-    ) -> None:
-        super().__init__(lock, name, help_text, labels)
-        self._clock = clock
+    """A gauge that is set to an instant on the page's clock and shows how long ago that is when it is read."""
 
     def samples(self) -> Iterator[Sample]:
         for suffix, labels, instant in super().samples():
@@ -120,12 +118,7 @@ class Age(Gauge):
 
 class Counter(Family):
     kind = "counter"
-
-    def __init__(
-        self, lock: threading.RLock, name: str, help_text: str, labels: Mapping[str, Sequence[str]]
-    ) -> None:
-        super().__init__(lock, name, help_text, labels)
-        self._values: dict[Series, float] = dict.fromkeys(self._all_series(), 0)
+    complete = True
 
     def inc(self, amount: float = 1, /, **labels: object) -> None:
         series = self._series(labels)
@@ -139,32 +132,21 @@ class Counter(Family):
         with self._lock:
             self.inc(total - self._values[self._series(labels)], **labels)
 
-    def samples(self) -> Iterator[Sample]:
-        for series, value in self._values.items():
-            yield "", self._named(series), value
-
 
 class Histogram(Family):
     kind = "histogram"
+    complete = True
 
-    def __init__(
-        self,
-        lock: threading.RLock,
-        name: str,
-        help_text: str,
-        labels: Mapping[str, Sequence[str]],
-        buckets: Sequence[float],
-    ) -> None:
-        super().__init__(lock, name, help_text, labels)
-        self.buckets = tuple(buckets)
-        self._counts = {series: [0] * (len(self.buckets) + 1) for series in self._all_series()}
-        self._sums = dict.fromkeys(self._counts, 0.0)
+    def __init__(self, page: Page, name: str, row: Row[Any]) -> None:
+        super().__init__(page, name, row)
+        self.buckets = row.buckets
+        self._counts = {series: [0] * (len(self.buckets) + 1) for series in self._values}
 
     def observe(self, value: float, /, *, times: int = 1, **labels: object) -> None:
         series = self._series(labels)
         with self._lock:
             self._counts[series][bisect_left(self.buckets, value)] += times
-            self._sums[series] += value * times
+            self._values[series] += value * times
 
     def samples(self) -> Iterator[Sample]:
         bounds = [*(f"{bound:g}" for bound in self.buckets), "+Inf"]
@@ -173,17 +155,29 @@ class Histogram(Family):
             for bound, up_to_bound in zip(bounds, accumulate(counts), strict=True):
                 yield "_bucket", {**named, "le": bound}, up_to_bound
             yield "_count", named, sum(counts)
-            yield "_sum", named, self._sums[series]
+            yield "_sum", named, self._values[series]
 
 
 class Page:
-    """Families that share a lock and some labels; `clock` tells the age of what is shown as an age."""
+    """The families that its class declares. They share a lock and some labels; `clock` gives the age of instants."""
 
-    def __init__(self, constant_labels: Mapping[str, str], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        constant_labels: Mapping[str, str],
+        values: Mapping[str, Sequence[str]],
+        clock: Callable[[], float],
+    ) -> None:
+        """`values` are those of labels that were declared without."""
+        self.values = values
+        self.clock = clock
+        self.lock = threading.RLock()
         self.families: list[Family] = []
         self._constant_labels = dict(constant_labels)
-        self._clock = clock
-        self._lock = threading.RLock()
+        for name, row in vars(type(self)).items():
+            if isinstance(row, Row):
+                family = row.kind(self, name, row)
+                vars(self)[name] = family
+                self.families.append(family)
 
     def render(self) -> bytes:
         """The whole page in the text exposition format, as CONTENT_TYPE says. Any thread may call it."""
@@ -197,7 +191,7 @@ class Page:
         from prometheus_client.core import Metric
 
         page: list[Metric] = []
-        with self._lock:
+        with self.lock:
             for family in self.families:
                 # Metric wants a counter's name without "_total"; the text format puts it back.
                 metric = Metric(PREFIX + family.name.removesuffix("_total"), family.help_text, family.kind)
@@ -207,21 +201,3 @@ class Page:
                     )
                 page.append(metric)
         return page
-
-    def _gauge(self, name: str, help_text: str, /, **labels: Sequence[str]) -> Gauge:
-        return self._add(Gauge(self._lock, name, help_text, labels))
-
-    def _age(self, name: str, help_text: str, /, **labels: Sequence[str]) -> Age:
-        return self._add(Age(self._lock, name, help_text, labels, self._clock))
-
-    def _counter(self, name: str, help_text: str, /, **labels: Sequence[str]) -> Counter:
-        return self._add(Counter(self._lock, name, help_text, labels))
-
-    def _histogram(
-        self, name: str, help_text: str, buckets: Sequence[float], /, **labels: Sequence[str]
-    ) -> Histogram:
-        return self._add(Histogram(self._lock, name, help_text, labels, buckets))
-
-    def _add(self, family: _F) -> _F:
-        self.families.append(family)
-        return family
