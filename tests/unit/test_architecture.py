@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -290,3 +291,18 @@ def test_a_circle_is_found_with_its_lines() -> None:
         "    worker/two.py:1 (at import): from . import three\n"
         "    worker/three.py:2 (inside a function): from .one import a"
     ]
+
+
+def test_the_documents_name_files_that_exist() -> None:
+    """A full path anywhere, and in the table of rooms a name in the folder of its row."""
+    problems = []
+    for file in (ROOT / "CONTRIBUTING.md", ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for line in file.read_text().splitlines():
+            named = re.findall(r"`([\w./-]+)`", line)
+            rooms = [name for name in named if name.endswith("/")] if line.startswith("| `") else []
+            places = [ROOT, *(ROOT / room for room in rooms)]
+            for name in named:
+                ours = name.partition("/")[0] in (*TOPS, PACKAGE, "tests", "benchmarks") or rooms
+                if ours and name.endswith(".py") and not any((place / name).exists() for place in places):
+                    problems.append(f"{file.name}: {name}")
+    assert not problems
