@@ -14,10 +14,10 @@ def start() -> None:
     # A scheduler's warning would end this process. It waits until `run` has handlers; the imports take a while.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))
     from .agent.main.cli import main
-    from .agent.workers.processes.init import go_on_below_init
+    from .agent.workers.processes.pid1 import fork_below_pid1
 
     _open_closed_streams()
-    go_on_below_init()
+    fork_below_pid1()
     code = main()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # nobody reads our output any more: no reason for another code

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from elastic_agent.agent.common.events import Event, SpareReadable
 from elastic_agent.agent.workers.preloader.spares import Spare, Spares
-from elastic_agent.agent.workers.processes.children import PR_SET_CHILD_SUBREAPER, adopt_orphans
+from elastic_agent.agent.workers.processes.subreaper import PR_SET_CHILD_SUBREAPER, adopt_orphans
 from elastic_agent.worker.memory.available_memory import MIB, Memory
 
 PATIENCE_S = 60.0
@@ -72,7 +72,7 @@ class SpareKeeper:
             except queue.Empty:
                 continue
             assert isinstance(event, SpareReadable)
-            self.spares.heard(event, self.clock())
+            self.spares.handle(event, self.clock())
 
     def hear_until_ready(self, count: int = 2) -> None:
         self.hear_until(lambda: self.spares.ready == count)

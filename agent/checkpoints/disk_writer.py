@@ -25,7 +25,7 @@ from ...worker.wire.channel import Lines, send
 from ...worker.wire.messages import UNSAVED_STEPS, FinishWrites, UnsavedStep, UnsavedSteps
 from ..common.events import Event, WriterEnded, WriterWanted
 from ..workers.processes.failures import describe_exit
-from ..workers.processes.standing import KILLED_S, ends_within, standing
+from ..workers.processes.proc import KILL_WAIT_S, ends_within, standing
 from ..workers.processes.workers import tied
 
 log = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ def _await_end(pid: int) -> None:
 def _end(process: subprocess.Popen[bytes]) -> None:
     """It may be in the middle of a write to a disk that is dead, and then never ends."""
     process.kill()
-    if ends_within(process.pid, KILLED_S):
+    if ends_within(process.pid, KILL_WAIT_S):
         process.wait()
     else:
         log.warning(

@@ -29,8 +29,8 @@ from ..configuration.options import SECRET_VARIABLES
 from ..configuration.reading.sources import read_argv
 from ..configuration.types.option import Option, Source
 from ..configuration.types.parsers import YES_OR_NO
-from ..machine.examine import Machine, prepare
-from ..machine.network.choice import NotYet
+from ..machine.inventory import Machine, prepare
+from ..machine.network.choice import NotReady
 from ..output.log_folders import run_folder
 from ..workers.environment.contract import WorkerPlace, chosen_variables, worker_env
 
@@ -98,7 +98,7 @@ def main(words: Sequence[str]) -> int:
         return error.code
     for warning in resolved.warnings:
         print(f"elastic-agent explain-env: warning: {warning}", file=sys.stderr)
-    if isinstance(machine.network, NotYet):
+    if isinstance(machine.network, NotReady):
         print(f"elastic-agent explain-env: without the network's: {machine.network.missing}", file=sys.stderr)
     rows = explain(resolved.config, machine, environ)
     wants_json = JSON.name in command_line.given and command_line.given[JSON.name].value

@@ -67,7 +67,7 @@ class GpuMemory:
         post: Callable[[Event], None],
         clock: Callable[[], float],
     ) -> None:
-        """Without `devices` there is never a wait. What the reader says is posted, and to be given to `heard`."""
+        """Without `devices` there is never a wait. What the reader says is posted, and to be given to `handle`."""
         self._devices = devices
         self._wait_s = wait_s
         self._environment = environment
@@ -128,7 +128,7 @@ class GpuMemory:
             self._ask(now)
         return min(at for at in (self._until, silent_at, self._look_at) if at is not None)
 
-    def heard(self, event: GpuMemoryMessage, now: float) -> None:
+    def handle(self, event: GpuMemoryMessage, now: float) -> None:
         """An answer of the reader, or its end."""
         if self._reader is None or event.pid != self._reader.pid:
             return

@@ -21,8 +21,8 @@ from ...worker.wire.environment import WorkerEnv
 from ..common.events import Event
 from ..configuration.config import Config
 from ..configuration.timeouts import drain_timeout_s
-from ..machine.examine import Machine
-from ..machine.network.search import Network
+from ..machine.inventory import Machine
+from ..machine.network.discovery import Network
 from ..observability.status.pages import StatusPages
 from ..output.console import Console
 from ..workers.links.reports import ReportReceiver

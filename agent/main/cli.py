@@ -25,7 +25,7 @@ from ..configuration.reading.resolve import Resolved
 from ..configuration.reading.settings import comment
 from ..configuration.reading.sources import read_argv
 from ..configuration.types.option import Source
-from ..machine.examine import Machine, prepare
+from ..machine.inventory import Machine, prepare
 from .error_file import write_error_file
 
 _USAGE = """\

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ...rendezvous.threads import Thread
-from ..workers.processes.standing import where_it_stands
+from ..workers.processes.proc import thread_status
 
 STUCK_AFTER_S = 30.0
 """Longer than anything that the loop does by itself, and what systemd's watchdog and a liveness probe wait, too."""
@@ -129,7 +129,7 @@ class Heartbeat:
             problem = why_stuck(silence, self._lease_ttl_s, self._loop)
             if problem:
                 self.turning = False
-                self._end(f"{problem}: {where_it_stands(self._thread.native_id)}\n{self._stack()}")
+                self._end(f"{problem}: {thread_status(self._thread.native_id)}\n{self._stack()}")
                 return
 
     def _stack(self) -> str:

@@ -276,7 +276,7 @@ class Loop:
             on(kind, supervisor.handle)
         on(StoreServerMessage, lambda event, _: supervisor.holder_spoke(event))
         on(SpareReadable, supervisor.stirred)
-        on(GpuMemoryMessage, services.gpu_memory.heard)
+        on(GpuMemoryMessage, services.gpu_memory.handle)
         on(WriterWanted, self._writer)
         on(WriterEnded, self._writer)
         on(SavesFinished, self._saves_finished)

@@ -41,12 +41,12 @@ from ..configuration.config import Config
 from ..configuration.options import SECRET_VARIABLES
 from ..configuration.reading.log_level import log_level
 from ..machine.cgroups import claim_cgroup
-from ..machine.examine import Machine
 from ..machine.gpu_memory import GpuMemory
+from ..machine.inventory import Machine
 from ..machine.memory.oom import warn_of_group_kill
 from ..machine.network.addresses import reachable_at, unique_node_id
-from ..machine.network.choice import NotYet
-from ..machine.network.search import Network, wait_for_network
+from ..machine.network.choice import NotReady
+from ..machine.network.discovery import Network, wait_for_network
 from ..observability.accounting.measured_store import MeasuredStore
 from ..observability.accounting.observer import Observer
 from ..observability.status.pages import JOB_PATH, STATUS_PATH, StatusPages
@@ -61,10 +61,10 @@ from ..workers.links.commit_fence import CommitFence
 from ..workers.links.last_steps import LastSteps
 from ..workers.links.server import WorkerLinks
 from ..workers.preloader.spares import Spares
-from ..workers.processes.children import Children, adopt_orphans
 from ..workers.processes.guard import Guard
-from ..workers.processes.remains import await_end, file_for
-from ..workers.processes.run_files import RUN_DIR_PREFIX, announce, place_of_run_directory, places
+from ..workers.processes.run_files import RUN_DIR_PREFIX, announce, places, run_directory_parent
+from ..workers.processes.subreaper import Subreaper, adopt_orphans
+from ..workers.processes.unkillable import await_end, file_for
 from ..workers.processes.worker_store import WorkerStore
 from ..workers.processes.workers import WorkerGroup
 from ..workers.supervision.supervisor import Gates, Processes, Supervisor
@@ -148,7 +148,7 @@ class Ground:
 class Helpers:
     """Processes that serve the workers of all generations."""
 
-    children: Children
+    subreaper: Subreaper
     guard: Guard
     gpu_memory: GpuMemory
     spares: Spares
@@ -166,7 +166,7 @@ class Rendezvous:
 def _run(agent: Agent, machine: Machine) -> Ending:
     """In the order that the module's docstring explains."""
     _catch_signals(agent.events)
-    children = Children()
+    subreaper = Subreaper()
     if alone := adopt_orphans():
         log.warning("what workers leave behind is not adopted: %s", alone)
     _refuse_beside_remains(agent)
@@ -175,7 +175,7 @@ def _run(agent: Agent, machine: Machine) -> Ending:
     metrics = metrics_of(agent, machine, network)
     with contextlib.ExitStack() as parts:
         ground = _claim(agent, machine, network, binder(agent.config, metrics), parts)
-        helpers = _start_helpers(agent, ground, children, parts)
+        helpers = _start_helpers(agent, ground, subreaper, parts)
         if agent.config.preload and agent.config.command.kind != "binary" and not alone:
             helpers.spares.start()
         pages, probes = pages_of(agent), Probes(Introduction(agent.name, agent.incarnation, generation=0))
@@ -196,7 +196,7 @@ def _run(agent: Agent, machine: Machine) -> Ending:
 def _refuse_beside_remains(agent: Agent) -> None:
     """Raises CannotStart when workers of an earlier agent of the job live on here, which SIGKILL has not ended."""
     where = dict.fromkeys(places())
-    if given := place_of_run_directory(os.environ):
+    if given := run_directory_parent(os.environ):
         where[Path(given)] = None
     job, within_s = agent.config.rendezvous.job_id, agent.config.stop.kill_timeout_s
     _wait(
@@ -209,7 +209,7 @@ def _refuse_beside_remains(agent: Agent) -> None:
 def _wait_for_network(agent: Agent, machine: Machine) -> Network:
     """As it was found before, or as soon as it is there."""
     found = machine.network
-    if isinstance(found, NotYet):
+    if isinstance(found, NotReady):
         found = _wait(
             agent, "waiting for the network", lambda: wait_for_network(agent.config, agent.environment)
         )
@@ -226,7 +226,7 @@ def _claim(
 ) -> Ground:
     """Folders, ports and cgroup. Raises CannotStart."""
     # The guard removes it, too, if the agent cannot.
-    place = place_of_run_directory(os.environ)
+    place = run_directory_parent(os.environ)
     run_dir = Path(
         parts.enter_context(
             tempfile.TemporaryDirectory(prefix=RUN_DIR_PREFIX, dir=place, ignore_cleanup_errors=True)
@@ -246,7 +246,9 @@ def _claim(
 # ---------------------------------------------------------------- started before the store is found
 
 
-def _start_helpers(agent: Agent, ground: Ground, children: Children, parts: contextlib.ExitStack) -> Helpers:
+def _start_helpers(
+    agent: Agent, ground: Ground, subreaper: Subreaper, parts: contextlib.ExitStack
+) -> Helpers:
     warn_of_group_kill()
     guard = Guard()
     run_dir = ground.node.run_dir
@@ -260,7 +262,7 @@ def _start_helpers(agent: Agent, ground: Ground, children: Children, parts: cont
     )
     spares = spares_of(agent, ground.node.machine)
     parts.callback(spares.close)
-    return Helpers(children, guard, gpu_memory, spares)
+    return Helpers(subreaper, guard, gpu_memory, spares)
 
 
 def _serve_http(
@@ -341,14 +343,16 @@ def _serve_workers(
 ) -> tuple[Processes, Gates, DiskWriter]:
     """What starts workers, what answers them, and what writes their checkpoints."""
     node, clock, post = ground.node, agent.clock, agent.events.put
-    guard, children, spares, env = helpers.guard, helpers.children, helpers.spares, node.env
+    guard, subreaper, spares, env = helpers.guard, helpers.subreaper, helpers.spares, node.env
 
     def latest() -> NodeSnapshot:
         return participant.snapshot
 
     def new_group(generation: int) -> WorkerGroup:
         cgroup = node.cgroup / f"generation-{generation}" if node.cgroup is not None else None
-        return WorkerGroup(generation, node.incarnation, guard, logs, post, clock, cgroup, children.strangers)
+        return WorkerGroup(
+            generation, node.incarnation, guard, logs, post, clock, cgroup, subreaper.unknown_children
+        )
 
     worker_store = WorkerStore(agent.environment, spares, post)
     parts.callback(worker_store.end)
@@ -361,13 +365,13 @@ def _serve_workers(
     disk_writer = _started(
         parts, DiskWriter(node.run_dir / "writes", env.socket, env.reports, agent.environment, post)
     )
-    children.knows(lambda: (guard.pid, *helpers.gpu_memory.pids, *worker_store.pids))
-    children.knows(lambda: (*disk_writer.pids, *spares.pids))
-    children.expects(lambda: spares.sessions)
+    subreaper.add_known(lambda: (guard.pid, *helpers.gpu_memory.pids, *worker_store.pids))
+    subreaper.add_known(lambda: (*disk_writer.pids, *spares.pids))
+    subreaper.expect_sessions(lambda: spares.sessions)
     processes = Processes(
         new_group=new_group,
         guard=guard,
-        children=children,
+        subreaper=subreaper,
         spares=spares,
         worker_store=worker_store,
         logs=logs,
@@ -459,7 +463,7 @@ def _thread_failed(events: queue.SimpleQueue[Event], name: str, error: BaseExcep
 
 def _end_stuck(problem: str, guard: Guard, console: Console) -> None:
     """In the thread that watches the main one, which can do none of this any more."""
-    guard.let_loose()
+    guard.release()
     log.critical("%s\nended with exit code %d", problem, ExitCode.LOOP_STUCK)
     # Its disk may be what holds the main thread.
     write_error_file(os.environ, ExitCode.LOOP_STUCK, problem, None, time.time())

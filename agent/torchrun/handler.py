@@ -42,7 +42,7 @@ from ..common.exits import CannotStart
 from ..common.ports import OfferedPort, PortError, bind_listener
 from ..configuration.config import Config
 from ..machine.network.addresses import unique_node_id
-from ..machine.network.search import wait_for_network
+from ..machine.network.discovery import wait_for_network
 from ..rendezvous_io.store_opening import connect_to_store
 from .membership import NEVER_GIVE_UP, End, Membership, Place, Status
 from .parameters import in_torchruns_words

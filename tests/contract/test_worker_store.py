@@ -59,7 +59,7 @@ class Node:
             except queue.Empty:
                 continue
             assert isinstance(event, StoreServerMessage)
-            if problem := self.store.heard(event):
+            if problem := self.store.handle(event):
                 self.problems.append(problem)
 
     def client(self) -> TCPStore:

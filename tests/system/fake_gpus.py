@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from elastic_agent.__main__ import start
-from elastic_agent.agent.machine import examine as machine
+from elastic_agent.agent.machine import inventory as machine
 from elastic_agent.agent.machine.devices import Device, Inventory
 
 ADDRESS = "0000:3b:00.0"

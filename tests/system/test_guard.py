@@ -247,16 +247,16 @@ def test_a_guard_that_cannot_be_replaced_at_once_is_replaced_later(
         raise BlockingIOError("Resource temporarily unavailable")
 
     def noticed() -> bool:
-        guard.look()
+        guard.check()
         return "trying again" in caplog.text
 
     with monkeypatch.context() as patch:
         patch.setattr(os if scarce == "pipe" else subprocess, scarce, refuse)
         eventually(noticed)
-        guard.look()
+        guard.check()
     assert caplog.text.count("trying again") == 1
     assert len(os.listdir("/proc/self/fd")) == before
-    guard.look()
+    guard.check()
     assert guard.pid != dead
     assert len(os.listdir("/proc/self/fd")) == before
     guard.close()
@@ -280,17 +280,17 @@ def test_guards_that_end_at_once_leave_no_descriptors(
         return process
 
     def noticed() -> bool:
-        guard.look()
+        guard.check()
         return "trying again" in caplog.text
 
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", ends_at_once)
         eventually(noticed)
         for _ in range(5):
-            guard.look()
+            guard.check()
         assert len(os.listdir("/proc/self/fd")) == before
     assert caplog.text.count("trying again") == 1
-    guard.look()
+    guard.check()
     guard.close()
     assert not alive(worker)
 

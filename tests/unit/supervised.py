@@ -15,15 +15,15 @@ from elastic_agent.agent.common.events import Event, GenerationEvent, StopRead, 
 from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.configuration.types.values import Command
-from elastic_agent.agent.machine.examine import examine
+from elastic_agent.agent.machine.inventory import inspect_machine
 from elastic_agent.agent.observability.accounting.observer import Observer
 from elastic_agent.agent.observability.status.pages import StatusPages
 from elastic_agent.agent.output.worker_logs import WorkerLogs
 from elastic_agent.agent.workers.preloader.spares import Spares
 from elastic_agent.agent.workers.processes import workers
-from elastic_agent.agent.workers.processes.children import Children
 from elastic_agent.agent.workers.processes.failures import WorkerFailure
 from elastic_agent.agent.workers.processes.guard import Guard
+from elastic_agent.agent.workers.processes.subreaper import Subreaper
 from elastic_agent.agent.workers.processes.worker_store import WorkerStore
 from elastic_agent.agent.workers.supervision.supervisor import Gates, Processes, Supervisor
 from elastic_agent.agent.workers.supervision.worker_spec import Node
@@ -159,7 +159,7 @@ class Supervised:
         self.metrics = Metrics(*about, min_nodes=1, max_nodes=1, started_at_s=0.0, clock=self.clock)
         pages = StatusPages("job", "a", "a-1", "1", lease_ttl_s=5.0, max_restarts=None, clock=self.clock)
         self.logs, self.just_in_time, self.drain_gate = FakeLogs(), FakeJustInTime(), FakeDrainGate()
-        machine = examine(self.config, {"PATH": os.environ["PATH"]})
+        machine = inspect_machine(self.config, {"PATH": os.environ["PATH"]})
         node = Node("a", "a-1", machine, run_dir, WorkerEnv(), None, {})
         self.supervisor = Supervisor(
             self.config,
@@ -169,7 +169,7 @@ class Supervised:
             Processes(
                 new_group=self.new_group,
                 guard=cast(Guard, Ignored()),
-                children=cast(Children, Ignored()),
+                subreaper=cast(Subreaper, Ignored()),
                 spares=cast(Spares, FakeSpares()),
                 worker_store=cast(WorkerStore, Ignored()),
                 logs=cast(WorkerLogs, self.logs),

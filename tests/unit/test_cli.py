@@ -19,11 +19,11 @@ from elastic_agent.agent.configuration.options import COMMANDS, OPTIONS
 from elastic_agent.agent.configuration.reading.log_level import log_level
 from elastic_agent.agent.configuration.types.option import Source
 from elastic_agent.agent.configuration.types.values import Command, NodeCounts
-from elastic_agent.agent.machine import examine as machine
+from elastic_agent.agent.machine import inventory as machine
 from elastic_agent.agent.machine.devices import Device, Inventory
-from elastic_agent.agent.machine.examine import Machine
+from elastic_agent.agent.machine.inventory import Machine
 from elastic_agent.agent.machine.network.choice import NetworkChoice
-from elastic_agent.agent.machine.network.search import Network
+from elastic_agent.agent.machine.network.discovery import Network
 from elastic_agent.agent.main.cli import help_text, main
 
 NETWORK = Network(NetworkChoice("lo", "127.0.0.1", "no other node can join"))
@@ -53,7 +53,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     module = types.ModuleType("elastic_agent.agent.main.run")
     module.run = run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "elastic_agent.agent.main.run", module)
-    monkeypatch.setattr(machine, "examine", lambda config, environ: MACHINE)
+    monkeypatch.setattr(machine, "inspect_machine", lambda config, environ: MACHINE)
     return calls
 
 

@@ -13,8 +13,8 @@ from elastic_agent.agent.common.variables import USER
 from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.configuration.types.values import Command
-from elastic_agent.agent.machine import examine as machines
-from elastic_agent.agent.machine.examine import Machine, examine
+from elastic_agent.agent.machine import inventory as machines
+from elastic_agent.agent.machine.inventory import Machine, inspect_machine
 from elastic_agent.agent.machine.network.profiles import TCP
 from elastic_agent.agent.machine.software import Software
 from elastic_agent.agent.workers.environment.contract import WorkerPlace, contract, worker_env
@@ -26,7 +26,7 @@ CONFIG = Config(Command("script", "train.py"), nproc_per_node=2, timeouts=Timeou
 @pytest.fixture(scope="module")
 def machine() -> Machine:
     """This one, with another torch and a network to talk about."""
-    found = examine(CONFIG, {})
+    found = inspect_machine(CONFIG, {})
     return replace(found, software=Software("2.13.0+cu130", "2.30.7"), profile=replace(TCP, debug=True))
 
 
@@ -78,7 +78,7 @@ def test_for_a_pipe_every_variable_is_a_line_and_for_a_terminal_none_is_wide(
     script = tmp_path / "train.py"
     script.touch()
     monkeypatch.setenv("NCCL_ODD", "two\nlines \x1b[2J")
-    monkeypatch.setattr(machines, "examine", lambda config, environ: machine)
+    monkeypatch.setattr(machines, "inspect_machine", lambda config, environ: machine)
     assert main([str(script)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "NCCL_ODD=two\\x0alines \\x1b[2J" in {line.split("  ")[0] for line in lines}

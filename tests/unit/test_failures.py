@@ -25,7 +25,7 @@ from elastic_agent.agent.workers.processes.failures import (
     FailureInvalid,
     WorkerFailure,
     describe_exit,
-    examine,
+    describe_failure,
     find_traceback,
     fingerprint,
     is_final,
@@ -228,7 +228,7 @@ def test_what_python_really_prints_is_understood(tmp_path: Path, script: str) ->
 def examined(
     tmp_path: Path, returncode: int, log_tail: tuple[str, ...] = (), oom: bool = False
 ) -> WorkerFailure:
-    return examine(
+    return describe_failure(
         rank=3,
         local_rank=1,
         node="n2",
@@ -337,7 +337,7 @@ def test_what_no_restart_helps_is_told_from_what_a_worker_left(
     if recorded:
         error_json({"message": f"{type(error).__name__}: {error}"})(tmp_path / "error.json")
     lines = "".join(traceback.format_exception(_raised(error))).splitlines()
-    failure = examine(
+    failure = describe_failure(
         rank=3, local_rank=1, node="a", generation=2, returncode=1, error_file=tmp_path / "error.json",
         log_tail=[f"[rank3]: {line}" for line in lines], log_file=None,
     )  # fmt: skip
@@ -401,7 +401,7 @@ def test_the_json_form_stays_small_and_keeps_the_ends_of_traceback_and_log(lette
 def test_whatever_a_worker_prints_the_failure_can_be_sent(
     message: str, log_tail: list[str], returncode: int
 ) -> None:
-    failure = examine(
+    failure = describe_failure(
         rank=0,
         local_rank=0,
         node="n",

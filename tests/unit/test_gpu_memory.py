@@ -44,7 +44,7 @@ class Bench:
         """Let the next thing that the reader says be heard."""
         event = self._events.get(timeout=PATIENCE_S)
         assert isinstance(event, GpuMemoryMessage)
-        self.memory.heard(event, self.now)
+        self.memory.handle(event, self.now)
 
     def unheard(self) -> bool:
         return self._events.empty()

@@ -15,7 +15,7 @@ from elastic_agent.agent.common.events import Event, LeaseConfirmed
 from elastic_agent.agent.main import heartbeat as heartbeat_module
 from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S, Heartbeat, Silence, Turned, why_stuck
 from elastic_agent.agent.rendezvous_io.store_link import StoreLink
-from elastic_agent.agent.workers.processes.standing import standing, standings
+from elastic_agent.agent.workers.processes.proc import process_statuses, standing
 from elastic_agent.rendezvous.store.memory import MemoryStore
 
 PATIENCE_S = 20.0
@@ -123,13 +123,13 @@ def test_what_does_not_end_is_named_with_its_state_and_its_place_in_the_kernel(t
     assert standing(tmp_path / "7") == (
         "process 7 (a (b) c) is in uninterruptible sleep (D), in the kernel's nfs_wait_bit_killable"
     )
-    assert standings([8, 9, 10], tmp_path) == (
+    assert process_statuses([8, 9, 10], tmp_path) == (
         "process 8 (a (b) c) is a zombie (Z); "
         "process 9 (a (b) c) is in uninterruptible sleep (D), in the kernel's nvidia_close"
     )
     for pid in range(100, 110):
         process(tmp_path, pid, "R", "0")
-    assert standings(range(100, 110), tmp_path).endswith(" and 2 more")
+    assert process_statuses(range(100, 110), tmp_path).endswith(" and 2 more")
 
 
 def test_a_process_that_ends_while_it_is_looked_at_raises_nothing(

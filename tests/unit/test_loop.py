@@ -188,7 +188,7 @@ class Scene:
         self.store = Store(self)
         self.ports = iter(range(2, 100))
         self.gpus = SimpleNamespace(
-            waiting=False, turn=lambda now: None, workers_gone=lambda now: None, heard=lambda *_: None
+            waiting=False, turn=lambda now: None, workers_gone=lambda now: None, handle=lambda *_: None
         )
         self.said: list[str] = []
         self.due: list[float | None] = []

@@ -12,10 +12,10 @@ from elastic_agent.agent.common.variables import compose
 from elastic_agent.agent.configuration.config import ConfigError
 from elastic_agent.agent.machine.network.choice import (
     MOST_LISTED,
+    HostNetwork,
     NetworkChoice,
-    NotYet,
-    Surroundings,
-    Wish,
+    NetworkRequest,
+    NotReady,
     choose,
     network_variables,
 )
@@ -38,47 +38,49 @@ UNPLUGGED = an_interface("eth3", "10.3.0.1/24", up=False, speed=400_000)
 BARE = an_interface("eth4", "fe80::4/64")
 HOST = (LO, DOCKER, OFFICE, FABRIC, V6, VPN, OVERLAY, UNPLUGGED, BARE)
 
-SEVERAL = Wish()
-TO_OFFICE, TO_FABRIC = Wish(towards="10.0.0.9"), Wish(towards="10.1.0.9")
+SEVERAL = NetworkRequest()
+TO_OFFICE, TO_FABRIC = NetworkRequest(towards="10.0.0.9"), NetworkRequest(towards="10.1.0.9")
 
 
 @pytest.mark.parametrize(
     ("wish", "routed", "default", "expected"),
     [
         # The user's word comes first.
-        (Wish(interface="eth1", towards="10.0.0.9"), "10.0.0.1", "10.0.0.1", ("eth1", "10.1.0.1")),
-        (Wish(interface="docker0"), None, None, ("docker0", "172.17.0.1")),
-        (Wish(interface="tailscale0"), None, None, ("tailscale0", "100.64.0.1")),
-        (Wish(interface="lo"), None, None, ("lo", "127.0.0.1")),
-        (Wish(interface="eth2"), None, None, ("eth2", "fd02::1")),
-        (Wish(interface="eth0", towards="fd00::9"), "fd00::1", None, ("eth0", "fd00::1")),
-        (Wish(interface="eth0", memory=True), None, None, ("eth0", "10.0.0.1")),
-        (Wish(address="10.1.0.1", towards="10.0.0.9"), "10.0.0.1", None, ("eth1", "10.1.0.1")),
-        (Wish(address="127.0.0.3", towards="127.0.0.1"), "127.0.0.1", None, ("lo", "127.0.0.3")),
-        (Wish(address="fe80::2"), None, None, ("eth2", "fe80::2%eth2")),
-        (Wish(interface="eth1", address="10.1.0.1"), None, None, ("eth1", "10.1.0.1")),
+        (NetworkRequest(interface="eth1", towards="10.0.0.9"), "10.0.0.1", "10.0.0.1", ("eth1", "10.1.0.1")),
+        (NetworkRequest(interface="docker0"), None, None, ("docker0", "172.17.0.1")),
+        (NetworkRequest(interface="tailscale0"), None, None, ("tailscale0", "100.64.0.1")),
+        (NetworkRequest(interface="lo"), None, None, ("lo", "127.0.0.1")),
+        (NetworkRequest(interface="eth2"), None, None, ("eth2", "fd02::1")),
+        (NetworkRequest(interface="eth0", towards="fd00::9"), "fd00::1", None, ("eth0", "fd00::1")),
+        (NetworkRequest(interface="eth0", memory=True), None, None, ("eth0", "10.0.0.1")),
+        (NetworkRequest(address="10.1.0.1", towards="10.0.0.9"), "10.0.0.1", None, ("eth1", "10.1.0.1")),
+        (NetworkRequest(address="127.0.0.3", towards="127.0.0.1"), "127.0.0.1", None, ("lo", "127.0.0.3")),
+        (NetworkRequest(address="fe80::2"), None, None, ("eth2", "fe80::2%eth2")),
+        (NetworkRequest(interface="eth1", address="10.1.0.1"), None, None, ("eth1", "10.1.0.1")),
         # Then what needs no network.
-        (Wish(memory=True, alone=True), None, "10.0.0.1", ("lo", "127.0.0.1")),
-        (Wish(towards="127.0.0.1"), "127.0.0.1", "10.0.0.1", ("lo", "127.0.0.1")),
-        (Wish(towards="::1"), "::1", "10.0.0.1", ("lo", "::1")),
+        (NetworkRequest(memory=True, alone=True), None, "10.0.0.1", ("lo", "127.0.0.1")),
+        (NetworkRequest(towards="127.0.0.1"), "127.0.0.1", "10.0.0.1", ("lo", "127.0.0.1")),
+        (NetworkRequest(towards="::1"), "::1", "10.0.0.1", ("lo", "::1")),
         # Then routes.
         (TO_FABRIC, "10.1.0.1", "10.0.0.1", ("eth1", "10.1.0.1")),
-        (Wish(towards="fd02::9"), "fd02::1", "10.0.0.1", ("eth2", "fd02::1")),
-        (Wish(towards="10.0.0.1"), "10.0.0.1", None, ("eth0", "10.0.0.1")),
-        (Wish(towards="10.8.0.9"), "10.8.0.1", "10.0.0.1", ("wg0", "10.8.0.1")),
-        (Wish(towards="172.17.0.9"), "172.17.0.1", "10.0.0.1", ("eth0", "10.0.0.1")),
-        (Wish(towards="100.64.0.9"), "100.64.0.1", "10.0.0.1", ("eth0", "10.0.0.1")),
+        (NetworkRequest(towards="fd02::9"), "fd02::1", "10.0.0.1", ("eth2", "fd02::1")),
+        (NetworkRequest(towards="10.0.0.1"), "10.0.0.1", None, ("eth0", "10.0.0.1")),
+        (NetworkRequest(towards="10.8.0.9"), "10.8.0.1", "10.0.0.1", ("wg0", "10.8.0.1")),
+        (NetworkRequest(towards="172.17.0.9"), "172.17.0.1", "10.0.0.1", ("eth0", "10.0.0.1")),
+        (NetworkRequest(towards="100.64.0.9"), "100.64.0.1", "10.0.0.1", ("eth0", "10.0.0.1")),
         (SEVERAL, None, "10.0.0.1", ("eth0", "10.0.0.1")),
         (SEVERAL, None, "10.8.0.1", ("wg0", "10.8.0.1")),
         # Then the fastest: not the unplugged one, no tunnel, no plumbing.
         (SEVERAL, None, None, ("eth1", "10.1.0.1")),
         (SEVERAL, None, "172.17.0.1", ("eth1", "10.1.0.1")),
         (SEVERAL, None, "10.3.0.1", ("eth1", "10.1.0.1")),
-        (Wish(towards="10.99.0.9", alone=True), None, None, ("eth1", "10.1.0.1")),
+        (NetworkRequest(towards="10.99.0.9", alone=True), None, None, ("eth1", "10.1.0.1")),
     ],
 )  # fmt: skip
-def test_the_choice(wish: Wish, routed: str | None, default: str | None, expected: tuple[str, str]) -> None:
-    choice = choose(wish, Surroundings(HOST, routed, default))
+def test_the_choice(
+    wish: NetworkRequest, routed: str | None, default: str | None, expected: tuple[str, str]
+) -> None:
+    choice = choose(wish, HostNetwork(HOST, routed, default))
     assert isinstance(choice, NetworkChoice), choice
     assert (choice.interface, choice.address) == expected
     assert choice.reason
@@ -87,7 +89,7 @@ def test_the_choice(wish: Wish, routed: str | None, default: str | None, expecte
 def test_the_choice_carries_what_is_known_of_the_interface_and_all_rdma_ports_of_the_node() -> None:
     ports = (RdmaPort("mlx5_0", 1, "InfiniBand"), RdmaPort("mlx5_1", 2, "Ethernet", "eth1"))
     fast = replace(FABRIC, mtu=9000)
-    choice = choose(TO_FABRIC, Surroundings((LO, fast), "10.1.0.1", rdma=ports))
+    choice = choose(TO_FABRIC, HostNetwork((LO, fast), "10.1.0.1", rdma=ports))
     assert isinstance(choice, NetworkChoice)
     assert (choice.mtu, choice.speed_mbps, choice.rdma_ports) == (9000, 100_000, ("mlx5_0:1", "mlx5_1:2"))
     assert str(choice) == (
@@ -97,7 +99,7 @@ def test_the_choice_carries_what_is_known_of_the_interface_and_all_rdma_ports_of
 
 
 def test_an_interface_that_is_passed_over_is_named() -> None:
-    choice = choose(Wish(towards="100.64.0.9"), Surroundings(HOST, "100.64.0.1", "10.0.0.1"))
+    choice = choose(NetworkRequest(towards="100.64.0.9"), HostNetwork(HOST, "100.64.0.1", "10.0.0.1"))
     assert isinstance(choice, NetworkChoice)
     assert "--network-interface tailscale0" in choice.reason
 
@@ -105,40 +107,44 @@ def test_an_interface_that_is_passed_over_is_named() -> None:
 @pytest.mark.parametrize(
     ("wish", "interfaces", "routed", "default", "missing"),
     [
-        (Wish(interface="eth3"), HOST, None, "10.0.0.1", "interface eth3 to come up"),
-        (Wish(address="10.3.0.1"), HOST, None, "10.0.0.1", "interface eth3 to come up"),
-        (Wish(interface="eth4"), HOST, None, "10.0.0.1", r"an address .* eth4 \(fe80::4\)"),
-        (Wish(towards="10.3.0.9"), HOST, "10.3.0.1", "10.0.0.1", "interface eth3 to come up"),
+        (NetworkRequest(interface="eth3"), HOST, None, "10.0.0.1", "interface eth3 to come up"),
+        (NetworkRequest(address="10.3.0.1"), HOST, None, "10.0.0.1", "interface eth3 to come up"),
+        (NetworkRequest(interface="eth4"), HOST, None, "10.0.0.1", r"an address .* eth4 \(fe80::4\)"),
+        (NetworkRequest(towards="10.3.0.9"), HOST, "10.3.0.1", "10.0.0.1", "interface eth3 to come up"),
         # The default route is only a detour while the interface in the store's own subnet is down.
-        (Wish(towards="10.3.0.9"), HOST, "10.0.0.1", "10.0.0.1", "interface eth3 to come up"),
-        (Wish(towards="10.3.0.9"), HOST, None, None, "interface eth3 to come up"),
-        (Wish(towards="10.99.0.9"), HOST, None, None, "a route to the rendezvous at 10.99.0.9"),
+        (NetworkRequest(towards="10.3.0.9"), HOST, "10.0.0.1", "10.0.0.1", "interface eth3 to come up"),
+        (NetworkRequest(towards="10.3.0.9"), HOST, None, None, "interface eth3 to come up"),
+        (NetworkRequest(towards="10.99.0.9"), HOST, None, None, "a route to the rendezvous at 10.99.0.9"),
         (TO_OFFICE, (LO,), None, None, "a route to the rendezvous at 10.0.0.9"),
         (SEVERAL, (LO, DOCKER, VPN), None, None, "an interface that other nodes reach"),
         (SEVERAL, (LO, BARE, UNPLUGGED), None, "10.3.0.1", "an interface that other nodes reach"),
-        (Wish(towards="fe80::9"), HOST, "fe80::4", None, "an address that other nodes reach"),
+        (NetworkRequest(towards="fe80::9"), HOST, "fe80::4", None, "an address that other nodes reach"),
     ],
 )  # fmt: skip
 def test_what_may_still_come_is_named_and_no_loopback_taken_instead(
-    wish: Wish, interfaces: tuple[Interface, ...], routed: str | None, default: str | None, missing: str
+    wish: NetworkRequest,
+    interfaces: tuple[Interface, ...],
+    routed: str | None,
+    default: str | None,
+    missing: str,
 ) -> None:
-    found = choose(wish, Surroundings(interfaces, routed, default))
-    assert isinstance(found, NotYet), found
-    assert found == NotYet(found.missing, found.advice)
+    found = choose(wish, HostNetwork(interfaces, routed, default))
+    assert isinstance(found, NotReady), found
+    assert found == NotReady(found.missing, found.advice)
     assert re.search(missing, found.missing), found.missing
     assert found.advice
 
 
 def test_an_address_that_cannot_be_bound_yet_does_not_count() -> None:
     checking = replace(V6, addresses=tuple(replace(address, ready=False) for address in V6.addresses))
-    there = Surroundings((LO, checking), "fd02::1")
-    assert isinstance(choose(Wish(towards="fd02::9"), there), NotYet)
-    assert isinstance(choose(Wish(interface="eth2"), there), NotYet)
-    assert isinstance(choose(SEVERAL, there), NotYet)
+    there = HostNetwork((LO, checking), "fd02::1")
+    assert isinstance(choose(NetworkRequest(towards="fd02::9"), there), NotReady)
+    assert isinstance(choose(NetworkRequest(interface="eth2"), there), NotReady)
+    assert isinstance(choose(SEVERAL, there), NotReady)
 
 
 def test_one_node_alone_may_use_loopback_where_nothing_else_is_up() -> None:
-    choice = choose(Wish(towards="10.0.0.9", alone=True), Surroundings((LO, UNPLUGGED)))
+    choice = choose(NetworkRequest(towards="10.0.0.9", alone=True), HostNetwork((LO, UNPLUGGED)))
     assert isinstance(choice, NetworkChoice)
     assert choice.address == "127.0.0.1"
 
@@ -146,16 +152,28 @@ def test_one_node_alone_may_use_loopback_where_nothing_else_is_up() -> None:
 @pytest.mark.parametrize(
     ("wish", "problems"),
     [
-        (Wish(interface="eth9"), ["--network-interface 'eth9': expected an interface of this node, which has lo"]),
-        (Wish(address="10.9.9.9"), ["--local-addr '10.9.9.9': expected an address of this node, which has lo"]),
-        (Wish(interface="eth9", address="10.9.9.9"), ["--network-interface 'eth9'", "--local-addr '10.9.9.9'"]),
-        (Wish(interface="eth0", address="10.1.0.1"), ["--network-interface 'eth0': expected .* which is eth1"]),
-        (Wish(interface="eth9", memory=True), ["--network-interface 'eth9'"]),
+        (
+            NetworkRequest(interface="eth9"),
+            ["--network-interface 'eth9': expected an interface of this node, which has lo"],
+        ),
+        (
+            NetworkRequest(address="10.9.9.9"),
+            ["--local-addr '10.9.9.9': expected an address of this node, which has lo"],
+        ),
+        (
+            NetworkRequest(interface="eth9", address="10.9.9.9"),
+            ["--network-interface 'eth9'", "--local-addr '10.9.9.9'"],
+        ),
+        (
+            NetworkRequest(interface="eth0", address="10.1.0.1"),
+            ["--network-interface 'eth0': expected .* which is eth1"],
+        ),
+        (NetworkRequest(interface="eth9", memory=True), ["--network-interface 'eth9'"]),
     ],
 )  # fmt: skip
-def test_what_this_node_does_not_have_is_refused(wish: Wish, problems: list[str]) -> None:
+def test_what_this_node_does_not_have_is_refused(wish: NetworkRequest, problems: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        choose(wish, Surroundings(HOST, None, "10.0.0.1"))
+        choose(wish, HostNetwork(HOST, None, "10.0.0.1"))
     assert len(caught.value.problems) == len(problems)
     for problem, expected in zip(caught.value.problems, problems, strict=True):
         assert re.match(expected, str(problem)), problem
@@ -164,7 +182,7 @@ def test_what_this_node_does_not_have_is_refused(wish: Wish, problems: list[str]
 def test_a_host_with_many_interfaces_is_not_listed_to_the_end() -> None:
     many = tuple(an_interface(f"veth{i}") for i in range(300)) + HOST + HOST
     with pytest.raises(ConfigError) as caught:
-        choose(Wish(interface="eth9"), Surroundings(many))
+        choose(NetworkRequest(interface="eth9"), HostNetwork(many))
     assert str(caught.value).count("veth") == 0
     assert f"and {len(many) - MOST_LISTED} more" in str(caught.value)
 

@@ -43,7 +43,7 @@ def test_a_strike_is_new_for_a_minute(tmp_path: Path, before: str) -> None:
     kills = OomKills(counter)
     assert not kills.lately(100.0)
     counter.write_text(before.replace("oom_kill 2", "oom_kill 3"))
-    kills.look(100.5)
+    kills.update(100.5)
     assert kills.lately(102.0)
     assert kills.lately(102.0 + LATELY_S)
     assert not kills.lately(102.1 + LATELY_S)

@@ -15,8 +15,8 @@ from elastic_agent.agent.common.exits import CannotStart, ExitCode
 from elastic_agent.agent.common.ports import PortConfigError
 from elastic_agent.agent.configuration.config import Config, RendezvousConfig
 from elastic_agent.agent.configuration.types.values import Command
-from elastic_agent.agent.machine.examine import Machine, examine
-from elastic_agent.agent.machine.network.search import Network
+from elastic_agent.agent.machine.inventory import Machine, inspect_machine
+from elastic_agent.agent.machine.network.discovery import Network
 from elastic_agent.agent.main import run as life
 from elastic_agent.agent.main.assembly import Agent, Probes, policy_of
 from elastic_agent.agent.main.loop import Ending, Loop
@@ -64,7 +64,7 @@ def agent(calls: list[str]) -> Agent:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    return examine(Config(Command("binary", "sleep")), {"PATH": "/usr/bin:/bin"})
+    return inspect_machine(Config(Command("binary", "sleep")), {"PATH": "/usr/bin:/bin"})
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_a_port_that_cannot_be_had_is_refused_and_leaves_nothing(
     def bind(address: str, port: int | None, purpose: str) -> Any:
         raise PortConfigError("no descriptors")
 
-    monkeypatch.setattr(life, "place_of_run_directory", lambda environ: str(tmp_path))
+    monkeypatch.setattr(life, "run_directory_parent", lambda environ: str(tmp_path))
     assert isinstance(machine.network, Network)
     with pytest.raises(CannotStart) as refused, contextlib.ExitStack() as parts:
         life._claim(agent, machine, machine.network, bind, parts)

@@ -13,8 +13,8 @@ from elastic_agent.agent.workers.processes.run_files import (
     RUN_DIR_PREFIX,
     agents_here,
     announce,
-    place_of_run_directory,
     places,
+    run_directory_parent,
     stores_here,
 )
 from elastic_agent.rendezvous.records import Endpoint
@@ -168,14 +168,14 @@ def test_a_service_has_its_run_directory_where_others_find_it(
         "elastic_agent.agent.workers.processes.run_files.os.access", lambda path, _: path != "/run/none"
     )
     for given in ({}, {"RUNTIME_DIRECTORY": ""}, {"RUNTIME_DIRECTORY": "/run/none"}):
-        assert place_of_run_directory(given) == "/usual"
-    monkeypatch.setattr("elastic_agent.agent.workers.processes.run_files.LONGEST_PLACE", len(str(own)))
+        assert run_directory_parent(given) == "/usual"
+    monkeypatch.setattr("elastic_agent.agent.workers.processes.run_files.MAX_PARENT_BYTES", len(str(own)))
     monkeypatch.setattr("elastic_agent.agent.workers.processes.run_files.SERVICES", tmp_path)
     for given in (str(own), f"{own}:/run/another"):
-        assert place_of_run_directory({"RUNTIME_DIRECTORY": given}) == str(own)
+        assert run_directory_parent({"RUNTIME_DIRECTORY": given}) == str(own)
     assert own in places()
-    monkeypatch.setattr("elastic_agent.agent.workers.processes.run_files.LONGEST_PLACE", len(str(own)) - 1)
-    assert place_of_run_directory({"RUNTIME_DIRECTORY": str(own)}) == "/usual", "no socket would fit below"
+    monkeypatch.setattr("elastic_agent.agent.workers.processes.run_files.MAX_PARENT_BYTES", len(str(own)) - 1)
+    assert run_directory_parent({"RUNTIME_DIRECTORY": str(own)}) == "/usual", "no socket would fit below"
 
 
 def test_agents_are_looked_for_where_they_put_temporary_files(

@@ -148,8 +148,8 @@ def test_what_only_the_cgroup_still_shows_counts_as_not_dying(tmp_path: Path) ->
     assert not group.gone()
     now[0] += 60.0
     assert not group.gone()
-    assert group.killing_s() == 60.0
-    assert group.undying() == {4711}
+    assert group.kill_elapsed_s() == 60.0
+    assert group.unkillable() == {4711}
     assert group.wake_at() == now[0] + LEFTOVER_LONGEST_PAUSE_S, "a look reads all of /proc"
 
 
@@ -165,4 +165,4 @@ def test_what_may_not_be_killed_ends_nothing_but_is_not_gone(monkeypatch: pytest
     group.start(SLEEP, (), NoSpares())
     group.stop(0.0, gently=False)
     assert not group.gone()
-    assert group.undying() == {4711}
+    assert group.unkillable() == {4711}

@@ -29,16 +29,16 @@ class OomKills:
         self._looked_at = 0.0
         self._struck_at: float | None = None
 
-    def look(self, now: float) -> None:
+    def update(self, now: float) -> None:
         """To be called now and then, so that an old strike is not taken for a new one."""
         if now >= self._looked_at + LOOK_EVERY_S:
-            self._look(now)
+            self._read_count(now)
 
     def lately(self, now: float) -> bool:
-        self._look(now)
+        self._read_count(now)
         return self._struck_at is not None and now <= self._struck_at + LATELY_S
 
-    def _look(self, now: float) -> None:
+    def _read_count(self, now: float) -> None:
         count, self._looked_at = _read(self._counter), now
         if count is None:
             return

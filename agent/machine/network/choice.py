@@ -1,10 +1,10 @@
 """The one decision about the network: which interface and which address of this node its job uses.
 
 The store, MASTER_ADDR, the address of metrics and probes, NCCL, gloo and TensorPipe all follow it, so that no two of
-them pick different cables. `choose` is a pure function over what the configuration says (`Wish`) and what was found
-on the machine (`Surroundings`); the user's choice comes first, then the route to the rendezvous, then the default
+them pick different cables. `choose` is a pure function over the configuration (`NetworkRequest`) and what was found on
+the machine (`HostNetwork`); the user's choice comes first, then the route to the rendezvous, then the default
 route, then the fastest interface that is up. What is only missing for now (an interface that is down, a route that is
-not there) is `NotYet`, for which the caller may wait; what can never work is a `ConfigError`.
+not there) is `NotReady`, for which the caller may wait; what can never work is a `ConfigError`.
 
 Words: *plumbing* is an interface that joins containers or machines of this host, and is alike on every node; it is
 taken only by name. A *tunnel* is taken by name, or where a route leads.
@@ -37,7 +37,7 @@ TUNNELS = ("wg", "tun", "tap", "ppp", "zt", "utun", "nebula", "gre", "ipip")
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class NetworkRequest:
     """What the configuration says. `towards` is the rendezvous store, or a member of it; None: this node hosts it."""
 
     interface: str | None = None
@@ -50,7 +50,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class HostNetwork:
     """What was found. `routed` and `default` are this node's source addresses: towards the store, and on the default
     route; None without such a route."""
 
@@ -95,14 +95,14 @@ class NetworkChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class NotYet:
+class NotReady:
     """What is missing and may still come, and what to do if it does not."""
 
     missing: str
     advice: str
 
 
-def choose(wish: Wish, here: Surroundings) -> NetworkChoice | NotYet:
+def choose(wish: NetworkRequest, here: HostNetwork) -> NetworkChoice | NotReady:
     """Raises ConfigError for an interface and an address that this node does not have, or not together."""
     named = next((interface for interface in here.interfaces if interface.name == wish.interface), None)
     holder = _interface_of(wish.address, here)
@@ -151,7 +151,7 @@ _EXACT_NAMES = (GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME)
 
 
 def _what_is_not_here(
-    wish: Wish, named: Interface | None, holder: Interface | None, here: Surroundings
+    wish: NetworkRequest, named: Interface | None, holder: Interface | None, here: HostNetwork
 ) -> list[Problem]:
     problems = []
     if wish.interface is not None and named is None:
@@ -167,7 +167,7 @@ def _what_is_not_here(
     return problems
 
 
-def _by_name(wish: Wish, interface: Interface, here: Surroundings) -> NetworkChoice | NotYet:
+def _by_name(wish: NetworkRequest, interface: Interface, here: HostNetwork) -> NetworkChoice | NotReady:
     if not interface.up:
         return _down(interface, f"--network-interface {interface.name}")
     address = _address_on(interface, wish.towards)
@@ -176,7 +176,7 @@ def _by_name(wish: Wish, interface: Interface, here: Surroundings) -> NetworkCho
     return _chosen(interface, address.ip, "you named it with --network-interface", here)
 
 
-def _by_routes(wish: Wish, here: Surroundings) -> NetworkChoice | NotYet:
+def _by_routes(wish: NetworkRequest, here: HostNetwork) -> NetworkChoice | NotReady:
     passed_over = ""
     if wish.towards is not None:
         route = _interface_of(here.routed, here)
@@ -184,7 +184,7 @@ def _by_routes(wish: Wish, here: Surroundings) -> NetworkChoice | NotYet:
         if near is not None:
             return _down(near, f"the rendezvous at {wish.towards} is in its subnet")
         if route is None and not wish.alone:
-            return NotYet(
+            return NotReady(
                 f"a route to the rendezvous at {wish.towards}; there are {_listed(here.interfaces)}",
                 "check cables, routes and --rdzv-endpoint",
             )
@@ -205,7 +205,7 @@ def _by_routes(wish: Wish, here: Surroundings) -> NetworkChoice | NotYet:
         return _chosen(interface, address.ip, reason, here)
     if wish.alone:
         return _loopback(LOOPBACK, "one node, and no other interface is up", here)
-    return NotYet(
+    return NotReady(
         f"an interface that other nodes reach; there are {_listed(here.interfaces)}{passed_over}",
         "bring one up, or choose with --network-interface; if all agents are on this machine, choose "
         f"--local-addr {LOOPBACK}",
@@ -213,8 +213,8 @@ def _by_routes(wish: Wish, here: Surroundings) -> NetworkChoice | NotYet:
 
 
 def _routed(
-    interface: Interface, source: str | None, reason: str, here: Surroundings
-) -> NetworkChoice | NotYet:
+    interface: Interface, source: str | None, reason: str, here: HostNetwork
+) -> NetworkChoice | NotReady:
     assert source is not None, "a route has a source address"
     if not interface.up:
         return _down(interface, reason)
@@ -223,15 +223,15 @@ def _routed(
     return _chosen(interface, _ip(source), reason, here)
 
 
-def _down(interface: Interface, why: str) -> NotYet:
-    return NotYet(
+def _down(interface: Interface, why: str) -> NotReady:
+    return NotReady(
         f"interface {interface.name} to come up ({why})",
         f"check the cable and `ip link set {interface.name} up`, or choose another with --network-interface",
     )
 
 
-def _no_address(interface: Interface) -> NotYet:
-    return NotYet(
+def _no_address(interface: Interface) -> NotReady:
+    return NotReady(
         f"an address that other nodes reach; now there is {interface.state}",
         f"give {interface.name} an address, or choose another interface with --network-interface",
     )
@@ -276,7 +276,7 @@ def _address_on(interface: Interface, towards: str | None) -> Address | None:
     return min(usable, key=lambda address: address.ip.version != wanted, default=None)
 
 
-def _interface_of(source: str | None, here: Surroundings) -> Interface | None:
+def _interface_of(source: str | None, here: HostNetwork) -> Interface | None:
     return _holder(_ip(source), here.interfaces) if source is not None else None
 
 
@@ -293,12 +293,12 @@ def _holder(ip: IP, interfaces: Iterable[Interface]) -> Interface | None:
     )
 
 
-def _loopback(address: str, reason: str, here: Surroundings) -> NetworkChoice:
+def _loopback(address: str, reason: str, here: HostNetwork) -> NetworkChoice:
     found = _holder(_ip(address), here.interfaces)
     return _chosen(found or Interface("lo", True, mtu=65536), _ip(address), reason, here)
 
 
-def _chosen(interface: Interface, ip: IP, reason: str, here: Surroundings) -> NetworkChoice:
+def _chosen(interface: Interface, ip: IP, reason: str, here: HostNetwork) -> NetworkChoice:
     scope = f"%{interface.name}" if ip.version == 6 and ip.is_link_local else ""
     return NetworkChoice(
         interface.name, f"{ip}{scope}", reason, interface.mtu, interface.speed_mbps, here.rdma

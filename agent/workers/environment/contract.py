@@ -15,9 +15,9 @@ from ....worker.wire.environment import WorkerEnv
 from ...checkpoints.folder import MemoryFolder
 from ...common.variables import Variable
 from ...configuration.config import Config
-from ...machine.examine import Machine
+from ...machine.inventory import Machine
 from ...machine.network.choice import network_variables
-from ...machine.network.search import Network
+from ...machine.network.discovery import Network
 from .torch_settings import Facts, torch_settings
 from .widening import widening
 

@@ -28,7 +28,7 @@ from ....worker.memory.available_memory import Memory
 from ...common.events import Event, SpareReadable
 from ...machine.memory.memory_pressure import MemoryPolicy, pressure
 from ..processes.failures import describe_exit
-from ..processes.standing import KILLED_S, ends_within, stat_of
+from ..processes.proc import KILL_WAIT_S, ends_within, stat_of
 from ..processes.workers import Process, tied
 from . import wire
 from .import_profile import ImportProfile
@@ -167,7 +167,7 @@ class Spares:
         self._drop_all()
         children: list[Process] = [*ready, *self._ending]
         for child in children:
-            if ends_within(child.pid, KILLED_S):
+            if ends_within(child.pid, KILL_WAIT_S):
                 child.wait()
 
     # --- What there is
@@ -245,7 +245,7 @@ class Spares:
             instants.append(self._calm_at)
         return min((at for at in instants if at is not None), default=None)
 
-    def heard(self, event: SpareReadable, now: float) -> None:
+    def handle(self, event: SpareReadable, now: float) -> None:
         owner = self._owners.get(event.descriptor)
         if owner is None:
             return  # it was closed meanwhile
@@ -368,7 +368,7 @@ class Spares:
         if overdue(self._stock(), now):
             # It may have spoken long ago, while this process stood still or had not begun to listen.
             for descriptor in list(self._owners):
-                self.heard(SpareReadable(descriptor), now)
+                self.handle(SpareReadable(descriptor), now)
         if self._preloaded is None:
             return
         if problem := overdue(self._stock(), now):

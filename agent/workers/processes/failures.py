@@ -146,7 +146,7 @@ class WorkerFailure:
 _CODEC: Codec[WorkerFailure] = Codec((WorkerFailure,), version=_SCHEMA, most_bytes=MAX_JSON)
 
 
-def examine(
+def describe_failure(
     *,
     rank: int,
     local_rank: int,
@@ -189,7 +189,7 @@ def examine(
     )
 
 
-def stuck(
+def hang_failure(
     node: str, generation: int, rank: int, local_rank: int, cause: str, log_file: Path | None
 ) -> WorkerFailure:
     """The end that the agent makes of a worker that does not move."""

@@ -167,26 +167,26 @@ class Guard:
     def watch(self, sid: int, rank: int) -> None:
         """The worker of this rank leads this session now."""
         self._sessions[sid] = rank
-        self._tell(f"session {sid} {rank}\n")
+        self._send(f"session {sid} {rank}\n")
 
     def forget(self, sid: int) -> None:
         """No process is left in this session."""
         self._sessions.pop(sid, None)
-        self._tell(f"forget {sid}\n")
+        self._send(f"forget {sid}\n")
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Whether it still lives."""
         if self._running.poll() is not None:
             self._replace(f"ended with {self._running.returncode}")
 
-    def let_loose(self) -> None:
+    def release(self) -> None:
         """Lets the guard do its work, from whatever thread: this agent ends now, though its threads may not."""
         os.close(self._pipe)
 
     def close(self) -> None:
         """Lets the guard do its work and waits for it: nothing of this agent's workers is left afterwards."""
         guard = self._running
-        self.let_loose()
+        self.release()
         _wait_or_leave(guard, SWEEP_S + 1.0)
 
     @property
@@ -227,7 +227,7 @@ class Guard:
             raise
         self._process, self._pipe = process, pipe
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         try:
             os.write(self._pipe, line.encode())
         except OSError as error:  # broken: it was killed; would block: it has not read for thousands of lines
@@ -366,7 +366,7 @@ def _sweep(
         killed.update(held)
         quiet = quiet + 1 if empty_cgroup(cgroup) and not found else 0
         if not quiet and not written and time.monotonic() > begun + REMAINS_AFTER_S:
-            _write_down(remains, {*found, *held}, sessions)
+            _write_unkillable(remains, {*found, *held}, sessions)
             written = True
         time.sleep(_PAUSE_S)
     if quiet == 2 and written:
@@ -378,7 +378,7 @@ def _sweep(
     return f"elastic-agent: the agent has ended; killed what its workers left: {pids}{unfinished}\n"
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     """Ends this process, if it must, a second after the reader of its stderr has stopped reading."""
     signal.alarm(1)
     try:
@@ -387,7 +387,9 @@ def _say(text: str) -> None:
         pass
 
 
-def _write_down(remains: tuple[str, str, str], pids: Collection[int], sessions: Mapping[int, int]) -> None:
+def _write_unkillable(
+    remains: tuple[str, str, str], pids: Collection[int], sessions: Mapping[int, int]
+) -> None:
     """As `remains` reads it."""
     file, job, node = remains
     if not file:
@@ -452,7 +454,7 @@ def _main(
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
     if said:
-        _say(said)  # last: it may end this process
+        _print(said)  # last: it may end this process
 
 
 if __name__ == "__main__":

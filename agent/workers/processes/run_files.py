@@ -31,7 +31,7 @@ SCHEMA = 1
 STORE_OPTIONS = tuple(
     option.name for option in (BACKEND, ENDPOINT, JOB_ID, *ETCD_OPTIONS) if Source.FILE in option.sources
 )
-LONGEST_PLACE = 64
+MAX_PARENT_BYTES = 64
 """Bytes. The path of a UNIX socket has at most 107, and a run directory holds some."""
 
 _SHORT_PLACE = "/tmp"
@@ -42,7 +42,7 @@ _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OPENED = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-def place_of_run_directory(environ: Mapping[str, str]) -> str | None:
+def run_directory_parent(environ: Mapping[str, str]) -> str | None:
     """None: this user may write to none whose path is short enough.
 
     A service has another /tmp than everybody else (systemd's PrivateTmp), and should be found in its own directory.
@@ -53,7 +53,7 @@ def place_of_run_directory(environ: Mapping[str, str]) -> str | None:
     except FileNotFoundError:
         usual = ""
     for place in (given, usual, _SHORT_PLACE):
-        if 0 < len(os.fsencode(place)) <= LONGEST_PLACE and os.access(place, os.W_OK | os.X_OK):
+        if 0 < len(os.fsencode(place)) <= MAX_PARENT_BYTES and os.access(place, os.W_OK | os.X_OK):
             return place
     return None
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from ....rendezvous.threads import Thread
 from ...common.events import Event, StoreServerMessage
 from .failures import describe_exit
-from .standing import KILLED_S, ends_within
+from .proc import KILL_WAIT_S, ends_within
 from .store_holder import CLOSE, LONGEST_MESSAGE, READY, SERVE
 from .workers import Process, Spares, tied
 
@@ -55,7 +55,7 @@ class WorkerStore:
     """See the module's docstring. For the main thread: the holder dies with the thread that starts it."""
 
     def __init__(self, environment: Mapping[str, str], spares: Spares, post: Callable[[Event], None]) -> None:
-        """`environment` is what the workers inherit. What the holder says is posted, and to be given to `heard`."""
+        """`environment` is what the workers inherit. What the holder says is posted, and to be given to `handle`."""
         # It computes nothing, and of a client that is cut off torch would write pages of C++ frames.
         self._environment = {**environment, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         self._spares = spares
@@ -85,7 +85,7 @@ class WorkerStore:
         if self._holder is None:
             self._start_holder()
 
-    def heard(self, event: StoreServerMessage) -> str:
+    def handle(self, event: StoreServerMessage) -> str:
         """Why the store that is to be served is not; empty if nothing is wrong."""
         holder = self._holder
         if holder is None or holder.pid != event.pid:
@@ -181,7 +181,7 @@ class WorkerStore:
         os.kill(process.pid, signal.SIGKILL)  # it is our child, and not yet reaped
         self._holder.channel.close()
         self._holder = None
-        if ends_within(process.pid, KILLED_S):
+        if ends_within(process.pid, KILL_WAIT_S):
             return process.wait()
         self._undying.append(process)
         return None

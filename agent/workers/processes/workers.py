@@ -28,7 +28,7 @@ from ...common.events import Event, WorkerExited
 from ...configuration.types.values import Command
 from ...output.worker_logs import WorkerLogs
 from .guard import Guard, cgroup_members, empty_cgroup, find_processes, remove_cgroup
-from .standing import KILLED_S, ends_within, has_ended
+from .proc import KILL_WAIT_S, ends_within, has_ended
 
 log = logging.getLogger(__name__)
 
@@ -142,10 +142,10 @@ class WorkerGroup:
         post: Callable[[Event], None],
         clock: Callable[[], float],
         cgroup: Path | None = None,
-        strangers: Callable[[], Collection[int]] = tuple,
+        unknown_children: Callable[[], Collection[int]] = tuple,
     ) -> None:
         """`incarnation` is the agent's, by which every process of its workers is known from others. `cgroup` is
-        made by `start`, for this group alone. `strangers()` are its workers' orphans that the agent has adopted."""
+        made by `start`, for this group alone. `unknown_children()` are orphans of its workers, adopted by the agent."""
         self.generation = generation
         self.returncodes: dict[int, int] = {}
         self.ranks: dict[int, int] = {}
@@ -160,7 +160,7 @@ class WorkerGroup:
         self._post = post
         self._clock = clock
         self._cgroup = cgroup
-        self._strangers = strangers
+        self._unknown_children = unknown_children
         self._processes: dict[int, Process] = {}
         self._asked = False
         self._kill_at: float | None = None
@@ -245,7 +245,7 @@ class WorkerGroup:
         if not self._processes:
             return
         self._kill()
-        deadline = self._clock() + KILLED_S
+        deadline = self._clock() + KILL_WAIT_S
         for local_rank, process in self._processes.items():
             if ends_within(process.pid, max(0.0, deadline - self._clock())):
                 self.reap(local_rank)
@@ -308,12 +308,12 @@ class WorkerGroup:
         if self.running:
             if self._kill_at is not None and self._clock() >= self._kill_at:
                 if self.killed:
-                    self._tell_unheard_ends()
+                    self._post_missed_exits()
                 self._kill()
             return False
         sessions = self.pids
         leftovers = find_processes(
-            self._incarnation, sessions, generation=self.generation, adopted=self._strangers()
+            self._incarnation, sessions, generation=self.generation, adopted=self._unknown_children()
         )
         for pid in leftovers:
             try:
@@ -343,14 +343,14 @@ class WorkerGroup:
         """When `gone` next has something to do without an exit."""
         if self.running:
             return self._kill_at
-        killing_s = self.killing_s()
-        return self._clock() + min(max(LEFTOVER_PAUSE_S, killing_s / 10), LEFTOVER_LONGEST_PAUSE_S)
+        kill_elapsed_s = self.kill_elapsed_s()
+        return self._clock() + min(max(LEFTOVER_PAUSE_S, kill_elapsed_s / 10), LEFTOVER_LONGEST_PAUSE_S)
 
-    def killing_s(self) -> float:
+    def kill_elapsed_s(self) -> float:
         """How long ago the first SIGKILL was sent here; 0 when none was."""
         return self._clock() - self._kills_since if self._kills_since is not None else 0.0
 
-    def undying(self) -> Collection[int]:
+    def unkillable(self) -> Collection[int]:
         """What is left after SIGKILL and has not ended, as far as it is known."""
         return {*(process.pid for process in self._unreaped() if not has_ended(process.pid)), *self._behind}
 
@@ -366,7 +366,7 @@ class WorkerGroup:
         if self._kills_since is None:
             self._kills_since = self._clock()
 
-    def _tell_unheard_ends(self) -> None:
+    def _post_missed_exits(self) -> None:
         """What was killed a second ago has ended; the thread that posts it may be missing."""
         for local_rank, process in self._processes.items():
             if local_rank not in self.returncodes and has_ended(process.pid):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from ....rendezvous.fields import shortened
-from ..processes.standing import stat_of
+from ..processes.proc import stat_of
 
 log = logging.getLogger(__name__)
 

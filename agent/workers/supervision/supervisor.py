@@ -41,10 +41,10 @@ from ...observability.accounting.observer import Observer
 from ...output.worker_logs import WorkerLogs
 from ..environment.contract import bind_of_rank_0_failed
 from ..preloader.spares import Spares
-from ..processes.children import Children
-from ..processes.failures import HANG_SIGNAL, WorkerFailure, examine, stuck
+from ..processes.failures import HANG_SIGNAL, WorkerFailure, describe_failure, hang_failure
 from ..processes.guard import Guard
-from ..processes.standing import standings
+from ..processes.proc import process_statuses
+from ..processes.subreaper import Subreaper
 from ..processes.worker_store import WorkerStore
 from ..processes.workers import WorkerGroup
 from .exits import Exit
@@ -68,7 +68,7 @@ class Processes:
     new_group: Callable[[int], WorkerGroup]
     """The workers of this generation, which `start` starts."""
     guard: Guard
-    children: Children
+    subreaper: Subreaper
     spares: Spares
     worker_store: WorkerStore
     logs: WorkerLogs
@@ -122,7 +122,7 @@ class Supervisor:
         self._last_lines = LastLines(processes.logs, post)
         self._spares_due_at: float | None = None
         self._oom_kills = OomKills(find_counter())
-        processes.children.knows(lambda: group.pids if (group := self.group) is not None else ())
+        processes.subreaper.add_known(lambda: group.pids if (group := self.group) is not None else ())
 
     @property
     def _running(self) -> Generation | None:
@@ -241,12 +241,12 @@ class Supervisor:
     def unkillable(self) -> str:
         """Why this node can never be done with its generation: what does not die, and where it stands."""
         group, bound_s = self.group, self._config.stop.kill_timeout_s
-        if group is None or group.killing_s() < bound_s:
+        if group is None or group.kill_elapsed_s() < bound_s:
             return ""
-        undying = group.undying()
-        if group.running and not undying:
+        unkillable = group.unkillable()
+        if group.running and not unkillable:
             return ""  # they have ended, and the event is still to come: this process stood still itself
-        where = standings(undying) or "nothing is known of what is left"
+        where = process_statuses(unkillable) or "nothing is known of what is left"
         return (
             f"generation {group.generation} does not end on this node, {bound_s:g} s after SIGKILL (--kill-timeout): "
             f"{where}. The others go on without this node; whatever device or disk these wait for must be repaired, "
@@ -289,10 +289,10 @@ class Supervisor:
             self._stop_read(generation, event)
 
     def stirred(self, event: SpareReadable, now: float) -> None:
-        self._processes.spares.heard(event, now)
+        self._processes.spares.handle(event, now)
 
     def holder_spoke(self, event: StoreServerMessage) -> None:
-        problem = self._processes.worker_store.heard(event)
+        problem = self._processes.worker_store.handle(event)
         generation = self._running
         if problem and generation is not None and not generation.stopping:
             self._fail(generation, problem)
@@ -353,9 +353,9 @@ class Supervisor:
 
     def _look_after_processes(self, now: float) -> None:
         processes = self._processes
-        processes.children.bury(now)
-        self._oom_kills.look(now)
-        processes.guard.look()
+        processes.subreaper.reap(now)
+        self._oom_kills.update(now)
+        processes.guard.check()
         self._spares_due_at = processes.spares.turn(now)
         if self._config.preload:
             self._observer.spares(processes.spares.ready)
@@ -460,7 +460,7 @@ class Supervisor:
     def _examine(self, generation: Generation, crash: Crash) -> None:
         """Find out why this worker has failed, and end the generation with it."""
         number, rank = generation.number, generation.group.ranks[crash.local_rank]
-        failure = examine(
+        failure = describe_failure(
             rank=rank,
             local_rank=crash.local_rank,
             node=self._node.name,
@@ -485,7 +485,7 @@ class Supervisor:
         number, rank = generation.number, generation.group.ranks[local_rank]
         log_file = self._processes.logs.log_file(number, rank)
         generation.hung = True
-        failure = stuck(self._node.name, number, rank, local_rank, cause, log_file)
+        failure = hang_failure(self._node.name, number, rank, local_rank, cause, log_file)
         self._report_failure(report_of(failure, known_as), failure.cause, HANG_SIGNAL)
 
     def _report_failure(self, failure: Failure, reason: str, asking: signal.Signals = signal.SIGTERM) -> None:

@@ -14,7 +14,7 @@ from ....rendezvous.records import Member, World
 from ....worker.wire.environment import WorkerEnv
 from ...common.variables import compose
 from ...configuration.config import Config
-from ...machine.examine import Machine
+from ...machine.inventory import Machine
 from ..environment.contract import WorkerPlace, chosen_variables
 from ..processes.workers import WorkerSpec
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from ...rendezvous.records import Endpoint
 from ..checkpoints.folder import SHARED_MEMORY
 from ..configuration.config import Config, ConfigError, Problem
-from ..workers.processes.run_files import LONGEST_PLACE, place_of_run_directory
+from ..workers.processes.run_files import MAX_PARENT_BYTES, run_directory_parent
 
 _NEVER = {
     errno.EADDRNOTAVAIL: "an address of this node, as `ip address` lists them",
@@ -20,7 +20,7 @@ _NEVER = {
 }
 
 
-def check_places(config: Config, environ: Mapping[str, str]) -> None:
+def check_resources(config: Config, environ: Mapping[str, str]) -> None:
     """Raises ConfigError with all that cannot work."""
     problems = [
         *_log_dir(config.log_dir),
@@ -75,9 +75,7 @@ def _http(http: Endpoint | None) -> Iterator[Problem]:
 
 
 def _run_directory(environ: Mapping[str, str]) -> Iterator[Problem]:
-    if place_of_run_directory(environ) is None:
-        expected = (
-            f"a folder that this user may write to, of at most {LONGEST_PLACE} bytes, for the agent's sockets"
-        )
+    if run_directory_parent(environ) is None:
+        expected = f"a folder that this user may write to, of at most {MAX_PARENT_BYTES} bytes, for the agent's sockets"
         advice = "name one in TMPDIR, or let this user write to /tmp"
         yield Problem("TMPDIR", environ.get("TMPDIR"), expected, advice, here=True)

@@ -1,9 +1,9 @@
 """This machine as it was found, and what follows from it for this job: examined once, before anything is started.
 
-`resolve` judges the settings by themselves; here they meet the machine, and `prepare` does both. Each room that finds
-something out (devices, network, ...) has a step in `examine`: it returns what it decided, or raises `ConfigError`, and
-says what it found in *facts*, sentences that --check-config shows below the settings. The problems of all rooms are
-reported together.
+`resolve` checks the settings by themselves; here they meet the machine, and `prepare` does both. Each folder and module
+that finds something out (devices, network, ...) has a step in `inspect_machine`: it returns what it decided, or raises
+`ConfigError`, and states what it found in *facts*, sentences that --check-config shows below the settings. The problems
+of all steps are reported together.
 
 Invariant: nothing is started, opened or changed here; two calls on the same machine give the same answer.
 """
@@ -22,11 +22,11 @@ from ..configuration.timeouts import ladder
 from .affinity import CpuShare, probe_cpus, share
 from .devices import Inventory, PinnedDevice, pin, probe, resolve_workers
 from .gpu_memory import watched
-from .network.choice import NotYet
+from .network.choice import NotReady
+from .network.discovery import Network, discover_network
 from .network.interfaces import rdma_ports
 from .network.profiles import TCP, Profile, choose_profile
-from .network.search import Network, look
-from .places import check_places
+from .preflight import check_resources
 from .software import CURRENT, Software, find_software
 from .target import check_target
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the rooms decided, and why: it does not change while the agent lives.
+    """What the steps decided, and why: it does not change while the agent lives.
 
     `pinned` and `shares` have an element for each worker, by local rank.
     """
@@ -43,7 +43,7 @@ class Machine:
     inventory: Inventory
     pinned: tuple[PinnedDevice, ...]
     shares: tuple[CpuShare, ...]
-    network: Network | NotYet
+    network: Network | NotReady
     facts: tuple[str, ...] = ()
     watched: tuple[str, ...] = ()
     """The GPUs, as NVML knows them, whose memory a restart waits for."""
@@ -62,25 +62,25 @@ class Machine:
 def prepare(
     command_line: Layer, environ: Mapping[str, str], fresh_id: Callable[[], str]
 ) -> tuple[Resolved, Machine]:
-    """What `resolve` and `examine` say. Raises `ConfigError` with the problems of both, as far as both could look."""
+    """`resolve` and `inspect_machine`. Raises `ConfigError` with the problems of both."""
     try:
         resolved = resolve(command_line, environ, fresh_id)
     except ConfigError as error:
         problems, config = list(error.problems), error.config
         if config is not None:
-            _ask(lambda: examine(config, environ), problems)
+            _ask(lambda: inspect_machine(config, environ), problems)
         raise ConfigError(problems) from None
-    return resolved, examine(resolved.config, environ)
+    return resolved, inspect_machine(resolved.config, environ)
 
 
-def examine(config: Config, environ: Mapping[str, str]) -> Machine:
-    """Raises `ConfigError` with the problems of all rooms: print it and end with its code."""
+def inspect_machine(config: Config, environ: Mapping[str, str]) -> Machine:
+    """Raises `ConfigError` with the problems of all steps: print it and end with its code."""
     problems: list[Problem] = []
     inventory = _ask(lambda: probe(environ), problems)
     pinned = _ask(lambda: _pinned(config, inventory), problems) if inventory is not None else None
     profile = _ask(lambda: choose_profile(config.network_profile, rdma_ports()), problems)
-    network = _ask(lambda: look(config, environ), problems)
-    _ask(lambda: check_places(config, environ), problems)
+    network = _ask(lambda: discover_network(config, environ), problems)
+    _ask(lambda: check_resources(config, environ), problems)
     _ask(lambda: check_target(config.command, environ), problems)
     if problems or inventory is None or pinned is None or profile is None or network is None:
         raise ConfigError(problems)
@@ -103,7 +103,7 @@ def examine(config: Config, environ: Mapping[str, str]) -> Machine:
 
 
 def _ask(step: Callable[[], T], problems: list[Problem]) -> T | None:
-    """What the step answers; None if it found problems instead, so that the other rooms are still asked."""
+    """What the step answers; None if it found problems instead, so that the other steps still run."""
     try:
         return step()
     except ConfigError as error:
@@ -133,7 +133,7 @@ def _device_facts(
             yield f"  {variable.name}={variable.value} ({variable.by}: {variable.reason})"
 
 
-def _network_fact(config: Config, network: Network | NotYet) -> str:
+def _network_fact(config: Config, network: Network | NotReady) -> str:
     if isinstance(network, Network):
         return f"network: {network.choice}"
     return f"network: it would wait up to {config.network_wait_s:g} s for {network.missing}: {network.advice}"

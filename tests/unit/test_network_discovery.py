@@ -13,11 +13,11 @@ from elastic_agent.agent.configuration.config import Config, ConfigError
 from elastic_agent.agent.configuration.rendezvous import EtcdConfig, RendezvousConfig
 from elastic_agent.agent.configuration.types.values import Command, NodeCounts
 from elastic_agent.agent.machine.network import addresses
-from elastic_agent.agent.machine.network import search as network_search
+from elastic_agent.agent.machine.network import discovery as network_discovery
 from elastic_agent.agent.machine.network.addresses import AddressError
-from elastic_agent.agent.machine.network.choice import NotYet
+from elastic_agent.agent.machine.network.choice import NotReady
+from elastic_agent.agent.machine.network.discovery import Network, discover_network, wait_for_network
 from elastic_agent.agent.machine.network.interfaces import Address, Interface
-from elastic_agent.agent.machine.network.search import Network, look, wait_for_network
 from elastic_agent.rendezvous.records import Endpoint
 
 OWN, OTHER = "10.0.0.1", "10.9.0.1"
@@ -48,12 +48,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
             raise AddressError(f"{host} does not resolve")
         return HOSTS.get(host, host)
 
-    for module in (addresses, network_search):
+    for module in (addresses, network_discovery):
         monkeypatch.setattr(module, "resolve", resolve)
-    monkeypatch.setattr(network_search, "source_address", ROUTES.get)
-    monkeypatch.setattr(network_search, "default_source", lambda: OWN)
-    monkeypatch.setattr(network_search, "interfaces", lambda: HERE)
-    monkeypatch.setattr(network_search, "rdma_ports", lambda: ())
+    monkeypatch.setattr(network_discovery, "source_address", ROUTES.get)
+    monkeypatch.setattr(network_discovery, "default_source", lambda: OWN)
+    monkeypatch.setattr(network_discovery, "interfaces", lambda: HERE)
+    monkeypatch.setattr(network_discovery, "rdma_ports", lambda: ())
 
 
 def a_config(
@@ -104,7 +104,7 @@ def a_config(
 def test_where_other_nodes_reach_this_one_and_where_its_store_is(
     config: Config, address: str, endpoint: str | None
 ) -> None:
-    found = look(config, {})
+    found = discover_network(config, {})
     assert isinstance(found, Network), found
     assert found.choice.address == address
     assert found.endpoint == (None if endpoint is None else Endpoint(endpoint, 1))
@@ -119,22 +119,22 @@ def test_where_other_nodes_reach_this_one_and_where_its_store_is(
     ],
 )
 def test_a_name_may_resolve_later(config: Config, unknown: str) -> None:
-    found = look(config, {})
-    assert isinstance(found, NotYet)
+    found = discover_network(config, {})
+    assert isinstance(found, NotReady)
     assert found.missing == f"a host name ({unknown})"
 
 
 def test_all_that_can_never_work_is_said_at_once_also_while_names_do_not_resolve() -> None:
     with pytest.raises(ConfigError) as caught:
-        look(a_config("c10d", "x", interface="eth9"), {"GLOO_SOCKET_IFNAME": "eth8"})
+        discover_network(a_config("c10d", "x", interface="eth9"), {"GLOO_SOCKET_IFNAME": "eth8"})
     assert [problem.value for problem in caught.value.problems] == ["eth8", "eth9"]
 
 
 def test_the_users_interface_for_nccl_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     here = (*HERE, an_interface("eth3", "10.3.0.1/24", up=False))
-    monkeypatch.setattr(network_search, "interfaces", lambda: here)
-    found = look(a_config("c10d", "etcd1"), {"NCCL_SOCKET_IFNAME": "eth3"})
-    assert isinstance(found, NotYet)
+    monkeypatch.setattr(network_discovery, "interfaces", lambda: here)
+    found = discover_network(a_config("c10d", "etcd1"), {"NCCL_SOCKET_IFNAME": "eth3"})
+    assert isinstance(found, NotReady)
     assert "NCCL_SOCKET_IFNAME=eth3" in found.missing
 
 
@@ -144,12 +144,12 @@ def test_without_netlink_a_single_node_trains_and_several_are_refused(
     def interfaces() -> tuple[Interface, ...]:
         raise OSError(97, "Address family not supported by protocol")
 
-    monkeypatch.setattr(network_search, "interfaces", interfaces)
-    found = look(a_config("memory"), {})
+    monkeypatch.setattr(network_discovery, "interfaces", interfaces)
+    found = discover_network(a_config("memory"), {})
     assert isinstance(found, Network)
     assert found.choice.address == "127.0.0.1"
     with pytest.raises(ConfigError, match=r"Address family not supported.*AF_NETLINK"):
-        look(a_config("c10d", "etcd1"), {})
+        discover_network(a_config("c10d", "etcd1"), {})
 
 
 # --- Waiting
@@ -159,7 +159,7 @@ def test_without_netlink_a_single_node_trains_and_several_are_refused(
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The instants at which somebody slept; time goes on only by that."""
     slept: list[float] = []
-    monkeypatch.setattr(network_search.time, "monotonic", lambda: sum(slept))
+    monkeypatch.setattr(network_discovery.time, "monotonic", lambda: sum(slept))
     return slept
 
 
@@ -168,7 +168,7 @@ def test_what_comes_up_in_time_is_taken_and_said_once(
 ) -> None:
     down = (LO, an_interface("eth1", f"{OTHER}/24", up=False))
     looks = itertools.chain([down] * 20, itertools.repeat(HERE))
-    monkeypatch.setattr(network_search, "interfaces", lambda: next(looks))
+    monkeypatch.setattr(network_discovery, "interfaces", lambda: next(looks))
     with caplog.at_level(logging.INFO):
         found = wait_for_network(a_config("c10d", "etcd2"), {}, clock.append)
     assert found.choice.interface == "eth1"
@@ -181,7 +181,7 @@ def test_what_comes_up_in_time_is_taken_and_said_once(
 def test_what_does_not_come_up_in_time_ends_the_agent(
     monkeypatch: pytest.MonkeyPatch, clock: list[float], wait_s: float, waited_s: float
 ) -> None:
-    monkeypatch.setattr(network_search, "interfaces", lambda: (LO,))
+    monkeypatch.setattr(network_discovery, "interfaces", lambda: (LO,))
     with pytest.raises(
         CannotStart, match=f"waited {wait_s:g} s .* for a route to .*: check cables"
     ) as caught:

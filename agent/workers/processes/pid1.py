@@ -17,7 +17,7 @@ import signal
 FIRST_PID = 1
 
 
-def go_on_below_init() -> None:
+def fork_below_pid1() -> None:
     """Returns at once where this is not process 1; otherwise in a child process, which is the agent from now on.
 
     To be called while the process has one thread, and knows no signal handlers of its own.

@@ -13,7 +13,7 @@ PATIENCE_S = 20.0
 
 AGENT = """
 import json, os, subprocess, sys, time
-from elastic_agent.agent.workers.processes.children import Children, adopt_orphans, _state_and_session
+from elastic_agent.agent.workers.processes.subreaper import Subreaper, adopt_orphans, _state_and_session
 
 def eventually(condition):
     deadline = time.monotonic() + 10
@@ -27,10 +27,10 @@ def zombie(pid):
 def worker(command):
     "Ends at once; what it has started is an orphan then. Its children's numbers are what it prints."
     started = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, start_new_session=True)
-    children.knows(lambda: (started.pid,))
+    children.add_known(lambda: (started.pid,))
     return started, [int(word) for word in started.stdout.readline().split()]
 
-children = Children()
+children = Subreaper()
 assert adopt_orphans() == ""
 """
 
@@ -50,11 +50,11 @@ def test_a_daemon_that_has_forgotten_where_it_comes_from_is_a_stranger_until_it_
     assert agent(f"""
 first, [daemon] = worker({DAEMON!r})
 first.wait()
-eventually(lambda: children.strangers() == (daemon,))
+eventually(lambda: children.unknown_children() == (daemon,))
 os.kill(daemon, 9)
 eventually(lambda: zombie(daemon))
-living = children.strangers()
-children.bury(100.0)
+living = children.unknown_children()
+children.reap(100.0)
 print(json.dumps([living, os.path.exists(f"/proc/{{daemon}}")]))
 """) == [[], False]
 
@@ -63,20 +63,20 @@ def test_the_status_of_a_known_child_is_left_to_whoever_waits_for_it() -> None:
     assert agent("""
 known, _ = worker("echo; exit 7")
 eventually(lambda: zombie(known.pid))
-children.bury(100.0)
-print(json.dumps([known.wait(), children.strangers()]))
+children.reap(100.0)
+print(json.dumps([known.wait(), children.unknown_children()]))
 """) == [7, []]
 
 
 def test_zombies_are_looked_for_not_more_often_than_is_worth_it() -> None:
     assert agent("""
-children.bury(100.0)
+children.reap(100.0)
 first, [orphan] = worker("sleep 0.01 & echo $!")
 first.wait()
 eventually(lambda: zombie(orphan))
-children.bury(100.9)
+children.reap(100.9)
 before = zombie(orphan)
-children.bury(101.1)
+children.reap(101.1)
 print(json.dumps([before, zombie(orphan)]))
 """) == [True, False]
 
@@ -90,7 +90,7 @@ def start():
     time.sleep(600)
 threading.Thread(target=start, daemon=True).start()
 eventually(lambda: started)
-print(json.dumps([children.strangers(), started[0].poll()]))
+print(json.dumps([children.unknown_children(), started[0].poll()]))
 started[0].kill()
 """) == [[], None]
 
@@ -100,9 +100,9 @@ def test_who_comes_from_an_expected_session_is_no_orphan() -> None:
         agent("""
 first, [orphan] = worker("sleep 600 > /dev/null & echo $!")
 first.wait()
-eventually(lambda: children.strangers() == (orphan,))
-children.expects(lambda: (first.pid,))
-print(json.dumps(children.strangers()))
+eventually(lambda: children.unknown_children() == (orphan,))
+children.expect_sessions(lambda: (first.pid,))
+print(json.dumps(children.unknown_children()))
 os.kill(orphan, 9)
 """)
         == []
@@ -117,10 +117,10 @@ first, [daemon] = worker({DAEMON!r})
 first.wait()
 os.kill(sidecar.pid, 9)
 eventually(lambda: zombie(sidecar.pid))
-strangers = children.strangers()
+strangers = children.unknown_children()
 os.kill(daemon, 9)
 eventually(lambda: zombie(daemon))
-children.bury(100.0)
+children.reap(100.0)
 print(json.dumps([strangers, os.path.exists(f"/proc/{{daemon}}"), sidecar.wait()]))
 """,
         before=sidecar,
@@ -130,10 +130,10 @@ print(json.dumps([strangers, os.path.exists(f"/proc/{{daemon}}"), sidecar.wait()
 @pytest.mark.parametrize("missing", [True, False])
 def test_without_the_kernels_list_nobody_is_adopted(missing: bool) -> None:
     refused = agent(f"""
-from elastic_agent.agent.workers.processes import children as module
+from elastic_agent.agent.workers.processes import subreaper as module
 if {missing}:
     module._list_of_children = lambda: "/proc/self/task/none/children"
-said, seen = module.adopt_orphans(), module.Children().strangers()
+said, seen = module.adopt_orphans(), module.Subreaper().unknown_children()
 print(json.dumps(["CONFIG_PROC_CHILDREN" in said, list(seen)]))
 """)
     assert refused == [missing, []]

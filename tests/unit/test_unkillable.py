@@ -14,7 +14,7 @@ import pytest
 from elastic_agent.agent.common.exits import CannotStart, ExitCode
 from elastic_agent.agent.workers.processes import guard
 from elastic_agent.agent.workers.processes.guard import boot_id, living_since, pid_namespace
-from elastic_agent.agent.workers.processes.remains import (
+from elastic_agent.agent.workers.processes.unkillable import (
     LOOK_AGAIN_S,
     Left,
     Remains,
@@ -199,7 +199,7 @@ def test_a_file_is_seen_only_when_it_is_whole(
         return whole(fd, text)
 
     monkeypatch.setattr(os, "write", half)
-    guard._write_down((str(file), "ours", "b"), [sleeper.pid], {})
+    guard._write_unkillable((str(file), "ours", "b"), [sleeper.pid], {})
     assert begun == [(False, ())]
     (remains,) = find([tmp_path], ME)
     assert remains.processes == (Left(sleeper.pid, living_since(sleeper.pid), None),)

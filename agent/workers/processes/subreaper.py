@@ -21,13 +21,13 @@ import logging
 import os
 from collections.abc import Callable, Collection
 
-from .standing import stat_of
+from .proc import stat_of
 
 log = logging.getLogger(__name__)
 
 PR_SET_CHILD_SUBREAPER = 36
 
-BURY_EVERY_S = 1.0
+REAP_EVERY_S = 1.0
 """A zombie costs nothing but its number."""
 
 
@@ -41,7 +41,7 @@ def adopt_orphans() -> str:
     return ""
 
 
-class Children:
+class Subreaper:
     """See the module's docstring. For the main thread, after `adopt_orphans`."""
 
     def __init__(self) -> None:
@@ -50,18 +50,18 @@ class Children:
         self._expected: Callable[[], Collection[int]] = tuple
         before = tuple(self._unknown())
         self._had_children = bool(before)
-        self.knows(lambda: before)
-        self._bury_at = 0.0
+        self.add_known(lambda: before)
+        self._reap_at = 0.0
 
-    def knows(self, pids: Callable[[], Collection[int]]) -> None:
+    def add_known(self, pids: Callable[[], Collection[int]]) -> None:
         """These have an owner that waits for them, whenever they are asked for."""
         self._known.append(pids)
 
-    def expects(self, sessions: Callable[[], Collection[int]]) -> None:
+    def expect_sessions(self, sessions: Callable[[], Collection[int]]) -> None:
         """Who comes from one of these sessions will be known soon, and is no orphan of a worker."""
         self._expected = sessions
 
-    def strangers(self) -> tuple[int, ...]:
+    def unknown_children(self) -> tuple[int, ...]:
         """Those that live. A zombie is dead."""
         if self._had_children:
             return ()
@@ -71,14 +71,14 @@ class Children:
             if state not in ("Z", "X", "") and session not in expected:
                 found.append(pid)
         if found:
-            self._bury_at = 0.0  # they are to be killed
+            self._reap_at = 0.0  # they are to be killed
         return tuple(found)
 
-    def bury(self, now: float) -> None:
+    def reap(self, now: float) -> None:
         """Those that have ended; not more often than is worth the look."""
-        if now < self._bury_at:
+        if now < self._reap_at:
             return
-        self._bury_at = now + BURY_EVERY_S
+        self._reap_at = now + REAP_EVERY_S
         for pid in self._unknown():
             try:
                 os.waitpid(pid, os.WNOHANG)

@@ -21,16 +21,16 @@ _STATES = {
 }
 _ASLEEP = "D"
 _NOWHERE = ("", "0")
-KILLED_S = 1.0
+KILL_WAIT_S = 1.0
 """How long the end of a killed process may take before it is left behind."""
 
 
-def standings(pids: Iterable[int], proc: Path = Path("/proc")) -> str:
+def process_statuses(pids: Iterable[int], proc: Path = Path("/proc")) -> str:
     """Of all these that are there; of many the first few, as they mostly wait for the same thing."""
     return shortened((text for pid in sorted(pids) if (text := standing(proc / str(pid)))), "; ")
 
 
-def where_it_stands(thread: int | None) -> str:
+def thread_status(thread: int | None) -> str:
     """A thread of this process, by its native id."""
     return standing(Path(f"/proc/self/task/{thread}")) or "nothing is known of it"
 

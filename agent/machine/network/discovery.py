@@ -15,7 +15,7 @@ from ....rendezvous.records import Endpoint
 from ...common.exits import CannotStart, ExitCode
 from ...configuration.config import Config, ConfigError, Problem
 from .addresses import AddressError, default_source, is_loopback, place_of, resolve, source_address
-from .choice import NCCL_SOCKET_IFNAME, NetworkChoice, NotYet, Surroundings, Wish, choose
+from .choice import NCCL_SOCKET_IFNAME, HostNetwork, NetworkChoice, NetworkRequest, NotReady, choose
 from .interfaces import interfaces, rdma_ports
 from .socket_names import check_socket_names, nccl_waits_for
 
@@ -32,7 +32,7 @@ class Network:
     endpoint: Endpoint | None = None
 
 
-def look(config: Config, environ: Mapping[str, str]) -> Network | NotYet:
+def discover_network(config: Config, environ: Mapping[str, str]) -> Network | NotReady:
     """What can be said now. Raises ConfigError with all that can never work. `environ` is what workers inherit."""
     try:
         here = interfaces()
@@ -43,7 +43,7 @@ def look(config: Config, environ: Mapping[str, str]) -> Network | NotYet:
             raise ConfigError([Problem("this node's network", None, expected, advice, here=True)]) from error
         here = ()
     problems = check_socket_names(environ, here)
-    wish = Wish(
+    wish = NetworkRequest(
         config.network_interface,
         memory=config.solitary,
         alone=config.nodes.max == 1,
@@ -59,22 +59,22 @@ def look(config: Config, environ: Mapping[str, str]) -> Network | NotYet:
     except AddressError as error:
         unknown = error
     routed = source_address(wish.towards) if wish.towards is not None else None
-    choice: NetworkChoice | NotYet | None = None
+    choice: NetworkChoice | NotReady | None = None
     try:
-        choice = choose(wish, Surroundings(here, routed, default_source(), rdma_ports()))
+        choice = choose(wish, HostNetwork(here, routed, default_source(), rdma_ports()))
     except ConfigError as error:
         problems += error.problems
     if problems:
         raise ConfigError(problems)
     if unknown is not None:
         advice = "check --rdzv-endpoint and --local-addr, and /etc/hosts and DNS on this node"
-        return NotYet(f"a host name ({unknown})", advice)
+        return NotReady(f"a host name ({unknown})", advice)
     if not isinstance(choice, NetworkChoice):
         assert choice is not None, "what was refused has been raised"
         return choice
     if nccl_waits_for(environ, here):
         value = f"{NCCL_SOCKET_IFNAME}={environ[NCCL_SOCKET_IFNAME]}"
-        return NotYet(f"an interface of {value} to come up", f"bring it up, or unset {NCCL_SOCKET_IFNAME}")
+        return NotReady(f"an interface of {value} to come up", f"bring it up, or unset {NCCL_SOCKET_IFNAME}")
     return Network(choice, _endpoint(config, places, choice))
 
 
@@ -86,7 +86,7 @@ def wait_for_network(
     said = ""
     while True:
         try:
-            found = look(config, environ)
+            found = discover_network(config, environ)
         except ConfigError as error:
             raise CannotStart(error.code, str(error)) from error
         if isinstance(found, Network):

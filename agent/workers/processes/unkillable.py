@@ -21,8 +21,8 @@ from ....rendezvous.errors import RecordInvalid
 from ....rendezvous.fields import Fields, shortened
 from ...common.exits import CannotStart, ExitCode
 from .guard import boot_id, living_since, pid_namespace
+from .proc import standing
 from .run_files import paths_in, trusted_text
-from .standing import standing
 
 log = logging.getLogger(__name__)
 

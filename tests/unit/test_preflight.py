@@ -13,11 +13,11 @@ import pytest
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.config import Config, ConfigError, Problem
 from elastic_agent.agent.configuration.types.values import Command
-from elastic_agent.agent.machine import places
-from elastic_agent.agent.machine.places import check_places
+from elastic_agent.agent.machine import preflight
+from elastic_agent.agent.machine.preflight import check_resources
 from elastic_agent.agent.machine.target import check_target
 from elastic_agent.agent.workers.processes import run_files
-from elastic_agent.agent.workers.processes.run_files import place_of_run_directory
+from elastic_agent.agent.workers.processes.run_files import run_directory_parent
 from elastic_agent.rendezvous.records import Endpoint
 
 SCRIPT = Command("script", "train.py")
@@ -25,7 +25,7 @@ SCRIPT = Command("script", "train.py")
 
 def problems_of(**settings: object) -> list[Problem]:
     try:
-        check_places(Config(SCRIPT, **settings), os.environ)  # type: ignore[arg-type]
+        check_resources(Config(SCRIPT, **settings), os.environ)  # type: ignore[arg-type]
     except ConfigError as error:
         return list(error.problems)
     return []
@@ -42,7 +42,7 @@ def test_a_log_directory_must_be_one_or_become_one(tmp_path: Path) -> None:
 
 
 def test_a_log_directory_must_be_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places.os, "access", lambda path, mode: path != tmp_path)
+    monkeypatch.setattr(preflight.os, "access", lambda path, mode: path != tmp_path)
     [problem] = problems_of(log_dir=tmp_path / "logs")
     assert f"this user may not write to {tmp_path}" in str(problem)
 
@@ -81,7 +81,7 @@ def test_the_agents_sockets_have_a_place_although_tmpdir_is_long(
     long.mkdir()
     monkeypatch.setenv("TMPDIR", str(long))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    assert place_of_run_directory(os.environ) == "/tmp"
+    assert run_directory_parent(os.environ) == "/tmp"
     assert problems_of() == []
     monkeypatch.setattr(run_files, "_SHORT_PLACE", str(tmp_path / "none"))
     [problem] = problems_of()
