@@ -27,7 +27,7 @@ from ..configuration.reading.resolve import resolve_meeting_place
 from ..configuration.reading.sources import Layer, read_argv, read_environ
 from ..configuration.rendezvous import ENDPOINT, ETCD_OPTIONS, MEETING, STANDALONE, RendezvousConfig
 from ..configuration.types.option import Option
-from ..configuration.types.parsers import YES_OR_NO, Parser, duration, endpoint
+from ..configuration.types.parsers import YES_OR_NO, Parser, duration, read_endpoint
 from ..observability.status.report import SCHEMA, JobReport, as_json, report
 from ..observability.status.sources import (
     AgentsSource,
@@ -57,7 +57,7 @@ def _read_interval(text: str) -> float:
 
 
 def _read_agent(text: str) -> Endpoint:
-    found = endpoint(0).parse(text)
+    found = read_endpoint(text)
     if not found.port:
         raise ValueError("write its port, too: HOST:PORT")
     return found

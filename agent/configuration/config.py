@@ -21,14 +21,13 @@ from .types.option import Group, Option, Source
 from .types.parsers import (
     IDENTIFIER,
     INTERFACE,
+    LISTEN_ADDRESS,
     MOST_NODES,
     MOST_WORKERS,
     PATH,
     TEXT,
-    YES_OR_NO,
     Parser,
     duration,
-    ip_endpoint,
     one_of,
     read_affinity,
     read_arguments,
@@ -71,14 +70,11 @@ ARGS: Option[tuple[str, ...]] = RUNNING.option(
     default="",
     sources=Source.ENV | Source.FILE,
 )
-ALLOW_OTHER_SCRIPT: Option[bool] = RUNNING.option(
+ALLOW_OTHER_SCRIPT = RUNNING.flag(
     "allow-other-script",
-    YES_OR_NO,
     "let this node join though its script is not, byte for byte, that of the job's other nodes; without, it says which"
     " differ and leaves with exit code 65. Only the script's own file is compared, not what it imports; of -m and"
     " --no-python only the name",
-    default="false",
-    flag=True,
 )
 
 NODES = Group("Nodes and workers")
@@ -86,14 +82,10 @@ MIN_NODES: Option[int] = NODES.option(
     "min-nodes",
     whole_number(1, MOST_NODES, "nodes"),
     "training runs only while at least N nodes are there",
-    metavar="N",
     default="1",
 )
 MAX_NODES: Option[int | None] = NODES.option(
-    "max-nodes",
-    whole_number(1, MOST_NODES, "nodes"),
-    "at most N nodes train together (default: --min-nodes)",
-    metavar="N",
+    "max-nodes", whole_number(1, MOST_NODES, "nodes"), "at most N nodes train together (default: --min-nodes)"
 )
 NNODES: Option[NodeCounts] = NODES.option(
     "nnodes",
@@ -120,13 +112,10 @@ DEVICE_PINNING: Option[DevicePinning] = NODES.option(
     metavar="HOW",
     default="index",
 )
-VIRTUAL_LOCAL_RANK: Option[bool] = NODES.option(
+VIRTUAL_LOCAL_RANK = NODES.flag(
     "virtual-local-rank",
-    YES_OR_NO,
     "torchrun's name for --device-pinning mask",
-    default="false",
     torchrun="virtual-local-rank",
-    flag=True,
     shorthand=True,
 )
 AFFINITY: Option[Affinity] = NODES.option(
@@ -142,7 +131,6 @@ GPU_MEMORY_WAIT: Option[float] = NODES.option(
     "gpu-memory-wait",
     duration(0.0),
     "a restart waits at most so long until killed workers' GPU memory is free again, 0 is off; needs nvidia-ml-py",
-    metavar="DURATION",
     default="30s",
 )
 PRELOAD: Option[Preload] = NODES.option(
@@ -178,13 +166,14 @@ NETWORK_INTERFACE: Option[str | None] = NETWORK.option(
     "interface over which the nodes reach each other, for the store, the workers, NCCL and gloo; may differ from node"
     " to node (default: the one that leads to the rendezvous, never a container bridge)",
     metavar="NAME",
+    conf=("network_interface",),
 )
 NETWORK_WAIT: Option[float] = NETWORK.option(
     "network-wait",
     duration(0.0),
     "at the start, wait so long for an interface, a route or a host name that is not there yet; 0 does not wait",
-    metavar="DURATION",
     default="30s",
+    conf=("network_wait",),
 )
 NETWORK_PROFILE: Option[NetworkProfile] = NETWORK.option(
     "network-profile",
@@ -203,10 +192,9 @@ PORT_RANGE: Option[PortRange | None] = NETWORK.option(
 )
 HTTP_ADDRESS: Option[Endpoint | None] = NETWORK.option(
     "http-address",
-    ip_endpoint(0),
+    LISTEN_ADDRESS,
     "metrics and health probes; port 0 is any free port, the log says which (default: a free port at"
     " 127.0.0.1, or at this node's own address when other nodes can join: they probe it after failures)",
-    metavar="ADDRESS[:PORT]",
 )
 LOG_DIR: Option[Path | None] = NETWORK.option(
     "log-dir",
@@ -218,37 +206,15 @@ LOG_DIR: Option[Path | None] = NETWORK.option(
 
 ITSELF = Group("Configuration")
 CONFIG_FILE: Option[str | None] = ITSELF.option(
-    "config",
-    TEXT,
-    "read settings from FILE.toml first",
-    metavar="FILE.toml",
-    sources=Source.CLI | Source.ENV,
+    "config", TEXT, "read settings from FILE.toml first", metavar="FILE.toml", sources=Source.CLI | Source.ENV
 )
-CHECK_CONFIG: Option[bool] = ITSELF.option(
+CHECK_CONFIG = ITSELF.flag(
     "check-config",
-    YES_OR_NO,
     "print every setting with its source and what follows from them on this machine, start nothing",
-    default="false",
-    flag=True,
     sources=Source.CLI,
 )
-VERSION: Option[bool] = ITSELF.option(
-    "version",
-    YES_OR_NO,
-    "print the version",
-    default="false",
-    flag=True,
-    sources=Source.CLI,
-)
-HELP: Option[bool] = ITSELF.option(
-    "help",
-    YES_OR_NO,
-    "print this text",
-    default="false",
-    short="-h",
-    flag=True,
-    sources=Source.CLI,
-)
+VERSION = ITSELF.flag("version", "print the version", sources=Source.CLI)
+HELP = ITSELF.flag("help", "print this text", short="-h", sources=Source.CLI)
 
 
 @dataclass(frozen=True, slots=True)

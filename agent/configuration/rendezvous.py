@@ -15,7 +15,6 @@ from .types.parsers import (
     SECRET,
     STORE_ADDRESS,
     USER,
-    YES_OR_NO,
     Parser,
     StoreAddress,
     duration,
@@ -50,34 +49,31 @@ JOB_ID: Option[str | None] = MEETING.option(
     metavar="ID",
     torchrun="rdzv-id",
 )
-STANDALONE: Option[bool] = MEETING.option(
+STANDALONE = MEETING.flag(
     "standalone",
-    YES_OR_NO,
     "this node alone, whatever is said of nodes and rendezvous: one node, memory store",
-    default="false",
     torchrun="standalone",
-    flag=True,
 )
 JOIN_TIMEOUT: Option[float] = MEETING.option(
     "join-timeout",
     duration(1.0),
     "give up when --min-nodes nodes have not met for so long",
-    metavar="DURATION",
     default="600s",
+    conf=("join_timeout",),
 )
 LAST_CALL: Option[float] = MEETING.option(
     "last-call",
     duration(0.0),
     "first start only: once --min-nodes nodes are there, wait so long for more",
-    metavar="DURATION",
     default="1s",
+    conf=("last_call_timeout",),
 )
 LEASE_TTL: Option[float] = MEETING.option(
     "lease-ttl",
     duration(1.0),
     "a node that has not been heard of for so long is lost; the same on all nodes, else exit code 65",
-    metavar="DURATION",
     default="5s",
+    conf=("lease_ttl",),
 )
 RDZV_CONF: Option[tuple[tuple[str, str], ...]] = MEETING.option(
     "rdzv-conf",
@@ -98,12 +94,10 @@ ETCD_CA: Option[Path | None] = ETCD_OPTIONS.option(
     PATH,
     "speak TLS, with a server whose certificate one of the authorities in this PEM file has signed",
     metavar="FILE",
+    conf=("ca", "cacert", "ca_cert"),
 )
 ETCD_CERT: Option[Path | None] = ETCD_OPTIONS.option(
-    "etcd-cert",
-    PATH,
-    "mutual TLS: this node's certificate (PEM)",
-    metavar="FILE",
+    "etcd-cert", PATH, "mutual TLS: this node's certificate (PEM)", metavar="FILE", conf=("cert", "ssl_cert")
 )
 ETCD_KEY: Option[Path | None] = ETCD_OPTIONS.option(
     "etcd-key",
@@ -111,12 +105,14 @@ ETCD_KEY: Option[Path | None] = ETCD_OPTIONS.option(
     "mutual TLS: this node's key (PEM), which neither group nor others may read; a file of root's may"
     " be lent to a group",
     metavar="FILE",
+    conf=("key", "ssl_cert_key"),
 )
 ETCD_USER: Option[str | None] = ETCD_OPTIONS.option(
     "etcd-user",
     USER,
     "etcd's name for this job, with a password; its role needs read and write on PREFIX/JOB/ alone",
     metavar="NAME",
+    conf=("user",),
 )
 ETCD_PASSWORD_FILE: Option[Path | None] = ETCD_OPTIONS.option(
     "etcd-password-file",
@@ -124,6 +120,7 @@ ETCD_PASSWORD_FILE: Option[Path | None] = ETCD_OPTIONS.option(
     "holds the password, as private as the key; read anew at every authentication, one newline at its end"
     " does not count. Or set the variable ELASTIC_AGENT_ETCD_PASSWORD",
     metavar="FILE",
+    conf=("password_file",),
 )
 ETCD_PASSWORD: Option[Secret | None] = ETCD_OPTIONS.option(
     "etcd-password",
@@ -131,19 +128,16 @@ ETCD_PASSWORD: Option[Secret | None] = ETCD_OPTIONS.option(
     "the password itself, in the variable ELASTIC_AGENT_ETCD_PASSWORD; the workers do not inherit it",
     sources=Source.ENV,
 )
-ETCD_INSECURE: Option[bool] = ETCD_OPTIONS.option(
+ETCD_INSECURE = ETCD_OPTIONS.flag(
     "etcd-insecure",
-    YES_OR_NO,
     "allow plain text, passwords included, to a store that is not on this machine's loopback",
-    default="false",
-    flag=True,
+    conf=("insecure",),
 )
 STORE_OUTAGE_GRACE: Option[float] = ETCD_OPTIONS.option(
     "store-outage-grace",
     duration(0.0),
     "how long a job may go on without the store after its leases can no longer be proved, while all its nodes"
     " still reach each other by HTTP; 0 is off; the same on all nodes, else exit code 65",
-    metavar="DURATION",
     default="60s",
 )
 

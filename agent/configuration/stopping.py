@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .types.option import Group, Option
-from .types.parsers import SIZE, YES_OR_NO, Parser, duration, read_restarts, time_limit
+from .types.parsers import SIZE, Parser, duration, read_restarts, time_limit
 
 STOPPING = Group("Restarts and stopping")
 MAX_RESTARTS: Option[int | None] = STOPPING.option(
@@ -17,20 +17,16 @@ MAX_RESTARTS: Option[int | None] = STOPPING.option(
     default="auto",
     torchrun="max-restarts",
 )
-RUN_AGAIN: Option[bool] = STOPPING.option(
+RUN_AGAIN = STOPPING.flag(
     "run-again",
-    YES_OR_NO,
     "begin the job anew where etcd says that it has ended with success; else an agent that comes after that end leaves"
     " with exit code 0",
-    default="false",
-    flag=True,
 )
 STOP_GRACE: Option[float] = STOPPING.option(
     "stop-grace",
     duration(0.0),
     "planned stop: from its beginning to SIGKILL; workers that do not end by themselves within --drain-timeout get"
     " SIGTERM and the rest of it",
-    metavar="DURATION",
     default="30s",
     torchrun="shutdown-timeout",
 )
@@ -40,13 +36,11 @@ DRAIN_TIMEOUT: Option[float | None] = STOPPING.option(
     "planned change: how long workers that call elastic_agent.worker.step may take to come to a common last step, keep"
     " it and end by themselves; longer than the longest step, 0 signals them at once (default: two thirds of"
     " --stop-grace)",
-    metavar="DURATION",
 )
 FAILURE_GRACE: Option[float] = STOPPING.option(
     "failure-grace",
     duration(0.0),
     "another worker failed: from SIGTERM to SIGKILL, 0 kills at once",
-    metavar="DURATION",
     default="1s",
 )
 KILL_TIMEOUT: Option[float] = STOPPING.option(
@@ -55,7 +49,6 @@ KILL_TIMEOUT: Option[float] = STOPPING.option(
     "how long processes may take to end after SIGKILL; then this node gives up its place, with exit code 74, so that"
     " the others go on. A later agent of the job here waits as long for what is left, and ends so, too. A process that"
     " waits for a dead disk or device never ends; one that gives back much memory may take many seconds",
-    metavar="DURATION",
     default="60s",
 )
 JUST_IN_TIME_GRACE: Option[float] = STOPPING.option(
@@ -63,7 +56,6 @@ JUST_IN_TIME_GRACE: Option[float] = STOPPING.option(
     duration(0.0),
     "another worker failed: how long workers that guard their last step (Checkpointer.just_in_time) may take to"
     " keep it before --failure-grace begins; 0 keeps nothing",
-    metavar="DURATION",
     default="2s",
 )
 MEMORY_CHECKPOINTS: Option[int | None] = STOPPING.option(
@@ -79,7 +71,6 @@ SERVICE_STOP_LIMIT: Option[float | None] = STOPPING.option(
     "how long the service manager waits after SIGTERM before it kills everything (systemd: TimeoutStopSec,"
     " Kubernetes: terminationGracePeriodSeconds); a stop must fit: --stop-grace, as long again (at least 10 s) to"
     " bring to disk what only this node has, and 5 s to leave (default: no limit)",
-    metavar="DURATION",
 )
 
 TIMEOUTS = Group("Timeouts of training")
@@ -88,7 +79,6 @@ HANG_TIMEOUT: Option[float | None] = TIMEOUTS.option(
     duration(1.0),
     "workers here that have reported steps (elastic_agent.worker.step) and then report neither a step nor a checkpoint"
     " for so long have failed; must be longer than the longest step, evaluation or save (default: off)",
-    metavar="DURATION",
 )
 EXIT_TIMEOUT: Option[float] = TIMEOUTS.option(
     "exit-timeout",
@@ -96,7 +86,6 @@ EXIT_TIMEOUT: Option[float] = TIMEOUTS.option(
     "when some ranks have ended with success, others that report neither a step nor a checkpoint for so long (or that"
     " never reported a step, and hardly use the processor) hang at their end, and have failed; must be longer than"
     " what one rank does alone at the end, such as writing the final model; 0 or none: only say so",
-    metavar="DURATION",
     default="5m",
 )
 PROCESS_GROUP_TIMEOUT: Option[float | None] = TIMEOUTS.option(
@@ -104,7 +93,6 @@ PROCESS_GROUP_TIMEOUT: Option[float | None] = TIMEOUTS.option(
     duration(1.0),
     "a collective that has not ended for so long ends its process; applied by"
     " elastic_agent.worker.init_process_group (default: twice --hang-timeout, without it torch's own)",
-    metavar="DURATION",
 )
 
 

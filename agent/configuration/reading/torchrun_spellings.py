@@ -2,38 +2,11 @@
 
 from __future__ import annotations
 
-from ..config import NETWORK_INTERFACE, NETWORK_WAIT
-from ..rendezvous import (
-    ETCD_CA,
-    ETCD_CERT,
-    ETCD_INSECURE,
-    ETCD_KEY,
-    ETCD_PASSWORD_FILE,
-    ETCD_USER,
-    JOIN_TIMEOUT,
-    LAST_CALL,
-    LEASE_TTL,
-)
-from ..types.option import Option
+from ..options import OPTIONS
 
-RDZV_CONF_KEYS: dict[str, Option[object]] = {
-    "join_timeout": JOIN_TIMEOUT,
-    "last_call_timeout": LAST_CALL,
-    "lease_ttl": LEASE_TTL,
-    "network_interface": NETWORK_INTERFACE,
-    "network_wait": NETWORK_WAIT,
-    "ca": ETCD_CA,
-    "cacert": ETCD_CA,
-    "ca_cert": ETCD_CA,
-    "cert": ETCD_CERT,
-    "ssl_cert": ETCD_CERT,
-    "key": ETCD_KEY,
-    "ssl_cert_key": ETCD_KEY,
-    "user": ETCD_USER,
-    "password_file": ETCD_PASSWORD_FILE,
-    "insecure": ETCD_INSECURE,
-}
+RDZV_CONF_KEYS = {key: option for option in OPTIONS for key in option.conf}
 """The first key of several for one option is the one to recommend."""
+
 IGNORED_RDZV_CONF_KEYS = frozenset(
     {
         "timeout",

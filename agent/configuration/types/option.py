@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Flag
 from typing import Any, Generic, TypeVar, cast
 
-from .parsers import Parser
+from .parsers import YES_OR_NO, Parser
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -39,12 +39,13 @@ class Option(Generic[T_co]):
     name: str
     parser: Parser[T_co]
     help: str
-    metavar: str = ""
+    metavar: str = ""  # else the parser's
     default: str | None = None
     short: str = ""  # "-m"
     torchrun: str = ""  # torchrun's name for the same thing
     flag: bool = False  # on the command line it stands alone and means true
     shorthand: bool = False
+    conf: tuple[str, ...] = ()  # keys of torchrun's --rdzv-conf, the one to recommend first
     sources: Source = Source.ALL
 
     @property
@@ -66,7 +67,8 @@ class Option(Generic[T_co]):
         body = textwrap.fill(
             self.help + shown, 100, initial_indent=" " * 8, subsequent_indent=" " * 8, break_on_hyphens=False
         )
-        return f"  {names} {self.metavar}".rstrip() + "\n" + body
+        metavar = "" if self.flag and not self.metavar else self.metavar or self.parser.metavar
+        return f"  {names} {metavar}".rstrip() + "\n" + body
 
 
 class Group(list[Option[object]]):
@@ -80,3 +82,7 @@ class Group(list[Option[object]]):
         option = Option(name, parser, help, **more)
         self.append(option)
         return option
+
+    def flag(self, name: str, help: str, **more: Any) -> Option[bool]:
+        """Declare one that is off unless it is given, on the command line without a value."""
+        return self.option(name, YES_OR_NO, help, default="false", flag=True, **more)

@@ -16,14 +16,7 @@ from typing import Any, Generic, TypeVar, cast, get_args
 from ....rendezvous.records import Endpoint
 from ...common.ports import PortConfigError, PortRange
 from .stores import STORES, in_words
-from .values import (
-    MASK,
-    Affinity,
-    NodeCounts,
-    Preload,
-    Secret,
-    WorkerCount,
-)
+from .values import MASK, Affinity, NodeCounts, Preload, Secret, WorkerCount
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -36,12 +29,21 @@ WEEK_S = 7 * 86_400.0
 class Parser(Generic[T_co]):
     """Reads one text. `parse` raises `ValueError` for a text that it refuses; the error's own text is advice, or empty.
 
-    `shown` is how a text may appear in messages, whether it was refused or not: without the secrets in it.
+    `shown` is how a text may appear in messages, whether it was refused or not: without the secrets in it. `metavar`
+    stands for it in `--help`, unless the option has a word of its own.
     """
 
     expects: str
     parse: Callable[[str], T_co]
     shown: Callable[[str], str] = str
+    metavar: str = ""
+
+
+def _matched(pattern: str, text: str, advice: str = "") -> re.Match[str]:
+    match = re.fullmatch(pattern, text)
+    if match is None:
+        raise ValueError(advice)
+    return match
 
 
 def whole_number(least: int, most: int, unit: str) -> Parser[int]:
@@ -51,7 +53,7 @@ def whole_number(least: int, most: int, unit: str) -> Parser[int]:
             raise ValueError
         return int(text)
 
-    return Parser(f"a whole number of {unit} from {least} to {most}", parse)
+    return Parser(f"a whole number of {unit} from {least} to {most}", parse, metavar="N")
 
 
 _UNIT_S = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -59,15 +61,17 @@ _UNIT_S = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 def duration(least_s: float) -> Parser[float]:
     def parse(text: str) -> float:
-        match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{0,9})?|\.[0-9]{1,9}) ?(ms|s|m|h)?", text)
-        if match is None:
-            raise ValueError
+        match = _matched(r"([0-9]{1,9}(?:\.[0-9]{0,9})?|\.[0-9]{1,9}) ?(ms|s|m|h)?", text)
         value_s = float(match[1]) * _UNIT_S[match[2] or ""]
         if not least_s <= value_s <= WEEK_S:
             raise ValueError
         return value_s
 
-    return Parser(f"a duration from {least_s:g} s to 168 h, in seconds or like 500ms, 30s, 5m", parse)
+    return Parser(
+        f"a duration from {least_s:g} s to 168 h, in seconds or like 500ms, 30s, 5m",
+        parse,
+        metavar="DURATION",
+    )
 
 
 def time_limit(least_s: float) -> Parser[float]:
@@ -80,7 +84,9 @@ def time_limit(least_s: float) -> Parser[float]:
             raise ValueError
         return value_s
 
-    return Parser(f"{duration(least_s).expects}; 0 or none for no limit", parse)
+    return replace(
+        duration(least_s), expects=f"{duration(least_s).expects}; 0 or none for no limit", parse=parse
+    )
 
 
 _UNIT_BYTES = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -89,9 +95,7 @@ _UNIT_BYTES = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 def _read_size(text: str) -> int:
     if text == "off":
         return 0
-    match = re.fullmatch(r"([0-9]{1,16}(?:\.[0-9]{0,3})?) ?(KiB|MiB|GiB|TiB)?", text)
-    if match is None:
-        raise ValueError
+    match = _matched(r"([0-9]{1,16}(?:\.[0-9]{0,3})?) ?(KiB|MiB|GiB|TiB)?", text)
     size = float(match[1]) * _UNIT_BYTES[match[2] or ""]
     if not 0 <= size < 2**60:
         raise ValueError
@@ -109,12 +113,7 @@ def read_text(text: str) -> str:
 
 
 def _matching(pattern: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if re.fullmatch(pattern, text) is None:
-            raise ValueError
-        return text
-
-    return parse
+    return lambda text: _matched(pattern, text)[0]
 
 
 def read_job_id(text: str) -> str | None:
@@ -123,10 +122,7 @@ def read_job_id(text: str) -> str | None:
 
 
 def _yes_or_no(text: str) -> bool:
-    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    if text.lower() not in words:
-        raise ValueError
-    return words[text.lower()]
+    return _matched("true|1|yes|(false|0|no)", text.lower())[1] is None
 
 
 def read_node_counts(text: str) -> NodeCounts:
@@ -195,35 +191,25 @@ def _ipv6(text: str) -> str:
     return text
 
 
-def endpoint(default_port: int) -> Parser[Endpoint]:
-    def parse(text: str) -> Endpoint:
-        host, port = _host_and_port(text)
-        return Endpoint(host, default_port if port is None else port)
-
-    return Parser(f"host or host:port, port 0 to 65535 (default {default_port})", parse)
+def read_endpoint(text: str) -> Endpoint:
+    host, port = _host_and_port(text)
+    return Endpoint(host, port or 0)
 
 
-def ip_endpoint(default_port: int) -> Parser[Endpoint]:
-    """To listen on: a name may have several addresses, or none on this machine."""
-    any_host = endpoint(default_port)
-
-    def parse(text: str) -> Endpoint:
-        found = any_host.parse(text)
-        try:
-            ipaddress.ip_address(found.address)
-        except ValueError:
-            raise ValueError("write the address: 127.0.0.1 for localhost, 0.0.0.0 for all") from None
-        return found
-
-    return Parser(f"an IP address or address:port, port 0 to 65535 (default {default_port})", parse)
+def _read_listen_address(text: str) -> Endpoint:
+    found = read_endpoint(text)
+    try:
+        ipaddress.ip_address(found.address)
+    except ValueError:  # a name may have several addresses, or none on this machine
+        raise ValueError("write the address: 127.0.0.1 for localhost, 0.0.0.0 for all") from None
+    return found
 
 
 def _host_and_port(text: str) -> tuple[str, int | None]:
     if not text:
         raise ValueError("a host is missing")
-    match = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::([0-9]{1,5}))?", text)
-    if match is None:
-        raise ValueError("write an IPv6 address in brackets: [::1]:29400")
+    host = r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::([0-9]{1,5}))?"
+    match = _matched(host, text, "write an IPv6 address in brackets: [::1]:29400")
     port = None if match[3] is None else int(match[3])
     if port is not None and port > 65535:
         raise ValueError
@@ -271,8 +257,9 @@ def _read_store_address(text: str) -> StoreAddress:
         )
     if slash and not url:
         raise ValueError("write etcd://HOST:PORT,.../PREFIX to choose the prefix of the keys, else no slash")
-    if path and re.fullmatch(r"[A-Za-z0-9._-]{1,64}(/[A-Za-z0-9._-]{1,64}){0,7}/?", path) is None:
-        raise ValueError(f"write the prefix as up to 8 names between slashes, each of {IDENTIFIER.expects}")
+    if path:
+        advice = f"write the prefix as up to 8 names between slashes, each of {IDENTIFIER.expects}"
+        _matched(r"[A-Za-z0-9._-]{1,64}(/[A-Za-z0-9._-]{1,64}){0,7}/?", path, advice)
     places = tuple(_host_and_port(host) for host in hosts.split(","))
     prefix = f"/{path.rstrip('/')}" if path else None
     return StoreAddress(places, before if url else None, prefix)
@@ -326,6 +313,11 @@ STORE_ADDRESS = Parser(
     " ports from 0 to 65535",
     _read_store_address,
     _without_credentials,
+)
+LISTEN_ADDRESS = Parser(
+    "an IP address or address:port, port 0 to 65535 (default 0)",
+    _read_listen_address,
+    metavar="ADDRESS[:PORT]",
 )
 SECRET = Parser("a text that is not empty", _read_secret, lambda _: MASK)
 USER = Parser("1 to 128 printable ASCII characters without blanks", _matching(r"[!-~]{1,128}"))
