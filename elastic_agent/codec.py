@@ -7,9 +7,13 @@
     codec: Codec[Held | Kept] = Codec((Held, Kept), version=3, most_bytes=8192)
     codec.encode(Held(120))      {"v": 3, "kind": "held", "step": 120}
 
-Whatever the bytes hold, `decode` returns one of these messages or raises `Invalid`, which names the field. Fields may
-be int, float, bool, str, None, Literal, enums, tuples, frozensets of numbers and other dataclasses; `Annotated` with
-`Within` or `Text` bounds them. Texts may be any that Python has, those that stand for a path of bytes included.
+    RECORD = Document(World, version=7, most_chars=2**20)
+    RECORD.encode(world)         {"v":7,"job":"digits", ...}
+
+Whatever is read, `decode` returns one of these objects or raises `Invalid`, which names the field. Fields may be int,
+float, bool, str, None, Literal, enums, tuples, frozensets of numbers or enums, other dataclasses, and one of several
+dataclasses that differ in their fields. `Annotated` with `Within`, `Text` or `AtMost` bounds a field; with a function,
+that function reads it. Texts may be any that Python has, those that stand for a path of bytes included.
 
 Standard library only: processes without any other package read with it.
 """
@@ -56,10 +60,18 @@ class Within:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Bounds of a text; the whole of it must match `pattern`."""
+    """Bounds of a text; the whole of it must match `pattern`. `clean` makes of it what the reader gets."""
 
     most_chars: int
     pattern: re.Pattern[str] | None = None
+    clean: Callable[[str], str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AtMost:
+    """Bound of the number of items in a list."""
+
+    items: int
 
 
 Count = Annotated[int, Within(0, 2**63 - 1)]
@@ -75,7 +87,17 @@ class Checked:
     def __post_init__(self) -> None:
         """Raises Invalid."""
         for name, read in _readers(type(self)).items():
-            _read_part(kind_of(type(self)) + "." + name, read, getattr(self, name))
+            _read_part(f"{kind_of(type(self))}.{name}", read, getattr(self, name))
+
+
+class Row:
+    """Base of dataclasses that are written as a list. The field that holds them declares the function that reads it."""
+
+    __slots__ = ()
+
+    @property
+    def row(self) -> tuple[Any, ...]:
+        raise NotImplementedError
 
 
 class Codec(Generic[_T]):
@@ -96,14 +118,38 @@ class Codec(Generic[_T]):
         """Raises Invalid, never anything else."""
         if len(raw) > self.most_bytes:
             raise Invalid(f"message of {len(raw)} bytes, at most {self.most_bytes} are read")
-        body = load_object(raw, "message")
-        version, kind = body.pop("v", None), body.pop("kind", None)
-        if type(version) is not int or version != self._version:
-            raise Invalid(f"message of version {shown(version)}, this process reads {self._version}")
+        body = _load_version(raw, "message", self._version)
+        kind = body.pop("kind", None)
         cls = self._kinds.get(kind) if isinstance(kind, str) else None
         if cls is None:
             raise Invalid(f"message of kind {shown(kind)}, expected one of {', '.join(self._kinds)}")
         return from_plain(cls, body)
+
+
+class Document(Generic[_T]):
+    """Texts that each hold one object of one kind, with its version. Fields that are not declared are ignored."""
+
+    def __init__(self, kind: type[_T], version: int, most_chars: int) -> None:
+        self._kind = kind
+        self._version = version
+        self._most_chars = most_chars
+
+    def encode(self, value: _T) -> str:
+        return json.dumps({"v": self._version, **plain(value)}, separators=(",", ":"))
+
+    def decode(self, text: str) -> _T:
+        """Raises Invalid, never anything else."""
+        if len(text) > self._most_chars:
+            raise Invalid(f"text of {len(text)} characters, at most {self._most_chars} are read")
+        return _made(self._kind, _load_version(text, "text", self._version), strict=False)
+
+
+def _load_version(raw: bytes | str, what: str, expected: int) -> dict[str, Any]:
+    body = load_object(raw, what)
+    version = body.pop("v", None)
+    if type(version) is not int or version != expected:
+        raise Invalid(f"{what} of version {shown(version)}, this process reads {expected}")
+    return body
 
 
 def load_object(raw: bytes | str, what: str) -> dict[str, Any]:
@@ -119,11 +165,26 @@ def load_object(raw: bytes | str, what: str) -> dict[str, Any]:
 
 def from_plain(cls: type[_T], body: Mapping[str, Any]) -> _T:
     """The dataclass whose fields `body` holds, all of them and no others. Raises Invalid."""
-    readers, kind = _readers(cls), kind_of(cls)
-    if body.keys() != readers.keys():
-        missing, unknown = sorted(readers.keys() - body.keys()), sorted(body.keys() - readers.keys())
-        raise Invalid(f"{kind}: missing fields {shown(missing)}, unknown ones {shown(unknown)}")
-    return cls(**{name: _read_part(f"{kind}.{name}", read, body[name]) for name, read in readers.items()})
+    try:
+        return _made(cls, body, strict=True)
+    except Invalid as error:
+        raise error.within(kind_of(cls)) from None
+
+
+def _made(cls: type[_T], body: Mapping[str, Any], *, strict: bool) -> _T:
+    """`strict`: a field that is not declared is refused."""
+    values: dict[str, Any] = {}
+    readers = _readers(cls, strict)
+    for name, read in readers.items():
+        if name not in body:
+            raise Invalid("missing", name)
+        try:
+            values[name] = read(body[name])
+        except Invalid as error:
+            raise error.within(name) from None
+    if strict and len(body) > len(readers):
+        raise Invalid("not a field that is known", min(body.keys() - readers.keys()))
+    return cls(**values)
 
 
 def plain(value: Any) -> Any:
@@ -133,7 +194,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [plain(item) for item in value]
     if isinstance(value, frozenset):
-        return sorted(value)
+        return sorted(map(plain, value))
+    if isinstance(value, Row):
+        return value.row
     if is_dataclass(value):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     return value
@@ -154,15 +217,15 @@ def _with_underscores(name: str) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
-_known_readers: dict[type, dict[str, Reader]] = {}
+_known_readers: dict[tuple[type, bool], dict[str, Reader]] = {}
 
 
-def _readers(cls: type) -> dict[str, Reader]:
+def _readers(cls: type, strict: bool = True) -> dict[str, Reader]:
     """By field."""
-    if cls not in _known_readers:
+    if (cls, strict) not in _known_readers:
         hints = get_type_hints(cls, include_extras=True)
-        _known_readers[cls] = {field.name: _reader(hints[field.name]) for field in fields(cls)}
-    return _known_readers[cls]
+        _known_readers[cls, strict] = {one.name: _reader(hints[one.name], strict) for one in fields(cls)}
+    return _known_readers[cls, strict]
 
 
 def _read_part(path: str, read: Reader, raw: Any) -> Any:
@@ -172,11 +235,16 @@ def _read_part(path: str, read: Reader, raw: Any) -> Any:
         raise error.within(path) from None
 
 
-def _reader(hint: Any) -> Reader:
+def _reader(hint: Any, strict: bool) -> Reader:
     """Of what JSON makes of a value, or of the value itself."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
         hint, bound = parts[:2]
+        if callable(bound):
+            own: Reader = bound
+            return own
+        if isinstance(bound, AtMost):
+            return _few(_reader(hint, strict), bound.items)
         return _text(bound) if isinstance(bound, Text) else _number(hint, bound)
     if hint is str:
         return _text(Text(2**31))
@@ -187,15 +255,17 @@ def _reader(hint: Any) -> Reader:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return _one_of({choice.value: choice for choice in hint} | {choice: choice for choice in hint})
     if origin is frozenset:
-        read_all = _many(_reader(parts[0]))
+        read_all = _many(_reader(parts[0], strict))
         return lambda raw: raw if isinstance(raw, frozenset) else frozenset(read_all(raw))
     if origin is tuple:
-        return _many(_reader(parts[0])) if parts[1:] == (...,) else _row(tuple(map(_reader, parts)))
-    if origin in (Union, types.UnionType) and len(parts) == 2 and parts[1] is type(None):
-        read = _reader(parts[0])
-        return lambda raw: None if raw is None else read(raw)
+        each = [_reader(part, strict) for part in parts if part is not ...]
+        return _many(each[0]) if parts[1:] == (...,) else _row(tuple(each))
+    if origin in (Union, types.UnionType):
+        some = tuple(part for part in parts if part is not type(None))
+        read = _reader(some[0], strict) if len(some) == 1 else _object(some, strict)
+        return read if some == parts else lambda raw: None if raw is None else read(raw)
     if isinstance(hint, type) and is_dataclass(hint):
-        return _object(hint)
+        return _object((hint,), strict)
     raise TypeError(f"no reader for {hint}: bound a number by Within")
 
 
@@ -214,13 +284,13 @@ def _number(kind: type, bound: Within) -> Reader:
 
 
 def _text(bound: Text) -> Reader:
-    most, pattern = bound.most_chars, bound.pattern
+    most, pattern, clean = bound.most_chars, bound.pattern, bound.clean
     form = f" of the form {pattern.pattern}" if pattern is not None else ""
 
     def read(raw: Any) -> str:
         if not isinstance(raw, str) or len(raw) > most or (pattern and not pattern.fullmatch(raw)):
             raise Invalid(f"{shown(raw)}, expected a text of at most {most} characters{form}")
-        return raw
+        return raw if clean is None else clean(raw)
 
     return read
 
@@ -246,6 +316,15 @@ def _many(read: Reader) -> Reader:
     return items
 
 
+def _few(read: Reader, most: int) -> Reader:
+    def items(raw: Any) -> Any:
+        if isinstance(raw, list | tuple) and len(raw) > most:
+            raise Invalid(f"a list of {len(raw)}, expected at most {most}")
+        return read(raw)
+
+    return items
+
+
 def _row(reads: tuple[Reader, ...]) -> Reader:
     def row(raw: Any) -> tuple[Any, ...]:
         if not isinstance(raw, list | tuple) or len(raw) != len(reads):
@@ -255,12 +334,18 @@ def _row(reads: tuple[Reader, ...]) -> Reader:
     return row
 
 
-def _object(cls: type) -> Reader:
+def _object(classes: tuple[type, ...], strict: bool) -> Reader:
+    """Of several classes it is the one with most fields of which all are there."""
+
     def read(raw: Any) -> Any:
-        if isinstance(raw, cls):
+        if isinstance(raw, classes):
             return raw
         if not isinstance(raw, dict):
             raise Invalid(f"{shown(raw)}, expected an object")
-        return from_plain(cls, raw)
+        cls = classes[0]
+        if len(classes) > 1:
+            fit = (one for one in classes if _readers(one).keys() <= raw.keys())
+            cls = max(fit, key=lambda one: len(_readers(one)), default=cls)
+        return _made(cls, raw, strict=strict)
 
     return read
