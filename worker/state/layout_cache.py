@@ -1,30 +1,31 @@
-"""Laying out one state after another: what is as it was the last time is not pickled anew.
+"""Laying out one state after another: where only contents and numbers have changed, torch writes no new file.
 
-From save to save most states keep their *form*: the same names in the same order, tensors of the same kinds and sizes
-that share the same memory. What changes is the tensors' contents, which no layout holds, and a few numbers: steps,
-learning rates, positions. So when a state has the form of the two before it, its file is theirs with the numbers
-overwritten, each in the very bytes that it took, and the checksum of the pickle computed again.
+From save to save most states have the same names, and tensors of the same kinds and sizes. Then the file of the state
+before needs another pickle, of the same length, and that pickle's checksum. This module pickles the state itself, as
+torch does, but takes what torch says of a tensor from the state before, which is most of the work.
 
-Nothing is taken for granted. A number that needs more bytes than before, and all that is no number, is part of the
-form. Where in the pickle each number stands is read from a pickle of that form, which must hold the expected numbers in
-the expected order and no others: its opcodes are listed (`pickletools`), none is carried out. Whatever is not known
-here in every detail is laid out by torch, each time.
+Nothing is taken for granted. A file serves as template only if torch has put into it, bit by bit, the pickle that is
+made here of the same state. A pickle of another length, storages of other sizes, and every state that holds a tensor
+of an unusual kind are laid out by torch.
 
-Of the whole file one thing stays behind: torch's own `serialization_id`, which no reader uses.
+Of the template one thing stays behind: torch's own `serialization_id`, which no reader uses.
 """
 
 from __future__ import annotations
 
-import enum
+import io
 import logging
-import pickletools
+import pickle
 import struct
 import zlib
 from collections import OrderedDict
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
+from torch.serialization import DEFAULT_PROTOCOL, location_tag
 
 from .archive_layout import Layout, lay_out
 
@@ -32,119 +33,57 @@ logger = logging.getLogger(__name__)
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _CENTRAL = b"PK\x01\x02"
-_LONG = b"\x8a"
 _CRC = struct.Struct("<I")
 
 
-class _Width(enum.Enum):
-    """How a number is pickled: the opcode and what follows."""
-
-    BYTE = struct.Struct("<cB"), b"K"
-    SHORT = struct.Struct("<cH"), b"M"
-    INT = struct.Struct("<ci"), b"J"
-    FLOAT = struct.Struct(">cd"), b"G"
-
-    def __init__(self, packing: struct.Struct, opcode: bytes) -> None:
-        self.packing = packing
-        self.opcode = opcode
+class _Unusual(Exception):
+    """The state holds a tensor, or its file has a form, that this module does not know in every detail."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Large:
-    """A number that does not fit into any of these."""
+class _Reference:
+    """Stands for a storage in what torch says of a tensor; `persistent_id` is what the pickle says of it."""
 
-    value: int
-
-
-_NUMBER_OPCODES = frozenset(
-    {"BININT", "BININT1", "BININT2", "BINFLOAT", "LONG1", "LONG4", "INT", "LONG", "FLOAT"}
-)
-_CONSTANTS = frozenset({str, bytes, bool, type(None), torch.dtype})
+    persistent_id: tuple[Any, ...]
 
 
-class _Unknown(Exception):
-    """There is something in the state, or in its pickle, that this file does not know in every detail."""
+_Reduced = tuple[Hashable, Any]
+"""All of a tensor that the pickle depends on, and what the pickler makes of it."""
 
 
-class _Tensor(NamedTuple):
-    """What of a tensor is in the file besides its bytes; `storage` and `memory` are numbers of first appearance."""
-
-    kind: type
-    dtype: torch.dtype
-    device: torch.device
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    requires_grad: bool
-    storage: int
-    memory: int
-    nbytes: int
-
-    def numbers(self) -> tuple[int, ...]:
-        return (self.nbytes // self.dtype.itemsize, self.offset, *self.shape, *self.stride)
+@cache
+def _key(number: int) -> str:
+    """Always the same object, which a pickle refers to when it comes again."""
+    return str(number)
 
 
-@dataclass(slots=True)
-class _State:
-    """A state, taken apart in the order in which it is pickled."""
+class _Pickler(pickle.Pickler):
+    """Pickles one state. `reduced` is that of the tensors of the state before, by order of appearance."""
 
-    form: list[object] = field(default_factory=list)
-    """Two states with equal forms have the same pickle but for their numbers, and the same storages but for bytes."""
-    numbers: list[int | float] = field(default_factory=list)
-    storages: list[torch.UntypedStorage] = field(default_factory=list)
-    _seen: dict[int, int] = field(default_factory=dict)
-    _storages: dict[int, int] = field(default_factory=dict)
-    _memory: dict[int, int] = field(default_factory=dict)
+    def __init__(self, buffer: io.BytesIO, reduced: list[_Reduced]) -> None:
+        super().__init__(buffer, protocol=DEFAULT_PROTOCOL)
+        self.reduced: list[_Reduced] = []
+        self.storages: list[torch.UntypedStorage] = []
+        self._before = reduced
+        self._numbers: dict[int, int] = {}
 
-    def take(self, value: Any) -> None:
-        """Raises _Unknown."""
-        kind = type(value)
-        if kind is int or kind is float:
-            self._take_number(value)
-            return
-        self.form.append(kind)
-        if kind in _CONSTANTS:
-            self.form.append(value)
-            return
-        # What appears once more is pickled as a reference.
-        before = len(self._seen)
-        number = self._seen.setdefault(id(value), before)
-        self.form.append(number)
-        if number < before:
-            return
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
-            self._take_tensor(value)
-        elif kind is dict or kind is OrderedDict:
-            self.form.append(len(value))
-            for key, item in value.items():
-                self.take(key)
-                self.take(item)
-            if kind is OrderedDict:
-                self._take_attributes(value)
-        elif kind is list or kind is tuple:
-            self.form.append(len(value))
-            for item in value:
-                self.take(item)
-        else:
-            raise _Unknown(f"a {kind.__name__} in the state")
+    def persistent_id(self, one: Any) -> Any:
+        return one.persistent_id if type(one) is _Reference else None
 
-    def _take_number(self, value: int | float) -> None:
-        width = _width(value)
-        if width is None:
-            self.form.append(_Large(int(value)))
-        else:
-            self.form.append(width)
-            self.numbers.append(value)
+    def reducer_override(self, one: Any) -> Any:
+        kind = type(one)
+        if kind is torch.Tensor:
+            return self._reduce(one)
+        if kind is OrderedDict and not one and not one.__dict__:
+            return OrderedDict, ()  # the hooks of every tensor: the usual way takes ten times as long
+        if kind is not torch.nn.Parameter and isinstance(
+            one, torch.Tensor | torch.TypedStorage | torch.UntypedStorage
+        ):
+            raise _Unusual(kind.__name__)
+        return NotImplemented
 
-    def _take_attributes(self, value: OrderedDict[Any, Any]) -> None:
-        """Such as the `_metadata` of a module's state."""
-        attributes = vars(value)
-        self.form.append(len(attributes))
-        for name, attribute in attributes.items():
-            self.take(name)
-            self.take(attribute)
-
-    def _take_tensor(self, tensor: torch.Tensor) -> None:
+    def _reduce(self, tensor: torch.Tensor) -> Any:
+        """Raises _Unusual."""
         if (
             tensor.__dict__
             or tensor.layout != torch.strided
@@ -154,119 +93,96 @@ class _State:
             or tensor.is_conj()
             or tensor.is_neg()
         ):
-            raise _Unknown("an unusual tensor in the state")
+            raise _Unusual(f"a tensor of {tensor.dtype} and {tensor.layout} on {tensor.device}")
         storage = tensor.untyped_storage()
-        index = self._storages.setdefault(id(storage), len(self._storages))
-        if index == len(self.storages):
+        number = self._numbers.setdefault(id(storage), len(self.storages))
+        if number == len(self.storages):
             self.storages.append(storage)  # which also keeps its id from being another's
-        self.form.append(
-            _Tensor(
-                type(tensor),
-                tensor.dtype,
-                tensor.device,
-                tensor.shape,
-                tensor.stride(),
-                int(tensor.storage_offset()),
-                tensor.requires_grad,
-                index,
-                self._memory.setdefault(storage.data_ptr(), len(self._memory)),
-                storage.nbytes(),
-            )
+        form = (
+            tensor.dtype,
+            tensor.device,
+            tensor.shape,
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.requires_grad,
+            number,
+            storage.nbytes(),
         )
+        index = len(self.reduced)
+        if index < len(self._before) and self._before[index][0] == form:
+            self.reduced.append(self._before[index])
+        else:
+            self.reduced.append((form, self._reduced_by_torch(tensor, number)))
+        return self.reduced[index][1]
 
-
-def _width(value: int | float) -> _Width | None:
-    if type(value) is float:
-        return _Width.FLOAT
-    if 0 <= value < 1 << 8:
-        return _Width.BYTE
-    if 0 <= value < 1 << 16:
-        return _Width.SHORT
-    return _Width.INT if -(1 << 31) <= value < 1 << 31 else None
-
-
-def _pickled(value: int | float) -> bytes:
-    """Raises _Unknown."""
-    width = _width(value)
-    if width is not None:
-        return width.packing.pack(width.opcode, value)
-    whole = int(value)
-    # In two's complement, and no byte more than that takes.
-    size = (whole if whole >= 0 else ~whole).bit_length() // 8 + 1
-    if size >= 1 << 8:
-        raise _Unknown("a number of thousands of bits in the state")
-    return _LONG + bytes([size]) + whole.to_bytes(size, "little", signed=True)
+    def _reduced_by_torch(self, tensor: Any, number: int) -> Any:
+        rebuild, (storage, *rest) = tensor.__reduce_ex__(DEFAULT_PROTOCOL)
+        if not isinstance(storage, torch.TypedStorage):
+            raise _Unusual(f"a tensor of {tensor.dtype}")
+        kind = getattr(torch, storage._pickle_storage_type())  # type: ignore[no-untyped-call]
+        location = location_tag(tensor.untyped_storage())
+        length = storage._size()  # type: ignore[no-untyped-call]
+        return rebuild, (_Reference(("storage", kind, _key(number), location, length)), *rest)
 
 
 @dataclass(frozen=True, slots=True)
 class _Template:
-    """The file of all states of one form; all places are offsets in it."""
+    """The file of a state; all places are offsets in it."""
 
-    form: list[object]
     size: int
     written: list[tuple[int, bytearray]]
     storages: list[int]
+    lengths: list[int]
+    """Of all storages, those without bytes included: they have a place in the archive's directory."""
     pickle: slice
-    numbers: list[tuple[_Width, int]]
     sums: tuple[int, int]
     """Where the pickle's checksum stands: behind it, and in the directory at the end of the archive."""
 
-    def layout_of(self, state: _State) -> Layout:
+    def fits(self, pickled: memoryview, storages: list[torch.UntypedStorage]) -> bool:
+        return len(pickled) == self.pickle.stop - self.pickle.start and self.lengths == [
+            storage.nbytes() for storage in storages
+        ]
+
+    def layout_of(self, pickled: memoryview, storages: list[torch.UntypedStorage]) -> Layout:
         written = list(self.written)
         # The first and the last stretch, which are one where there is no tensor: others are the same in each file.
         for index in {0, len(written) - 1}:
             offset, stretch = written[index]
             written[index] = offset, bytearray(stretch)
         (_, head), (last, tail) = written[0], written[-1]
-        for (width, place), number in zip(self.numbers, state.numbers, strict=True):
-            width.packing.pack_into(head, place, width.opcode, number)
-        crc = zlib.crc32(memoryview(head)[self.pickle])
+        head[self.pickle] = pickled
+        crc = zlib.crc32(pickled)
         _CRC.pack_into(head, self.sums[0], crc)
         _CRC.pack_into(tail, self.sums[1] - last, crc)
-        filled = [storage for storage in state.storages if storage.nbytes()]
+        filled = [storage for storage in storages if storage.nbytes()]
         return Layout(self.size, written, list(zip(self.storages, filled, strict=True)))
 
 
-def _learn(state: _State, layout: Layout) -> _Template:
-    """From the file of a state. Raises _Unknown."""
+def _learn(layout: Layout, pickled: memoryview, storages: list[torch.UntypedStorage]) -> _Template:
+    """From the file of a state that is pickled so. Raises _Unusual."""
     head = bytes(layout.written[0][1])
     signature, name_length, extra_length = _LOCAL_HEADER.unpack_from(head)
     begin = _LOCAL_HEADER.size + name_length + extra_length
-    found, end = [], begin
-    for opcode, _, place in pickletools.genops(head[begin:]):
-        end = begin + (place or 0) + 1
-        if opcode.name in _NUMBER_OPCODES:
-            found.append(begin + (place or 0))
-    expected: list[tuple[int | float, _Width | None]] = []
-    numbers = iter(state.numbers)
-    for part in state.form:
-        if isinstance(part, _Width):
-            expected.append((next(numbers), part))
-        elif isinstance(part, _Large):
-            expected.append((part.value, None))
-        elif isinstance(part, _Tensor):
-            expected += [(number, None) for number in part.numbers()]
-    if len(found) != len(expected) or not all(
-        head.startswith(_pickled(number), place) for (number, _), place in zip(expected, found, strict=True)
-    ):
-        raise _Unknown("other numbers in the pickle than in the state")
-    crc = _CRC.pack(zlib.crc32(head[begin:end]))
+    end = begin + len(pickled)
+    crc = _CRC.pack(zlib.crc32(pickled))
     last, tail = layout.written[-1]
     entry = tail.find(_CENTRAL)
     if (
         signature != b"PK\x03\x04"
+        or head[begin:end] != pickled
         or head[end : end + 8] != b"PK\x07\x08" + crc
         or entry < 0
         or tail[entry + 16 : entry + 20] != crc
     ):
-        raise _Unknown("an archive that begins and ends in an unknown way")
+        raise _Unusual(
+            f"torch {torch.__version__} pickles this state, or begins and ends its file, in another way"
+        )
     return _Template(
-        state.form,
         layout.size,
         layout.written,
         [offset for offset, _ in layout.storages],
+        [storage.nbytes() for storage in storages],
         slice(begin, end),
-        [(width, place) for (_, width), place in zip(expected, found, strict=True) if width is not None],
         (end + 4, last + entry + 16),
     )
 
@@ -275,28 +191,25 @@ class LayoutCache:
     """The layouts of one Checkpointer's states, one after the other."""
 
     def __init__(self) -> None:
-        self._form: list[object] | None = None
-        """Of the state before; None: not known."""
+        self._reduced: list[_Reduced] = []
         self._template: _Template | None = None
         self._learns = True
 
     def lay_out(self, payload: Any) -> Layout:
-        """As `layout.lay_out`, and raises the same."""
-        state = _State()
+        """As `archive_layout.lay_out`, and raises the same."""
+        layout: Layout | None = None
+        buffer = io.BytesIO()
+        pickler = _Pickler(buffer, self._reduced)
         try:
-            state.take(payload)
-        except _Unknown:
-            return lay_out(payload)
-        if self._template is not None and self._template.form == state.form:
-            return self._template.layout_of(state)
-        layout = lay_out(payload)
-        # To learn takes longer than to lay out: only what stays for a while is worth it.
-        self._template = None
-        if self._learns and self._form == state.form:
-            try:
-                self._template = _learn(state, layout)
-            except _Unknown as reason:
-                self._learns = False
-                logger.info("every state is laid out anew: reason=%s", reason)
-        self._form = state.form
-        return layout
+            if self._learns:
+                pickler.dump(payload)
+                pickled = buffer.getbuffer()
+                if self._template is None or not self._template.fits(pickled, pickler.storages):
+                    layout = lay_out(payload)
+                    self._template = _learn(layout, pickled, pickler.storages)
+                self._reduced = pickler.reduced
+                return layout or self._template.layout_of(pickled, pickler.storages)
+        except _Unusual as reason:
+            self._learns = False
+            logger.info("torch lays out every state: reason=%s", reason)
+        return layout or lay_out(payload)
