@@ -314,7 +314,7 @@ class Library(System):
     def measure_saves(self) -> dict[str, float]:
         import torch.distributed as dist
 
-        from elastic_agent.worker.ranks.collectives import current_group
+        from elastic_agent.worker.ranks.group import current_group
         from elastic_agent.worker.ranks.replicas import Replicas
 
         group = current_group()

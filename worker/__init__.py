@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .errors import (
         CheckpointError,
         CheckpointMismatch,
+        ClusterEnvironmentError,
         Fenced,
         NotPlainData,
         NotReplicated,
@@ -35,17 +36,18 @@ if TYPE_CHECKING:
         Sharded,
         StepNotGrowing,
     )
-    from .process_group import init_process_group
-    from .sampler import ElasticSampler
+    from .ranks.process_group import init_process_group
     from .steps.drain import Drained
     from .steps.progress import poll, step
+    from .steps.sampler import ElasticSampler
 
 _HOME = {
     "Checkpointer": "checkpointing.checkpointer",
     "Drained": "steps.drain",
     "CheckpointError": "errors",
     "CheckpointMismatch": "errors",
-    "ElasticSampler": "sampler",
+    "ClusterEnvironmentError": "errors",
+    "ElasticSampler": "steps.sampler",
     "Fenced": "errors",
     "NoUsableCheckpoint": "errors",
     "NotPlainData": "errors",
@@ -56,7 +58,7 @@ _HOME = {
     "SaveFailed": "errors",
     "Sharded": "errors",
     "StepNotGrowing": "errors",
-    "init_process_group": "process_group",
+    "init_process_group": "ranks.process_group",
     "poll": "steps.progress",
     "step": "steps.progress",
 }
@@ -65,6 +67,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointMismatch",
     "Checkpointer",
+    "ClusterEnvironmentError",
     "Drained",
     "ElasticSampler",
     "Fenced",

@@ -12,6 +12,7 @@
       Fenced                   another generation has begun: let this process end, its agent is about to stop it
       OtherRun                 another job uses the same directory: end one of the two, or give each its own
       BadCheckpoint            one checkpoint on disk does not verify; `load` goes on to the next older one
+    ClusterEnvironmentError    the process cannot tell its rank: the text says which variable to set
     SamplerError               the training loop uses `ElasticSampler` in a way that loses samples: fix the loop
       SamplerMismatch          the state is of another dataset or order: give the sampler the same ones
 
@@ -87,3 +88,7 @@ class SamplerError(RuntimeError):
 class SamplerMismatch(SamplerError):
     """The state is not of an epoch that this sampler could go on with. Out of `Checkpointer.load` it comes as the
     reason of a CheckpointMismatch."""
+
+
+class ClusterEnvironmentError(RuntimeError):
+    """The variables of the launcher do not say which rank of which job this process is."""

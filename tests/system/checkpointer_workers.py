@@ -30,7 +30,7 @@ from elastic_agent.worker.disk import checkpoint_files as files
 from elastic_agent.worker.disk import durable
 from elastic_agent.worker.loading import restore
 from elastic_agent.worker.memory import slots
-from elastic_agent.worker.ranks import collectives
+from elastic_agent.worker.ranks import group as collectives
 from elastic_agent.worker.state import archive_layout
 from elastic_agent.worker.steps import progress
 

@@ -27,7 +27,7 @@ from elastic_agent.worker.disk import commit_permission as permit_module
 from elastic_agent.worker.disk.manifests import Manifest
 from elastic_agent.worker.loading import restore
 from elastic_agent.worker.loading.checkpoint_selection import BadState, Offer, Owner, choose_owner
-from elastic_agent.worker.ranks.collectives import current_group
+from elastic_agent.worker.ranks.group import current_group
 from elastic_agent.worker.state import rng
 from elastic_agent.worker.steps import progress
 from elastic_agent.worker.wire import shared_progress as page

@@ -1,78 +1,154 @@
-"""Nothing of a collective is left to torch's threads when it has returned."""
+"""The collectives for scripts: on three ranks of gloo, and in a process that is alone."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils import dlpack
+import torch.multiprocessing as multiprocessing
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
-from elastic_agent.worker.ranks import collectives
-from elastic_agent.worker.ranks.collectives import Group
+from elastic_agent.worker.collectives import all_gather, gather_all_tensors, reduce, register_comm_hook
 
-GROUP = Group(0, 2, torch.device("cpu"))
-
-
-class SlowThread:
-    """Lets go of the tensors of the newest collective some time after that has returned."""
-
-    def __init__(self, hold: Callable[[torch.Tensor], Any], after_s: float | None) -> None:
-        """None: it never does."""
-        self.holds: list[Any] = []
-        self._hold = hold
-        self._after_s = after_s
-
-    def all_gather(self, rows: list[torch.Tensor], mine: torch.Tensor) -> None:
-        for row in rows:
-            row.copy_(mine)
-        self._take([mine, *rows])
-
-    def broadcast(self, chunk: torch.Tensor, source: int) -> None:
-        self._take([chunk])
-
-    def _take(self, tensors: list[torch.Tensor]) -> None:
-        self.holds = [self._hold(tensor) for tensor in tensors]
-        if self._after_s is not None:
-            threading.Timer(self._after_s, self.holds.clear).start()
+RANKS = 3
 
 
-HOLDS = [pytest.param(lambda tensor: tensor, id="python"), pytest.param(dlpack.to_dlpack, id="c++")]
+FORMS = ("0-d", "even", "uneven", "3-d", "empty")
 
 
-@pytest.mark.parametrize("hold", HOLDS)
-def test_a_collective_returns_when_nobody_has_its_tensors_any_more(
-    hold: Callable[[torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch
+def shape_of(form: str, rank: int) -> tuple[int, ...]:
+    uneven = {"uneven": (rank + 1, 3), "3-d": (2, rank + 1, 4 - rank), "empty": (rank, 2)}
+    return {"0-d": (), "even": (2, 3), **uneven}[form]
+
+
+def of_rank(form: str, rank: int) -> torch.Tensor:
+    return torch.full(shape_of(form, rank), float(rank))
+
+
+def weighted_gradient(rank: int) -> torch.Tensor:
+    """Each rank's loss weighs the gathered rows by its own rank."""
+    leaf = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    weights = torch.arange(RANKS, dtype=torch.float64).unsqueeze(1) + 10 * rank
+    (all_gather(leaf * (rank + 1), sync_grads=True) * weights).sum().backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def compressed(rank: int) -> torch.Tensor:
+    model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+    torch.nn.init.ones_(model.module.weight)
+    register_comm_hook(model, None, default_hooks.allreduce_hook, default_hooks.fp16_compress_wrapper)
+    model(torch.tensor([[float(rank)]])).sum().backward()
+    gradient = model.module.weight.grad
+    assert gradient is not None
+    return gradient
+
+
+def raises(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def results(rank: int) -> dict[str, Any]:
+    half = dist.new_group([0, 1])
+    return {
+        "gathered": {form: gather_all_tensors(of_rank(form, rank)) for form in FORMS},
+        "of two": gather_all_tensors(of_rank("uneven", rank), half) if rank < 2 else None,
+        "bools": gather_all_tensors(torch.ones(rank, dtype=torch.bool)),
+        "unlike": raises(lambda: gather_all_tensors(torch.zeros((1,) * (rank + 1)))),
+        "stacked": all_gather(of_rank("even", rank).requires_grad_()),
+        "gradient": weighted_gradient(rank),
+        "sum": reduce(of_rank("even", rank)),
+        "mean": reduce(torch.tensor(rank + 1), op="mean"),
+        "number": reduce(rank, op="sum"),
+        "mean of numbers": reduce(rank, op="avg"),
+        "torch's": reduce(torch.tensor(rank), op=dist.ReduceOp.MAX),
+        "torch's mean": reduce(torch.tensor(float(rank)), op=dist.ReduceOp.AVG),
+        "hook": compressed(rank),
+    }
+
+
+def run_rank(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    torch.save(results(rank), Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def on_three_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    multiprocessing.start_processes(run_rank, (str(folder),), nprocs=RANKS, start_method="fork")
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tensors_of_uneven_sizes_are_gathered_by_rank(
+    on_three_ranks: list[dict[str, Any]], form: str
 ) -> None:
-    thread = SlowThread(hold, 0.05)
-    monkeypatch.setattr(dist, "all_gather", thread.all_gather)
-    monkeypatch.setattr(dist, "broadcast", thread.broadcast)
-    assert GROUP.gather(b"abc") == [b"abc"] * 2
-    assert not thread.holds
-    GROUP.send(None, 10, source=1)
-    assert not thread.holds
+    for found in on_three_ranks:
+        assert [(row.shape, row.tolist()) for row in found["gathered"][form]] == [
+            (of_rank(form, rank).shape, of_rank(form, rank).tolist()) for rank in range(RANKS)
+        ]
 
 
-def test_who_never_lets_go_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "LET_GO_S", 0.01)
-    thread = SlowThread(lambda tensor: tensor, None)
-    monkeypatch.setattr(dist, "all_gather", thread.all_gather)
-    assert GROUP.gather(b"abc") == [b"abc"] * 2
-    assert thread.holds
+def test_a_group_gathers_what_its_ranks_have(on_three_ranks: list[dict[str, Any]]) -> None:
+    assert [row.shape for row in on_three_ranks[0]["of two"]] == [(1, 3), (2, 3)]
+    assert [row.tolist() for row in on_three_ranks[0]["bools"]] == [[], [True], [True, True]]
 
 
-def test_an_error_of_a_collective_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "LET_GO_S", 60.0)
-    thread = SlowThread(lambda tensor: tensor, None)
+def test_tensors_of_unlike_form_are_refused_on_every_rank(on_three_ranks: list[dict[str, Any]]) -> None:
+    problems = {found["unlike"] for found in on_three_ranks}
+    assert len(problems) == 1
+    assert "rank 1: 2 dimensions" in problems.pop()
 
-    def fail(rows: list[torch.Tensor], mine: torch.Tensor) -> None:
-        thread.all_gather(rows, mine)
-        raise RuntimeError("connection closed by peer")
 
-    monkeypatch.setattr(dist, "all_gather", fail)
-    with pytest.raises(RuntimeError, match="closed by peer"):
-        GROUP.gather(b"abc")
-    assert thread.holds
+def test_a_gathered_tensor_has_a_row_for_each_rank(on_three_ranks: list[dict[str, Any]]) -> None:
+    stacked = on_three_ranks[0]["stacked"]
+    assert stacked.shape == (RANKS, 2, 3)
+    assert [row[0][0].item() for row in stacked] == [0, 1, 2]
+    assert not stacked.requires_grad
+
+
+def test_gradients_flow_back_from_every_rank(on_three_ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(on_three_ranks):
+        of_all_losses = sum(rank + 10 * other for other in range(RANKS))
+        assert found["gradient"].tolist() == [of_all_losses * (rank + 1)] * 2
+
+
+def test_reductions(on_three_ranks: list[dict[str, Any]]) -> None:
+    for found in on_three_ranks:
+        assert found["sum"].tolist() == torch.full((2, 3), 3.0).tolist()
+        assert found["mean"].item() == 2.0
+        assert (found["number"], found["mean of numbers"]) == (3, 1.0)
+        assert isinstance(found["number"], int)
+        assert (found["torch's"].item(), found["torch's mean"].item()) == (2, 1.0)
+        assert found["hook"].item() == 1.0
+
+
+def test_a_process_that_is_alone_gets_what_it_gave() -> None:
+    tensor = torch.arange(3.0, requires_grad=True)
+    assert gather_all_tensors(tensor)[0].tolist() == [0, 1, 2]
+    assert all_gather(tensor).shape == (1, 3)
+    torch.autograd.gradcheck(
+        lambda x: all_gather(x, sync_grads=True), (tensor.detach().double().requires_grad_(),)
+    )
+    assert reduce(tensor).tolist() == [0, 1, 2]
+    assert reduce(tensor) is not tensor
+    assert (reduce(3), reduce(3, op="mean"), reduce(0.1)) == (3, 3.0, 0.1)
+    model = torch.nn.Linear(1, 1)
+    register_comm_hook(model, None, default_hooks.fp16_compress_hook)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected one of sum, min, max, product, avg, mean"):
+        reduce(1, op="median")
+    with pytest.raises(ValueError, match="goes with a hook"):
+        register_comm_hook(torch.nn.Linear(1, 1), None, None, default_hooks.fp16_compress_wrapper)

@@ -12,8 +12,8 @@ import torch
 
 from elastic_agent.worker.checkpointing.checkpointer import Checkpointer
 from elastic_agent.worker.errors import NotPlainData, NotReplicated
-from elastic_agent.worker.ranks.collectives import Group
 from elastic_agent.worker.ranks.fingerprint import difference, farthest, look_at
+from elastic_agent.worker.ranks.group import Group
 from elastic_agent.worker.ranks.replicas import Replicas
 
 

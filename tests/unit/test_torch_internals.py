@@ -61,7 +61,7 @@ def test_a_store_serves_at_a_socket_that_listens_already() -> None:
 
 
 def test_a_tensor_knows_how_many_hold_it() -> None:
-    """`worker/ranks/collectives.py`: torch.Tensor._use_count()."""
+    """`worker/ranks/group.py`: torch.Tensor._use_count()."""
     tensor = torch.zeros(1)
     alone = tensor._use_count()  # type: ignore[attr-defined]
     held = dlpack.to_dlpack(tensor)

@@ -32,7 +32,7 @@ from ..loading.restore import Restore
 from ..loading.resume import apply
 from ..memory.node_memory import memory_of
 from ..memory.slots import CopyLost, Header
-from ..ranks.collectives import Group, current_group
+from ..ranks.group import Group, current_group
 from ..ranks.refusals import because, together
 from ..ranks.replicas import refuse_sharded
 from ..state import rng

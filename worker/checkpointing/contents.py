@@ -10,7 +10,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..memory.rank_state import Buffers
-from ..ranks.collectives import Group, current_group
+from ..ranks.group import Group, current_group
 from ..ranks.replicas import DIGEST_BYTES, Replicas
 from ..state import rng
 from ..state.state_dicts import Part, modules_in, state_of

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..disk.async_save import Disk
-from ..ranks.collectives import current_group
+from ..ranks.group import current_group
 from ..state import rng
 from ..state.state_dicts import Part
 from ..steps import progress

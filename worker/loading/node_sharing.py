@@ -21,7 +21,7 @@ from io import BufferedRandom, BufferedReader
 from ..errors import CheckpointError
 from ..memory.node_memory import NodeMemory
 from ..memory.slots import Header, NoRoom, Opened, SlotsBusy
-from ..ranks.collectives import Group
+from ..ranks.group import Group
 from ..ranks.refusals import because, raise_together
 
 logger = logging.getLogger(__name__)

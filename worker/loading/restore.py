@@ -23,7 +23,7 @@ from ..disk.ownership import MOST_STEPS, Former, Ownership
 from ..errors import BadCheckpoint, CheckpointError
 from ..memory.node_memory import NodeMemory, load_mapped
 from ..memory.slots import Header, Held
-from ..ranks.collectives import Group
+from ..ranks.group import Group
 from ..ranks.refusals import together
 from ..wire.environment import WorkerEnv
 from .checkpoint_selection import BadState, Offer, Owner, choose_owner, nodes_with, runs_in_memory

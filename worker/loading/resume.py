@@ -10,7 +10,7 @@ import torch
 from ..errors import CheckpointMismatch
 from ..memory import rank_state as journal
 from ..memory.node_memory import NodeMemory
-from ..ranks.collectives import Group
+from ..ranks.group import Group
 from ..state import rng
 from ..state.state_dicts import Part, load_into, modules_in
 from .restore import Loaded

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from .. import errors
 from ..errors import CheckpointError
 from ..wire.messages import MAX_REASON_CHARS
-from .collectives import Group
+from .group import Group
 
 
 def raise_together(group: Group, error: CheckpointError | None) -> None:

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from ..errors import CheckpointError, NotPlainData, NotReplicated, Sharded
 from ..state.state_dicts import Part, state_of, unwrapped
 from ..steps import progress
-from .collectives import Group
 from .fingerprint import DRIFT, Entry, Look, difference, entries_of, farthest, look_at, shape_of, tensors_in
+from .group import Group
 from .refusals import because, raise_together
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from .errors import SamplerError, SamplerMismatch
-from .steps import progress
+from ..errors import SamplerError, SamplerMismatch
+from . import progress
 
 logger = logging.getLogger(__name__)
 

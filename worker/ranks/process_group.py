@@ -1,0 +1,46 @@
+"""A process group wherever the script was started, with the timeout that was given to the agent.
+
+torch takes the timeout from no environment variable. Subgroups are not touched: `new_group` and `init_device_mesh` use
+torch's default unless they are given a timeout, also where the default group has another.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import ClusterEnvironmentError
+from ..wire.environment import PROCESS_GROUP_TIMEOUT
+from .cluster_environment import detect
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    *args: Any,
+    **more: Any,
+) -> None:
+    """`torch.distributed.init_process_group`, where no `timeout` means that of --process-group-timeout.
+
+    Where neither rank, world size, store nor another method than `env://` is given, and no agent or torchrun has set
+    RANK and WORLD_SIZE, the variables of Slurm, MPI or Kubeflow say which rank this is, and those of torch are set from
+    them; without any it is a group of one. Other arguments go to torch as they are.
+    Raises ClusterEnvironmentError where a launcher was found whose variables do not suffice, and where torch was built
+    without torch.distributed.
+    """
+    if not dist.is_available():
+        raise ClusterEnvironmentError("this build of torch has no torch.distributed: install another one")
+    chosen = os.environ.get(PROCESS_GROUP_TIMEOUT)
+    if timeout is None and chosen:
+        timeout = timedelta(seconds=float(chosen))
+    if init_method in (None, "env://") and not args and not more.keys() & {"rank", "world_size", "store"}:
+        place = detect(os.environ)
+        if place is not None and place.world_size == 1:
+            init_method, more = None, more | {"rank": 0, "world_size": 1, "store": dist.HashStore()}
+        elif place is not None:
+            os.environ.update(place.variables())
+    dist.init_process_group(backend, init_method, timeout, *args, **more)
