@@ -1,8 +1,8 @@
 """`elastic-agent drain NODE`: ask a node of a job to leave it, and show how far that has come.
 
-The wish is a key of its own in the job's store, which the node's agent watches. It names the agent's life, so that one
-that was not read in time has no effect later. Everything else is what happens when the agent gets SIGTERM: all workers
-end after the same step, and the next generation goes on without the node.
+The request is a key of its own in the job's store, which the node's agent watches. It names the agent's incarnation, so
+that a request that was not read in time has no effect later. The rest is as after SIGTERM to the agent: all workers end
+after the same step, and the next generation goes on without the node.
 
 The store is found by the options of the agents, their file, or the environment; without any of them it is that of the
 job which this user's agents on this machine belong to.
@@ -52,13 +52,8 @@ TIMEOUT: Option[float] = Option(
     "timeout",
     duration(0.1),
     "how long to wait until the node has left; longer than the --stop-grace of its job",
-    metavar="DURATION",
     default="2m",
 )
-
-
-class CannotDrain(CannotDo):
-    """The node does not leave."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -67,10 +62,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _work(store: Store, place: RendezvousConfig, node: str, command_line: Layer) -> None:
-    given = command_line.given.get(TIMEOUT.name)
-    timeout_s = given.value if given is not None else TIMEOUT.default_value
-    assert isinstance(timeout_s, float)
-    drain(store, place.job_id, node, timeout_s, lambda line: print(line, flush=True))
+    drain(store, place.job_id, node, command_line.value(TIMEOUT), lambda line: print(line, flush=True))
 
 
 def drain(
@@ -78,37 +70,37 @@ def drain(
     job: str,
     node: str,
     timeout_s: float,
-    tell: Callable[[str], None],
+    show: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Returns when the node has left. Raises CannotDrain, StoreError and RecordInvalid."""
+    """Returns when the node has left. Raises CannotDo, StoreError and RecordInvalid."""
     deadline = clock() + timeout_s
     incarnation = _ask(store, job, node)
-    tell(f"node {node} is asked to leave job {job}")
-    told, silent = "", False
+    show(f"node {node} is asked to leave job {job}")
+    shown, away = "", False
     while True:
         try:
-            world, nodes, wish = _read(store, job, node)
+            world, nodes, request = _read(store, job, node)
         except StoreUnavailable as error:
-            if not silent:
-                tell(f"the store does not answer, trying on: {error}")
-            silent = True
+            if not away:
+                show(f"the store does not answer, trying on: {error}")
+            away = True
         else:
-            silent = False
+            away = False
             record = next((each for each in nodes if life_of(each.incarnation) == incarnation), None)
             if record is None:
-                _take_back(store, wish, incarnation)
-                tell(f"node {node} has left; {_state(world)}")
+                _withdraw(store, request, incarnation)
+                show(f"node {node} has left; {_state(world)}")
                 return
-            state = f"{'leaving' if record.leaving else 'has not heard of it yet'}; {_state(world)}"
-            if state != told:
-                told = state
-                tell(f"node {node}: {state}")
+            state = f"{'leaving' if record.leaving else 'has not read the request yet'}; {_state(world)}"
+            if state != shown:
+                shown = state
+                show(f"node {node}: {state}")
         if clock() >= deadline:
-            raise CannotDrain(
+            raise CannotDo(
                 DrainCode.TIMED_OUT,
-                f"node {node} has not left within {timeout_s:g} s: {told or 'nothing is known of it'}. It was asked, "
+                f"node {node} has not left within {timeout_s:g} s: {shown or 'nothing is known of it'}. It was asked, "
                 "and may still leave; look with elastic-agent status",
             )
         sleep(min(LOOK_S, max(0.0, deadline - clock())))
@@ -147,22 +139,22 @@ def _meeting_place_here(command_line: Layer, environ: Mapping[str, str]) -> Rend
 
 
 def _ask(store: Store, job: str, node: str) -> str:
-    """Write the wish; the life of the agent that it is for."""
+    """Write the request; returns the incarnation that it is for."""
     for _ in range(10):
-        world, nodes, wish = _read(store, job, node)
+        world, nodes, request = _read(store, job, node)
         if world is None and not nodes:
-            raise CannotDrain(
+            raise CannotDo(
                 DrainCode.NO_JOB,
                 f"the store holds nothing of a job {job!r}: check --rdzv-id and --rdzv-endpoint",
             )
         record = next((each for each in nodes if each.node == node), None)
         if record is None and world is not None and world.phase is Phase.ENDED:
-            raise CannotDrain(DrainCode.NO_JOB, f"job {job!r} has ended: {world.cause.detail}")
+            raise CannotDo(DrainCode.NO_JOB, f"job {job!r} has ended: {world.cause.detail}")
         if record is None:
             names = shortened(each.node for each in nodes) or "none"
-            raise CannotDrain(DrainCode.NO_NODE, f"job {job!r} has no node {node!r} now; its nodes: {names}")
+            raise CannotDo(DrainCode.NO_NODE, f"job {job!r} has no node {node!r} now; its nodes: {names}")
         life = life_of(record.incarnation)
-        compare = Compare(drain_key(node), wish.mod_revision if wish is not None else 0)
+        compare = Compare(drain_key(node), request.mod_revision if request is not None else 0)
         if store.transact((compare,), (Put(compare.key, DrainRequest(life).to_json()),)).succeeded:
             return life
     raise StoreUnavailable(f"others write {drain_key(node)!r} all the time")
@@ -179,10 +171,10 @@ def _records(entries: Iterable[Entry]) -> Iterable[NodeRecord]:
             yield NodeRecord.from_json(entry.key, entry.value)
 
 
-def _take_back(store: Store, wish: Entry | None, incarnation: str) -> None:
-    """Delete the wish of an agent that ended before it read it."""
-    if wish is not None and DrainRequest.from_json(wish.key, wish.value).incarnation == incarnation:
-        store.transact((Compare(wish.key, wish.mod_revision),), (Delete(wish.key),))
+def _withdraw(store: Store, request: Entry | None, incarnation: str) -> None:
+    """Delete the request of an agent that ended before it read it."""
+    if request is not None and DrainRequest.from_json(request.key, request.value).incarnation == incarnation:
+        store.transact((Compare(request.key, request.mod_revision),), (Delete(request.key),))
 
 
 def _state(world: World | None) -> str:

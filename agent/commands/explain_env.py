@@ -27,8 +27,7 @@ from ..common.variables import USER, Variable, settle
 from ..configuration.config import HELP, Config, ConfigError
 from ..configuration.options import SECRET_VARIABLES
 from ..configuration.reading.sources import read_argv
-from ..configuration.types.option import Option, Source
-from ..configuration.types.parsers import YES_OR_NO
+from ..configuration.types.option import Group, Source
 from ..machine.inventory import Machine, prepare
 from ..machine.network.choice import NotReady
 from ..output.log_folders import run_folder
@@ -41,9 +40,8 @@ Prints the variables that you or the agent choose for a worker, each with its va
 nothing; --json prints a list of objects. docs/tuning.md says what to do with it.
 """
 
-JSON: Option[bool] = Option(
-    "json", YES_OR_NO, "one JSON document instead of text", default="false", flag=True, sources=Source.CLI
-)
+OWN_OPTIONS = Group("explain-env")
+JSON = OWN_OPTIONS.flag("json", "one JSON document instead of text", sources=Source.CLI)
 
 NEW_ID = "<new for every start>"
 RUN_DIR = Path("<run dir>")
@@ -86,7 +84,7 @@ class Explained:
 
 def main(words: Sequence[str]) -> int:
     """Returns an `ExitCode`."""
-    command_line = read_argv(words, (JSON,))
+    command_line = read_argv(words, OWN_OPTIONS)
     if HELP.name in command_line.given:
         print(_USAGE, end="")
         return ExitCode.SUCCESS
@@ -101,9 +99,8 @@ def main(words: Sequence[str]) -> int:
     if isinstance(machine.network, NotReady):
         print(f"elastic-agent explain-env: without the network's: {machine.network.missing}", file=sys.stderr)
     rows = explain(resolved.config, machine, environ)
-    wants_json = JSON.name in command_line.given and command_line.given[JSON.name].value
     with contextlib.suppress(BrokenPipeError):  # the reader has seen enough
-        print(_json(rows) if wants_json else _text(rows), flush=True)
+        print(_json(rows) if command_line.value(JSON) else _text(rows), flush=True)
     return ExitCode.SUCCESS
 
 

@@ -32,10 +32,6 @@ KEYS_AT_ONCE = MOST_OPERATIONS // 2
 """Each is compared, and deleted."""
 
 
-class CannotForget(CannotDo):
-    """Nothing, or not all, was deleted."""
-
-
 def main(words: Sequence[str]) -> int:
     """Returns a `ForgetCode`."""
     return store_command("forget", words, ForgetCode, _USAGE, _meeting_place, _work)
@@ -46,10 +42,10 @@ def _work(store: Store, place: RendezvousConfig, job: str, command_line: Layer) 
 
 
 def forget(store: Store, job: str) -> int:
-    """How many keys there were. Raises CannotForget, StoreMismatch and other StoreErrors."""
+    """How many keys there were. Raises CannotDo, StoreMismatch and other StoreErrors."""
     entries = _read(store, job)
     if not entries:
-        raise CannotForget(
+        raise CannotDo(
             ForgetCode.NO_JOB, f"the store holds nothing of a job {job!r}: check its name and the prefix"
         )
     others = [entry for entry in entries if entry.key != WORLD_KEY]
@@ -86,7 +82,7 @@ def _read(store: Store, job: str) -> list[Entry]:
         entry.key.removeprefix(NODES_PREFIX) for entry in entries if entry.key.startswith(NODES_PREFIX)
     )
     if nodes:
-        raise CannotForget(
+        raise CannotDo(
             ForgetCode.ALIVE,
             f"job {job!r} has {len(nodes)} live nodes: {shortened(nodes)}. Stop their agents first (SIGTERM, or"
             " elastic-agent drain NODE); one that was killed is gone when its lease ends",

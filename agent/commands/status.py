@@ -13,12 +13,10 @@ import json
 import os
 import re
 import shutil
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeAlias, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from ...rendezvous.records import Endpoint
 from ..common.exits import StatusCode
@@ -26,8 +24,8 @@ from ..configuration.config import CONFIG_FILE, HELP, SCRIPT, ConfigError, Probl
 from ..configuration.reading.resolve import resolve_meeting_place
 from ..configuration.reading.sources import Layer, read_argv, read_environ
 from ..configuration.rendezvous import ENDPOINT, ETCD_OPTIONS, MEETING, STANDALONE, RendezvousConfig
-from ..configuration.types.option import Option
-from ..configuration.types.parsers import YES_OR_NO, Parser, duration, read_endpoint
+from ..configuration.types.option import Group, Option
+from ..configuration.types.parsers import Parser, duration, read_endpoint
 from ..observability.status.report import SCHEMA, JobReport, as_json, report
 from ..observability.status.sources import (
     AgentsSource,
@@ -40,6 +38,7 @@ from ..observability.status.sources import (
 )
 from ..observability.status.text import Screen, lines
 from ..workers.processes.run_files import agents_here, places
+from .store_command import command_help, one_line_errors
 
 _USAGE = """\
 usage: elastic-agent status [--json] [--watch[=SECONDS]] [--agent HOST:PORT]
@@ -63,55 +62,42 @@ def _read_agent(text: str) -> Endpoint:
     return found
 
 
-JSON: Option[bool] = Option(
-    "json",
-    YES_OR_NO,
-    "one JSON document instead of text; with --watch one in each line",
-    default="false",
-    flag=True,
+STATUS_OPTIONS = Group("status")
+AGENT: Option[Endpoint | None] = STATUS_OPTIONS.option(
+    "agent",
+    Parser("host:port", _read_agent),
+    "ask the agent whose metrics are served there; its log says where",
+    metavar="HOST:PORT",
 )
-WATCH: Option[float | None] = Option(
+JSON = STATUS_OPTIONS.flag("json", "one JSON document instead of text; with --watch one in each line")
+WATCH: Option[float | None] = STATUS_OPTIONS.option(
     "watch",
     Parser(duration(0.1).expects, _read_interval),
     f"look again and again, every {_INTERVAL} s or as often as said, until Ctrl-C",
     metavar="[=DURATION]",
     flag=True,
 )
-AGENT: Option[Endpoint | None] = Option(
-    "agent",
-    Parser("host:port", _read_agent),
-    "ask the agent whose metrics are served there; its log says where",
-    metavar="HOST:PORT",
+TIMEOUT: Option[float] = STATUS_OPTIONS.option(
+    "timeout", duration(0.1), "how long the store, and then the agents, may take to answer", default="3s"
 )
-TIMEOUT: Option[float] = Option(
-    "timeout",
-    duration(0.1),
-    "how long the store, and then the agents, may take to answer",
-    metavar="DURATION",
-    default="3s",
-)
-STATUS_OPTIONS: tuple[Option[object], ...] = (AGENT, JSON, WATCH, TIMEOUT)
 
 _OF_THE_STORE = frozenset(o.name for o in (*MEETING, *ETCD_OPTIONS) if o is not STANDALONE)
-
-T = TypeVar("T")
 
 
 def main(words: Sequence[str]) -> int:
     """Returns a `StatusCode`."""
     command_line = read_argv(_with_interval_attached(words), STATUS_OPTIONS)
     if HELP.name in command_line.given:
-        print(help_text())
+        print(command_help(_USAGE, StatusCode, STATUS_OPTIONS))
         return StatusCode.SHOWN
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what happened is said by us, in one line
     try:
         source = choose_source(command_line, os.environ)
-        watch = Watch(source, _value(command_line, TIMEOUT), time.monotonic)
-        screen = _json_screen if _value(command_line, JSON) else _text_screen
-        with _ended_by_ctrl_c():
-            return _show(watch, screen, _value(command_line, WATCH))
+        watch = Watch(source, command_line.value(TIMEOUT), time.monotonic)
+        screen = _json_screen if command_line.value(JSON) else _text_screen
+        with one_line_errors(StatusCode.INTERRUPTED):
+            return _show(watch, screen, command_line.value(WATCH))
     except ConfigError as error:
         print(f"elastic-agent status: {error}", file=sys.stderr)
         return StatusCode.BAD_CONFIG
@@ -119,32 +105,13 @@ def main(words: Sequence[str]) -> int:
         return StatusCode.OUTPUT_CLOSED
 
 
-@contextmanager
-def _ended_by_ctrl_c() -> Iterator[None]:
-    """At once and from anywhere: a KeyboardInterrupt may come where Python ignores it, or where it breaks a lock."""
-    before = signal.signal(signal.SIGINT, lambda number, frame: os._exit(StatusCode.INTERRUPTED))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def help_text() -> str:
-    options = (*STATUS_OPTIONS, HELP, CONFIG_FILE)
-    store = "Also every option of the agent's rendezvous and of etcd, and their variables; see elastic-agent --help."
-    codes = [f"  {int(code):>3}  {code.meaning}" for code in StatusCode]
-    return "\n".join(
-        [_USAGE, *(option.help_text() for option in options), "", store, "", "Exit codes:", *codes]
-    )
-
-
 # --- Which source
 
 
 def choose_source(command_line: Layer, environ: Mapping[str, str]) -> Source:
     """Raises ConfigError with all problems of whatever is looked at."""
-    given, timeout_s = command_line.given, _value(command_line, TIMEOUT)
-    agent = _value(command_line, AGENT)
+    given, timeout_s = command_line.given, command_line.value(TIMEOUT)
+    agent = command_line.value(AGENT)
     about_store = [setting.origin for name, setting in given.items() if name in _OF_THE_STORE]
     if not about_store and CONFIG_FILE.name not in given and SCRIPT.name in given:
         advice = "leave it out, or write --agent HOST:PORT to ask one agent"
@@ -283,11 +250,6 @@ def _text_screen(seen: Seen, interval_s: float | None) -> str:
 
 
 # --- Words
-
-
-def _value(layer: Layer, option: Option[T]) -> T:
-    given = layer.given.get(option.name)
-    return cast(T, given.value if given is not None else option.default_value)
 
 
 def _with_interval_attached(words: Sequence[str]) -> list[str]:

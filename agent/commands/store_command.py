@@ -1,17 +1,18 @@
-"""What the commands that change a job's store have in common: their words, how they find the store, how they end."""
+"""What the commands about a job have in common: their help, the options of the store, how they end."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
 from ...rendezvous.records import WORLD_KEY, World
 from ...rendezvous.store.interface import Entry, Store
-from ..common.exits import DrainCode, ForgetCode
+from ..common.exits import Code, DrainCode, ForgetCode
 from ..configuration.config import CONFIG_FILE, HELP, ConfigError
 from ..configuration.reading.sources import Layer, read_argv
 from ..configuration.rendezvous import RendezvousConfig
@@ -47,21 +48,17 @@ def store_command(
     subject = words[0] if words and not words[0].startswith("-") else None
     command_line = read_argv(words[1:] if subject is not None else words, options)
     if HELP.name in command_line.given:
-        print(_help(usage, codes, options))
+        print(command_help(usage, codes, options))
         return 0
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what happened is said by us, in one line
-    before = signal.signal(signal.SIGINT, lambda number, frame: os._exit(codes.INTERRUPTED))
     code: DrainCode | ForgetCode
     reason: Exception
     try:
-        place = meeting_place(subject, command_line)
-        assert subject is not None, "a problem of the configuration"
-        store = open_to_look(place, ANSWER_S)
-        try:
-            work(store, place, subject, command_line)
-        finally:
-            store.close()
-        return 0
+        with one_line_errors(codes.INTERRUPTED):
+            place = meeting_place(subject, command_line)
+            assert subject is not None, "a problem of the configuration"
+            with contextlib.closing(open_to_look(place, ANSWER_S)) as store:
+                work(store, place, subject, command_line)
+            return 0
     except CannotDo as error:
         code, reason = error.code, error
     except (ConfigError, StoreRefused) as error:
@@ -70,8 +67,6 @@ def store_command(
         code, reason = codes.MISMATCH, error
     except StoreError as error:
         code, reason = codes.NO_ANSWER, error
-    finally:
-        signal.signal(signal.SIGINT, before)
     print(f"elastic-agent {name}: {reason}", file=sys.stderr)
     return code
 
@@ -87,17 +82,22 @@ def world_of(job: str, entries: Iterable[Entry]) -> World | None:
     return world
 
 
-def _help(usage: str, codes: type[DrainCode] | type[ForgetCode], options: Sequence[Option[Any]]) -> str:
+def command_help(usage: str, codes: Iterable[Code], options: Iterable[Option[Any]]) -> str:
+    """`options` are the command's own."""
     store = "Also every option of the agent's rendezvous and of etcd, and their variables; see elastic-agent --help."
-    lines = [f"  {int(code):>3}  {code.meaning}" for code in codes]
+    own = [option.help_text() for option in (*options, HELP, CONFIG_FILE)]
     return "\n".join(
-        [
-            usage,
-            *(option.help_text() for option in (*options, HELP, CONFIG_FILE)),
-            "",
-            store,
-            "",
-            "Exit codes:",
-            *lines,
-        ]
+        [usage, *own, "", store, "", "Exit codes:", *(f"  {int(code):>3}  {code.meaning}" for code in codes)]
     )
+
+
+@contextlib.contextmanager
+def one_line_errors(interrupted: int) -> Iterator[None]:
+    """No log line of torch, and Ctrl-C ends the process at once and from anywhere: a KeyboardInterrupt may come where
+    Python ignores it, or where it breaks a lock."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    before = signal.signal(signal.SIGINT, lambda number, frame: os._exit(interrupted))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TypeVar
 
-_C = TypeVar("_C", bound="_Code")
+_C = TypeVar("_C", bound="Code")
 
 
-class _Code(IntEnum):
+class Code(IntEnum):
     """One way to end; `meaning` is the sentence for the operator."""
 
     meaning: str
@@ -24,7 +24,7 @@ class _Code(IntEnum):
         return member
 
 
-class ExitCode(_Code):
+class ExitCode(Code):
     """How an agent ends."""
 
     SUCCESS = 0, "every worker of the last generation ended with exit code 0"
@@ -70,7 +70,7 @@ class ExitCode(_Code):
     STOPPED_BY_SIGTERM = 143, "stopped by SIGTERM, after the workers were stopped"
 
 
-class StatusCode(_Code):
+class StatusCode(Code):
     """How `elastic-agent status` ends. `docs/status.md` shows the same table."""
 
     SHOWN = 0, "the job was shown, in whatever state it is"
@@ -83,7 +83,7 @@ class StatusCode(_Code):
     OUTPUT_CLOSED = 141, "the reader of the output has closed it"
 
 
-class DrainCode(_Code):
+class DrainCode(Code):
     """How `elastic-agent drain` ends. `docs/rendezvous.md` shows the same table."""
 
     LEFT = 0, "the node has left the job"
@@ -96,7 +96,7 @@ class DrainCode(_Code):
     INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C); the node leaves all the same, if it was asked"
 
 
-class ForgetCode(_Code):
+class ForgetCode(Code):
     """How `elastic-agent forget` ends. `docs/rendezvous.md` shows the same table."""
 
     FORGOTTEN = 0, "nothing of the job is left in the store"

@@ -10,7 +10,8 @@ import pytest
 
 from elastic_agent.agent.commands import drain as drain_command
 from elastic_agent.agent.commands import store_command
-from elastic_agent.agent.commands.drain import CannotDrain, drain, main
+from elastic_agent.agent.commands.drain import drain, main
+from elastic_agent.agent.commands.store_command import CannotDo
 from elastic_agent.agent.common.exits import DrainCode
 from elastic_agent.agent.configuration.rendezvous import RendezvousConfig
 from elastic_agent.rendezvous.errors import StoreMismatch, StoreUnavailable
@@ -43,7 +44,7 @@ class Scene:
     def __init__(self) -> None:
         self.store = MemoryStore()
         self.now = 0.0
-        self.told: list[str] = []
+        self.shown: list[str] = []
         self.happens: Iterator[Callable[[], object]] = iter(())
 
     def put(self, *things: World | NodeRecord) -> None:
@@ -55,7 +56,7 @@ class Scene:
         self.store.transact((), (Delete(key),))
 
     @property
-    def wish(self) -> DrainRequest | None:
+    def request(self) -> DrainRequest | None:
         entries = self.store.read((drain_key("b"),)).entries
         return next((DrainRequest.from_json(entry.key, entry.value) for entry in entries), None)
 
@@ -64,10 +65,10 @@ class Scene:
         next(self.happens, lambda: None)()
 
     def drain(self, node: str = "b", timeout_s: float = 60.0) -> None:
-        drain(self.store, "job", node, timeout_s, self.told.append, lambda: self.now, self.sleep)
+        drain(self.store, "job", node, timeout_s, self.shown.append, lambda: self.now, self.sleep)
 
-    def fails(self, node: str = "b", timeout_s: float = 60.0) -> CannotDrain:
-        with pytest.raises(CannotDrain) as caught:
+    def fails(self, node: str = "b", timeout_s: float = 60.0) -> CannotDo:
+        with pytest.raises(CannotDo) as caught:
             self.drain(node, timeout_s)
         return caught.value
 
@@ -80,7 +81,7 @@ def scene() -> Iterator[Scene]:
     scene.store.close()
 
 
-def test_it_tells_how_far_the_node_has_come_each_thing_once(scene: Scene) -> None:
+def test_each_state_of_the_node_is_shown_once(scene: Scene) -> None:
     draining = replace(WORLD, phase=Phase.DRAINING, cause=LEAVE)
     scene.happens = iter(
         [
@@ -94,9 +95,9 @@ def test_it_tells_how_far_the_node_has_come_each_thing_once(scene: Scene) -> Non
     )
     scene.drain()
     ends = "generation 4 on a, b ends between two steps: node b was asked to stop"
-    assert scene.told == [
+    assert scene.shown == [
         "node b is asked to leave job job",
-        "node b: has not heard of it yet; generation 4 runs on a, b",
+        "node b: has not read the request yet; generation 4 runs on a, b",
         "node b: leaving; generation 4 runs on a, b",
         f"node b: leaving; {ends}",
         "node b: leaving; generation 5 runs on a",
@@ -104,23 +105,23 @@ def test_it_tells_how_far_the_node_has_come_each_thing_once(scene: Scene) -> Non
     ]
 
 
-def test_the_wish_names_the_life_of_the_agent(scene: Scene) -> None:
+def test_the_request_names_the_incarnation(scene: Scene) -> None:
     assert scene.fails(timeout_s=0.5).code is DrainCode.TIMED_OUT
-    assert scene.wish == DrainRequest("life-b")
+    assert scene.request == DrainRequest("life-b")
     assert 0.5 <= scene.now < 1.0
 
 
-def test_a_wish_of_old_is_replaced(scene: Scene) -> None:
+def test_an_older_request_is_replaced(scene: Scene) -> None:
     scene.store.transact((), (Put(drain_key("b"), DrainRequest("another").to_json()),))
     scene.fails(timeout_s=0.1)
-    assert scene.wish == DrainRequest("life-b")
+    assert scene.request == DrainRequest("life-b")
 
 
-def test_a_node_that_was_lost_before_it_heard_leaves_no_wish_behind(scene: Scene) -> None:
+def test_a_node_that_was_lost_before_it_read_the_request_leaves_none_behind(scene: Scene) -> None:
     scene.happens = iter([lambda: scene.put(replace(B, incarnation="next-life"))])
     scene.drain()
-    assert scene.told[-1].startswith("node b has left")
-    assert scene.wish is None
+    assert scene.shown[-1].startswith("node b has left")
+    assert scene.request is None
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_who_cannot_leave(
     error = scene.fails()
     assert error.code is code
     assert text in str(error)
-    assert scene.wish is None
+    assert scene.request is None
     scene.store.close()
 
 
@@ -158,7 +159,7 @@ def test_another_jobs_store_is_left_alone(scene: Scene) -> None:
     scene.put(replace(WORLD, job="other"))
     with pytest.raises(StoreMismatch):
         scene.drain()
-    assert scene.wish is None
+    assert scene.request is None
 
 
 def test_a_store_that_is_away_for_a_while_is_said_once(scene: Scene) -> None:
@@ -175,7 +176,7 @@ def test_a_store_that_is_away_for_a_while_is_said_once(scene: Scene) -> None:
     scene.put(WORLD, A, B)
     scene.happens = iter([lambda: setattr(store, "away", 3)])
     assert scene.fails(timeout_s=2.0).code is DrainCode.TIMED_OUT
-    assert scene.told.count("the store does not answer, trying on: cut off") == 1
+    assert scene.shown.count("the store does not answer, trying on: cut off") == 1
 
 
 C10D = {"rdzv-backend": "c10d", "rdzv-endpoint": "10.0.0.1:29400", "rdzv-id": "digits"}

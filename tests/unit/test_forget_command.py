@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.commands import store_command
-from elastic_agent.agent.commands.forget import KEYS_AT_ONCE, CannotForget, forget, main
+from elastic_agent.agent.commands.forget import KEYS_AT_ONCE, forget, main
+from elastic_agent.agent.commands.store_command import CannotDo
 from elastic_agent.agent.common.exits import ForgetCode
 from elastic_agent.rendezvous.errors import StoreMismatch, StoreUnavailable
 from elastic_agent.rendezvous.records import (
@@ -47,7 +48,7 @@ def test_all_that_an_ended_job_has_left_is_deleted(store: MemoryStore) -> None:
 def test_a_job_with_live_nodes_is_left_alone(store: MemoryStore) -> None:
     before = keys(store)
     store.transact((), (Put(node_key("b"), "{}"),))
-    with pytest.raises(CannotForget, match="has 1 live nodes: b") as caught:
+    with pytest.raises(CannotDo, match="has 1 live nodes: b") as caught:
         forget(store, "job")
     assert caught.value.code is ForgetCode.ALIVE
     assert keys(store) == sorted([*before, node_key("b")])
@@ -80,7 +81,7 @@ def test_the_world_of_another_job_is_left_alone() -> None:
 
 
 def test_an_unknown_job_is_named() -> None:
-    with pytest.raises(CannotForget, match="nothing of a job 'job'") as caught:
+    with pytest.raises(CannotDo, match="nothing of a job 'job'") as caught:
         forget(MemoryStore(), "job")
     assert caught.value.code is ForgetCode.NO_JOB
 

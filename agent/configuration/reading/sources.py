@@ -71,6 +71,11 @@ class Layer:
     warnings: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
 
+    def value(self, option: Option[T]) -> T:
+        """Or its default."""
+        given = self.given.get(option.name)
+        return cast(T, given.value if given is not None else option.default_value)
+
     def put(self, option: Option[object], text: str, origin: str) -> None:
         """Read one written value. A later one for the same option replaces it."""
         try:
