@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 from ....rendezvous.etcd.kind import ETCD
 from ....rendezvous.records import Endpoint
@@ -106,49 +106,43 @@ class _Rules:
             involved = {option.name, *(other.name for other in others)}
             self.broken.append((involved, Problem(origin, setting.text or None, expected, advice)))
 
+    def expect_less(self, lower: Option[Any], upper: Option[Any], *, or_equal: bool = False) -> None:
+        """Of two numbers, where both are set."""
+        low, high = self.settings[lower], self.settings[upper]
+        if low.value is not None and high.value is not None:
+            self.expect(
+                low.value < high.value or (or_equal and low.value == high.value),
+                lower,
+                f"{'at most' if or_equal else 'less than'} {upper.name}, which is {_in_force(high)}",
+                f"lower --{lower.name} or raise --{upper.name}",
+                upper,
+            )
+
     def expect_of_etcd(self, holds: bool, option: Option[object], expected: str, advice: str) -> None:
         self.expect(holds, option, expected, advice, BACKEND, ENDPOINT, *ETCD_OPTIONS)
 
 
 def _check_nodes_and_times(rules: _Rules) -> None:
     settings = rules.settings
-    least, most = settings[MIN_NODES], cast("Setting[int]", settings[MAX_NODES])
+    rules.expect_less(MIN_NODES, MAX_NODES, or_equal=True)
+    lease = settings[LEASE_TTL]
     rules.expect(
-        least.value <= most.value,
-        MIN_NODES,
-        f"at most max-nodes, which is {most.value} ({most.origin})",
-        "lower --min-nodes or raise --max-nodes",
-        MAX_NODES,
-    )
-    join, last_call, lease = settings[JOIN_TIMEOUT], settings[LAST_CALL], settings[LEASE_TTL]
-    rules.expect(
-        join.value > lease.value,
+        settings[JOIN_TIMEOUT].value > lease.value,
         JOIN_TIMEOUT,
-        f"more than lease-ttl, which is {lease.value:g} s ({lease.origin})",
+        f"more than lease-ttl, which is {_in_force(lease)}",
         "raise --join-timeout or lower --lease-ttl",
         LEASE_TTL,
     )
-    rules.expect(
-        join.value > last_call.value,
-        LAST_CALL,
-        f"less than join-timeout, which is {join.value:g} s ({join.origin})",
-        "lower --last-call or raise --join-timeout",
-        JOIN_TIMEOUT,
-    )
-    grace, limit, drain = settings[STOP_GRACE], settings[SERVICE_STOP_LIMIT], settings[DRAIN_TIMEOUT]
-    rules.expect(
-        drain.value is None or drain.value < grace.value or drain.value == 0,
-        DRAIN_TIMEOUT,
-        f"less than stop-grace, which is {grace.value:g} s ({grace.origin})",
-        "lower --drain-timeout or raise --stop-grace",
-        STOP_GRACE,
-    )
+    rules.expect_less(LAST_CALL, JOIN_TIMEOUT)
+    if settings[DRAIN_TIMEOUT].value != 0:
+        rules.expect_less(DRAIN_TIMEOUT, STOP_GRACE)
+    grace, limit = settings[STOP_GRACE], settings[SERVICE_STOP_LIMIT]
     if limit.value is not None:
         needed_s = whole_stop_s(grace.value)
         rules.expect(
             needed_s <= limit.value,
             STOP_GRACE,
-            f"a stop that ends within service-stop-limit, which is {limit.value:g} s ({limit.origin}): it can take"
+            f"a stop that ends within service-stop-limit, which is {_in_force(limit)}: it can take"
             f" stop-grace, as long again (at least {LAST_SAVE_S:g} s) to bring to disk what only this node has, and"
             f" {LEAVING_S:g} s to leave the job",
             "lower --stop-grace, or let the service manager wait longer and say so with"
@@ -164,14 +158,12 @@ def _check_training_timeouts(rules: _Rules, environ: Mapping[str, str]) -> None:
         rules.expect(
             hang.value < group.value,
             PROCESS_GROUP_TIMEOUT,
-            f"more than hang-timeout, which is {hang.value:g} s ({hang.origin})",
+            f"more than hang-timeout, which is {_in_force(hang)}",
             "raise --process-group-timeout, or leave it out and it is twice --hang-timeout",
             HANG_TIMEOUT,
         )
-    heartbeat, group_s = (
-        environ.get(HEARTBEAT_VARIABLE),
-        process_group_s(TimeoutConfig(hang.value, group.value)),
-    )
+    heartbeat = environ.get(HEARTBEAT_VARIABLE)
+    group_s = process_group_s(TimeoutConfig(hang.value, group.value))
     if heartbeat is None or group_s is None:
         return
     origin = group.origin if group.value is not None else f"twice hang-timeout, {hang.origin}"
@@ -192,7 +184,7 @@ def _check_meeting_place(rules: _Rules) -> None:
         rules.expect(
             most.value == 1,
             BACKEND,
-            f"{shared}, because max-nodes is {most.value} ({most.origin}) and no other node can join a {kind} store",
+            f"{shared}, because max-nodes is {_in_force(most)} and no other node can join a {kind} store",
             f"use --rdzv-backend {shared}, or --max-nodes 1",
             MAX_NODES,
             MIN_NODES,
@@ -359,6 +351,11 @@ def _check_file(rules: _Rules, option: Option[Path | None], *, private: bool) ->
         BACKEND,
         ENDPOINT,
     )
+
+
+def _in_force(setting: Setting[Any]) -> str:
+    unit = " s" if isinstance(setting.value, float) else ""
+    return f"{setting.value:g}{unit} ({setting.origin})"
 
 
 def _readable_by_others(found: os.stat_result) -> bool:
