@@ -15,7 +15,13 @@ from elastic_agent.agent.common.exits import StatusCode
 from elastic_agent.agent.configuration.rendezvous import EtcdConfig, RendezvousConfig
 from elastic_agent.agent.configuration.types.values import Secret
 from elastic_agent.agent.observability.status import sources as status_sources
-from elastic_agent.agent.observability.status.pages import JOB_PATH, STATUS_PATH, JobStatus, NodeStatus
+from elastic_agent.agent.observability.status.pages import (
+    JOB_PATH,
+    STATUS_PAGE,
+    STATUS_PATH,
+    JobStatus,
+    NodeStatus,
+)
 from elastic_agent.agent.observability.status.sources import (
     AT_ONCE,
     AgentsSource,
@@ -46,7 +52,7 @@ class Node:
     def __init__(self, status: NodeStatus, job: JobStatus) -> None:
         self.status, self.job = status, job
         ok = Probe(True, "")
-        pages = {STATUS_PATH: lambda: self.status.to_json(), JOB_PATH: lambda: self.job.to_json()}
+        pages = {STATUS_PATH: lambda: STATUS_PAGE.encode(self.status), JOB_PATH: lambda: self.job.to_json()}
         listener = socket.create_server(("127.0.0.1", 0))
         self.server = HealthServer(listener, lambda: b"", lambda: ok, lambda: ok, pages, Thread)
         self.http = Endpoint(*self.server.address)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated
 
-from ....rendezvous.fields import Fields
+from ....codec import Count, Document, Seconds, Text, Within
+from ....rendezvous.fields import NAME, Fields, clean
 from ....rendezvous.node.snapshot import NodeSnapshot
 from ....rendezvous.records import MAX_RECORD_BYTES, MAX_TEXT, NodeRecord, Phase, World
 from ....worker.wire.messages import Report, SaveReport
@@ -34,13 +35,13 @@ PAGE_RESTS = 30.0
 """A page is not made again before so many times the time that it took: a client that asks and asks takes 3 % of a
 processor from the main loop, at most. With 1,000 nodes, 32 ms each time, the page is a second old."""
 
-_PAGE = "its answer"
+Name = Annotated[str, Text(128, NAME)]
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    step: int
-    age_s: float | None
+    step: Count
+    age_s: Seconds | None
     """None when workers of this node have loaded it, and another agent knows when it was saved."""
 
 
@@ -48,68 +49,40 @@ class Checkpoint:
 class NodeStatus:
     """What one agent says of itself. Ages are None where nothing has happened yet."""
 
-    job: str
-    node: str
-    incarnation: str
-    version: str
-    up_s: float
+    job: Name
+    node: Name
+    incarnation: Name
+    version: Annotated[str, Text(64, clean=clean)]
+    up_s: Seconds
     """Age of this agent."""
-    state: str = "init"
+    state: Name
     """A state of the metric elastic_agent_state."""
-    waiting_for: str = "the rendezvous store"
+    waiting_for: Annotated[str, Text(MAX_TEXT, clean=clean)]
     """Empty while its workers run."""
-    coordinates: bool = False
-    world: int = 0
+    coordinates: bool
+    world: Count
     """The generation of the world that it knows; 0 when there is none."""
-    phase: str = ""
+    phase: Annotated[str, Text(16, clean=clean)]
     """Its phase; empty when there is none."""
-    phase_s: float | None = None
+    phase_s: Seconds | None
     """Since when it has known of this phase."""
-    generation: int = 0
+    generation: Count
     """The generation whose workers are on this node; 0 when there are none."""
-    workers: int = 0
+    workers: Annotated[int, Within(0, 4096)]
     """How many of them are alive."""
-    running_s: float | None = None
+    running_s: Seconds | None
     """Age of these workers."""
-    step: int = 0
-    step_s: float | None = None
-    checkpoint: Checkpoint | None = None
-    lease_s: float | None = None
+    step: Count
+    step_s: Seconds | None
+    checkpoint: Checkpoint | None
+    lease_s: Seconds | None
     """Age of the newest confirmation of its lease; None without a lease."""
-    lease_ttl_s: float
-    max_restarts: int | None
-    backoff_s: float = 0.0
+    lease_ttl_s: Seconds
+    max_restarts: Count | None
+    backoff_s: Seconds
 
-    def to_json(self) -> str:
-        return json.dumps({"v": SCHEMA, **asdict(self)}, separators=(",", ":"))
 
-    @staticmethod
-    def from_json(text: str) -> NodeStatus:
-        """Raises RecordInvalid."""
-        fields = Fields.of_text(_PAGE, text, SCHEMA, MAX_STATUS_BYTES)
-        return NodeStatus(
-            job=fields.name("job"),
-            node=fields.name("node"),
-            incarnation=fields.name("incarnation"),
-            version=fields.text("version", 64),
-            up_s=fields.duration("up_s"),
-            state=fields.name("state"),
-            waiting_for=fields.text("waiting_for", MAX_TEXT),
-            coordinates=fields.boolean("coordinates"),
-            world=fields.integer("world"),
-            phase=fields.text("phase", 16),
-            phase_s=fields.age("phase_s"),
-            generation=fields.integer("generation"),
-            workers=fields.integer("workers", 0, 4096),
-            running_s=fields.age("running_s"),
-            step=fields.integer("step"),
-            step_s=fields.age("step_s"),
-            checkpoint=fields.optional("checkpoint", _checkpoint),
-            lease_s=fields.age("lease_s"),
-            lease_ttl_s=fields.duration("lease_ttl_s"),
-            max_restarts=fields.integer_or_none("max_restarts"),
-            backoff_s=fields.duration("backoff_s"),
-        )
+STATUS_PAGE = Document(NodeStatus, SCHEMA, MAX_STATUS_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +108,7 @@ class JobStatus:
     @staticmethod
     def from_json(text: str) -> JobStatus:
         """Raises RecordInvalid."""
-        fields = Fields.of_text(_PAGE, text, SCHEMA, MAX_JOB_BYTES)
+        fields = Fields.of_text("its answer", text, SCHEMA, MAX_JOB_BYTES)
         return JobStatus(
             job=fields.name("job"),
             world=fields.optional("world", World.read),
@@ -164,23 +137,19 @@ def _without_output(world: World) -> World:
     return replace(world, cause=replace(world.cause, failure=replace(world.cause.failure, detail=detail)))
 
 
-def _checkpoint(fields: Fields) -> Checkpoint:
-    return Checkpoint(fields.integer("step"), fields.age("age_s"))
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What the main loop has shown last, for any thread. Instants are monotonic."""
 
-
-_AGES = ("up_s", "phase_s", "running_s", "step_s", "lease_s")
-
-
-def _aged(status: NodeStatus, now: float) -> NodeStatus:
-    """`status` has instants in the place of ages."""
-
-    def age(instant: float | None) -> float | None:
-        return max(0.0, now - instant) if instant is not None else None
-
-    ages: dict[str, Any] = {name: age(getattr(status, name)) for name in _AGES}
-    if status.checkpoint is not None:
-        ages["checkpoint"] = replace(status.checkpoint, age_s=age(status.checkpoint.age_s))
-    return replace(status, **ages)
+    snapshot: NodeSnapshot
+    state: str = "init"
+    generation: int = 0
+    running_since: float | None = None
+    workers: int = 0
+    step: int = 0
+    stepped_at: float | None = None
+    checkpoint: int | None = None
+    saved_at: float | None = None
 
 
 class StatusPages:
@@ -197,69 +166,83 @@ class StatusPages:
         max_restarts: int | None,
         clock: Callable[[], float],
     ) -> None:
+        self._job_name, self._version = job, version
+        self._lease_ttl_s, self._max_restarts = lease_ttl_s, max_restarts
         self._clock = clock
-        self._status = NodeStatus(
-            job=job,
-            node=node,
-            incarnation=incarnation,
-            version=version,
-            up_s=clock(),
-            lease_ttl_s=lease_ttl_s,
-            max_restarts=max_restarts,
-        )
-        """With instants, monotonic, in the place of ages: those are counted when the page is asked for."""
-        self._job = JobStatus(job, None, (), None, complete=False)
+        self._started_at = clock()
+        self._seen = _Seen(NodeSnapshot(node, incarnation, waiting_for="the rendezvous store"))
         self._job_page = ""
         self._job_page_due_at = clock()
 
     def look(self, snapshot: NodeSnapshot, group: WorkerGroup | None, state: str, now: float) -> None:
         """After every turn."""
-        before, world = self._status, snapshot.world
         generation = group.generation if group is not None else 0
-        since = before.running_s if generation == before.generation else now
-        self._status = replace(
-            before,
-            incarnation=snapshot.incarnation,
+        begun_at = self._seen.running_since if generation == self._seen.generation else now
+        self._seen = replace(
+            self._seen,
+            snapshot=snapshot,
             state=state,
-            waiting_for="" if snapshot.undisturbed or _over(world) else snapshot.waiting_for[:MAX_TEXT],
-            coordinates=snapshot.coordinates,
-            world=world.generation if world is not None else 0,
-            phase=world.phase.value if world is not None else "",
-            phase_s=snapshot.world_since if world is not None else None,
             generation=generation,
+            running_since=begun_at if generation else None,
             workers=group.running if group is not None else 0,
-            running_s=since if generation else None,
-            lease_s=snapshot.confirmed_at,
-            backoff_s=snapshot.backoff_s,
         )
-        nodes, coordinator = snapshot.known_nodes, snapshot.coordinator
-        self._job = JobStatus(before.job, world, nodes, coordinator, snapshot.coordinates)
 
     def stepped(self, step: int, at: float) -> None:
         """A worker of the present generation has finished this step."""
-        self._status = replace(self._status, step=step, step_s=at)
+        self._seen = replace(self._seen, step=step, stepped_at=at)
 
     def reported(self, report: Report, now: float) -> None:
         """A worker of the present generation has."""
-        known = self._status.checkpoint
         if report.tier != "local" or report.result != "ok":
             return  # what is in memory ends with the agent
         if isinstance(report, SaveReport):
-            self._status = replace(self._status, checkpoint=Checkpoint(report.step, now))
-        elif known is None or report.step != known.step:
-            self._status = replace(self._status, checkpoint=Checkpoint(report.step, None))
+            self._seen = replace(self._seen, checkpoint=report.step, saved_at=now)
+        elif report.step != self._seen.checkpoint:
+            self._seen = replace(self._seen, checkpoint=report.step, saved_at=None)
 
     def node(self) -> str:
-        return _aged(self._status, self._clock()).to_json()
+        seen, now = self._seen, self._clock()
+        snapshot, world = seen.snapshot, seen.snapshot.world
+        over = world is not None and world.phase is Phase.ENDED
+
+        def age(instant: float | None) -> float | None:
+            return max(0.0, now - instant) if instant is not None else None
+
+        status = NodeStatus(
+            job=self._job_name,
+            node=snapshot.node,
+            incarnation=snapshot.incarnation,
+            version=self._version,
+            up_s=now - self._started_at,
+            state=seen.state,
+            waiting_for="" if snapshot.undisturbed or over else snapshot.waiting_for[:MAX_TEXT],
+            coordinates=snapshot.coordinates,
+            world=world.generation if world is not None else 0,
+            phase=world.phase.value if world is not None else "",
+            phase_s=age(snapshot.world_since) if world is not None else None,
+            generation=seen.generation,
+            workers=seen.workers,
+            running_s=age(seen.running_since),
+            step=seen.step,
+            step_s=age(seen.stepped_at),
+            checkpoint=Checkpoint(seen.checkpoint, age(seen.saved_at))
+            if seen.checkpoint is not None
+            else None,
+            lease_s=age(snapshot.confirmed_at),
+            lease_ttl_s=self._lease_ttl_s,
+            max_restarts=self._max_restarts,
+            backoff_s=snapshot.backoff_s,
+        )
+        return STATUS_PAGE.encode(status)
 
     def job(self) -> str:
         """Of the last moment or two, where there are many nodes. Called by one thread."""
         now = self._clock()
         if now >= self._job_page_due_at:
-            self._job_page = self._job.to_json()
+            seen = self._seen.snapshot
+            known = JobStatus(
+                self._job_name, seen.world, seen.known_nodes, seen.coordinator, complete=seen.coordinates
+            )
+            self._job_page = known.to_json()
             self._job_page_due_at = now + PAGE_RESTS * (self._clock() - now)
         return self._job_page
-
-
-def _over(world: World | None) -> bool:
-    return world is not None and world.phase is Phase.ENDED

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
+from ....codec import Invalid
 from ....rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
 from ....rendezvous.records import NODES_PREFIX, WORLD_KEY, Endpoint, NodeRecord, World
 from ....rendezvous.store.interface import Entry, Store
@@ -22,7 +23,7 @@ from ...common.exits import StatusCode
 from ...common.http_get import NoAnswer, get
 from ...configuration.rendezvous import RendezvousConfig
 from ...rendezvous_io.store_opening import open_to_look
-from .pages import JOB_PATH, MAX_JOB_BYTES, MAX_STATUS_BYTES, STATUS_PATH, JobStatus, NodeStatus
+from .pages import JOB_PATH, MAX_JOB_BYTES, MAX_STATUS_BYTES, STATUS_PAGE, STATUS_PATH, JobStatus, NodeStatus
 
 AT_ONCE = 128
 """Questions under way, each in a thread of its own."""
@@ -97,7 +98,7 @@ def ask_all(
             return Unreachable.REFUSED
         except OSError:
             return Unreachable.SILENT
-        except (NoAnswer, RecordInvalid):
+        except (NoAnswer, Invalid, RecordInvalid):
             return Unreachable.STRANGE
 
     with ThreadPoolExecutor(min(AT_ONCE, len(whom)), thread_name_prefix="ask") as pool:
@@ -109,7 +110,7 @@ def ask_nodes(job: JobStatus, timeout_s: float) -> dict[str, NodeAnswer]:
     homes = {member.incarnation: member.http for member in job.world.members} if job.world is not None else {}
     homes |= {node.incarnation: node.http for node in job.nodes}
     known = {incarnation: http for incarnation, http in homes.items() if http is not None}
-    said = ask_all(known, STATUS_PATH, NodeStatus.from_json, MAX_STATUS_BYTES, timeout_s)
+    said = ask_all(known, STATUS_PATH, STATUS_PAGE.decode, MAX_STATUS_BYTES, timeout_s)
     answers: dict[str, NodeAnswer] = dict.fromkeys(homes, Unreachable.HIDDEN)
     for incarnation, answer in said.items():
         another = isinstance(answer, NodeStatus) and answer.incarnation != incarnation
@@ -130,7 +131,7 @@ class AgentsSource(Source):
 
     def jobs(self) -> list[Found]:
         agents = {http: http for http in self._find()}
-        said = ask_all(agents, STATUS_PATH, NodeStatus.from_json, MAX_STATUS_BYTES, self._timeout_s)
+        said = ask_all(agents, STATUS_PATH, STATUS_PAGE.decode, MAX_STATUS_BYTES, self._timeout_s)
         # One that was killed leaves its address for a moment.
         selves = {http: answer for http, answer in said.items() if answer is not Unreachable.REFUSED}
         if not selves:
