@@ -25,7 +25,7 @@ from ...worker.wire.channel import Lines, send
 from ...worker.wire.messages import UNSAVED_STEPS, FinishWrites, UnsavedStep, UnsavedSteps
 from ..common.events import Event, WriterEnded, WriterWanted
 from ..workers.processes.failures import describe_exit
-from ..workers.processes.proc import KILL_WAIT_S, ends_within, standing
+from ..workers.processes.proc import KILL_WAIT_S, ends_within, process_status, reap_within
 from ..workers.processes.workers import tied
 
 log = logging.getLogger(__name__)
@@ -205,10 +205,8 @@ def _await_end(pid: int) -> None:
 def _end(process: subprocess.Popen[bytes]) -> None:
     """It may be in the middle of a write to a disk that is dead, and then never ends."""
     process.kill()
-    if ends_within(process.pid, KILL_WAIT_S):
-        process.wait()
-    else:
+    if reap_within(process, KILL_WAIT_S) is None:
         log.warning(
             "%s. It was killed, and is left behind; its save may not be on disk: check that disk",
-            standing(Path(f"/proc/{process.pid}")),
+            process_status(f"/proc/{process.pid}"),
         )

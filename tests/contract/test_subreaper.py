@@ -13,7 +13,8 @@ PATIENCE_S = 20.0
 
 AGENT = """
 import json, os, subprocess, sys, time
-from elastic_agent.agent.workers.processes.subreaper import Subreaper, adopt_orphans, _state_and_session
+from elastic_agent.agent.workers.processes.subreaper import Subreaper, adopt_orphans
+from elastic_agent.agent.workers.processes.proc import stat_of
 
 def eventually(condition):
     deadline = time.monotonic() + 10
@@ -22,15 +23,15 @@ def eventually(condition):
         time.sleep(0.005)
 
 def zombie(pid):
-    return _state_and_session(pid)[0] == "Z"
+    return (stat := stat_of(f"/proc/{pid}")) is not None and stat.state == "Z"
 
 def worker(command):
     "Ends at once; what it has started is an orphan then. Its children's numbers are what it prints."
     started = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, start_new_session=True)
-    children.add_known(lambda: (started.pid,))
+    subreaper.add_known(lambda: (started.pid,))
     return started, [int(word) for word in started.stdout.readline().split()]
 
-children = Subreaper()
+subreaper = Subreaper()
 assert adopt_orphans() == ""
 """
 
@@ -46,42 +47,42 @@ def agent(does: str, *, before: str = "") -> Any:
     return json.loads(ran.stdout)
 
 
-def test_a_daemon_that_has_forgotten_where_it_comes_from_is_a_stranger_until_it_ends() -> None:
+def test_a_daemon_that_has_forgotten_where_it_comes_from_is_unknown_until_it_ends() -> None:
     assert agent(f"""
 first, [daemon] = worker({DAEMON!r})
 first.wait()
-eventually(lambda: children.unknown_children() == (daemon,))
+eventually(lambda: subreaper.unknown_children() == (daemon,))
 os.kill(daemon, 9)
 eventually(lambda: zombie(daemon))
-living = children.unknown_children()
-children.reap(100.0)
+living = subreaper.unknown_children()
+subreaper.reap(100.0)
 print(json.dumps([living, os.path.exists(f"/proc/{{daemon}}")]))
 """) == [[], False]
 
 
-def test_the_status_of_a_known_child_is_left_to_whoever_waits_for_it() -> None:
+def test_the_status_of_a_known_child_is_left_to_its_owner() -> None:
     assert agent("""
 known, _ = worker("echo; exit 7")
 eventually(lambda: zombie(known.pid))
-children.reap(100.0)
-print(json.dumps([known.wait(), children.unknown_children()]))
+subreaper.reap(100.0)
+print(json.dumps([known.wait(), subreaper.unknown_children()]))
 """) == [7, []]
 
 
 def test_zombies_are_looked_for_not_more_often_than_is_worth_it() -> None:
     assert agent("""
-children.reap(100.0)
+subreaper.reap(100.0)
 first, [orphan] = worker("sleep 0.01 & echo $!")
 first.wait()
 eventually(lambda: zombie(orphan))
-children.reap(100.9)
+subreaper.reap(100.9)
 before = zombie(orphan)
-children.reap(101.1)
+subreaper.reap(101.1)
 print(json.dumps([before, zombie(orphan)]))
 """) == [True, False]
 
 
-def test_a_child_of_another_thread_is_nobodys_orphan() -> None:
+def test_a_child_of_another_thread_is_no_orphan() -> None:
     assert agent("""
 import threading
 started = []
@@ -90,26 +91,26 @@ def start():
     time.sleep(600)
 threading.Thread(target=start, daemon=True).start()
 eventually(lambda: started)
-print(json.dumps([children.unknown_children(), started[0].poll()]))
+print(json.dumps([subreaper.unknown_children(), started[0].poll()]))
 started[0].kill()
 """) == [[], None]
 
 
-def test_who_comes_from_an_expected_session_is_no_orphan() -> None:
+def test_a_child_of_an_expected_session_is_no_orphan() -> None:
     assert (
         agent("""
 first, [orphan] = worker("sleep 600 > /dev/null & echo $!")
 first.wait()
-eventually(lambda: children.unknown_children() == (orphan,))
-children.expect_sessions(lambda: (first.pid,))
-print(json.dumps(children.unknown_children()))
+eventually(lambda: subreaper.unknown_children() == (orphan,))
+subreaper.expect_sessions(lambda: (first.pid,))
+print(json.dumps(subreaper.unknown_children()))
 os.kill(orphan, 9)
 """)
         == []
     )
 
 
-def test_where_there_were_children_before_nobody_is_told_of_an_orphan_but_it_is_buried() -> None:
+def test_where_there_were_children_before_no_orphan_is_listed_but_it_is_reaped() -> None:
     sidecar = "import subprocess; sidecar = subprocess.Popen(['sleep', '600'])\n"
     assert agent(
         f"""
@@ -117,23 +118,23 @@ first, [daemon] = worker({DAEMON!r})
 first.wait()
 os.kill(sidecar.pid, 9)
 eventually(lambda: zombie(sidecar.pid))
-strangers = children.unknown_children()
+unknown = subreaper.unknown_children()
 os.kill(daemon, 9)
 eventually(lambda: zombie(daemon))
-children.reap(100.0)
-print(json.dumps([strangers, os.path.exists(f"/proc/{{daemon}}"), sidecar.wait()]))
+subreaper.reap(100.0)
+print(json.dumps([unknown, os.path.exists(f"/proc/{{daemon}}"), sidecar.wait()]))
 """,
         before=sidecar,
     ) == [[], False, -9]
 
 
 @pytest.mark.parametrize("missing", [True, False])
-def test_without_the_kernels_list_nobody_is_adopted(missing: bool) -> None:
+def test_without_the_kernels_list_no_orphan_is_adopted(missing: bool) -> None:
     refused = agent(f"""
 from elastic_agent.agent.workers.processes import subreaper as module
 if {missing}:
     module._list_of_children = lambda: "/proc/self/task/none/children"
-said, seen = module.adopt_orphans(), module.Subreaper().unknown_children()
-print(json.dumps(["CONFIG_PROC_CHILDREN" in said, list(seen)]))
+refusal, seen = module.adopt_orphans(), module.Subreaper().unknown_children()
+print(json.dumps(["CONFIG_PROC_CHILDREN" in refusal, list(seen)]))
 """)
     assert refused == [missing, []]

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.workers.processes.guard import remove_cgroup
+from elastic_agent.agent.workers.processes.proc import remove_cgroup
 
 from .harness import PATIENCE_S, family
 from .needs import skip_without

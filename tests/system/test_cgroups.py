@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.workers.processes.guard import remove_cgroup
+from elastic_agent.agent.workers.processes.proc import remove_cgroup
 
 from .harness import ORPHANS_S, RECORDER, Agent, Job
 

@@ -122,7 +122,7 @@ def test_when_the_agent_is_killed_nothing_of_its_workers_lives_and_strangers_do(
     tmp_path: Path, started: list[int]
 ) -> None:
     incarnation = uuid.uuid4().hex
-    strangers = [sleeper(started), sleeper(started, "another")]
+    others = [sleeper(started), sleeper(started, "another")]
     agent = subprocess.Popen(
         [sys.executable, "-c", AGENT, incarnation, "sh", "-c", WORKER],
         cwd=tmp_path,
@@ -138,7 +138,7 @@ def test_when_the_agent_is_killed_nothing_of_its_workers_lives_and_strangers_do(
 
     agent.kill()
     eventually(lambda: not any(map(alive, [worker_pid, guard_pid, *pids.values()])), within_s=ORPHANS_S)
-    assert all(map(alive, strangers))
+    assert all(map(alive, others))
     _, said = agent.communicate(timeout=PATIENCE_S)
     assert all(str(pid) in said.split() for pid in pids.values()), said
 
@@ -297,7 +297,7 @@ def test_guards_that_end_at_once_leave_no_descriptors(
 
 def test_the_guard_starts_without_the_modules_that_make_it_slow() -> None:
     imports = subprocess.run(
-        [sys.executable, "-I", "-S", "-X", "importtime", guard_module.__file__, "nobody"],
+        [sys.executable, "-I", "-S", "-X", "importtime", "-c", guard_module.PROGRAM, "none", *[""] * 4],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from elastic_agent.agent.workers.processes.guard import IGNORED, find_processes
+from elastic_agent.agent.workers.processes.guard import IGNORED
+from elastic_agent.agent.workers.processes.proc import find_processes
 from elastic_agent.agent.workers.processes.shim import STAY_IGNORED
 
 OURS = "ELASTIC_AGENT_INCARNATION=abc"
@@ -25,7 +28,7 @@ def add(
 
 @pytest.fixture
 def proc(tmp_path: Path) -> Path:
-    """Pid 1, a stranger (10), a worker (20), and what is no process at all."""
+    """Pid 1, one of another agent (10), a worker (20), and what is no process at all."""
     add(tmp_path, 1)
     add(tmp_path, 10, "PATH=/bin", "X" + OURS, OURS + "d", session=10)
     add(tmp_path, 20, "PATH=/bin", OURS, "ELASTIC_AGENT_GENERATION=7", session=20)
@@ -34,46 +37,50 @@ def proc(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def pids(incarnation: str, sessions: Collection[int] = (), **others: Any) -> tuple[int, ...]:
+    return tuple(sorted(find_processes(incarnation, sessions, **others)))
+
+
 def test_a_marked_environment_belongs_and_a_similar_one_does_not(proc: Path) -> None:
-    assert find_processes("abc", proc=proc) == (20,)
-    assert find_processes("ab", proc=proc) == ()
+    assert pids("abc", proc=proc) == (20,)
+    assert pids("ab", proc=proc) == ()
 
 
 def test_a_process_in_a_workers_session_belongs_whatever_its_environment(proc: Path) -> None:
     add(proc, 21, session=20)
-    assert find_processes("other", {20}, proc=proc) == (20, 21)
+    assert pids("other", {20}, proc=proc) == (20, 21)
 
 
 def test_descendants_belong_whatever_their_session_and_environment(proc: Path) -> None:
     add(proc, 40, parent=20, session=40)
     add(proc, 9, parent=40, session=9)
     add(proc, 11, parent=10, session=10)
-    assert find_processes("abc", proc=proc) == (9, 20, 40)
+    assert pids("abc", proc=proc) == (9, 20, 40)
 
 
 def test_a_generation_is_told_from_another_of_the_same_agent(proc: Path) -> None:
     add(proc, 50, OURS, "ELASTIC_AGENT_GENERATION=8")
     add(proc, 51, "ELASTIC_AGENT_INCARNATION=xyz", "ELASTIC_AGENT_GENERATION=8")
     add(proc, 52, OURS)
-    assert find_processes("abc", generation=8, proc=proc) == (50,)
-    assert find_processes("abc", proc=proc) == (20, 50, 52)
+    assert pids("abc", generation=8, proc=proc) == (50,)
+    assert pids("abc", proc=proc) == (20, 50, 52)
 
 
 @pytest.mark.parametrize("state", ["Z", "X"])
 def test_the_dead_are_not_found(proc: Path, state: str) -> None:
     add(proc, 60, OURS, session=20, parent=20, state=state)
-    assert find_processes("abc", {20}, proc=proc) == (20,)
+    assert pids("abc", {20}, proc=proc) == (20,)
 
 
-def test_a_name_that_looks_like_other_fields_fools_nobody(proc: Path) -> None:
+def test_a_name_that_looks_like_other_fields_changes_nothing(proc: Path) -> None:
     add(proc, 70, OURS, name="x) Z 1 (y")
     add(proc, 71, name=") R 20 20 20", session=71)
-    assert find_processes("abc", {20}, proc=proc) == (20, 70)
+    assert pids("abc", {20}, proc=proc) == (20, 70)
 
 
 def test_the_caller_and_pid_1_are_spared(proc: Path) -> None:
     add(proc, os.getpid(), OURS, session=20)
-    assert find_processes("abc", {1, 20}, proc=proc) == (20,)
+    assert pids("abc", {1, 20}, proc=proc) == (20,)
 
 
 def test_scripts_that_import_nothing_of_ours_ignore_the_same_signals() -> None:

@@ -15,7 +15,8 @@ from elastic_agent.agent.common.events import Event, LeaseConfirmed
 from elastic_agent.agent.main import heartbeat as heartbeat_module
 from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S, Heartbeat, Silence, Turned, why_stuck
 from elastic_agent.agent.rendezvous_io.store_link import StoreLink
-from elastic_agent.agent.workers.processes.proc import process_statuses, standing
+from elastic_agent.agent.workers.processes.proc import process_status
+from elastic_agent.agent.workers.processes.unkillable import process_statuses
 from elastic_agent.rendezvous.store.memory import MemoryStore
 
 PATIENCE_S = 20.0
@@ -120,7 +121,7 @@ def test_what_does_not_end_is_named_with_its_state_and_its_place_in_the_kernel(t
     process(tmp_path, 7, "D", "nfs_wait_bit_killable")
     process(tmp_path, 8, "Z", "0")
     process(tmp_path, 9, "Z", "nvidia_close", t9="Z", t10="D")
-    assert standing(tmp_path / "7") == (
+    assert process_status(tmp_path / "7") == (
         "process 7 (a (b) c) is in uninterruptible sleep (D), in the kernel's nfs_wait_bit_killable"
     )
     assert process_statuses([8, 9, 10], tmp_path) == (
@@ -143,4 +144,4 @@ def test_a_process_that_ends_while_it_is_looked_at_raises_nothing(
 
     for call in ("listdir", "scandir"):
         monkeypatch.setattr(os, call, gone)
-    assert standing(tmp_path / "7") == "process 7 (python) is in uninterruptible sleep (D)"
+    assert process_status(tmp_path / "7") == "process 7 (python) is in uninterruptible sleep (D)"

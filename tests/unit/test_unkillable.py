@@ -13,11 +13,11 @@ import pytest
 
 from elastic_agent.agent.common.exits import CannotStart, ExitCode
 from elastic_agent.agent.workers.processes import guard
-from elastic_agent.agent.workers.processes.guard import boot_id, living_since, pid_namespace
+from elastic_agent.agent.workers.processes.proc import boot_id, living_since, pid_namespace
 from elastic_agent.agent.workers.processes.unkillable import (
     LOOK_AGAIN_S,
-    Left,
-    Remains,
+    Survivor,
+    Survivors,
     await_end,
     file_for,
     find,
@@ -29,37 +29,40 @@ from .test_guard import add
 
 ME = os.geteuid()
 ASLEEP = "process 7 (python) is in uninterruptible sleep (D), in the kernel's nfs_wait"
-SEVEN, EIGHT = Left(7, "4711", 3), Left(8, "4712", None)
-OURS, THEIRS = (
-    Remains(Path(f"/tmp/elastic-agent-{job}.remains"), job, "b", "boot", (SEVEN, EIGHT))
-    for job in ("ours", "theirs")
-)
+SEVEN, EIGHT = Survivor(7, "4711", 3), Survivor(8, "4712", None)
+FILES = {job: Path(f"/tmp/elastic-agent-{job}.remains") for job in ("ours", "theirs")}
+
+
+def left_of(
+    *jobs: str, boot: str = "boot", processes: tuple[Survivor, ...] = (SEVEN, EIGHT)
+) -> dict[Path, Survivors]:
+    return {FILES[job]: Survivors(job, "b", boot, 1, processes) for job in jobs}
 
 
 @pytest.mark.parametrize(
     ("found", "living", "refused", "warned", "over"),
     [
         ((), (), False, 0, 0),
-        ((OURS,), (), False, 0, 1),
-        ((OURS,), (SEVEN,), True, 0, 0),
-        ((OURS,), (SEVEN, EIGHT), True, 0, 0),
-        ((THEIRS,), (EIGHT,), False, 1, 0),
-        ((THEIRS,), (), False, 0, 1),
-        ((OURS, THEIRS), (SEVEN,), True, 1, 0),
+        (("ours",), (), False, 0, 1),
+        (("ours",), (SEVEN,), True, 0, 0),
+        (("ours",), (SEVEN, EIGHT), True, 0, 0),
+        (("theirs",), (EIGHT,), False, 1, 0),
+        (("theirs",), (), False, 0, 1),
+        (("ours", "theirs"), (SEVEN,), True, 1, 0),
     ],
 )
 def test_only_what_lives_of_the_same_job_is_waited_for(
-    found: tuple[Remains, ...], living: tuple[Left, ...], refused: bool, warned: int, over: int
+    found: tuple[str, ...], living: tuple[Survivor, ...], refused: bool, warned: int, over: int
 ) -> None:
-    verdict = judge(found, "ours", dict.fromkeys(living, ASLEEP))
+    verdict = judge(left_of(*found), "ours", dict.fromkeys(living, ASLEEP))
     assert (bool(verdict.refusal), len(verdict.warnings), len(verdict.over)) == (refused, warned, over)
 
 
 def test_a_refusal_says_who_it_is_where_it_stands_and_what_to_do() -> None:
-    refusal = judge([OURS], "ours", {SEVEN: ASLEEP}).refusal
+    refusal = judge(left_of("ours"), "ours", {SEVEN: ASLEEP}).refusal
     assert f"rank 3 of node b: {ASLEEP}" in refusal
-    assert f"remove {OURS.file}" in refusal
-    (warning,) = judge([THEIRS], "ours", {EIGHT: "process 8"}).warnings
+    assert f"remove {FILES['ours']}" in refusal
+    (warning,) = judge(left_of("theirs"), "ours", {EIGHT: "process 8"}).warnings
     assert "job theirs" in warning
     assert "node b: process 8" in warning
     assert "rank" not in warning
@@ -68,16 +71,16 @@ def test_a_refusal_says_who_it_is_where_it_stands_and_what_to_do() -> None:
 def test_a_process_is_known_by_its_start_and_by_the_life_of_the_machine(tmp_path: Path) -> None:
     proc = tmp_path
     add(proc, 7, state="D")  # which has started at 4711 + 7
-    same, another = Left(7, "4718", 0), Left(7, "4717", 0)
+    same, another = Survivor(7, "4718", 0), Survivor(7, "4717", 0)
 
-    def living(left: Left, boot: str = "boot") -> list[Left]:
-        remains = Remains(Path("/tmp/x"), "ours", "b", boot, (left,))
-        return list(still_living([remains], "boot", proc))
+    def living(one: Survivor, boot: str = "boot") -> list[Survivor]:
+        found = left_of("ours", boot=boot, processes=(one,)).values()
+        return list(still_living(found, "boot", proc))
 
     assert living(same) == [same]
     assert living(another) == []
     assert living(same, boot="the one before") == []
-    assert living(Left(9, "4720", 0)) == []
+    assert living(Survivor(9, "4720", 0)) == []
     (proc / "7" / "stat").write_text((proc / "7" / "stat").read_text().replace(" D ", " Z "))
     assert living(same) == []
 
@@ -199,10 +202,10 @@ def test_a_file_is_seen_only_when_it_is_whole(
         return whole(fd, text)
 
     monkeypatch.setattr(os, "write", half)
-    guard._write_unkillable((str(file), "ours", "b"), [sleeper.pid], {})
-    assert begun == [(False, ())]
-    (remains,) = find([tmp_path], ME)
-    assert remains.processes == (Left(sleeper.pid, living_since(sleeper.pid), None),)
+    guard.write_unkillable(str(file), "ours", "b", [sleeper.pid], {})
+    assert begun == [(False, {})]
+    (left,) = find([tmp_path], ME).values()
+    assert left.processes == (Survivor(sleeper.pid, living_since(sleeper.pid), None),)
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
@@ -213,16 +216,16 @@ def test_a_file_is_seen_only_when_it_is_whole(
 def test_what_says_nothing_is_left_alone(tmp_path: Path, processes: object) -> None:
     file = file_for(tmp_path / "elastic-agent-abc")
     write(file, processes)
-    assert find([tmp_path], ME) == ()
+    assert find([tmp_path], ME) == {}
     assert file.exists()
 
 
 def test_what_another_could_have_put_there_is_left_alone(tmp_path: Path, file: Path) -> None:
     assert len(find([tmp_path, tmp_path / "none"], ME)) == 1
-    assert find([tmp_path], ME + 1) == ()
+    assert find([tmp_path], ME + 1) == {}
     file.chmod(0o622)
-    assert find([tmp_path], ME) == ()
+    assert find([tmp_path], ME) == {}
     file.chmod(0o600)
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
-    assert find([tmp_path], ME) == ()
+    assert find([tmp_path], ME) == {}

@@ -159,7 +159,7 @@ def test_what_may_not_be_killed_ends_nothing_but_is_not_gone(monkeypatch: pytest
     def refuse(pid: int, number: int) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(workers, "find_processes", lambda *args, **kwargs: (4711,))
+    monkeypatch.setattr(workers, "find_processes", lambda *args, **kwargs: {4711: "1"})
     monkeypatch.setattr(workers.os, "kill", refuse)
     group = group_of()
     group.start(SLEEP, (), NoSpares())

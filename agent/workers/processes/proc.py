@@ -1,15 +1,34 @@
-"""Processes and threads that may not go on: where one stands in the kernel, in words; waiting, but not long."""
+"""Processes as the kernel shows them in /proc and in cgroups: which belong to an agent, where one stands, waiting for
+the end of a child.
+
+The guard runs this, too, and starts within 20 ms: no dataclasses, pathlib, re or typing here.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Collection, Iterator
 
-from ....rendezvous.fields import shortened
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Protocol, TypeAlias
 
+    Folder: TypeAlias = str | os.PathLike[str]
+
+    class Child(Protocol):
+        @property
+        def pid(self) -> int: ...
+
+        def wait(self) -> int: ...
+
+
+KILL_WAIT_S = 1.0
+"""How long the end of a killed process may take before it is left behind."""
+
+_DEAD = ("Z", "X")
+_ASLEEP = "D"
 _STATES = {
     "R": "running",
     "S": "sleeping",
@@ -19,66 +38,197 @@ _STATES = {
     "Z": "a zombie",
     "X": "dead",
 }
-_ASLEEP = "D"
-_NOWHERE = ("", "0")
-KILL_WAIT_S = 1.0
-"""How long the end of a killed process may take before it is left behind."""
 
 
-def process_statuses(pids: Iterable[int], proc: Path = Path("/proc")) -> str:
-    """Of all these that are there; of many the first few, as they mostly wait for the same thing."""
-    return shortened((text for pid in sorted(pids) if (text := standing(proc / str(pid)))), "; ")
-
-
-def thread_status(thread: int | None) -> str:
-    """A thread of this process, by its native id."""
-    return standing(Path(f"/proc/self/task/{thread}")) or "nothing is known of it"
-
-
-@dataclass(frozen=True, slots=True)
 class Stat:
-    """A process or thread as /proc/PID/stat tells of it."""
+    """A process or thread as its file `stat` shows it: see proc(5)."""
 
-    pid: str
-    name: str
-    state: str
-    after_state: tuple[str, ...]
-    """The fields behind the state, from the parent's number on: see proc(5)."""
+    def __init__(self, text: str) -> None:
+        head, _, tail = text.rpartition(")")  # a name may have any character
+        self.pid, _, self.name = head.partition(" (")
+        self.state, *self._fields = tail.split()
+
+    @property
+    def parent(self) -> int:
+        return int(self._fields[0])
 
     @property
     def session(self) -> int:
-        return int(self.after_state[2])
+        return int(self._fields[2])
 
     @property
     def ticks(self) -> int:
         """Of processor time, with that of its children that have ended."""
-        return sum(map(int, self.after_state[10:14]))
+        return sum(map(int, self._fields[10:14]))
+
+    @property
+    def start(self) -> str:
+        """The start time, which with the pid names a process until the machine starts anew."""
+        return self._fields[18]
 
 
-def stat_of(folder: Path | str) -> Stat | None:
+def stat_of(folder: Folder) -> Stat | None:
     """`folder` is its place in /proc. None when it is gone."""
-    head, _, tail = _read(f"{folder}/stat").rpartition(")")  # a name may have any character
-    if not tail:
+    text = _read(f"{os.fspath(folder)}/stat")
+    return Stat(text) if text else None
+
+
+def living(pid: int, proc: Folder = "/proc") -> Stat | None:
+    """None when the process has ended. One whose first thread has ended while another hangs in the kernel looks like a
+    zombie, and lives."""
+    folder = f"{os.fspath(proc)}/{pid}"
+    stat = stat_of(folder)
+    if stat is not None and stat.state in _DEAD and all(state in _DEAD for _, state in _threads(folder)):
         return None
-    pid, _, name = head.partition(" (")
-    state, *others = tail.split()
-    return Stat(pid, name, state, tuple(others))
+    return stat
 
 
-def standing(folder: Path) -> str:
+def living_since(pid: int, proc: Folder = "/proc") -> str:
+    """Its start time; empty when it has ended."""
+    stat = living(pid, proc)
+    return stat.start if stat is not None else ""
+
+
+def boot_id() -> str:
+    """Of this life of the machine; empty where the kernel does not show it."""
+    return _read("/proc/sys/kernel/random/boot_id")
+
+
+def pid_namespace() -> int:
+    """By its inode; 0 where the kernel does not show it. A pid names a process in one namespace only."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def process_status(folder: Folder) -> str:
     """`folder` is its place in /proc. Empty when it is gone. Of several threads, one that holds the others up."""
+    folder = os.fspath(folder)
     stat = stat_of(folder)
     if stat is None:
         return ""
-    state = stat.state
-    asleep = next((task for task in _tasks(folder) if _state(task) == _ASLEEP), None)
-    if asleep is not None:
-        state = _ASLEEP
-    where = _read((asleep or folder) / "wchan")
-    kernel = f", in the kernel's {where}" if where not in _NOWHERE else ""
+    asleep = next((thread for thread, state in _threads(folder) if state == _ASLEEP), None)
+    state = stat.state if asleep is None else _ASLEEP
+    where = _read(f"{asleep or folder}/wchan")
+    kernel = f", in the kernel's {where}" if where not in ("", "0") else ""
     return (
         f"process {stat.pid} ({stat.name}) is {_STATES.get(state, 'in an unknown state')} ({state}){kernel}"
     )
+
+
+def thread_status(thread: int | None) -> str:
+    """Of a thread of this process, by its native id."""
+    return process_status(f"/proc/self/task/{thread}") or "nothing is known of it"
+
+
+def _threads(folder: str) -> Iterator[tuple[str, str]]:
+    """Place and state of each; they may all end meanwhile."""
+    try:
+        names = sorted(os.listdir(f"{folder}/task"))
+    except OSError:
+        return
+    for name in names:
+        if (stat := stat_of(f"{folder}/task/{name}")) is not None:
+            yield f"{folder}/task/{name}", stat.state
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+# --- The processes of an agent's workers
+
+
+def find_processes(
+    incarnation: str,
+    sessions: Collection[int] = (),
+    *,
+    generation: int | None = None,
+    adopted: Collection[int] = (),
+    spared: Collection[int] = (),
+    proc: Folder = "/proc",
+) -> dict[int, str]:
+    """The living processes that belong to this incarnation's workers, or to those of one `generation`: pid and start.
+
+    Those `adopted` belong, too, whatever they look like. The caller, pid 1 and those `spared` are never among them. A
+    process that a worker forked without exec has the environment that its program was started with: its generation
+    shows only if that program was started for one.
+    """
+    marks = {f"ELASTIC_AGENT_INCARNATION={incarnation}"}
+    if generation is not None:
+        marks.add(f"ELASTIC_AGENT_GENERATION={generation}")
+    starts: dict[int, str] = {}
+    children: dict[int, list[int]] = {}
+    belonging: list[int] = []
+    for pid in (int(name) for name in os.listdir(proc) if name.isdecimal()):
+        stat = living(pid, proc)
+        if stat is None:
+            continue
+        starts[pid] = stat.start
+        children.setdefault(stat.parent, []).append(pid)
+        if pid in adopted or stat.session in sessions or marks <= _environment(pid, proc):
+            belonging.append(pid)
+    found: dict[int, str] = {}
+    while belonging:
+        pid = belonging.pop()
+        if pid not in found and pid not in (1, os.getpid(), *spared):
+            found[pid] = starts[pid]
+            belonging += children.get(pid, ())
+    return found
+
+
+def _environment(pid: int, proc: Folder) -> set[str]:
+    """Empty where it cannot be read: gone meanwhile, or another user's, and so no worker."""
+    return set(_read(f"{os.fspath(proc)}/{pid}/environ").split("\0"))
+
+
+def cgroup_members(cgroup: Folder) -> tuple[int, ...]:
+    """The living processes in this cgroup and those below it; none when it does not exist."""
+    found = {int(pid) for folder, _, _ in os.walk(cgroup) for pid in _read(f"{folder}/cgroup.procs").split()}
+    return tuple(sorted(found - {0}))  # 0: it lives in a pid namespace that is not below ours
+
+
+def empty_cgroup(cgroup: Folder) -> bool:
+    """Kill all that lives in this cgroup and below it; True when nothing does any more."""
+    if not _populated(cgroup):
+        return True
+    try:
+        with open(os.path.join(cgroup, "cgroup.kill"), "w") as file:
+            file.write("1")
+    except OSError:  # before Linux 5.14: children forked meanwhile are found next time
+        for pid in cgroup_members(cgroup):
+            kill(pid)
+    return not _populated(cgroup)
+
+
+def remove_cgroup(cgroup: Folder) -> None:
+    """With those below it, as far as they are empty."""
+    for folder, _, _ in os.walk(cgroup, topdown=False):
+        try:
+            os.rmdir(folder)
+        except OSError:
+            pass
+
+
+def _populated(cgroup: Folder) -> bool:
+    return "populated 1" in _read(os.path.join(cgroup, "cgroup.events")).splitlines()
+
+
+# --- Their end
+
+
+def kill(pid: int) -> bool:
+    """False when it has just ended, or is another user's, as those of sudo are."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+        return True
+    except OSError:
+        return False
 
 
 def has_ended(pid: int) -> bool:
@@ -90,7 +240,7 @@ def has_ended(pid: int) -> bool:
 
 
 def ends_within(pid: int, within_s: float) -> bool:
-    """Waits for this child's end, but not longer: whatever was killed may hang in the kernel."""
+    """Waits for this child's end, but not longer: a killed process may hang in the kernel."""
     deadline, pause_s = time.monotonic() + within_s, 0.0005
     while not has_ended(pid):
         if time.monotonic() >= deadline:
@@ -100,22 +250,6 @@ def ends_within(pid: int, within_s: float) -> bool:
     return True
 
 
-def _tasks(folder: Path) -> list[Path]:
-    """Of its threads, which may all end meanwhile."""
-    try:
-        return sorted(folder / "task" / name for name in os.listdir(folder / "task"))
-    except OSError:
-        return []
-
-
-def _state(folder: Path) -> str:
-    stat = stat_of(folder)
-    return stat.state if stat is not None else ""
-
-
-def _read(path: Path | str) -> str:
-    try:
-        with open(path, errors="replace") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
+def reap_within(child: Child, within_s: float) -> int | None:
+    """Its return code; None when it does not end in time, and is left behind."""
+    return child.wait() if ends_within(child.pid, within_s) else None

@@ -1,29 +1,26 @@
-"""The agent's children by adoption: it takes in its workers' orphans, buries those that end, and tells who lives.
+"""The agent as a subreaper: it adopts its workers' orphans, reaps those that end, and lists those that live.
 
 The kernel gives an orphan to the nearest ancestor that asked for it, a *subreaper*, else to process 1. The agent asks:
 so the idle spares of the preloaded process become its own children, whose exit status it can wait for, and so does
-whatever a worker leaves behind, also what has left the worker's session and forgotten its environment (`guard`).
+what a worker leaves behind, also what has left the worker's session and forgotten its environment (`guard`).
 
-A *stranger* is a child of the agent that none of its rooms knows. Only strangers are ever buried here: who waited for
-any child would take the exit status away from its owner. An orphan always comes to the agent's main thread,
-and this code runs there: a child that another thread starts is never mistaken for one, and one of the main thread's own
-is known before anybody looks again.
+An *unknown* child of the agent is one that no other part of it has registered. Only these are reaped here: to wait for
+any child would take the exit status away from its owner. An orphan always comes to the agent's main thread, and this
+code runs there: a child that another thread starts is never mistaken for one, and one of the main thread's own is known
+before the next look.
 
 Invariants: without the kernel's list of a thread's children (CONFIG_PROC_CHILDREN) the agent adopts no orphans: it
-could not tell strangers from its own. And where the process had children before it was an agent (`sidecar & exec
-elastic-agent`), an orphan may be theirs: then it is reaped when it ends, without a word.
+could not tell them from its own children. And where the process had children before it was an agent (`sidecar & exec
+elastic-agent`), an orphan may be theirs: then it is reaped when it ends, and not listed.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 from collections.abc import Callable, Collection
 
-from .proc import stat_of
-
-log = logging.getLogger(__name__)
+from .proc import living
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -42,7 +39,7 @@ def adopt_orphans() -> str:
 
 
 class Subreaper:
-    """See the module's docstring. For the main thread, after `adopt_orphans`."""
+    """For the main thread, after `adopt_orphans`."""
 
     def __init__(self) -> None:
         """To be made before this process has started any other."""
@@ -54,28 +51,26 @@ class Subreaper:
         self._reap_at = 0.0
 
     def add_known(self, pids: Callable[[], Collection[int]]) -> None:
-        """These have an owner that waits for them, whenever they are asked for."""
+        """These, whenever they are asked for, have an owner that waits for them."""
         self._known.append(pids)
 
     def expect_sessions(self, sessions: Callable[[], Collection[int]]) -> None:
-        """Who comes from one of these sessions will be known soon, and is no orphan of a worker."""
+        """Children from these sessions will be known soon, and are no orphans of a worker."""
         self._expected = sessions
 
     def unknown_children(self) -> tuple[int, ...]:
         """Those that live. A zombie is dead."""
         if self._had_children:
             return ()
-        found, expected = [], set(self._expected())
-        for pid in self._unknown():
-            state, session = _state_and_session(pid)
-            if state not in ("Z", "X", "") and session not in expected:
-                found.append(pid)
+        expected = set(self._expected())
+        stats = ((pid, living(pid)) for pid in self._unknown())
+        found = tuple(pid for pid, stat in stats if stat is not None and stat.session not in expected)
         if found:
             self._reap_at = 0.0  # they are to be killed
-        return tuple(found)
+        return found
 
     def reap(self, now: float) -> None:
-        """Those that have ended; not more often than is worth the look."""
+        """Those that have ended; at most every REAP_EVERY_S."""
         if now < self._reap_at:
             return
         self._reap_at = now + REAP_EVERY_S
@@ -98,9 +93,3 @@ class Subreaper:
 def _list_of_children() -> str:
     """Of the main thread, whose number is the process' own."""
     return f"/proc/self/task/{os.getpid()}/children"
-
-
-def _state_and_session(pid: int) -> tuple[str, int]:
-    """An empty state when it is gone."""
-    stat = stat_of(f"/proc/{pid}")
-    return (stat.state, stat.session) if stat is not None else ("", 0)

@@ -1,12 +1,12 @@
-"""What an agent could not kill, as those that come after it on this machine know it.
+"""Processes that an agent could not kill, as later agents on this machine know them.
 
-A process in uninterruptible sleep outlives its agent, with its GPU and its memory. Its guard writes down pid, start
-time and rank in a file beside the agent's run directory, where a later agent of the same user finds it (`run_files`).
-As long as one of them lives, that agent does not join: the job would train beside it, on what it holds. Those of
+A process in uninterruptible sleep outlives its agent, with its GPU and its memory. Its guard writes pid, start time and
+rank to a file beside the agent's run directory, where a later agent of the same user finds it (`run_files`). As long as
+one of them lives, an agent of the same job does not join: the job would train beside it, on what it holds. Those of
 another job may have other devices, and are a warning. A file whose processes have all ended is removed. A file from
 another PID namespace (a container with the same /tmp) is left alone: here its pids name other processes, or none.
 
-Only /proc/PID/stat and the like are read: what tells more of a process may hang with it.
+Only /proc/PID/stat and the like are read: other files of a process may hang with it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from ....rendezvous.errors import RecordInvalid
-from ....rendezvous.fields import Fields, shortened
+from ....codec import Count, Invalid, Text, Within, from_plain, load_object
+from ....rendezvous.fields import NAME, shortened
 from ...common.exits import CannotStart, ExitCode
-from .guard import boot_id, living_since, pid_namespace
-from .proc import standing
+from .proc import boot_id, living_since, pid_namespace, process_status
 from .run_files import paths_in, trusted_text
 
 log = logging.getLogger(__name__)
@@ -30,29 +30,28 @@ SCHEMA = 2
 LOOK_AGAIN_S = 0.25
 
 _SUFFIX = ".remains"
-_MOST_BYTES = 32768
-_HIGHEST_RANK = 2**31
+_MAX_BYTES = 32768
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class Survivor:
     """A process that SIGKILL had not ended. Pid and start time name it until the machine starts anew."""
 
-    pid: int
-    start: str
-    rank: int | None
+    pid: Annotated[int, Within(2, 2**31)]
+    start: Annotated[str, Text(32)]
+    rank: Annotated[int, Within(0, 2**31)] | None
     """Of the worker whose session it is in, if it is in any."""
 
 
 @dataclass(frozen=True, slots=True)
-class Remains:
-    """What one agent has left."""
+class Survivors:
+    """Those of one agent, as its guard has written them."""
 
-    file: Path
-    job: str
-    node: str
-    boot: str
-    processes: tuple[Left, ...]
+    job: Annotated[str, Text(128, NAME)]
+    node: Annotated[str, Text(128, NAME)]
+    boot: Annotated[str, Text(64)]
+    pid_namespace: Count
+    processes: tuple[Survivor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,47 +70,51 @@ def file_for(run_dir: Path) -> Path:
     return run_dir.with_name(run_dir.name + _SUFFIX)
 
 
-def judge(found: Iterable[Remains], job: str, living: Mapping[Left, str]) -> Verdict:
-    """`job` is the later agent's. `living` tells of each process that still lives where it stands."""
+def judge(found: Mapping[Path, Survivors], job: str, living: Mapping[Survivor, str]) -> Verdict:
+    """`job` is the later agent's. `living` has the status of each process that still lives."""
     refusals, warnings, over = [], [], []
-    for remains in found:
-        where = [_told(remains, left, living[left]) for left in remains.processes if left in living]
-        if not where:
-            over.append(remains.file)
-            continue
-        own = remains.job == job
+    for file, left in found.items():
+        names = [_name(left, one, living[one]) for one in left.processes if one in living]
+        own = left.job == job
         text = (
-            f"what an earlier agent of {'this job' if own else f'job {remains.job}'} could not kill still lives on "
-            f"this machine, and may hold its GPUs and memory: {shortened(where, '; ')}. Whatever device or disk it "
+            f"what an earlier agent of {'this job' if own else f'job {left.job}'} could not kill still lives on "
+            f"this machine, and may hold its GPUs and memory: {shortened(names, '; ')}. Whatever device or disk it "
             "waits for must be repaired, or the machine started anew"
         )
-        if own:
-            refusals.append(f"{text}. To start beside it all the same, remove {remains.file}")
+        if not names:
+            over.append(file)
+        elif own:
+            refusals.append(f"{text}. To start beside it all the same, remove {file}")
         else:
             warnings.append(text)
     return Verdict("\n".join(refusals), tuple(warnings), tuple(over))
 
 
-def _told(remains: Remains, left: Left, standing: str) -> str:
-    rank = f"rank {left.rank} of " if left.rank is not None else ""
-    return f"{rank}node {remains.node}: {standing}"
+def _name(left: Survivors, one: Survivor, status: str) -> str:
+    rank = f"rank {one.rank} of " if one.rank is not None else ""
+    return f"{rank}node {left.node}: {status}"
 
 
-def find(where: Iterable[Path], uid: int) -> tuple[Remains, ...]:
-    """What agents of user `uid` have left, since this machine was started."""
+def find(where: Iterable[Path], uid: int) -> dict[Path, Survivors]:
+    """Of agents of user `uid`, by file."""
     files = (path for path in paths_in(where) if path.suffix == _SUFFIX)
-    return tuple(remains for file in files if (remains := _read(file, uid)) is not None)
+    return {file: left for file in files if (left := _read(file, uid)) is not None}
 
 
-def still_living(found: Iterable[Remains], boot: str, proc: Path = Path("/proc")) -> dict[Left, str]:
-    """Of all these processes those that live in this life of the machine, and where they stand."""
+def still_living(found: Iterable[Survivors], boot: str, proc: Path = Path("/proc")) -> dict[Survivor, str]:
+    """Of all these processes those that live in this life of the machine, and their status."""
     return {
-        left: standing(proc / str(left.pid)) or f"process {left.pid}"
-        for remains in found
-        if remains.boot == boot
-        for left in remains.processes
-        if living_since(left.pid, proc) == left.start
+        one: process_status(proc / str(one.pid)) or f"process {one.pid}"
+        for left in found
+        if left.boot == boot
+        for one in left.processes
+        if living_since(one.pid, proc) == one.start
     }
+
+
+def process_statuses(pids: Iterable[int], proc: Path = Path("/proc")) -> str:
+    """Of all these that are there; of many the first few, as they mostly wait for the same thing."""
+    return shortened(filter(None, (process_status(proc / str(pid)) for pid in sorted(pids))), "; ")
 
 
 def await_end(
@@ -123,59 +126,39 @@ def await_end(
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Until nothing of `job` is left here: a process may end late. Raises CannotStart when that takes too long."""
-    give_up_at, told = clock() + within_s, False
+    give_up_at, logged = clock() + within_s, False
     kept: set[Path] = set()
     while True:
         found = find(where, uid)
-        verdict = judge(found, job, still_living(found, boot_id()))
+        verdict = judge(found, job, still_living(found.values(), boot_id()))
         for file in set(verdict.over) - kept:
-            if not _remove(file):
+            try:
+                file.unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("%s cannot be removed: %s", file, error.strerror)
                 kept.add(file)
-        if not told:
-            for warning in verdict.warnings:
-                log.warning("%s", warning)
+        for warning in verdict.warnings if not logged else ():
+            log.warning("%s", warning)
         if not verdict.refusal:
             return
         if clock() >= give_up_at:
             raise CannotStart(ExitCode.UNKILLABLE, verdict.refusal)
-        if not told:
+        if not logged:
             log.warning("waiting up to %g s (--kill-timeout): %s", within_s, verdict.refusal)
-        told = True
+        logged = True
         sleep(LOOK_AGAIN_S)
 
 
-def _remove(file: Path) -> bool:
-    try:
-        file.unlink(missing_ok=True)
-    except OSError as error:
-        log.warning("%s cannot be removed: %s", file, error.strerror)
-        return False
-    return True
-
-
-def _read(file: Path, uid: int) -> Remains | None:
-    """None for whatever is not ours to trust, says nothing of this, or names processes of another PID namespace."""
-    text = trusted_text(file, {uid}, _MOST_BYTES)
-    if text is None:
+def _read(file: Path, uid: int) -> Survivors | None:
+    """None for a file that another user may have written, of another form, or of another PID namespace."""
+    text = trusted_text(file, {uid}, _MAX_BYTES)
+    if text is None or len(text) > _MAX_BYTES:
         return None
     try:
-        fields = Fields.of_text(file.name, text, SCHEMA, _MOST_BYTES)
-        if fields.integer("pid_namespace") != pid_namespace():
+        body = load_object(text, file.name)
+        if body.pop("v", None) != SCHEMA:
             return None
-        return Remains(
-            file,
-            fields.name("job"),
-            fields.name("node"),
-            fields.text("boot", 64),
-            fields.many("processes", _left),
-        )
-    except RecordInvalid:
+        left = from_plain(Survivors, body)
+    except Invalid:
         return None
-
-
-def _left(fields: Fields) -> Left:
-    return Left(
-        fields.integer("pid", 2),
-        fields.text("start", 32),
-        fields.integer_or_none("rank", 0, _HIGHEST_RANK),
-    )
+    return left if left.pid_namespace == pid_namespace() else None

@@ -27,8 +27,17 @@ from ....rendezvous.threads import Thread
 from ...common.events import Event, WorkerExited
 from ...configuration.types.values import Command
 from ...output.worker_logs import WorkerLogs
-from .guard import Guard, cgroup_members, empty_cgroup, find_processes, remove_cgroup
-from .proc import KILL_WAIT_S, ends_within, has_ended
+from .guard import Guard
+from .proc import (
+    KILL_WAIT_S,
+    cgroup_members,
+    empty_cgroup,
+    ends_within,
+    find_processes,
+    has_ended,
+    kill,
+    remove_cgroup,
+)
 
 log = logging.getLogger(__name__)
 
@@ -316,10 +325,7 @@ class WorkerGroup:
             self._incarnation, sessions, generation=self.generation, adopted=self._unknown_children()
         )
         for pid in leftovers:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except OSError:  # it has just ended, or it is another user's, as those of sudo are
-                pass
+            kill(pid)
         held = cgroup_members(self._cgroup) if self._cgroup is not None else ()
         if (behind := {*leftovers, *held}) and behind != self._behind:
             log.info("generation %d left %d processes behind; killing them", self.generation, len(behind))

@@ -43,8 +43,8 @@ from ..environment.contract import bind_of_rank_0_failed
 from ..preloader.spares import Spares
 from ..processes.failures import HANG_SIGNAL, WorkerFailure, describe_failure, hang_failure
 from ..processes.guard import Guard
-from ..processes.proc import process_statuses
 from ..processes.subreaper import Subreaper
+from ..processes.unkillable import process_statuses
 from ..processes.worker_store import WorkerStore
 from ..processes.workers import WorkerGroup
 from .exits import Exit
