@@ -15,6 +15,8 @@ FILES = sorted({file.resolve() for room in ROOMS for file in (ROOT / room).rglob
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "yaml", "code"}
 CALLS = {"eval", "exec", "compile", "__import__", "system", "popen", "getoutput", "getstatusoutput"}
 TRUSTED_MODULES = {"re"}  # re.compile
+WRITERS = ["Pickler"]
+"""They read nothing."""
 
 
 def offences(tree: ast.AST) -> Iterator[str]:
@@ -22,7 +24,7 @@ def offences(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
+            names = [node.module or ""] if [alias.name for alias in node.names] != WRITERS else []
         else:
             names = []
         for name in names:
@@ -61,6 +63,7 @@ def test_no_data_becomes_code(file: Path) -> None:
     [
         "import pickle",
         "from pickle import loads",
+        "from pickle import Pickler, Unpickler",
         "import yaml.constructor",
         "eval(text)",
         "builtins.exec(text)",
@@ -77,7 +80,13 @@ def test_each_way_would_be_found(line: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["import json", "re.compile(text)", "torch.load(path, weights_only=True)", "run(words, shell=False)"],
+    [
+        "import json",
+        "from pickle import Pickler",
+        "re.compile(text)",
+        "torch.load(path, weights_only=True)",
+        "run(words, shell=False)",
+    ],
 )
 def test_what_is_harmless_is_left_alone(line: str) -> None:
     assert list(offences(ast.parse(line))) == []

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import io
 import logging
-import pickle
 import struct
 import zlib
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
+from pickle import Pickler
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ def _key(number: int) -> str:
     return str(number)
 
 
-class _Pickler(pickle.Pickler):
+class _StatePickler(Pickler):
     """Pickles one state. `reduced` is that of the tensors of the state before, by order of appearance."""
 
     def __init__(self, buffer: io.BytesIO, reduced: list[_Reduced]) -> None:
@@ -199,7 +199,7 @@ class LayoutCache:
         """As `archive_layout.lay_out`, and raises the same."""
         layout: Layout | None = None
         buffer = io.BytesIO()
-        pickler = _Pickler(buffer, self._reduced)
+        pickler = _StatePickler(buffer, self._reduced)
         try:
             if self._learns:
                 pickler.dump(payload)
