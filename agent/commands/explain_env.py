@@ -48,20 +48,8 @@ RUN_DIR = Path("<run dir>")
 GENERATION = "<generation>"
 
 OF_A_WORLD = frozenset(
-    {
-        "RANK",
-        "WORLD_SIZE",
-        "NODE_RANK",
-        "GROUP_RANK",
-        "GROUP_WORLD_SIZE",
-        "ROLE_RANK",
-        "ROLE_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "TORCHELASTIC_RESTART_COUNT",
-        NAMES["generation"],
-        NAMES["run"],
-    }
+    {"RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"}
+    | {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", NAMES["generation"], NAMES["run"]}
 )
 """What no worker can know before there is a world."""
 

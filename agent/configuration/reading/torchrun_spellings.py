@@ -8,18 +8,8 @@ RDZV_CONF_KEYS = {key: option for option in OPTIONS for key in option.conf}
 """The first key of several for one option is the one to recommend."""
 
 IGNORED_RDZV_CONF_KEYS = frozenset(
-    {
-        "timeout",
-        "close_timeout",
-        "heartbeat_timeout",
-        "keep_alive_interval",
-        "keep_alive_max_attempt",
-        "read_timeout",
-        "is_host",
-        "store_type",
-        "protocol",
-        "etcd_prefix",
-    }
+    {"timeout", "close_timeout", "heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt"}
+    | {"read_timeout", "is_host", "store_type", "protocol", "etcd_prefix"}
 )
 
 # Option, each with one value, and why it can be ignored. Training runs the same without them.

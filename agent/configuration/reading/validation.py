@@ -78,7 +78,7 @@ def _script_problem(script: str) -> tuple[str, str]:
         meant = get_close_matches(script, (*COMMANDS, "--help", "--version"), n=1, cutoff=0.7)
         guess = f"did you mean elastic-agent {meant[0]}? Else " if meant else ""
         return "there is none of this name", f"{guess}check the path, seen from {os.getcwd()}"
-    if _look_at(path) is None:
+    if _stat_readable(path) is None:
         return "this user cannot read it", "check its kind and permissions: ls -lL"
     with open(path, "rb") as file:
         if file.read(4) == b"\x7fELF":
@@ -87,6 +87,17 @@ def _script_problem(script: str) -> tuple[str, str]:
                 "to run a program, write --no-python PROGRAM; a library is no program",
             )
     return "", ""
+
+
+_PASSWORD_NEEDS = (ETCD_USER, "a user with it", "add --etcd-user NAME, or leave the password out")
+_NEEDED_WITH: tuple[tuple[Option[object], Option[object], str, str], ...] = (
+    (ETCD_KEY, ETCD_CERT, "a certificate with it", "add --etcd-cert FILE"),
+    (ETCD_CERT, ETCD_KEY, "its key with it", "add --etcd-key FILE"),
+    (ETCD_CERT, ETCD_CA, "an authority with it, by which the server is known", "add --etcd-ca FILE"),
+    (ETCD_PASSWORD, *_PASSWORD_NEEDS),
+    (ETCD_PASSWORD_FILE, *_PASSWORD_NEEDS),
+)
+"""An option, another one that must come with it, what is expected, and advice."""
 
 
 class _Rules:
@@ -293,17 +304,9 @@ def _check_etcd_endpoints(rules: _Rules) -> None:
 
 def _check_etcd_credentials(rules: _Rules) -> None:
     settings = rules.settings
-    ca, cert, key = (settings[option].value for option in (ETCD_CA, ETCD_CERT, ETCD_KEY))
-    rules.expect_of_etcd(
-        key is None or cert is not None, ETCD_KEY, "a certificate with it", "add --etcd-cert FILE"
-    )
-    rules.expect_of_etcd(cert is None or key is not None, ETCD_CERT, "its key with it", "add --etcd-key FILE")
-    rules.expect_of_etcd(
-        cert is None or ca is not None,
-        ETCD_CERT,
-        "an authority with it, by which the server is known",
-        "add --etcd-ca FILE",
-    )
+    for option, needed, expected, advice in _NEEDED_WITH:
+        alone = settings[option].value is not None and settings[needed].value is None
+        rules.expect_of_etcd(not alone, option, expected, advice)
     user, password, file = (settings[option] for option in (ETCD_USER, ETCD_PASSWORD, ETCD_PASSWORD_FILE))
     rules.expect_of_etcd(
         user.value is None or password.value is not None or file.value is not None,
@@ -311,45 +314,34 @@ def _check_etcd_credentials(rules: _Rules) -> None:
         "a password with it",
         "add --etcd-password-file FILE, or set ELASTIC_AGENT_ETCD_PASSWORD",
     )
-    for option in (ETCD_PASSWORD, ETCD_PASSWORD_FILE):
-        rules.expect_of_etcd(
-            user.value is not None or settings[option].value is None,
-            option,
-            "a user with it",
-            "add --etcd-user NAME, or leave the password out",
-        )
     rules.expect_of_etcd(
         password.value is None or file.value is None,
         ETCD_PASSWORD_FILE,
         "one place for the password",
         f"keep either it or {password.origin}",
     )
-    for option in (ETCD_CA, ETCD_CERT):
-        _check_file(rules, option, private=False)
-    for option in (ETCD_KEY, ETCD_PASSWORD_FILE):
-        _check_file(rules, option, private=True)
+    for path in (ETCD_CA, ETCD_CERT, ETCD_KEY, ETCD_PASSWORD_FILE):
+        _check_file(rules, path, private=path in (ETCD_KEY, ETCD_PASSWORD_FILE))
 
 
 def _check_file(rules: _Rules, option: Option[Path | None], *, private: bool) -> None:
     path = rules.settings[option].value
     if path is None:
         return
-    found = _look_at(path)
+    found = _stat_readable(path)
     rules.expect(
         found is not None and found.st_size > 0,
         option,
         "a file that exists, can be read and is not empty",
         f"check the path, seen from {os.getcwd()}, and its permissions",
-        BACKEND,
-        ENDPOINT,
+        *(BACKEND, ENDPOINT),
     )
     rules.expect(
         found is None or not private or not _readable_by_others(found),
         option,
         "a file that neither group nor others can read",
         f"run: chmod 600 {path}",
-        BACKEND,
-        ENDPOINT,
+        *(BACKEND, ENDPOINT),
     )
 
 
@@ -364,7 +356,7 @@ def _readable_by_others(found: os.stat_result) -> bool:
     return bool(found.st_mode & (stat.S_IROTH if lent else stat.S_IRGRP | stat.S_IROTH))
 
 
-def _look_at(path: Path) -> os.stat_result | None:
+def _stat_readable(path: Path) -> os.stat_result | None:
     """None for what is no file, or cannot be read."""
     try:
         found = path.stat()
