@@ -1,8 +1,7 @@
-"""Tells metrics, status pages and log what the main loop does: one place where a transition becomes numbers and words.
+"""Metrics, status pages and log lines of what the main loop does with worlds and workers.
 
-Called by the loop, never asked by it. What needs a memory has it elsewhere, as pure state machines: `goodput` knows
-who owns each second, `node_progress` how far the workers are, `step_count` which steps are new, `membership_changes`
-what changed between two worlds.
+The loop calls it and gets nothing back that steers. `training_account` has what the workers themselves report, and
+`membership_changes` what changed between two worlds.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 
 from ....health.checks import Comparison
 from ....health.metrics import Metrics
@@ -18,24 +17,13 @@ from ....rendezvous.node.node_actions import Refusal
 from ....rendezvous.node.participant import Participant
 from ....rendezvous.node.snapshot import NodeSnapshot
 from ....rendezvous.records import BadState, CauseKind, Failure, Member, NodeRecord, Phase, Result, World
-from ....worker.wire.messages import LoadReport, Report, SaveReport
-from ....worker.wire.shared_progress import Reading
 from ...workers.processes.workers import WorkerGroup
 from ..status.pages import StatusPages
-from .goodput import STARTUP, Activity, GoodputAccount, Recovery, TrainingEvent
+from .goodput import TrainingEvent
 from .membership_changes import MembershipWatch, because, reason
-from .node_progress import NodeProgress, Step, node_progress
-from .step_count import Counted, StepCount
+from .training_account import TrainingAccount
 
 log = logging.getLogger(__name__)
-
-_RECOVERIES = {
-    CauseKind.FAILURE: "process",
-    CauseKind.LOST: "node",
-    CauseKind.WITHDRAWN: "node",
-    CauseKind.JOIN: "join",
-    CauseKind.LEAVE: "leave",
-}
 
 _RENDEZVOUS_ENDS: Mapping[Result | Refusal, str] = {
     Refusal.JOIN_TIMEOUT: "timeout",
@@ -56,13 +44,10 @@ class _Generation:
     """What ended the one before."""
     bad_state: BadState | None = None
     """What the workers shall not load."""
-    progress: NodeProgress = field(default_factory=NodeProgress)
     failed: int = 0
     failed_at: float | None = None
     stopped_at: float | None = None
     succeeded: bool = False
-    damaged: int | None = None
-    """The newest checkpoint that a worker found damaged."""
 
 
 class Observer:
@@ -80,15 +65,11 @@ class Observer:
         self._metrics = metrics
         self._pages = pages
         self._max_failures = max_failures
-        self._wall_clock = wall_clock
-        self._account = GoodputAccount(started_at)
-        self._steps = StepCount()
+        self.training = TrainingAccount(metrics, pages, started_at, wall_clock)
         self._worlds = MembershipWatch()
         self._shown: Failure | None = None
         self._generation = _Generation()
-        self._recovers_from: CauseKind | None = None
         self._seeking_since = started_at
-        self._saved_at: float | None = None
         self._seen: tuple[World | None, tuple[NodeRecord, ...], bool] | None = None
         self._comparison = Comparison()
         self._told_otherwise: tuple[str, ...] = ()
@@ -130,14 +111,7 @@ class Observer:
         self._look_at_nodes(snapshot)
         if group is None:
             self._look_for_next(snapshot, now)
-        self._account.advance(now)
-        seconds = dict(self._account.seconds)
-        productive_s = seconds.pop(Activity.PRODUCTIVE)
-        startup_s = sum(seconds.pop(activity) for activity in STARTUP)
-        lost_s = {activity.value: spent_s for activity, spent_s in seconds.items()}
-        metrics.account(
-            productive_s, {**lost_s, "startup": startup_s}, reports_steps=self._account.reports_steps
-        )
+        self.training.advance(now)
 
     def _look_at_nodes(self, snapshot: NodeSnapshot) -> None:
         world, nodes, coordinates = snapshot.world, snapshot.known_nodes, snapshot.coordinates
@@ -146,13 +120,7 @@ class Observer:
         self._seen = world, nodes, coordinates
         self._worlds.asked_to_stop(node.incarnation for node in nodes if node.leaving)
         change = self._worlds.see(world)
-        self._metrics.count_membership_change(
-            joined=change.joined,
-            left=change.left,
-            lost=change.lost,
-            put_aside=change.put_aside,
-            incident=change.incident,
-        )
+        self._metrics.count_membership_change(**asdict(change))
         running = world is not None and world.trains
         members = {member.incarnation for member in world.members} if world is not None else set()
         here = {node.incarnation for node in nodes}
@@ -170,28 +138,18 @@ class Observer:
         if world is not None and not world.stops:
             ours = world.generation <= self._generation.number or world.member(snapshot.incarnation)
             if world.phase is Phase.ENDED or not ours:
-                self._record(TrainingEvent.SET_ASIDE, now)
+                self.training.record(TrainingEvent.SET_ASIDE, now)
         if self._leaving:
-            self._record(TrainingEvent.SET_ASIDE, now)
-        self._record(TrainingEvent.HELD_BACK if snapshot.backoff_s else TrainingEvent.RELEASED, now)
-
-    def _record(self, event: TrainingEvent, at: float) -> Recovery | None:
-        recovery = self._account.record(event, at)
-        if recovery is not None and self._recovers_from in _RECOVERIES:
-            phases_s = {phase.value: seconds for phase, seconds in recovery.phases.items()}
-            self._metrics.recovered(_RECOVERIES[self._recovers_from], phases_s)
-        if not self._account.recovering:
-            self._recovers_from = None
-        return recovery
+            self.training.record(TrainingEvent.SET_ASIDE, now)
+        self.training.record(TrainingEvent.HELD_BACK if snapshot.backoff_s else TrainingEvent.RELEASED, now)
 
     def status(self, snapshot: NodeSnapshot, group: WorkerGroup | None) -> str:
         """One line on this node, which the service manager shows."""
         if group is None:
             return f"{self._state}: {snapshot.waiting_for}"
-        generation = self._generation
-        newest = generation.progress.newest
+        newest = self.training.newest
         step = f", step {newest.number}" if newest is not None else ""
-        return f"{self._state}: {generation.described}{step}"
+        return f"{self._state}: {self._generation.described}{step}"
 
     def _explain_waiting(self, snapshot: NodeSnapshot, group: WorkerGroup | None) -> None:
         world = snapshot.world
@@ -207,7 +165,7 @@ class Observer:
         if group is not None:
             if group.stopping:
                 return "stopping"
-            return "running" if self._steps.stepped else "starting"
+            return "running" if self.training.stepped else "starting"
         if world is None or world.trains:
             return "joining"
         if world.phase is Phase.ENDED:
@@ -229,10 +187,7 @@ class Observer:
         self._generation = _Generation(
             world.generation, described, because(world, self._shown), restarts.bad_state
         )
-        self._steps.begin(world.step)
-        if self._account.recovering and self._recovers_from is None:
-            self._recovers_from = world.cause.kind
-        self._record(TrainingEvent.STARTED, now)
+        self.training.started(world, self._generation.because, now)
         metrics.enter_world(
             generation=world.generation,
             world_size=world.size,
@@ -287,7 +242,7 @@ class Observer:
         generation.failed += 1
         if generation.stopped_at is None and generation.failed_at is None:
             generation.failed_at = at
-            self._record(TrainingEvent.FAILED, at)
+            self.training.record(TrainingEvent.FAILED, at)
 
     def failure_shown(self, failure: Failure) -> None:
         """The log has its cause: what follows from it is logged without."""
@@ -298,12 +253,12 @@ class Observer:
         generation.stopped_at = now
         if generation.failed_at is not None:
             self._metrics.detection_duration_seconds.observe(now - generation.failed_at, kind="process")
-        self._record(TrainingEvent.STOPPING, now)
+        self.training.record(TrainingEvent.STOPPING, now)
 
     def gone(self, now: float, *, succeeded: bool) -> None:
         self._generation.succeeded = succeeded
         self._seeking_since = now
-        self._record(TrainingEvent.GONE, now)
+        self.training.record(TrainingEvent.GONE, now)
         self._metrics.leave_world()
 
     def leaving(self) -> None:
@@ -313,104 +268,3 @@ class Observer:
         """This node's part is over. Unless its workers had succeeded, it was looking for a world until now."""
         if why is not Refusal.ASKED and not self._generation.succeeded:
             self._metrics.rendezvous_total.inc(result=_RENDEZVOUS_ENDS.get(why, "closed"))
-
-    # ---------------------------------------------------------------- what workers do
-
-    def trained(self, readings: Collection[Reading], now: float) -> None:
-        """What the pages of this generation's workers say now."""
-        generation, here = self._generation, node_progress(readings)
-        before, generation.progress = generation.progress, here
-        if before == here:
-            return
-        if before.began_at is None and here.began_at is not None:
-            self._record(TrainingEvent.BEGAN, here.began_at)
-        if before.load_at is None and here.load_at is not None:
-            self._record(TrainingEvent.LOADING, here.load_at)
-        if before.loaded is None and here.loaded is not None:
-            self._count(self._steps.resumed(here.loaded.number))
-            self._record(TrainingEvent.LOADED, here.loaded.at)
-        if before.first is None and here.first is not None:
-            self._began_to_step(here.first)
-        if here.newest is not None and here.newest != before.newest:
-            self._stepped(here.newest)
-            self._pages.stepped(here.newest.number, here.newest.at)
-            self._metrics.progress(here.newest.number, self._wall_clock() - (now - here.newest.at))
-
-    def _began_to_step(self, first: Step) -> None:
-        recovery = self._stepped(first)
-        if recovery is None:
-            log.info("generation %d: first step is %d", self._generation.number, first.number)
-            return
-        log.info(
-            "generation %d: first step is %d, after %.3f s without training (%s)%s",
-            self._generation.number,
-            first.number,
-            recovery.duration_s,
-            ", ".join(f"{phase.value} {seconds:.3f}" for phase, seconds in recovery.phases.items()),
-            f" because {self._generation.because}" if self._generation.because else "",
-        )
-
-    def _stepped(self, step: Step) -> Recovery | None:
-        counted = self._steps.done(step.number, step.at)
-        self._count(counted)
-        if counted.caught_up_at is not None:
-            self._record(TrainingEvent.STEPPED, counted.caught_up_at)
-        return self._record(
-            TrainingEvent.STEPPED_AGAIN if self._steps.catching_up else TrainingEvent.STEPPED, step.at
-        )
-
-    def _count(self, counted: Counted) -> None:
-        self._metrics.count_steps(
-            new=counted.new, lost=counted.lost, timed=counted.timed, mean_s=counted.mean_s
-        )
-
-    def reported(self, report: Report, at: float) -> None:
-        self._pages.reported(report, at)
-        if isinstance(report, SaveReport):
-            self._saved(report, at)
-        else:
-            self._loaded(report)
-
-    def _saved(self, report: SaveReport, at: float) -> None:
-        metrics = self._metrics
-        metrics.checkpoint_blocked_seconds_total.inc(report.blocked_s)
-        if report.result != "ok":
-            metrics.checkpoint_saves_total.inc(tier=report.tier, result="error")
-            if report.tier == "local":  # the worker says it once of its memory
-                log.warning("checkpoint of step %d failed; training goes on", report.step)
-            return
-        self._count(self._steps.saved(report.step))
-        self._count_saved(report)
-        if report.tier != "local":
-            return
-        if self._saved_at is not None:
-            metrics.checkpoint_interval_seconds.set(at - self._saved_at)
-        self._saved_at = at
-
-    def saved_later(self, report: SaveReport) -> None:
-        """The generation that ordered it has gone: a failure is said by `DiskWriter`, when it is final."""
-        if report.result == "ok":
-            self._count_saved(report)
-        else:
-            self._metrics.checkpoint_saves_total.inc(tier=report.tier, result="error")
-
-    def _count_saved(self, report: SaveReport) -> None:
-        self._metrics.checkpoint_saved(
-            tier=report.tier,
-            step=report.step,
-            size_bytes=report.bytes,
-            duration_s=report.duration_s,
-            at_s=self._wall_clock(),
-        )
-
-    def _loaded(self, report: LoadReport) -> None:
-        metrics, generation = self._metrics, self._generation
-        if report.result != "none":
-            metrics.checkpoint_loads_total.inc(tier=report.tier, result=report.result)
-        if report.result == "corrupt":
-            metrics.checkpoint_verify_failures_total.inc()
-            generation.damaged = max(report.step, generation.damaged or 0)
-        elif report.result != "error":
-            if generation.damaged is not None and report.step < generation.damaged:
-                metrics.checkpoint_fallbacks_total.inc()
-            generation.damaged = None

@@ -269,7 +269,7 @@ class Supervisor:
         generation = self._running
         if generation is None or event.generation != generation.number:
             if isinstance(event, Reported) and isinstance(event.report, SaveReport):
-                self._observer.saved_later(event.report)
+                self._observer.training.saved_later(event.report)
         elif isinstance(event, WorkerExited):
             self._exited(generation, event)
         elif isinstance(event, TailReady):
@@ -344,7 +344,7 @@ class Supervisor:
 
     def _reported(self, generation: Generation, event: Reported) -> None:
         self._look(generation)
-        self._observer.reported(event.report, event.at)
+        self._observer.training.reported(event.report, event.at)
         generation.reported(event.at)
         if event.report.result == "ok":
             self._participant.workers_advanced(event.report.step)
@@ -367,7 +367,7 @@ class Supervisor:
         progress = generation.look(now)
         if progress is None:
             return
-        self._observer.trained(generation.read.values(), now)
+        self._observer.training.progressed(generation.read.values(), now)
         if progress.load_told:
             self._participant.workers_load(progress.loads)
         for step in progress.steps:

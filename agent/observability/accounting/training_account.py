@@ -1,0 +1,184 @@
+"""Metrics and log lines of what this node's workers report: their progress, their steps and their checkpoints.
+
+What has a memory is a pure state machine elsewhere: `goodput` (which cause each second has), `node_progress` (how far
+the workers have come together) and `step_count` (which steps are new, and which are lost).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+
+from ....health.metrics import Metrics
+from ....rendezvous.records import CauseKind, World
+from ....worker.wire.messages import LoadReport, Report, SaveReport
+from ....worker.wire.shared_progress import Reading
+from ..status.pages import StatusPages
+from .goodput import STARTUP, Activity, GoodputAccount, Recovery, TrainingEvent
+from .node_progress import NodeProgress, Step, node_progress
+from .step_count import Counted, StepCount
+
+log = logging.getLogger(__name__)
+
+_RECOVERIES = {
+    CauseKind.FAILURE: "process",
+    CauseKind.LOST: "node",
+    CauseKind.WITHDRAWN: "node",
+    CauseKind.JOIN: "join",
+    CauseKind.LEAVE: "leave",
+}
+
+
+class TrainingAccount:
+    """For the main thread. `now` and `at` are monotonic; `wall_clock` is for dashboards."""
+
+    def __init__(
+        self, metrics: Metrics, pages: StatusPages, started_at: float, wall_clock: Callable[[], float]
+    ) -> None:
+        self._metrics = metrics
+        self._pages = pages
+        self._wall_clock = wall_clock
+        self._goodput = GoodputAccount(started_at)
+        self._steps = StepCount()
+        self._recovers_from: CauseKind | None = None
+        self._saved_at: float | None = None
+        self._begin(0, "")
+
+    def _begin(self, generation: int, because: str) -> None:
+        self._generation, self._because = generation, because
+        self._progress = NodeProgress()
+        self._damaged: int | None = None
+        """The newest checkpoint that a worker of this generation found damaged."""
+
+    @property
+    def stepped(self) -> bool:
+        """A worker of this generation has finished a step."""
+        return self._steps.stepped
+
+    @property
+    def newest(self) -> Step | None:
+        return self._progress.newest
+
+    def started(self, world: World, because: str, now: float) -> None:
+        """Workers are to run; `because` says what ended the generation before."""
+        self._begin(world.generation, because)
+        self._steps.begin(world.step)
+        if self._goodput.recovering and self._recovers_from is None:
+            self._recovers_from = world.cause.kind
+        self.record(TrainingEvent.STARTED, now)
+
+    def record(self, event: TrainingEvent, at: float) -> Recovery | None:
+        recovery = self._goodput.record(event, at)
+        if recovery is not None and self._recovers_from in _RECOVERIES:
+            phases_s = {phase.value: seconds for phase, seconds in recovery.phases.items()}
+            self._metrics.recovered(_RECOVERIES[self._recovers_from], phases_s)
+        if not self._goodput.recovering:
+            self._recovers_from = None
+        return recovery
+
+    def advance(self, now: float) -> None:
+        """Publish what all seconds until now went into."""
+        self._goodput.advance(now)
+        lost_s = {activity.value: seconds for activity, seconds in self._goodput.seconds.items()}
+        productive_s = lost_s.pop(Activity.PRODUCTIVE.value)
+        lost_s["startup"] = sum(lost_s.pop(activity.value) for activity in STARTUP)
+        self._metrics.account(productive_s, lost_s, reports_steps=self._goodput.reports_steps)
+
+    def progressed(self, readings: Collection[Reading], now: float) -> None:
+        """The shared progress of each worker of this generation as it is now."""
+        before, here = self._progress, node_progress(readings)
+        self._progress = here
+        if before == here:
+            return
+        if before.began_at is None and here.began_at is not None:
+            self.record(TrainingEvent.BEGAN, here.began_at)
+        if before.load_at is None and here.load_at is not None:
+            self.record(TrainingEvent.LOADING, here.load_at)
+        if before.loaded is None and here.loaded is not None:
+            self._count(self._steps.resumed(here.loaded.number))
+            self.record(TrainingEvent.LOADED, here.loaded.at)
+        if before.first is None and here.first is not None:
+            self._began_to_step(here.first)
+        if here.newest is not None and here.newest != before.newest:
+            self._stepped(here.newest)
+            self._pages.stepped(here.newest.number, here.newest.at)
+            self._metrics.progress(here.newest.number, self._wall_clock() - (now - here.newest.at))
+
+    def _began_to_step(self, first: Step) -> None:
+        recovery = self._stepped(first)
+        if recovery is None:
+            log.info("generation %d: first step is %d", self._generation, first.number)
+            return
+        log.info(
+            "generation %d: first step is %d, after %.3f s without training (%s)%s",
+            self._generation,
+            first.number,
+            recovery.duration_s,
+            ", ".join(f"{phase.value} {seconds:.3f}" for phase, seconds in recovery.phases.items()),
+            f" because {self._because}" if self._because else "",
+        )
+
+    def _stepped(self, step: Step) -> Recovery | None:
+        counted = self._steps.done(step.number, step.at)
+        self._count(counted)
+        if counted.caught_up_at is not None:
+            self.record(TrainingEvent.STEPPED, counted.caught_up_at)
+        return self.record(
+            TrainingEvent.STEPPED_AGAIN if self._steps.catching_up else TrainingEvent.STEPPED, step.at
+        )
+
+    def _count(self, counted: Counted) -> None:
+        self._metrics.count_steps(
+            new=counted.new, lost=counted.lost, timed=counted.timed, mean_s=counted.mean_s
+        )
+
+    def reported(self, report: Report, at: float) -> None:
+        self._pages.reported(report, at)
+        if isinstance(report, SaveReport):
+            self._saved(report, at)
+        else:
+            self._loaded(report)
+
+    def _saved(self, report: SaveReport, at: float) -> None:
+        metrics = self._metrics
+        metrics.checkpoint_blocked_seconds_total.inc(report.blocked_s)
+        if report.result != "ok":
+            metrics.checkpoint_saves_total.inc(tier=report.tier, result="error")
+            if report.tier == "local":  # the worker says it once of its memory
+                log.warning("checkpoint of step %d failed; training goes on", report.step)
+            return
+        self._count(self._steps.saved(report.step))
+        self._count_saved(report)
+        if report.tier != "local":
+            return
+        if self._saved_at is not None:
+            metrics.checkpoint_interval_seconds.set(at - self._saved_at)
+        self._saved_at = at
+
+    def saved_later(self, report: SaveReport) -> None:
+        """The generation that ordered it has gone: `DiskWriter` logs a failure when it is final."""
+        if report.result == "ok":
+            self._count_saved(report)
+        else:
+            self._metrics.checkpoint_saves_total.inc(tier=report.tier, result="error")
+
+    def _count_saved(self, report: SaveReport) -> None:
+        self._metrics.checkpoint_saved(
+            tier=report.tier,
+            step=report.step,
+            size_bytes=report.bytes,
+            duration_s=report.duration_s,
+            at_s=self._wall_clock(),
+        )
+
+    def _loaded(self, report: LoadReport) -> None:
+        metrics = self._metrics
+        if report.result != "none":
+            metrics.checkpoint_loads_total.inc(tier=report.tier, result=report.result)
+        if report.result == "corrupt":
+            metrics.checkpoint_verify_failures_total.inc()
+            self._damaged = max(report.step, self._damaged or 0)
+        elif report.result != "error":
+            if self._damaged is not None and report.step < self._damaged:
+                metrics.checkpoint_fallbacks_total.inc()
+            self._damaged = None
