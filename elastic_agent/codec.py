@@ -33,6 +33,7 @@ _T = TypeVar("_T")
 Reader = Callable[[Any], Any]
 
 _SHOWN_CHARS = 80
+_WRITTEN_AS_THEY_ARE = frozenset({str, int, float, bool, type(None)})
 
 
 class Invalid(ValueError):
@@ -189,6 +190,8 @@ def _made(cls: type[_T], body: Mapping[str, Any], *, strict: bool) -> _T:
 
 def plain(value: Any) -> Any:
     """What json writes of it."""
+    if type(value) in _WRITTEN_AS_THEY_ARE:
+        return value
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, tuple):

@@ -10,12 +10,16 @@ import enum
 import json
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+from ..codec import Invalid, Text, Within, from_plain
 from .errors import RecordInvalid
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 """Of a node, a job or an incarnation."""
+Name = Annotated[str, Text(128, NAME)]
+Age = Annotated[float, Within(0, 2**63 - 1)]
+"""Seconds."""
 
 SHOWN = 8
 """Of many names, so many."""
@@ -41,6 +45,11 @@ def clean(text: str) -> str:
     if text.isprintable():
         return text
     return _HIDDEN.sub(" ", _TERMINAL.sub("", text))
+
+
+def line(most_chars: int) -> Text:
+    """The bounds of a text of a peer, which is read as `clean` makes it."""
+    return Text(most_chars, clean=clean)
 
 
 def shortened(names: Iterable[str], separator: str = ", ") -> str:
@@ -77,6 +86,13 @@ class Fields:
         if type(version) is not int or version != schema:
             raise RecordInvalid(key, f"schema version {version!r}, this agent reads {schema}")
         return cls(key, values)
+
+    def declared(self, kind: type[_T]) -> _T:
+        """As the annotations of `kind` say. Raises RecordInvalid."""
+        try:
+            return from_plain(kind, {name: value for name, value in self._values.items() if name != "v"})
+        except Invalid as error:
+            raise RecordInvalid(self._key, f"field {self._path!r}: {error}") from error
 
     def value(self, name: str) -> Any:
         if name not in self._values:

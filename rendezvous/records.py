@@ -1,21 +1,24 @@
 """What nodes tell each other: in the store one `NodeRecord` per node, one `World` and one `StopAt` per job, and an
 `Introduction` from node to node.
 
-All are small frozen values with one JSON form and one validating reader each (`from_json`), because anybody who
-can reach the store or a port can write there: unknown schema, wrong types, sizes and ranges raise `RecordInvalid`,
-which names the key. Durations are seconds; no field holds an instant, since clocks of two nodes are never compared.
+All are small frozen values. Their annotations declare their JSON form (see `codec`), and `from_json` checks it, because
+whatever can reach the store or a port can write there: an unknown schema, a wrong type, size or range raises
+`RecordInvalid`, which names the key and the field. Texts are cleaned as they are read. Durations are seconds; no field
+holds an instant, since clocks of two nodes are never compared.
 """
 
 from __future__ import annotations
 
 import enum
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+from ..codec import AtMost, Count, Document, Invalid, Positive, Row, Text, Within, shown
 from .errors import RecordInvalid
-from .fields import NAME, Fields, clean
+from .fields import NAME, Age, Name, clean, line
 from .terms import Limits, Program
 
 SCHEMA = 7
@@ -40,6 +43,9 @@ INTRODUCTION = "the answer of a peer"
 NODES_PREFIX = "nodes/"
 DRAIN_PREFIX = "drain/"
 
+Port = Annotated[int, Within(0, 65535)]
+Slots = Annotated[int, Within(1, 4096)]
+
 
 def node_key(node: str) -> str:
     return NODES_PREFIX + node
@@ -54,6 +60,25 @@ def life_of(incarnation: str) -> str:
     return incarnation.partition(".")[0]
 
 
+_Self = TypeVar("_Self", bound="_Record")
+
+
+class _Record:
+    """Base of what has a key of its own in the store, or is an answer."""
+
+    __slots__ = ()
+
+    def to_json(self) -> str:
+        return Document(type(self), SCHEMA, MAX_RECORD_BYTES).encode(self)
+
+    @classmethod
+    def _read(cls: type[_Self], key: str, text: str) -> _Self:
+        try:
+            return Document(cls, SCHEMA, MAX_RECORD_BYTES).decode(text)
+        except Invalid as error:
+            raise RecordInvalid(key, str(error)) from error
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """The first worker of a node that failed in `generation`.
@@ -62,21 +87,17 @@ class Failure:
     passed on; `detail` is the agent's own JSON form of it, opaque here. `final`: no restart of the job helps.
     """
 
-    generation: int
-    fingerprint: str
-    summary: str
-    detail: str = ""
+    generation: Positive
+    fingerprint: Annotated[str, line(1024)]
+    summary: Annotated[str, line(MAX_TEXT)]
+    detail: Annotated[str, line(16384)] = ""
     final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    address: str
-    port: int
-
-    @staticmethod
-    def read(fields: Fields) -> Endpoint:
-        return Endpoint(fields.text("address", 256), fields.integer("port", 0, 65535))
+    address: Annotated[str, line(256)]
+    port: Port
 
     def __str__(self) -> str:
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
@@ -86,39 +107,22 @@ class Endpoint:
 class NetworkFacts:
     """The interface that this node's workers use, for the comparison with others'. 0 Mbit/s: not known."""
 
-    interface: str
-    speed_mbps: int
-    mtu: int
-    rdma_ports: tuple[str, ...] = ()
+    interface: Annotated[str, line(64)]
+    speed_mbps: Annotated[int, Within(0, 2**31 - 1)]
+    mtu: Annotated[int, Within(0, 2**31 - 1)]
+    rdma_ports: Annotated[tuple[Annotated[str, line(80)], ...], AtMost(MAX_RDMA_PORTS)] = ()
     """All ACTIVE ones of the node, like "mlx5_0:1"."""
-
-    @staticmethod
-    def read(fields: Fields) -> NetworkFacts:
-        return NetworkFacts(
-            fields.text("interface", 64),
-            fields.integer("speed_mbps", 0, 2**31 - 1),
-            fields.integer("mtu", 0, 2**31 - 1),
-            fields.texts("rdma_ports", MAX_RDMA_PORTS, 80),
-        )
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationProgress:
     """How far the workers of one generation have come on one node."""
 
-    generation: int
-    loaded: int | None = None
-    """The step of the state that they have loaded; None when they have told of none."""
-    reached: int | None = None
+    generation: Count
+    loaded: Count | None = None
+    """The step of the state that they have loaded; None when they have reported none."""
+    reached: Count | None = None
     """The highest step that they have finished or saved since; None before the first."""
-
-    @staticmethod
-    def read(fields: Fields) -> GenerationProgress:
-        return GenerationProgress(
-            fields.integer("generation"),
-            fields.integer_or_none("loaded"),
-            fields.integer_or_none("reached"),
-        )
 
 
 class Condition(enum.Enum):
@@ -141,36 +145,36 @@ class Condition(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class NodeRecord:
-    """What one node says about itself, under its lease."""
+class NodeRecord(_Record):
+    """What one node reports about itself, under its lease."""
 
-    node: str
-    incarnation: str
-    address: str
+    node: Name
+    incarnation: Name
+    address: Annotated[str, line(256)]
     """Where peers reach this node's workers' store, should the node become the world's master."""
-    port: int
+    port: Port
     """A port bound and listening at `address`, never used by any generation before."""
-    slots: int
+    slots: Slots
     """Workers that this node runs."""
     http: Endpoint | None = None
-    """Where this node's agent introduces itself to its peers; None when they cannot reach it."""
+    """Where this node's agent answers its peers; None when they cannot reach it."""
     network: NetworkFacts | None = None
     limits: Limits | None = None
-    """With which this node was started. None: it has nothing to say about it."""
+    """With which this node was started; None when it names none."""
     program: Program | None = None
     hosts_store: bool = False
     """The rendezvous store ends with this node's agent."""
     leaving: bool = False
     ready: bool = False
-    """Workers can start here at once: what takes seconds has been done before anybody needs it."""
-    generation: int = 0
-    """The newest generation on whose workers here `conditions` has something to report."""
-    conditions: frozenset[Condition] = frozenset()
+    """Workers can start here at once: what takes seconds is done before a world needs it."""
+    generation: Count = 0
+    """The newest generation for whose workers here `conditions` hold."""
+    conditions: Annotated[frozenset[Condition], AtMost(len(Condition))] = frozenset()
     failure: Failure | None = None
-    step: int = 0
+    step: Count = 0
     """Highest training step that this node's workers have reported (finished or saved); 0 when they do not."""
     progress: GenerationProgress | None = None
-    seen: int = 0
+    seen: Count = 0
     """The highest generation that earlier incarnations have known, perhaps in a store that is no more. The next one is
     higher."""
 
@@ -187,43 +191,17 @@ class NodeRecord:
         known = self.conditions if self.generation == generation else frozenset()
         return replace(self, generation=generation, conditions=known.union(conditions))
 
-    def to_json(self) -> str:
-        return _dump(self)
-
     @staticmethod
     def from_json(key: str, text: str) -> NodeRecord:
-        record = NodeRecord.read(_fields(key, text))
+        record = NodeRecord._read(key, text)
         if key != node_key(record.node):
             raise RecordInvalid(key, f"it is the record of node {record.node!r}")
         return record
 
-    @staticmethod
-    def read(fields: Fields) -> NodeRecord:
-        return NodeRecord(
-            node=fields.name("node"),
-            incarnation=fields.name("incarnation"),
-            address=fields.text("address", 256),
-            port=fields.integer("port", 0, 65535),
-            slots=fields.integer("slots", 1, 4096),
-            http=fields.optional("http", Endpoint.read),
-            network=fields.optional("network", NetworkFacts.read),
-            limits=fields.optional("limits", Limits.read),
-            program=fields.optional("program", Program.read),
-            hosts_store=fields.boolean("hosts_store"),
-            leaving=fields.boolean("leaving"),
-            ready=fields.boolean("ready"),
-            generation=fields.integer("generation"),
-            conditions=_conditions(fields),
-            failure=fields.optional("failure", _failure),
-            step=fields.integer("step"),
-            progress=fields.optional("progress", GenerationProgress.read),
-            seen=fields.integer("seen"),
-        )
-
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """One node's place in a world: workers `first_rank` to `first_rank + slots - 1` are its."""
+class Member(Row):
+    """One node's place in a world: it runs the workers `first_rank` to `first_rank + slots - 1`."""
 
     node: str
     incarnation: str
@@ -290,8 +268,8 @@ class Result(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Cause:
     kind: CauseKind
-    node: str = ""
-    detail: str = ""
+    node: Annotated[str, line(128)] = ""
+    detail: Annotated[str, line(MAX_TEXT)] = ""
     failure: Failure | None = None
     """The first failure of the generation; it stays the cause until another change."""
 
@@ -300,31 +278,27 @@ class Cause:
 class BadState:
     """States of `step` or beyond, of `generation` or an earlier one, which end the workers that load them."""
 
-    generation: int
-    step: int
-
-    @staticmethod
-    def read(fields: Fields) -> BadState:
-        return BadState(fields.integer("generation", 1), fields.integer("step"))
+    generation: Positive
+    step: Count
 
 
 @dataclass(frozen=True, slots=True)
 class Restarts:
     """The job's restart budget as used so far; planned changes and lost nodes do not count."""
 
-    failures: int = 0
-    without_progress: int = 0
+    failures: Count = 0
+    without_progress: Count = 0
     """Failures in a row without progress in between."""
-    fingerprint: str = ""
-    same_fingerprint: int = 0
+    fingerprint: Annotated[str, line(1024)] = ""
+    same_fingerprint: Count = 0
     """How many of the newest of these failures share `fingerprint`."""
-    at_load: int = 0
+    at_load: Count = 0
     """How many of these came before any step beyond the state that was loaded."""
     bad_state: BadState | None = None
-    """What the workers are told not to load, until there is progress."""
-    culprit: str = ""
+    """What the workers must not load, until there is progress."""
+    culprit: Annotated[str, line(128)] = ""
     """The node on which every failure since the last healthy generation began; empty when there are several."""
-    blamed: int = 0
+    blamed: Count = 0
     """How many these are."""
 
 
@@ -332,43 +306,51 @@ class Restarts:
 class Aside:
     """A life of a node's agent that is left out of all worlds, though it stands ready."""
 
-    node: str
-    life: str
-    reason: str
-
-    @staticmethod
-    def read(fields: Fields) -> Aside:
-        return Aside(fields.name("node"), fields.name("life"), fields.text("reason", MAX_ASIDE_REASON))
+    node: Name
+    life: Name
+    reason: Annotated[str, line(MAX_ASIDE_REASON)]
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class World(_Record):
     """The ordered members of one generation, and the phase this generation is in."""
 
-    job: str
-    generation: int
+    job: Name
+    generation: Positive
     phase: Phase
-    members: tuple[Member, ...]
+    members: Annotated[tuple[Member, ...], _read_members]
     master: Endpoint
     cause: Cause
     restarts: Restarts = field(default_factory=Restarts)
-    step: int = 0
+    step: Count = 0
     """Highest step that any node had reported before this generation: it makes progress by passing it."""
     result: Result | None = None
-    final_saver: str = ""
+    final_saver: Annotated[str, line(128)] = ""
     """The member that brings the state after the last step to disk now: no generation goes on with it at once."""
     limits: Limits | None = None
     """The job's, whichever node coordinates: those of the node that `limits_of` names."""
-    limits_of: str = ""
+    limits_of: Annotated[str, line(128)] = ""
     program: Program | None = None
     """What the job runs: that of the same node."""
-    proven: int = 0
+    proven: Count = 0
     """So many members, the first ones, were in the last healthy generation."""
     aside: tuple[Aside, ...] = ()
     finishing: bool = False
     """Some members' workers have all ended with success for a while now, and others' have not."""
-    run: str = ""
+    run: Annotated[str, Text(128, re.compile(f"({NAME.pattern})?"))] = ""
     """The same for all generations of this job until it ends, and no other job's: its checkpoints bear this name."""
+
+    def __post_init__(self) -> None:
+        """Raises Invalid."""
+        if not self.members:
+            raise Invalid("it has no members")
+        for names in ({m.node for m in self.members}, {m.incarnation for m in self.members}):
+            if len(names) != len(self.members):
+                raise Invalid("it lists a node twice")
+        if (self.phase is Phase.ENDED) != (self.result is not None):
+            raise Invalid(f"phase {self.phase.value!r} with result {self.result}")
+        if self.cause.kind is CauseKind.FAILURE and self.cause.failure is None:
+            raise Invalid("its cause is a failure that it does not name")
 
     @property
     def trains(self) -> bool:
@@ -407,106 +389,52 @@ class World:
         cause = Cause(CauseKind.LOST, detail=f"the store that held generation {self.generation} is gone")
         return replace(self, phase=Phase.STOPPING, cause=cause, final_saver="")
 
-    def to_json(self) -> str:
-        return _dump(self)
-
     @staticmethod
     def from_json(text: str) -> World:
-        return World.read(_fields(WORLD_KEY, text))
-
-    @staticmethod
-    def read(fields: Fields) -> World:
-        world = World(
-            job=fields.name("job"),
-            generation=fields.integer("generation", 1),
-            phase=fields.choice("phase", Phase),
-            members=_members(fields),
-            master=fields.one("master", Endpoint.read),
-            cause=fields.one("cause", _cause),
-            restarts=fields.one("restarts", _restarts),
-            step=fields.integer("step"),
-            result=None if fields.value("result") is None else fields.choice("result", Result),
-            final_saver=fields.text("final_saver", 128),
-            finishing=fields.boolean("finishing"),
-            limits=fields.optional("limits", Limits.read),
-            limits_of=fields.text("limits_of", 128),
-            program=fields.optional("program", Program.read),
-            proven=fields.integer("proven"),
-            aside=fields.many("aside", Aside.read),
-            run=fields.text("run", 128),
-        )
-        if not world.members:
-            raise RecordInvalid(WORLD_KEY, "it has no members")
-        if world.run and not NAME.fullmatch(world.run):
-            raise fields.bad("run", "not a name of letters, digits, '.', '_' and '-'")
-        for names in ({m.node for m in world.members}, {m.incarnation for m in world.members}):
-            if len(names) != len(world.members):
-                raise RecordInvalid(WORLD_KEY, "it lists a node twice")
-        if (world.phase is Phase.ENDED) != (world.result is not None):
-            raise RecordInvalid(WORLD_KEY, f"phase {world.phase.value!r} with result {world.result}")
-        if world.cause.kind is CauseKind.FAILURE and world.cause.failure is None:
-            raise RecordInvalid(WORLD_KEY, "its cause is a failure that it does not name")
-        return world
+        return World._read(WORLD_KEY, text)
 
 
 @dataclass(frozen=True, slots=True)
-class StopAt:
+class StopAt(_Record):
     """Under `STOP_KEY`: all workers of `generation` end after this step, which none of them can have passed."""
 
-    generation: int
-    step: int
+    generation: Positive
+    step: Count
     paused: bool = False
-    """Rank 0 said so between two steps: others may be in the next one already, and wait there for rank 0 in vain."""
-
-    def to_json(self) -> str:
-        return _dump(self)
+    """Rank 0 named it between two steps: others may be in the next one already, and wait there for rank 0 in vain."""
 
     @staticmethod
     def from_json(text: str) -> StopAt:
-        fields = _fields(STOP_KEY, text)
-        return StopAt(fields.integer("generation", 1), fields.integer("step"), fields.boolean("paused"))
+        return StopAt._read(STOP_KEY, text)
 
 
 @dataclass(frozen=True, slots=True)
-class DrainRequest:
+class DrainRequest(_Record):
     """Under `drain_key`: an operator asks this life of the node's agent to leave the job. It means no other life."""
 
-    incarnation: str
-
-    def to_json(self) -> str:
-        return _dump(self)
+    incarnation: Name
 
     @staticmethod
     def from_json(key: str, text: str) -> DrainRequest:
-        return DrainRequest(_fields(key, text).name("incarnation"))
+        return DrainRequest._read(key, text)
 
 
 @dataclass(frozen=True, slots=True)
-class Introduction:
-    """What an agent says of itself to a peer that asks it over HTTP. Ages are counted when it is said."""
+class Introduction(_Record):
+    """An agent's answer to a peer that asks over HTTP who it is. Ages are counted when it answers."""
 
-    node: str
-    incarnation: str
-    generation: int
+    node: Name
+    incarnation: Name
+    generation: Count
     """The generation whose workers run on this node; 0 when there are none, or when they are being stopped."""
-    confirmed_s: float | None = None
+    confirmed_s: Age | None = None
     """Age of the newest confirmation of this node's lease by the store; None without a lease."""
-    whole_s: float | None = None
+    whole_s: Age | None = None
     """Age of the newest sign that every member of this generation still runs it; None when there is none."""
-
-    def to_json(self) -> str:
-        return _dump(self)
 
     @staticmethod
     def from_json(text: str) -> Introduction:
-        fields = _fields(INTRODUCTION, text)
-        return Introduction(
-            fields.name("node"),
-            fields.name("incarnation"),
-            fields.integer("generation"),
-            fields.age("confirmed_s"),
-            fields.age("whole_s"),
-        )
+        return Introduction._read(INTRODUCTION, text)
 
 
 def row_bytes(node: NodeRecord) -> int:
@@ -532,85 +460,25 @@ def line_up(nodes: tuple[NodeRecord, ...]) -> tuple[Member, ...]:
     return tuple(members)
 
 
-def _fields(key: str, text: str) -> Fields:
-    return Fields.of_text(key, text, SCHEMA, MAX_RECORD_BYTES)
-
-
-def _dump(record: NodeRecord | World | StopAt | DrainRequest | Introduction) -> str:
-    return json.dumps({"v": SCHEMA, **_plain(record)}, separators=(",", ":"))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, frozenset):
-        return sorted(_plain(item) for item in value)
-    if isinstance(value, Member):
-        return value.row
-    if hasattr(value, "__dataclass_fields__"):
-        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
-    return value
-
-
-def _conditions(fields: Fields) -> frozenset[Condition]:
-    names = fields.texts("conditions", len(Condition), 16)
-    try:
-        return frozenset(map(Condition, names))
-    except ValueError:
-        raise fields.bad("conditions", "not a list of conditions that this agent knows") from None
-
-
-def _failure(fields: Fields) -> Failure:
-    return Failure(
-        fields.integer("generation", 1),
-        fields.text("fingerprint", 1024),
-        fields.text("summary", MAX_TEXT),
-        fields.text("detail", 16384),
-        fields.boolean("final"),
-    )
-
-
 _ROW, _ROW_WITH_HTTP = [str, str, int], [str, str, int, str, int]
 
 
-def _members(fields: Fields) -> tuple[Member, ...]:
+def _read_members(raw: Any) -> tuple[Member, ...]:
     """Written for speed: there may be a thousand, and each change of the world brings them all."""
+    if not isinstance(raw, list):
+        raise Invalid(f"{shown(raw)}, expected a list")
     is_name = NAME.fullmatch
     members: list[Member] = []
     first_rank = 0
-    for row in fields.rows("members"):
-        types, http = [*map(type, row)], None
+    for row in raw:
+        types, http = [*map(type, row)] if type(row) is list else [], None
         fits = types in (_ROW, _ROW_WITH_HTTP) and is_name(row[0]) and is_name(row[1]) and 1 <= row[2] <= 4096
         if fits and types == _ROW_WITH_HTTP:
             http = Endpoint(clean(row[3]), row[4])
-            fits = len(http.address) <= 256 and 0 <= http.port <= 65535
+            fits = len(row[3]) <= 256 and 0 <= http.port <= 65535
         if not fits:
-            expected = "name, incarnation, slots from 1 to 4096, and perhaps address and port"
-            raise fields.bad("members", f"no list of [{expected}]: {str(row)[:200]}")
+            expected = "[name, incarnation, slots from 1 to 4096, and perhaps address and port]"
+            raise Invalid(f"{shown(row)}, expected {expected}", f"[{len(members)}]")
         members.append(Member(row[0], row[1], row[2], first_rank, http))
         first_rank += row[2]
     return tuple(members)
-
-
-def _cause(fields: Fields) -> Cause:
-    return Cause(
-        fields.choice("kind", CauseKind),
-        fields.text("node", 128),
-        fields.text("detail", MAX_TEXT),
-        fields.optional("failure", _failure),
-    )
-
-
-def _restarts(fields: Fields) -> Restarts:
-    return Restarts(
-        fields.integer("failures"),
-        fields.integer("without_progress"),
-        fields.text("fingerprint", 1024),
-        fields.integer("same_fingerprint"),
-        fields.integer("at_load"),
-        fields.optional("bad_state", BadState.read),
-        fields.text("culprit", 128),
-        fields.integer("blamed"),
-    )

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Annotated
 
-from .fields import Fields, shortened
+from ..codec import AtMost, Count, Positive
+from .fields import Age, line, shortened
 
 MOST_WORDS = 64
 WORD_CHARACTERS = 64
@@ -23,51 +25,30 @@ WORD_CHARACTERS = 64
 class Limits:
     """What the operator allows the job, as far as the coordinator applies it for all nodes."""
 
-    min_nodes: int = 1
-    max_nodes: int = 1
-    last_call_s: float = 1.0
-    max_restarts: int | None = None
+    min_nodes: Positive
+    max_nodes: Positive
+    last_call_s: Age
+    max_restarts: Count | None
     """None: any number while generations make progress."""
-
-    @staticmethod
-    def read(fields: Fields) -> Limits:
-        return Limits(
-            fields.integer("min_nodes", 1),
-            fields.integer("max_nodes", 1),
-            fields.duration("last_call_s"),
-            fields.integer_or_none("max_restarts"),
-        )
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
     """What a node would run, for the comparison with others'. An empty digest is compared with none."""
 
-    name: str
+    name: Annotated[str, line(256)]
     """For people."""
-    digest: str
+    digest: Annotated[str, line(64)]
     """Of the script's content, or of the name of what is no script."""
-    arguments: str = ""
+    arguments: Annotated[str, line(64)] = ""
     """Digest of its arguments."""
-    words: tuple[str, ...] = ()
+    words: Annotated[tuple[Annotated[str, line(WORD_CHARACTERS)], ...], AtMost(MOST_WORDS)] = ()
     """The first of these, as they may be shown: `~` and a digest for what may be a secret."""
-    lease_ttl_s: float = 0.0
-    outage_grace_s: float = 0.0
+    lease_ttl_s: Age = 0.0
+    outage_grace_s: Age = 0.0
     """How long a world may outlive its leases while the store is away."""
     any_script: bool = False
     """The operator allows this node to run another script than the others."""
-
-    @staticmethod
-    def read(fields: Fields) -> Program:
-        return Program(
-            fields.text("name", 256),
-            fields.text("digest", 64),
-            fields.text("arguments", 64),
-            fields.texts("words", MOST_WORDS, WORD_CHARACTERS),
-            fields.duration("lease_ttl_s"),
-            fields.duration("outage_grace_s"),
-            fields.boolean("any_script"),
-        )
 
 
 def fits(mine: Program | None, others: Program | None) -> bool:

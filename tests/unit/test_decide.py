@@ -51,7 +51,7 @@ from elastic_agent.rendezvous.records import (
 from elastic_agent.rendezvous.terms import Limits, Program
 
 POLICY = Policy("job", min_nodes=2, max_nodes=3, last_call_s=1.0)
-LIMITS = Limits(2, 3, 1.0)
+LIMITS = Limits(2, 3, 1.0, None)
 """Those of `POLICY`."""
 NOW = 100.0
 CRASH = Failure(4, "crash", "rank 0 raised ValueError")

@@ -24,9 +24,9 @@ def bench() -> Bench:
 @pytest.mark.parametrize(
     ("limits", "program", "said"),
     [
-        (Limits(1, 4), OURS, ()),
+        (Limits(1, 4, 1.0, None), OURS, ()),
         (None, None, ()),
-        (Limits(2, 4), OURS, ("--min-nodes 2, where the job has 1",)),
+        (Limits(2, 4, 1.0, None), OURS, ("--min-nodes 2, where the job has 1",)),
         (
             Limits(1, 1, 2.5, 0),
             OURS,
@@ -37,7 +37,7 @@ def bench() -> Bench:
             ),
         ),
         (
-            Limits(1, 4),
+            Limits(1, 4, 1.0, None),
             replace(OURS, arguments="bb", words=("--lr", "0.2", "--amp")),
             (
                 "other arguments for the script: '0.2' as argument 2, where the job has '0.1';"
@@ -45,7 +45,7 @@ def bench() -> Bench:
             ),
         ),
         (
-            Limits(1, 4),
+            Limits(1, 4, 1.0, None),
             replace(OURS, arguments="bb", words=()),
             (
                 "other arguments for the script: none as argument 1, where the job has '--lr';"
@@ -53,7 +53,7 @@ def bench() -> Bench:
             ),
         ),
         (
-            Limits(1, 4),
+            Limits(1, 4, 1.0, None),
             replace(OURS, arguments="bb", words=("--lr", "~3fa2c1")),
             (
                 "other arguments for the script (~ and a digest: a value that is not shown):"
@@ -61,19 +61,19 @@ def bench() -> Bench:
             ),
         ),
         (
-            Limits(1, 4),
+            Limits(1, 4, 1.0, None),
             replace(OURS, arguments="bb"),
             ("other arguments for the script, not among those that are shown to other nodes",),
         ),
-        (Limits(1, 4), replace(OURS, lease_ttl_s=9.0), ("--lease-ttl 9s, where the job has 5s",)),
-        (Limits(1, 4), THEIRS, ("another script, train.py (222222222222 for 111111111111)",)),
-        (Limits(1, 4), replace(THEIRS, digest=""), ()),
+        (Limits(1, 4, 1.0, None), replace(OURS, lease_ttl_s=9.0), ("--lease-ttl 9s, where the job has 5s",)),
+        (Limits(1, 4, 1.0, None), THEIRS, ("another script, train.py (222222222222 for 111111111111)",)),
+        (Limits(1, 4, 1.0, None), replace(THEIRS, digest=""), ()),
     ],
 )
 def test_every_difference_is_named(
     limits: Limits | None, program: Program | None, said: tuple[str, ...]
 ) -> None:
-    assert tuple(differences(limits, program, Limits(1, 4), OURS)) == said
+    assert tuple(differences(limits, program, Limits(1, 4, 1.0, None), OURS)) == said
 
 
 def test_a_node_with_another_script_leaves_before_it_is_in_any_world(bench: Bench) -> None:
@@ -141,7 +141,7 @@ def test_a_coordinator_with_other_limits_says_so_and_does_not_apply_them(bench: 
     world = bench.world()
     assert world is not None
     assert {member.node for member in world.members} == {"a", "b", "c"}
-    assert (world.limits, world.limits_of) == (Limits(2, 3, 0.0), "a")
+    assert (world.limits, world.limits_of) == (Limits(2, 3, 0.0, None), "a")
 
 
 def test_a_node_that_was_put_aside_says_why_and_stays(bench: Bench) -> None:

@@ -576,7 +576,7 @@ def test_agents_of_two_versions_refuse_each_other_by_name(bench: Bench, version:
     bench.put("nodes/a", leader)
     bench.put(WORLD_KEY, world)
     bench.settle()
-    assert f"schema version {version}, this agent reads {SCHEMA}" in mismatch(newcomer)
+    assert f"text of version {version}, this process reads {SCHEMA}" in mismatch(newcomer)
 
 
 def test_no_world_is_written_that_no_transition_leads_to(bench: Bench) -> None:
@@ -639,7 +639,7 @@ def test_only_the_first_refusal_counts(bench: Bench) -> None:
     bench.put(WORLD_KEY, "[]")
     bench.put(WORLD_KEY, "{}")
     bench.settle()
-    assert "not a JSON object" in mismatch(a)
+    assert "text is a JSON list" in mismatch(a)
 
 
 @pytest.mark.parametrize("garbage", ["", "garbage", '{"v": 2}', NodeRecord("x", "x-1", "", 1, 1).to_json()])

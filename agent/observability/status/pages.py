@@ -111,8 +111,8 @@ class JobStatus:
         fields = Fields.of_text("its answer", text, SCHEMA, MAX_JOB_BYTES)
         return JobStatus(
             job=fields.name("job"),
-            world=fields.optional("world", World.read),
-            nodes=fields.many("nodes", NodeRecord.read),
+            world=fields.optional("world", lambda inner: inner.declared(World)),
+            nodes=fields.many("nodes", lambda inner: inner.declared(NodeRecord)),
             coordinator=None if fields.value("coordinator") is None else fields.name("coordinator"),
             complete=fields.boolean("complete"),
         )

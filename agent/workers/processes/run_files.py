@@ -146,7 +146,7 @@ def _read(run_dir: Path, owners: set[int] | None) -> RunFile | None:
             return None
         fields = Fields.of_text(_NAME, text, SCHEMA, _MOST_BYTES)
         store = fields.one("store", _options) if fields.has("store") else ()  # older agents name none
-        return RunFile(fields.one("http", Endpoint.read), store)
+        return RunFile(fields.one("http", lambda inner: inner.declared(Endpoint)), store)
     except (OSError, RecordInvalid):
         return None
     finally:
