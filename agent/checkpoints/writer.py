@@ -32,7 +32,7 @@ from ...rendezvous.node.requests import RETRY
 from ...rendezvous.threads import Thread
 from ...worker.disk.background_write import outcome_of, write_copy
 from ...worker.disk.checkpoint_files import CheckpointFiles
-from ...worker.disk.commit_permission import Permit
+from ...worker.disk.commit_permission import CommitPermission
 from ...worker.errors import CheckpointError, Fenced, SaveFailed
 from ...worker.memory.slots import Held, Slots
 from ...worker.wire.channel import receive, send
@@ -141,7 +141,7 @@ class _Writer:
         """Without the one who gave it: no worker trains on, so that the slot still holds what it did, or never will."""
         at = time.monotonic()
         try:
-            Permit(self._questions, order.generation).check()
+            CommitPermission(self._questions, order.generation).check()
             if _is_on_disk(self._files_of(order), order):
                 self._settled(order)
                 return
@@ -160,7 +160,7 @@ class _Writer:
         self, order: WriteOrder, copy: tuple[Slots, Held] | Exception, connection: socket.socket | None
     ) -> int:
         """Its size. `connection` leads to the one who gave the order and may take it back. Raises `FAILURES`."""
-        permit = Permit(self._questions, order.generation)
+        permit = CommitPermission(self._questions, order.generation)
 
         def may_change() -> None:
             permit.check()
@@ -245,10 +245,10 @@ def _hold(order: WriteOrder) -> tuple[Slots, Held] | Exception:
 
 def _is_on_disk(files: CheckpointFiles, order: WriteOrder) -> bool:
     """Whether this run has come as far there already: rank 0 may have written it itself."""
-    newest = files.newest_manifest(lambda manifest: not files.is_ours(manifest))
+    newest = files.newest_manifest(lambda manifest: not files.claim.is_ours(manifest))
     return (
         newest is not None
-        and files.is_ours(newest)
+        and files.claim.is_ours(newest)
         and (newest.generation, newest.step) >= (order.generation, order.step)
     )
 

@@ -18,13 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_agent.agent.checkpoints import disk_writer as disk_writer_module
-from elastic_agent.agent.checkpoints import writer as writer_module
+from elastic_agent.agent.checkpoints import disk_writer, writer
 from elastic_agent.agent.checkpoints.disk_writer import DiskWriter
 from elastic_agent.agent.common.events import Event, WriterEnded, WriterWanted
 from elastic_agent.codec import Invalid
 from elastic_agent.worker import Checkpointer, Fenced, SaveFailed
-from elastic_agent.worker.disk import async_save as disk
+from elastic_agent.worker.disk import async_save
 from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.memory.slots import Slots
 from elastic_agent.worker.steps import progress
@@ -129,9 +128,9 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     for name in WORKER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "memory").mkdir()
-    monkeypatch.setattr(disk_writer_module, "PAUSE_S", 0.0)
+    monkeypatch.setattr(disk_writer, "PAUSE_S", 0.0)
     monkeypatch.setattr(progress, "_reporter", None)
-    monkeypatch.setattr(disk.atexit, "register", lambda _: None)
+    monkeypatch.setattr(async_save.atexit, "register", lambda _: None)
     agent = Agent(tmp_path)
     for name, value in {
         "RANK": "0",
@@ -296,7 +295,7 @@ def test_a_last_save_that_another_run_has_made_impossible_is_said_at_once(
     other = CheckpointFiles(directory, keep=2, run=Run("another"))
     ordered_and_left(directory)
     (directory / "owner.lock").unlink()
-    other.take(0)
+    other.claim.take(0)
     started = time.monotonic()
     agent.writer.finish(PATIENCE_S)
     assert time.monotonic() - started < PATIENCE_S / 2
@@ -420,7 +419,7 @@ def test_a_writer_that_stands_still_is_not_waited_for_and_changes_nothing_when_i
     (pid,) = agent.writer.pids
     stop(pid)
     agent.gate.open.set()
-    checkpoints._disk._clock = lambda: time.monotonic() + 2 * disk.LEAST_S
+    checkpoints._disk._clock = lambda: time.monotonic() + 2 * async_save.LEAST_S
     assert checkpoints.wait()
     assert "itself: step=10" in caplog.text
     monkeypatch.delenv("ELASTIC_AGENT_WRITES")
@@ -447,15 +446,15 @@ def test_what_rank_0_has_taken_back_is_not_published(
     held = memory.hold((7, 10))
     with ours, theirs:
         order = WriteOrder(memory._slots.memory, str(directory), held.name, 10, 7, 7, 2, (), "run-a")
-        taken = writer_module._Taken(order, theirs, (Slots(order.memory, order.directory), held), 0.0)
-        publish = writer_module.CheckpointFiles.publish
+        taken = writer._Taken(order, theirs, (Slots(order.memory, order.directory), held), 0.0)
+        publish = writer.CheckpointFiles.publish
 
         def too_late(*args: Any) -> None:
             send(ours, CancelWrite(), 5.0)
             publish(*args)
 
-        monkeypatch.setattr(writer_module.CheckpointFiles, "publish", too_late)
-        outcome = writer_module._Writer(os.environ["ELASTIC_AGENT_SOCKET"], "")._carry_out(taken)
+        monkeypatch.setattr(writer.CheckpointFiles, "publish", too_late)
+        outcome = writer._Writer(os.environ["ELASTIC_AGENT_SOCKET"], "")._carry_out(taken)
     assert outcome.error == "SaveFailed"
     assert "no longer waits" in outcome.reason
     assert on_disk(directory) == []

@@ -26,11 +26,10 @@ import unequal_states
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_agent.worker import Checkpointer, CheckpointError
-from elastic_agent.worker.disk import checkpoint_files as files
-from elastic_agent.worker.disk import durable
+from elastic_agent.worker.disk import checkpoint_files, directory_claim, durable
 from elastic_agent.worker.loading import restore
 from elastic_agent.worker.memory import slots
-from elastic_agent.worker.ranks import group as collectives
+from elastic_agent.worker.ranks import group
 from elastic_agent.worker.state import archive_layout
 from elastic_agent.worker.steps import progress
 
@@ -48,7 +47,7 @@ def save(rank: int, directory: str, step: int, texts: dict[str, str] | None = No
 
 
 def load(rank: int, directory: str, chunk_bytes: int = 64) -> dict[str, Any]:
-    collectives.CHUNK_BYTES = chunk_bytes
+    group.CHUNK_BYTES = chunk_bytes
     meta = {"text": "as the script set it"}
     result = attempt(Checkpointer(directory, {"meta": meta}).load)
     return {**result, "meta": meta["text"], "next": draw()}
@@ -129,8 +128,8 @@ def load_at(
             mapped.append(os.readlink(file))
         return really_load(file, **options)
 
-    really_verify, really_load = files._verify, torch.load
-    files._verify, torch.load = verify, torch_load
+    really_verify, really_load = checkpoint_files._verify, torch.load
+    checkpoint_files._verify, torch.load = verify, torch_load
     return {**load(rank, directory), "verified": verified, "mapped": mapped}
 
 
@@ -145,14 +144,14 @@ def load_while_the_disk_rots(rank: int, directory: str, error: bool) -> dict[str
             buffer[0] ^= 1
             return count
 
-    def find(self: files.CheckpointFiles, *unwanted: Any) -> Any:
+    def find(self: checkpoint_files.CheckpointFiles, *unwanted: Any) -> Any:
         found, bad = really_find(self, *unwanted)
         if found is not None:
-            found = files.VerifiedCheckpoint(found.manifest, Rotten(found.stream.detach()))
+            found = checkpoint_files.VerifiedCheckpoint(found.manifest, Rotten(found.stream.detach()))
         return found, bad
 
-    really_find = files.CheckpointFiles.find
-    files.CheckpointFiles.find = find
+    really_find = checkpoint_files.CheckpointFiles.find
+    checkpoint_files.CheckpointFiles.find = find
     return load(rank, directory)
 
 
@@ -197,7 +196,7 @@ def save_on_a_failing_disk(rank: int, directory: str) -> dict[str, Any]:
         if fail:
             raise OSError(28, "No space left on device")
 
-    files.os = durable.os = Overlay(fsync=fsync)
+    checkpoint_files.os = directory_claim.os = durable.os = Overlay(fsync=fsync)
     checkpoints = Checkpointer(directory, {"meta": {}}, max_failed_saves=3)
     results = []
     for step, fail in enumerate(failing, start=1):  # noqa: B007  # fsync reads it
@@ -212,7 +211,7 @@ def leave_save(rank: int, directory: str) -> dict[str, Any]:
         time.sleep(0.1)
         os.fsync(fd)
 
-    files.os = durable.os = Overlay(fsync=fsync)
+    checkpoint_files.os = directory_claim.os = durable.os = Overlay(fsync=fsync)
     Checkpointer(directory, {"meta": {}}).save(10)
     return {"visible": sorted(os.listdir(directory))}
 
@@ -247,7 +246,7 @@ def train(
 
         return call
 
-    files.os = durable.os = Overlay(
+    checkpoint_files.os = directory_claim.os = durable.os = Overlay(
         **{name: eventful(getattr(os, name)) for name in ("open", "write", "fsync", "rename", "unlink")}
     )
     slots.os = Overlay(

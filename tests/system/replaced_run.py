@@ -12,11 +12,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from elastic_agent.worker import Checkpointer, step
-from elastic_agent.worker.disk import checkpoint_files as files
+from elastic_agent.worker.disk import directory_claim
 from elastic_agent.worker.disk.ownership import OWNER_NAME, Ownership, successor
 from elastic_agent.worker.wire.run import Run
 
-files.LOCK_WAIT_S = 0.5
+directory_claim.LOCK_WAIT_S = 0.5
 
 
 def main(folder: Path, when: str) -> None:

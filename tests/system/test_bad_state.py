@@ -50,7 +50,7 @@ def test_a_directory_of_another_run_ends_the_job_at_once(job: Job, when: str) ->
     directory = job.folder / "checkpoints"
     holder = CheckpointFiles(directory, keep=1, run=Run("other"))
     if when == "load":
-        holder.take(0)
+        holder.claim.take(0)
     agent = job.start("a", TORCH_PRELOADED, "--nproc-per-node=2", script=(REPLACED, job.folder, when))
     assert agent.exit_code() == ExitCode.WORKERS_FAILED, agent.text
     for rank in (0, 1):

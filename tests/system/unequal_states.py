@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_agent.worker import Checkpointer, CheckpointError, Fenced
-from elastic_agent.worker.disk import commit_permission as permit
+from elastic_agent.worker.disk.commit_permission import CommitPermission
 from elastic_agent.worker.memory import slots
 from elastic_agent.worker.ranks import replicas
 from elastic_agent.worker.steps import progress
@@ -281,7 +281,7 @@ def load_after_a_save(rank: int, directory: str, refused: bool) -> dict[str, Any
     be_guarded(directory, rank)
     os.environ["ELASTIC_AGENT_WRITES"] = f"{directory}-memory/nobody"
     if refused:
-        permit.Permit.check = refuse  # type: ignore[method-assign]
+        CommitPermission.check = refuse  # type: ignore[method-assign]
     training = Training("ddp", rank)
     checkpoints = Checkpointer(directory, training.state)
     checkpoints._disk.turn = lambda: None  # type: ignore[method-assign]  # it is not written at once
@@ -290,5 +290,5 @@ def load_after_a_save(rank: int, directory: str, refused: bool) -> dict[str, Any
     return {"saved": saved, **attempt(checkpoints.load), "files": sorted(os.listdir(directory))}
 
 
-def refuse(_: permit.Permit) -> None:
+def refuse(_: CommitPermission) -> None:
     raise Fenced("generation 2 has replaced it")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.worker.disk.async_save import Disk
+from elastic_agent.worker.disk.async_save import AsyncSaver
 from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.memory.slots import Header, Slots
 from elastic_agent.worker.wire.environment import WorkerEnv
@@ -28,7 +28,7 @@ class Case:
         os.pwrite(opened.fd, b"state", 0)
         self.slots.seal(opened, Header(1, 1, 0, 1, 5))
         self.held = self.slots.hold(opened.name)
-        self.disk = Disk(
+        self.disk = AsyncSaver(
             CheckpointFiles(folder / "disk", keep=1, run=Run("a")), WorkerEnv(generation=1, writes="writer")
         )
         self.asked = 0

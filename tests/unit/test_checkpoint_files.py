@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.worker.disk import checkpoint_files as files_module
-from elastic_agent.worker.disk import durable
+from elastic_agent.worker.disk import checkpoint_files, directory_claim, durable
 from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.disk.manifests import Manifest
 from elastic_agent.worker.errors import BadCheckpoint, Fenced
@@ -342,11 +341,11 @@ def overtaken(monkeypatch: pytest.MonkeyPatch, directory: Path, until: int) -> C
     reader = CheckpointFiles(directory, keep=1, run=Run("run-b"))
     listed = reader._candidates
 
-    def replaced(dir_fd: int) -> list[int]:
-        steps = listed(dir_fd)
-        if steps[0] < until:
-            commit(saver, steps[0] + 10)
-        return steps
+    def replaced(unwanted: Callable[[Manifest], bool]) -> list[tuple[int, Manifest | None]]:
+        candidates = listed(unwanted)
+        if (step := candidates[0][0]) < until:
+            commit(saver, step + 10)
+        return candidates
 
     monkeypatch.setattr(reader, "_candidates", replaced)
     return reader
@@ -525,7 +524,7 @@ def test_a_file_whose_fsync_failed_is_abandoned(
 
 
 def replace_os(monkeypatch: pytest.MonkeyPatch, overlay: _Overlay) -> None:
-    for module in (files_module, durable):
+    for module in (checkpoint_files, directory_claim, durable):
         monkeypatch.setattr(module, "os", overlay)
 
 

@@ -21,9 +21,8 @@ from elastic_agent.worker import (
     OtherRun,
     StepNotGrowing,
 )
-from elastic_agent.worker.disk import async_save as disk_module
-from elastic_agent.worker.disk import checkpoint_files as files
-from elastic_agent.worker.disk import commit_permission as permit_module
+from elastic_agent.worker.disk import async_save, commit_permission, directory_claim
+from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.disk.manifests import Manifest
 from elastic_agent.worker.loading import restore
 from elastic_agent.worker.loading.checkpoint_selection import BadState, Offer, Owner, choose_owner
@@ -182,11 +181,11 @@ class Gate:
         self._directory = directory
         monkeypatch.setenv("ELASTIC_AGENT_SOCKET", "a socket")
         monkeypatch.setenv("ELASTIC_AGENT_GENERATION", "7")
-        monkeypatch.setattr(permit_module, "ask", lambda _address, question, *_: self._answer(question))
+        monkeypatch.setattr(commit_permission, "ask", lambda _address, question, *_: self._answer(question))
         monkeypatch.setattr(
-            disk_module.Disk,
+            async_save.AsyncSaver,
             "_permit",
-            lambda disk: permit_module.Permit("a socket", 7, clock=lambda: self.now).check,
+            lambda disk: commit_permission.CommitPermission("a socket", 7, clock=lambda: self.now).check,
         )
 
     def _answer(self, question: CommitQuestion) -> CommitAnswer:
@@ -272,7 +271,7 @@ def test_to_load_a_teacher_is_no_beginning_of_this_training(
 def test_a_directory_that_another_run_has_is_refused_and_a_failed_load_lets_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr(directory_claim, "LOCK_WAIT_S", 0.0)
     training = Checkpointer(tmp_path, {})
     assert training.load() == 0
     training.save(10)
@@ -280,12 +279,12 @@ def test_a_directory_that_another_run_has_is_refused_and_a_failed_load_lets_go(
     with pytest.raises(OtherRun, match="is in use: run"):
         Checkpointer(tmp_path, {}).load()
     assert training.save(20)
-    training._files._lock.forget()
+    training._files.claim._lock.forget()
     misfit = Checkpointer(tmp_path, {"other": {}})
     with pytest.raises(CheckpointMismatch):
         misfit.load()
     assert training.save(30), "who could not load has taken nothing over"
-    training._files._lock.forget()
+    training._files.claim._lock.forget()
     assert Checkpointer(tmp_path, {}).load() == 30
     with pytest.raises(OtherRun, match="taken over by run another"):
         training.save(40)
@@ -314,7 +313,7 @@ def test_the_agent_hears_which_state_is_loaded_and_not_of_a_load_that_is_refused
         raise OtherRun("not yours")
 
     refused = Checkpointer(tmp_path, {"a": {}})
-    monkeypatch.setattr(refused._files, "take", refuse)
+    monkeypatch.setattr(refused._files.claim, "take", refuse)
     assert chosen(monkeypatch, refused) == ("OtherRun", page.NO_STEP)
 
 
@@ -352,7 +351,7 @@ def test_a_bad_state_never_costs_another_run_its_checkpoints(
     group = current_group()
     with restore.Restore(
         group,
-        files.CheckpointFiles(tmp_path, keep=2, run=Run("mine")),
+        CheckpointFiles(tmp_path, keep=2, run=Run("mine")),
         None,
         lambda _: None,
         BadState.of(os.environ),

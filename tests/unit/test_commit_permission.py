@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.worker.disk.commit_permission import MAX_QUESTIONS, Permit
+from elastic_agent.worker.disk.commit_permission import MAX_QUESTIONS, CommitPermission
 from elastic_agent.worker.errors import Fenced, Unconfirmed
 from elastic_agent.worker.wire.messages import (
     FROM_WORKERS,
@@ -90,7 +90,7 @@ class Clock:
 def test_a_grant_lets_every_change_be_made_until_it_runs_out(agent: Callable[..., ScriptedAgent]) -> None:
     asked = agent(answers(CommitGranted(2.0)), answers(CommitGranted(2.0)))
     clock = Clock()
-    permit = Permit(asked.address, 7, clock=clock)
+    permit = CommitPermission(asked.address, 7, clock=clock)
     for _ in range(10):
         permit.check()
     assert asked.heard == [CommitQuestion(7)]
@@ -105,7 +105,7 @@ def test_a_grant_counts_from_the_question_and_not_from_the_answer(
     """First check, question sent; then 3 s pass before the answer is here: a grant of 2 s has run out on its way."""
     asked = agent(answers(CommitGranted(2.0)), answers(CommitRefused("generation 8 has replaced it")))
     with pytest.raises(Fenced):
-        Permit(asked.address, 7, clock=Clock(0, 0, 3.0)).check()
+        CommitPermission(asked.address, 7, clock=Clock(0, 0, 3.0)).check()
     assert len(asked.heard) == 2
 
 
@@ -114,7 +114,7 @@ def test_grants_that_run_out_are_asked_for_again_a_few_times_only(
 ) -> None:
     asked = agent(*[answers(CommitGranted(1.0))] * MAX_QUESTIONS)
     with pytest.raises(Unconfirmed, match="ran out before they could be used"):
-        Permit(asked.address, 7, clock=Clock(*[2.0] * 100)).check()
+        CommitPermission(asked.address, 7, clock=Clock(*[2.0] * 100)).check()
     assert len(asked.heard) == MAX_QUESTIONS
 
 
@@ -123,7 +123,7 @@ def test_a_refusal_says_that_the_generation_is_over(agent: Callable[..., Scripte
     with pytest.raises(
         Fenced, match=r"generation 7 is over: .* must not commit .*generation 9 has replaced it"
     ):
-        Permit(asked.address, 7).check()
+        CommitPermission(asked.address, 7).check()
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_anything_but_a_whole_answer_leaves_it_undecided(
     with pytest.raises(
         Unconfirmed, match=f"the agent does not confirm that generation 7 may still commit: .*{reason}"
     ):
-        Permit(asked.address, 7, answer_s=0.5).check()
+        CommitPermission(asked.address, 7, answer_s=0.5).check()
 
 
 def test_an_answer_that_drips_is_given_up_in_time(agent: Callable[..., ScriptedAgent]) -> None:
@@ -162,28 +162,28 @@ def test_an_answer_that_drips_is_given_up_in_time(agent: Callable[..., ScriptedA
     asked = agent(drip)
     try:
         with pytest.raises(Unconfirmed, match=r"no whole message within 0\.3 s"):
-            Permit(asked.address, 7, answer_s=0.3).check()
+            CommitPermission(asked.address, 7, answer_s=0.3).check()
     finally:
         ended.set()
 
 
 def test_an_agent_that_stands_still_or_is_gone_leaves_it_undecided(tmp_path: Path) -> None:
     with pytest.raises(Unconfirmed, match="No such file"):
-        Permit(str(tmp_path / "commits"), 7).check()
+        CommitPermission(str(tmp_path / "commits"), 7).check()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as frozen:
         frozen.bind(str(tmp_path / "commits"))
         frozen.listen()
         with pytest.raises(Unconfirmed, match=r"no whole message within 0\.2 s"):
-            Permit(str(tmp_path / "commits"), 7, answer_s=0.2).check()
+            CommitPermission(str(tmp_path / "commits"), 7, answer_s=0.2).check()
     with pytest.raises(Unconfirmed, match="refused"):
-        Permit(str(tmp_path / "commits"), 7).check()
+        CommitPermission(str(tmp_path / "commits"), 7).check()
 
 
 def test_without_an_agent_everything_is_permitted() -> None:
-    Permit("", 0).check()
+    CommitPermission("", 0).check()
 
 
 def test_an_agent_that_gives_no_address_leaves_it_undecided() -> None:
     """As one of another version does, which names its variables otherwise."""
     with pytest.raises(Unconfirmed, match=r"generation 7 may still commit: .*different versions"):
-        Permit("", 7, has_agent=True).check()
+        CommitPermission("", 7, has_agent=True).check()

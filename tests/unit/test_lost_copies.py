@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from elastic_agent.worker import Checkpointer, SaveFailed
-from elastic_agent.worker.disk import checkpoint_files as files
+from elastic_agent.worker.disk import durable
+from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.memory import slots
 from elastic_agent.worker.state import archive_layout
 from elastic_agent.worker.steps import progress
@@ -53,7 +54,7 @@ def full(*_: object) -> Any:
 
 
 def on_disk(tmp_path: Path) -> list[int]:
-    return files.CheckpointFiles(tmp_path / "disk", keep=2, run=Run("reader")).steps()
+    return CheckpointFiles(tmp_path / "disk", keep=2, run=Run("reader")).steps()
 
 
 def test_a_copy_that_the_gpu_did_not_end_is_a_refused_save(
@@ -114,7 +115,7 @@ def test_a_copy_without_room_for_its_header_is_written_to_disk_from_where_it_is(
         join_threads("memory-copy")
     assert 1 in on_disk(tmp_path)
     assert "No space left" in caplog.text
-    found = files.CheckpointFiles(tmp_path / "disk", keep=2, run=Run("reader")).open(1)
+    found = CheckpointFiles(tmp_path / "disk", keep=2, run=Run("reader")).open(1)
     with found.stream as stream:
         assert torch.load(stream, weights_only=True)["state"]["meta"] == {"is": "saved"}
     checkpoints._disk._finish_at_exit()
@@ -137,7 +138,7 @@ def test_a_refused_save_stays_refused_for_whoever_waits(
 ) -> None:
     checkpoints = Checkpointer(tmp_path / "disk", {"meta": {}})
     with monkeypatch.context() as patch:
-        patch.setattr(files.os, "fsync", full)
+        patch.setattr(durable.os, "fsync", full)
         checkpoints.save(1)
         assert [checkpoints.wait(), checkpoints.wait()] == [False, False]
     assert checkpoints.save(2)

@@ -16,9 +16,7 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.worker.disk import checkpoint_files as files_module
-from elastic_agent.worker.disk import durable, ownership
-from elastic_agent.worker.disk import former_runs as moved
+from elastic_agent.worker.disk import directory_claim, durable, former_runs, ownership
 from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.disk.manifests import Manifest
 from elastic_agent.worker.disk.ownership import Former, Ownership, settle, successor
@@ -75,20 +73,20 @@ class Job:
 
     def load(self) -> int:
         try:
-            self.files.enter(wait_s=0)
+            self.files.claim.await_former_run(wait_s=0)
             found, _ = self.files.find()
             self.step = 0
             if found is not None:
                 found.stream.close()
                 self.step = found.manifest.step
-            self.files.take(self.step)
+            self.files.claim.take(self.step)
         except CheckpointError:
-            self.files.leave()
+            self.files.claim.release_lock()
             raise
         return self.step
 
     def save(self, step: int, may_change: Callable[[], None] = permitted) -> None:
-        self.files.hold(self.step)
+        self.files.claim.uphold(self.step)
         content = f"{self.run.id} after {step}".encode()
         manifest = self.files.write(
             step,
@@ -214,7 +212,7 @@ class Interrupted:
         self._left = at
         self._then = then
         self.happened = False
-        for module in (files_module, durable):
+        for module in (directory_claim, durable):
             monkeypatch.setattr(module, "os", self)
 
     def __getattr__(self, name: str) -> Any:
@@ -340,7 +338,7 @@ def test_a_save_in_the_middle_of_a_takeover_is_kept_or_refused(tmp_path: Path) -
 
 def started_later(directory: Path) -> Job:
     job = started(directory)
-    job.files.hold(30)
+    job.files.claim.uphold(30)
     return job
 
 
@@ -376,13 +374,13 @@ def test_a_run_that_is_overtaken_on_its_way_in_does_not_take_the_directory_back(
 ) -> None:
     started(tmp_path)
     b, c = Job(tmp_path, B), Job(tmp_path, C)
-    remove = b.files._remove_abandoned
+    remove = b.files.claim.remove_abandoned
 
     def remove_and_be_overtaken(*args: Any, **named: Any) -> None:
         remove(*args, **named)
         c.load()
 
-    monkeypatch.setattr(b.files, "_remove_abandoned", remove_and_be_overtaken)
+    monkeypatch.setattr(b.files.claim, "remove_abandoned", remove_and_be_overtaken)
     with pytest.raises(OtherRun, match="taken over by run run-c"):
         b.load()
     c.save(40)
@@ -443,8 +441,8 @@ def test_a_run_whose_state_is_elsewhere_goes_on_and_keeps_an_ended_runs_newer_ch
 ) -> None:
     ended(tmp_path)
     b = Job(tmp_path, B)
-    b.files.enter(wait_s=0)
-    b.files.take(90, elsewhere=True)
+    b.files.claim.await_former_run(wait_s=0)
+    b.files.claim.take(90, elsewhere=True)
     b.step = 90
     for step in (95, 195, 200, 205):
         b.save(step)
@@ -461,8 +459,8 @@ def test_a_run_whose_state_is_elsewhere_goes_on_and_keeps_an_ended_runs_newer_ch
 @pytest.mark.parametrize("step", [90, 195])
 def test_a_move_that_was_interrupted_loses_nothing(tmp_path: Path, step: int) -> None:
     def come(job: Job) -> None:
-        job.files.enter(wait_s=0)
-        job.files.take(step, elsewhere=True)
+        job.files.claim.await_former_run(wait_s=0)
+        job.files.claim.take(step, elsewhere=True)
 
     class Killed(BaseException):
         pass
@@ -476,7 +474,7 @@ def test_a_move_that_was_interrupted_loses_nothing(tmp_path: Path, step: int) ->
 
         with pytest.MonkeyPatch.context() as patched, contextlib.suppress(Killed):
             interrupted = Interrupted(patched, at, kill)
-            patched.setattr(moved, "os", interrupted)
+            patched.setattr(former_runs, "os", interrupted)
             come(Job(directory, B))
         come(Job(directory, B, generation=2))
         kept = steps(directory / f"before-{A.id}")
@@ -490,14 +488,14 @@ def test_a_move_that_was_interrupted_loses_nothing(tmp_path: Path, step: int) ->
 def test_without_a_lock_nothing_is_moved(tmp_path: Path) -> None:
     ended(tmp_path)
     with pytest.raises(OtherRun, match="step 200 of run run-a"):
-        CheckpointFiles(tmp_path, keep=1, run=B).take(90, elsewhere=True)
+        CheckpointFiles(tmp_path, keep=1, run=B).claim.take(90, elsewhere=True)
     assert steps(tmp_path) == {195: A.id, 200: A.id}
 
 
 def test_nothing_is_moved_while_the_other_run_lives(tmp_path: Path) -> None:
     a = started(tmp_path)
     with pytest.raises(OtherRun, match="is alive"):
-        CheckpointFiles(tmp_path, keep=1, run=B).take(5, elsewhere=True)
+        CheckpointFiles(tmp_path, keep=1, run=B).claim.take(5, elsewhere=True)
     a.save(40)
 
 
@@ -512,7 +510,7 @@ def test_nothing_is_moved_where_this_run_has_been(tmp_path: Path, known: bool) -
     (tmp_path / "owner.json").unlink()
     unseen = Job(tmp_path, A, generation=2)
     unseen.step = 36
-    unseen.files.hold(36)
+    unseen.files.claim.uphold(36)
     unseen.save(90)
     del unseen
     if known:
@@ -522,7 +520,7 @@ def test_nothing_is_moved_where_this_run_has_been(tmp_path: Path, known: bool) -
         (tmp_path / "owner.json").unlink()
     again = CheckpointFiles(tmp_path, keep=1, run=B)
     with pytest.raises(OtherRun, match="step 90 of run run-a"):
-        again.take(50, elsewhere=True)
+        again.claim.take(50, elsewhere=True)
 
 
 # ---------------------------------------------------------------- what a run that comes here may delete
@@ -541,8 +539,8 @@ def of(directory: Path, run: Run) -> list[int]:
 def comes(directory: Path, run: Run, step: int, *kin: Former) -> Job:
     """With a state from memory or from another node's disk."""
     job = Job(directory, run)
-    job.files.enter(wait_s=0)
-    job.files.take(step, kin, elsewhere=True)
+    job.files.claim.await_former_run(wait_s=0)
+    job.files.claim.take(step, kin, elsewhere=True)
     job.step = step
     return job
 
@@ -691,7 +689,7 @@ def test_older_checkpoints_of_a_run_that_ones_own_does_not_come_from_stay(tmp_pa
         fill(job)
         assert of(directory, B) == [5, 7]
         assert not of(directory, A)
-        job.files._lock.forget()
+        job.files.claim._lock.forget()
 
 
 @pytest.mark.parametrize("whose", [A, B])
@@ -757,7 +755,7 @@ def test_the_next_generation_goes_on_also_where_the_last_one_holds_the_lock(tmp_
     assert again.load() == 30
     again.save(40)
     assert (tmp_path / "owner.json").read_bytes() == before, "a restart writes nothing there"
-    frozen.files._lock.forget()
+    frozen.files.claim._lock.forget()
     with pytest.raises(OtherRun):
         Job(tmp_path, B).load()
 
@@ -827,7 +825,7 @@ def test_while_a_run_lives_another_is_refused_after_a_while_and_told_whom_it_met
 
     before = sorted(os.listdir(tmp_path))
     with pytest.raises(OtherRun, match=r"run run-a \(job a\) is alive.*this is run run-b \(job b\)"):
-        Job(tmp_path, B).files.enter(wait_s=60.0, clock=lambda: now, sleep=sleep)
+        Job(tmp_path, B).files.claim.await_former_run(wait_s=60.0, clock=lambda: now, sleep=sleep)
     assert now >= 60.0
     assert len([one for one in caplog.records if "waiting for its end" in one.message]) == 1
     assert sorted(os.listdir(tmp_path)) == before
@@ -839,10 +837,10 @@ def test_who_waits_goes_on_when_the_other_ends(tmp_path: Path) -> None:
 
     def sleep(_: float) -> None:
         a.save(40)
-        a.files._lock.forget()
+        a.files.claim._lock.forget()
 
     b = Job(tmp_path, B)
-    b.files.enter(sleep=sleep)
+    b.files.claim.await_former_run(sleep=sleep)
     assert b.load() == 40
 
 
@@ -851,13 +849,13 @@ def test_no_other_run_comes_in_between_two_generations(tmp_path: Path) -> None:
     a = Job(tmp_path, A, agent=agent)
     a.load()
     a.save(10)
-    a.files._lock.forget()
+    a.files.claim._lock.forget()
     with pytest.raises(OtherRun, match="is in use"):
         Job(tmp_path, B).load()
     again = Job(tmp_path, A, generation=2, agent=agent)
     assert again.load() == 10
     again.save(20)
-    again.files._lock.forget()
+    again.files.claim._lock.forget()
     with pytest.raises(OtherRun, match="is in use"):
         Job(tmp_path, B).load()
     agent.end()
@@ -873,7 +871,7 @@ def test_an_agent_that_did_not_get_the_lock_gets_it_at_the_next_save(tmp_path: P
     a.save(10)
     a.save(20)
     assert len(agent.kept) == 1, "once it has it, it is not lent again"
-    a.files._lock.forget()
+    a.files.claim._lock.forget()
     with pytest.raises(OtherRun, match="is in use"):
         Job(tmp_path, B).load()
     agent.end()
@@ -885,10 +883,10 @@ def test_a_run_that_lost_the_node_of_rank_0_still_has_the_directory(tmp_path: Pa
     a.load()
     a.save(10)
     elsewhere = Job(tmp_path, A, agent=other_agent)
-    elsewhere.files.join()
+    elsewhere.files.claim.share_lock()
     first_agent.end()
     for job in (a, elsewhere):
-        job.files._lock.forget()
+        job.files.claim._lock.forget()
     with pytest.raises(OtherRun, match="is in use"):
         Job(tmp_path, B).load()
     assert Job(tmp_path, A, generation=2, agent=other_agent).load() == 10
@@ -900,17 +898,17 @@ def test_an_agent_that_goes_on_in_another_run_lets_go_of_the_locks_of_the_past_o
     a = Job(tmp_path, A, agent=agent)
     a.load()
     a.save(10)
-    a.files._lock.forget()
+    a.files.claim._lock.forget()
     again = Job(tmp_path, B, agent=agent)
-    again.files.begin()
+    again.files.claim.release_former_locks()
     assert again.load() == 10
 
 
 def test_a_node_without_rank_0_locks_nothing_that_its_run_has_not(tmp_path: Path) -> None:
-    Job(tmp_path, A).files.join()
+    Job(tmp_path, A).files.claim.share_lock()
     assert os.listdir(tmp_path) == []
-    started(tmp_path).files._lock.forget()
-    Job(tmp_path, B).files.join()
+    started(tmp_path).files.claim._lock.forget()
+    Job(tmp_path, B).files.claim.share_lock()
     assert Job(tmp_path, C).load() == 30
 
 
@@ -919,7 +917,7 @@ def test_an_owner_that_lost_its_file_is_told_from_others_by_the_lock(tmp_path: P
     a = Job(tmp_path, A, agent=agent)
     a.load()
     a.save(10)
-    a.files._lock.forget()
+    a.files.claim._lock.forget()
     (tmp_path / "owner.json").unlink()
     assert Job(tmp_path, A, generation=2).load() == 10
     agent.end()
@@ -929,7 +927,7 @@ def test_a_save_without_a_load_waits_too(tmp_path: Path) -> None:
     a = started(tmp_path)
     b = Job(tmp_path, B)
     b.step = 31
-    end = threading.Timer(0.05, a.files._lock.forget)
+    end = threading.Timer(0.05, a.files.claim._lock.forget)
     end.start()
     b.save(32)
     end.join()
@@ -939,10 +937,10 @@ def test_a_save_without_a_load_waits_too(tmp_path: Path) -> None:
 def test_a_load_that_failed_lets_go_of_the_directory(tmp_path: Path) -> None:
     started(tmp_path)
     b = CheckpointFiles(tmp_path, keep=1, run=B)
-    b.enter(wait_s=0)
+    b.claim.await_former_run(wait_s=0)
     with pytest.raises(OtherRun):
         Job(tmp_path, C).load()
-    b.leave()
+    b.claim.release_lock()
     assert Job(tmp_path, C).load() == 30
 
 
@@ -954,20 +952,20 @@ from elastic_agent.worker.wire.run import this_run
 
 files = CheckpointFiles(sys.argv[1], keep=2, run=this_run(os.environ))
 try:
-    files.enter(wait_s=0.3)
+    files.claim.await_former_run(wait_s=0.3)
 except OtherRun as error:
     print(error)
     sys.exit(3)
 found, _ = files.find()
 step = found.manifest.step if found else 0
-files.take(step)
+files.claim.take(step)
 if os.fork() == 0:  # as a data loader does
     os.close(1)
     while True:
         signal.pause()
 print(step, flush=True)
 for line in sys.stdin:
-    files.hold(step)
+    files.claim.uphold(step)
     step += 1
     manifest = files.write(step, generation=1, world_size=1, serialize=lambda sink: sink.write(b"x"), may_change=int)
     files.publish(manifest, int)

@@ -26,7 +26,7 @@ from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.records import WORLD_KEY, Cause, CauseKind, Endpoint, Member, Phase, World
 from elastic_agent.rendezvous.store.interface import Put, Snapshot
 from elastic_agent.rendezvous.store.memory import MemoryStore
-from elastic_agent.worker.disk.commit_permission import Permit
+from elastic_agent.worker.disk.commit_permission import CommitPermission
 from elastic_agent.worker.errors import Fenced, SaveFailed
 from elastic_agent.worker.wire.channel import Lines, Reporter, ask
 from elastic_agent.worker.wire.environment import WorkerEnv
@@ -114,7 +114,7 @@ class Scene:
         assert [self.events.get(timeout=PATIENCE_S) for _ in events] == list(events)
 
     def may_commit(self) -> None:
-        Permit(self.env.socket, 7, answer_s=PATIENCE_S).check()
+        CommitPermission(self.env.socket, 7, answer_s=PATIENCE_S).check()
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_questions_are_answered_by_what_the_store_holds(scene: Scene) -> None:
     scene.may_commit()
     assert ask(scene.env.socket, CommitQuestion(7), COMMIT_ANSWERS, PATIENCE_S) == CommitGranted(3.0)
     with pytest.raises(Fenced, match="fallen back to generation 7"):
-        Permit(scene.env.socket, 8, answer_s=PATIENCE_S).check()
+        CommitPermission(scene.env.socket, 8, answer_s=PATIENCE_S).check()
     kept = StepEnded(7, 0, 0, 20, Said.KEPT)
     assert ask(scene.env.socket, kept, STEP_ANSWERS, PATIENCE_S) == StepAnswer(Verdict.GO_ON)
     scene.expect(WorkerKept(7, 0))

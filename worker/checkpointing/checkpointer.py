@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ..disk.async_save import Disk
+from ..disk.async_save import AsyncSaver
 from ..disk.background_write import refusal_of
 from ..disk.checkpoint_files import CheckpointFiles
 from ..errors import BadCheckpoint, CheckpointError, NotSaved, SaveFailed, StepNotGrowing, Unconfirmed
@@ -111,7 +111,7 @@ class Checkpointer:
             self._memory = None
         self._bad_state = BadState.of(os.environ) if not read_only else None
         self._account = progress if not read_only else progress.Silent()
-        self._disk = Disk(self._files, env)
+        self._disk = AsyncSaver(self._files, env)
         self._copies = Copies(self._memory, self._disk)
         self._part = TakingPart(
             self._files.directory,
@@ -155,7 +155,7 @@ class Checkpointer:
         restore = Restore(group, self._files, self._memory, bad, self._account.load_chosen, self._bad_state)
         try:
             together(group, self._prepare_to_load, "nothing loaded")
-            self._on_rank_0(group, self._files.enter)
+            self._on_rank_0(group, self._files.claim.await_former_run)
             with restore:
                 owner = restore.choose()
                 if owner is not None:
@@ -167,9 +167,9 @@ class Checkpointer:
                         )
                     )
             kin = restore.kin()
-            self._on_rank_0(group, lambda: self._files.take(step, kin, elsewhere=restore.is_elsewhere))
+            self._on_rank_0(group, lambda: self._files.claim.take(step, kin, elsewhere=restore.is_elsewhere))
         except CheckpointError:
-            self._files.leave()
+            self._files.claim.release_lock()
             if not restore.unreadable:
                 self._account.load_refused()
             self._account.checkpoint_load(step, "error", time.monotonic() - started_s)
@@ -182,7 +182,7 @@ class Checkpointer:
         if not self._read_only:
             self._part.loaded(step)
         if group.rank and self._speaks_for_node:
-            self._files.join()
+            self._files.claim.share_lock()
         if group.rank == 0 and owner is not None and isinstance(owner.what, Header):
             self._write_what_was_loaded(owner.what)
         tier: Tier = "memory" if owner is not None and isinstance(owner.what, Header) else "local"
@@ -302,7 +302,7 @@ class Checkpointer:
         """No state is sharded, of the saves before no one is under way, and no agent holds locks of a past run."""
         refuse_sharded(self._contents.parts)
         if self._speaks_for_node:
-            self._files.begin()
+            self._files.claim.release_former_locks()
         with contextlib.suppress(NotSaved, Unconfirmed):  # which was said
             self._hear_of_the_last_write()
 
@@ -327,7 +327,7 @@ class Checkpointer:
         if plan.does_nothing:
             return None
         if group.rank == 0:
-            self._files.hold(self._check_grows(step))
+            self._files.claim.uphold(self._check_grows(step))
             try:
                 # The next may take its place on the disk and in memory only when this one's end is known.
                 self._hear_of_the_last_write()

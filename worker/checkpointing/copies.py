@@ -10,7 +10,7 @@ import threading
 import time
 from typing import Any
 
-from ..disk.async_save import Disk
+from ..disk.async_save import AsyncSaver
 from ..memory.node_memory import CopyUnderWay, NodeMemory
 from ..memory.slots import CopyLost, Header, NoRoom, SlotsBusy
 from ..state.archive_layout import CannotLayOut
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 class Copies:
     """`memory` is this node's, if it has any for copies."""
 
-    def __init__(self, memory: NodeMemory | None, disk: Disk) -> None:
+    def __init__(self, memory: NodeMemory | None, disk: AsyncSaver) -> None:
         self.memory = memory
         self.blocked_s = 0.0
         """For which training stood still in the newest copy."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..disk.async_save import Disk
+from ..disk.async_save import AsyncSaver
 from ..ranks.group import current_group
 from ..state import rng
 from ..state.state_dicts import Part
@@ -32,7 +32,7 @@ class TakingPart:
         directory: str,
         contents: Contents,
         copies: Copies,
-        disk: Disk,
+        disk: AsyncSaver,
         *,
         is_compared: bool,
         floor: Callable[[], int | None],

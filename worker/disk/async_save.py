@@ -26,7 +26,7 @@ from ..wire.environment import WorkerEnv
 from ..wire.messages import MAX_REASON_CHARS, WRITE_OUTCOMES, CancelWrite, WriteOrder, WriteOutcome
 from .background_write import outcome_of, write_copy
 from .checkpoint_files import CheckpointFiles
-from .commit_permission import Permit
+from .commit_permission import CommitPermission
 from .manifests import Manifest
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class _UnderWay:
     deadline: float
 
 
-class Disk:
+class AsyncSaver:
     """The checkpoint directory, as rank 0 of one generation writes to it."""
 
     def __init__(
@@ -229,4 +229,6 @@ class Disk:
         return refusal or WriteOutcome(header.step, size)
 
     def _permit(self) -> Callable[[], None]:
-        return Permit(self._env.socket, self._env.generation, has_agent=bool(self._env.incarnation)).check
+        return CommitPermission(
+            self._env.socket, self._env.generation, has_agent=bool(self._env.incarnation)
+        ).check

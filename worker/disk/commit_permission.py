@@ -30,7 +30,7 @@ MAX_QUESTIONS = 3
 """For one change. A grant holds for seconds and is used at once: who outlives three is not fit to commit."""
 
 
-class Permit:
+class CommitPermission:
     """For one checkpoint of one generation. `address` is the agent's socket. Without it the permit is unlimited, unless
     `has_agent` is true."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import BufferedReader
 from typing import BinaryIO, cast
 
@@ -60,6 +60,16 @@ def write_durably(dir_fd: int, name: str, serialize: Callable[[BinaryIO], object
     return sink.digest.hexdigest(), sink.size
 
 
+@contextlib.contextmanager
+def open_directory(path: str) -> Iterator[int]:
+    """Its descriptor. Raises OSError."""
+    dir_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield dir_fd
+    finally:
+        os.close(dir_fd)
+
+
 def open_for_reading(dir_fd: int, name: str) -> BufferedReader:
     # O_NONBLOCK: a named pipe in the place of a file must fail to verify, not hang the load.
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
@@ -74,8 +84,5 @@ def make_directory(path: str) -> None:
     make_directory(parent)
     with contextlib.suppress(FileExistsError):
         os.mkdir(path)
-    parent_fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with open_directory(parent) as parent_fd:
         os.fsync(parent_fd)
-    finally:
-        os.close(parent_fd)

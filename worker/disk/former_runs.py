@@ -19,7 +19,7 @@ import os
 from .manifests import Manifest, manifest_name
 
 
-def move(dir_fd: int, manifest: Manifest) -> str:
+def move_aside(dir_fd: int, manifest: Manifest) -> str:
     """Move this checkpoint, durably, also one that was moved in part; the name of where it is now. Raises OSError."""
     name = f"before-{manifest.run or 'unnamed'}"
     with contextlib.suppress(FileExistsError):

@@ -78,6 +78,11 @@ def manifest_of(dir_fd: int, step: int) -> Manifest | None:
         return None
 
 
+def readable_manifests(dir_fd: int) -> list[Manifest]:
+    """Newest first."""
+    return [one for step in manifest_steps(dir_fd) if (one := manifest_of(dir_fd, step)) is not None]
+
+
 def runs_with_data(dir_fd: int, step: int) -> set[str]:
     """Whose data files of `step` are here."""
     matches = map(DATA_NAME.fullmatch, os.listdir(dir_fd))

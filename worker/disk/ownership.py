@@ -2,7 +2,7 @@
 
 A run deletes its own checkpoints, and those of the runs that it comes from. It comes from the run whose checkpoint it
 loaded here, and from the owner before it with all that this one had; without a load only if the lock shows that this
-owner has ended. What any other run has left stays as it is, or is moved to a directory of that run (see `moved`).
+owner has ended. What any other run has left stays as it is, or is moved to a directory of that run (see `former_runs`).
 
 A *run* is one job from its start to its end: all its generations and nodes have one name for it, and no other job has
 the same. Two of them can come to share a directory: a job that was submitted twice, a pod that still terminates while
@@ -19,14 +19,14 @@ back by loading again. While it lives it holds the lock, where there are locks, 
     A has ended, cleanly or by a kill; B loads A's           A's, and all that A had
     A still terminates                                       B waits for the lock; then as above
     A and B at once                                          B is refused, A goes on
-    the same, and no lock works; B loads A's                 A's until then; A is fenced and told so
+    the same, and no lock works; B loads A's                 A's until then; A is fenced
     B loads from memory or from another node's disk          what that state comes from; the rest is moved, or stays
     B saves, and has not loaded                              with the lock what A had, without it only its own
     B is `read_only`                                         nothing
     files without a run's name, no run was here before       those, once
     `owner.json` is lost or damaged; B loads A's             A's, and files without a name
 
-Pure values and the lock; what is read and written when: see `files`.
+Pure values and the lock; what is read and written when: see `directory_claim`.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def settle(owner: Ownership, found: Iterable[tuple[str, int]]) -> Ownership:
     return replace(owner, before=tuple(one for one in formers if one not in forgotten), settled=True)
 
 
-# ---------------------------------------------------------------- what a person is told
+# ---------------------------------------------------------------- errors
 
 
 def replaced(directory: str, run: Run, owner: Ownership) -> OtherRun:
@@ -217,8 +217,8 @@ class Lock:
         if self._file is not None and not self._lent:
             self._lent = self._lend(self._run, self._file.fileno())
 
-    def begin(self) -> None:
-        """Let the agent let go of what it holds for another run, of which this job was before."""
+    def release_former(self) -> None:
+        """Let the agent release the locks of a run that this job was before."""
         self._lend(self._run)
 
     def forget(self) -> None:

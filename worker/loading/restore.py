@@ -128,7 +128,7 @@ class Restore:
         return tuple(found)
 
     def _heritage(self, what: Manifest | Header) -> bytes:
-        owner = self._files.owner()
+        owner = self._files.claim.owner()
         if owner is None or owner.run.id not in (self._files.run.id, what.run):
             return b""
         return owner.to_json()
@@ -161,7 +161,7 @@ class Restore:
         """What each rank has, by rank."""
         memory = self._memory
         copies = memory.copies() if memory is not None and memory.is_keeper else ()
-        foreign = manifest is not None and not self._files.is_ours(manifest)
+        foreign = manifest is not None and not self._files.claim.is_ours(manifest)
         node = memory.place.node if memory is not None else ""
         offer = Offer(manifest, reasons, copies, node, self._files.run.id, foreign)
         return [Offer.from_json(raw) for raw in self._group.gather(offer.to_json())]
@@ -175,7 +175,7 @@ class Restore:
 
     def _unwanted(self, manifest: Manifest) -> bool:
         bad = self._bad_state
-        return bad is not None and bad.covers(manifest, foreign=not self._files.is_ours(manifest))
+        return bad is not None and bad.covers(manifest, foreign=not self._files.claim.is_ours(manifest))
 
     def _claim(self) -> Manifest | None:
         """The newest checkpoint that this rank's disk claims to have."""
