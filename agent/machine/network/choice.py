@@ -13,14 +13,14 @@ taken only by name. A *tunnel* is taken by name, or where a route leads.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ....rendezvous.records import MAX_RDMA_PORTS, NetworkFacts
 from ...common.variables import Variable
 from ...configuration.config import ConfigError, Problem
 from .addresses import LOOPBACK, is_loopback
-from .interfaces import IP, Address, Interface, RdmaPort
+from .interfaces import IP, Interface, RdmaPort
 
 PLUMBING = (
     "docker", "br-", "veth", "podman", "lxc", "lxd", "virbr", "vnet",
@@ -30,8 +30,6 @@ PLUMBING = (
 """How their names begin. Tailscale's is here because it would carry a whole training between neighbours."""
 
 MOST_LISTED = 12
-
-_LEAVE_IT = "correct it, or leave it out"
 
 TUNNELS = ("wg", "tun", "tap", "ppp", "zt", "utun", "nebula", "gre", "ipip")
 
@@ -106,15 +104,15 @@ def choose(wish: NetworkRequest, here: HostNetwork) -> NetworkChoice | NotReady:
     """Raises ConfigError for an interface and an address that this node does not have, or not together."""
     named = next((interface for interface in here.interfaces if interface.name == wish.interface), None)
     holder = _interface_of(wish.address, here)
-    problems = _what_is_not_here(wish, named, holder, here)
+    problems = list(_problems(wish, named, holder, here))
     if problems:
         raise ConfigError(problems)
     if wish.address is not None and holder is not None:
-        if not holder.up:
-            return _down(holder, f"--local-addr {wish.address}")
-        return _chosen(holder, _ip(wish.address), "you named its address with --local-addr", here)
+        option, reason = f"--local-addr {wish.address}", "you named its address with --local-addr"
+        return _choice(holder, _ip(wish.address), reason, here, option)
     if named is not None:
-        return _by_name(wish, named, here)
+        option, reason = f"--network-interface {named.name}", "you named it with --network-interface"
+        return _choice(named, _ip_on(named, wish.towards), reason, here, option)
     if wish.memory:
         return _loopback(LOOPBACK, "no other node can join", here)
     if wish.towards is not None and is_loopback(wish.towards):
@@ -150,30 +148,19 @@ GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME = "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"
 _EXACT_NAMES = (GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME)
 
 
-def _what_is_not_here(
+def _problems(
     wish: NetworkRequest, named: Interface | None, holder: Interface | None, here: HostNetwork
-) -> list[Problem]:
-    problems = []
-    if wish.interface is not None and named is None:
-        expected = f"an interface of this node, which has {_listed(here.interfaces)}"
-        problems.append(Problem("--network-interface", wish.interface, expected, _LEAVE_IT, here=True))
-    if wish.address is not None and holder is None:
-        expected = f"an address of this node, which has {_listed(here.interfaces)}"
-        problems.append(Problem("--local-addr", wish.address, expected, _LEAVE_IT, here=True))
+) -> Iterator[Problem]:
+    for option, word, found, what in (
+        ("--network-interface", wish.interface, named, "an interface"),
+        ("--local-addr", wish.address, holder, "an address"),
+    ):
+        if word is not None and found is None:
+            expected = f"{what} of this node, which has {_listed(here.interfaces)}"
+            yield Problem(option, word, expected, "correct it, or leave it out", here=True)
     if named is not None and holder is not None and named != holder:
         expected = f"the interface of --local-addr {wish.address}, which is {holder.name}"
-        advice = "keep one of the two options"
-        problems.append(Problem("--network-interface", named.name, expected, advice, here=True))
-    return problems
-
-
-def _by_name(wish: NetworkRequest, interface: Interface, here: HostNetwork) -> NetworkChoice | NotReady:
-    if not interface.up:
-        return _down(interface, f"--network-interface {interface.name}")
-    address = _address_on(interface, wish.towards)
-    if address is None:
-        return _no_address(interface)
-    return _chosen(interface, address.ip, "you named it with --network-interface", here)
+        yield Problem("--network-interface", named.name, expected, "keep one of the two options", here=True)
 
 
 def _by_routes(wish: NetworkRequest, here: HostNetwork) -> NetworkChoice | NotReady:
@@ -182,7 +169,7 @@ def _by_routes(wish: NetworkRequest, here: HostNetwork) -> NetworkChoice | NotRe
         route = _interface_of(here.routed, here)
         near = _down_but_near(wish.towards, route, here.interfaces)
         if near is not None:
-            return _down(near, f"the rendezvous at {wish.towards} is in its subnet")
+            return _choice(near, None, f"the rendezvous at {wish.towards} is in its subnet", here)
         if route is None and not wish.alone:
             return NotReady(
                 f"a route to the rendezvous at {wish.towards}; there are {_listed(here.interfaces)}",
@@ -192,17 +179,16 @@ def _by_routes(wish: NetworkRequest, here: HostNetwork) -> NetworkChoice | NotRe
             if not route.name.startswith(PLUMBING):
                 return _routed(route, here.routed, f"the route to the rendezvous at {wish.towards}", here)
             passed_over = (
-                f"; the rendezvous at {wish.towards} is reached over {route.name}, but interfaces like it"
+                f"; the rendezvous at {wish.towards} is reached over {route.name}, but interfaces like it are taken"
+                f" only by name (--network-interface {route.name})"
             )
-            passed_over += f" are taken only by name (--network-interface {route.name})"
     default = _interface_of(here.default, here)
     if default is not None and default.up and not default.loopback and not default.name.startswith(PLUMBING):
         return _routed(default, here.default, f"the default route{passed_over}", here)
     fastest = _fastest(here.interfaces)
     if fastest is not None:
-        interface, address = fastest
         reason = f"the fastest interface that is up, without any default route{passed_over}"
-        return _chosen(interface, address.ip, reason, here)
+        return _choice(*fastest, reason, here)
     if wish.alone:
         return _loopback(LOOPBACK, "one node, and no other interface is up", here)
     return NotReady(
@@ -216,25 +202,9 @@ def _routed(
     interface: Interface, source: str | None, reason: str, here: HostNetwork
 ) -> NetworkChoice | NotReady:
     assert source is not None, "a route has a source address"
-    if not interface.up:
-        return _down(interface, reason)
-    if not any(address.routable for address in interface.addresses if address.ip == _ip(source)):
-        return _no_address(interface)
-    return _chosen(interface, _ip(source), reason, here)
-
-
-def _down(interface: Interface, why: str) -> NotReady:
-    return NotReady(
-        f"interface {interface.name} to come up ({why})",
-        f"check the cable and `ip link set {interface.name} up`, or choose another with --network-interface",
-    )
-
-
-def _no_address(interface: Interface) -> NotReady:
-    return NotReady(
-        f"an address that other nodes reach; now there is {interface.state}",
-        f"give {interface.name} an address, or choose another interface with --network-interface",
-    )
+    ip = _ip(source)
+    routable = any(address.routable for address in interface.addresses if address.ip == ip)
+    return _choice(interface, ip if routable else None, reason, here)
 
 
 def _down_but_near(
@@ -242,60 +212,70 @@ def _down_but_near(
 ) -> Interface | None:
     """One that is down, but will be the way to `towards` as soon as it is up: the present route is a detour."""
     target = _ip(towards)
-
-    def near(interface: Interface) -> bool:
-        return any(
-            address.ip.version == target.version and address.shares_subnet(target)
-            for address in interface.addresses
-        )
-
-    if route is not None and near(route):
-        return None
-    candidates = (
+    near = [
         interface
-        for interface in interfaces
-        if not interface.up and near(interface) and not interface.name.startswith(PLUMBING)
-    )
-    return next(candidates, None)
+        for interface in (*filter(None, [route]), *interfaces)
+        if any(address.shares_subnet(target) for address in interface.addresses)
+    ]
+    if route in near:
+        return None
+    return next((one for one in near if not one.up and not one.name.startswith(PLUMBING)), None)
 
 
-def _fastest(interfaces: Iterable[Interface]) -> tuple[Interface, Address] | None:
+def _fastest(interfaces: Iterable[Interface]) -> tuple[Interface, IP] | None:
     usable = [
-        (interface, address)
+        (interface, ip)
         for interface in interfaces
         if interface.up and not interface.loopback and not interface.name.startswith((*PLUMBING, *TUNNELS))
-        if (address := _address_on(interface, None)) is not None
+        if (ip := _ip_on(interface, None)) is not None
     ]
     return max(usable, key=lambda found: found[0].speed_mbps or 0, default=None)
 
 
-def _address_on(interface: Interface, towards: str | None) -> Address | None:
+def _ip_on(interface: Interface, towards: str | None) -> IP | None:
     """Of the family of `towards` if there is one, else IPv4 before IPv6."""
-    usable = [address for address in interface.addresses if address.routable or interface.loopback]
+    usable = [address.ip for address in interface.addresses if address.routable or interface.loopback]
     wanted = _ip(towards).version if towards is not None else 4
-    return min(usable, key=lambda address: address.ip.version != wanted, default=None)
+    return min(usable, key=lambda ip: ip.version != wanted, default=None)
 
 
 def _interface_of(source: str | None, here: HostNetwork) -> Interface | None:
-    return _holder(_ip(source), here.interfaces) if source is not None else None
-
-
-def _holder(ip: IP, interfaces: Iterable[Interface]) -> Interface | None:
     """A loopback interface has all of 127.0.0.0/8 without listing it."""
+    if source is None:
+        return None
+    ip = _ip(source)
+    v4_loopback = ip.version == 4 and ip.is_loopback
     return next(
         (
             interface
-            for interface in interfaces
+            for interface in here.interfaces
             if any(ip == address.ip for address in interface.addresses)
-            or (ip.version == 4 and ip.is_loopback and interface.loopback)
+            or (v4_loopback and interface.loopback)
         ),
         None,
     )
 
 
 def _loopback(address: str, reason: str, here: HostNetwork) -> NetworkChoice:
-    found = _holder(_ip(address), here.interfaces)
-    return _chosen(found or Interface("lo", True, mtu=65536), _ip(address), reason, here)
+    found = _interface_of(address, here) or Interface("lo", True, mtu=65536)
+    return _chosen(found, _ip(address), reason, here)
+
+
+def _choice(
+    interface: Interface, ip: IP | None, reason: str, here: HostNetwork, option: str = ""
+) -> NetworkChoice | NotReady:
+    """`option` has chosen it, if any."""
+    if not interface.up:
+        return NotReady(
+            f"interface {interface.name} to come up ({option or reason})",
+            f"check the cable and `ip link set {interface.name} up`, or choose another with --network-interface",
+        )
+    if ip is None:
+        return NotReady(
+            f"an address that other nodes reach; now there is {interface.state}",
+            f"give {interface.name} an address, or choose another interface with --network-interface",
+        )
+    return _chosen(interface, ip, reason, here)
 
 
 def _chosen(interface: Interface, ip: IP, reason: str, here: HostNetwork) -> NetworkChoice:
@@ -311,8 +291,8 @@ def _ip(address: str) -> IP:
 
 def _listed(interfaces: tuple[Interface, ...]) -> str:
     """A host with many containers has hundreds of them."""
-    shown = [interface.state for interface in interfaces if not interface.name.startswith("veth")][
-        :MOST_LISTED
-    ]
-    more = len(interfaces) - len(shown)
-    return ", ".join([*shown, *([f"and {more} more"] if more else [])]) or "no interface at all"
+    states = [interface.state for interface in interfaces if not interface.name.startswith("veth")]
+    more = len(interfaces) - len(states[:MOST_LISTED])
+    return (
+        ", ".join([*states[:MOST_LISTED], *([f"and {more} more"] if more else [])]) or "no interface at all"
+    )

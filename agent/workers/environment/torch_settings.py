@@ -86,119 +86,70 @@ class Row:
     yielding: bool = True
 
 
-# The flight recorder's own names, which torch has from 2.8 on: the old ones are still read, with a warning for each.
-_NEW, _OLD = Range(since="2.8"), Range(below="2.8")
+def _renamed(new: str, old: str, value: str, reason: str) -> tuple[Row, Row]:
+    """The flight recorder's own names, which torch has from 2.8 on: the old ones are still read, with a warning."""
+    return (
+        Row(new, value, reason, WITH_NCCL, torch=Range(since="2.8"), aliases=(old,)),
+        Row(old, value, reason, WITH_NCCL, torch=Range(below="2.8"), aliases=(new,)),
+    )
+
+
+_PLACE = "below --log-dir, a folder for each generation; without --log-dir torch's own place is kept"
+_DUMP = "the flight recorder writes that down when a collective does not end"
+_HEARTBEAT = (
+    "1.5 times the process-group timeout, so that it does not end a process before that has named the "
+    "collective"
+)
+_STACKS = "to collect stacks a dump waits for Python's lock, which a hung process may never release"
+_ERRORS = (
+    "a failed collective ends its process; torchrun's 1 also tries to abort the communicator, which can hang"
+)
+_DEAD_PATH = "30 s until a path counts as dead, as newer NCCL has it: older ones give up after 8 s"
 
 DEFAULTS = (
-    Row(
-        "OMP_NUM_THREADS",
-        "1",
-        "a thread per core in each of several workers is too many",
-        when=SEVERAL_WORKERS,
-    ),
+    Row("OMP_NUM_THREADS", "1", "a thread per core in each of several workers is too many", SEVERAL_WORKERS),
     Row("PYTHONUNBUFFERED", "1", "a killed worker's last words are not lost in a buffer"),
     Row("PYTHONFAULTHANDLER", "1", "a worker that dies by a signal says where it was"),
-    Row(
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        "3",
-        "a failed collective ends its process; torchrun's 1 also tries to abort the communicator, which can hang",
-        aliases=("NCCL_ASYNC_ERROR_HANDLING",),
-    ),
-    Row("NCCL_DEBUG", "WARN", "NCCL says which call failed, and nothing else", when=WITH_NCCL),
-    Row(
+    Row("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", _ERRORS, aliases=("NCCL_ASYNC_ERROR_HANDLING",)),
+    Row("NCCL_DEBUG", "WARN", "NCCL says which call failed, and nothing else", WITH_NCCL),
+    *_renamed(
         "TORCH_FR_BUFFER_SIZE",
-        "2000",
-        "the flight recorder keeps the last collectives of each rank",
-        when=WITH_NCCL,
-        torch=_NEW,
-        aliases=("TORCH_NCCL_TRACE_BUFFER_SIZE",),
-    ),
-    Row(
         "TORCH_NCCL_TRACE_BUFFER_SIZE",
         "2000",
         "the flight recorder keeps the last collectives of each rank",
-        when=WITH_NCCL,
-        torch=_OLD,
-        aliases=("TORCH_FR_BUFFER_SIZE",),
     ),
-    Row(
-        "TORCH_NCCL_DUMP_ON_TIMEOUT",
-        "1",
-        "the flight recorder writes that down when a collective does not end",
-        when=WITH_NCCL,
-    ),
-    Row(
-        "TORCH_FR_DUMP_TEMP_FILE",
-        "{flight_records}/rank_",
-        "below --log-dir, a folder for each generation; without --log-dir torch's own place is kept",
-        when=WITH_NCCL,
-        torch=_NEW,
-        aliases=("TORCH_NCCL_DEBUG_INFO_TEMP_FILE",),
-    ),
-    Row(
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
-        "{flight_records}/rank_",
-        "below --log-dir, a folder for each generation; without --log-dir torch's own place is kept",
-        when=WITH_NCCL,
-        torch=_OLD,
-        aliases=("TORCH_FR_DUMP_TEMP_FILE",),
-    ),
-    Row(
-        "TORCH_INCLUDE_STACK_TRACE",
-        "0",
-        "to collect stacks a dump waits for Python's lock, which a hung process may never release",
-        when=WITH_NCCL,
-    ),
+    Row("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", _DUMP, WITH_NCCL),
+    *_renamed("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "{flight_records}/rank_", _PLACE),
+    Row("TORCH_INCLUDE_STACK_TRACE", "0", _STACKS, WITH_NCCL),
     Row(
         PROCESS_GROUP_TIMEOUT,
         "{process_group_timeout}",
         "applied by elastic_agent.worker.init_process_group",
         yielding=False,
     ),
-    Row(
-        HEARTBEAT_VARIABLE,
-        "{heartbeat}",
-        "1.5 times the process-group timeout, so that it does not end a process before that has named the collective",
-        when=WITH_NCCL,
-    ),
+    Row(HEARTBEAT_VARIABLE, "{heartbeat}", _HEARTBEAT, WITH_NCCL),
 )
 
-_PATIENT = Row(
-    "NCCL_IB_TIMEOUT",
-    "20",
-    "30 s until a path counts as dead, as newer NCCL has it: older ones give up after 8 s",
-    when=WITH_NCCL,
-    nccl=Range(below="2.23"),
+_OVER_VERBS = (
+    Row(
+        "NCCL_IB_HCA",
+        "={ports}",
+        "there are other active RDMA ports, which NCCL would use as well",
+        WITH_NCCL,
+    ),
+    Row("NCCL_IB_TIMEOUT", "20", _DEAD_PATH, WITH_NCCL, nccl=Range(below="2.23")),
 )
-_OWN_PORTS = Row(
-    "NCCL_IB_HCA",
-    "={ports}",
-    "there are other active RDMA ports, which NCCL would use as well",
-    when=WITH_NCCL,
-)
+_GID_INDEX = "RoCE v2 in most set-ups; newer NCCL finds the index by itself"
+_LIBFABRIC = "else libfabric may offer another provider, such as TCP, without an error"
 
 PROFILES: dict[Transport, tuple[Row, ...]] = {
-    "ethernet": (Row("NCCL_IB_DISABLE", "1", "TCP, although there may be RDMA ports", when=BY_NAME),),
-    "infiniband": (_OWN_PORTS, _PATIENT),
+    "ethernet": (Row("NCCL_IB_DISABLE", "1", "TCP, although there may be RDMA ports", BY_NAME),),
+    "infiniband": _OVER_VERBS,
     "roce": (
-        _OWN_PORTS,
-        _PATIENT,
-        Row(
-            "NCCL_IB_GID_INDEX",
-            "3",
-            "RoCE v2 in most set-ups; newer NCCL finds the index by itself",
-            when=WITH_NCCL,
-            nccl=Range(below="2.21"),
-        ),
+        *_OVER_VERBS,
+        Row("NCCL_IB_GID_INDEX", "3", _GID_INDEX, WITH_NCCL, nccl=Range(below="2.21")),
     ),
-    "efa": (
-        Row(
-            "FI_PROVIDER",
-            "efa",
-            "else libfabric may offer another provider, such as TCP, without an error",
-            when=WITH_NCCL,
-        ),
-    ),
+    "efa": (Row("FI_PROVIDER", "efa", _LIBFABRIC, WITH_NCCL),),
 }
 
 DEBUG = (
@@ -208,32 +159,29 @@ DEBUG = (
     Row("TORCH_CPP_LOG_LEVEL", "INFO", "also what torch's C++ part has to say"),
 )
 
+_REPEATED = "network failures without progress"
+
 WIDENED = (
     Row(
         PROCESS_GROUP_TIMEOUT,
         "{wider_process_group_timeout}",
-        "network failures without progress: twice, then four times",
+        f"{_REPEATED}: twice, then four times",
         yielding=False,
     ),
     Row(
         HEARTBEAT_VARIABLE,
         "{wider_heartbeat}",
-        "network failures without progress: widened with the process-group timeout",
-        when=WITH_NCCL,
+        f"{_REPEATED}: widened with the process-group timeout",
+        WITH_NCCL,
     ),
     Row(
         "NCCL_SOCKET_RETRY_CNT",
         "{wider_socket_retries}",
-        "network failures without progress: connections are tried for longer",
-        when=WITH_NCCL,
+        f"{_REPEATED}: connections are tried for longer",
+        WITH_NCCL,
         nccl=Range(since="2.24"),
     ),
-    Row(
-        "NCCL_IB_TIMEOUT",
-        "{wider_ib_timeout}",
-        "network failures without progress: a path counts as dead later",
-        when=OVER_VERBS,
-    ),
+    Row("NCCL_IB_TIMEOUT", "{wider_ib_timeout}", f"{_REPEATED}: a path counts as dead later", OVER_VERBS),
 )
 
 

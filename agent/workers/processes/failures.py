@@ -17,10 +17,10 @@ import os
 import re
 import signal
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from ....codec import Codec, Count, Invalid, Text, Within
 from ....rendezvous.fields import clean
@@ -40,10 +40,12 @@ _EXCEPTION_MAX = 2048
 _TRACEBACK_MAX = 16 * 1024
 _FINGERPRINT_MAX = 300
 
-# Bytes that each text may take in the JSON form. With the numbers and the names they stay below MAX_JSON.
-_NODE, _CAUSE, _EXCEPTION, _TRACEBACK, _LOG_TAIL, _LOG_FILE = 256, 400, 500, 1400, 800, 500
+_TEXTS = {"node": 256, "cause": 400, "exception": 500, "traceback": 1400, "log_file": 500}
+"""Bytes that each may take in the JSON form. With `_LOG_TAIL`, the numbers and the names they stay below MAX_JSON."""
+_LOG_TAIL = 800
+_SEVERAL_LINES = ("exception", "traceback")
 
-_SIGNAL_HINTS = {
+_SIGNAL_HINTS: dict[int, str] = {
     signal.SIGABRT: "the program gave up: often a C++ exception or NCCL's watchdog",
     signal.SIGBUS: "often a full /dev/shm, or a mapped file that became shorter",
     signal.SIGFPE: "arithmetic in native code, such as an integer division by zero",
@@ -102,26 +104,21 @@ class WorkerFailure:
 
     rank: Annotated[int, Within(0, 2**31 - 1)]
     local_rank: Annotated[int, Within(0, 2**31 - 1)]
-    node: Annotated[str, Text(_NODE)]
+    node: Annotated[str, Text(_TEXTS["node"])]
     generation: Count
     returncode: Annotated[int, Within(-128, 255)]
     reason: Reason
-    cause: Annotated[str, Text(_CAUSE)]
-    exception: Annotated[str, Text(_EXCEPTION)] | None = None
-    traceback: Annotated[str, Text(_TRACEBACK)] | None = None
+    cause: Annotated[str, Text(_TEXTS["cause"])]
+    exception: Annotated[str, Text(_TEXTS["exception"])] | None = None
+    traceback: Annotated[str, Text(_TEXTS["traceback"])] | None = None
     log_tail: tuple[Annotated[str, Text(_LOG_TAIL)], ...] = ()
-    log_file: Annotated[str, Text(_LOG_FILE)] | None = None
+    log_file: Annotated[str, Text(_TEXTS["log_file"])] | None = None
 
     def to_json(self) -> str:
         """A small form: the ends of the traceback and of the log, at most `MAX_JSON` bytes of ASCII."""
-        small = replace(
-            self,
-            node=_fit(self.node, _NODE),
-            cause=_fit(self.cause, _CAUSE),
-            exception=self.exception and _fit(self.exception, _EXCEPTION),
-            traceback=self.traceback and _fit(self.traceback, _TRACEBACK, keep_end=True),
-            log_tail=_last_that_fit(self.log_tail, _LOG_TAIL),
-            log_file=self.log_file and _fit(self.log_file, _LOG_FILE),
+        small = self._with_texts(
+            lambda name, text: _fit(text, _TEXTS[name], keep_end=name == "traceback"),
+            _last_that_fit(self.log_tail, _LOG_TAIL),
         )
         return _CODEC.encode(small).decode().rstrip()
 
@@ -132,15 +129,15 @@ class WorkerFailure:
             read = _CODEC.decode(text.encode(errors="surrogatepass"))
         except Invalid as error:
             raise FailureInvalid(str(error)) from error
-        return replace(
-            read,
-            node=_clean(read.node),
-            cause=_clean(read.cause),
-            exception=read.exception and _clean_lines(read.exception),
-            traceback=read.traceback and _clean_lines(read.traceback),
-            log_tail=tuple(map(_clean, read.log_tail)),
-            log_file=read.log_file and _clean(read.log_file),
+        return read._with_texts(
+            lambda name, text: _clean_lines(text) if name in _SEVERAL_LINES else _clean(text),
+            tuple(map(_clean, read.log_tail)),
         )
+
+    def _with_texts(self, change: Callable[[str, str], str], log_tail: tuple[str, ...]) -> WorkerFailure:
+        texts = {name: text for name in _TEXTS if (text := getattr(self, name)) is not None}
+        changed: dict[str, Any] = {name: change(name, text) for name, text in texts.items()}
+        return replace(self, **changed, log_tail=log_tail)
 
 
 _CODEC: Codec[WorkerFailure] = Codec((WorkerFailure,), version=_SCHEMA, most_bytes=MAX_JSON)
@@ -158,16 +155,15 @@ def describe_failure(
     log_file: Path | None,
     oom_killed: bool = False,
 ) -> WorkerFailure:
-    """Everything that can be told about this worker's end."""
+    """What is known about this worker's end."""
     ended = describe_exit(returncode, oom_killed)
-    log_tail = tuple(_clean(line) for line in log_tail)
+    log_tail = tuple(map(_clean, log_tail))
     report = (None if error_file is None else read_error_file(error_file)) or ErrorReport()
     note = f"; {report.note}" if report.note else ""
     # A worker that a signal ended may have logged, and survived, any number of exceptions before.
     if report.exception is None and returncode > 0:
         report = find_traceback(log_tail) or report
-    reason = ended.reason
-    cause = ended.text
+    cause, reason = ended.text, ended.reason
     if report.exception is not None:
         cause += f": {_first_line(report.exception)}"
         if reason in ("unknown", "signal"):
@@ -175,34 +171,30 @@ def describe_failure(
     elif returncode == -signal.SIGABRT and any(_WATCHDOG.search(line) for line in log_tail):
         reason = "nccl"
     return WorkerFailure(
-        rank=rank,
-        local_rank=local_rank,
-        node=node,
-        generation=generation,
-        returncode=returncode,
-        reason=reason,
-        cause=_cut(cause + note, _CAUSE_MAX),
-        exception=report.exception,
-        traceback=report.traceback,
-        log_tail=log_tail,
-        log_file=None if log_file is None else _clean(str(log_file)),
+        rank,
+        local_rank,
+        node,
+        generation,
+        returncode,
+        reason,
+        _cut(cause + note, _CAUSE_MAX),
+        report.exception,
+        report.traceback,
+        log_tail,
+        _name_of(log_file),
     )
 
 
 def hang_failure(
     node: str, generation: int, rank: int, local_rank: int, cause: str, log_file: Path | None
 ) -> WorkerFailure:
-    """The end that the agent makes of a worker that does not move."""
-    return WorkerFailure(
-        rank=rank,
-        local_rank=local_rank,
-        node=node,
-        generation=generation,
-        returncode=-HANG_SIGNAL,
-        reason="hang",
-        cause=_cut(cause, _CAUSE_MAX),
-        log_file=None if log_file is None else _clean(str(log_file)),
-    )
+    """The end that the agent makes of a worker that hangs."""
+    cause, file = _cut(cause, _CAUSE_MAX), _name_of(log_file)
+    return WorkerFailure(rank, local_rank, node, generation, -HANG_SIGNAL, "hang", cause, log_file=file)
+
+
+def _name_of(log_file: Path | None) -> str | None:
+    return None if log_file is None else _clean(str(log_file))
 
 
 def describe_exit(returncode: int, oom_killed: bool = False) -> ExitDescription:
@@ -213,7 +205,7 @@ def describe_exit(returncode: int, oom_killed: bool = False) -> ExitDescription:
         number = -returncode
         if number == signal.SIGKILL and oom_killed:
             return ExitDescription(f"killed by SIGKILL (signal 9; {_OOM_HINT})", "oom")
-        hint = next((f"; {text}" for known, text in _SIGNAL_HINTS.items() if known == number), "")
+        hint = f"; {_SIGNAL_HINTS[number]}" if number in _SIGNAL_HINTS else ""
         return ExitDescription(f"killed by {_signal_name(number)} (signal {number}{hint})", "signal")
     if 128 < returncode <= 128 + signal.SIGRTMAX:
         by = f"a shell's way to say: killed by {_signal_name(returncode - 128)}"
@@ -225,28 +217,26 @@ def describe_exit(returncode: int, oom_killed: bool = False) -> ExitDescription:
 def read_error_file(path: Path) -> ErrorReport | None:
     """What torch's `@record` left there; None if there is no such file. Never raises for anything it may hold."""
     try:
-        content = _read_regular_file(path)
-        report = json.loads(content)
+        report = json.loads(_read_regular_file(path))
+        message = report["message"]
+        details = {} if isinstance(message, str) else message.get("extraInfo")
+        text = message if isinstance(message, str) else message["message"]
+        if not isinstance(text, str) or not text:
+            raise TypeError
     except FileNotFoundError:
         return None
     except OSError as error:
         return ErrorReport(note=_clean(f"its error file {path} cannot be read: {error.strerror or error}"))
     except (ValueError, RecursionError) as error:
         return ErrorReport(note=_clean(f"its error file {path} is not usable: {error}"))
-    message = report.get("message") if isinstance(report, dict) else None
-    details: object = None
-    if isinstance(message, dict):
-        details = message.get("extraInfo")
-        message = message.get("message")
-    if not isinstance(message, str) or not message:
+    except (TypeError, KeyError, AttributeError):
         return ErrorReport(note=_clean(f"its error file {path} is not usable: it has no message"))
     traceback = details.get("py_callstack") if isinstance(details, dict) else None
-    return ErrorReport(
-        exception=_cut(_clean_lines(message), _EXCEPTION_MAX),
-        traceback=_cut_start(_clean_lines(traceback).strip("\n"), _TRACEBACK_MAX)
-        if isinstance(traceback, str)
-        else None,
-    )
+    if isinstance(traceback, str):
+        traceback = _cut(_clean_lines(traceback).strip("\n"), _TRACEBACK_MAX, keep_end=True)
+    else:
+        traceback = None
+    return ErrorReport(exception=_cut(_clean_lines(text), _EXCEPTION_MAX), traceback=traceback)
 
 
 def find_traceback(lines: Sequence[str]) -> ErrorReport | None:
@@ -261,7 +251,7 @@ def find_traceback(lines: Sequence[str]) -> ErrorReport | None:
     start = next((at for at in reversed(range(frame)) if lines[at] == _HEADER), 0)
     return ErrorReport(
         exception=_cut(lines[end], _EXCEPTION_MAX),
-        traceback=_cut_start("\n".join(lines[start : end + 1]), _TRACEBACK_MAX),
+        traceback=_cut("\n".join(lines[start : end + 1]), _TRACEBACK_MAX, keep_end=True),
     )
 
 
@@ -345,12 +335,10 @@ def _clean_lines(text: str) -> str:
     return "\n".join(map(_clean, text.split("\n")))
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 3] + "..."
-
-
-def _cut_start(text: str, most: int) -> str:
-    return text if len(text) <= most else "..." + text[len(text) - most + 3 :]
+def _cut(text: str, most: int, *, keep_end: bool = False) -> str:
+    if len(text) <= most:
+        return text
+    return "..." + text[len(text) - most + 3 :] if keep_end else text[: most - 3] + "..."
 
 
 def _fit(text: str, most_bytes: int, *, keep_end: bool = False) -> str:
@@ -358,7 +346,7 @@ def _fit(text: str, most_bytes: int, *, keep_end: bool = False) -> str:
     size, fitting = len(text), text
     while len(json.dumps(fitting)) > most_bytes:
         size = size * 9 // 10
-        fitting = _cut_start(text, size + 3) if keep_end else _cut(text, size + 3)
+        fitting = _cut(text, size + 3, keep_end=keep_end)
     return fitting
 
 
