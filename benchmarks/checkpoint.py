@@ -30,6 +30,7 @@ from typing import Any
 
 from elastic_agent.agent.checkpoints.disk_writer import DiskWriter
 from elastic_agent.agent.common.events import Event, WriterEnded, WriterWanted
+from elastic_agent.agent.common.io_thread import IoThread
 from elastic_agent.worker.wire.channel import receive, send
 from elastic_agent.worker.wire.messages import FROM_WORKERS, CommitGranted
 from report import add_options, keep, markdown, publish, ratio, spread
@@ -114,9 +115,16 @@ def run(system: str, megabytes: int, ranks: int, disk: Path | None) -> Run:
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         threading.Thread(target=grant, args=(folder / "commits",), daemon=True).start()
         # Nobody reads the reports.
+        io = IoThread()
         writer = DiskWriter(
-            folder / "writes", str(folder / "commits"), str(folder / "reports"), dict(os.environ), events.put
+            folder / "writes",
+            str(folder / "commits"),
+            str(folder / "reports"),
+            dict(os.environ),
+            io,
+            events.put,
         )
+        io.start()
         writer.start()
         try:
             saved = world(
@@ -127,6 +135,7 @@ def run(system: str, megabytes: int, ranks: int, disk: Path | None) -> Run:
             )
         finally:
             writer.close()
+            io.close()
     return Run(
         system,
         megabytes,

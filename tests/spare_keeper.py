@@ -16,6 +16,8 @@ from elastic_agent.agent.workers.preloader.spares import Spare, Spares
 from elastic_agent.agent.workers.processes.subreaper import PR_SET_CHILD_SUBREAPER, adopt_orphans
 from elastic_agent.worker.memory.available_memory import MIB, Memory
 
+from .io_threads import started_io
+
 PATIENCE_S = 60.0
 """Importing torch takes two seconds, and many more on a busy machine."""
 
@@ -49,6 +51,7 @@ class SpareKeeper:
             names,
             wanted,
             {**os.environ, **environment},
+            started_io(),
             self.events.put,
             self.clock,
             lambda: self.memory,

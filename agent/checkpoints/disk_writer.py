@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import select
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from ...codec import Invalid
-from ...rendezvous.threads import Thread
 from ...worker.wire.channel import Lines, send
 from ...worker.wire.messages import UNSAVED_STEPS, FinishWrites, UnsavedStep, UnsavedSteps
 from ..common.events import Event, WriterEnded, WriterWanted
+from ..common.io_thread import IoThread
 from ..workers.processes.failures import describe_exit
-from ..workers.processes.proc import KILL_WAIT_S, ends_within, process_status, reap_within
+from ..workers.processes.proc import KILL_WAIT_S, has_ended, process_status, reap_within
 from ..workers.processes.workers import tied
 
 log = logging.getLogger(__name__)
@@ -48,16 +47,17 @@ class DiskWriter:
         agent: str,
         reports: str,
         environment: Mapping[str, str],
+        io: IoThread,
         post: Callable[[Event], None],
     ) -> None:
         """`path` is where orders come, `agent` and `reports` are the agent's other sockets."""
         self.path = path
         self._command = [sys.executable, "-I", "-S", "-c", _PROGRAM, agent, reports]
         self._environment = environment
+        self._io = io
         self._post = post
         self._process: subprocess.Popen[bytes] | None = None
-        self._closed = threading.Event()
-        self._started: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._closed = False
         self._unsaved: tuple[UnsavedStep, ...] | None = None
         """What the writer has last told of, while it finishes."""
         self._finishing_since = 0.0
@@ -67,7 +67,7 @@ class DiskWriter:
         self._socket.listen()
 
     def start(self) -> None:
-        Thread(self._watch, "disk-writer").start()
+        self._await_order()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -82,13 +82,13 @@ class DiskWriter:
                 "the disk writer has ended: %s; the next save starts another", describe_exit(code).text
             )
             self._process = None
-            self._started.put(0)
+            self._io.later(PAUSE_S, self._await_order)
 
     def finish(self, within_s: float) -> None:
         """Let it do all that was ordered, and end; whatever it has not done within that time is left, and said."""
         if self._process is None and select.select([self._socket], [], [], 0)[0]:
             self._launch()
-        self._closed.set()
+        self._closed = True
         process, self._process = self._process, None
         if process is None:
             return
@@ -135,7 +135,8 @@ class DiskWriter:
 
     def close(self) -> None:
         """The agent is ending; see `finish`, which may have been cut short."""
-        self._closed.set()
+        self._closed = True
+        self._io.forget(self._socket.fileno())
         self._say_what_is_lost(round(time.monotonic() - self._finishing_since, 1))
         if self._process is not None:
             _end(self._process)
@@ -153,26 +154,40 @@ class DiskWriter:
             )
         except OSError as error:
             log.warning("the disk writer cannot be started, saves make training wait: %s", error)
-            self._started.put(0)
+            self._io.later(PAUSE_S, self._await_order)
         else:
-            self._started.put(self._process.pid)
+            self._await_end(self._process.pid)
 
-    def _watch(self) -> None:
-        """Posts that a writer is wanted, and that it has ended; waits for the main loop to have done what follows."""
-        descriptor = self._socket.fileno()
-        while not self._closed.is_set():
-            poll = select.poll()
-            poll.register(descriptor, select.POLLIN)
-            poll.poll()
-            if self._closed.is_set():
-                return
-            self._post(WriterWanted())
-            pid = self._started.get()
-            if pid:
-                _await_end(pid)
-                self._post(WriterEnded())
-                self._started.get()
-            time.sleep(PAUSE_S)
+    def _await_order(self) -> None:
+        if not self._closed:
+            self._io.watch(self._socket.fileno(), partial(self._ordered, self._socket.fileno()))
+
+    def _ordered(self, descriptor: int) -> None:
+        """In the io thread: the next order is waited for when a writer has ended."""
+        self._io.forget(descriptor)
+        self._post(WriterWanted())
+
+    def _await_end(self, pid: int) -> None:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:  # no descriptor is left: a look now and then does as well
+            log.warning("the disk writer is watched by looking now and then: %s", error)
+            self._io.later(PAUSE_S, partial(self._look, pid))
+        else:
+            self._io.watch(pidfd, partial(self._ended, pidfd))
+
+    def _ended(self, pidfd: int) -> None:
+        """In the io thread."""
+        self._io.forget(pidfd)
+        os.close(pidfd)
+        self._post(WriterEnded())
+
+    def _look(self, pid: int) -> None:
+        """In the io thread."""
+        if has_ended(pid):
+            self._post(WriterEnded())
+        else:
+            self._io.later(PAUSE_S, partial(self._look, pid))
 
 
 def _messages(connection: socket.socket, deadline: float) -> Iterator[UnsavedSteps]:
@@ -184,22 +199,6 @@ def _messages(connection: socket.socket, deadline: float) -> Iterator[UnsavedSte
         if not chunk:
             return
         yield from lines.add(chunk)
-
-
-def _await_end(pid: int) -> None:
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:  # `finish` has reaped it
-        return
-    except OSError as error:  # no descriptor is left: a look now and then does as well
-        log.warning("the disk writer is watched by looking now and then: %s", error)
-        while not ends_within(pid, PAUSE_S):
-            pass
-        return
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    poll.poll()
-    os.close(pidfd)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +23,8 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from ...rendezvous.threads import Thread
 from ..common.events import Event, GpuMemoryMessage
+from ..common.io_thread import IoThread
 from ..workers.processes.workers import tied
 from .devices import Device
 
@@ -35,6 +36,8 @@ SLACK_MIB = 512.0
 """So much more than the baseline is still free: about what a CUDA context takes."""
 
 LOOK_AGAIN_S = 0.1
+
+LONGEST_READ = 4096
 
 ANSWER_S = 15.0
 """A driver that is well needs milliseconds, and seconds for the first answer of a machine with many GPUs."""
@@ -64,6 +67,7 @@ class GpuMemory:
         devices: Sequence[str],
         wait_s: float,
         environment: Mapping[str, str],
+        io: IoThread,
         post: Callable[[Event], None],
         clock: Callable[[], float],
     ) -> None:
@@ -71,6 +75,7 @@ class GpuMemory:
         self._devices = devices
         self._wait_s = wait_s
         self._environment = environment
+        self._io = io
         self._post = post
         self._clock = clock
         self.pids: tuple[int, ...] = ()
@@ -85,6 +90,8 @@ class GpuMemory:
         """That was seen not to be free in the present wait."""
         self._asked_at: float | None = None
         self._look_at: float | None = None
+        self._begun = b""
+        """Of the reader's next message. For the io thread."""
 
     def start(self) -> None:
         """Ask for the baseline; until it is known, no worker may start either."""
@@ -99,7 +106,8 @@ class GpuMemory:
             start_new_session=True,
         )
         self.pids = (reader.pid,)
-        Thread(partial(self._listen, reader), "gpu-memory").start()
+        assert reader.stdout is not None
+        self._io.watch(reader.stdout.fileno(), partial(self._read, reader, reader.stdout.fileno()))
         self.workers_gone(self._clock())
 
     @property
@@ -191,9 +199,12 @@ class GpuMemory:
         self._until = None
         self.close()
 
-    def _listen(self, reader: subprocess.Popen[bytes]) -> None:
-        assert reader.stdout is not None
-        message = b"-"
-        while message:
-            message = reader.stdout.readline()
+    def _read(self, reader: subprocess.Popen[bytes], descriptor: int) -> None:
+        """In the io thread."""
+        data = os.read(descriptor, LONGEST_READ)
+        if not data:
+            self._io.forget(descriptor)
+            self._post(GpuMemoryMessage(reader.pid, b""))
+        *messages, self._begun = (self._begun + data).split(b"\n")
+        for message in messages:
             self._post(GpuMemoryMessage(reader.pid, message))

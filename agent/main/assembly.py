@@ -19,6 +19,7 @@ from ...rendezvous.records import Introduction
 from ...worker.memory.available_memory import read_memory
 from ...worker.wire.environment import WorkerEnv
 from ..common.events import Event
+from ..common.io_thread import IoThread
 from ..configuration.config import Config
 from ..configuration.timeouts import drain_timeout_s
 from ..machine.inventory import Machine
@@ -45,6 +46,7 @@ class Agent:
     environment: Mapping[str, str]
     """What the workers inherit: the agent's own, as it was before the agent changed anything for itself."""
     events: queue.SimpleQueue[Event]
+    io: IoThread
     manager: ServiceManager
     console: Console
     clock: Callable[[], float]
@@ -88,6 +90,7 @@ def spares_of(agent: Agent, machine: Machine) -> Spares:
         agent.config.preload.words,
         machine.workers + 1,
         {**agent.environment, **WorkerEnv(incarnation=agent.incarnation).variables()},
+        agent.io,
         agent.events.put,
         agent.clock,
         read_memory,

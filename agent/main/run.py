@@ -36,6 +36,7 @@ from ..checkpoints.folder import MemoryFolder, make_folder
 from ..common.events import Event, Signalled, ThreadFailed
 from ..common.exits import CannotStart, ExitCode
 from ..common.interruptible import unless_stopped
+from ..common.io_thread import IoThread
 from ..common.ports import OfferedPort
 from ..configuration.config import Config
 from ..configuration.options import SECRET_VARIABLES
@@ -98,7 +99,7 @@ def run(config: Config, machine: Machine) -> int:
     manager = ServiceManager.take(os.environ, os.getpid(), time.monotonic)
     environment = _take_environment()
     incarnation, clock = uuid.uuid4().hex[:12], time.monotonic
-    agent = Agent(config, name, incarnation, environment, events, manager, console, clock)
+    agent = Agent(config, name, incarnation, environment, events, IoThread(), manager, console, clock)
     try:
         ending = _run(agent, machine)
     except CannotStart as refusal:
@@ -250,15 +251,16 @@ def _start_helpers(
     agent: Agent, ground: Ground, subreaper: Subreaper, parts: contextlib.ExitStack
 ) -> Helpers:
     warn_of_group_kill()
+    _started(parts, agent.io)
     guard = Guard()
     run_dir = ground.node.run_dir
     folders = [run_dir] if ground.memory is None else [run_dir, ground.memory.path]
     remains = file_for(run_dir), agent.config.rendezvous.job_id, agent.name
     guard.start(agent.incarnation, folders, ground.node.cgroup, remains)
     parts.callback(guard.close)
-    wait_s, post = agent.config.gpu_memory_wait_s, agent.events.put
+    watched, wait_s = ground.node.machine.watched, agent.config.gpu_memory_wait_s
     gpu_memory = _started(
-        parts, GpuMemory(ground.node.machine.watched, wait_s, agent.environment, post, agent.clock)
+        parts, GpuMemory(watched, wait_s, agent.environment, agent.io, agent.events.put, agent.clock)
     )
     spares = spares_of(agent, ground.node.machine)
     parts.callback(spares.close)
@@ -342,7 +344,7 @@ def _serve_workers(
     parts: contextlib.ExitStack,
 ) -> tuple[Processes, Gates, DiskWriter]:
     """What starts workers, what answers them, and what writes their checkpoints."""
-    node, clock, post = ground.node, agent.clock, agent.events.put
+    node, clock, post, io = ground.node, agent.clock, agent.events.put, agent.io
     guard, subreaper, spares, env = helpers.guard, helpers.subreaper, helpers.spares, node.env
 
     def latest() -> NodeSnapshot:
@@ -351,19 +353,19 @@ def _serve_workers(
     def new_group(generation: int) -> WorkerGroup:
         cgroup = node.cgroup / f"generation-{generation}" if node.cgroup is not None else None
         return WorkerGroup(
-            generation, node.incarnation, guard, logs, post, clock, cgroup, subreaper.unknown_children
+            generation, node.incarnation, guard, logs, io, post, clock, cgroup, subreaper.unknown_children
         )
 
-    worker_store = WorkerStore(agent.environment, spares, post)
+    worker_store = WorkerStore(agent.environment, spares, io, post)
     parts.callback(worker_store.end)
     lost = metrics.log_file_bytes_dropped_total.inc
     logs = _started(parts, WorkerLogs(agent.config.log_dir, node.name, agent.console, metrics.printed, lost))
     commits = CommitFence(store, latest, clock)
     last_steps = LastSteps(store, latest, post, clock)
     reports = receiver_of(agent, Path(env.reports), metrics)
-    links = _started(parts, WorkerLinks(env, commits, last_steps, reports, post))
+    links = _started(parts, WorkerLinks(env, commits, last_steps, reports, io, post))
     disk_writer = _started(
-        parts, DiskWriter(node.run_dir / "writes", env.socket, env.reports, agent.environment, post)
+        parts, DiskWriter(node.run_dir / "writes", env.socket, env.reports, agent.environment, io, post)
     )
     subreaper.add_known(lambda: (guard.pid, *helpers.gpu_memory.pids, *worker_store.pids))
     subreaper.add_known(lambda: (*disk_writer.pids, *spares.pids))

@@ -20,9 +20,7 @@ import contextlib
 import fcntl
 import logging
 import os
-import queue
 import re
-import selectors
 import threading
 import time
 from collections import deque
@@ -33,6 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...rendezvous.threads import Thread
+from ..common.io_thread import IoThread
 from .console import Console
 from .log_files import LogFile, LogFiles
 from .log_folders import RunFolder, run_folder
@@ -143,17 +142,13 @@ class WorkerLogs:
         self._console = console
         self._files = LogFiles(count_lost)
         self._streams: dict[tuple[int, int], tuple[_Stream, _Stream]] = {}
-        self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake, selectors.EVENT_READ)
-        self._stopping = False
+        self._io = IoThread("worker-logs")
+        """Of its own, because it waits for the console and for the files."""
         self._left_out: bytes | None = None
-        self._thread = Thread(self._serve, "worker-logs")
 
     def start(self) -> None:
         self._files.start()
-        self._thread.start()
+        self._io.start()
 
     def begin(self, job: str, run: str, generation: int) -> None:
         """Output goes to the folder of this run from now on; old folders are deleted while workers print."""
@@ -180,8 +175,8 @@ class WorkerLogs:
         stdout = _Stream(generation, stdout_fd, self._file(generation, rank, "stdout"), prefix, "stdout")
         stderr = _Stream(generation, stderr_fd, self._file(generation, rank, "stderr"), prefix, "stderr")
         self._streams[generation, rank] = (stdout, stderr)
-        self._post(partial(self._open, stdout))
-        self._post(partial(self._open, stderr))
+        self._io.post(partial(self._open, stdout))
+        self._io.post(partial(self._open, stderr))
 
     def tail(self, generation: int, rank: int) -> tuple[str, ...]:
         """The last lines of stderr, or of stdout when stderr has none. Complete once `drain` is done."""
@@ -209,26 +204,22 @@ class WorkerLogs:
         the worker holds the pipes open.
         """
         for stream in self._streams[generation, rank]:
-            self._post(partial(self._drain, stream))
-        self._post(partial(self._files.do, then))
+            self._io.post(partial(self._drain, stream))
+        self._io.post(partial(self._files.do, then))
 
     def detach_generation(self, generation: int) -> None:
         """Reads what is left, then closes the generation's pipes and files; its tails are forgotten at once."""
         ended = [key for key in self._streams if key[0] == generation]
         for key in ended:
             for stream in self._streams.pop(key):
-                self._post(partial(self._finish, stream))
+                self._io.post(partial(self._finish, stream))
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Detaches everything; a stuck disk gets `timeout_s`, and no more. Once."""
         deadline = time.monotonic() + timeout_s
         for generation in {generation for generation, _ in self._streams}:
             self.detach_generation(generation)
-        self._post(self._stop)
-        self._thread.join(timeout_s)
-        if not self._thread.is_alive():
-            self._selector.close()
-            os.close(self._wake)
+        self._io.close(timeout_s)
         self._files.close()
         if not self._files.join(max(0.0, deadline - time.monotonic())):
             _log.warning("the last lines of the workers may be missing in their files: the disk stands still")
@@ -239,36 +230,15 @@ class WorkerLogs:
         path = self._run.path / f"gen{generation}" / f"rank{rank}" / f"{name}.log"
         return self._files.open(generation, path)
 
-    def _post(self, action: Callable[[], None]) -> None:
-        """Has the reading thread do `action`, after all that was posted before it."""
-        self._actions.put(action)
-        os.eventfd_write(self._wake, 1)
-
     # Everything below runs in the reading thread.
-
-    def _serve(self) -> None:
-        while not self._stopping:
-            for key, _ in self._selector.select():
-                if key.data is None:
-                    self._act()
-                else:
-                    self._read(key.data)
-
-    def _act(self) -> None:
-        os.eventfd_read(self._wake)
-        while not self._actions.empty():
-            self._actions.get()()
-
-    def _stop(self) -> None:
-        self._stopping = True
 
     def _open(self, stream: _Stream) -> None:
         os.set_blocking(stream.pipe, False)
-        self._selector.register(stream.pipe, selectors.EVENT_READ, stream)
+        self._io.watch(stream.pipe, partial(self._read, stream))
 
     def _read(self, stream: _Stream) -> int:
         """Takes one read's worth and returns how many bytes that was: 0 when there is nothing, or never more."""
-        if stream.pipe < 0:  # closed by an action of the same turn
+        if stream.pipe < 0:
             return 0
         try:
             data = os.read(stream.pipe, _READ_MAX)
@@ -299,7 +269,7 @@ class WorkerLogs:
     def _close(self, stream: _Stream) -> None:
         self._show(stream, stream.splitter.flush())
         if stream.pipe >= 0:
-            self._selector.unregister(stream.pipe)
+            self._io.forget(stream.pipe)
             os.close(stream.pipe)
             stream.pipe = -1
             if stream.file is not None:

@@ -43,6 +43,7 @@ from elastic_agent.worker.wire.messages import (
     encode,
 )
 from elastic_agent.worker.wire.run import Run
+from tests.io_threads import started_io
 from tests.stopping import stop
 
 PATIENCE_S = 20.0
@@ -101,6 +102,7 @@ class Agent:
             str(folder / "commits"),
             str(folder / "reports"),
             dict(os.environ),
+            started_io(),
             self._events.put,
         )
         self.writer.start()

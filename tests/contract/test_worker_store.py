@@ -21,6 +21,7 @@ from torch.distributed import TCPStore
 from elastic_agent.agent.common.events import Event, StoreServerMessage
 from elastic_agent.agent.common.ports import bind_listener
 from elastic_agent.agent.workers.processes.worker_store import HOLDER, WorkerStore
+from tests.io_threads import started_io
 from tests.spare_keeper import SpareKeeper, adopting
 
 ADDRESS = "127.0.0.1"
@@ -38,7 +39,7 @@ class Node:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.keeper = keeper
         spares = keeper.spares if keeper is not None else NoSpares()
-        self.store = WorkerStore(environment, spares, self.events.put)
+        self.store = WorkerStore(environment, spares, started_io(), self.events.put)
         self.problems: list[str] = []
 
     def serve(self) -> socket.socket:

@@ -14,31 +14,28 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.common.exits import ExitCode
+from tests.etcd_servers import EtcdCluster
 
 from .harness import RECORDER, Job, planted
-from .test_gpu_memory import FAKE_NVML, ON_A_GPU
 
 THREADS = (
     "console",
-    "directory-locks",
-    "disk-writer",
     "health-http",
     "heartbeat",
+    "io",
     "log-files",
     "store-lease",
     "store-requests",
     "store-watch",
-    "worker-exits",
-    "worker-links",
     "worker-logs",
-    "worker-store",
 )
 """All that every agent has; those of stores die in tests/unit/test_threads.py."""
 
-SOME = ("gpu-memory", "last-saves", "log-folders", "spares")
-"""Those of agents with a GPU, at the end of a job, with --log-dir, and with preloaded workers."""
+SOME = ("last-saves", "log-folders")
+"""Those of agents at the end of a job, and with --log-dir."""
 
 ELSEWHERE = (
+    "directory-locks",
     "drain-look",
     "worker-answer",
     "peer",
@@ -48,9 +45,9 @@ ELSEWHERE = (
     "orders",
     "rendezvous",
 )
-"""Those of the backlogs (`console` and `log-files`); for one question, for a step of the start or the end
-(tests/unit/test_threads.py, test_error_file.py), of the process that writes checkpoints, which ends with it, and of
-torchrun's agent."""
+"""Those of the backlogs (`console` and `log-files`) and `IoThread` (`io` and `worker-logs`); where a lock was lent, for
+one question, for a step of the start or the end (tests/unit/test_threads.py, test_error_file.py), of the process that
+writes checkpoints, which ends with it, and of torchrun's agent."""
 
 
 def started_in_agents() -> set[str]:
@@ -78,18 +75,30 @@ def test_every_thread_of_an_agent_dies_in_some_test() -> None:
     )
 
 
+def test_a_running_agent_has_no_more_threads_than_it_needs(job: Job, etcd: EtcdCluster) -> None:
+    job.use_etcd(etcd)
+    listed, logs = job.folder / "threads", job.folder / "logs"
+    environment = planted(f"lists {listed}")
+    job.join("a", "--nproc-per-node=2", "--preload=default", f"--log-dir={logs}", environment=environment)
+    job.wait_for_training(world=2)
+    expected = {*THREADS, "MainThread", "etcd-watch"}
+
+    def threads() -> list[str]:
+        """Without those of gRPC itself."""
+        return [name for name in listed.read_text().split("\n") if not name.startswith("Thread-")]
+
+    job.wait_for(lambda: set(threads()) == expected, f"{expected}, and no thread of the start")
+    assert sorted(threads()) == sorted(expected)
+
+
 @pytest.mark.parametrize("name", SOME)
 def test_an_agent_without_a_thread_that_only_some_have_ends_with_its_own_code(job: Job, name: str) -> None:
-    surroundings = planted(f"dies {name}")
-    surroundings["PYTHONPATH"] += f"{os.pathsep}{FAKE_NVML}"
     agent = job.start(
         "a",
         f"--log-dir={job.folder / 'logs'}",
-        "--preload=default",
         *(("--no-python",) if name == "last-saves" else ()),
         script=("true",) if name == "last-saves" else (RECORDER,),
-        environment={**surroundings, "FAKE_NVML": str(job.folder / "nvml.json")},
-        enter=ON_A_GPU if name == "gpu-memory" else (),
+        environment=planted(f"dies {name}"),
     )
     assert agent.exit_code() == ExitCode.AGENT_FAILED
     assert agent.says(f"ended with exit code 70: the thread {name} has failed")
@@ -98,7 +107,7 @@ def test_an_agent_without_a_thread_that_only_some_have_ends_with_its_own_code(jo
 
 @pytest.mark.parametrize("fault", ["dies", "cannot start"])
 def test_an_agent_without_one_of_its_threads_ends_with_its_own_code(job: Job, fault: str) -> None:
-    some = THREADS if fault == "dies" else ("worker-exits", "store-watch")
+    some = THREADS if fault == "dies" else ("io", "store-watch")
     agents = {name: job.start(name, environment=planted(f"{fault} {name}")) for name in some}
     for name, agent in agents.items():
         assert agent.exit_code() == ExitCode.AGENT_FAILED, name

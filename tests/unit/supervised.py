@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from elastic_agent.agent.common.events import Event, GenerationEvent, StopRead, WorkerExited
+from elastic_agent.agent.common.io_thread import IoThread
 from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.configuration.types.values import Command
@@ -181,7 +182,7 @@ class Supervised:
 
     def new_group(self, generation: int) -> FakeWorkers:
         guard, logs = cast(Guard, Ignored()), cast(WorkerLogs, self.logs)
-        return FakeWorkers(generation, "a-1", guard, logs, self.events.append, self.clock)
+        return FakeWorkers(generation, "a-1", guard, logs, IoThread(), self.events.append, self.clock)
 
     def clock(self) -> float:
         return self.now

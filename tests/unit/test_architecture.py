@@ -44,7 +44,7 @@ rendezvous/etcd: rendezvous rendezvous/store
 rendezvous/coordinator: rendezvous rendezvous/liveness
 rendezvous/node: rendezvous rendezvous/liveness rendezvous/store rendezvous/coordinator
 common:
-output:
+output: common
 configuration/types: rendezvous/c10d rendezvous/etcd common
 configuration: rendezvous/etcd common configuration/types
 configuration/reading: rendezvous/etcd configuration configuration/types

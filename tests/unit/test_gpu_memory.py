@@ -19,6 +19,7 @@ from elastic_agent.agent.common.events import Event, GpuMemoryMessage
 from elastic_agent.agent.machine import gpu_memory
 from elastic_agent.agent.machine.devices import Device
 from elastic_agent.agent.machine.gpu_memory import ANSWER_S, GpuMemory, watched
+from tests.io_threads import started_io
 
 FAKE_NVML = Path(__file__).parents[1] / "fake_nvml"
 PATIENCE_S = 20.0
@@ -33,7 +34,9 @@ class Bench:
         self._script = folder / "nvml.json"
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         environment = {**os.environ, "PYTHONPATH": str(FAKE_NVML), "FAKE_NVML": str(self._script)}
-        self.memory = GpuMemory(devices, wait_s, environment, self._events.put, lambda: self.now)
+        self.memory = GpuMemory(
+            devices, wait_s, environment, started_io(), self._events.put, lambda: self.now
+        )
 
     def nvml(self, **says: Any) -> None:
         new = self._script.with_suffix(".new")
@@ -233,8 +236,9 @@ def test_the_reader_dies_with_the_agent(tmp_path: Path) -> None:
     script.write_text(json.dumps({"hangs": True}))
     code = f"""
 import os, time
+from elastic_agent.agent.common.io_thread import IoThread
 from elastic_agent.agent.machine.gpu_memory import GpuMemory
-memory = GpuMemory([{ONE!r}], 30.0, os.environ, print, time.monotonic)
+memory = GpuMemory([{ONE!r}], 30.0, os.environ, IoThread(), print, time.monotonic)
 memory.start()
 print(memory._reader.pid, flush=True)
 time.sleep(600)

@@ -11,7 +11,9 @@ from typing import Any, cast
 
 import pytest
 
+from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.common.exits import CannotStart, ExitCode
+from elastic_agent.agent.common.io_thread import IoThread
 from elastic_agent.agent.common.ports import PortConfigError
 from elastic_agent.agent.configuration.config import Config, RendezvousConfig
 from elastic_agent.agent.configuration.types.values import Command
@@ -59,7 +61,8 @@ def calls() -> list[str]:
 def agent(calls: list[str]) -> Agent:
     manager = cast(ServiceManager, Recorded("manager", calls))
     console = cast(Console, Ignored())
-    return Agent(CONFIG, "a", "a-1", {}, queue.SimpleQueue(), manager, console, time.monotonic)
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    return Agent(CONFIG, "a", "a-1", {}, events, IoThread(), manager, console, time.monotonic)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import queue
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +33,15 @@ from elastic_agent.rendezvous.store.memory import MemoryStore
 from elastic_agent.rendezvous.threads import Thread, listen
 from elastic_agent.worker.wire.channel import ask
 from elastic_agent.worker.wire.environment import WorkerEnv
-from elastic_agent.worker.wire.messages import COMMIT_ANSWERS, CommitAnswer, CommitQuestion, CommitRefused
+from elastic_agent.worker.wire.messages import (
+    COMMIT_ANSWERS,
+    CommitAnswer,
+    CommitQuestion,
+    CommitRefused,
+    LentLock,
+    encode,
+)
+from tests.io_threads import started_io
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 20.0
@@ -152,7 +161,7 @@ def test_a_worker_whose_answering_thread_fails_hears_the_end_and_the_next_is_ans
     latest = NodeSnapshot("a", "a-1")
     fence = CommitFence(store, lambda: latest, time.monotonic)
     steps = LastSteps(store, lambda: latest, events.put, time.monotonic)
-    links = WorkerLinks(env, fence, steps, reports, events.put)
+    links = WorkerLinks(env, fence, steps, reports, started_io(), events.put)
     links.start()
 
     def asked() -> CommitAnswer:
@@ -166,6 +175,21 @@ def test_a_worker_whose_answering_thread_fails_hears_the_end_and_the_next_is_ans
             assert failed.next() == "worker-answer"
     assert asked() == CommitRefused("the rendezvous store holds no world")
     links.close()
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_the_thread_that_keeps_lent_locks_is_missed(
+    monkeypatch: pytest.MonkeyPatch, failed: Failed, tmp_path: Path, how: str
+) -> None:
+    """Nothing is posted, and it is not started again: its failure ends the agent."""
+    fail(monkeypatch, how, "directory-locks")
+    receiver = ReportReceiver(tmp_path / "reports", lambda _: None, lambda: True, lambda: 1.0, lambda: None)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as worker:
+        for _ in range(2):
+            worker.sendto(encode(LentLock(1, 0, "run")), str(receiver.path))
+    receiver.read()
+    receiver.socket.close()
+    assert failed.next() == "directory-locks"
 
 
 @pytest.mark.parametrize("how", FAILURES)

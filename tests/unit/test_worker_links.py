@@ -51,6 +51,7 @@ from elastic_agent.worker.wire.messages import (
     Verdict,
     encode,
 )
+from tests.io_threads import started_io
 
 PATIENCE_S = 20.0
 WORLD = World(
@@ -93,7 +94,7 @@ class Scene:
         reports = ReportReceiver(
             Path(self.env.reports), self.events.put, lambda: self.has_room, lambda: 12.5, self.dropped.release
         )
-        self.links = WorkerLinks(self.env, fence, steps, reports, self.events.put)
+        self.links = WorkerLinks(self.env, fence, steps, reports, started_io(), self.events.put)
         self.reporter = Reporter(self.env.variables())
         self.links.start()
 
@@ -316,14 +317,11 @@ def test_a_house_full_of_guards_takes_no_other(scene: Scene, monkeypatch: pytest
         guard.close()
 
 
-def test_closed_it_ends_its_thread_and_leaves_commits_undecided(scene: Scene) -> None:
-    # Perhaps of an earlier test, too, which is closed already.
-    threads = [one for one in threading.enumerate() if one.name == "worker-links"]
-    assert threads
+def test_closed_it_leaves_commits_undecided(scene: Scene) -> None:
     scene.links.close()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
+    closed = threading.Event()
+    started_io().post(closed.set)
+    assert closed.wait(PATIENCE_S)
     with pytest.raises(SaveFailed, match="refused"):
         scene.may_commit()
 
@@ -387,7 +385,7 @@ def test_reports_are_read_together_and_not_without_end(
     for _ in range(3):
         receiver.read()
         counts.append(len(posted))
-    receiver.close()
+    receiver.socket.close()
     assert counts == [2, 3, 3]
 
 

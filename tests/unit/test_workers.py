@@ -19,6 +19,7 @@ from elastic_agent.agent.output.worker_logs import WorkerLogs
 from elastic_agent.agent.workers.processes import workers
 from elastic_agent.agent.workers.processes.guard import Guard
 from elastic_agent.agent.workers.processes.workers import LEFTOVER_LONGEST_PAUSE_S, WorkerGroup, WorkerSpec
+from tests.io_threads import started_io
 
 PATIENCE_S = 20.0
 SLEEP = Command("binary", "sleep", ("300",))
@@ -50,7 +51,7 @@ def group_of(
     cgroup: Path | None = None,
 ) -> WorkerGroup:
     guard, logs = cast(Guard, Ignored()), cast(WorkerLogs, Logs())
-    return WorkerGroup(1, "an-incarnation", guard, logs, post, clock, cgroup)
+    return WorkerGroup(1, "an-incarnation", guard, logs, started_io(), post, clock, cgroup)
 
 
 def specs(count: int = 3) -> list[WorkerSpec]:
@@ -97,6 +98,7 @@ def test_a_start_that_fails_for_want_of_descriptors_gives_back_its_own(
     monkeypatch: pytest.MonkeyPatch, call: str, left: int
 ) -> None:
     """`pipe`: the second one of the third worker; a start in `subprocess` takes one, too."""
+    started_io()
     before = os.listdir("/proc/self/fd")
     group = group_of()
     with monkeypatch.context() as patch:

@@ -50,15 +50,11 @@ class ReportReceiver:
         self._clock = clock
         self._count_dropped = count_dropped
         self._said = False
-        self._lent: queue.SimpleQueue[tuple[LentLock, list[int]]] = queue.SimpleQueue()
+        self._lent: queue.SimpleQueue[tuple[LentLock | None, list[int]]] = queue.SimpleQueue()
+        self._keeper: Thread | None = None
+        """Started with the first files."""
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind(str(path))
-
-    def start(self) -> None:
-        Thread(self._keep_locks, "directory-locks").start()
-
-    def close(self) -> None:
-        self.socket.close()
 
     def read(self) -> None:
         """The datagrams that have come, `MAX_AT_ONCE` at most. Raises OSError."""
@@ -80,24 +76,27 @@ class ReportReceiver:
         except Invalid as error:
             self._drop("a report that does not decode: %s", error)
             report = None
-        if isinstance(report, LentLock):
-            self._lent.put((report, descriptors))
-            return
-        for descriptor in descriptors:
-            os.close(descriptor)
-        if report is None:
+        if descriptors or isinstance(report, LentLock):
+            self._lent.put((report if isinstance(report, LentLock) else None, descriptors))
+            self._start_keeper()
+        if report is None or isinstance(report, LentLock):
             return
         if self._has_room():
             self._post(Reported(report, self._clock()))
         else:
             self._drop("reports: the agent is too busy")
 
+    def _start_keeper(self) -> None:
+        if self._keeper is None:
+            self._keeper = Thread(self._keep_locks, "directory-locks")
+            self._keeper.start()
+
     def _keep_locks(self) -> None:
         generation, run = 0, ""
         kept: dict[tuple[int, int], int] = {}
         while True:
             message, unneeded = self._lent.get()
-            if message.generation >= generation:
+            if message is not None and message.generation >= generation:
                 generation, given = message.generation, unneeded
                 unneeded = []
                 if message.run != run:

@@ -1,4 +1,4 @@
-"""Hears and answers this node's workers: one thread reads all that they say (`worker/wire/messages.py`).
+"""Reads and answers what this node's workers send (`worker/wire/messages.py`), in the io thread.
 
 There are two sockets, in a folder that only this user can enter. Datagrams are reports. On the stream socket a worker
 either asks one question over a connection of its own, and is answered once: the store may have to be asked, so that a
@@ -9,12 +9,11 @@ posted, and the main loop tells it what to do.
 from __future__ import annotations
 
 import logging
-import selectors
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from ....codec import Invalid, kind_of
 from ....rendezvous.threads import Thread
@@ -33,6 +32,7 @@ from ....worker.wire.messages import (
     encode,
 )
 from ...common.events import Event, JustInTimeMessage
+from ...common.io_thread import IoThread
 from .commit_fence import CommitFence
 from .last_steps import LastSteps
 from .reports import ReportReceiver
@@ -64,14 +64,16 @@ class WorkerLinks:
         commits: CommitFence,
         steps: LastSteps,
         reports: ReportReceiver,
+        io: IoThread,
         post: Callable[[Event], None],
     ) -> None:
         self._commits = commits
         self._steps = steps
         self._reports = reports
+        self._io = io
         self._post = post
         self._clients: dict[socket.socket, _Client] = {}
-        """Those that have not asked yet, and those that guard. For the thread."""
+        """Those that have not asked yet, and those that guard. For the io thread."""
         self._guards: dict[tuple[int, int], socket.socket] = {}
         """By generation and local rank."""
         self._commit_questions: deque[tuple[socket.socket, Question]] = deque()
@@ -81,22 +83,18 @@ class WorkerLinks:
         """Threads that answer."""
         self._lock = threading.Lock()
         """For the questions, the guards and the number of threads."""
-        self._accept_at: float | None = None
-        """When the listener has rested, monotonic; None while it does not rest."""
         self._out_of_descriptors = False
-        self._selector = selectors.DefaultSelector()
-        self._waker, self._woken = socket.socketpair()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(env.socket)
         self._listener.listen(MAX_CLIENTS)
         self._listener.setblocking(False)
 
     def start(self) -> None:
-        self._reports.start()
-        Thread(self._serve, "worker-links").start()
+        self._io.watch(self._reports.socket.fileno(), self._reports.read)
+        self._listen()
 
     def close(self) -> None:
-        self._waker.close()
+        self._io.post(self._end)
 
     def tell(self, generation: int, local_rank: int, message: ToGuard) -> None:
         with self._lock:
@@ -109,33 +107,14 @@ class WorkerLinks:
 
     # ---------------------------------------------------------------- reading
 
-    def _serve(self) -> None:
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._reports.socket, selectors.EVENT_READ)
-        while True:
-            for key, _ in self._selector.select(self._rest_s()):
-                if key.fileobj is self._woken:
-                    self._listener.close()
-                    self._reports.close()
-                    return
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.fileobj is self._reports.socket:
-                    self._reports.read()
-                elif key.data.connection in self._clients:  # else it has made room for another one just now
-                    self._read(key.data)
+    def _listen(self) -> None:
+        if self._listener.fileno() >= 0:  # it was not closed while it rested
+            self._io.watch(self._listener.fileno(), self._accept)
 
-    def _rest_s(self) -> float | None:
-        """How long the listener still rests. When that is over, it is listened to again."""
-        if self._accept_at is None:
-            return None
-        left_s = self._accept_at - time.monotonic()
-        if left_s > 0:
-            return left_s
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._accept_at = None
-        return None
+    def _end(self) -> None:
+        for ours in (self._listener, self._reports.socket):
+            self._io.forget(ours.fileno())
+            ours.close()
 
     def _accept(self) -> None:
         try:
@@ -144,8 +123,8 @@ class WorkerLinks:
             if not self._out_of_descriptors:
                 log.warning("cannot accept a worker's connection: %s", error)
             self._out_of_descriptors = True
-            self._selector.unregister(self._listener)
-            self._accept_at = time.monotonic() + ACCEPT_PAUSE_S
+            self._io.forget(self._listener.fileno())
+            self._io.later(ACCEPT_PAUSE_S, self._listen)
             return
         self._out_of_descriptors = False
         if len(self._clients) == MAX_CLIENTS:
@@ -155,7 +134,7 @@ class WorkerLinks:
                 return
             self._drop(silent)
         client = self._clients[connection] = _Client(connection)
-        self._selector.register(connection, selectors.EVENT_READ, client)
+        self._io.watch(connection.fileno(), partial(self._read, client))
 
     def _read(self, client: _Client) -> None:
         try:
@@ -186,7 +165,7 @@ class WorkerLinks:
         self._post(JustInTimeMessage(*client.guards, message))
 
     def _forget(self, client: _Client) -> None:
-        self._selector.unregister(client.connection)
+        self._io.forget(client.connection.fileno())
         del self._clients[client.connection]
         if client.guards is not None:
             with self._lock:

@@ -4,7 +4,7 @@ The preloaded process (`process`) is started with the agent, imports in the back
 has its own socket to the agent and is the agent's child. `spare_policy` decides how many spares are wanted and how long
 a start waits for them; here it is done. Whatever goes wrong, workers start cold, and `why_cold` says why.
 
-One thread waits for all sockets and posts `SpareReadable`; the main thread, which has all state, reads what there is.
+The io thread waits for all sockets and posts `SpareReadable`; the main thread, which has all state, reads them.
 
 Invariants: a spare that was taken is never offered again, and one that was not taken receives nothing. Spares that were
 forked live on when the preloaded process ends, and are dropped when what they have imported is out of date.
@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import socket
 import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ....rendezvous.threads import Thread
 from ....worker.memory.available_memory import Memory
 from ...common.events import Event, SpareReadable
+from ...common.io_thread import IoThread
 from ...machine.memory.memory_pressure import MemoryPolicy, pressure
 from ..processes.failures import describe_exit
 from ..processes.proc import KILL_WAIT_S, ends_within, stat_of
@@ -116,6 +116,7 @@ class Spares:
         names: Sequence[str],
         wanted: int,
         environment: Mapping[str, str],
+        io: IoThread,
         post: Callable[[Event], None],
         clock: Callable[[], float],
         read_memory: Callable[[], tuple[Memory, ...]],
@@ -131,6 +132,7 @@ class Spares:
         self._names = tuple(names)
         self._first_on_path = first_on_path
         self._wanted = wanted
+        self._io = io
         self._post = post
         self._clock = clock
         self._read_memory = read_memory
@@ -152,10 +154,8 @@ class Spares:
         self._look_at = 0.0
         self._ending: list[subprocess.Popen[bytes]] = []
         self._owners: dict[int, _Preloaded | Spare] = {}
-        self._poll = select.epoll()
 
     def start(self) -> None:
-        Thread(self._listen, "spares").start()
         self._preloaded = self._launch((), self._clock())
 
     def close(self) -> None:
@@ -261,7 +261,7 @@ class Spares:
             received = None
         message = received[0] if received is not None else None
         if message is not None:
-            self._poll.modify(event.descriptor, select.EPOLLIN | select.EPOLLONESHOT)
+            self._await(event.descriptor)
         if isinstance(owner, Spare):
             self._on_spare_message(owner, message, now)
         else:
@@ -351,7 +351,7 @@ class Spares:
         if not data:
             self._close(preloaded.output)
             return
-        self._poll.modify(preloaded.output, select.EPOLLIN | select.EPOLLONESHOT)
+        self._await(preloaded.output.fileno())
         for line in data.decode(errors="backslashreplace").splitlines():
             if line:
                 log.warning("the preloaded process says: %s", line)
@@ -457,17 +457,21 @@ class Spares:
     def _watch(self, channel: socket.socket, owner: _Preloaded | Spare) -> None:
         channel.setblocking(False)
         self._owners[channel.fileno()] = owner
-        self._poll.register(channel.fileno(), select.EPOLLIN | select.EPOLLONESHOT)
+        self._await(channel.fileno())
 
     def _close(self, channel: socket.socket) -> None:
         if channel.fileno() >= 0:
             del self._owners[channel.fileno()]
+            self._io.forget(channel.fileno())
             channel.close()
 
-    def _listen(self) -> None:
-        while True:
-            for descriptor, _ in self._poll.poll():
-                self._post(SpareReadable(descriptor))
+    def _await(self, descriptor: int) -> None:
+        self._io.watch(descriptor, partial(self._readable, descriptor))
+
+    def _readable(self, descriptor: int) -> None:
+        """In the io thread: once, until the main thread has read."""
+        self._io.forget(descriptor)
+        self._post(SpareReadable(descriptor))
 
 
 def _returncode(process: subprocess.Popen[bytes]) -> int | None:

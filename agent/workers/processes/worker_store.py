@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ....rendezvous.threads import Thread
 from ...common.events import Event, StoreServerMessage
+from ...common.io_thread import IoThread
 from .failures import describe_exit
 from .proc import KILL_WAIT_S, ends_within
 from .store_holder import CLOSE, LONGEST_MESSAGE, READY, SERVE
@@ -54,11 +54,14 @@ class _Holder:
 class WorkerStore:
     """See the module's docstring. For the main thread: the holder dies with the thread that starts it."""
 
-    def __init__(self, environment: Mapping[str, str], spares: Spares, post: Callable[[Event], None]) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], spares: Spares, io: IoThread, post: Callable[[Event], None]
+    ) -> None:
         """`environment` is what the workers inherit. What the holder says is posted, and to be given to `handle`."""
         # It computes nothing, and of a client that is cut off torch would write pages of C++ frames.
         self._environment = {**environment, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         self._spares = spares
+        self._io = io
         self._post = post
         self._holder: _Holder | None = None
         self._undying: list[Process] = []
@@ -130,7 +133,7 @@ class WorkerStore:
             self._close_listener()
             raise
         self._holder = _Holder(process, ours)
-        Thread(partial(self._listen, process.pid, ours), "worker-store").start()
+        self._io.watch(ours.fileno(), partial(self._read, process.pid, ours, ours.fileno()))
 
     def _start_warm(self, channel: socket.socket) -> Process | None:
         while spare := self._spares.take():
@@ -150,14 +153,17 @@ class WorkerStore:
             start_new_session=True,
         )
 
-    def _listen(self, pid: int, channel: socket.socket) -> None:
-        message = b"-"
-        while message:
-            try:
-                message = channel.recv(LONGEST_MESSAGE)
-            except OSError:  # it ended without reading all that it was sent
-                message = b""
-            self._post(StoreServerMessage(pid, message))
+    def _read(self, pid: int, channel: socket.socket, descriptor: int) -> None:
+        """In the io thread."""
+        try:
+            message = channel.recv(LONGEST_MESSAGE, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:  # it ended without reading all that it was sent
+            message = b""
+        if not message:
+            self._io.forget(descriptor)
+        self._post(StoreServerMessage(pid, message))
 
     def _hand_over(self, holder: _Holder) -> bool:
         """False when the holder has ended."""
@@ -179,6 +185,7 @@ class WorkerStore:
         assert self._holder is not None
         process = self._holder.process
         os.kill(process.pid, signal.SIGKILL)  # it is our child, and not yet reaped
+        self._io.forget(self._holder.channel.fileno())
         self._holder.channel.close()
         self._holder = None
         if ends_within(process.pid, KILL_WAIT_S):

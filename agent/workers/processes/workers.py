@@ -1,9 +1,9 @@
 """The worker processes of one generation on this node: start, notice the end, stop, leave nothing behind.
 
 A worker is a *spare* that becomes one (`preloader`), which takes milliseconds, or starts *cold*, through `shim`. Either
-way it has its own session and group, dies with the agent and can be stopped with its children. One thread waits on the
-workers' pidfds and posts `WorkerExited` within a millisecond of an exit; reaping, signals and all state belong to the
-main thread.
+way it has its own session and group, dies with the agent and can be stopped with its children. The io thread waits on
+the workers' pidfds and posts `WorkerExited` within a millisecond of an exit; reaping, signals and all state belong to
+the main thread.
 
 A group is *gone* only when every worker is reaped and no process that they started is left, nor any in the cgroup that
 the group has where the agent may make one: only then may the next generation start (I1).
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -23,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from ....rendezvous.threads import Thread
 from ...common.events import Event, WorkerExited
+from ...common.io_thread import IoThread
 from ...configuration.types.values import Command
 from ...output.worker_logs import WorkerLogs
 from .guard import Guard
@@ -148,6 +147,7 @@ class WorkerGroup:
         incarnation: str,
         guard: Guard,
         logs: WorkerLogs,
+        io: IoThread,
         post: Callable[[Event], None],
         clock: Callable[[], float],
         cgroup: Path | None = None,
@@ -166,6 +166,7 @@ class WorkerGroup:
         self._incarnation = incarnation
         self._guard = guard
         self._logs = logs
+        self._io = io
         self._post = post
         self._clock = clock
         self._cgroup = cgroup
@@ -193,7 +194,8 @@ class WorkerGroup:
                 os.close(pidfd)
             self._end_at_once()
             raise
-        Thread(partial(self._await_exits, pidfds), "worker-exits").start()
+        for pidfd, local_rank in pidfds.items():
+            self._io.watch(pidfd, partial(self._exited, pidfd, local_rank))
 
     def _start_one(self, command: Command, spec: WorkerSpec, spares: Spares) -> None:
         (out, out_end), (err, err_end) = _two_pipes()
@@ -259,16 +261,11 @@ class WorkerGroup:
             if ends_within(process.pid, max(0.0, deadline - self._clock())):
                 self.reap(local_rank)
 
-    def _await_exits(self, pidfds: dict[int, int]) -> None:
-        poll = select.poll()
-        for pidfd in pidfds:
-            poll.register(pidfd, select.POLLIN)
-        while pidfds:
-            for pidfd, _ in poll.poll():
-                at = self._clock()
-                poll.unregister(pidfd)
-                os.close(pidfd)
-                self._post(WorkerExited(self.generation, pidfds.pop(pidfd), at))
+    def _exited(self, pidfd: int, local_rank: int) -> None:
+        """In the io thread."""
+        self._post(WorkerExited(self.generation, local_rank, self._clock()))
+        self._io.forget(pidfd)
+        os.close(pidfd)
 
     def reap(self, local_rank: int) -> int:
         """The return code of a worker that has exited: negative for a signal."""

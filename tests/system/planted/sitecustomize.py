@@ -2,7 +2,8 @@
 
 PLANTED is `dies NAME` or `cannot start NAME` for the first thread of that name, or `stuck FILE`: the main loop stands
 still as soon as there is such a file,
-and the agent ends of that after a second; with `stands still FILE` after its own time.
+and the agent ends of that after a second; with `stands still FILE` after its own time. `lists FILE`: every turn of the
+main loop writes the names of all threads there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ def plant(fault: str) -> None:
         stick(subject, soon=what == "stuck")
     elif what == "cannot start":
         refuse(subject)
+    elif what == "lists":
+        list_threads(subject)
     else:
         end(subject)
 
@@ -63,6 +66,20 @@ def stick(file: str, *, soon: bool) -> None:
         return turn(loop)
 
     Loop._turn = turn_or_stand_still  # type: ignore[method-assign]
+
+
+def list_threads(file: str) -> None:
+    from elastic_agent.agent.main.loop import Loop
+
+    turn = Loop._turn
+
+    def turn_and_list(loop: Loop) -> float | None:
+        with open(f"{file}.new", "w") as scratch:
+            scratch.write("\n".join(sorted(thread.name for thread in threading.enumerate())))
+        os.replace(f"{file}.new", file)
+        return turn(loop)
+
+    Loop._turn = turn_and_list  # type: ignore[method-assign]
 
 
 if "elastic_agent" in sys.orig_argv and (planted := os.environ.pop("PLANTED", "")):

@@ -1,0 +1,102 @@
+"""A thread that waits for file descriptors and for pauses to end, and calls the function that belongs to each.
+
+An agent has one, `io`, for all that its processes say without being asked: exits, sockets, pipes of helpers. So what it
+calls must never wait: not for a disk, a network, a lock that is held over either, or another thread. What may wait has
+a thread of its own.
+
+All methods are for any thread. From another thread they take effect soon, in the order of the calls: a descriptor that
+is to be closed is forgotten first, and its function may still be called once more.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import queue
+import selectors
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from ...rendezvous.threads import Thread
+
+
+class IoThread:
+    def __init__(self, name: str = "io") -> None:
+        self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._pauses: list[tuple[float, int, Callable[[], None]]] = []
+        """A heap: the end of each pause, monotonic, and what follows it."""
+        self._numbers = itertools.count()
+        """So that of two pauses with the same end the first comes first."""
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake, selectors.EVENT_READ, self._act)
+        self._closing = False
+        self._thread = Thread(self._serve, name)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """The thread ends when all is done that was posted."""
+        self.post(self._stop)
+        self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            self._selector.close()
+            os.close(self._wake)
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Have the thread call it, after all that was posted before."""
+        self._posted.put(action)
+        os.eventfd_write(self._wake, 1)
+
+    def watch(self, descriptor: int, then: Callable[[], object]) -> None:
+        """From now on call `then` while there is something to read. It takes the place of what was called before."""
+        self._do(partial(self._watch, descriptor, then))
+
+    def forget(self, descriptor: int) -> None:
+        self._do(partial(self._forget, descriptor))
+
+    def later(self, pause_s: float, then: Callable[[], None]) -> None:
+        self._do(partial(self._pause, time.monotonic() + pause_s, then))
+
+    def _do(self, action: Callable[[], None]) -> None:
+        if threading.get_ident() == self._thread.ident:
+            action()
+        else:
+            self.post(action)
+
+    # Everything below runs in the thread.
+
+    def _serve(self) -> None:
+        while not self._closing:
+            left_s = max(0.0, self._pauses[0][0] - time.monotonic()) if self._pauses else None
+            for key, _ in self._selector.select(left_s):
+                if self._selector.get_map().get(key.fd) is key:  # not forgotten by the one before
+                    key.data()
+            while self._pauses and self._pauses[0][0] <= time.monotonic():
+                heapq.heappop(self._pauses)[2]()
+
+    def _act(self) -> None:
+        os.eventfd_read(self._wake)
+        while not self._posted.empty():
+            self._posted.get()()
+
+    def _watch(self, descriptor: int, then: Callable[[], object]) -> None:
+        self._forget(descriptor)
+        try:
+            self._selector.register(descriptor, selectors.EVENT_READ, then)
+        except OSError:  # it was closed meanwhile, by the thread that will have it forgotten
+            pass
+
+    def _forget(self, descriptor: int) -> None:
+        if descriptor >= 0 and descriptor in self._selector.get_map():  # less than 0: it is closed already
+            self._selector.unregister(descriptor)
+
+    def _pause(self, until: float, then: Callable[[], None]) -> None:
+        heapq.heappush(self._pauses, (until, next(self._numbers), then))
+
+    def _stop(self) -> None:
+        self._closing = True

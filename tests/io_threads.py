@@ -1,0 +1,15 @@
+"""The io thread of an agent, where a test stands in an agent's place."""
+
+from __future__ import annotations
+
+import functools
+
+from elastic_agent.agent.common.io_thread import IoThread
+
+
+@functools.cache
+def started_io() -> IoThread:
+    """One for all tests of a process."""
+    io = IoThread()
+    io.start()
+    return io
