@@ -21,7 +21,7 @@ from .errors import RecordInvalid
 from .fields import NAME, Age, Name, clean, line
 from .terms import Limits, Program
 
-SCHEMA = 7
+SCHEMA = 8
 """Version of all records. A reader refuses any other: half an understanding is worse than none."""
 
 MAX_RECORD_BYTES = 1024 * 1024
@@ -162,6 +162,8 @@ class NodeRecord(_Record):
     limits: Limits | None = None
     """With which this node was started; None when it names none."""
     program: Program | None = None
+    node_rank: Count | None = None
+    """Orders nodes that join together; those without one come after the others."""
     hosts_store: bool = False
     """The rendezvous store ends with this node's agent."""
     leaving: bool = False

@@ -11,6 +11,7 @@ from ...rendezvous.store.store_kind import StoreKind
 from .types.option import Group, Option, Source
 from .types.parsers import (
     IDENTIFIER,
+    MOST_NODES,
     PATH,
     SECRET,
     STORE_ADDRESS,
@@ -20,10 +21,15 @@ from .types.parsers import (
     duration,
     read_backend,
     read_conf,
+    read_host,
     read_job_id,
+    whole_number,
 )
 from .types.stores import ALONE, DEFAULT, STORES, in_words
 from .types.values import Secret
+
+STATIC_HOST, STATIC_PORT = "127.0.0.1", 29500
+"""torchrun's defaults where it is told that its rendezvous is static."""
 
 MEETING = Group("Rendezvous")
 BACKEND: Option[str | None] = MEETING.option(
@@ -40,6 +46,29 @@ ENDPOINT: Option[StoreAddress | None] = MEETING.option(
     f"the store, the same on all nodes. {'. '.join(f'{kind}: {kind.place}' for kind in STORES.values() if kind.place)}",
     metavar="HOST[:PORT],...",
     torchrun="rdzv-endpoint",
+)
+MASTER_ADDR: Option[str | None] = MEETING.option(
+    "master-addr",
+    Parser("a host name or an IP address, without port", read_host),
+    "torchrun's static rendezvous: with --nnodes above 1 and no --rdzv-endpoint, the c10d store is at this host and"
+    " --master-port (default there: 127.0.0.1). The workers' own MASTER_ADDR is chosen anew in every generation",
+    metavar="HOST",
+    torchrun="master-addr",
+)
+MASTER_PORT: Option[int | None] = MEETING.option(
+    "master-port",
+    whole_number(1, 65535, "a port"),
+    f"the port of the store at --master-addr (default there: {STATIC_PORT}); the workers' own MASTER_PORT is chosen"
+    " anew in every generation",
+    metavar="PORT",
+    torchrun="master-port",
+)
+NODE_RANK: Option[int | None] = MEETING.option(
+    "node-rank",
+    whole_number(0, MOST_NODES - 1, "of a node"),
+    "among nodes that join together, those with lower numbers get the lower ranks; two may have the same one",
+    metavar="N",
+    torchrun="node-rank",
 )
 JOB_ID: Option[str | None] = MEETING.option(
     "rdzv-id",
@@ -170,6 +199,8 @@ class RendezvousConfig:
     lease_ttl_s: float = LEASE_TTL.field()
     store_outage_grace_s: float = STORE_OUTAGE_GRACE.field()
     """etcd only; 0: workers stop when the lease can no longer be proved."""
+    node_rank: int | None = NODE_RANK.field()
+    """Orders nodes that join together; None: after those that have one, in the order of their arrival."""
 
     @property
     def kind(self) -> StoreKind:

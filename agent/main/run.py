@@ -320,6 +320,7 @@ def _make_rendezvous(
         network=network.facts,
         limits=limits_of(policy),
         program=program_of(agent.config, policy.store_outage_grace_s),
+        node_rank=agent.config.rendezvous.node_rank,
         hosts_store=ground.listeners.store is not None,
     )
     lease_ttl_s = agent.config.rendezvous.lease_ttl_s

@@ -41,6 +41,9 @@ C10D = StoreKind(
     _connect,
     port=PORT,
     host=_host,
+    aliases=(
+        "static",
+    ),  # torchrun's, with --master-addr and --master-port; the world may change here all the same
     place=f"one host, port {PORT} if none is given (default, also localhost:0: this agent hosts the store on a free"
     " port and prints the command for the other nodes)",
 )

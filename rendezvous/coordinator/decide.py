@@ -22,6 +22,7 @@ signalled, as after a failure but with time to save. A failure or a loss on the 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -569,11 +570,11 @@ def _named(nodes: Sequence[NodeRecord | Member]) -> str:
 
 
 def _newcomers(view: View) -> list[NodeRecord]:
-    """Nodes outside the world that can be used, oldest first."""
+    """Nodes outside the world that can be used: by their node rank, if they have one, and else the oldest first."""
     inside = {member.incarnation for member in view.world.members} if view.world is not None else set()
     program = program_in_force(view)
     aside = {one.life for one in _aside(view)}
-    return [
+    found = [
         node
         for node in view.nodes
         if node.incarnation not in inside
@@ -581,6 +582,7 @@ def _newcomers(view: View) -> list[NodeRecord]:
         and fits(node.program, program)
         and not (aside and life_of(node.incarnation) in aside)
     ]
+    return sorted(found, key=lambda node: math.inf if node.node_rank is None else node.node_rank)
 
 
 def _aside(view: View) -> tuple[Aside, ...]:

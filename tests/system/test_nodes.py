@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 
-from .harness import Agent, Job
+from .harness import Agent, Job, port_for_a_store
 
 FAST_LEASE = "--lease-ttl=2"
 
@@ -33,6 +33,17 @@ def test_a_lost_node_shrinks_the_world_and_a_new_one_fills_the_hole(job: Job) ->
     again = job.wait_for_training(world=3, after=two.number)
     assert again.nodes == [*kept, "d"], "who was there stays in front"
     assert agents["a"].says(rf"generation {again.number} \(join\): 3 nodes.* 0 failures so far")
+
+
+def test_torchruns_static_form_is_a_job_that_survives(job: Job) -> None:
+    """In the order of the node ranks, whoever comes first."""
+    options = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port_for_a_store()}", FAST_LEASE)
+    for name, rank in (("b", 1), ("a", 0)):
+        job.start(name, *options, f"--node-rank={rank}", "--local-addr=127.0.0.1")
+    first = job.wait_for_training(world=2)
+    assert first.nodes == ["a", "b"]
+    os.kill(first.pid(1), signal.SIGKILL)
+    assert job.wait_for_training(world=2, after=first.number).nodes == ["a", "b"]
 
 
 def test_below_min_nodes_the_rest_waits_says_for_whom_and_goes_on_when_a_node_comes(job: Job) -> None:

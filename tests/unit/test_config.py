@@ -48,6 +48,7 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
     "node-id": ("rack-1.node_2", "node_id", "rack-1.node_2"),
     "rdzv-backend": ("c10d", "rendezvous.backend", "c10d"),
     "rdzv-endpoint": ("node1:2000", "rendezvous.endpoints", (Endpoint("node1", 2000),)),
+    "node-rank": ("3", "rendezvous.node_rank", 3),
     "rdzv-id": ("job-7", "rendezvous.job_id", "job-7"),
     "standalone": ("true", "rendezvous.backend", "memory"),
     "join-timeout": ("5m", "rendezvous.join_timeout_s", 300.0),
@@ -87,8 +88,11 @@ REFUSED: dict[str, Sequence[str]] = {
     "gpu-memory-wait": ["-1s", "forever"],
     "preload": ["", "torch,", "a b", "torch.", "9lives", "torch,none", "torch;os", "../x"],
     "node-id": ["", "a/b", "a b", "x" * 65, "ä", "a\n"],
-    "rdzv-backend": ["etcd-v2", "etcd-v4", "static", "redis"],
+    "rdzv-backend": ["etcd-v2", "etcd-v4", "redis"],
     "rdzv-endpoint": ["", "host:port", "host:70000", "::1:29400", "[host]:1", "a/b:1", "node1:0"],
+    "master-addr": ["", "h:1", "a b"],
+    "master-port": ["0", "65536", "x"],
+    "node-rank": ["-1", "first"],
     "rdzv-id": ["", "a/b", "x" * 65],
     "standalone": ["perhaps"],
     "join-timeout": ["0", "0.5", "-1", "10 years", "inf", "nan", "1e3", "200h", "4s"],
@@ -174,7 +178,10 @@ def test_the_tables_of_this_test_know_every_option() -> None:
     elsewhere = {option.name for option in ETCD_OPTIONS}  # test_config_etcd
     settable = {option.name for option in OPTIONS if Source.FILE in option.sources} - elsewhere
     assert set(REFUSED) == settable
-    assert set(LANDINGS) == settable - {"script", "module", "no-python", "args", "service-stop-limit"}
+    assert set(LANDINGS) == settable - {
+        *("script", "module", "no-python", "args", "service-stop-limit"),
+        *("master-addr", "master-port"),  # with more than one node: `test_torchrun_config`
+    }
 
 
 def test_each_option_fills_at_most_one_field_and_gives_its_default() -> None:
@@ -191,6 +198,7 @@ def test_each_option_fills_at_most_one_field_and_gives_its_default() -> None:
     assert others == {
         *("script", "module", "no-python", "args", "min-nodes", "max-nodes"),
         *("rdzv-backend", "rdzv-endpoint", "rdzv-id", "standalone", "etcd-insecure", "service-stop-limit"),
+        *("master-addr", "master-port"),
         *("config", "check-config", "version", "help"),
     }
 
@@ -458,7 +466,7 @@ def test_what_an_agent_gives_its_workers_is_no_setting(script: str) -> None:
     assert parse([script], dict.fromkeys(WORKER_VARIABLES, "7")).command.target == script
 
 
-TORCHRUN_VARIABLES = [option for option in OPTIONS if option.torchrun]
+TORCHRUN_VARIABLES = [option for option in OPTIONS if option.torchrun and option.name in LANDINGS]
 
 
 @pytest.mark.parametrize("option", TORCHRUN_VARIABLES, ids=lambda option: option.torchrun)

@@ -128,6 +128,9 @@ def check(view: View, policy: Policy, short_decision: str, reason: str) -> None:
         (view(None, A, B, C, c=NOW), "running 1 [a b c] start", "3 nodes are ready"),
         (view(None, C, A, B), "running 1 [c a b] start", "3 nodes are ready"),
         (view(None, C, A, D, B), "running 1 [c a d] start", "3 nodes are ready"),
+        # by node rank, then by age; two may have one
+        (view(None, C, replace(A, node_rank=1), replace(B, node_rank=0)), "running 1 [b a c] start", ""),
+        (view(None, replace(C, node_rank=2), A, D, replace(B, node_rank=2)), "running 1 [c b a] start", ""),
     ],
 )
 def test_a_cold_start_waits_for_enough_nodes_and_a_last_call(seen: View, decision: str, reason: str) -> None:
@@ -464,6 +467,7 @@ def test_a_world_that_can_go_on_waits_for_nobody() -> None:
         (view(stopping(A, B), SA, replace(SB, leaving=True), D, d=99.0), "running 5 [a d] join a", ""),
         # newcomers have their last call unless the world is full
         (view(stopping(A, B), SA, SB, C, c=99.5), "running 5 [a b c] join a", ""),
+        (view(stopping(A, B), SA, SB, replace(C, node_rank=0), c=99.5), "running 5 [a b c] join a", ""),
         (view(stopping(A, B), SA, D, d=99.5), "wait until 100.5", "last call: 2 nodes are here"),
         # below the minimum it waits, and says for whom and since what
         (

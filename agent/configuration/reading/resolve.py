@@ -41,8 +41,13 @@ from ..rendezvous import (
     ENDPOINT,
     ETCD_OPTIONS,
     JOB_ID,
+    MASTER_ADDR,
+    MASTER_PORT,
     MEETING,
+    NODE_RANK,
     STANDALONE,
+    STATIC_HOST,
+    STATIC_PORT,
     EtcdConfig,
     RendezvousConfig,
 )
@@ -188,8 +193,31 @@ def _derive(settings: Settings, fresh_id: Callable[[], str]) -> list[str]:
             settings.put(option, value, origin)
     if settings[MAX_NODES].value is None:
         settings.put(MAX_NODES, settings[MIN_NODES].value, "default: min-nodes")
+    warnings += _derive_static(settings)
     _derive_meeting_place(settings, fresh_id)
     return warnings
+
+
+def _derive_static(settings: Settings) -> list[str]:
+    """torchrun's static form is a c10d store at its master's address. Returns what is ignored beside an endpoint."""
+    host, port = settings[MASTER_ADDR], settings[MASTER_PORT]
+    rank, backend = settings[NODE_RANK], settings[BACKEND]
+    given = any(setting.value is not None for setting in (host, port, rank))
+    if settings[STANDALONE].value or not (given or backend.text == "static"):
+        return []
+    for option in (MASTER_ADDR, MASTER_PORT):  # the endpoint says it from now on
+        settings.put(option, None, settings[option].origin)
+    ignored = [setting.origin for setting in (host, port) if setting.value is not None]
+    if settings[ENDPOINT].value is not None:
+        return [f"{origin} is ignored: nodes meet at {settings[ENDPOINT].origin}" for origin in ignored]
+    if settings[MAX_NODES].value == 1:
+        return [f"{origin} is ignored: one node meets no other" for origin in ignored]
+    if backend.value in (None, DEFAULT.name):
+        origins = [setting.origin for setting in (host, port, rank, backend) if not setting.is_default]
+        place = (host.value or STATIC_HOST, port.value or STATIC_PORT)
+        settings.put(ENDPOINT, StoreAddress((place,)), ", ".join(origins))
+        return []
+    return [f"{origin} is ignored: a {backend.value} store has another address" for origin in ignored]
 
 
 def _derive_meeting_place(settings: Settings, fresh_id: Callable[[], str]) -> None:

@@ -22,6 +22,7 @@ from ..types.option import Option, Source
 from ..types.values import NodeCounts
 from .torchrun_spellings import (
     IGNORED_RDZV_CONF_KEYS,
+    IGNORED_TORCHRUN_FLAGS,
     IGNORED_TORCHRUN_OPTIONS,
     IGNORED_TORCHRUN_SHORTS,
     RDZV_CONF_KEYS,
@@ -120,6 +121,9 @@ def read_argv(argv: Sequence[str], more: Sequence[Option[object]] = ()) -> Layer
 
     `more` are the options that a sub-command has besides.
 
+    `-m` and `--no-python` have what to run as their value, or, where an option or `--` follows them, stand alone as
+    under torchrun: then the first word that is no option is what to run.
+
     After an unknown option it is not known which word is the script: the walk goes on to find further problems, but
     nothing is then said about the script.
     """
@@ -133,17 +137,25 @@ def read_argv(argv: Sequence[str], more: Sequence[Option[object]] = ()) -> Layer
     flags |= {option.short: option for option in OPTIONS if option.short}
     ignored = {f"--{name}": name for name in IGNORED_TORCHRUN_OPTIONS} | IGNORED_TORCHRUN_SHORTS
     words = list(argv)
+    target: Option[object] = SCRIPT
+    target_origin = "command line: script"
     while words:
         word = words.pop(0)
         if word == "--" and words:
-            _put_command(layer, SCRIPT, words.pop(0), words, "command line: script")
+            _put_command(layer, target, words.pop(0), words, target_origin)
             break
         if not word.startswith("-"):
-            _put_command(layer, SCRIPT, word, words, "command line: script")
+            _put_command(layer, target, word, words, target_origin)
             break
         written, equals, text = word.partition("=")
         flag = written.replace("_", "-")
         option = flags.get(flag)
+        if flag.removeprefix("--") in IGNORED_TORCHRUN_FLAGS:
+            layer.warnings.append(f"{written} is ignored: {IGNORED_TORCHRUN_FLAGS[flag.removeprefix('--')]}")
+            continue
+        if option is not None and option in TARGETS and not equals and words and words[0].startswith("-"):
+            target, target_origin = option, written
+            continue
         if option is None and flag not in ignored:
             layer.unknown(written, flag, flags, "an option of elastic-agent")
             layer.broken.add(SCRIPT.name)

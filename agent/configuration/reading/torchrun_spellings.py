@@ -9,7 +9,7 @@ RDZV_CONF_KEYS = {key: option for option in OPTIONS for key in option.conf}
 
 IGNORED_RDZV_CONF_KEYS = frozenset(
     {"timeout", "close_timeout", "heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt"}
-    | {"read_timeout", "is_host", "store_type", "protocol", "etcd_prefix"}
+    | {"read_timeout", "is_host", "rank", "store_type", "protocol", "etcd_prefix"}
 )
 
 # Option, each with one value, and why it can be ignored. Training runs the same without them.
@@ -22,8 +22,10 @@ IGNORED_TORCHRUN_OPTIONS = {
     "start-method": "it only concerns functions as entry points",
     "event-log-handler": "events go to the agent's log",
     "signals-to-handle": "SIGTERM and SIGINT stop the agent in order",
-    "node-rank": "ranks are agreed by the nodes",
-    "master-addr": "the workers' master is chosen anew in every generation; nodes meet at --rdzv-endpoint",
-    "master-port": "the workers' master is chosen anew in every generation; nodes meet at --rdzv-endpoint",
+    "duplicate-stdout-filters": "each worker's output goes to its own files with --log-dir",
+    "duplicate-stderr-filters": "each worker's output goes to its own files with --log-dir",
+    "logs-specs": "each worker's output goes to its own files with --log-dir",
 }
+# The same, without a value.
+IGNORED_TORCHRUN_FLAGS = {"run-path": "a script runs as `python SCRIPT` runs it"}
 IGNORED_TORCHRUN_SHORTS = {"-r": "redirects", "-t": "tee"}

@@ -174,8 +174,6 @@ def read_backend(text: str) -> str:
             return kind.name
     if text == "etcd-v2":
         raise ValueError("etcd 3.6 has removed that interface; use etcd, which speaks version 3")
-    if text == "static":
-        raise ValueError("static rendezvous cannot change the world; use c10d with --rdzv-endpoint")
     raise ValueError
 
 

@@ -1,0 +1,125 @@
+"""Command lines that torchrun's users have: what they mean to us, and what of them has no effect."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from elastic_agent.agent.configuration.options import OPTIONS
+from elastic_agent.agent.configuration.reading.resolve import Resolved, resolve
+from elastic_agent.agent.configuration.reading.sources import read_argv
+from elastic_agent.agent.configuration.reading.torchrun_spellings import (
+    IGNORED_TORCHRUN_FLAGS,
+    IGNORED_TORCHRUN_OPTIONS,
+)
+from elastic_agent.rendezvous.records import Endpoint
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text("pass\n")
+    return str(path)
+
+
+def run(line: str, script: str, **environ: str) -> Resolved:
+    return resolve(read_argv([*shlex.split(line), script]), environ, lambda: "fresh")
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "endpoint", "node_rank"),
+    [
+        ("--nnodes=2 --node-rank=1 --master-addr=h --master-port=1234", {}, Endpoint("h", 1234), 1),
+        ("--nnodes 2 --node_rank 0 --master_addr 10.0.0.1", {}, Endpoint("10.0.0.1", 29500), 0),
+        ("--nnodes=1:4 --master-addr=::1", {}, Endpoint("::1", 29500), None),
+        ("--nnodes=2 --node-rank=0", {}, Endpoint("127.0.0.1", 29500), 0),
+        ("--nnodes=2 --rdzv-backend=static", {}, Endpoint("127.0.0.1", 29500), None),
+        (
+            "",
+            {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-0", "PET_MASTER_PORT": "23456"},
+            Endpoint("job-0", 23456),
+            1,
+        ),
+        ("--master-port=1", {"PET_NNODES": "2", "PET_MASTER_ADDR": "h"}, Endpoint("h", 1), None),
+    ],
+)
+def test_the_static_form_names_the_store(
+    line: str, environ: dict[str, str], endpoint: Endpoint, node_rank: int | None, script: str
+) -> None:
+    resolved = run(line, script, **environ)
+    rendezvous = resolved.config.rendezvous
+    assert (rendezvous.backend, rendezvous.endpoints, rendezvous.job_id) == ("c10d", (endpoint,), "default")
+    assert rendezvous.node_rank == node_rank
+    assert resolved.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "backend", "warnings"),
+    [
+        (
+            "--nnodes=2 --rdzv-endpoint=x:1 --master-addr=h",
+            "c10d",
+            ("--master-addr is ignored: nodes meet at --rdzv-endpoint",),
+        ),
+        (
+            "--nproc-per-node=2 --master_port=29501",
+            "memory",
+            ("--master_port is ignored: one node meets no other",),
+        ),
+        ("--nnodes=1 --node-rank=0 --rdzv-backend=static", "c10d", ()),
+        ("--nnodes=2 --rdzv-endpoint=x:1", "c10d", ()),
+    ],
+)
+def test_beside_another_meeting_place_it_has_no_effect(
+    line: str, backend: str, warnings: tuple[str, ...], script: str
+) -> None:
+    resolved = run(line, script)
+    assert resolved.config.rendezvous.backend == backend
+    assert resolved.warnings == warnings
+
+
+def test_the_file_that_is_printed_means_the_same(script: str, tmp_path: Path) -> None:
+    resolved = run("--nnodes=2 --node-rank=1 --master-addr=h", script)
+    file = tmp_path / "job.toml"
+    file.write_text("\n".join(resolved.settings.lines()))
+    again = resolve(read_argv([f"--config={file}"]), {}, lambda: "fresh")
+    assert (again.config, again.warnings) == (resolved.config, ())
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "target", "args"),
+    [
+        ("--standalone -m --nproc-per-node=2 pkg.mod --lr 1", "module", "pkg.mod", ("--lr", "1")),
+        ("-m pkg.mod -x", "module", "pkg.mod", ("-x",)),
+        ("--module --standalone -- pkg.mod -x", "module", "pkg.mod", ("-x",)),
+        ("--no-python --standalone true a", "binary", "true", ("a",)),
+        ("--no_python true", "binary", "true", ()),
+    ],
+)
+def test_module_and_no_python_may_stand_alone(
+    line: str, kind: str, target: str, args: tuple[str, ...]
+) -> None:
+    command = resolve(read_argv(shlex.split(line)), {}, lambda: "fresh").config.command
+    assert (command.kind, command.target, command.args) == (kind, target, args)
+
+
+@pytest.mark.parametrize("name", IGNORED_TORCHRUN_FLAGS)
+def test_flags_without_meaning_here_are_ignored_aloud(name: str, script: str) -> None:
+    written = f"--{name.replace('-', '_')}"
+    assert run(written, script).warnings == (f"{written} is ignored: {IGNORED_TORCHRUN_FLAGS[name]}",)
+
+
+def test_every_flag_of_the_installed_torchrun_is_known() -> None:
+    ours = {name for option in OPTIONS for name in option.names} | {
+        *IGNORED_TORCHRUN_OPTIONS,
+        *IGNORED_TORCHRUN_FLAGS,
+    }
+    theirs = [
+        {spelling.lstrip("-").replace("_", "-") for spelling in action.option_strings}
+        for action in get_args_parser()._actions
+        if action.option_strings
+    ]
+    assert [names for names in theirs if not names & ours] == []
