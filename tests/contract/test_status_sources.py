@@ -182,7 +182,7 @@ def test_an_agent_that_does_not_coordinate_sends_on_to_the_one_that_does(node: C
     a.job = job_of(record("a", a.http), record("b", b.http), record("c", HOME))
     b.job = job_of(record("a", a.http), record("b", b.http), complete=False)
     (found,) = source_at(b.http).jobs()
-    assert (found.job, found.witness) == (JobStatus.from_json(a.job.to_json()), b.status)
+    assert (found.job, found.agent) == (JobStatus.from_json(a.job.to_json()), b.status)
     a.server.close()
     (alone,) = source_at(b.http).jobs()
     assert [record.node for record in alone.job.nodes] == ["a", "b"]

@@ -133,17 +133,17 @@ def test_a_node_that_nobody_has_asked_is_hidden() -> None:
 
 
 def test_an_agent_that_was_asked_and_is_not_in_any_record_yet_is_told_of() -> None:
-    witness = says("d", state="init", waiting_for="the rendezvous store", generation=0)
-    job = told(Found("agent", JobStatus("digits", None, (), None, complete=False), witness), {})
+    asked = says("d", state="init", waiting_for="the rendezvous store", generation=0)
+    job = told(Found("agent", JobStatus("digits", None, (), None, complete=False), asked), {})
     assert states(job) == [("d", "", "init")]
     assert (job.state, job.waiting_for) == ("waiting", "the rendezvous store")
 
 
 def test_what_the_asked_agent_said_first_stands_in_when_it_falls_silent_and_never_else() -> None:
-    witness = says("b", step=1)
-    one = replace(found(), witness=witness)
+    asked = says("b", step=1)
+    one = replace(found(), agent=asked)
     assert told(one).nodes[1].status == ALL["b-1"]
-    assert told(one, {**ALL, "b-1": Unreachable.SILENT}).nodes[1].status == witness
+    assert told(one, {**ALL, "b-1": Unreachable.SILENT}).nodes[1].status == asked
 
 
 def test_the_phase_is_as_old_as_whoever_has_known_it_longest_says() -> None:
@@ -251,7 +251,7 @@ job digits: running, generation 3 for 4.5 s
   restarts     2 failures so far, 1 in a row without progress; no limit while it makes progress, else 2 left
   step         17
   checkpoint   step 12, saved 3.2 s ago
-  told by      agent 10.0.0.1:9100
+  source       agent 10.0.0.1:9100
 
 NODE  RANKS  STATE            STEP  CHECKPOINT  LEASE  AGENT
 a *   0-1    running          17    12, 3.2 s   0.2 s  10.0.0.1:9100
@@ -273,7 +273,7 @@ def test_a_job_that_has_no_world_yet_to_the_line() -> None:
 job digits: waiting for its first world
   waiting      1 of 2 nodes is here
   restarts     0 failures so far; no limit while it makes progress, else 3 left
-  told by      agent 10.0.0.1:9100
+  source       agent 10.0.0.1:9100
 
 NODE  RANKS  STATE    STEP  CHECKPOINT  LEASE  AGENT
 a *   -      standby  -     -           0.2 s  10.0.0.1:9100

@@ -1,7 +1,7 @@
-"""What `elastic-agent status` shows of a job: one `JobReport`, made of the answers of its source and its nodes.
+"""The report of a job by `elastic-agent status`: one `JobReport`, made of the answers of its source and its nodes.
 
 A pure function, and one plain form in JSON (`docs/status.md`). Ages are counted by the node that knows them; only
-`silent_s`, for how long a node has not answered, is counted by the command itself while it watches.
+`silent_s`, for how long a node has not answered, is counted by the command while it watches.
 """
 
 from __future__ import annotations
@@ -21,20 +21,11 @@ from .sources import Found, NodeAnswer, Unreachable
 SCHEMA = 1
 """Of the JSON form. It grows only by new keys; anything else makes a new number."""
 
-_ABSENT = {
-    Unreachable.REFUSED: "gone",
-    Unreachable.REPLACED: "gone",
-    Unreachable.SILENT: "no answer",
-    Unreachable.STRANGE: "no answer",
-    Unreachable.HIDDEN: "hidden",
-}
-
-
-_OWN = (
+_KEYS = (
     *("node", "incarnation", "member", "first_rank", "slots", "address", "state", "coordinates", "leaving"),
     *("has_lease", "silence", "silent_s"),
 )
-_SAID = {
+_STATUS_KEYS = {
     **{name: name for name in ("generation", "workers", "running_s", "step")},
     "step_age_s": "step_s",
     "checkpoint": "checkpoint",
@@ -59,11 +50,11 @@ class NodeReport:
     coordinates: bool
     leaving: bool
     has_lease: bool | None
-    """The store counts it as there; None when that was not told."""
+    """None when the source does not know."""
     silence: Unreachable | None
     silent_s: float | None
     status: NodeStatus | None
-    """Its own status; None exactly when it does not answer."""
+    """None exactly when it does not answer."""
 
     @property
     def member(self) -> bool:
@@ -71,12 +62,12 @@ class NodeReport:
 
     @property
     def state(self) -> str:
-        """Its own word for its state, or: standby, lost, gone, no answer, hidden."""
+        """That of its status, or: standby, lost, gone, no answer, hidden."""
         if self.status is not None:
             idle = self.first_rank is None and self.status.state == "joining"
             return "standby" if idle else self.status.state
         assert self.silence is not None
-        return "lost" if self.has_lease is False else _ABSENT[self.silence]
+        return "lost" if self.has_lease is False else self.silence.state
 
     @property
     def missing(self) -> bool:
@@ -108,7 +99,6 @@ class RestartReport:
     limit: int | None
     """--max-restarts; None without a limit, and when it is not known."""
     limit_known: bool
-    """An agent has answered what the limit is."""
     left: int | None
     fruitless_left: int | None
     """Without a limit: how many more in a row the job survives without progress."""
@@ -149,6 +139,8 @@ def as_json(value: Any) -> Any:
     match value:
         case float():
             return round(value, 3)
+        case Unreachable():
+            return value.word
         case Enum():
             return value.value
         case Endpoint():
@@ -156,8 +148,8 @@ def as_json(value: Any) -> Any:
         case tuple():
             return [as_json(item) for item in value]
         case NodeReport():
-            said = {key: as_json(getattr(value.status, name, None)) for key, name in _SAID.items()}
-            return {name: as_json(getattr(value, name)) for name in _OWN} | said
+            status = {key: as_json(getattr(value.status, name, None)) for key, name in _STATUS_KEYS.items()}
+            return {name: as_json(getattr(value, name)) for name in _KEYS} | status
     if is_dataclass(value):
         return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
     return value
@@ -167,28 +159,26 @@ def report(found: Found, answers: Mapping[str, NodeAnswer], silent_for: Mapping[
     """`answers` and `silent_for` (seconds) are by incarnation."""
     job, world = found.job, found.job.world
     nodes = tuple(_nodes(found, answers, silent_for))
-    told = [node.status for node in nodes if node.status is not None]
-    leading = next((status for status in told if status.coordinates), None)
-    spokesman = leading or found.witness or next(iter(told), None)
-    state = _state(world, told)
+    statuses = [node.status for node in nodes if node.status is not None]
+    leading = next((status for status in statuses if status.coordinates), None)
+    best = leading or found.agent or next(iter(statuses), None)
+    state = _state(world, statuses)
     return JobReport(
         job=job.job,
         asked=found.asked,
         state=state,
         generation=world.generation if world is not None else 0,
-        phase_age_s=_phase_age(world, told),
+        phase_age_s=_phase_age(world, statuses),
         world_size=world.size if world is not None else 0,
         group_world_size=len(world.members) if world is not None else 0,
         master=world.master if world is not None else None,
         result=world.result if world is not None else None,
         cause=_cause(world) if world is not None else None,
-        restarts=_restarts(world, spokesman),
-        step=max([status.step for status in told], default=0) or _written_step(job),
-        checkpoint=_newest(status.checkpoint for status in told),
+        restarts=_restarts(world, best),
+        step=max([status.step for status in statuses], default=0) or _written_step(job),
+        checkpoint=_newest(status.checkpoint for status in statuses),
         coordinator=job.coordinator,
-        waiting_for=spokesman.waiting_for
-        if spokesman is not None and state in ("waiting", "stopping")
-        else "",
+        waiting_for=best.waiting_for if best is not None and state in ("waiting", "stopping") else "",
         complete=job.complete,
         nodes=nodes,
         notes=(*found.notes, *_differences(job)),
@@ -208,15 +198,15 @@ def _differences(job: JobStatus) -> Iterable[str]:
 def _nodes(
     found: Found, answers: Mapping[str, NodeAnswer], silent_for: Mapping[str, float]
 ) -> Iterable[NodeReport]:
-    job, world, witness = found.job, found.job.world, found.witness
+    job, world, asked = found.job, found.job.world, found.agent
     records = {record.incarnation: record for record in job.nodes}
     members = world.members if world is not None and world.phase is not Phase.ENDED else ()
 
     def node(of: Member | NodeRecord, first_rank: int | None) -> NodeReport:
         record, answer = records.get(of.incarnation), answers.get(of.incarnation, Unreachable.HIDDEN)
-        if isinstance(answer, Unreachable) and witness is not None and witness.incarnation == of.incarnation:
-            answer = witness
-        status = answer if isinstance(answer, NodeStatus) else None
+        if isinstance(answer, Unreachable) and asked is not None and asked.incarnation == of.incarnation:
+            answer = asked
+        silence = answer if isinstance(answer, Unreachable) else None
         return NodeReport(
             node=of.node,
             incarnation=of.incarnation,
@@ -226,37 +216,35 @@ def _nodes(
             coordinates=record is not None and record.node == job.coordinator,
             leaving=record is not None and record.leaving,
             has_lease=True if record is not None else (False if job.complete else None),
-            silence=answer if isinstance(answer, Unreachable) else None,
-            silent_s=silent_for.get(of.incarnation) if status is None else None,
-            status=status,
+            silence=silence,
+            silent_s=silent_for.get(of.incarnation) if silence is not None else None,
+            status=answer if isinstance(answer, NodeStatus) else None,
         )
 
     yield from (node(member, member.first_rank) for member in members)
     inside = {member.incarnation for member in members}
     yield from (node(record, None) for record in job.nodes if record.incarnation not in inside)
-    if witness is not None and witness.incarnation not in inside | records.keys():
-        yield NodeReport(
-            witness.node, witness.incarnation, 0, None, None, False, False, None, None, None, witness
-        )
+    if asked is not None and asked.incarnation not in inside | records.keys():
+        yield NodeReport(asked.node, asked.incarnation, 0, None, None, False, False, None, None, None, asked)
 
 
-def _state(world: World | None, told: Iterable[NodeStatus]) -> str:
+def _state(world: World | None, statuses: Iterable[NodeStatus]) -> str:
     if world is None:
         return "waiting"
     if world.phase is Phase.ENDED:
         return "succeeded" if world.result is Result.SUCCEEDED else "failed"
     if world.trains:
         return "running"
-    told = list(told)
-    return "waiting" if told and not any(status.workers for status in told) else "stopping"
+    statuses = list(statuses)
+    return "waiting" if statuses and not any(status.workers for status in statuses) else "stopping"
 
 
-def _phase_age(world: World | None, told: Iterable[NodeStatus]) -> float | None:
-    """The node that has known of it longest comes nearest."""
+def _phase_age(world: World | None, statuses: Iterable[NodeStatus]) -> float | None:
+    """As the node counts it that has known of the phase longest."""
     if world is None:
         return None
     now = (world.generation, world.phase.value)
-    ages = [status.phase_s for status in told if (status.world, status.phase) == now]
+    ages = [status.phase_s for status in statuses if (status.world, status.phase) == now]
     return max((age for age in ages if age is not None), default=None)
 
 
@@ -273,10 +261,10 @@ def _cause(world: World) -> CauseReport:
     return CauseReport(cause.kind, cause.node or None, worker.rank if worker is not None else None, text)
 
 
-def _restarts(world: World | None, spokesman: NodeStatus | None) -> RestartReport:
+def _restarts(world: World | None, best: NodeStatus | None) -> RestartReport:
     used = world.restarts if world is not None else Restarts()
-    known = spokesman is not None
-    limit = spokesman.max_restarts if spokesman is not None else None
+    known = best is not None
+    limit = best.max_restarts if best is not None else None
     if known and world is not None:
         limit = world.max_restarts(limit)
     return RestartReport(
@@ -288,7 +276,7 @@ def _restarts(world: World | None, spokesman: NodeStatus | None) -> RestartRepor
         fruitless_left=max(0, RestartPolicy().max_without_progress - used.without_progress)
         if known and limit is None
         else None,
-        backoff_s=spokesman.backoff_s if spokesman is not None else 0.0,
+        backoff_s=best.backoff_s if best is not None else 0.0,
     )
 
 

@@ -1,7 +1,7 @@
-"""Where `elastic-agent status` learns of a job: from an agent, from the agents on this machine, or from the store.
+"""The sources of `elastic-agent status`: an agent, the agents on this machine, or the store.
 
-A source lists the nodes; each node is then asked for what only it knows, over HTTP, many at
-once and in bounded time. Nothing is written, no lease is taken, and the job does not notice.
+A source lists the nodes. Each node then answers what only it knows, over HTTP, many at once and in bounded time.
+Nothing is written and no lease is taken.
 """
 
 from __future__ import annotations
@@ -38,18 +38,22 @@ class CannotShow(Exception):
 
 
 class Unreachable(enum.Enum):
-    """How an agent did not answer."""
+    """Why there is no answer of an agent: a word, the state of its node, and a sentence for a person."""
 
-    REFUSED = "refused"
-    """No process listens there any more: the agent has ended."""
-    SILENT = "silent"
-    """It stands still, or cannot be reached from here."""
-    STRANGE = "strange"
-    """What answers is another program, or another version of elastic-agent."""
-    REPLACED = "replaced"
-    """Another life of an agent answers there."""
-    HIDDEN = "hidden"
-    """It has published no address: it listens on its own loopback."""
+    REFUSED = "refused", "gone", "no process listens at {http}: its agent has ended"
+    SILENT = "silent", "no answer", "no answer from {http}: it stands still, or cannot be reached from here"
+    STRANGE = (
+        "strange",
+        "no answer",
+        "what answers at {http} is another program, or another version of elastic-agent",
+    )
+    REPLACED = "replaced", "gone", "another life of its agent answers at {http}"
+    HIDDEN = "hidden", "hidden", "it has published no address: it listens on its own loopback"
+
+    def __init__(self, word: str, state: str, sentence: str) -> None:
+        self.word = word
+        self.state = state
+        self.sentence = sentence
 
 
 NodeAnswer: TypeAlias = NodeStatus | Unreachable
@@ -61,14 +65,14 @@ class Found:
 
     asked: str
     job: JobStatus
-    witness: NodeStatus | None = None
-    """The agent that was asked, if one was."""
+    agent: NodeStatus | None = None
+    """Own status of the agent that is the source, if one is."""
     notes: tuple[str, ...] = ()
-    """What is wrong besides, in words."""
+    """Further problems, in words."""
 
 
 class Source(ABC):
-    """May be asked again and again."""
+    """May be read again and again."""
 
     @abstractmethod
     def jobs(self) -> list[Found]:
@@ -83,13 +87,13 @@ _K = TypeVar("_K")
 
 
 def ask_all(
-    whom: Mapping[_K, Endpoint], path: str, read: Callable[[str], _T], at_most: int, timeout_s: float
+    agents: Mapping[_K, Endpoint], path: str, read: Callable[[str], _T], at_most: int, timeout_s: float
 ) -> dict[_K, _T | Unreachable]:
-    """The answer of each at `path`: all of them within `timeout_s`, which the ones that have to wait share."""
-    if not whom:
+    """The answer of each at `path`, all of them within `timeout_s`."""
+    if not agents:
         return {}
-    # At worst all are silent, and each place is taken so often.
-    each_s = timeout_s / math.ceil(len(whom) / AT_ONCE)
+    # If all are silent, each thread waits for so many in turn.
+    each_s = timeout_s / math.ceil(len(agents) / AT_ONCE)
 
     def ask(http: Endpoint) -> _T | Unreachable:
         try:
@@ -101,20 +105,22 @@ def ask_all(
         except (NoAnswer, Invalid, RecordInvalid):
             return Unreachable.STRANGE
 
-    with ThreadPoolExecutor(min(AT_ONCE, len(whom)), thread_name_prefix="ask") as pool:
-        return dict(zip(whom, pool.map(ask, whom.values()), strict=True))
+    with ThreadPoolExecutor(min(AT_ONCE, len(agents)), thread_name_prefix="ask") as pool:
+        return dict(zip(agents, pool.map(ask, agents.values()), strict=True))
 
 
 def ask_nodes(job: JobStatus, timeout_s: float) -> dict[str, NodeAnswer]:
     """The status of each node of the job, by incarnation."""
-    homes = {member.incarnation: member.http for member in job.world.members} if job.world is not None else {}
-    homes |= {node.incarnation: node.http for node in job.nodes}
-    known = {incarnation: http for incarnation, http in homes.items() if http is not None}
-    said = ask_all(known, STATUS_PATH, STATUS_PAGE.decode, MAX_STATUS_BYTES, timeout_s)
-    answers: dict[str, NodeAnswer] = dict.fromkeys(homes, Unreachable.HIDDEN)
-    for incarnation, answer in said.items():
-        another = isinstance(answer, NodeStatus) and answer.incarnation != incarnation
-        answers[incarnation] = Unreachable.REPLACED if another else answer
+    addresses = (
+        {member.incarnation: member.http for member in job.world.members} if job.world is not None else {}
+    )
+    addresses |= {node.incarnation: node.http for node in job.nodes}
+    known = {incarnation: http for incarnation, http in addresses.items() if http is not None}
+    answers: dict[str, NodeAnswer] = dict.fromkeys(addresses, Unreachable.HIDDEN)
+    answers |= ask_all(known, STATUS_PATH, STATUS_PAGE.decode, MAX_STATUS_BYTES, timeout_s)
+    for incarnation, answer in answers.items():
+        if isinstance(answer, NodeStatus) and answer.incarnation != incarnation:
+            answers[incarnation] = Unreachable.REPLACED
     return answers
 
 
@@ -131,27 +137,24 @@ class AgentsSource(Source):
 
     def jobs(self) -> list[Found]:
         agents = {http: http for http in self._find()}
-        said = ask_all(agents, STATUS_PATH, STATUS_PAGE.decode, MAX_STATUS_BYTES, self._timeout_s)
-        # One that was killed leaves its address for a moment.
-        selves = {http: answer for http, answer in said.items() if answer is not Unreachable.REFUSED}
-        if not selves:
-            raise self._nobody(agents)
-        able = {http: http for http, answer in selves.items() if isinstance(answer, NodeStatus)}
+        answers = ask_all(agents, STATUS_PATH, STATUS_PAGE.decode, MAX_STATUS_BYTES, self._timeout_s)
+        # The address of a killed agent stays for a moment.
+        alive = {http: answer for http, answer in answers.items() if answer is not Unreachable.REFUSED}
+        if not alive:
+            raise self._no_agent(agents)
+        able = {http: http for http, answer in alive.items() if isinstance(answer, NodeStatus)}
         views = ask_all(able, JOB_PATH, JobStatus.from_json, MAX_JOB_BYTES, self._timeout_s)
         found = [
-            self._through_coordinator(Found(f"agent {http}", view, witness))
+            self._through_coordinator(Found(f"agent {http}", view, status))
             for http in able
-            if isinstance(witness := selves[http], NodeStatus) and isinstance(view := views[http], JobStatus)
+            if isinstance(status := alive[http], NodeStatus) and isinstance(view := views[http], JobStatus)
         ]
-        problems = [
-            self._problem(http, answer) for http, answer in selves.items() if isinstance(answer, Unreachable)
-        ]
+        problems = [self._problem(http, how) for http, how in alive.items() if isinstance(how, Unreachable)]
         if not found:
-            strange = Unreachable.STRANGE in (*selves.values(), *views.values())
+            strange = Unreachable.STRANGE in (*alive.values(), *views.values())
             code = StatusCode.MISMATCH if strange else StatusCode.NO_ANSWER
-            raise CannotShow(
-                code, "; ".join(problems) or f"agent {next(iter(able))} does not answer {JOB_PATH}"
-            )
+            reason = "; ".join(problems) or f"agent {next(iter(able))} does not answer {JOB_PATH}"
+            raise CannotShow(code, reason)
         jobs = _each_job_once(found)
         return [replace(jobs[0], notes=tuple(problems)), *jobs[1:]]
 
@@ -161,20 +164,18 @@ class AgentsSource(Source):
         http = next((node.http for node in view.nodes if node.node == view.coordinator), None)
         if view.complete or http is None:
             return found
-        said = ask_all({"": http}, JOB_PATH, JobStatus.from_json, MAX_JOB_BYTES, self._timeout_s)[""]
-        better = isinstance(said, JobStatus) and said.complete and said.job == view.job
-        return replace(found, job=said) if isinstance(said, JobStatus) and better else found
+        job = ask_all({"": http}, JOB_PATH, JobStatus.from_json, MAX_JOB_BYTES, self._timeout_s)[""]
+        if isinstance(job, JobStatus) and job.complete and job.job == view.job:
+            return replace(found, job=job)
+        return found
 
-    def _nobody(self, agents: Iterable[Endpoint]) -> CannotShow:
+    def _no_agent(self, agents: Iterable[Endpoint]) -> CannotShow:
         store = (
             "ask the store with the options that the agents have: --rdzv-endpoint HOST:PORT --rdzv-id NAME"
         )
         if self._here:
-            return CannotShow(
-                StatusCode.NO_AGENT,
-                "no agent of this user runs on this machine. Ask one by the address in its log, --agent HOST:PORT; or "
-                f"{store}",
-            )
+            reason = "no agent of this user runs on this machine. Ask one by the address in its log, --agent HOST:PORT"
+            return CannotShow(StatusCode.NO_AGENT, f"{reason}; or {store}")
         return CannotShow(
             StatusCode.NO_ANSWER,
             f"no process listens at {', '.join(map(str, agents))}: the agent has ended, or its address is another. It "
@@ -184,23 +185,22 @@ class AgentsSource(Source):
     def _problem(self, http: Endpoint, how: Unreachable) -> str:
         if how is Unreachable.STRANGE:
             advice = "check the address, and use this command in the agent's own version"
-            return f"what answers at {http} is another program, or another version of elastic-agent: {advice}"
+            return f"{how.sentence.format(http=http)}: {advice}"
         waited = f"no answer within {self._timeout_s:g} s"
         return f"the agent at {http} gives {waited}: it stands still, or cannot be reached"
 
 
 def _each_job_once(found: Iterable[Found]) -> list[Found]:
-    """Agents of one job give the same answer: the one that knows most of it counts."""
+    """Agents of one job give the same answer: the most complete one counts."""
     chosen: list[Found] = []
-    told: set[str] = set()
+    covered: set[str] = set()
     for one in sorted(found, key=lambda one: not one.job.complete):
-        if one.witness is not None and one.witness.incarnation in told:
+        if one.agent is not None and one.agent.incarnation in covered:
             continue
         chosen.append(one)
-        told |= {node.incarnation for node in one.job.nodes}
-        told |= (
-            {member.incarnation for member in one.job.world.members} if one.job.world is not None else set()
-        )
+        members = one.job.world.members if one.job.world is not None else ()
+        covered.update(node.incarnation for node in one.job.nodes)
+        covered.update(member.incarnation for member in members)
     return sorted(chosen, key=lambda one: (one.job.job, one.asked))
 
 
@@ -208,7 +208,7 @@ def _each_job_once(found: Iterable[Found]) -> list[Found]:
 
 
 class StoreSource(Source):
-    """Reads the job's keys once for each question; the connection stays."""
+    """Reads the job's keys each time; the connection stays."""
 
     def __init__(self, rendezvous: RendezvousConfig, timeout_s: float) -> None:
         self._rendezvous = rendezvous
@@ -238,7 +238,7 @@ class StoreSource(Source):
 
 
 def found_in_store(where: str, job: str, entries: Iterable[Entry]) -> Found:
-    """What the job's keys say. Raises RecordInvalid, and CannotShow when there are none."""
+    """The content of the job's keys. Raises RecordInvalid, and CannotShow when there are none."""
     world: World | None = None
     nodes: list[NodeRecord] = []
     notes = []

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .report import JobReport, NodeReport, RestartReport
-from .sources import Unreachable
 
 MOST_NOTES = 12
 
@@ -27,13 +26,6 @@ _COLOURS = {
     "hidden": "",
 }
 """By state; every other one is on its way to somewhere."""
-
-_ABSENCE = {
-    Unreachable.REFUSED: "no process listens at {http}: its agent has ended",
-    Unreachable.REPLACED: "another life of its agent answers at {http}",
-    Unreachable.SILENT: "no answer from {http}: it stands still, or cannot be reached from here",
-    Unreachable.STRANGE: "what answers at {http} is another program, or another version of elastic-agent",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +89,7 @@ def _head(report: JobReport, screen: Screen) -> list[str]:
     if checkpoint is not None:
         age = f", saved {span(checkpoint.age_s)} ago" if checkpoint.age_s is not None else ", loaded"
         rows.append(("checkpoint", f"step {checkpoint.step}{age}"))
-    rows.append(("told by", report.asked))
+    rows.append(("source", report.asked))
     return [title, *(line for name, text in rows for line in _wrapped(f"  {name:<13}", _safe(text), screen))]
 
 
@@ -129,7 +121,7 @@ def _table(nodes: Sequence[NodeReport], screen: Screen, room: int | None) -> lis
     rows = [list(_TITLES), *([_safe(cell) for cell in _cells(node)] for node in shown)]
     widths = _widths(rows)
     if screen.width is not None:
-        # Names are the longest cells that can be cut and still be told apart.
+        # Names are the longest cells, and still differ when they are cut.
         most = max(12, widths[0] - max(0, sum(widths) + 2 * (len(widths) - 1) - screen.width))
         rows = [[_cut(row[0], most), *row[1:]] for row in rows]
         widths = _widths(rows)
@@ -196,11 +188,9 @@ def _notes(report: JobReport, screen: Screen) -> list[str]:
 
 def _absence(node: NodeReport) -> str:
     assert node.silence is not None
-    how = _ABSENCE[node.silence].format(http=node.address)
-    lease = {True: "; the store still has its record", False: "; its lease has ended", None: ""}[
-        node.has_lease
-    ]
-    return f"node {node.node}: {how}{lease}"
+    how = node.silence.sentence.format(http=node.address)
+    known = {True: "; the store still has its record", False: "; its lease has ended", None: ""}
+    return f"node {node.node}: {how}{known[node.has_lease]}"
 
 
 def _lease_is_old(node: NodeReport) -> bool:
