@@ -16,11 +16,13 @@ from elastic_agent.agent.configuration.rendezvous import EtcdConfig, RendezvousC
 from elastic_agent.agent.configuration.types.values import Secret
 from elastic_agent.agent.observability.status import sources as status_sources
 from elastic_agent.agent.observability.status.pages import (
+    JOB_PAGE,
     JOB_PATH,
     STATUS_PAGE,
     STATUS_PATH,
     JobStatus,
     NodeStatus,
+    job_page,
 )
 from elastic_agent.agent.observability.status.sources import (
     AT_ONCE,
@@ -52,7 +54,7 @@ class Node:
     def __init__(self, status: NodeStatus, job: JobStatus) -> None:
         self.status, self.job = status, job
         ok = Probe(True, "")
-        pages = {STATUS_PATH: lambda: STATUS_PAGE.encode(self.status), JOB_PATH: lambda: self.job.to_json()}
+        pages = {STATUS_PATH: lambda: STATUS_PAGE.encode(self.status), JOB_PATH: lambda: job_page(self.job)}
         listener = socket.create_server(("127.0.0.1", 0))
         self.server = HealthServer(listener, lambda: b"", lambda: ok, lambda: ok, pages, Thread)
         self.http = Endpoint(*self.server.address)
@@ -182,7 +184,7 @@ def test_an_agent_that_does_not_coordinate_sends_on_to_the_one_that_does(node: C
     a.job = job_of(record("a", a.http), record("b", b.http), record("c", HOME))
     b.job = job_of(record("a", a.http), record("b", b.http), complete=False)
     (found,) = source_at(b.http).jobs()
-    assert (found.job, found.agent) == (JobStatus.from_json(a.job.to_json()), b.status)
+    assert (found.job, found.agent) == (JOB_PAGE.decode(job_page(a.job)), b.status)
     a.server.close()
     (alone,) = source_at(b.http).jobs()
     assert [record.node for record in alone.job.nodes] == ["a", "b"]

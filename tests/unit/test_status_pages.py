@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from elastic_agent.agent.observability.status import pages as pages_module
 from elastic_agent.agent.observability.status.pages import (
+    JOB_PAGE,
     MAX_JOB_BYTES,
     MAX_STATUS_BYTES,
     SCHEMA,
@@ -17,11 +19,11 @@ from elastic_agent.agent.observability.status.pages import (
     JobStatus,
     NodeStatus,
     StatusPages,
+    job_page,
     worker_failure,
 )
 from elastic_agent.agent.workers.processes.failures import WorkerFailure
 from elastic_agent.codec import Invalid
-from elastic_agent.rendezvous.errors import RecordInvalid
 from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,
@@ -99,8 +101,8 @@ def test_a_status_comes_back_as_it_was(status: NodeStatus) -> None:
 
 @pytest.mark.parametrize("job", [replace(JOB, world=None, nodes=(), coordinator=None), JOB])
 def test_a_job_comes_back_without_what_workers_have_printed(job: JobStatus) -> None:
-    text = job.to_json()
-    back = JobStatus.from_json(text)
+    text = job_page(job)
+    back = JOB_PAGE.decode(text)
     assert (back.job, back.coordinator, back.complete) == (job.job, job.coordinator, job.complete)
     assert [node.node for node in back.nodes] == [node.node for node in job.nodes]
     for secret in ("the traceback", "the output", "/the/log"):
@@ -116,7 +118,7 @@ def test_a_job_comes_back_without_what_workers_have_printed(job: JobStatus) -> N
 def test_a_failure_that_cannot_be_read_is_left_out(detail: str) -> None:
     world = replace(WORLD, cause=replace(WORLD.cause, failure=replace(FAILURE, detail=detail)))
     assert worker_failure(world) is None
-    back = JobStatus.from_json(replace(JOB, world=world).to_json()).world
+    back = JOB_PAGE.decode(job_page(replace(JOB, world=world))).world
     assert back is not None
     assert back.cause.failure == replace(FAILURE, detail="")
 
@@ -192,22 +194,22 @@ def test_a_status_has_all_its_fields(name: str) -> None:
     ids=str,
 )
 def test_a_job_that_no_agent_writes_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(RecordInvalid):
-        JobStatus.from_json(json.dumps(json.loads(JOB.to_json()) | change))
+    with pytest.raises(Invalid):
+        JOB_PAGE.decode(json.dumps(json.loads(job_page(JOB)) | change))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{", "[" * 100_000, "\0"], ids=lambda text: text[:3])
 def test_what_is_no_page_at_all_is_refused(text: str) -> None:
-    for read in (STATUS_PAGE.decode, JobStatus.from_json):
-        with pytest.raises((Invalid, RecordInvalid)):
+    for read in (STATUS_PAGE.decode, JOB_PAGE.decode):
+        with pytest.raises(Invalid):
             read(text)
 
 
 def test_a_page_beyond_its_size_is_not_even_parsed() -> None:
     with pytest.raises(Invalid, match="characters"):
         STATUS_PAGE.decode(STATUS_PAGE.encode(STATUS).ljust(MAX_STATUS_BYTES + 1))
-    with pytest.raises(RecordInvalid, match="characters"):
-        JobStatus.from_json(JOB.to_json().ljust(MAX_JOB_BYTES + 1))
+    with pytest.raises(Invalid, match="characters"):
+        JOB_PAGE.decode(job_page(JOB).ljust(MAX_JOB_BYTES + 1))
 
 
 def test_a_job_of_2000_nodes_fits() -> None:
@@ -218,7 +220,7 @@ def test_a_job_of_2000_nodes_fits() -> None:
         for n in range(2000)
     )
     world = replace(WORLD, members=line_up(nodes))
-    back = JobStatus.from_json(JobStatus("digits", world, nodes, None, complete=False).to_json())
+    back = JOB_PAGE.decode(job_page(JobStatus("digits", world, nodes, None, complete=False)))
     assert back.nodes == nodes
 
 
@@ -251,7 +253,7 @@ def test_before_it_has_found_the_store_an_agent_says_so(pages: StatusPages, cloc
     status = status_of(pages)
     assert (status.state, status.waiting_for, status.up_s) == ("init", "the rendezvous store", 2.0)
     assert (status.generation, status.checkpoint, status.lease_s, status.phase_s) == (0, None, None, None)
-    assert JobStatus.from_json(pages.job()) == JobStatus("digits", None, (), None, complete=False)
+    assert JOB_PAGE.decode(pages.job()) == JobStatus("digits", None, (), None, complete=False)
 
 
 def saved(step: int, result: Any = "ok") -> SaveReport:
@@ -301,12 +303,12 @@ def test_the_page_of_a_large_job_is_not_made_for_everybody_who_asks(
 ) -> None:
     made: list[float] = []
 
-    def to_json(job: JobStatus) -> str:
+    def counted(job: JobStatus) -> str:
         clock.now += 0.032
         made.append(clock.now)
         return f"page {len(made)}"
 
-    monkeypatch.setattr(JobStatus, "to_json", to_json)
+    monkeypatch.setattr(pages_module, "job_page", counted)
     assert [pages.job() for _ in range(5)] == ["page 1"] * 5
     clock.now += 1.0
     assert [pages.job() for _ in range(5)] == ["page 2"] * 5
@@ -316,7 +318,7 @@ def test_the_page_of_a_small_job_is_always_of_now(
     pages: StatusPages, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[JobStatus] = []
-    monkeypatch.setattr(JobStatus, "to_json", lambda job: made.append(job) or "page")
+    monkeypatch.setattr(pages_module, "job_page", lambda job: made.append(job) or "page")
     for _ in range(3):
         pages.job()
     assert len(made) == 3

@@ -1,4 +1,4 @@
-"""What an agent answers an operator who asks how the job is: `/status`, its own part, and `/job`, what it knows of all.
+"""The pages of an agent for operators: `/status`, its own part, and `/job`, what it knows of all nodes.
 
 `elastic-agent status` asks one agent for `/job`, which names all nodes, and then each node for its `/status`: only a
 node itself knows how old its lease and its checkpoint are, and it counts these ages when it answers.
@@ -9,13 +9,12 @@ a failed worker, and nothing of the configuration but --max-restarts and --lease
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from ....codec import Count, Document, Seconds, Text, Within
-from ....rendezvous.fields import NAME, Fields, clean
+from ....codec import Count, Document, Seconds, Within
+from ....rendezvous.fields import Name, line
 from ....rendezvous.node.snapshot import NodeSnapshot
 from ....rendezvous.records import MAX_RECORD_BYTES, MAX_TEXT, NodeRecord, Phase, World
 from ....worker.wire.messages import Report, SaveReport
@@ -32,10 +31,8 @@ MAX_JOB_BYTES = 8 * MAX_RECORD_BYTES
 """As many nodes as fit into a world, each with its record."""
 
 PAGE_RESTS = 30.0
-"""A page is not made again before so many times the time that it took: a client that asks and asks takes 3 % of a
-processor from the main loop, at most. With 1,000 nodes, 32 ms each time, the page is a second old."""
-
-Name = Annotated[str, Text(128, NAME)]
+"""A page is not made again before so many times the time that it took: requests take 3 % of a processor from the main
+loop, at most. With 1,000 nodes, 32 ms each time, the page is a second old."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +49,17 @@ class NodeStatus:
     job: Name
     node: Name
     incarnation: Name
-    version: Annotated[str, Text(64, clean=clean)]
+    version: Annotated[str, line(64)]
     up_s: Seconds
     """Age of this agent."""
     state: Name
     """A state of the metric elastic_agent_state."""
-    waiting_for: Annotated[str, Text(MAX_TEXT, clean=clean)]
+    waiting_for: Annotated[str, line(MAX_TEXT)]
     """Empty while its workers run."""
     coordinates: bool
     world: Count
     """The generation of the world that it knows; 0 when there is none."""
-    phase: Annotated[str, Text(16, clean=clean)]
+    phase: Annotated[str, line(16)]
     """Its phase; empty when there is none."""
     phase_s: Seconds | None
     """Since when it has known of this phase."""
@@ -89,37 +86,20 @@ STATUS_PAGE = Document(NodeStatus, SCHEMA, MAX_STATUS_BYTES)
 class JobStatus:
     """Which nodes a job has, as one agent or the store knows it."""
 
-    job: str
+    job: Name
     world: World | None
     nodes: tuple[NodeRecord, ...]
     """Oldest first."""
-    coordinator: str | None
+    coordinator: Name | None
     complete: bool
     """`nodes` holds every node that has a lease."""
 
-    def to_json(self) -> str:
-        world = _without_output(self.world).to_json() if self.world is not None else "null"
-        nodes = ",".join(replace(node, failure=None).to_json() for node in self.nodes)
-        head = json.dumps(
-            {"v": SCHEMA, "job": self.job, "coordinator": self.coordinator, "complete": self.complete}
-        )
-        return f'{head[:-1]}, "world": {world}, "nodes": [{nodes}]}}'
 
-    @staticmethod
-    def from_json(text: str) -> JobStatus:
-        """Raises RecordInvalid."""
-        fields = Fields.of_text("its answer", text, SCHEMA, MAX_JOB_BYTES)
-        return JobStatus(
-            job=fields.name("job"),
-            world=fields.optional("world", lambda inner: inner.declared(World)),
-            nodes=fields.many("nodes", lambda inner: inner.declared(NodeRecord)),
-            coordinator=None if fields.value("coordinator") is None else fields.name("coordinator"),
-            complete=fields.boolean("complete"),
-        )
+JOB_PAGE = Document(JobStatus, SCHEMA, MAX_JOB_BYTES)
 
 
 def worker_failure(world: World) -> WorkerFailure | None:
-    """The worker that is the cause of the world's phase; None when there is none, or it is not told."""
+    """The worker that is the cause of the world's phase; None when there is none, or it cannot be read."""
     failure = world.cause.failure
     if failure is None or not failure.detail:
         return None
@@ -129,12 +109,17 @@ def worker_failure(world: World) -> WorkerFailure | None:
         return None
 
 
-def _without_output(world: World) -> World:
-    if world.cause.failure is None:
-        return world
-    worker = worker_failure(world)
-    detail = "" if worker is None else replace(worker, traceback=None, log_tail=(), log_file=None).to_json()
-    return replace(world, cause=replace(world.cause, failure=replace(world.cause.failure, detail=detail)))
+def job_page(job: JobStatus) -> str:
+    """Without the output of failed workers, which stays in the store."""
+    world, nodes = job.world, tuple(replace(node, failure=None) for node in job.nodes)
+    if world is not None and world.cause.failure is not None:
+        worker = worker_failure(world)
+        detail = (
+            "" if worker is None else replace(worker, traceback=None, log_tail=(), log_file=None).to_json()
+        )
+        failure = replace(world.cause.failure, detail=detail)
+        world = replace(world, cause=replace(world.cause, failure=failure))
+    return JOB_PAGE.encode(replace(job, world=world, nodes=nodes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,9 +225,10 @@ class StatusPages:
         now = self._clock()
         if now >= self._job_page_due_at:
             seen = self._seen.snapshot
-            known = JobStatus(
-                self._job_name, seen.world, seen.known_nodes, seen.coordinator, complete=seen.coordinates
+            self._job_page = job_page(
+                JobStatus(
+                    self._job_name, seen.world, seen.known_nodes, seen.coordinator, complete=seen.coordinates
+                )
             )
-            self._job_page = known.to_json()
             self._job_page_due_at = now + PAGE_RESTS * (self._clock() - now)
         return self._job_page

@@ -23,7 +23,16 @@ from ...common.exits import StatusCode
 from ...common.http_get import NoAnswer, get
 from ...configuration.rendezvous import RendezvousConfig
 from ...rendezvous_io.store_opening import open_to_look
-from .pages import JOB_PATH, MAX_JOB_BYTES, MAX_STATUS_BYTES, STATUS_PAGE, STATUS_PATH, JobStatus, NodeStatus
+from .pages import (
+    JOB_PAGE,
+    JOB_PATH,
+    MAX_JOB_BYTES,
+    MAX_STATUS_BYTES,
+    STATUS_PAGE,
+    STATUS_PATH,
+    JobStatus,
+    NodeStatus,
+)
 
 AT_ONCE = 128
 """Questions under way, each in a thread of its own."""
@@ -102,7 +111,7 @@ def ask_all(
             return Unreachable.REFUSED
         except OSError:
             return Unreachable.SILENT
-        except (NoAnswer, Invalid, RecordInvalid):
+        except (NoAnswer, Invalid):
             return Unreachable.STRANGE
 
     with ThreadPoolExecutor(min(AT_ONCE, len(agents)), thread_name_prefix="ask") as pool:
@@ -143,7 +152,7 @@ class AgentsSource(Source):
         if not alive:
             raise self._no_agent(agents)
         able = {http: http for http, answer in alive.items() if isinstance(answer, NodeStatus)}
-        views = ask_all(able, JOB_PATH, JobStatus.from_json, MAX_JOB_BYTES, self._timeout_s)
+        views = ask_all(able, JOB_PATH, JOB_PAGE.decode, MAX_JOB_BYTES, self._timeout_s)
         found = [
             self._through_coordinator(Found(f"agent {http}", view, status))
             for http in able
@@ -164,7 +173,7 @@ class AgentsSource(Source):
         http = next((node.http for node in view.nodes if node.node == view.coordinator), None)
         if view.complete or http is None:
             return found
-        job = ask_all({"": http}, JOB_PATH, JobStatus.from_json, MAX_JOB_BYTES, self._timeout_s)[""]
+        job = ask_all({"": http}, JOB_PATH, JOB_PAGE.decode, MAX_JOB_BYTES, self._timeout_s)[""]
         if isinstance(job, JobStatus) and job.complete and job.job == view.job:
             return replace(found, job=job)
         return found
