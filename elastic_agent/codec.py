@@ -112,14 +112,25 @@ class Codec(Generic[_T]):
 
     def encode(self, message: _T) -> bytes:
         """One line."""
-        head = {"v": self._version, "kind": kind_of(type(message))}
-        return json.dumps({**head, **plain(message)}).encode() + b"\n"
+        return json.dumps(self.pack(message)).encode() + b"\n"
 
     def decode(self, raw: bytes) -> _T:
         """Raises Invalid, never anything else."""
+        return self.unpack(self.load(raw))
+
+    def pack(self, message: _T) -> dict[str, Any]:
+        """The object, for those who put more into it."""
+        return {"v": self._version, "kind": kind_of(type(message)), **plain(message)}
+
+    def load(self, raw: bytes) -> dict[str, Any]:
+        """The object, of any version and kind. Raises Invalid."""
         if len(raw) > self.most_bytes:
             raise Invalid(f"message of {len(raw)} bytes, at most {self.most_bytes} are read")
-        body = _load_version(raw, "message", self._version)
+        return load_object(raw, "message")
+
+    def unpack(self, body: dict[str, Any]) -> _T:
+        """The message, when what was put in besides has been taken out. Raises Invalid."""
+        _take_version(body, "message", self._version)
         kind = body.pop("kind", None)
         cls = self._kinds.get(kind) if isinstance(kind, str) else None
         if cls is None:
@@ -142,15 +153,15 @@ class Document(Generic[_T]):
         """Raises Invalid, never anything else."""
         if len(text) > self._most_chars:
             raise Invalid(f"text of {len(text)} characters, at most {self._most_chars} are read")
-        return _made(self._kind, _load_version(text, "text", self._version), strict=False)
+        body = load_object(text, "text")
+        _take_version(body, "text", self._version)
+        return _made(self._kind, body, strict=False)
 
 
-def _load_version(raw: bytes | str, what: str, expected: int) -> dict[str, Any]:
-    body = load_object(raw, what)
+def _take_version(body: dict[str, Any], what: str, expected: int) -> None:
     version = body.pop("v", None)
     if type(version) is not int or version != expected:
         raise Invalid(f"{what} of version {shown(version)}, this process reads {expected}")
-    return body
 
 
 def load_object(raw: bytes | str, what: str) -> dict[str, Any]:
@@ -174,17 +185,19 @@ def from_plain(cls: type[_T], body: Mapping[str, Any]) -> _T:
 
 def _made(cls: type[_T], body: Mapping[str, Any], *, strict: bool) -> _T:
     """`strict`: a field that is not declared is refused."""
-    values: dict[str, Any] = {}
     readers = _readers(cls, strict)
-    for name, read in readers.items():
-        if name not in body:
-            raise Invalid("missing", name)
-        try:
+    if body.keys() != readers.keys():
+        if missing := [name for name in readers if name not in body]:
+            raise Invalid("missing", missing[0])
+        if strict:
+            raise Invalid("not a field that is known", min(body.keys() - readers.keys()))
+    values: dict[str, Any] = {}
+    name = ""
+    try:
+        for name, read in readers.items():
             values[name] = read(body[name])
-        except Invalid as error:
-            raise error.within(name) from None
-    if strict and len(body) > len(readers):
-        raise Invalid("not a field that is known", min(body.keys() - readers.keys()))
+    except Invalid as error:
+        raise error.within(name) from None
     return cls(**values)
 
 
@@ -314,7 +327,13 @@ def _many(read: Reader) -> Reader:
     def items(raw: Any) -> tuple[Any, ...]:
         if not isinstance(raw, list | tuple):
             raise Invalid(f"{shown(raw)}, expected a list")
-        return tuple(_read_part(f"[{place}]", read, item) for place, item in enumerate(raw))
+        done: list[Any] = []
+        try:
+            for item in raw:
+                done.append(read(item))
+        except Invalid as error:
+            raise error.within(f"[{len(done)}]") from None
+        return tuple(done)
 
     return items
 

@@ -4,10 +4,10 @@ Its own node calls it directly, without a round trip. The TCPStore carries messa
 clients push calls to one queue, each client pops the answers from a queue of its own. Two threads do that work:
 
     c10d-requests    pops calls, one at a time, and answers them
-    c10d-changes     waits for changes (and so for leases to expire, also without a call) and answers the `Await`
+    c10d-changes     waits for changes (and so for leases to expire, also without a call) and answers the `LongPoll`
                      calls that were parked because nothing had changed yet
 
-An `Await` is answered once, at the latest after `PARKED_S`, and then forgotten, so that a client that died costs one
+A `LongPoll` is answered once, at the latest after `PARKED_S`, and then forgotten, so that a client that died costs one
 parked call and one unread answer, and those only for a while. Calls of one client are done in the order in which it
 made them; once a client has used a newer link, a call that comes late over an older one is dropped, because its caller
 gave up on it long ago and may have read back that it did not happen.
@@ -36,21 +36,21 @@ from .wire import (
     PARKED_S,
     REPLY_LIMIT_BYTES,
     REQUEST_QUEUE,
-    Await,
     Call,
     Caller,
+    CallInvalid,
+    Changes,
     Done,
     Grant,
     Granted,
     KeepAlive,
-    Noticed,
+    LongPoll,
     Read,
     Refused,
     Reply,
     Result,
     Revoke,
     Transact,
-    WireInvalid,
     decode_request,
     encode_meta,
     encode_reply,
@@ -193,7 +193,7 @@ class C10dHost(MemoryStore):
     def _handle(self, raw: bytes) -> None:
         try:
             request = decode_request(raw)
-        except WireInvalid as error:
+        except CallInvalid as error:
             self.dropped += 1
             # Once: any program that reaches the port can push as many as it likes.
             _log.log(
@@ -206,7 +206,7 @@ class C10dHost(MemoryStore):
             return
         if not self._admit(request.caller):
             self.dropped += 1
-        elif isinstance(request.call, Await):
+        elif isinstance(request.call, LongPoll):
             self._await(request.caller, request.call)
         else:
             self._answer(request.caller, self._do(request.call))
@@ -226,20 +226,20 @@ class C10dHost(MemoryStore):
                     return self.transact(compares, writes)
                 case Read(scopes, oldest_under):
                     return self.read(scopes, oldest_under)
-                case Await(scopes, after_revision):
+                case LongPoll(scopes, after_revision):
                     changes = self.watch(scopes, after_revision).next(0.0)
-                    return Noticed(changes[-1].revision if changes else after_revision, changes)
+                    return Changes(changes[-1].revision if changes else after_revision, changes)
         except StoreClosed:
             raise
         except StoreError as error:
             return Refused(type(error).__name__, str(error))
 
-    def _await(self, caller: Caller, call: Await) -> None:
+    def _await(self, caller: Caller, call: LongPoll) -> None:
         # Under the lock, so that c10d-changes handles each change either before (then `_do` sees it) or after
         # (then it sees the parked call).
         with self._parking:
             result = self._do(call)
-            if isinstance(result, Noticed) and not result.changes:
+            if isinstance(result, Changes) and not result.changes:
                 until = (
                     self._clock() + PARKED_S - SWEEP_S
                 )  # the sweep that finds it late may just have passed
@@ -273,7 +273,7 @@ class C10dHost(MemoryStore):
                 if changes:
                     parked.after_revision = max(after, changes[-1].revision)
                 if wanted or parked.until <= now:
-                    self._unpark(caller, Noticed(parked.after_revision, wanted))
+                    self._unpark(caller, Changes(parked.after_revision, wanted))
 
     def _tell_all_to_read_again(self, error: Compacted) -> None:
         with self._parking:
@@ -291,7 +291,7 @@ class C10dHost(MemoryStore):
         encoded = encode_reply(Reply(caller.id, result))
         if len(encoded) > REPLY_LIMIT_BYTES:
             text = f"the answer has {len(encoded)} bytes, the store carries at most {REPLY_LIMIT_BYTES}"
-            kind = "Compacted" if isinstance(result, Noticed) else "StoreError"
+            kind = "Compacted" if isinstance(result, Changes) else "StoreError"
             encoded = encode_reply(Reply(caller.id, Refused(kind, text)))
         if self._admit(caller):
             self._server.queue_push(reply_queue(caller.client, caller.link), encoded)

@@ -22,6 +22,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
+from ...codec import Invalid
 from ..errors import StoreClosed, StoreError, StoreMismatch, StoreUnavailable
 from ..threads import Thread
 from .wire import (
@@ -32,7 +33,6 @@ from .wire import (
     Caller,
     Request,
     Result,
-    WireInvalid,
     decode_meta,
     decode_reply,
     encode_request,
@@ -162,7 +162,7 @@ class Link:
                 return
             try:
                 reply = decode_reply(raw)
-            except WireInvalid as error:
+            except Invalid as error:
                 _log.warning("dropped a reply of the c10d store: %s", error)
                 continue
             with self._asking:
@@ -208,7 +208,7 @@ def open_link(address: str, port: int, job: str, client: str, number: int) -> Li
         raise StoreUnavailable(f"{address}:{port} does not answer as a TCPStore: {error}") from error
     try:
         host = decode_meta(meta, job)
-    except WireInvalid as error:
+    except Invalid as error:
         raise StoreMismatch(
             f"the c10d store on {address}:{port} is not ours to join: {error}; "
             "use that --rdzv-id and that version of elastic-agent, or another --rdzv-endpoint"

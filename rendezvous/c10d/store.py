@@ -42,13 +42,13 @@ from ..threads import Thread
 from .link import Link, LinkBroken, PendingCall, PortClosed, open_link, probe_port
 from .wire import (
     PARKED_S,
-    Await,
     Call,
+    Changes,
     Done,
     Grant,
     Granted,
     KeepAlive,
-    Noticed,
+    LongPoll,
     Read,
     Refused,
     Revoke,
@@ -203,8 +203,8 @@ class C10dStore(Store):
         match answer:
             case expected():
                 return answer
-            case Refused(kind, text):
-                raise {"LeaseExpired": LeaseExpired, "Compacted": Compacted}.get(kind, StoreError)(text)
+            case Refused(error, text):
+                raise {"LeaseExpired": LeaseExpired, "Compacted": Compacted}.get(error, StoreError)(text)
             case LinkBroken():
                 self._go_over_to_new_link(deadline)
                 raise StoreUnavailable(
@@ -305,7 +305,7 @@ class _Waiting:
 
 
 class _C10dWatch(Watch):
-    """One `Await` after another; the one under way outlives a `next` that times out."""
+    """One `LongPoll` after another; the one under way outlives a `next` that times out."""
 
     def __init__(self, store: C10dStore, scopes: tuple[str, ...], after_revision: int) -> None:
         self._store = store
@@ -336,16 +336,16 @@ class _C10dWatch(Watch):
                 self._waiting = None
                 raise store._no_answer(waiting.link, waiting.asked, PARKED_S + patience_s) from None
             self._waiting = None
-            noticed = store._understood(answer, Noticed, time.monotonic() + patience_s)
-            self._after = noticed.revision
-            if noticed.changes:
-                return noticed.changes
+            news = store._understood(answer, Changes, time.monotonic() + patience_s)
+            self._after = news.revision
+            if news.changes:
+                return news.changes
 
     def _ask(self) -> tuple[Link, PendingCall]:
         """Raises Compacted when another host answers: its revisions are others."""
         store = self._store
         try:
-            link, asked = store._ask(Await(self._scopes, self._after))
+            link, asked = store._ask(LongPoll(self._scopes, self._after))
         except LeaseExpired as error:
             raise Compacted(str(error)) from error
         if self._host not in (None, link.host):

@@ -1,27 +1,22 @@
-"""What a c10d client and its host say to each other: JSON only, validated at the door, never code.
+"""What a c10d client and its host send each other: JSON only, checked as it comes in, never code.
 
-A *call* is what a client asks, a *result* what comes back. Both are frozen records that travel as JSON arrays, the
-record's name first: `["read", ["nodes/"], null]` is answered by `["snapshot", 7, []]`. `_RECORDS` below is the whole
-vocabulary with the check of every field; encoding and decoding use the same table, so they cannot drift apart.
-
-A call travels in a `Request`, whose `Caller` names the client, its *link* (this client's first connection, its second,
-...) and the call's id on that link; the `Reply` repeats the id, so that a late answer is never taken for the answer to
-something else. Whoever can reach the port can push anything: what does not decode raises `WireInvalid` and goes no
-further.
+A *call* is what a client asks, a *result* what comes back. Both travel as the codec writes them. With a call travels
+its `Caller`, which names the client, its *link* (this client's first connection, its second, ...) and the call's id on
+that link; with the result travels that id again, so that a late answer is never taken for the answer to something else.
+What can reach the port can push anything: what does not decode raises Invalid and goes no further.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias
 
-from ..store.interface import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot
+from ...codec import Codec, Count, Invalid, Text, Within, from_plain, load_object, plain, shown
+from ..store.interface import Change, Compare, Delete, LeaseId, Outcome, Put, Revision, Snapshot
 
-SCHEMA = 2
-PROGRAM = "elastic-agent"
+SCHEMA = 3
 META_KEY = "elastic-agent/meta"
 REQUEST_QUEUE = "elastic-agent/requests"
 REQUEST_LIMIT_BYTES = 2 * 1024 * 1024
@@ -30,15 +25,11 @@ REPLY_LIMIT_BYTES = 7 * 1024 * 1024
 """TCPStore itself cuts the connection above 8 MiB."""
 
 PARKED_S = 30.0
-"""An `Await` without a change is answered after this long, and so renewed by clients that still live."""
-
-_CLIENT_NAME = re.compile(r"[0-9a-f]{32}")
-_LARGEST_INTEGER = 2**53
-_LONGEST_TTL_S = 86400.0
+"""A `LongPoll` without a change is answered after this long, and so renewed by clients that still live."""
 
 
-class WireInvalid(Exception):
-    """A message that is not one of ours. `caller` is known when only the call inside was unusable."""
+class CallInvalid(Invalid):
+    """A call that is not one of ours. `caller` is None when that cannot be read either."""
 
     def __init__(self, problem: str, caller: Caller | None = None) -> None:
         super().__init__(problem)
@@ -47,7 +38,7 @@ class WireInvalid(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    ttl_s: float
+    ttl_s: Annotated[float, Within(0, 86400, above=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +64,11 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Await:
-    """Answered with `Noticed` once a key in `scopes` changes after that revision, or after a while without."""
+class LongPoll:
+    """Answered with `Changes` once a key in `scopes` changes after that revision, or after a while without."""
 
     scopes: tuple[str, ...]
-    after_revision: int
+    after_revision: Revision
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,32 +82,31 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Noticed:
-    """Every change up to `revision` that the awaiting side asked for: it goes on from there."""
+class Changes:
+    """Every change up to `revision` in the scopes of the poll: the next one goes on from there."""
 
-    revision: int
+    revision: Revision
     changes: tuple[Change, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """`kind` is one of "LeaseExpired", "Compacted" and "StoreError"."""
-
-    kind: str
+    error: Annotated[str, Text(64)]
+    """"LeaseExpired", "Compacted" or "StoreError"."""
     text: str
 
 
-Call: TypeAlias = Grant | KeepAlive | Revoke | Transact | Read | Await
-Result: TypeAlias = Granted | Done | Outcome | Snapshot | Noticed | Refused
+Call: TypeAlias = Grant | KeepAlive | Revoke | Transact | Read | LongPoll
+Result: TypeAlias = Granted | Done | Outcome | Snapshot | Changes | Refused
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who waits for the answer, and to which of its calls."""
 
-    client: str
-    link: int
-    id: int
+    client: Annotated[str, Text(32, re.compile(r"[0-9a-f]{32}"))]
+    link: Count
+    id: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,157 +125,68 @@ def reply_queue(client: str, link: int) -> str:
     return f"elastic-agent/replies/{client}/{link}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Meta:
+    """What a host publishes first of all. Every version has the first two fields."""
+
+    program: Literal["elastic-agent"]
+    schema: Annotated[int, _this_schema]
+    job: str
+    host: str
+
+
+def _this_schema(raw: Any) -> int:
+    if type(raw) is not int or raw != SCHEMA:
+        raise Invalid(f"{shown(raw)}, this version speaks {SCHEMA}")
+    return raw
+
+
+_CALLS: Codec[Call] = Codec((Grant, KeepAlive, Revoke, Transact, Read, LongPoll), SCHEMA, REQUEST_LIMIT_BYTES)
+_RESULTS: Codec[Result] = Codec((Granted, Done, Outcome, Snapshot, Changes, Refused), SCHEMA, 2**31)
+
+
 def encode_request(request: Request) -> bytes:
-    return _dump({"schema": SCHEMA, **asdict(request.caller), "call": _pack(request.call)})
+    return _dump({**plain(request.caller), **_CALLS.pack(request.call)})
 
 
 def decode_request(raw: bytes) -> Request:
-    if len(raw) > REQUEST_LIMIT_BYTES:
-        raise WireInvalid(f"request of {len(raw)} bytes, at most {REQUEST_LIMIT_BYTES} are taken")
-    message = _load(raw)
-    client = _text(message.get("client"))
-    if not _CLIENT_NAME.fullmatch(client):
-        raise WireInvalid(f"not a client's name: {client[:40]!r}")
-    caller = Caller(client, _integer(message.get("link")), _integer(message.get("id")))
+    """Raises CallInvalid."""
+    caller: Caller | None = None
     try:
-        _check_schema(message)
-        return Request(caller, _CALL(message.get("call")))
-    except WireInvalid as error:
-        raise WireInvalid(str(error), caller) from error
+        body = _CALLS.load(raw)
+        caller = from_plain(Caller, {name: body.pop(name, None) for name in ("client", "link", "id")})
+        return Request(caller, _CALLS.unpack(body))
+    except Invalid as error:
+        raise CallInvalid(str(error), caller) from error
 
 
 def encode_reply(reply: Reply) -> bytes:
-    return _dump({"schema": SCHEMA, "id": reply.id, "result": _pack(reply.result)})
+    return _dump({"id": reply.id, **_RESULTS.pack(reply.result)})
 
 
 def decode_reply(raw: bytes) -> Reply:
-    message = _load(raw)
-    _check_schema(message)
-    return Reply(_integer(message.get("id")), _RESULT(message.get("result")))
+    """Raises Invalid."""
+    body = _RESULTS.load(raw)
+    call = body.pop("id", None)
+    if type(call) is not int:
+        raise Invalid("reply without the id of a call")
+    return Reply(call, _RESULTS.unpack(body))
 
 
 def encode_meta(job: str, host: str) -> bytes:
-    """What a host says about itself; `host` is new in every life of a host."""
-    return _dump({"schema": SCHEMA, "program": PROGRAM, "job": job, "host": host})
+    """What a host publishes about itself; `host` is new in every life of a host."""
+    return _dump(plain(_Meta("elastic-agent", SCHEMA, job, host)))
 
 
 def decode_meta(raw: bytes, job: str) -> str:
-    """The host's name for this life. Raises WireInvalid, saying what was found, when it is not ours to join."""
+    """The host's name for this life. Raises Invalid, with what was found, when it is not ours to join."""
     if len(raw) > REQUEST_LIMIT_BYTES:
-        raise WireInvalid(f"{META_KEY!r} holds {len(raw)} bytes that elastic-agent did not write")
-    message = _load(raw)
-    if message.get("program") != PROGRAM:
-        raise WireInvalid(f"program {message.get('program')!r}, expected {PROGRAM!r}")
-    _check_schema(message)
-    if message.get("job") != job:
-        raise WireInvalid(f"job {message.get('job')!r}, expected {job!r}")
-    return _text(message.get("host"))
+        raise Invalid(f"{META_KEY!r} holds {len(raw)} bytes that elastic-agent did not write")
+    meta = from_plain(_Meta, load_object(raw, META_KEY))
+    if meta.job != job:
+        raise Invalid(f"job {meta.job!r}, expected {job!r}")
+    return meta.host
 
 
-def _check_schema(message: dict[str, Any]) -> None:
-    if _integer(message.get("schema")) != SCHEMA:
-        raise WireInvalid(f"schema {message['schema']}, this version of elastic-agent speaks schema {SCHEMA}")
-
-
-def _dump(message: dict[str, Any]) -> bytes:
-    return json.dumps(message, separators=(",", ":"), allow_nan=False).encode("ascii")
-
-
-def _load(raw: bytes) -> dict[str, Any]:
-    try:
-        message = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise WireInvalid(f"not JSON ({type(error).__name__}): {raw[:40]!r}") from error
-    if not isinstance(message, dict):
-        raise WireInvalid(f"not a JSON object: {raw[:40]!r}")
-    return message
-
-
-Check: TypeAlias = Callable[[object], Any]
-
-
-def _text(raw: object) -> str:
-    if not isinstance(raw, str):
-        raise WireInvalid(f"expected text, got {type(raw).__name__}")
-    return raw
-
-
-def _integer(raw: object) -> int:
-    if not isinstance(raw, int) or isinstance(raw, bool) or not 0 <= raw <= _LARGEST_INTEGER:
-        raise WireInvalid(f"expected an integer from 0 to 2**53, got {str(raw)[:40]}")
-    return raw
-
-
-def _truth(raw: object) -> bool:
-    if not isinstance(raw, bool):
-        raise WireInvalid(f"expected true or false, got {type(raw).__name__}")
-    return raw
-
-
-def _ttl(raw: object) -> float:
-    if not isinstance(raw, int | float) or isinstance(raw, bool) or not 0 < raw <= _LONGEST_TTL_S:
-        raise WireInvalid(
-            f"a lease lives above 0 and up to {_LONGEST_TTL_S:.0f} seconds, got {str(raw)[:40]}"
-        )
-    return float(raw)
-
-
-def _optional(check: Check) -> Check:
-    return lambda raw: None if raw is None else check(raw)
-
-
-def _many(check: Check) -> Check:
-    def sequence(raw: object) -> tuple[Any, ...]:
-        if not isinstance(raw, list):
-            raise WireInvalid(f"expected a list, got {type(raw).__name__}")
-        return tuple(check(item) for item in raw)
-
-    return sequence
-
-
-def _record(*names: str) -> Check:
-    """One of the named records of the table below."""
-
-    def record(raw: object) -> Any:
-        if not isinstance(raw, list) or not raw or not isinstance(raw[0], str) or raw[0] not in names:
-            raise WireInvalid(f"expected one of {', '.join(names)}, got {str(raw)[:40]!r}")
-        kind, checks = _RECORDS[raw[0]]
-        if len(raw) != 1 + len(checks):
-            raise WireInvalid(f"{raw[0]} has {len(checks)} fields, got {len(raw) - 1}")
-        return kind(*(check(field) for check, field in zip(checks, raw[1:], strict=True)))
-
-    return record
-
-
-_ENTRY = _optional(_record("entry"))
-_RECORDS: dict[str, tuple[type, tuple[Check, ...]]] = {
-    "compare": (Compare, (_text, _integer)),
-    "put": (Put, (_text, _text, _optional(_integer))),
-    "delete": (Delete, (_text,)),
-    "entry": (Entry, (_text, _text, _integer, _integer)),
-    "change": (Change, (_integer, _text, _ENTRY)),
-    "grant": (Grant, (_ttl,)),
-    "keep_alive": (KeepAlive, (_integer,)),
-    "revoke": (Revoke, (_integer,)),
-    "transact": (Transact, (_many(_record("compare")), _many(_record("put", "delete")))),
-    "read": (Read, (_many(_text), _optional(_text))),
-    "await": (Await, (_many(_text), _integer)),
-    "granted": (Granted, (_integer,)),
-    "done": (Done, ()),
-    "outcome": (Outcome, (_truth, _integer, _many(_ENTRY))),
-    "snapshot": (Snapshot, (_integer, _many(_record("entry")))),
-    "noticed": (Noticed, (_integer, _many(_record("change")))),
-    "refused": (Refused, (_text, _text)),
-}
-_NAMES = {kind: name for name, (kind, _) in _RECORDS.items()}
-_CALL = _record("grant", "keep_alive", "revoke", "transact", "read", "await")
-_RESULT = _record("granted", "done", "outcome", "snapshot", "noticed", "refused")
-
-
-def _pack(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_pack(item) for item in value]
-    name = _NAMES.get(type(value))
-    if name is None:
-        return value
-    return [name, *(_pack(getattr(value, field.name)) for field in fields(value))]
+def _dump(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")

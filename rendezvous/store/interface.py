@@ -17,7 +17,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TypeAlias
 
-LeaseId: TypeAlias = int
+from ...codec import Count
+
+LeaseId: TypeAlias = Count
+Revision: TypeAlias = Count
 
 MOST_OPERATIONS = 128
 """In one transaction, writes and compares counted together. etcd bounds the longest of a request's three lists by
@@ -32,15 +35,15 @@ class Entry:
 
     key: str
     value: str
-    create_revision: int
-    mod_revision: int
+    create_revision: Revision
+    mod_revision: Revision
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
     """One key put or deleted (`entry` is None) at `revision`."""
 
-    revision: int
+    revision: Revision
     key: str
     entry: Entry | None
 
@@ -50,7 +53,7 @@ class Compare:
     """Holds when the key's mod_revision is this one; 0 means the key must be absent."""
 
     key: str
-    mod_revision: int
+    mod_revision: Revision
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class Outcome:
     """What a transaction did: the compared keys as they stand after it, in the order of the compares."""
 
     succeeded: bool
-    revision: int
+    revision: Revision
     entries: tuple[Entry | None, ...]
 
 
@@ -78,7 +81,7 @@ class Outcome:
 class Snapshot:
     """Entries sorted by key, all as of one revision: watch after it to miss nothing."""
 
-    revision: int
+    revision: Revision
     entries: tuple[Entry, ...]
 
 

@@ -27,9 +27,9 @@ from elastic_agent.rendezvous.c10d.wire import (
     REQUEST_LIMIT_BYTES,
     REQUEST_QUEUE,
     SCHEMA,
-    Await,
     Caller,
     Done,
+    LongPoll,
     Read,
     Refused,
     Reply,
@@ -460,11 +460,14 @@ OURS = {"schema": SCHEMA, "program": "elastic-agent", "job": "job", "host": "h"}
     ("meta", "found"),
     [
         (json.dumps(OURS | {"job": "other"}), "job 'other', expected 'job'"),
-        (json.dumps(OURS | {"schema": SCHEMA + 1}), f"schema {SCHEMA + 1}"),
-        (json.dumps(OURS | {"schema": "1"}), "expected an integer"),
-        (json.dumps(OURS | {"program": "torchrun"}), "program 'torchrun'"),
-        (json.dumps({key: OURS[key] for key in ("schema", "program", "job")}), "expected text"),
-        ("[]", "not a JSON object"),
+        (
+            json.dumps(OURS | {"schema": SCHEMA + 1}),
+            f"meta.schema is {SCHEMA + 1}, this version speaks {SCHEMA}",
+        ),
+        (json.dumps(OURS | {"schema": "1"}), "meta.schema is '1'"),
+        (json.dumps(OURS | {"program": "torchrun"}), "meta.program is 'torchrun'"),
+        (json.dumps({key: OURS[key] for key in ("schema", "program", "job")}), "meta.host is missing"),
+        ("[]", "is a JSON list"),
         ("\x80\x05garbage", "not JSON"),
         ("[" * 100_000, "not JSON"),
         ("x" * (REQUEST_LIMIT_BYTES + 1), "did not write"),
@@ -499,9 +502,13 @@ def test_garbage_bytes_and_http_to_the_port_harm_nobody(
     put(store, "k")
 
 
-def encoded(call: object, **envelope: object) -> bytes:
-    message = {"schema": SCHEMA, "client": STRANGER, "link": 1, "id": 1, "call": call}
-    return json.dumps(message | envelope).encode()
+def encoded(kind: object, **fields: object) -> bytes:
+    message = {"v": SCHEMA, "client": STRANGER, "link": 1, "id": 1, "kind": kind}
+    return json.dumps(message | fields).encode()
+
+
+READ: dict[str, object] = {"kind": "read", "scopes": [], "oldest_under": None}
+PUT: dict[str, object] = {"key": "k", "value": "v", "lease": None}
 
 
 JUNK = [
@@ -509,23 +516,23 @@ JUNK = [
     b"\x80\x05]\x94.",
     b"[" * 100_000,
     b"[1, 2]",
-    b'{"schema": 1}',
-    encoded(["read", []], client="../../etc/passwd"),
-    encoded(["read", []], link=-1),
-    encoded(["read", []], id=1e300),
-    encoded(["read", []], id=True),
-    encoded(["read", ["x" * REQUEST_LIMIT_BYTES]]),
-    encoded(["read", []], schema=SCHEMA + 1),
-    encoded(["shutdown"]),
-    encoded(["outcome", True, 1, []]),
-    encoded(["read", "nodes/"]),
-    encoded(["read", [], []]),
-    encoded(["grant", -1]),
-    encoded(["grant", float("nan")]),
-    encoded(["grant", 10**400]),
-    encoded(["transact", [], [["put", "k", "v", "lease"]]]),
-    encoded(["transact", [], [["put", "k", {"v": 1}, None]]]),
-    encoded([["read"]]),
+    b'{"v": 1}',
+    encoded(**READ | {"client": "../../etc/passwd"}),
+    encoded(**READ | {"link": -1}),
+    encoded(**READ | {"id": 1e300}),
+    encoded(**READ | {"id": True}),
+    encoded(**READ | {"scopes": ["x" * REQUEST_LIMIT_BYTES]}),
+    encoded(**READ | {"v": SCHEMA + 1}),
+    encoded("shutdown"),
+    encoded("outcome", succeeded=True, revision=1, entries=[]),
+    encoded(**READ | {"scopes": "nodes/"}),
+    encoded(**READ | {"oldest_under": []}),
+    encoded("grant", ttl_s=-1),
+    encoded("grant", ttl_s=float("nan")),
+    encoded("grant", ttl_s=10**400),
+    encoded("transact", compares=[], writes=[PUT | {"lease": "lease"}]),
+    encoded("transact", compares=[], writes=[PUT | {"value": {"v": 1}}]),
+    encoded(["read"]),
     encoded(None),
 ]
 
@@ -541,7 +548,7 @@ def test_garbage_in_the_request_queue_is_counted_and_dropped(
         assert store.read(("",)).entries == ()
 
 
-@pytest.mark.parametrize("junk", [encoded(["shutdown"]), encoded(["read", []], schema=SCHEMA + 1)])
+@pytest.mark.parametrize("junk", [encoded("shutdown"), encoded(**READ | {"v": SCHEMA + 1})])
 def test_a_call_the_host_does_not_know_is_refused_with_the_reason(
     c10d_host: tuple[C10dHost, int], junk: bytes
 ) -> None:
@@ -550,7 +557,7 @@ def test_a_call_the_host_does_not_know_is_refused_with_the_reason(
     reply = decode_reply(client.queue_pop(reply_queue(STRANGER, 1)))
     assert reply.id == 1
     assert isinstance(reply.result, Refused)
-    assert "shutdown" in reply.result.text or "schema 2" in reply.result.text
+    assert "shutdown" in reply.result.text or f"reads {SCHEMA}" in reply.result.text
 
 
 def test_replies_to_nobody_and_garbage_in_a_reply_queue_are_passed_over(
@@ -595,7 +602,7 @@ def test_what_a_dead_client_left_is_thrown_away(monkeypatch: pytest.MonkeyPatch)
     port = listener.getsockname()[1]
     host = C10dHost(listener, ADDRESS, "job", clock=lambda: now[0])
     client, replies = raw_client(port), reply_queue(STRANGER, 1)
-    client.queue_push(REQUEST_QUEUE, encode_request(Request(Caller(STRANGER, 1, 1), Await(("k",), 0))))
+    client.queue_push(REQUEST_QUEUE, encode_request(Request(Caller(STRANGER, 1, 1), LongPoll(("k",), 0))))
     client.queue_push(REQUEST_QUEUE, encode_request(Request(Caller(STRANGER, 1, 2), Read(("k",)))))
     eventually(lambda: client.queue_len(replies) == 1, "the second call was answered, the first parked")
     now[0] += PARKED_S - c10d_host_module.SWEEP_S

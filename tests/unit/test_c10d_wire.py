@@ -8,15 +8,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from elastic_agent.codec import Invalid
 from elastic_agent.rendezvous.c10d.wire import (
-    Await,
+    SCHEMA,
     Call,
     Caller,
+    Changes,
     Done,
     Grant,
     Granted,
     KeepAlive,
-    Noticed,
+    LongPoll,
     Read,
     Refused,
     Reply,
@@ -24,7 +26,6 @@ from elastic_agent.rendezvous.c10d.wire import (
     Result,
     Revoke,
     Transact,
-    WireInvalid,
     decode_reply,
     decode_request,
     encode_reply,
@@ -47,7 +48,7 @@ ENTRY = Entry("k", "näme \ud800", 1, 2)
         Read(()),
         Read(("a", "")),
         Read(("a",), "nodes/"),
-        Await(("a", "b"), 9),
+        LongPoll(("a", "b"), 9),
     ],
 )
 def test_a_call_arrives_as_it_was_sent(call: Call) -> None:
@@ -63,7 +64,7 @@ def test_a_call_arrives_as_it_was_sent(call: Call) -> None:
         Outcome(True, 3, (None, ENTRY)),
         Snapshot(7, ()),
         Snapshot(7, (ENTRY, ENTRY)),
-        Noticed(8, (Change(7, "k", ENTRY), Change(8, "k", None))),
+        Changes(8, (Change(7, "k", ENTRY), Change(8, "k", None))),
         Refused("Compacted", "gone"),
     ],
 )
@@ -72,11 +73,23 @@ def test_a_result_arrives_as_it_was_sent(result: Result) -> None:
 
 
 @pytest.mark.parametrize(
-    "result", [["snapshot", 7, [["change", 1, "k", None]]], ["read", []], ["found"], [], {}, 0, "done"]
+    "change",
+    [
+        {"id": None},
+        {"id": True},
+        {"v": SCHEMA + 1},
+        {"kind": "read"},
+        {"kind": None},
+        {"revision": -1},
+        {"entries": [{"key": "k"}]},
+        {"entries": None},
+        {"more": 1},
+    ],
 )
-def test_a_result_that_is_not_one_is_refused(result: object) -> None:
-    with pytest.raises(WireInvalid):
-        decode_reply(json.dumps({"schema": 1, "id": 1, "result": result}).encode())
+def test_a_result_that_is_not_one_is_refused(change: dict[str, object]) -> None:
+    good = json.loads(encode_reply(Reply(6, Snapshot(7, (ENTRY,)))))
+    with pytest.raises(Invalid):
+        decode_reply(json.dumps(good | change).encode())
 
 
 JSON = st.recursive(
@@ -85,10 +98,10 @@ JSON = st.recursive(
     | st.integers()
     | st.floats()
     | st.text(max_size=5)
-    | st.sampled_from(["read", "put", "transact"]),
+    | st.sampled_from(["read", "grant", "transact"]),
     lambda inner: (
         st.lists(inner, max_size=4)
-        | st.dictionaries(st.sampled_from(["schema", "id", "link", "call"]), inner)
+        | st.dictionaries(st.sampled_from(["v", "kind", "id", "link", "scopes", "writes", "compares"]), inner)
     ),
     max_leaves=10,
 )
@@ -96,11 +109,11 @@ JSON = st.recursive(
 
 @given(JSON)
 def test_whatever_json_arrives_is_a_request_or_refused(message: object) -> None:
-    whole = {"schema": 1, "client": CLIENT, "link": 1, "id": 1, "call": message}
-    for raw in (message, whole, whole | (message if isinstance(message, dict) else {})):
+    whole = json.loads(encode_request(Request(Caller(CLIENT, 1, 1), Transact((), ()))))
+    for raw in (message, whole | {"writes": message}, whole | (message if isinstance(message, dict) else {})):
         try:
             decode_request(json.dumps(raw).encode())
-        except WireInvalid:
+        except Invalid:
             pass
 
 
@@ -109,7 +122,7 @@ def test_whatever_json_arrives_is_a_request_or_refused(message: object) -> None:
 @example(b"\xff")
 @given(st.binary(max_size=50))
 def test_whatever_bytes_arrive_are_refused(raw: bytes) -> None:
-    with pytest.raises(WireInvalid):
+    with pytest.raises(Invalid):
         decode_request(raw)
-    with pytest.raises(WireInvalid):
+    with pytest.raises(Invalid):
         decode_reply(raw)

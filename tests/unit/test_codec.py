@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -162,7 +162,7 @@ def test_a_document_comes_back_whatever_else_it_holds() -> None:
         ("{}", "text of version None, this process reads 4"),
         ('{"v": true}', "text of version True"),
         ('{"v": 4}', "count is missing"),
-        ('{"v": 4, "count": -1}', "count is -1, expected a whole number"),
+        (DOCUMENT.encode(replace(OUTER, count=-1)), "count is -1, expected a whole number"),
     ],
 )
 def test_a_document_that_cannot_be_read_is_refused(text: str, says: str) -> None:
