@@ -18,8 +18,8 @@ from typing import Annotated, Any, TypeVar
 
 from ..codec import AtMost, Count, Document, Invalid, Positive, Row, Text, Within, shown
 from .errors import RecordInvalid
-from .fields import NAME, Age, Name, clean, line
 from .terms import Limits, Program
+from .text import NAME, Age, Name, clean, line
 
 SCHEMA = 8
 """Version of all records. A reader refuses any other: half an understanding is worse than none."""

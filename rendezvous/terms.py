@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import Annotated
 
 from ..codec import AtMost, Count, Positive
-from .fields import Age, line, shortened
+from .text import Age, line, shortened
 
 MOST_WORDS = 64
 WORD_CHARACTERS = 64

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ...rendezvous.errors import StoreUnavailable
-from ...rendezvous.fields import NAME, shortened
 from ...rendezvous.records import (
     NODES_PREFIX,
     WORLD_KEY,
@@ -27,6 +26,7 @@ from ...rendezvous.records import (
     life_of,
 )
 from ...rendezvous.store.interface import Compare, Delete, Entry, Put, Store
+from ...rendezvous.text import NAME, shortened
 from ..common.exits import DrainCode
 from ..configuration.config import ConfigError, Problem
 from ..configuration.reading.resolve import resolve_meeting_place

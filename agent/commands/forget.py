@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...rendezvous.errors import RecordInvalid, StoreUnavailable
-from ...rendezvous.fields import NAME, shortened
 from ...rendezvous.records import NODES_PREFIX, WORLD_KEY
 from ...rendezvous.store.interface import MOST_OPERATIONS, Compare, Delete, Entry, Store
+from ...rendezvous.text import NAME, shortened
 from ..common.exits import ForgetCode
 from ..configuration.config import ConfigError, Problem
 from ..configuration.reading.resolve import resolve_meeting_place

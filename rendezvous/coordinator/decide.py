@@ -30,7 +30,6 @@ from itertools import accumulate
 from typing import TypeAlias
 
 from .. import terms
-from ..fields import shortened
 from ..liveness import absence
 from ..liveness.lease_validity import may_be_whole
 from ..records import (
@@ -54,6 +53,7 @@ from ..records import (
     row_bytes,
 )
 from ..terms import Limits, Program, fits
+from ..text import shortened
 from . import blame
 from .restarts import Ended, GiveUp, RestartPolicy, Retry, after_failure
 

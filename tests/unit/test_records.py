@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from elastic_agent.agent.configuration.types.parsers import MOST_NODES
 from elastic_agent.codec import Invalid
 from elastic_agent.rendezvous.errors import RecordInvalid
-from elastic_agent.rendezvous.fields import clean
 from elastic_agent.rendezvous.records import (
     MAX_MEMBERS_BYTES,
     MAX_RECORD_BYTES,
@@ -46,6 +45,7 @@ from elastic_agent.rendezvous.records import (
     row_bytes,
 )
 from elastic_agent.rendezvous.terms import Limits, Program
+from elastic_agent.rendezvous.text import clean
 
 FAILURE = Failure(3, "ValueError in step", "rank 1 raised ValueError: lr < 0", '{"rank": 1}')
 NODE = NodeRecord(

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from ....codec import Count, Document, Seconds, Within
-from ....rendezvous.fields import Name, line
 from ....rendezvous.node.snapshot import NodeSnapshot
 from ....rendezvous.records import MAX_RECORD_BYTES, MAX_TEXT, NodeRecord, Phase, World
+from ....rendezvous.text import Name, line
 from ....worker.wire.messages import Report, SaveReport
 from ...workers.processes.failures import FailureInvalid, WorkerFailure
 from ...workers.processes.workers import WorkerGroup

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ....codec import Codec, Count, Invalid, Text, Within
-from ....rendezvous.fields import clean
+from ....rendezvous.text import clean
 
 Reason = Literal["ok", "exception", "signal", "oom", "nccl", "hang", "unknown"]
 """Some of the metric `worker_exits_total`'s values for `reason`. `nccl`: the network between the workers, or NCCL

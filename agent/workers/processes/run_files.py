@@ -16,10 +16,11 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
-from ....rendezvous.errors import RecordInvalid
-from ....rendezvous.fields import Fields
+from ....codec import Document, Invalid, shown
 from ....rendezvous.records import Endpoint
+from ....rendezvous.text import clean
 from ...configuration.rendezvous import BACKEND, ENDPOINT, ETCD_OPTIONS, JOB_ID
 from ...configuration.types.option import Source
 
@@ -63,7 +64,17 @@ class RunFile:
     """Where an agent listens; and where its job meets, as options by name: none where no other node can come."""
 
     http: Endpoint
-    store: tuple[tuple[str, str], ...] = ()
+    store: Annotated[tuple[tuple[str, str], ...], _read_store]
+
+
+def _read_store(raw: Any) -> tuple[tuple[str, str], ...]:
+    options = [(name, raw[name]) for name in STORE_OPTIONS if name in raw] if isinstance(raw, dict) else None
+    if options is None or not all(isinstance(text, str) for _, text in options):
+        raise Invalid(f"{shown(raw)}, expected texts by option")
+    return tuple((name, clean(text)) for name, text in options)
+
+
+_FILE = Document(RunFile, SCHEMA, _MOST_BYTES)
 
 
 def announce(run_dir: Path, http: tuple[str, int], store: Mapping[str, str] | None = None) -> None:
@@ -144,17 +155,11 @@ def _read(run_dir: Path, owners: set[int] | None) -> RunFile | None:
         text = trusted_text(_NAME, {owner}, _MOST_BYTES, directory)
         if text is None:
             return None
-        fields = Fields.of_text(_NAME, text, SCHEMA, _MOST_BYTES)
-        store = fields.one("store", _options) if fields.has("store") else ()  # older agents name none
-        return RunFile(fields.one("http", lambda inner: inner.declared(Endpoint)), store)
-    except (OSError, RecordInvalid):
+        return _FILE.unpack({"store": {}, **_FILE.load(text)})  # older agents name none
+    except (OSError, Invalid):
         return None
     finally:
         os.close(directory)
-
-
-def _options(fields: Fields) -> tuple[tuple[str, str], ...]:
-    return tuple((name, fields.text(name, _MOST_BYTES)) for name in STORE_OPTIONS if fields.has(name))
 
 
 def _trusted_owner(fd: int, kind: int, owners: set[int] | None) -> int | None:

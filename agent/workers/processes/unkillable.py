@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ....codec import Count, Invalid, Text, Within, from_plain, load_object
-from ....rendezvous.fields import NAME, shortened
+from ....rendezvous.text import NAME, shortened
 from ...common.exits import CannotStart, ExitCode
 from .proc import boot_id, living_since, pid_namespace, process_status
 from .run_files import paths_in, trusted_text

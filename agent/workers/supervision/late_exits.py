@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from ....rendezvous.fields import shortened
+from ....rendezvous.text import shortened
 from ..processes.proc import stat_of
 
 log = logging.getLogger(__name__)
