@@ -34,7 +34,7 @@ from ...worker.disk.background_write import outcome_of, write_copy
 from ...worker.disk.checkpoint_files import CheckpointFiles
 from ...worker.disk.commit_permission import CommitPermission
 from ...worker.errors import CheckpointError, Fenced, SaveFailed
-from ...worker.memory.slots import Held, Slots
+from ...worker.memory.slots import HeldSlot, Slots
 from ...worker.wire.channel import receive, send
 from ...worker.wire.messages import (
     MAX_BYTES,
@@ -157,7 +157,7 @@ class _Writer:
         self._settled(order)
 
     def _write(
-        self, order: WriteOrder, copy: tuple[Slots, Held] | Exception, connection: socket.socket | None
+        self, order: WriteOrder, copy: tuple[Slots, HeldSlot] | Exception, connection: socket.socket | None
     ) -> int:
         """Its size. `connection` leads to the one who gave the order and may take it back. Raises `FAILURES`."""
         permit = CommitPermission(self._questions, order.generation)
@@ -225,12 +225,12 @@ class _Writer:
 class _Taken:
     order: WriteOrder
     connection: socket.socket
-    copy: tuple[Slots, Held] | Exception
+    copy: tuple[Slots, HeldSlot] | Exception
     at: float
     """Seconds, monotonic."""
 
 
-def _hold(order: WriteOrder) -> tuple[Slots, Held] | Exception:
+def _hold(order: WriteOrder) -> tuple[Slots, HeldSlot] | Exception:
     """What it names; or why it cannot be had."""
     try:
         slots = Slots(order.memory, order.directory)

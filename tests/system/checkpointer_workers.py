@@ -32,6 +32,7 @@ from elastic_agent.worker.memory import slots
 from elastic_agent.worker.ranks import group
 from elastic_agent.worker.state import archive_layout
 from elastic_agent.worker.steps import progress
+from elastic_agent.worker.wire import files
 
 WORLD_DEADLINE_S = 40.0
 
@@ -81,7 +82,7 @@ def recall(rank: int, directory: str, node: str = "a", local_rank: int = 0) -> d
     be_of_node(node, local_rank)
     answer = load(rank, directory)
     kept = [
-        [one.step, one.generation, not one.gaps]
+        [one.step, one.generation, not one.rng_holes]
         for one in slots.Slots(memory_of(node), directory).headers().values()
     ]
     return {**answer, "kept": sorted(kept)}
@@ -196,7 +197,7 @@ def save_on_a_failing_disk(rank: int, directory: str) -> dict[str, Any]:
         if fail:
             raise OSError(28, "No space left on device")
 
-    checkpoint_files.os = directory_claim.os = durable.os = Overlay(fsync=fsync)
+    checkpoint_files.os = directory_claim.os = durable.os = files.os = Overlay(fsync=fsync)
     checkpoints = Checkpointer(directory, {"meta": {}}, max_failed_saves=3)
     results = []
     for step, fail in enumerate(failing, start=1):  # noqa: B007  # fsync reads it
@@ -211,7 +212,7 @@ def leave_save(rank: int, directory: str) -> dict[str, Any]:
         time.sleep(0.1)
         os.fsync(fd)
 
-    checkpoint_files.os = directory_claim.os = durable.os = Overlay(fsync=fsync)
+    checkpoint_files.os = directory_claim.os = durable.os = files.os = Overlay(fsync=fsync)
     Checkpointer(directory, {"meta": {}}).save(10)
     return {"visible": sorted(os.listdir(directory))}
 
@@ -246,7 +247,7 @@ def train(
 
         return call
 
-    checkpoint_files.os = directory_claim.os = durable.os = Overlay(
+    checkpoint_files.os = directory_claim.os = durable.os = files.os = Overlay(
         **{name: eventful(getattr(os, name)) for name in ("open", "write", "fsync", "rename", "unlink")}
     )
     slots.os = Overlay(

@@ -11,7 +11,8 @@ import pytest
 
 from elastic_agent.worker.disk.async_save import AsyncSaver
 from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
-from elastic_agent.worker.memory.slots import Header, Slots
+from elastic_agent.worker.memory.copy_header import Header
+from elastic_agent.worker.memory.slots import Slots
 from elastic_agent.worker.wire.environment import WorkerEnv
 from elastic_agent.worker.wire.messages import WriteOutcome
 from elastic_agent.worker.wire.run import Run

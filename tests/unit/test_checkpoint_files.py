@@ -17,6 +17,7 @@ from elastic_agent.worker.disk import checkpoint_files, directory_claim, durable
 from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.disk.manifests import Manifest
 from elastic_agent.worker.errors import BadCheckpoint, Fenced
+from elastic_agent.worker.wire import files
 from elastic_agent.worker.wire.run import Run
 from elastic_agent.worker.wire.sealed import checksum
 
@@ -524,7 +525,7 @@ def test_a_file_whose_fsync_failed_is_abandoned(
 
 
 def replace_os(monkeypatch: pytest.MonkeyPatch, overlay: _Overlay) -> None:
-    for module in (checkpoint_files, directory_claim, durable):
+    for module in (checkpoint_files, directory_claim, durable, files):
         monkeypatch.setattr(module, "os", overlay)
 
 

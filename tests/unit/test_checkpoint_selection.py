@@ -10,15 +10,15 @@ import pytest
 from elastic_agent.worker.disk.manifests import Manifest
 from elastic_agent.worker.errors import NoUsableCheckpoint
 from elastic_agent.worker.loading.checkpoint_selection import BadState, Offer, Owner, choose_owner, nodes_with
-from elastic_agent.worker.memory.slots import Copy, Header
+from elastic_agent.worker.memory.copy_header import Copy, Header
 
 
 def disk(step: int, generation: int = 1) -> Manifest:
     return Manifest(step, generation, 2, f"step-{step:012d}-{'a' * 16}.pt", 1, "a" * 64)
 
 
-def memory(step: int, generation: int = 1, *, base: int = 0) -> Header:
-    return Header(step, generation, base, world_size=2, size=1)
+def memory(step: int, generation: int = 1, *, resumed_from: int = 0) -> Header:
+    return Header(step, generation, resumed_from, world_size=2, size=1)
 
 
 def owner(*offers: Offer) -> Owner | None:
@@ -51,15 +51,15 @@ def test_of_disks_alone_the_newest_step_wins(offers: list[Manifest | None], rank
         # the memory was too small for a while
         ([memory(12)], [disk(20)], disk(20)),
         # a node that was cut off went on in generation 1; the others began generation 2 at step 10
-        ([memory(12, 1), memory(11, 2, base=10)], [disk(10)], memory(11, 2, base=10)),
+        ([memory(12, 1), memory(11, 2, resumed_from=10)], [disk(10)], memory(11, 2, resumed_from=10)),
         # the same, and the cut off one has even saved on its own disk
-        ([memory(11, 2, base=10)], [disk(12, 1)], memory(11, 2, base=10)),
+        ([memory(11, 2, resumed_from=10)], [disk(12, 1)], memory(11, 2, resumed_from=10)),
         # the same, and only the disk has what the others did since
         ([memory(12, 1)], [disk(11, 2)], disk(11, 2)),
         # generation 2 has done nothing yet that anybody kept: what it came from counts
         ([memory(12, 1)], [disk(10, 1)], memory(12, 1)),
         # the disk's number is another store's, of an earlier life of this job; generation 1 began there
-        ([memory(5050, 1, base=5000)], [disk(5000, 37)], memory(5050, 1, base=5000)),
+        ([memory(5050, 1, resumed_from=5000)], [disk(5000, 37)], memory(5050, 1, resumed_from=5000)),
         # such a disk is found by a job that had begun anew without it
         ([memory(10, 1)], [disk(5000, 37)], disk(5000, 37)),
         # of two disks beyond the memory's beginning the newer generation's is the line that goes on
@@ -91,7 +91,7 @@ BAD = BadState(generation=7, step=30, present=9)
         # the disk's number is another store's
         ([], [disk(30, 37), disk(20, 37)], disk(20, 37)),
         # what a later generation has made of an older state is as good as any
-        ([memory(30, 8, base=29), memory(29, 5)], [], memory(30, 8, base=29)),
+        ([memory(30, 8, resumed_from=29), memory(29, 5)], [], memory(30, 8, resumed_from=29)),
         ([], [disk(31, 8), disk(30, 7)], disk(31, 8)),
         # there is nothing else
         ([memory(30, 5)], [], memory(30, 5)),
@@ -218,7 +218,7 @@ def test_bad_checkpoints_count_only_where_there_is_nothing_else() -> None:
 
 def test_an_offer_reaches_the_others_whole() -> None:
     copies = (
-        Copy(replace(memory(7), gaps=((0, 1), (0, 0)), sums=(1, 2), haste=True), frozenset({1})),
+        Copy(replace(memory(7), rng_holes=((0, 1), (0, 0)), sums=(1, 2), partial=True), frozenset({1})),
         Copy(memory(6)),
     )
     foreign = Offer(of("a", 4), run="b", foreign=True)
@@ -226,9 +226,9 @@ def test_an_offer_reaches_the_others_whole() -> None:
         assert Offer.from_json(offer.to_json()) == offer
 
 
-def remembered(step: int, *ranks: int, haste: bool = False, world_size: int = 2) -> Copy:
-    gaps = ((0, 1),) * world_size
-    return Copy(Header(step, 1, 0, world_size, 1, gaps, haste), frozenset(ranks))
+def remembered(step: int, *ranks: int, partial: bool = False, world_size: int = 2) -> Copy:
+    holes = ((0, 1),) * world_size
+    return Copy(Header(step, 1, 0, world_size, 1, holes, partial), frozenset(ranks))
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def remembered(step: int, *ranks: int, haste: bool = False, world_size: int = 2)
         ([[remembered(8, 0), remembered(7, 0)], [remembered(8, 1), remembered(7, 1)]], 8),
         ([[remembered(8, 0), remembered(7, 0)], [remembered(7, 1), remembered(6, 1)]], 7),
         # rank 1 had failed when this was copied, and lost no step to it
-        ([[remembered(8, 0, haste=True), remembered(7, 0, 1)], []], 8),
+        ([[remembered(8, 0, partial=True), remembered(7, 0, 1)], []], 8),
         # nobody can have all random states: rank 1's node is gone
         ([[remembered(8, 0), remembered(7, 0)], []], 8),
         # nor does anybody need them

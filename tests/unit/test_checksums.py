@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.worker.loading.checkpoint_selection import Offer, choose_owner
-from elastic_agent.worker.memory import checksums as summing_module
-from elastic_agent.worker.memory import slots as slots_module
+from elastic_agent.worker.memory import checksums
 from elastic_agent.worker.memory.checksums import Summing
-from elastic_agent.worker.memory.slots import Copy, Header, Slots, sums_of
+from elastic_agent.worker.memory.copy_header import Copy, Header
+from elastic_agent.worker.memory.slots import Slots, sums_of
 from tests.unit.threads import join_threads
 
 CONTENT = bytes(range(250)) * 10
@@ -20,9 +20,9 @@ CONTENT = bytes(range(250)) * 10
 
 @pytest.fixture
 def slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slots]:
-    for module in (slots_module, summing_module):
-        monkeypatch.setattr(module, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(summing_module, "_STRIDE", 300)
+    for module in ("slots", "checksums"):
+        monkeypatch.setattr(f"elastic_agent.worker.memory.{module}.PIECE_BYTES", 1000)
+    monkeypatch.setattr(checksums, "_STRIDE", 300)
     slots = Slots(str(tmp_path), "/runs/x")
     yield slots
     slots.close()
@@ -52,16 +52,16 @@ def test_who_changes_a_slot_does_not_wait_for_its_checksums(
 ) -> None:
     reading = threading.Event()
     summing = Summing(slots)
-    really = summing_module.zlib.crc32
+    really = checksums.zlib.crc32
 
     def crc32(*given: object) -> int:
         job = threading.current_thread()
-        if isinstance(job, summing_module._Job):
+        if isinstance(job, checksums._Job):
             reading.set()
             job.given_up.wait()
         return really(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(summing_module.zlib, "crc32", crc32)
+    monkeypatch.setattr(checksums.zlib, "crc32", crc32)
     name = write(slots, 1)
     summing.start(name)
     reading.wait()

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from elastic_agent.worker import Checkpointer
-from elastic_agent.worker.memory import node_memory as memory
-from elastic_agent.worker.memory import slots
+from elastic_agent.worker.memory import node_memory, slots
 from elastic_agent.worker.memory.available_memory import Memory, file_system
+from elastic_agent.worker.memory.random_states import RandomStates
 from elastic_agent.worker.memory.slots import Slots
 from elastic_agent.worker.ranks.replicas import Replicas
 from elastic_agent.worker.steps import progress
+from elastic_agent.worker.wire import files
 from tests.unit.threads import join_threads
 
 FULL = OSError(28, "No space left on device")
@@ -76,7 +77,8 @@ def test_whichever_call_fails_only_that_copy_is_lost(
             assert checkpoints.remember(step)
         failing = FailingOs(number, error)
         with monkeypatch.context() as patch:
-            patch.setattr(slots, "os", failing)
+            for module in (slots, files):
+                patch.setattr(module, "os", failing)
             meta["is"] = -1
             copied = checkpoints.remember(step + 1)
         loaded: dict[str, Any] = {}
@@ -102,7 +104,7 @@ def test_a_rank_that_cannot_write_its_random_state_goes_on_and_says_it_once(
     checkpoints = Checkpointer(tmp_path / "disk", {"meta": {}}, memory_every=1)
     progress.step(1)
     with monkeypatch.context() as patch:
-        patch.setattr(slots.Slots, "put_record", raising(FULL))
+        patch.setattr(RandomStates, "put", raising(FULL))
         assert [checkpoints.remember(step) for step in (2, 3)] == [False, False]
         progress.step(4)
     assert caplog.text.count("no copy in memory") == 1
@@ -139,7 +141,7 @@ def test_a_folder_that_is_removed_while_the_job_runs_costs_no_step(
     assert loaded == {"is": 4}
 
 
-def test_a_journal_without_room_means_no_save_just_in_time_and_nothing_else(
+def test_a_rank_state_without_room_means_no_save_just_in_time_and_nothing_else(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("ELASTIC_AGENT_SOCKET", str(tmp_path / "socket"))
@@ -176,7 +178,7 @@ def test_what_an_earlier_generation_left_under_another_name_makes_room(
     earlier = Checkpointer(tmp_path / "at-noon", state)
     assert earlier.remember(1)
     join_threads("memory-sums")  # they would have ended with it
-    monkeypatch.setattr(memory, "_used", set())  # another process
+    monkeypatch.setattr(node_memory, "_used", set())  # another process
     later = Checkpointer(tmp_path / "at-one", state)
     assert later.remember(1)
     assert "made room for its own" in caplog.text
@@ -188,7 +190,7 @@ def test_a_copy_leaves_a_reserve_in_the_file_system(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     left = Memory(3 << 20, 64 << 20, of=f"the file system of {folder}")
-    monkeypatch.setattr(memory, "file_system", lambda _folder: left)
+    monkeypatch.setattr(node_memory, "file_system", lambda _folder: left)
     assert not Checkpointer(tmp_path / "disk", {"meta": {"table": torch.zeros(1 << 20)}}).remember(1)
     assert f"the file system of {folder} has 3 MiB left of 64" in caplog.text
     assert not list(folder.rglob("*.pt"))

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from elastic_agent.worker import Checkpointer, ElasticSampler, step
 from elastic_agent.worker.checkpointing.just_in_time import JustInTime, of_a_collective
 from elastic_agent.worker.memory.node_memory import Place
-from elastic_agent.worker.memory.rank_state import Buffers, Journal, find
-from elastic_agent.worker.memory.slots import Held as HeldSlot
-from elastic_agent.worker.memory.slots import NoRoom
+from elastic_agent.worker.memory.rank_state import Buffers, RankStateFile, find
+from elastic_agent.worker.memory.slots import HeldSlot, NoRoom
 from elastic_agent.worker.state import rng
 from elastic_agent.worker.steps import progress
 from elastic_agent.worker.steps.registry import Checkpointers
@@ -205,7 +204,7 @@ def test_what_forward_has_changed_is_put_back_to_the_boundary(
     assert draws() == drawn
 
 
-def test_who_has_no_journal_gets_the_buffers_of_the_boundary_from_whoever_kept_them(
+def test_who_has_no_rank_state_gets_the_buffers_of_the_boundary_from_whoever_kept_them(
     script: Script, agent: Agent, tmp_path: Path
 ) -> None:
     """In another world, or on another node."""
@@ -217,8 +216,8 @@ def test_who_has_no_journal_gets_the_buffers_of_the_boundary_from_whoever_kept_t
         assert agent.asks(Hold(1.0)) == Held(2)
         assert agent.asks(Keep(1.0)) == Kept(2)
         agent.says(Go())
-    (journal,) = tmp_path.glob("memory/*/journal-0")
-    journal.unlink()
+    (rank_state,) = tmp_path.glob("memory/*/rank-state-0")
+    rank_state.unlink()
     resumed = Script(tmp_path / "disk")
     assert resumed.checkpoints.load() == 2
     assert equal(resumed.state(), at_the_boundary)
@@ -529,18 +528,18 @@ def test_several_of_which_one_never_found_room_go_on_from_disk(
     assert pair.resume(monkeypatch) == [2, 2]
 
 
-# --- The journal
+# --- The file of one rank
 
 
 def place(generation: int, world_size: int = 2) -> Place:
     return Place("a", generation, 1, 1, world_size)
 
 
-def test_the_journal_knows_two_boundaries_and_the_step_under_way(tmp_path: Path) -> None:
+def test_a_rank_state_file_knows_two_boundaries_and_the_step_under_way(tmp_path: Path) -> None:
     module = torch.nn.BatchNorm1d(2)
     buffers = Buffers([module])
     assert buffers.size == 2 * 4 + 2 * 4 + 8
-    journal = Journal(str(tmp_path), place(7), buffers.size)
+    rank_state = RankStateFile(str(tmp_path), place(7), buffers.size)
 
     def at(step: int) -> float | None:
         entry = find(str(tmp_path), 1, 2, 7, step)
@@ -555,12 +554,12 @@ def test_the_journal_knows_two_boundaries_and_the_step_under_way(tmp_path: Path)
         module.running_mean.fill_(newest - 0.5)  # type: ignore[union-attr, operator]
         torch.manual_seed(100 + newest)
         snapshots[newest] = rng.snapshot()
-        journal.under_way(buffers)
+        rank_state.under_way(buffers)
         assert at(newest) == newest - 0.5, "killed now, the others may still finish this step"
         module.running_mean.fill_(newest)  # type: ignore[union-attr, operator]
         torch.manual_seed(newest)
         snapshots[newest] = rng.snapshot()
-        journal.finished(newest, buffers)
+        rank_state.finished(newest, buffers)
         assert at(newest) == newest
         assert at(newest - 1) == (newest - 1 if newest > 1 else None)
         assert at(newest - 2) is None
@@ -572,19 +571,19 @@ def test_the_journal_knows_two_boundaries_and_the_step_under_way(tmp_path: Path)
 
 def test_a_generation_does_not_believe_what_an_older_one_had_under_way(tmp_path: Path) -> None:
     buffers = Buffers([])
-    old = Journal(str(tmp_path), place(7), 0)
+    old = RankStateFile(str(tmp_path), place(7), 0)
     old.finished(3, buffers)
     old.under_way(buffers)
     assert find(str(tmp_path), 1, 2, 7, 4) is not None
-    new = Journal(str(tmp_path), place(8), 0)
+    new = RankStateFile(str(tmp_path), place(8), 0)
     assert find(str(tmp_path), 1, 2, 8, 4) is None
     new.under_way(buffers)
     assert find(str(tmp_path), 1, 2, 8, 4) is not None
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100, b"\0" * 4096, b"x" * 300_000])
-def test_what_is_no_journal(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "journal-1").write_bytes(content)
+def test_what_is_no_rank_state_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "rank-state-1").write_bytes(content)
     assert find(str(tmp_path), 1, 2, 7, 4) is None
 
 

@@ -200,7 +200,7 @@ def test_a_save_is_remembered_too_and_needs_no_records(tmp_path: Path, opened: S
     training.train(1)
     training.checkpoints.save(1)
     (header,) = opened.headers().values()
-    assert (header.step, header.gaps) == (1, ())
+    assert (header.step, header.rng_holes) == (1, ())
     drawn = torch.rand(1)
     torch.manual_seed(9)
     for file in (tmp_path / "disk").iterdir():
@@ -494,7 +494,7 @@ def test_checksums_that_come_late_undo_no_change(
     assert about.wait(60)
     kept, (header,) = checkpoints._memory, opened.headers().values()
     assert kept is not None
-    assert header.gaps
+    assert header.rng_holes
     timer = threading.Timer(0.2, go.set)
     timer.start()
     if change == "drop":
@@ -505,7 +505,7 @@ def test_checksums_that_come_late_undo_no_change(
         kept.fill(header.version, kept.records(header))
     timer.join()
     join_threads("memory-sums")
-    assert [bool(one.gaps) for one in opened.headers().values()] == ([False] if change == "fill" else [])
+    assert [bool(one.rng_holes) for one in opened.headers().values()] == ([False] if change == "fill" else [])
 
 
 @pytest.mark.parametrize("taken_by", ["remember", "open_slot"])

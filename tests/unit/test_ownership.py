@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.worker.disk import directory_claim, durable, former_runs, ownership
+from elastic_agent.worker.disk import checkpoint_files, directory_claim, durable, former_runs, ownership
 from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.disk.manifests import Manifest
 from elastic_agent.worker.disk.ownership import Former, Ownership, settle, successor
 from elastic_agent.worker.errors import CheckpointError, Fenced, OtherRun, Unconfirmed
+from elastic_agent.worker.wire import files
 from elastic_agent.worker.wire.run import Run, this_run
 from elastic_agent.worker.wire.sealed import checksum
 
@@ -212,7 +213,7 @@ class Interrupted:
         self._left = at
         self._then = then
         self.happened = False
-        for module in (directory_claim, durable):
+        for module in (checkpoint_files, directory_claim, durable, files):
             monkeypatch.setattr(module, "os", self)
 
     def __getattr__(self, name: str) -> Any:
@@ -948,6 +949,7 @@ SCRIPT = """
 import os, signal, sys
 from elastic_agent.worker.errors import OtherRun
 from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
+from elastic_agent.worker.wire import files
 from elastic_agent.worker.wire.run import this_run
 
 files = CheckpointFiles(sys.argv[1], keep=2, run=this_run(os.environ))

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.worker.memory import slots as slots_module
-from elastic_agent.worker.memory.slots import Header, Record, Slots, SlotsBusy, sums_of
+from elastic_agent.worker.memory.copy_header import Header
+from elastic_agent.worker.memory.random_states import RandomState
+from elastic_agent.worker.memory.slots import Slots, SlotsBusy, room_for, sums_of
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ def test_processes_that_change_one_header_undo_nothing_of_each_other(slots: Slot
     other = Slots(str(tmp_path), "/runs/x")
     opened = slots.begin(8)
     opened.trim()
-    remembered = Header(1, 1, 0, 1, 8, gaps=((0, 8),))
+    remembered = Header(1, 1, 0, 1, 8, rng_holes=((0, 8),))
     slots.seal(opened, remembered)
     started = threading.Barrier(2)
 
@@ -100,20 +101,20 @@ def test_processes_that_change_one_header_undo_nothing_of_each_other(slots: Slot
         adding = threading.Thread(target=add_sums)
         adding.start()
         started.wait()
-        assert slots.hurry(remembered.version)
+        assert slots.mark_partial(remembered.version)
         adding.join()
-        assert slots.headers()[opened.name] == replace(remembered, haste=True, sums=(1,))
+        assert slots.headers()[opened.name] == replace(remembered, partial=True, sums=(1,))
     other.close()
 
 
 def test_a_copy_that_is_not_here_cannot_be_made_to_count(slots: Slots) -> None:
     write(slots, 1)
-    assert slots.hurry((1, 1))
-    assert not slots.headers()["a"].haste, "it needs no records"
-    assert not slots.hurry((1, 2))
+    assert slots.mark_partial((1, 1))
+    assert not slots.headers()["a"].partial, "it needs no records"
+    assert not slots.mark_partial((1, 2))
     slots.begin(5)
     opened = slots.begin(5)
-    assert not slots.hurry((1, 1)), "its slot is being written"
+    assert not slots.mark_partial((1, 1)), "its slot is being written"
     opened.close()
 
 
@@ -153,10 +154,10 @@ def test_pages_are_kept_from_one_state_to_the_next(slots: Slots, monkeypatch: py
         reserved.append((offset, length))
         really(fd, offset, length)
 
-    monkeypatch.setattr(slots_module.os, "posix_fallocate", reserve)
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
     write(slots, 3, content=content + b"a little more")
     assert [offset for offset, _ in reserved] == [300_000]
-    assert all(length < 2 * slots_module._GRAIN for _, length in reserved)
+    assert all(length < 2 * room_for(0) for _, length in reserved)
 
 
 def test_a_hole_is_filled_before_it_is_written_to(slots: Slots) -> None:
@@ -177,7 +178,7 @@ def test_no_memory_is_an_error_and_gives_back_what_there_was(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(slots_module.os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space"):
         slots.begin(1 << 20)
     assert newest(slots).step == 2
@@ -213,7 +214,7 @@ def replace_by_pipe(path: Path) -> None:
         lambda path: os.truncate(path, 0),
         lambda path: path.write_bytes(os.urandom(300)),
         lambda path: path.write_bytes(b"[" * 100_000),
-        lambda path: path.write_bytes(path.read_bytes().replace(b'"schema": 1', b'"schema": 2')),
+        lambda path: path.write_bytes(path.read_bytes().replace(b'"schema": 2', b'"schema": 3')),
         lambda path: path.write_bytes(bytes(5 << 20)),
     ],
     ids=["bit", "link", "pipe", "cut", "empty", "noise", "deep", "version", "huge"],
@@ -243,8 +244,8 @@ def test_a_slot_that_does_not_fit_its_header_is_not_opened(slots: Slots, spoil: 
     "wrong",
     [
         {"step": -1}, {"step": True}, {"step": 1.0}, {"generation": None}, {"size": 0}, {"world_size": 0},
-        {"gaps": ((0, 5), (3, 1))}, {"gaps": ((0, 6),)}, {"gaps": ((0, -1),)}, {"gaps": ((0,),)},
-        {"sums": ("1",)}, {"haste": 1},
+        {"rng_holes": ((0, 5), (3, 1))}, {"rng_holes": ((0, 6),)}, {"rng_holes": ((0, -1),)}, {"rng_holes": ((0,),)},
+        {"sums": ("1",)}, {"partial": 1},
     ],
     ids=str,
 )  # fmt: skip
@@ -256,7 +257,7 @@ def test_an_impossible_header_cannot_exist(wrong: dict[str, object]) -> None:
 
 
 def test_checksums_find_one_bit(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots_module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr("elastic_agent.worker.memory.slots.PIECE_BYTES", 1000)
     content = os.urandom(4500)
     write(slots, 1, content=content)
     with slots.hold("a") as held:
@@ -271,24 +272,24 @@ def test_checksums_find_one_bit(slots: Slots, monkeypatch: pytest.MonkeyPatch) -
 def test_each_rank_has_the_random_states_of_its_last_two_steps(slots: Slots) -> None:
     for step in (1, 2, 3):
         for rank in (0, 1):
-            slots.put_record(rank, Record((1, step), 2, f"{rank} after {step}".encode()))
-    assert slots.records((1, 1), 2) == {}
-    assert slots.records((1, 2), 2) == {0: b"0 after 2", 1: b"1 after 2"}
-    assert slots.records((1, 3), 2) == {0: b"0 after 3", 1: b"1 after 3"}
-    assert slots.records((1, 3), 3) == slots.records((2, 3), 2) == {}
-    slots.put_record(1, Record((1, 3), 2, b"again"))
-    assert slots.records((1, 2), 2)[1] == b"1 after 2"
-    assert slots.records((1, 3), 2)[1] == b"again"
+            slots.random_states.put(rank, RandomState((1, step), 2, f"{rank} after {step}".encode()))
+    assert slots.random_states.of((1, 1), 2) == {}
+    assert slots.random_states.of((1, 2), 2) == {0: b"0 after 2", 1: b"1 after 2"}
+    assert slots.random_states.of((1, 3), 2) == {0: b"0 after 3", 1: b"1 after 3"}
+    assert slots.random_states.of((1, 3), 3) == slots.random_states.of((2, 3), 2) == {}
+    slots.random_states.put(1, RandomState((1, 3), 2, b"again"))
+    assert slots.random_states.of((1, 2), 2)[1] == b"1 after 2"
+    assert slots.random_states.of((1, 3), 2)[1] == b"again"
 
 
 def test_a_spoilt_random_state_is_left_aside(slots: Slots) -> None:
-    slots.put_record(0, Record((1, 1), 1, b"state"))
-    slots.put_record(0, Record((1, 2), 1, b"state"))
+    slots.random_states.put(0, RandomState((1, 1), 1, b"state"))
+    slots.random_states.put(0, RandomState((1, 2), 1, b"state"))
     spoil_by_bit(Path(slots.folder) / "rng-0-1")
     (Path(slots.folder) / "rng-0-0").write_bytes(b"short")
-    assert slots.records((1, 1), 1) == slots.records((1, 2), 1) == {}
-    slots.put_record(0, Record((1, 3), 1, b"state"))
-    assert slots.records((1, 3), 1) == {0: b"state"}
+    assert slots.random_states.of((1, 1), 1) == slots.random_states.of((1, 2), 1) == {}
+    slots.random_states.put(0, RandomState((1, 3), 1, b"state"))
+    assert slots.random_states.of((1, 3), 1) == {0: b"state"}
 
 
 def test_only_its_owner_may_enter(slots: Slots, tmp_path: Path) -> None:
@@ -321,8 +322,8 @@ def test_what_was_loaded_outlives_the_first_copy_made_of_it(slots: Slots) -> Non
 
 
 def test_of_a_step_that_was_remembered_and_saved_the_copy_with_gaps_is_overwritten(slots: Slots) -> None:
-    for gaps in ((), ((0, 5),)):
+    for holes in ((), ((0, 5),)):
         opened = slots.begin(5)
-        slots.seal(opened, Header(9, 1, 0, 1, 5, gaps))
+        slots.seal(opened, Header(9, 1, 0, 1, 5, holes))
     slots.begin(5).close()
-    assert newest(slots).gaps == ()
+    assert newest(slots).rng_holes == ()

@@ -30,8 +30,9 @@ from ..errors import BadCheckpoint, CheckpointError, NotSaved, SaveFailed, StepN
 from ..loading.checkpoint_selection import BadState, Owner
 from ..loading.restore import Restore
 from ..loading.resume import apply
+from ..memory.copy_header import Header
 from ..memory.node_memory import memory_of
-from ..memory.slots import CopyLost, Header
+from ..memory.slots import CopyLost
 from ..ranks.group import Group, current_group
 from ..ranks.refusals import because, together
 from ..ranks.replicas import refuse_sharded
@@ -178,7 +179,7 @@ class Checkpointer:
         self._floor = step - 1
         self._contents.replicas.began(step)
         if self._memory is not None:
-            self._memory.base = step
+            self._memory.resumed_from = step
         if not self._read_only:
             self._part.loaded(step)
         if group.rank and self._speaks_for_node:

@@ -11,8 +11,9 @@ import time
 from typing import Any
 
 from ..disk.async_save import AsyncSaver
+from ..memory.copy_header import Header
 from ..memory.node_memory import CopyUnderWay, NodeMemory
-from ..memory.slots import CopyLost, Header, NoRoom, SlotsBusy
+from ..memory.slots import CopyLost, NoRoom, SlotsBusy
 from ..state.archive_layout import CannotLayOut
 from ..steps import progress
 from ..wire.messages import SaveResult

@@ -4,7 +4,7 @@ When a rank dies, the others wait in a collective or get its error. Their weight
 *boundary*: the end of the newest `step()`. A step is changed into the next one by the optimizer only, and all that
 follows it up to `step()`; during that *update* the state is not whole. So this guard marks where an update begins (a
 hook on all optimizers of torch) and ends (`step`), and keeps aside what else changes between two boundaries: random
-states and buffers (see `journal`), and what plain dicts hold.
+states and buffers (see `rank_state`), and what plain dicts hold.
 
 When the generation fails, the agent says "hold" to a thread that has been waiting for nothing else. It takes the lock
 that an update needs, so that none can begin, and tells which boundary the state is of; a rank in an update ends it
@@ -35,7 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...codec import Invalid
 from ..memory.node_memory import Place
-from ..memory.rank_state import Buffers, Journal
+from ..memory.rank_state import Buffers, RankStateFile
 from ..state.state_dicts import Part, modules_in, state_of, unwrapped
 from ..steps import progress
 from ..steps.registry import InMemory, give_up
@@ -79,21 +79,21 @@ class _Guarded:
         self._state = dict(owner.parts)
         self.modules = modules_in(self._state)
         self._buffers = Buffers(self.modules)
-        self._journal = Journal(owner.folder, place, self._buffers.size)
+        self._file = RankStateFile(owner.folder, place, self._buffers.size)
         self._dicts: dict[str, dict[str, Any]] = {}
 
     def finished(self, step: int) -> None:
         """Raises ValueError when the buffers have changed their size."""
-        self._journal.finished(step, self._buffers)
+        self._file.finished(step, self._buffers)
         self._dicts = {name: dict(part) for name, part in self._state.items() if isinstance(part, dict)}
 
     def under_way(self) -> None:
         """Raises as `finished`."""
-        self._journal.under_way(self._buffers)
+        self._file.under_way(self._buffers)
 
     def states(self) -> dict[str, Any]:
         """As they were at the boundary."""
-        kept = self._buffers.kept(self._journal.newest_buffers())
+        kept = self._buffers.kept(self._file.newest_buffers())
         states = {name: self._dicts.get(name, state_of(part)) for name, part in self._state.items()}
         for name, part in self._state.items():
             if isinstance(part, dict) or unwrapped(part) not in self.modules:
@@ -120,7 +120,7 @@ class JustInTime:
         self._updating = False
         self._holding = False
         self._lost = False
-        """Something could not be put back: the buffers have changed their size, or a journal cannot be written."""
+        """Something could not be put back: buffers have changed their size, or no rank state can be written."""
         self._go = threading.Event()
         self._ends: list[Callable[[], object]] = []
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -163,7 +163,7 @@ class TakingPart:
                 sorted(self._contents.of_rank_0),
             )
             return False
-        if self._copies.settled() and memory.hurry(step):
+        if self._copies.settled() and memory.mark_partial(step):
             return True
         # On a GPU in a stream of its own: the usual one waits for a collective that never ends.
         on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch left it without annotations

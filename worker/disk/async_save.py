@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from ...codec import Invalid
 from ..errors import CheckpointError, SaveFailed
-from ..memory.slots import Held, Slots
+from ..memory.slots import HeldSlot, Slots
 from ..steps import progress
 from ..wire.channel import receive, send
 from ..wire.environment import WorkerEnv
@@ -40,7 +40,7 @@ ASKING_S = 5.0
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
     slots: Slots
-    held: Held
+    held: HeldSlot
     connection: socket.socket | None
     """None: nobody could be asked."""
     deadline: float
@@ -113,7 +113,7 @@ class AsyncSaver:
         self._durable = step
         return manifest.size
 
-    def begin(self, slots: Slots, held: Held) -> None:
+    def begin(self, slots: Slots, held: HeldSlot) -> None:
         """Let the writer bring this copy to the disk. `held` is closed when the outcome is known, see `finish`."""
         assert self._under_way is None, "one write at a time"
         self._due, self._newest = None, held.header.step
@@ -121,7 +121,7 @@ class AsyncSaver:
         connection = self._ask(slots, held) if slots.shows(held) else None
         self._under_way = _UnderWay(slots, held, connection, self._clock() + patience_s)
 
-    def leave(self, slots: Slots, held: Held) -> None:
+    def leave(self, slots: Slots, held: HeldSlot) -> None:
         """Let the writer bring this copy to the disk when it is done with what it has. Nobody here will hear of it."""
         with held:
             connection = self._ask(slots, held) if slots.shows(held) else None
@@ -176,7 +176,7 @@ class AsyncSaver:
         if outcome is not None and outcome.error:
             logger.error("the newest save is not on disk: step=%d reason=%s", outcome.step, outcome.reason)
 
-    def _ask(self, slots: Slots, held: Held) -> socket.socket | None:
+    def _ask(self, slots: Slots, held: HeldSlot) -> socket.socket | None:
         order = WriteOrder(
             slots.memory,
             self.files.directory,

@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from .. import errors
 from ..errors import CheckpointError, SaveFailed
-from ..memory.slots import PIECE_BYTES, Held, Slots
+from ..memory.slots import PIECE_BYTES, HeldSlot, Slots
 from ..wire.messages import MAX_REASON_CHARS, WriteOutcome
 from .checkpoint_files import CheckpointFiles
 from .manifests import Manifest
@@ -42,7 +42,7 @@ def outcome_of(step: int, error: Exception, directory: str) -> WriteOutcome:
 
 
 def write_copy(
-    files: CheckpointFiles, slots: Slots, held: Held, generation: int, may_change: Callable[[], None]
+    files: CheckpointFiles, slots: Slots, held: HeldSlot, generation: int, may_change: Callable[[], None]
 ) -> Manifest:
     """Make the copy a durable checkpoint. Raises what `CheckpointFiles.write` and `may_change` raise."""
     header = held.header

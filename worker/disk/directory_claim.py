@@ -13,8 +13,9 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterator
 
+from ..wire.files import open_directory, read_whole, remove
 from ..wire.run import Run
-from .durable import make_directory, open_directory, open_for_reading, write_durably
+from .durable import make_directory, write_durably
 from .former_runs import move_aside
 from .manifests import TEMPORARY_NAME, Manifest, manifest_of, readable_manifests
 from .ownership import (
@@ -252,8 +253,7 @@ class Claim:
 
     def read_owner(self, dir_fd: int) -> Ownership | None:
         try:
-            with open_for_reading(dir_fd, OWNER_NAME) as stream:
-                return Ownership.from_json(stream.read(MAX_OWNER_BYTES + 1))
+            return Ownership.from_json(read_whole(dir_fd, OWNER_NAME, MAX_OWNER_BYTES))
         except FileNotFoundError:
             return None
         except ValueError as error:
@@ -283,8 +283,7 @@ class Claim:
             if not match or not self.inherits(owner, match["run"]):
                 continue
             if match["run"] != self.run.id or int(match["generation"]) <= generation:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=dir_fd)
+                remove(dir_fd, name)
 
     def inherits(self, owner: Ownership | None, run: str | None) -> bool:
         """Whether what that run has not published is this one's to remove."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator
-from io import BufferedReader
+from collections.abc import Callable
 from typing import BinaryIO, cast
+
+from ..wire.files import open_directory
 
 
 class _DurableSink:
@@ -58,22 +59,6 @@ def write_durably(dir_fd: int, name: str, serialize: Callable[[BinaryIO], object
             os.unlink(name, dir_fd=dir_fd)
         raise
     return sink.digest.hexdigest(), sink.size
-
-
-@contextlib.contextmanager
-def open_directory(path: str) -> Iterator[int]:
-    """Its descriptor. Raises OSError."""
-    dir_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield dir_fd
-    finally:
-        os.close(dir_fd)
-
-
-def open_for_reading(dir_fd: int, name: str) -> BufferedReader:
-    # O_NONBLOCK: a named pipe in the place of a file must fail to verify, not hang the load.
-    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
-    return os.fdopen(fd, "rb")
 
 
 def make_directory(path: str) -> None:

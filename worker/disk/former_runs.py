@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 
+from ..wire.files import open_directory
 from .manifests import Manifest, manifest_name
 
 
@@ -25,16 +26,12 @@ def move_aside(dir_fd: int, manifest: Manifest) -> str:
     with contextlib.suppress(FileExistsError):
         os.mkdir(name, dir_fd=dir_fd)
         os.fsync(dir_fd)
-    there = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
-    try:
+    with open_directory(name, dir_fd) as there:
         with contextlib.suppress(FileNotFoundError):  # it is there already, or there is none
             os.rename(manifest.file, manifest.file, src_dir_fd=dir_fd, dst_dir_fd=there)
         os.fsync(there)
-        os.rename(
-            manifest_name(manifest.step), manifest_name(manifest.step), src_dir_fd=dir_fd, dst_dir_fd=there
-        )
+        manifest_file = manifest_name(manifest.step)
+        os.rename(manifest_file, manifest_file, src_dir_fd=dir_fd, dst_dir_fd=there)
         os.fsync(there)
         os.fsync(dir_fd)
-    finally:
-        os.close(there)
     return name

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ...codec import Checked, Count, Invalid, Positive, Text, from_plain, plain
+from ..wire.files import read_whole
 from ..wire.messages import RUN_NAME, RunNameOrNone
 from ..wire.sealed import seal_fields, unseal
-from .durable import open_for_reading
 
 SCHEMA = 2
 _WITHOUT_RUN = 1
@@ -60,11 +60,7 @@ class Manifest(Checked):
 
 
 def read_manifest(dir_fd: int, step: int) -> Manifest:
-    with open_for_reading(dir_fd, manifest_name(step)) as stream:
-        raw = stream.read(_MAX_MANIFEST_BYTES + 1)
-    if len(raw) > _MAX_MANIFEST_BYTES:
-        raise ValueError(f"manifest is longer than {_MAX_MANIFEST_BYTES} bytes")
-    manifest = Manifest.from_json(raw)
+    manifest = Manifest.from_json(read_whole(dir_fd, manifest_name(step), _MAX_MANIFEST_BYTES))
     if manifest.step != step:
         raise ValueError(f"manifest of step {manifest.step} under the name of step {step}")
     return manifest

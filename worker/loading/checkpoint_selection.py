@@ -8,7 +8,7 @@ from. Beyond it the newer generation wins, of one generation the newer step, and
 
 Ranks copy without waiting for each other, so the newest copy may be one that some rank did not come to. It counts
 only when every rank's random state after it is known, unless the world has changed its size, there is no other, or
-it was taken in haste, after a rank had failed: then that rank's random numbers are others than they would have been.
+it is partial, made after a rank had failed: then that rank's random numbers are others than they would have been.
 
 Where no rank has anything in memory the newest step on any disk wins, of one step the newest generation's.
 
@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from ...codec import from_plain, load_object, plain
 from ..disk.manifests import Manifest
 from ..errors import NoUsableCheckpoint
-from ..memory.slots import Copy, Header
+from ..memory.copy_header import Copy, Header
 from ..wire.environment import WorkerEnv
 from ..wire.messages import MAX_REASON_CHARS
 from ..wire.run import this_run
@@ -163,7 +163,7 @@ def _own_disks(offers: Sequence[Offer]) -> list[tuple[Manifest, int]]:
 def _is_beyond(manifest: Manifest, header: Header, run: str) -> bool:
     if manifest.run != header.run and run in (manifest.run, header.run):
         return manifest.run == run
-    return manifest.step > header.base and (manifest.generation, manifest.step) > header.version
+    return manifest.step > header.resumed_from and (manifest.generation, manifest.step) > header.version
 
 
 def _newest_copy(offers: Sequence[Offer]) -> tuple[Header, int] | None:
@@ -172,13 +172,13 @@ def _newest_copy(offers: Sequence[Offer]) -> tuple[Header, int] | None:
     if not copies:
         return None
     return max(
-        counting or copies, key=lambda one: (one[0].version, not one[0].gaps, bool(one[0].sums), one[1])
+        counting or copies, key=lambda one: (one[0].version, not one[0].rng_holes, bool(one[0].sums), one[1])
     )
 
 
 def _counts(header: Header, offers: Sequence[Offer]) -> bool:
     """Whether every rank can go on from it with its own random state, or could not be expected to."""
-    if not header.gaps or header.haste or header.world_size != len(offers):
+    if not header.rng_holes or header.partial or header.world_size != len(offers):
         return True
     known = {
         rank

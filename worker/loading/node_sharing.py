@@ -19,8 +19,9 @@ from dataclasses import astuple, dataclass
 from io import BufferedRandom, BufferedReader
 
 from ..errors import CheckpointError
+from ..memory.copy_header import Header
 from ..memory.node_memory import NodeMemory
-from ..memory.slots import Header, NoRoom, Opened, SlotsBusy
+from ..memory.slots import NoRoom, OpenSlot, SlotsBusy
 from ..ranks.group import Group
 from ..ranks.refusals import because, raise_together
 
@@ -121,7 +122,7 @@ class Spread:
         assert there is not None
         return there
 
-    def _open_slot(self, size: int) -> Opened | None:
+    def _open_slot(self, size: int) -> OpenSlot | None:
         if self._memory is None or not self._memory.is_keeper:
             return None
         try:
@@ -130,7 +131,7 @@ class Spread:
             logger.warning("each rank of this node receives the state for itself: reason=%s", refusal)
             return None
 
-    def _receiver(self, opened: Opened | None) -> BufferedRandom:
+    def _receiver(self, opened: OpenSlot | None) -> BufferedRandom:
         fd = (
             os.dup(opened.fd)
             if opened is not None
@@ -170,7 +171,7 @@ class Spread:
 
 
 def _keep(
-    memory: NodeMemory, opened: Opened, header: Header, error: CheckpointError | None
+    memory: NodeMemory, opened: OpenSlot, header: Header, error: CheckpointError | None
 ) -> CheckpointError | None:
     try:
         if error is None:

@@ -21,8 +21,9 @@ from ..disk.checkpoint_files import CheckpointFiles, VerifiedCheckpoint, digest
 from ..disk.manifests import Manifest
 from ..disk.ownership import MOST_STEPS, Former, Ownership
 from ..errors import BadCheckpoint, CheckpointError
+from ..memory.copy_header import Header
 from ..memory.node_memory import NodeMemory, load_mapped
-from ..memory.slots import Header, Held
+from ..memory.slots import HeldSlot
 from ..ranks.group import Group
 from ..ranks.refusals import together
 from ..wire.environment import WorkerEnv
@@ -44,7 +45,7 @@ class Loaded:
     world_size: int
     """When it was saved."""
     salvaged: bool = False
-    """Survivors of a failure have saved it: what each rank alone knew is in its journal."""
+    """Survivors of a failure have saved it: what each rank alone knew is in its rank_state file."""
     generation: int = 0
     """Of whose memory it came; 0 from a disk."""
 
@@ -72,7 +73,7 @@ class Restore:
         self._bad_state = bad_state
         self._stack = contextlib.ExitStack()
         self._mine: VerifiedCheckpoint | None = None
-        self._held: Held | None = None
+        self._held: HeldSlot | None = None
         self._offers: list[Offer] = []
         self._firsts: list[int] = []
         """By rank, who verifies the files for it."""
@@ -251,14 +252,14 @@ class Restore:
         assert there is not None
         payload = self._read(there, wanted.step)
         here = wanted if held is None else held.header
-        state = records.get(group.rank) if here.gaps else _random_state(payload, group.rank)
-        apply(Loaded(payload, state, wanted.world_size, wanted.haste, wanted.generation))
+        state = records.get(group.rank) if here.rng_holes else _random_state(payload, group.rank)
+        apply(Loaded(payload, state, wanted.world_size, wanted.partial, wanted.generation))
         if memory is not None and memory.is_keeper:
             self._keep(memory, wanted, records)
 
     def _gather_records(self, wanted: Header) -> dict[int, bytes]:
         """Every rank's random state after that step, as far as any node has written it down."""
-        if not any(copy.header.gaps for offer in self._offers for copy in offer.copies):
+        if not any(copy.header.rng_holes for offer in self._offers for copy in offer.copies):
             return {}
         memory = self._memory
         mine = memory.records(wanted) if memory is not None and memory.is_keeper else {}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from ..errors import CheckpointMismatch
-from ..memory import rank_state as journal
+from ..memory import rank_state
 from ..memory.node_memory import NodeMemory
 from ..ranks.group import Group
 from ..state import rng
@@ -52,11 +52,11 @@ def apply(
 
 def _restore_own(loaded: Loaded, state: Mapping[str, Part], group: Group, folder: str) -> bool:
     """What this rank alone knew when another one failed: its random state, and the buffers of its modules."""
-    entry = journal.find(folder, group.rank, group.world_size, loaded.generation, loaded.payload["step"])
+    entry = rank_state.find(folder, group.rank, group.world_size, loaded.generation, loaded.payload["step"])
     if entry is None:
         return False
     rng.restore_snapshot(entry.random_state)
-    buffers = journal.Buffers(modules_in(state))
+    buffers = rank_state.Buffers(modules_in(state))
     if entry.buffers and len(entry.buffers) == buffers.size:
         buffers.restore(torch.frombuffer(bytearray(entry.buffers), dtype=torch.uint8))
     return True

@@ -26,19 +26,9 @@ from ..wire.environment import WorkerEnv
 from ..wire.run import this_run
 from .available_memory import Memory, file_system, read_memory
 from .checksums import Summing
-from .slots import (
-    NAMES,
-    Copy,
-    Header,
-    Held,
-    NoRoom,
-    Opened,
-    Record,
-    Slots,
-    SlotsBusy,
-    room_for,
-    sums_of,
-)
+from .copy_header import Copy, Header
+from .random_states import RandomState
+from .slots import NAMES, HeldSlot, NoRoom, OpenSlot, Slots, SlotsBusy, room_for, sums_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +44,7 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 class _Mapping:
     """One slot's pages in this process, kept from one state to the next: page faults cost more than the copy."""
 
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, opened: OpenSlot) -> None:
         found = os.fstat(opened.fd)
         self._file = (found.st_dev, found.st_ino)
         self._map = mmap.mmap(opened.fd, room_for(opened.size))
@@ -67,7 +57,7 @@ class _Mapping:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch left it without annotations
             self._pin()
 
-    def fits(self, opened: Opened) -> bool:
+    def fits(self, opened: OpenSlot) -> bool:
         found = os.fstat(opened.fd)
         return self._file == (found.st_dev, found.st_ino) and opened.size <= len(self._map)
 
@@ -94,7 +84,7 @@ class _Mapping:
 class CopyUnderWay:
     """A slot that is being filled."""
 
-    opened: Opened
+    opened: OpenSlot
     header: Header
     events: Sequence[torch.cuda.Event]
     """When they have come, the GPU has copied all of it; none: no GPU has any part in it."""
@@ -105,7 +95,7 @@ class NodeMemory:
 
     def __init__(self, slots: Slots, limit: int, place: Place) -> None:
         """`limit` is the most bytes that the agent's folder may take, with all that is in it."""
-        self.base = 0
+        self.resumed_from = 0
         """The step from which this generation went on: 0 until `load` has found out."""
         self.place = place
         self._slots = slots
@@ -131,16 +121,16 @@ class NodeMemory:
     def note(self, step: int, random_state: bytes) -> None:
         """Every rank: write down the random state after `step`. Raises NoRoom."""
         place = self.place
-        record = Record((place.generation, step), place.world_size, random_state)
+        record = RandomState((place.generation, step), place.world_size, random_state)
         with self.costing_a_copy_only():
-            self._slots.put_record(place.rank, record)
+            self._slots.random_states.put(place.rank, record)
 
     def begin_copy(
         self, payload: dict[str, Any], *, room_for_random_state: int = 0, partial: bool = False
     ) -> CopyUnderWay:
         """Copy a state into a slot, with room for all ranks' random states if it does not hold them. `seal` follows.
 
-        `partial`: see `Header.haste`.
+        `partial`: see `Header`.
 
         Raises NoRoom, SlotsBusy, CannotLayOut; what `prove_loadable` raises; what the states' own pickling raises.
         """
@@ -159,20 +149,22 @@ class NodeMemory:
                 if not (self._proven and is_plain(payload)):
                     prove_loadable(opened.path, payload["step"])
                     self._proven = True
-                gaps = []
+                holes = []
                 if rows.numel():
                     begin = layout.offset_of(rows)
-                    gaps = [(begin + rank * rows.shape[1], rows.shape[1]) for rank in range(place.world_size)]
+                    holes = [
+                        (begin + rank * rows.shape[1], rows.shape[1]) for rank in range(place.world_size)
+                    ]
             except BaseException:
                 opened.close()
                 raise
         header = Header(
             payload["step"],
             place.generation,
-            self.base,
+            self.resumed_from,
             place.world_size,
             layout.size,
-            tuple(gaps),
+            tuple(holes),
             partial,
             run=place.run,
         )
@@ -182,13 +174,13 @@ class NodeMemory:
         """All its bytes have come: it counts. Raises OSError, and then the slot is still open."""
         self._slots.seal(copy.opened, copy.header)
 
-    def lend_sealed(self, copy: CopyUnderWay) -> tuple[Slots, Held]:
+    def lend_sealed(self, copy: CopyUnderWay) -> tuple[Slots, HeldSlot]:
         """For the disk: a copy of this process that is sealed. Raises as `hold`."""
         return self._slots, self._slots.hold(copy.opened.name)
 
-    def lend_unsealed(self, copy: CopyUnderWay) -> tuple[Slots, Held]:
+    def lend_unsealed(self, copy: CopyUnderWay) -> tuple[Slots, HeldSlot]:
         """No other process can find it, but this process has all its bytes, and the disk can have them."""
-        return self._slots, Held(copy.opened.name, copy.header, os.fdopen(copy.opened.fd, "rb"))
+        return self._slots, HeldSlot(copy.opened.name, copy.header, os.fdopen(copy.opened.fd, "rb"))
 
     def sum_up(self, copy: CopyUnderWay) -> None:
         """Give it its checksums, in a thread. Where the disk writer reads all of it, that process does."""
@@ -198,11 +190,11 @@ class NodeMemory:
         newest = self._slots.newest_first()[:1]
         return [name for name in NAMES if name not in newest]
 
-    def hurry(self, step: int) -> bool:
+    def mark_partial(self, step: int) -> bool:
         """Whether this step's state is here already. From now on it counts without a record of the rank that failed."""
-        return self._slots.hurry((self.place.generation, step))
+        return self._slots.mark_partial((self.place.generation, step))
 
-    def open_slot(self, size: int) -> Opened:
+    def open_slot(self, size: int) -> OpenSlot:
         """Local rank 0: a slot for a state that comes from elsewhere; `keep` or its own `close` follows.
 
         Raises NoRoom, SlotsBusy.
@@ -217,7 +209,7 @@ class NodeMemory:
                 raise
         return opened
 
-    def keep(self, opened: Opened, header: Header) -> None:
+    def keep(self, opened: OpenSlot, header: Header) -> None:
         """Local rank 0: it has come. Raises OSError, and then the slot is still open."""
         self._slots.seal(opened, header)
 
@@ -242,7 +234,7 @@ class NodeMemory:
             f"no memory in {self.folder}: {error}: give /dev/shm more room, or use --memory-checkpoints off"
         )
 
-    def _begin(self, size: int) -> Opened:
+    def _begin(self, size: int) -> OpenSlot:
         both = 2 * room_for(size)
         grows = max(0, both - self._slots.taken())
         if grows:
@@ -289,7 +281,7 @@ class NodeMemory:
             f"and {least >> 20} are to be left: give the job more, or use --memory-checkpoints off"
         )
 
-    def _mapped(self, opened: Opened) -> _Mapping:
+    def _mapped(self, opened: OpenSlot) -> _Mapping:
         mapping = self._mappings.pop(opened.name, None)
         if mapping is None or not mapping.fits(opened):
             if mapping is not None:
@@ -308,7 +300,7 @@ class NodeMemory:
             Copy(header, frozenset(self.records(header))) for header in self._slots.headers().values()
         )
 
-    def hold(self, version: tuple[int, int]) -> Held:
+    def hold(self, version: tuple[int, int]) -> HeldSlot:
         """Open this node's copy of a state, which local rank 0 verifies.
 
         Raises OSError, ValueError when it is not what was offered.
@@ -319,9 +311,11 @@ class NodeMemory:
             raise ValueError(f"{held.name}.pt in {self._slots.folder} does not match its checksums")
         return held
 
-    def _hold(self, version: tuple[int, int]) -> Held:
-        # A step may have been remembered and then saved: the copy without gaps has all that the other has.
-        found = sorted(self._slots.headers().items(), key=lambda one: (len(one[1].gaps), not one[1].sums))
+    def _hold(self, version: tuple[int, int]) -> HeldSlot:
+        # A step may have been remembered and then saved: the copy without holes has all that the other has.
+        found = sorted(
+            self._slots.headers().items(), key=lambda one: (len(one[1].rng_holes), not one[1].sums)
+        )
         for name, header in found:
             if header.version == version:
                 return self._slots.hold(name)
@@ -335,9 +329,11 @@ class NodeMemory:
 
     def is_whole(self, version: tuple[int, int]) -> bool:
         """Whether a copy of that state is here which needs no records."""
-        return any(header.version == version and not header.gaps for header in self._slots.headers().values())
+        return any(
+            header.version == version and not header.rng_holes for header in self._slots.headers().values()
+        )
 
-    def lend(self, version: tuple[int, int]) -> tuple[Slots, Held]:
+    def lend(self, version: tuple[int, int]) -> tuple[Slots, HeldSlot]:
         """For the disk: that copy, which is not overwritten until it is closed. Raises as `hold`."""
         self._summing.stop(*NAMES)
         return self._slots, self._hold(version)
@@ -352,7 +348,7 @@ class NodeMemory:
 
     def records(self, header: Header) -> dict[int, bytes]:
         """The random states that this node's ranks have written down for that state."""
-        return self._slots.records(header.version, header.world_size)
+        return self._slots.random_states.of(header.version, header.world_size)
 
     def fill(self, version: tuple[int, int], records: dict[int, bytes]) -> None:
         """Local rank 0: complete the copy of that state, so that it needs no records any more."""

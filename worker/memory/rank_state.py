@@ -23,9 +23,10 @@ from dataclasses import dataclass
 import torch
 
 from ..state import rng
+from ..wire.files import open_directory, open_for_reading
 from .node_memory import Place
 
-MAGIC = int.from_bytes(b"ejourna1", "little")
+MAGIC = int.from_bytes(b"erankst1", "little")
 RANDOM_BYTES = 64 << 10
 """Room for a random state: 10 kB, and a few bytes for each GPU."""
 
@@ -41,7 +42,7 @@ _ENTRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RankState:
     """`random_state` is of `rng.snapshot`, `buffers` are theirs one after the other."""
 
     step: int
@@ -54,7 +55,7 @@ class Entry:
         return (self.generation, self.world_size) == (generation, world_size)
 
 
-class Journal:
+class RankStateFile:
     """The file of one rank, written by it."""
 
     def __init__(self, folder: str, place: Place, room: int) -> None:
@@ -65,7 +66,7 @@ class Journal:
         self._turn = 0
         size = _PAGE + _ENTRIES * _stride(room)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(_path(folder, place.rank), flags, 0o600)
+        fd = os.open(os.path.join(folder, _name_of(place.rank)), flags, 0o600)
         try:
             if os.fstat(fd).st_size != size:
                 os.ftruncate(fd, 0)
@@ -110,40 +111,38 @@ class Journal:
         return _PAGE + index * _stride(self._room)
 
 
-def find(folder: str, rank: int, world_size: int, generation: int, step: int) -> Entry | None:
+def find(folder: str, rank: int, world_size: int, generation: int, step: int) -> RankState | None:
     """What that rank knew at the end of that step; None when it has not written it down here, or has gone on since."""
     try:
-        with open(_path(folder, rank), "rb", opener=_without_links) as file:
+        with open_directory(folder) as dir_fd, open_for_reading(dir_fd, _name_of(rank)) as file:
             raw = file.read()
         magic, room = _FILE.unpack_from(raw)
-        found = (
-            [_entry(raw, _PAGE + index * _stride(room)) for index in range(_ENTRIES)]
-            if magic == MAGIC
-            else []
-        )
+        if magic != MAGIC:
+            return None
+        found = [_entry(raw, _PAGE + index * _stride(room)) for index in range(_ENTRIES)]
     except (OSError, struct.error):
-        return None
-    if not found:
         return None
     *boundaries, under_way = [
         one if one is not None and one.of(generation, world_size) else None for one in found
     ]
-    for entry in boundaries:
-        if entry is not None and entry.step == step:
-            return entry
-    newest = max((entry.step for entry in boundaries if entry is not None), default=NONE)
+    finished = {entry.step: entry for entry in boundaries if entry is not None}
+    if step in finished:
+        return finished[step]
+    newest = max(finished, default=NONE)
     # The others have finished the step that it was in: it had given them all that they needed of it.
     return under_way if under_way is not None and under_way.step == newest < step else None
 
 
-def _entry(raw: bytes, begin: int) -> Entry | None:
+def _entry(raw: bytes, begin: int) -> RankState | None:
     named, generation, world_size, random_bytes, buffer_bytes = _ENTRY.unpack_from(raw, begin)
     if not named:
         return None
     begin += _ENTRY.size
     random_state = raw[begin : begin + random_bytes]
     begin += RANDOM_BYTES
-    return Entry(named - _name(0), generation, world_size, random_state, raw[begin : begin + buffer_bytes])
+    return RankState(
+        named - _name(0), generation, world_size, random_state, raw[begin : begin + buffer_bytes]
+    )
 
 
 def _name(step: int) -> int:
@@ -154,13 +153,8 @@ def _stride(room: int) -> int:
     return -(-(_ENTRY.size + RANDOM_BYTES + room) // _PAGE) * _PAGE
 
 
-def _path(folder: str, rank: int) -> str:
-    return os.path.join(folder, f"journal-{rank}")
-
-
-def _without_links(path: str, flags: int) -> int:
-    # O_NONBLOCK: a named pipe in the place of a file must fail to verify, not hang the load.
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+def _name_of(rank: int) -> str:
+    return f"rank-state-{rank}"
 
 
 # ---------------------------------------------------------------- the buffers of modules

@@ -1,0 +1,67 @@
+"""What a slot in this node's memory holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ...codec import Checked, Count, Invalid, Positive, from_plain
+from ..wire.messages import RunNameOrNone
+from ..wire.sealed import seal, unseal
+
+SCHEMA = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Header(Checked):
+    """What a slot holds.
+
+    `resumed_from` is the step from which the generation went on: later ones of older generations are abandoned.
+    `rng_holes` are the places, as offset and length, at which the random state of each rank is still to be filled in. A
+    copy with holes counts once every rank has written its own down; a `partial` one, made after a rank had failed,
+    counts without that.
+    `sums` are the checksums of its pieces; empty: not computed yet, see `checksums`. `run` is the job's, see
+    `ownership`.
+    """
+
+    step: Count
+    generation: Count
+    resumed_from: Count
+    world_size: Positive
+    size: Positive
+    rng_holes: tuple[tuple[Count, Count], ...] = ()
+    partial: bool = False
+    sums: tuple[Count, ...] = ()
+    run: RunNameOrNone = ""
+
+    def __post_init__(self) -> None:
+        Checked.__post_init__(self)
+        for hole in self.rng_holes:
+            if sum(hole) > self.size:
+                raise Invalid(f"header: the hole {hole!r} lies outside the {self.size} bytes of the state")
+        if self.rng_holes and len(self.rng_holes) != self.world_size:
+            raise Invalid(f"header: {len(self.rng_holes)} holes for {self.world_size} ranks")
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """The greater is the newer: a generation goes on from what was before, or abandons what of it was later."""
+        return self.generation, self.step
+
+    def is_same_copy(self, other: Header) -> bool:
+        """Whether both are of the same bytes: a copy may get checksums, or begin to count without some ranks."""
+        return replace(self, sums=(), partial=False) == replace(other, sums=(), partial=False)
+
+    def to_json(self) -> bytes:
+        return seal(SCHEMA, self)
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> Header:
+        """Raises Invalid."""
+        return from_plain(cls, unseal(raw, "header", SCHEMA)[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A state in one node's memory, and which ranks' random states after it were written down there."""
+
+    header: Header
+    ranks: frozenset[Count] = frozenset()

@@ -1,0 +1,58 @@
+"""Files below one open directory, never through a symbolic link: whatever takes the directory's name later.
+
+Checkpoints on disk and copies in memory are read and replaced with these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from io import BufferedReader
+
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+@contextlib.contextmanager
+def open_directory(path: str, dir_fd: int | None = None) -> Iterator[int]:
+    """Its descriptor. Raises OSError."""
+    fd = os.open(path, DIRECTORY, dir_fd=dir_fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def open_for_reading(dir_fd: int, name: str) -> BufferedReader:
+    # O_NONBLOCK: a named pipe in the place of a file must fail to verify, not hang the load.
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+    return os.fdopen(fd, "rb")
+
+
+def read_whole(dir_fd: int, name: str, most_bytes: int) -> bytes:
+    """Raises OSError, and ValueError when it is longer."""
+    with open_for_reading(dir_fd, name) as stream:
+        raw = stream.read(most_bytes + 1)
+    if len(raw) > most_bytes:
+        raise ValueError(f"{name} is longer than {most_bytes} bytes")
+    return raw
+
+
+def replace_file(dir_fd: int, name: str, content: bytes) -> None:
+    """At once, and not durably: for files in memory. Raises OSError."""
+    temporary = f"tmp-{name}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(temporary, flags, 0o600, dir_fd=dir_fd)
+    try:
+        with os.fdopen(fd, "wb") as stream:
+            stream.write(content)
+        os.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+    except OSError:
+        remove(dir_fd, temporary)  # what it has taken of a full memory is given back
+        raise
+
+
+def remove(dir_fd: int, name: str) -> None:
+    """If it is there. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=dir_fd)
