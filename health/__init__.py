@@ -1,1 +1,1 @@
-"""What can be seen of a node: metrics and the HTTP server that serves them. Never steers by itself."""
+"""Metrics of a node, the comparison of nodes, and the HTTP server for both. Never steers by itself."""

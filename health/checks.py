@@ -1,6 +1,6 @@
-"""What should be alike on all nodes of a world and is not, found before training by comparing their records.
+"""Differences between the nodes of a world, found before training by comparing their records.
 
-Nothing is refused for it: a job may run on two kinds of machines, and nodes may have arguments of their own. But a
+Nothing is refused for them: a job may run on two kinds of machines, and nodes may have arguments of their own. But a
 large packet that one of a thousand nodes cannot take shows up as a hang of all, hours later and far from its cause.
 """
 
@@ -32,36 +32,36 @@ def differences(nodes: Sequence[NodeRecord]) -> tuple[str, ...]:
     return tuple(sentence for trait in _TRAITS if (sentence := _difference(trait, nodes)) is not None)
 
 
-def told_otherwise(world: World, nodes: Iterable[NodeRecord]) -> Iterator[str]:
+def other_limits(world: World, nodes: Iterable[NodeRecord]) -> Iterator[str]:
     """A sentence for each node that was started with other limits than the job has."""
     for node in nodes:
-        if said := "; ".join(terms.differences(node.limits, node.program, world.limits, world.program)):
-            yield f"node {node.node} was started with {said}; what the job has is node {world.limits_of}'s"
+        if others := "; ".join(terms.differences(node.limits, node.program, world.limits, world.program)):
+            yield f"node {node.node} was started with {others}; what the job has is node {world.limits_of}'s"
 
 
 class Comparison:
-    """Compares each world once, and says what it has not said of the world before."""
+    """Compares each world once, and returns what differs there and did not in the world before."""
 
     def __init__(self) -> None:
         self._generation = 0
-        self._said: tuple[str, ...] = ()
+        self._before: tuple[str, ...] = ()
 
     def news(self, world: World, nodes: Iterable[NodeRecord], me: str) -> tuple[str, ...]:
-        """`nodes` are all that are known, members of the world or not. What node `me` was told it says itself."""
+        """`nodes` are all that are known, members of the world or not. Node `me` logs its own limits itself."""
         if not world.trains or world.generation == self._generation:
             return ()
-        self._generation, before = world.generation, self._said
+        self._generation, before = world.generation, self._before
         members = {member.incarnation for member in world.members}
         inside = [node for node in nodes if node.incarnation in members]
-        odd = told_otherwise(world, (node for node in inside if node.node != me))
-        self._said = (*differences(inside), *_first_few(odd))
-        return tuple(difference for difference in self._said if difference not in before)
+        odd = other_limits(world, (node for node in inside if node.node != me))
+        self._before = (*differences(inside), *_first_few(odd))
+        return tuple(difference for difference in self._before if difference not in before)
 
 
 def _first_few(sentences: Iterator[str]) -> Iterator[str]:
     yield from islice(sentences, MOST_NAMED)
     if more := sum(1 for _ in sentences):
-        yield f"{more} more nodes were told something else than the job goes by: elastic-agent status has more of them"
+        yield f"{more} more nodes were started with other limits than the job has: see elastic-agent status"
 
 
 def _difference(trait: _Trait, nodes: Iterable[NodeRecord]) -> str | None:

@@ -1,8 +1,7 @@
-"""What a metric is: a name with its type, its help text, the labels it may have, and the samples that it shows; and the
-page on which many are read at once.
+"""Metric types, and the page on which many metrics are read at once. `metrics` has the metrics of an agent.
 
 Words: a *family* is one metric name with its type, help text and labels; a *series* is one family with one value for
-each label. Which families an agent has says `metrics`.
+each label.
 
 Invariants:
 - Every label has a closed set of values: no peer, exception text or port can make the number of series grow. A label
@@ -60,7 +59,7 @@ class Row(Generic[_F]):
 
 
 class Family:
-    """One metric name. Subclasses say how it is written and which samples it shows. The lock is the page's."""
+    """One metric name. The lock is the page's."""
 
     kind: str
     complete = False
@@ -180,7 +179,7 @@ class Page:
                 self.families.append(family)
 
     def render(self) -> bytes:
-        """The whole page in the text exposition format, as CONTENT_TYPE says. Any thread may call it."""
+        """The whole page in the text exposition format. Any thread may call it."""
         # Here, because with all that it imports it would be a third of the agent's start. A scrape is in no hurry.
         from prometheus_client import generate_latest
 

@@ -39,7 +39,7 @@ _TEXT = "text/plain; charset=utf-8"
 _JSON = "application/json"
 
 NODE_PATH = "/node"
-"""Where an agent answers its peers who it is, in JSON."""
+"""The introduction of an agent to its peers, in JSON."""
 
 _Page = tuple[HTTPStatus, str, bytes]  # status, content type, body
 
@@ -137,7 +137,7 @@ class HealthServer:
             while self._turn():
                 pass
         finally:
-            self._release()  # also after a bug: a refused probe tells more than a silent one
+            self._release()  # also after a bug: a refused probe is clearer than one without an answer
 
     def _turn(self) -> bool:
         newcomers = False
@@ -150,7 +150,7 @@ class HealthServer:
                 self._advance(key.data)
         self._expire()
         if newcomers:
-            self._accept()  # last, so that no client that asked in time loses its place to a newcomer
+            self._accept()  # last, so that no client that sent its request in time loses its place to a newcomer
         return True
 
     def _patience_s(self) -> float | None:
@@ -254,7 +254,7 @@ class HealthServer:
             self._selector.register(self._bind, selectors.EVENT_READ)
 
     def _dismiss(self, connection: _Connection, status: HTTPStatus) -> None:
-        """Close now. A client that has had no answer is told why, if its socket takes the bytes at once."""
+        """Close now. A client without an answer gets the reason, if its socket takes the bytes at once."""
         if connection.answer is None:
             try:
                 connection.sock.send(_answer(*_status_page(status)))

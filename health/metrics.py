@@ -366,12 +366,7 @@ class Metrics(Page):
             self.group_world_size.set(0)
 
     def count_nodes(
-        self,
-        *,
-        active: int,
-        standby: int | None = None,
-        waiting: int | None = None,
-        lost: int | None = None,
+        self, *, active: int, standby: int | None = None, waiting: int | None = None, lost: int | None = None
     ) -> None:
         """Nodes in each state; None where they are unknown here."""
         with self.lock:

@@ -1,8 +1,8 @@
-"""`elastic-agent explain-env`: what a worker's environment would hold, who chose each variable, and why.
+"""`elastic-agent explain-env`: the environment of a worker, with who chose each variable, and why.
 
 Takes the options of a run and builds the environment in the same way, for a world that does not exist: what only a
-world can decide is shown as `<rank>`. Starts nothing. Of what the workers merely inherit, only the user's own words
-to NCCL, torch and their like are shown.
+world can decide is shown as `<rank>`. Starts nothing. Of inherited variables, only those for NCCL, torch and other
+libraries are shown.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _USAGE = """\
 usage: elastic-agent explain-env [--json] [options of a run] SCRIPT [arguments]
 
 Prints the variables that you or the agent choose for a worker, each with its value, who chose it and why. Starts
-nothing; --json prints a list of objects. docs/tuning.md says what to do with it.
+nothing; --json prints a list of objects. docs/tuning.md explains how to use it.
 """
 
 OWN_OPTIONS = Group("explain-env")
@@ -54,7 +54,7 @@ OF_A_WORLD = frozenset(
 """What no worker can know before there is a world."""
 
 THEIRS = ("NCCL_", "TORCH_", "GLOO_", "TP_", "UCX_", "FI_", "CUDA_", "OMP_", "MKL_", "PYTORCH_")
-"""How variables begin that are meant for the libraries this agent has something to say to."""
+"""Prefixes of variables for the libraries that the agent configures."""
 
 _COLUMN = 60
 _LEAST, _WIDEST = 40, 100
@@ -87,7 +87,7 @@ def main(words: Sequence[str]) -> int:
     if isinstance(machine.network, NotReady):
         print(f"elastic-agent explain-env: without the network's: {machine.network.missing}", file=sys.stderr)
     rows = explain(resolved.config, machine, environ)
-    with contextlib.suppress(BrokenPipeError):  # the reader has seen enough
+    with contextlib.suppress(BrokenPipeError):  # the reader has closed the pipe
         print(_json(rows) if command_line.value(JSON) else _text(rows), flush=True)
     return ExitCode.SUCCESS
 

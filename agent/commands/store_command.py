@@ -24,7 +24,7 @@ ANSWER_S = 10.0
 
 
 class CannotDo(Exception):
-    """Not done, or not all of it; `code` and text say why and what to try."""
+    """Not done, or not all of it; the text has the reason and what to try."""
 
     def __init__(self, code: DrainCode | ForgetCode, reason: str) -> None:
         super().__init__(reason)
@@ -40,7 +40,7 @@ def store_command(
     work: Callable[[Store, RendezvousConfig, str, Layer], None],
     *options: Option[Any],
 ) -> int:
-    """Returns one of `codes`. The first word says what is meant, and both callables get it.
+    """Returns one of `codes`. The first word is the node or job, and both callables get it.
 
     `meeting_place` raises ConfigError with all problems, that of a wrong first word too; `work` raises CannotDo,
     StoreError and RecordInvalid. `options` are the command's own.

@@ -1,9 +1,9 @@
-"""What the agent is to do: one frozen `Config`, complete and checked before anything starts.
+"""The configuration: one frozen `Config`, complete and checked before anything starts.
 
-Each option stands here, or in `stopping` or `rendezvous`, beside the part of `Config` that it fills. `option` says what
-a row is, `parsers` how each text becomes a value, `sources` reads the file, the environment and the command line, and
-`resolve` decides who wins and checks the whole. A `Config` that came from there can be relied on: every number is in
-range, and their relations hold. Durations are seconds; `None` has the meaning written beside the field.
+Each option stands here, or in `stopping` or `rendezvous`, beside the part of `Config` that it fills. `types/option`
+defines a row, `types/parsers` the values; `reading/sources` reads file, environment and command line, and
+`reading/resolve` merges and checks them: every number of its `Config` is in range, and their relations hold. Durations
+are seconds; `None` has the meaning written beside the field.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ HELP = ITSELF.flag("help", "print this text", short="-h", sources=Source.CLI)
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Everything an agent needs to know to run one job on one node."""
+    """All settings of an agent that runs one job on one node."""
 
     command: Command
     nodes: NodeCounts = read_node_counts(str(MIN_NODES.default))
@@ -257,14 +257,14 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong in the configuration, in the words an operator needs to put it right."""
+    """One thing wrong in the configuration: where, what was expected, and how to correct it."""
 
     origin: str  # "--min-nodes", "ELASTIC_AGENT_MIN_NODES" or "FILE: min-nodes"
     value: str | None
     expected: str
     advice: str
     here: bool = False
-    """Another machine might do as it says, or this one later."""
+    """On another machine, or on this one later, there may be no problem."""
 
     def __str__(self) -> str:
         written = "" if self.value is None else f" {_shortened(self.value)!r}"
@@ -274,7 +274,7 @@ class Problem:
 class ConfigError(ValueError):
     """The configuration cannot work. Carries every problem found, not the first; nothing was started.
 
-    `config` is what could be understood all the same, so that the machine can be asked about it, too.
+    `config` has the valid settings, so that the machine can be checked for them, too.
     """
 
     def __init__(self, problems: Sequence[Problem], config: Config | None = None) -> None:

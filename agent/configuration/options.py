@@ -21,7 +21,7 @@ GROUPS = (RUNNING, NODES, MEETING, ETCD_OPTIONS, STOPPING, TIMEOUTS, NETWORK, IT
 
 OPTIONS = tuple(chain.from_iterable(GROUPS))
 
-TARGETS = (SCRIPT, MODULE, NO_PYTHON)  # each says what to run; one source may give only one of them
+TARGETS = (SCRIPT, MODULE, NO_PYTHON)  # what to run; one source may give only one of them
 
 # Variables that no process which the agent starts may inherit.
 SECRET_VARIABLES = frozenset({"ELASTIC_AGENT_ETCD_PASSWORD"})

@@ -117,6 +117,6 @@ class TimeoutConfig:
     hang_s: float | None = HANG_TIMEOUT.field()
     """Without a step. None: never."""
     process_group_s: float | None = PROCESS_GROUP_TIMEOUT.field()
-    """None: follows from `hang_s`, else what torch and the script say."""
+    """None: follows from `hang_s`, else torch's or the script's own."""
     exit_s: float = EXIT_TIMEOUT.field()
     """Without a step after other ranks have ended with success. 0: never."""

@@ -1,15 +1,15 @@
-"""The ladder of timeouts above one training step: who gives up on a collective that does not end, and in which order.
+"""The ladder of timeouts above one training step, for a collective that does not end:
 
     step  <  hang limit  <  process-group timeout  <  watchdog's heartbeat
 
-And of another one, above a planned stop:
+And another one, above a planned stop:
 
     step  <  time of a drain  <  stop grace  <  time of a whole stop (`whole_stop_s`)  <=  service manager's limit
 
-Each rung sees less than the one below it. The *hang limit* is this agent's: it knows that no step is reported. The
-*process-group timeout* is torch's: it knows which collective did not end, and ends the process. The *heartbeat*
-watches the thread that watches the collectives: that thread is itself stuck in CUDA. A rung that fires too early
-takes the answer from one that knows more, so each is derived from the one below it, unless the user chose.
+The *hang limit* is this agent's: no step is reported. The *process-group timeout* is torch's: it names the collective,
+and ends the process. The *heartbeat* watches the thread that watches the collectives, where that is itself stuck in
+CUDA. A rung that fires too early hides the finding of one that knows more, so each is derived from the one below it,
+unless the user has chosen it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HEARTBEAT_VARIABLE = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 
 
 def process_group_s(chosen: TimeoutConfig, factor: float = 1.0) -> float | None:
-    """None: whatever torch and the script say. A timeout that the user has chosen does not grow by `factor`."""
+    """None: torch's or the script's own. A timeout that the user has chosen does not grow by `factor`."""
     if chosen.process_group_s is not None:
         return chosen.process_group_s
     return None if chosen.hang_s is None else chosen.hang_s * PROCESS_GROUP_PER_HANG * factor

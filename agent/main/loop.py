@@ -175,7 +175,7 @@ class Loop:
             self._leave(DRAIN_COMMAND, now)
         observer.compare(participant)
         again_at = self._driver.turn(now)
-        observer.look(participant.snapshot, supervisor.group, now)
+        observer.update(participant.snapshot, supervisor.group, now)
         manager.turn(observer.status(participant.snapshot, supervisor.group))
         self._services.heartbeat.turned(supervisor.stops_at(now))
         wake_at = (

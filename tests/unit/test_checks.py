@@ -105,7 +105,7 @@ def a_world(generation: int, *nodes: NodeRecord, phase: Phase = Phase.RUNNING) -
     return World("job", generation, phase, line_up(nodes), Endpoint("10.0.0.1", 1), Cause(CauseKind.START))
 
 
-def test_each_world_is_compared_once_and_only_news_are_told() -> None:
+def test_each_world_is_compared_once_and_only_news_are_returned() -> None:
     a, b, c, spare = a_node("a"), a_node("b"), a_node("c", mtu=1500), a_node("spare", mtu=1400)
     nodes, comparison = (a, b, c, spare), Comparison()
     assert comparison.news(a_world(1, a, b), nodes, "a") == ()
@@ -121,7 +121,7 @@ def test_each_world_is_compared_once_and_only_news_are_told() -> None:
 OURS = Program("train.py", "1" * 64, "aa", ("--lr", "0.1"))
 
 
-def test_a_coordinator_names_nodes_that_were_told_otherwise_and_both_values() -> None:
+def test_a_coordinator_names_nodes_with_other_limits_and_both_values() -> None:
     a, b = replace(a_node("a"), program=OURS), replace(a_node("b"), program=OURS)
     own = replace(a_node("c"), program=replace(OURS, arguments="bb", words=("--lr", "0.2")))
     world = replace(a_world(1, a, b, own), program=OURS, limits_of="a")
@@ -133,7 +133,7 @@ def test_a_coordinator_names_nodes_that_were_told_otherwise_and_both_values() ->
     assert Comparison().news(world, (a, b, own), "c") == (), "it says that itself"
 
 
-def test_of_many_nodes_that_were_told_otherwise_a_few_are_named() -> None:
+def test_of_many_nodes_with_other_limits_a_few_are_named() -> None:
     """Arguments may be a node's own, like the folder of its data."""
     own = replace(OURS, arguments="bb", words=("--lr", "0.1", "--data"))
     nodes = [replace(a_node("a"), program=OURS)]
@@ -141,4 +141,4 @@ def test_of_many_nodes_that_were_told_otherwise_a_few_are_named() -> None:
     world = replace(a_world(1, *nodes), program=OURS, limits_of="a")
     *named, rest = Comparison().news(world, nodes, "a")
     assert len(named) == MOST_NAMED
-    assert rest.startswith(f"{40 - MOST_NAMED} more nodes were told something else")
+    assert rest.startswith(f"{40 - MOST_NAMED} more nodes were started with other limits")

@@ -220,7 +220,7 @@ class Scene:
         self.seen_to_leave: list[object] = []
         return SimpleNamespace(
             compare=lambda participant: None,
-            look=lambda snapshot, group, now: None,
+            update=lambda snapshot, group, now: None,
             status=lambda snapshot, group: "",
             left=self.seen_to_leave.append,
             leaving=lambda: None,

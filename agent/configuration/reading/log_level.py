@@ -1,4 +1,4 @@
-"""How much the agent says: LOGLEVEL in its environment, a name of a level of Python's logging, or a number."""
+"""The agent's log level: LOGLEVEL in its environment, a name of a level of Python's logging, or a number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VARIABLE = "LOGLEVEL"
 
 
 def log_level(environ: Mapping[str, str]) -> int | None:
-    """INFO unless something is said; None when that is no level.
+    """INFO by default; None when the variable holds no level.
 
     >>> log_level({"LOGLEVEL": "debug"}), log_level({"LOGLEVEL": "15"}), log_level({"LOGLEVEL": "trace"})
     (10, 15, None)

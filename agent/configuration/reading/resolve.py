@@ -1,12 +1,10 @@
-"""Makes one checked `Config` of all layers: who wins, what follows from what, and whether it fits together.
+"""Makes one checked `Config` of all layers: merges them, derives what follows, and checks the whole.
 
-Precedence: defaults < file < environment < command line, option by option. Only the command goes as a whole: a
-layer that says what to run also says with which arguments, so that no weaker layer's arguments reach another
-layer's script.
+Precedence: defaults < file < environment < command line, option by option. Only the command goes as a whole: a layer
+that has something to run also has its arguments, so that no weaker layer's arguments reach another layer's script.
 
-Invariant: every problem of all layers is reported, also of a value that a stronger layer replaces; either there
-is a complete `Config`, or a `ConfigError` with all problems. Nothing is started, written or opened but the
-configuration file.
+Invariant: either there is a complete `Config`, or a `ConfigError` with all problems of all layers, also of a value that
+a stronger layer replaces. Nothing is started, written or opened but the configuration file.
 """
 
 from __future__ import annotations
@@ -117,14 +115,12 @@ def resolve(command_line: Layer, environ: Mapping[str, str], fresh_id: Callable[
     if problems:
         unclear = broken.union(*(involved for involved, _ in rules))
         raise ConfigError(problems, _what_is_clear(merged, command, unclear))
-    assert command is not None, "a problem says so"
+    assert command is not None, "else it is a problem"
     return Resolved(_config(settings, command), settings, (*merged.warnings, *_misplaced(command)))
 
 
 def resolve_meeting_place(command_line: Layer, environ: Mapping[str, str]) -> RendezvousConfig | None:
-    """Where the nodes of a job meet, for one who only asks how it is: this machine need not be able to run it.
-
-    None when no address of a store is given.
+    """Where the nodes of a job meet, for commands that run nothing; None when no address of a store is given.
 
     Raises `ConfigError` with all problems of all layers but those of relations that concern only running.
     """
@@ -243,7 +239,7 @@ def _derive_meeting_place(settings: Settings, fresh_id: Callable[[], str]) -> No
 
 
 def _misplaced(command: Command) -> Iterator[str]:
-    """Options of ours that stand behind the script, where they are its own; torchrun says nothing, either."""
+    """Warnings of options of ours behind the script, where they are arguments of its own."""
     for word in command.args:
         written = word.partition("=")[0]
         if written.replace("_", "-") in _HARDLY_A_SCRIPTS:
@@ -281,7 +277,7 @@ def _config(settings: Settings, command: Command) -> Config:
 
 
 def _what_is_clear(merged: _Merged, command: Command | None, unclear: frozenset[str]) -> Config:
-    """What this machine can be asked about beside the problems. An unclear setting asks nothing of it."""
+    """The settings that this machine can be checked for beside the problems; an unclear one has its default."""
     settings = merged.settings
     for option in _ASKED_OF_THE_MACHINE:
         if option.name in unclear:

@@ -1,4 +1,4 @@
-"""The settings in force: every option's value with its origin, and the file that would say the same."""
+"""The settings in force: every option's value with its origin, also written as a configuration file."""
 
 from __future__ import annotations
 

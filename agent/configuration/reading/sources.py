@@ -1,8 +1,8 @@
 """Reads each source of settings (command line, environment, file) into a `Layer`, to its end.
 
-Words: a *layer* is what one source says; a *setting* is a value with its *origin*, the words by which a person
-finds the place to change it. Every problem of a source is collected, not the first; nothing here decides which
-source wins. The command line is walked here and not by argparse, which gives up at the first problem.
+Words: a *layer* is the content of one source; a *setting* is a value with its *origin*, the words by which a person
+finds the place to change it. Every problem of a source is collected, not only the first: so the command line is not
+read by argparse, which stops there.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Setting(Generic[T]):
 
 @dataclass(slots=True)
 class Layer:
-    """What one source says: settings, by option name, and what was wrong or without effect in it.
+    """The content of one source: settings, by option name, and what was wrong or without effect in it.
 
     `broken` names the options whose value could not be read; relations with them cannot be judged.
     """
@@ -125,7 +125,7 @@ def read_argv(argv: Sequence[str], more: Sequence[Option[object]] = ()) -> Layer
     under torchrun: then the first word that is no option is what to run.
 
     After an unknown option it is not known which word is the script: the walk goes on to find further problems, but
-    nothing is then said about the script.
+    none of the script.
     """
     layer = Layer()
     flags = {
@@ -284,7 +284,7 @@ def _advice(option: Option[object]) -> str:
 
 
 def _closest(name: str, known: Iterable[str]) -> str:
-    """The known name a misspelt one was probably meant to be, or nothing. Its beginning counts for more."""
+    """The known name that comes nearest, or nothing. A common beginning counts for more."""
     names = sorted(known)
     begun = [candidate for candidate in names if len(name) > 3 and candidate.startswith(name)]
     return next(iter(begun + get_close_matches(name, names, n=1, cutoff=0.7)), "")

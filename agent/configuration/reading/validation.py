@@ -1,5 +1,4 @@
-"""What must hold between settings that are each right, between them and this machine's files, and between them and
-what the user has set for torch in the environment.
+"""The relations that must hold between settings, this machine's files, and the user's variables for torch.
 
 Every rule names the options it involves: where one of them could not be read, the rule is not judged, so that one
 mistake is one problem.
@@ -186,7 +185,6 @@ def _check_training_timeouts(rules: _Rules, environ: Mapping[str, str]) -> None:
 
 
 def _check_meeting_place(rules: _Rules) -> None:
-    """What each kind of store can be asked for."""
     settings = rules.settings
     backend, address, most = settings[BACKEND], settings[ENDPOINT].value, settings[MAX_NODES]
     endpoints = address.endpoints if address is not None else ()
@@ -366,7 +364,7 @@ def _stat_readable(path: Path) -> os.stat_result | None:
 
 
 def _is_loopback(endpoint: Endpoint) -> bool:
-    """As far as the text says: a name is not looked up, for it may mean another machine tomorrow."""
+    """As far as the text shows: a name is not resolved, for it may mean another machine tomorrow."""
     try:
         return ipaddress.ip_address(endpoint.address).is_loopback
     except ValueError:

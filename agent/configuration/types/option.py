@@ -34,7 +34,7 @@ class Source(Flag):
 
 @dataclass(frozen=True, slots=True)
 class Option(Generic[T_co]):
-    """One row of the table. `default` is a text for `parser` like any other; `help` says what None means."""
+    """One row of the table. `default` is a text for `parser`; `help` explains None."""
 
     name: str
     parser: Parser[T_co]

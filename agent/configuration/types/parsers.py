@@ -1,7 +1,4 @@
-"""How the written text of a setting becomes a value, and what to say when it does not.
-
-All sources (command line, environment, file) give text, so one parser of an option checks them all.
-"""
+"""Parsers of settings: each turns the text that any source gives into a value, or refuses it with advice."""
 
 from __future__ import annotations
 
@@ -216,7 +213,7 @@ def _host_and_port(text: str) -> tuple[str, int | None]:
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """What --rdzv-endpoint says: hosts with a port where one was written; the URL form names the backend, too."""
+    """The value of --rdzv-endpoint: hosts with a port where one was written; the URL form names the backend, too."""
 
     hosts: tuple[tuple[str, int | None], ...]
     backend: str | None = None
@@ -250,9 +247,7 @@ def _read_store_address(text: str) -> StoreAddress:
         )
     hosts, slash, path = (after if url else text).partition("/")
     if "?" in text or "#" in text:
-        raise ValueError(
-            "nothing follows the prefix: what a query would say has options of its own (--etcd-ca, ...)"
-        )
+        raise ValueError("nothing follows the prefix: use options in place of a query (--etcd-ca, ...)")
     if slash and not url:
         raise ValueError("write etcd://HOST:PORT,.../PREFIX to choose the prefix of the keys, else no slash")
     if path:

@@ -49,7 +49,7 @@ class Preload:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What every worker runs. `target` is a path, a module name or a program, as `kind` says."""
+    """What every worker runs. `target` is a path, a module name or a program, by `kind`."""
 
     kind: CommandKind
     target: str

@@ -1,19 +1,18 @@
-"""Who owns each second of an agent's life: useful training, or one of the reasons why there was none.
+"""The account of an agent's time: each second is useful training, or has one of the causes of lost time.
 
 Words: an *activity* is what this node's time goes into, one at any instant. A *recovery* is the time for which training
 stood still: from the first failure or stop order to the first step of a later generation, however many generations
-were tried in between. What a coordinator of other nodes knows does not come in here: it is this node's time.
+were tried in between.
 
 Time is *booked* once, when it is known what it went into. While workers step that is at the next step: only finished
-steps are worth something. What was spent since the last one when a stop cuts it short was lost before that was known: a
-hang, a peer that died and let the others wait, a step thrown away.
+steps count. The time from the last one to a stop was lost: a hang, a dead peer that the others waited for, a step
+thrown away.
 
 Invariants: the seconds of all activities add up to the time from the start to `booked_until`, none ever falls, and the
-phases of a recovery add up to its duration. All hold by construction: `booked_until` is the only hand of the clock, and
-each of its moves is booked once.
+phases of a recovery add up to its duration: only `_book` moves `booked_until`, and books the difference.
 
-The table below is the whole state machine. An event that it does not list for an activity changes nothing: steps that
-are seen while workers are being stopped, a second worker that fails because the first one did.
+`NEXT` is the whole state machine. An event that it does not list for an activity changes nothing: steps that are seen
+while workers are being stopped, a second worker that fails because the first one did.
 """
 
 from __future__ import annotations
@@ -27,20 +26,19 @@ class Activity(enum.Enum):
     """The values are those of the metrics' labels; those of STARTUP are one cause of lost time."""
 
     WAITING = "waiting"
-    """Nothing ran here before that is to go on: before the first world, next to a world without us, after the last."""
+    """Before the first world, beside a world without this node, after the last."""
     START = "start"
     """Processes are made, or spares take their place, until the script of each has begun."""
     INIT = "init"
-    """The scripts run, and say nothing: they import, meet each other, build the model, or never use our library."""
+    """The scripts run and report nothing: they import, initialize, build the model, or never use our library."""
     LOAD = "load"
-    """They load a checkpoint."""
     FIRST_STEP = "step"
-    """They have loaded and are at the first step of this generation."""
+    """The checkpoint is loaded, and the first step of this generation is not done."""
     PRODUCTIVE = "productive"
     RECOMPUTE = "recompute"
     """Steps are done again that an earlier generation had done."""
     DETECT = "detect"
-    """Something is wrong and the workers are not yet ordered to stop."""
+    """A failure is known, and the workers are not yet ordered to stop."""
     STOP = "stop"
     RENDEZVOUS = "rendezvous"
     """No worker is left, and the next world is being formed."""
@@ -51,7 +49,6 @@ class TrainingEvent(enum.Enum):
     """What happens to the workers of a node, and to its part in the job."""
 
     STARTED = enum.auto()
-    """Workers are to run."""
     BEGAN = enum.auto()
     """The script of each worker runs."""
     LOADING = enum.auto()
@@ -61,9 +58,7 @@ class TrainingEvent(enum.Enum):
     STEPPED_AGAIN = enum.auto()
     """A step is done, and the one after it was done before."""
     FAILED = enum.auto()
-    """A worker has failed here."""
     STOPPING = enum.auto()
-    """The workers are ordered to stop."""
     GONE = enum.auto()
     """No worker is left; if they were not ordered to stop, they were successful."""
     HELD_BACK = enum.auto()
@@ -124,7 +119,6 @@ class GoodputAccount:
         self.seconds = dict.fromkeys(Activity, 0.0)
         self.booked_until = now
         self.reports_steps = False
-        """A worker has ever finished one that could be seen."""
         self._before_recovery: Mapping[Activity, float] | None = None
         self._passed: set[Activity] = set()
         """What this recovery has left behind."""

@@ -1,8 +1,7 @@
-"""A store that counts in the metrics how long the real one took, and how often it did not answer.
+"""Store wrapper that measures how long the real store took, and counts how often it did not answer.
 
-Who asks is not told apart: the main loop's requests, the keep-alives of the lease, rank 0's question before a commit.
-A watch has no duration, as it waits for changes. An answer is an answer also when it is no: an expired lease, a
-history that is gone. What failed because we closed the store ourselves is not counted.
+All requests count alike: the main loop's, keep-alives, commits. A watch has no duration, as it waits for changes.
+An expired lease or a compacted history is an answer. Failures after our own `close` are not counted.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ _T = TypeVar("_T")
 
 
 class MeasuredStore(Store):
-    """Passes every call on, and measures it."""
-
     def __init__(self, store: Store, metrics: Metrics, clock: Callable[[], float]) -> None:
         self._store = store
         self._metrics = metrics

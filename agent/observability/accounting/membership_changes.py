@@ -1,5 +1,4 @@
-"""What has changed from one world to the next, as this node sees it: who came, who went and why, who is left
-out, what had failed."""
+"""The change from one world to the next as this node sees it: nodes that came, went or are left out; the failure."""
 
 from __future__ import annotations
 
@@ -33,18 +32,17 @@ NOTHING = MembershipChange()
 
 
 class MembershipWatch:
-    """Follows the worlds that this node sees, and returns each change once. A node that rejoins is another one."""
+    """Compares the worlds that this node sees; returns each change once. A node that rejoins is another one."""
 
     def __init__(self) -> None:
         self._world: World | None = None
         self._asked_to_stop: set[str] = set()
 
     def asked_to_stop(self, incarnations: Iterable[str]) -> None:
-        """Their going is a leave: this node has read so."""
+        """When they are gone, they have left, and are not lost."""
         self._asked_to_stop.update(incarnations)
 
     def see(self, world: World | None) -> MembershipChange:
-        """The world as it is now; None while this node knows of none."""
         before = self._world
         if world is None or world is before:
             return NOTHING

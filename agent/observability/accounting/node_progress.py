@@ -1,8 +1,7 @@
-"""How far this node's workers have come together, from the page of each.
+"""The progress of this node's workers together, from the shared progress of each.
 
-They need each other: a generation's scripts have begun when the last one has, and the same goes for loading. But a step
-that one has finished is done, a second one that finishes it adds nothing, and one that is still loading then is not
-waited for.
+A generation's scripts have begun when the last one has, and the same goes for loading. A step is done when the first
+worker has finished it; one that is still loading then is not waited for.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NodeProgress:
-    """Instants are seconds, monotonic. None: that has not come yet."""
+    """Instants are seconds, monotonic. None: not yet."""
 
     began_at: float | None = None
     """The script of each worker had begun."""

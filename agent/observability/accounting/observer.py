@@ -72,32 +72,32 @@ class Observer:
         self._seeking_since = started_at
         self._seen: tuple[World | None, tuple[NodeRecord, ...], bool] | None = None
         self._comparison = Comparison()
-        self._told_otherwise: tuple[str, ...] = ()
+        self._other_limits: tuple[str, ...] = ()
         self._leaving = False
         self._described = ""
         self._state = ""
 
     def compare(self, participant: Participant) -> None:
-        """Before a world is obeyed: each node warns of how it differs itself, the coordinator of all, once of each."""
+        """Before a world is acted on: each node warns of its own differences, the coordinator of all, each once."""
         world, otherwise = participant.world, participant.told_otherwise
-        if world is not None and otherwise and otherwise != self._told_otherwise:
+        if world is not None and otherwise and otherwise != self._other_limits:
             log.warning(
                 "this node was started with %s. What the job has is node %s's, and holds until all nodes of the job "
                 "have been stopped",
                 "; ".join(otherwise),
                 world.limits_of,
             )
-        self._told_otherwise = otherwise or self._told_otherwise
+        self._other_limits = otherwise or self._other_limits
         if participant.coordinates and participant.world is not None:
             me = participant.identity.node
             for difference in self._comparison.news(participant.world, participant.known_nodes, me):
                 log.warning("%s", difference)
 
-    def look(self, snapshot: NodeSnapshot, group: WorkerGroup | None, now: float) -> None:
-        """After every turn: states and counts as they are now; the log says what is new."""
+    def update(self, snapshot: NodeSnapshot, group: WorkerGroup | None, now: float) -> None:
+        """After every turn: states and counts as they are now; changes are logged."""
         metrics = self._metrics
         self._enter(self._state_of(snapshot, group))
-        self._pages.look(snapshot, group, self._state, now)
+        self._pages.update(snapshot, group, self._state, now)
         self._explain_waiting(snapshot, group)
         running = group.running if group is not None else 0
         stopping = group is not None and group.stopping
@@ -108,12 +108,12 @@ class Observer:
         )
         metrics.backoff_seconds.set(snapshot.backoff_s)
         metrics.lease_age_seconds.set(snapshot.confirmed_at)
-        self._look_at_nodes(snapshot)
+        self._count_nodes(snapshot)
         if group is None:
-            self._look_for_next(snapshot, now)
+            self._account_for_waiting(snapshot, now)
         self.training.advance(now)
 
-    def _look_at_nodes(self, snapshot: NodeSnapshot) -> None:
+    def _count_nodes(self, snapshot: NodeSnapshot) -> None:
         world, nodes, coordinates = snapshot.world, snapshot.known_nodes, snapshot.coordinates
         if self._seen is not None and self._seen[0] is world and self._seen[1:] == (nodes, coordinates):
             return  # a thousand nodes need not be counted at every turn
@@ -132,8 +132,8 @@ class Observer:
             lost=len(members - here) if coordinates else None,
         )
 
-    def _look_for_next(self, snapshot: NodeSnapshot, now: float) -> None:
-        """No worker is here: does this node still seek the next world, and what for does it wait?"""
+    def _account_for_waiting(self, snapshot: NodeSnapshot, now: float) -> None:
+        """No worker is here: the time is the rendezvous', the pause's, or that of a job without this node."""
         world = snapshot.world
         if world is not None and not world.stops:
             ours = world.generation <= self._generation.number or world.member(snapshot.incarnation)
@@ -221,7 +221,6 @@ class Observer:
             self._metrics.worker_up.set(1, local_rank=local_rank)
 
     def spares(self, ready: int) -> None:
-        """So many wait to become workers."""
         self._metrics.spares.set(ready)
 
     def exited(self, local_rank: int, returncode: int, at: float, *, killed: bool) -> None:
@@ -265,6 +264,6 @@ class Observer:
         self._leaving = True
 
     def left(self, why: Result | Refusal) -> None:
-        """This node's part is over. Unless its workers had succeeded, it was looking for a world until now."""
+        """This node's part is over. Unless its workers had succeeded, it was waiting for a world until now."""
         if why is not Refusal.ASKED and not self._generation.succeeded:
             self._metrics.rendezvous_total.inc(result=_RENDEZVOUS_ENDS.get(why, "closed"))

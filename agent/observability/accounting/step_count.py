@@ -4,8 +4,8 @@ The *position* is the newest step that the state in the workers' memory contains
 done, and down when a generation begins at an older checkpoint; what lies between was lost. The *highest* step is the
 highest position that the job has ever had, on any node as far as this one knows; only steps beyond it are new.
 
-Of many steps only the newest is seen at a look; it stands for all since the look before, each of which took
-as long as the others. The workers of one node do the same steps: what one has finished says nothing new of the next.
+A reading shows only the newest of several steps; all since the reading before count as equally long. The workers of
+one node do the same steps: a step counts once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What one look adds."""
+    """What one reading adds."""
 
     new: int = 0
     lost: int = 0
@@ -24,7 +24,7 @@ class Counted:
     mean_s: float = 0.0
     """Seconds that each of these took."""
     caught_up_at: float | None = None
-    """The instant, before that of the look, when the highest step had been done again."""
+    """The instant, before that of the reading, when the highest step had been done again."""
 
 
 class StepCount:
@@ -60,7 +60,7 @@ class StepCount:
         return Counted(lost=lost)
 
     def done(self, step: int, at: float) -> Counted:
-        """A worker finished this step at `at`; the first one of a generation must be told."""
+        """A worker finished this step at `at`. The first step of a generation must be among the calls."""
         lost = self.resumed(max(0, step - 1)).lost
         self.stepped = True
         seen, highest = self._seen, self.highest
@@ -76,7 +76,7 @@ class StepCount:
         return Counted(new, lost, timed, mean_s, caught_up_at)
 
     def saved(self, step: int) -> Counted:
-        """A checkpoint of this step was committed: it is done, also where no look has seen it yet."""
+        """A checkpoint of this step was committed: the step is done, also where no reading has shown it yet."""
         return Counted(self._reach(step) if self.stepped else 0)
 
     def _reach(self, step: int) -> int:

@@ -1,10 +1,11 @@
 """The pages of an agent for operators: `/status`, its own part, and `/job`, what it knows of all nodes.
 
-`elastic-agent status` asks one agent for `/job`, which names all nodes, and then each node for its `/status`: only a
-node itself knows how old its lease and its checkpoint are, and it counts these ages when it answers.
+`elastic-agent status` reads `/job` of one agent, which names all nodes, and then `/status` of each node: only a node
+itself knows the age of its lease and its checkpoint, and counts it when it answers. A reader bounds the size of a page,
+checks every field, cleans the texts, and refuses any other version.
 
-No secret can be on these pages: they hold what nodes write to the store anyway, without the traceback and the output of
-a failed worker, and nothing of the configuration but --max-restarts and --lease-ttl.
+The pages hold what nodes write to the store anyway, without the traceback and the output of a failed worker, and of the
+configuration only --max-restarts and --lease-ttl.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ...workers.processes.workers import WorkerGroup
 STATUS_PATH = "/status"
 JOB_PATH = "/job"
 SCHEMA = 2
-"""Version of both pages. A reader refuses any other."""
+"""Version of both pages."""
 
 MAX_STATUS_BYTES = 64 * 1024
 MAX_JOB_BYTES = 8 * MAX_RECORD_BYTES
@@ -44,7 +45,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus:
-    """What one agent says of itself. Ages are None where nothing has happened yet."""
+    """The status of one agent, of itself. Ages are None where nothing has happened yet."""
 
     job: Name
     node: Name
@@ -124,7 +125,7 @@ def job_page(job: JobStatus) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What the main loop has shown last, for any thread. Instants are monotonic."""
+    """The newest state, for any thread. Instants are monotonic."""
 
     snapshot: NodeSnapshot
     state: str = "init"
@@ -138,7 +139,7 @@ class _Seen:
 
 
 class StatusPages:
-    """Fed by the main loop through the observer; the pages are for any thread, each made of one frozen object."""
+    """Updated by the main loop through the observer; any thread may ask for a page, made of one frozen object."""
 
     def __init__(
         self,
@@ -159,7 +160,7 @@ class StatusPages:
         self._job_page = ""
         self._job_page_due_at = clock()
 
-    def look(self, snapshot: NodeSnapshot, group: WorkerGroup | None, state: str, now: float) -> None:
+    def update(self, snapshot: NodeSnapshot, group: WorkerGroup | None, state: str, now: float) -> None:
         """After every turn."""
         generation = group.generation if group is not None else 0
         begun_at = self._seen.running_since if generation == self._seen.generation else now

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from ....health.checks import told_otherwise
+from ....health.checks import other_limits
 from ....rendezvous.coordinator import blame
 from ....rendezvous.coordinator.restarts import RestartPolicy
 from ....rendezvous.records import CauseKind, Endpoint, Member, NodeRecord, Phase, Restarts, Result, World
@@ -192,7 +192,7 @@ def _differences(job: JobStatus) -> Iterable[str]:
         return
     for one in world.aside:
         yield f"node {one.node} is {blame.in_words(one)}"
-    yield from told_otherwise(world, job.nodes)
+    yield from other_limits(world, job.nodes)
 
 
 def _nodes(

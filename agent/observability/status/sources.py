@@ -39,7 +39,7 @@ AT_ONCE = 128
 
 
 class CannotShow(Exception):
-    """There is nothing to show, and `code` and text say why and what to try."""
+    """There is nothing to show; the text has the reason and what to try."""
 
     def __init__(self, code: StatusCode, reason: str) -> None:
         super().__init__(reason)
