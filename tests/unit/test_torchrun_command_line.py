@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from elastic_agent.agent.configuration.reading.torchrun_spellings import (
     IGNORED_TORCHRUN_OPTIONS,
 )
 from elastic_agent.rendezvous.records import Endpoint
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "migrating.md"
 
 
 @pytest.fixture
@@ -123,3 +126,17 @@ def test_every_flag_of_the_installed_torchrun_is_known() -> None:
         if action.option_strings
     ]
     assert [names for names in theirs if not names & ours] == []
+
+
+def test_the_document_has_every_flag_of_the_installed_torchrun() -> None:
+    text = DOCUMENT.read_text()
+    flags = {
+        max(action.option_strings, key=len) for action in get_args_parser()._actions if action.option_strings
+    }
+    known = {flag for flag in flags if f"`{flag.replace('_', '-')}`" in text}
+    assert flags - known == {"--help"}
+    ignored = [f"--{name}" for name in (*IGNORED_TORCHRUN_OPTIONS, *IGNORED_TORCHRUN_FLAGS)]
+    rows = [line for line in text.splitlines() if line.startswith("| `--") and "| ignored |" in line]
+    assert sorted(flag for row in rows for flag in re.findall(r"`(--[a-z-]+)`", row.split("|")[1])) == sorted(
+        ignored
+    )

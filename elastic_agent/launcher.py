@@ -1,0 +1,178 @@
+"""Starts a job from Python: a function runs on every worker, and its results come back by rank.
+
+    from elastic_agent.launcher import LaunchConfig, elastic_launch
+
+    results = elastic_launch(LaunchConfig(nproc_per_node=2), train)(learning_rate)
+
+The shape is that of `torch.distributed.launcher`, and a `LaunchConfig` of torch is taken, too. The job is that of the
+command `elastic-agent`, which runs beside this process and ends with it: restarts, planned changes and checkpoints are
+the same. The function is called anew in every generation.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .agent.common.exits import ExitCode
+from .agent.workers.processes.workers import tied
+
+WORKER = "elastic_agent.launched_function"
+FUNCTION, ERROR = "function.pickle", "error.json"
+RESULTS = "results-"
+"""A folder for each generation, with a file for each rank of this node."""
+
+_FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """How to start a job. What has a name in torch's `LaunchConfig` means the same, but for the defaults."""
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    nproc_per_node: int | str = 1
+    """Also "auto", "gpu" or "cpu"."""
+    run_id: str = ""
+    rdzv_backend: str = ""
+    rdzv_endpoint: str = ""
+    """Empty: this node alone, or, with `max_nodes` above 1, an agent that hosts the store and prints where."""
+    rdzv_configs: Mapping[str, Any] = field(default_factory=dict)
+    max_restarts: int | None = None
+    """None: as long as there is progress."""
+    local_addr: str | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Other options of `elastic-agent`, by their names without the dashes."""
+
+
+class LaunchError(RuntimeError):
+    """The job has failed. The text has the first failed worker's own traceback; `exit_code` is the agent's."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, slots=True)
+class elastic_launch:
+    """Runs `entrypoint` on the workers of a job; call it with the arguments of `entrypoint`.
+
+    A function gives {rank: result} of the workers on this node. A text is a program, and gives an empty dict.
+    Raises LaunchError when the job fails, and TypeError for a function that cannot be sent to other processes.
+    """
+
+    config: Any
+    """A `LaunchConfig`, of this module or of torch."""
+    entrypoint: Callable[..., Any] | str
+
+    def __call__(self, *args: Any) -> dict[int, Any]:
+        with tempfile.TemporaryDirectory(prefix="elastic-agent-launch-") as name:  # for this user alone
+            folder = Path(name)
+            if isinstance(self.entrypoint, str):
+                target = ["--no-python", self.entrypoint, *map(str, args)]
+            else:
+                (folder / FUNCTION).write_bytes(_pickled(self.entrypoint, args))
+                target = ["-m", WORKER, name]
+            code = _run([*words_of(self.config), *target], folder / ERROR)
+            if code != ExitCode.SUCCESS:
+                raise LaunchError(_why(code, folder / ERROR), code)
+            return _results(folder)
+
+
+def words_of(config: Any) -> list[str]:
+    """The options of `elastic-agent` for this `LaunchConfig`."""
+    words = [f"--min-nodes={config.min_nodes}", f"--max-nodes={config.max_nodes}"]
+    words.append(f"--nproc-per-node={config.nproc_per_node}")
+    endpoint = getattr(config, "rdzv_endpoint", "")
+    if endpoint:
+        words += [f"--rdzv-endpoint={endpoint}"]
+        words += [f"--rdzv-backend={config.rdzv_backend}"] if config.rdzv_backend else []
+    if getattr(config, "run_id", ""):
+        words.append(f"--rdzv-id={config.run_id}")
+    conf = ",".join(f"{key}={value}" for key, value in (getattr(config, "rdzv_configs", None) or {}).items())
+    words += [f"--rdzv-conf={conf}"] if conf else []
+    for option in ("max_restarts", "local_addr"):
+        value = getattr(config, option, None)
+        words += [f"--{option.replace('_', '-')}={value}"] if value is not None else []
+    return words + [f"--{name}={value}" for name, value in getattr(config, "options", {}).items()]
+
+
+def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """By cloudpickle, which also takes functions of a notebook, where it is installed."""
+    pickler: Any = pickle
+    with suppress(ImportError):
+        pickler = importlib.import_module("cloudpickle")
+    if pickler is pickle and getattr(function, "__module__", "") == "__main__":
+        raise TypeError(
+            f"{function} is defined in the script or notebook itself, which workers cannot import: pip install "
+            "cloudpickle, or move it into a module"
+        )
+    try:
+        return bytes(pickler.dumps((function, args)))
+    except Exception as error:
+        raise TypeError(f"{function} and its arguments cannot be sent to other processes: {error}") from error
+
+
+def _run(words: list[str], error_file: Path) -> int:
+    """The agent's exit code. A signal or Ctrl-C for this process is one for the agent."""
+    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file)}
+    # Cells of a notebook show what this process prints, and not what others write to its terminal.
+    shown = not hasattr(sys.stdout, "fileno") or type(sys.stdout).__module__.startswith("ipykernel")
+    process = subprocess.Popen(
+        tied([sys.executable, "-m", "elastic_agent", *words]),
+        env=environment,
+        stdout=subprocess.PIPE if shown else None,
+        stderr=subprocess.STDOUT if shown else None,
+        text=shown,
+        start_new_session=True,  # a terminal's Ctrl-C comes through here, and once
+    )
+    with _forwarding(process):
+        while True:
+            try:
+                for line in process.stdout or ():
+                    print(line, end="")
+                return process.wait()
+            except KeyboardInterrupt:
+                process.send_signal(signal.SIGINT)
+
+
+@contextmanager
+def _forwarding(process: subprocess.Popen[Any]) -> Iterator[None]:
+    """Only the main thread may have handlers; elsewhere a signal is the program's own matter."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in _FORWARDED:
+            before[number] = signal.signal(number, lambda number, _: process.send_signal(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _why(code: int, error_file: Path) -> str:
+    text = f"the job has ended with exit code {code} of elastic-agent"
+    try:
+        message = json.loads(error_file.read_text())["message"]
+        return f"{text}: {message['message']}\n{message['extraInfo']['py_callstack']}".rstrip()
+    except (OSError, ValueError, KeyError, TypeError):
+        return text
+
+
+def _results(folder: Path) -> dict[int, Any]:
+    """Of the newest generation: in those before it some ranks may have ended, too."""
+    generations = sorted(folder.glob(f"{RESULTS}*"), key=lambda path: int(path.name.removeprefix(RESULTS)))
+    files = sorted(generations[-1].iterdir(), key=lambda path: int(path.name)) if generations else []
+    return {int(file.name): pickle.loads(file.read_bytes()) for file in files}

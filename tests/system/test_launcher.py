@@ -1,0 +1,93 @@
+"""Jobs that Python starts: results, failures and signals of a function on real workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.launcher import LaunchConfig, LaunchError, elastic_launch
+
+COLD = {"preload": "none"}
+TWO = LaunchConfig(nproc_per_node=2, options=COLD)
+
+ENDLESS = """
+import sys
+from elastic_agent.launcher import LaunchConfig, LaunchError, elastic_launch
+
+def work(folder):
+    import pathlib, time
+    pathlib.Path(folder, "begun").touch()
+    time.sleep(600)
+
+try:
+    elastic_launch(LaunchConfig(options={"preload": "none"}), work)(sys.argv[1])
+except LaunchError as error:
+    sys.exit(error.exit_code)
+"""
+
+
+def test_each_ranks_result_comes_back() -> None:
+    def square(number: int) -> dict[str, int]:
+        return {"rank": int(os.environ["RANK"]), "square": number**2}
+
+    assert elastic_launch(TWO, square)(5) == {rank: {"rank": rank, "square": 25} for rank in (0, 1)}
+
+
+def test_a_worker_that_is_killed_is_started_again() -> None:
+    def killed_once() -> str:
+        generation = os.environ["ELASTIC_AGENT_GENERATION"]
+        if generation == "1" and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return generation
+
+    assert elastic_launch(TWO, killed_once)() == {0: "2", 1: "2"}
+
+
+def test_the_first_failure_is_raised_with_its_traceback() -> None:
+    def divide() -> float:
+        return 1 / (int(os.environ["RANK"]) - 1)
+
+    with pytest.raises(LaunchError, match="ZeroDivisionError") as caught:
+        elastic_launch(LaunchConfig(nproc_per_node=2, max_restarts=0, options=COLD), divide)()
+    assert caught.value.exit_code == 1
+    assert "in divide" in str(caught.value)
+
+
+def test_a_result_that_cannot_be_sent_is_an_error() -> None:
+    with pytest.raises(LaunchError, match="the result of rank 0, a generator, cannot be sent back"):
+        elastic_launch(LaunchConfig(max_restarts=0, options=COLD), lambda: (n for n in ()))()
+
+
+def test_a_program_gives_no_results() -> None:
+    assert elastic_launch(LaunchConfig(options=COLD), "true")() == {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_for_the_launching_process_stops_the_job(number: signal.Signals, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(ENDLESS)
+    with subprocess.Popen([sys.executable, str(program), str(tmp_path)]) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "begun").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+
+
+@pytest.mark.parametrize("module", ["launch", "run"])
+def test_torchs_other_names_of_the_command(module: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    command = [sys.executable, "-m", f"elastic_agent.{module}", "--preload=none", str(script), "--lr", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    own = "'--local-rank=0', " if module == "launch" else ""
+    assert f"[{own}'--lr', '1']" in done.stdout

@@ -1,0 +1,66 @@
+"""What other ways to start a job say on the command line of `elastic-agent`."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+from torch.distributed.launcher.api import LaunchConfig as TorchConfig
+
+from elastic_agent import launch, launcher, run
+from elastic_agent.launcher import LaunchConfig, elastic_launch
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ("--nproc_per_node=2 train.py a", "--nproc_per_node=2 train.py '--local-rank=${local_rank}' a"),
+        ("--use_env --nproc_per_node 2 train.py a", "--nproc_per_node 2 train.py a"),
+        ("--nproc_per_node=2 --use-env train.py --use-env", "--nproc_per_node=2 train.py --use-env"),
+        ("-m --nnodes=1 pkg.mod", "-m --nnodes=1 pkg.mod '--local-rank=${local_rank}'"),
+        ("--help", "--help"),
+        ("", ""),
+    ],
+)
+def test_launch_passes_the_local_rank_on(given: str, ours: str) -> None:
+    assert launch.words_of(shlex.split(given)) == shlex.split(ours)
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ("train.py --lr 1", "-- train.py --lr 1"),
+        ("--nnodes=1:4 --nproc-per-node=2 x.py", "--nnodes=1:4 --nproc-per-node=2 -- x.py"),
+        ("--standalone -m pkg.mod -x", "--standalone -m -- pkg.mod -x"),
+        ("--nnodes=2 --node_rank=1 --master_addr=h x.py", "--nnodes=2 --node-rank=1 --master-addr=h -- x.py"),
+        ("--no-python --max-restarts=3 true", "--max-restarts=3 --no-python -- true"),
+    ],
+)
+def test_what_torchruns_parser_has_read(given: str, ours: str) -> None:
+    parser = run.get_args_parser()
+    assert run.words_of(parser.parse_args(shlex.split(given)), parser) == shlex.split(ours)
+
+
+@pytest.mark.parametrize(
+    ("config", "ours"),
+    [
+        (LaunchConfig(), "--min-nodes=1 --max-nodes=1 --nproc-per-node=1"),
+        (
+            LaunchConfig(1, 4, "gpu", "job", "etcd", "h:1", {"lease_ttl": 3}, 0, "h2", {"preload": "none"}),
+            "--min-nodes=1 --max-nodes=4 --nproc-per-node=gpu --rdzv-endpoint=h:1 --rdzv-backend=etcd --rdzv-id=job"
+            " --rdzv-conf=lease_ttl=3 --max-restarts=0 --local-addr=h2 --preload=none",
+        ),
+        (
+            TorchConfig(1, 2, 4, run_id="none", rdzv_endpoint="h:1", rdzv_backend="c10d"),
+            "--min-nodes=1 --max-nodes=2 --nproc-per-node=4 --rdzv-endpoint=h:1 --rdzv-backend=c10d --rdzv-id=none"
+            " --rdzv-conf=timeout=900 --max-restarts=3",
+        ),
+    ],
+)
+def test_a_launch_config_of_ours_or_of_torch(config: object, ours: str) -> None:
+    assert launcher.words_of(config) == ours.split()
+
+
+def test_what_cannot_be_sent_to_workers_is_refused_before_anything_starts() -> None:
+    with pytest.raises(TypeError, match="cannot be sent to other processes"):
+        elastic_launch(LaunchConfig(), len)(number for number in range(3))
