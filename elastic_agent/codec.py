@@ -11,9 +11,9 @@
     RECORD.encode(world)         {"v":7,"job":"digits", ...}
 
 Whatever is read, `decode` returns one of these objects or raises `Invalid`, which names the field. Fields may be int,
-float, bool, str, None, Literal, enums, tuples, frozensets of numbers or enums, other dataclasses, and one of several
-dataclasses that differ in their fields. `Annotated` with `Within`, `Text` or `AtMost` bounds a field; with a function,
-that function reads it. Texts may be any that Python has, those that stand for a path of bytes included.
+float, bool, str, None, Literal, enums, tuples, dicts, frozensets of numbers or enums, other dataclasses, and one of
+several dataclasses that differ in their fields. `Annotated` with `Within`, `Text` or `AtMost` bounds a field; with a
+function, that function reads it. Texts may be any that Python has, those that stand for a path of bytes included.
 
 Standard library only: processes without any other package read with it.
 """
@@ -109,6 +109,11 @@ class Codec(Generic[_T]):
         self._version = version
         self.most_bytes = most_bytes
         """Of one message."""
+
+    def prepare(self) -> None:
+        """Read all annotations now: later `sys.modules` may lack the modules whose names they use."""
+        for kind in self._kinds.values():
+            _readers(kind)
 
     def encode(self, message: _T) -> bytes:
         """One line."""
@@ -220,6 +225,8 @@ def plain(value: Any) -> Any:
         return sorted(map(plain, value))
     if isinstance(value, Row):
         return value.row
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
     if is_dataclass(value):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     return value
@@ -280,6 +287,8 @@ def _reader(hint: Any, strict: bool) -> Reader:
     if origin is frozenset:
         read_all = _many(_reader(parts[0], strict))
         return lambda raw: raw if isinstance(raw, frozenset) else frozenset(read_all(raw))
+    if origin is dict:
+        return _mapping(*(_reader(part, strict) for part in parts))
     if origin is tuple:
         each = [_reader(part, strict) for part in parts if part is not ...]
         return _many(each[0]) if parts[1:] == (...,) else _row(tuple(each))
@@ -361,6 +370,15 @@ def _row(reads: tuple[Reader, ...]) -> Reader:
         return tuple(_read_part(f"[{place}]", read, raw[place]) for place, read in enumerate(reads))
 
     return row
+
+
+def _mapping(read_key: Reader, read: Reader) -> Reader:
+    def mapping(raw: Any) -> dict[str, Any]:
+        if not isinstance(raw, dict):
+            raise Invalid(f"{shown(raw)}, expected an object")
+        return {read_key(key): _read_part(f"[{shown(key)}]", read, item) for key, item in raw.items()}
+
+    return mapping
 
 
 def _object(classes: tuple[type, ...], strict: bool) -> Reader:

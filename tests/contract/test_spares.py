@@ -19,6 +19,7 @@ import pytest
 from elastic_agent.agent.workers.preloader import spare_policy
 from elastic_agent.agent.workers.preloader import spares as module
 from elastic_agent.agent.workers.preloader.spares import Spare
+from elastic_agent.agent.workers.preloader.wire import BecomeWorker
 from elastic_agent.agent.workers.processes.workers import tied
 from elastic_agent.worker.memory.available_memory import MIB, Memory
 from tests.spare_keeper import PLENTY, SpareKeeper, adopting
@@ -40,16 +41,10 @@ def agent() -> Iterator[SpareKeeper]:
 
 def run(spare: Spare, script: Path | str, *args: str, **more: Any) -> str:
     """What it prints as a worker, on both streams."""
-    start = {
-        "kind": "script",
-        "target": str(script),
-        "args": args,
-        "environment": dict(os.environ),
-        "cwd": os.getcwd(),
-    }
-    command = tied([sys.executable, "-u", str(script), *args])
+    cold = tuple(tied([sys.executable, "-u", str(script), *args]))
+    start = BecomeWorker("script", str(script), args, dict(os.environ), os.getcwd(), cold=cold, **more)
     read, write = os.pipe()
-    spare.become({"start": start, "cpus": "", "cgroup": "", "cold": command, **more}, [0, write, write])
+    spare.become(start, [0, write, write])
     os.close(write)
     with open(read) as printed:
         return printed.read()
@@ -370,6 +365,7 @@ def test_closing_ends_all_of_them(agent: SpareKeeper) -> None:
 def test_all_of_them_die_with_the_agent_without_anybody_elses_help(tmp_path: Path) -> None:
     program = f"""
 import os, sys, time
+from elastic_agent.agent.workers.preloader.wire import BecomeWorker
 from tests.spare_keeper import SpareKeeper, adopting
 with adopting():
     keeper = SpareKeeper("json").start()
@@ -377,9 +373,9 @@ with adopting():
     pids = keeper.spares.pids
     worker = keeper.take()
     read, write = os.pipe()
-    start = dict(kind="script", target={str(script(tmp_path, "import time; print(flush=True); time.sleep(600)"))!r},
-        args=(), environment=dict(os.environ), cwd=os.getcwd())
-    worker.become(dict(start=start, cpus="", cgroup="", cold=[]), [0, write, write])
+    start = BecomeWorker("script", {str(script(tmp_path, "import time; print(flush=True); time.sleep(600)"))!r},
+        (), dict(os.environ), os.getcwd())
+    worker.become(start, [0, write, write])
     os.read(read, 1)
     print(*pids, flush=True)
     time.sleep(600)

@@ -83,7 +83,10 @@ class Node:
 class NoSpares:
     why_cold = "there are none"
 
-    def take(self) -> None:
+    def start_worker(self, **_: object) -> None:
+        return None
+
+    def start_store_holder(self, channel: int) -> None:
         return None
 
 

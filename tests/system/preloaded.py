@@ -1,4 +1,4 @@
-"""A preloaded process for tests: `python -u preloaded.py FOLDER NAMES...`, where FOLDER has the preloader's modules.
+"""A preloaded process for tests: `python -u preloaded.py FOLDER NAMES...`, where FOLDER has our package.
 
 It says `ready` and, for each line of its standard input, forks a child that runs the start in it; the pid and then the
 exit code are its answers. What a real one takes care of (ties, cgroups, many at once) is not here.
@@ -22,9 +22,9 @@ def main(folder: str, names: list[str]) -> None:
     del sys.path[0]
     package = sys.modules["under_test"] = types.ModuleType("under_test")
     package.__path__ = [folder]
-    fresh_process, import_cache, start = (
-        importlib.import_module(f"under_test.{name}")
-        for name in ("fresh_process", "fidelity.import_cache", "start")
+    fresh_process, import_cache, wire = (
+        importlib.import_module(f"under_test.agent.workers.preloader.{name}")
+        for name in ("fresh_process", "fidelity.import_cache", "wire")
     )
     gc.disable()
     known = import_cache.preload(names, FRESH)
@@ -52,7 +52,7 @@ def main(folder: str, names: list[str]) -> None:
                 with open(path, "a") as file:
                     file.write(problem + "\n")
 
-            fresh_process.run(start.Start.of(asked["start"]), known, tell)
+            fresh_process.run(wire.BecomeWorker(**asked["start"]), known, tell)
         print(child)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     os._exit(0)

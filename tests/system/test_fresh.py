@@ -20,12 +20,12 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.workers.preloader.fidelity.import_cache import DEFAULT_PRELOAD
-from elastic_agent.agent.workers.preloader.start import Start
+from elastic_agent.agent.workers.preloader.wire import BecomeWorker
 from elastic_agent.agent.workers.processes.workers import tied
 
 from .fresh_cases import IMPORTS, LIGHT, TORCH, Case, script
 
-PRELOADER = Path(__file__).resolve().parents[2] / "agent/workers/preloader"
+PACKAGE = Path(__file__).resolve().parents[2] / "elastic_agent"
 PRELOADED = Path(__file__).with_name("preloaded.py")
 PATIENCE_S = 60.0
 
@@ -47,7 +47,7 @@ class Preloaded:
     def __init__(self, names: tuple[str, ...], more: Mapping[str, str] | None = None) -> None:
         self.environment = {**_environment(), **ITS_OWN, **(more or {})}
         self._process = subprocess.Popen(
-            [sys.executable, "-u", str(PRELOADED), str(PRELOADER), *names],
+            [sys.executable, "-u", str(PRELOADED), str(PACKAGE), *names],
             env=self.environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -55,7 +55,7 @@ class Preloaded:
         )
         assert self._answer() == "ready"
 
-    def start(self, start: Start, stdout: Path, stderr: Path, told: Path) -> int:
+    def start(self, start: BecomeWorker, stdout: Path, stderr: Path, told: Path) -> int:
         asked = {
             "start": asdict(start),
             "stdout": str(stdout),
@@ -135,8 +135,8 @@ class Bench:
         self._signal(case, pid, stdout)
         return self._outcome(self._preloaded.wait(), stdout, stderr)
 
-    def _start(self, case: Case) -> Start:
-        return Start(case.kind, case.target, case.args, self._environment(case), str(self.work))
+    def _start(self, case: Case) -> BecomeWorker:
+        return BecomeWorker(case.kind, case.target, case.args, self._environment(case), str(self.work))
 
     def _environment(self, case: Case) -> dict[str, str]:
         wanted = {**self._preloaded.environment, **case.environment}

@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 
 from .fidelity import env_rules, proc_title
 from .fidelity.import_cache import ImportCache
-from .start import SCRIPT, Start
+from .wire import SCRIPT, BecomeWorker
 
 IGNORED_BY_PYTHON = tuple(getattr(signal, name) for name in ("SIGPIPE", "SIGXFSZ") if hasattr(signal, name))
 UNCHANGEABLE = (signal.SIGKILL, signal.SIGSTOP)
@@ -43,7 +43,7 @@ class Become(BaseException):
 
 
 def run(
-    start: Start,
+    start: BecomeWorker,
     cache: ImportCache,
     tell: Callable[[str], None] = lambda problem: None,
     stay_ignored: Collection[int] = (),
@@ -64,13 +64,13 @@ def run(
     _take_signals(stay_ignored)
     _take_streams()
     _take_interpreter(start, cache)
-    sys.excepthook = _script_hook(start) if start.kind == SCRIPT else _module_hook(start)
+    sys.excepthook = _script_hook(start) if start.target_kind == SCRIPT else _module_hook(start)
     raise Become
 
 
-def obstacle(start: Start, cache: ImportCache) -> str:
+def obstacle(start: BecomeWorker, cache: ImportCache) -> str:
     """Why this cannot be run in a fork of this process; empty if it can. To be asked in the worker's directory."""
-    script = start.target if start.kind == SCRIPT else None
+    script = start.target if start.target_kind == SCRIPT else None
     if problem := env_rules.obstacle(cache.base, start.environment, script, cache.reads):
         return problem
     if script is not None and (not os.path.isfile(script) or not os.access(script, os.R_OK)):
@@ -84,23 +84,23 @@ def obstacle(start: Start, cache: ImportCache) -> str:
     return proc_title.refusal()
 
 
-def _start_cold(start: Start, stay_ignored: Collection[int]) -> NoReturn:
+def _start_cold(start: BecomeWorker, stay_ignored: Collection[int]) -> NoReturn:
     for number in signal.valid_signals():
         if number not in UNCHANGEABLE:
             signal.signal(number, signal.SIG_IGN if number in stay_ignored else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    os.execvpe(sys.orig_argv[0], [sys.orig_argv[0], *start.command], dict(start.environment))
+    os.execvpe(sys.orig_argv[0], [sys.orig_argv[0], *start.command], start.environment)
 
 
 # --- What a process shows of itself
 
 
-def _show(start: Start) -> None:
+def _show(start: BecomeWorker) -> None:
     proc_title.show([sys.orig_argv[0], *start.command], start.environment)
     proc_title.name(os.path.basename(sys.orig_argv[0]))
 
 
-def _take_environment(start: Start, cache: ImportCache) -> None:
+def _take_environment(start: BecomeWorker, cache: ImportCache) -> None:
     os.environ.clear()
     os.environ.update(start.environment)
     env_rules.at_start(cache.base, start.environment)
@@ -134,8 +134,8 @@ def _take_streams() -> None:
         text.mode = mode
 
 
-def _take_interpreter(start: Start, cache: ImportCache) -> None:
-    sys.argv[:] = [start.target if start.kind == SCRIPT else "-m", *start.args]
+def _take_interpreter(start: BecomeWorker, cache: ImportCache) -> None:
+    sys.argv[:] = [start.target if start.target_kind == SCRIPT else "-m", *start.args]
     sys.orig_argv[:] = [sys.orig_argv[0], *start.command]
     sys.path[:] = cache.path if _safe_path() else [_first_on_path(start), *cache.path]
     finders: list[Any] = list(sys.path_importer_cache.values())
@@ -153,7 +153,7 @@ def _take_interpreter(start: Start, cache: ImportCache) -> None:
         importlib.import_module("faulthandler").enable()  # the script's, which Python has imported
 
 
-def _leave_libraries_whole(start: Start) -> None:
+def _leave_libraries_whole(start: BecomeWorker) -> None:
     """At the end of the process what libraries do that the preloaded process has loaded is left out.
 
     To unload torch is to write to all that it has registered, a good part of a second in a fork, which must copy it
@@ -171,8 +171,8 @@ def _leave_libraries_whole(start: Start) -> None:
         return  # only glibc has these
 
 
-def _first_on_path(start: Start) -> str:
-    if start.kind == SCRIPT:
+def _first_on_path(start: BecomeWorker) -> str:
+    if start.target_kind == SCRIPT:
         return os.path.dirname(os.path.realpath(start.target))
     return os.getcwd()
 
@@ -210,7 +210,7 @@ class _Argument:
         self.from_param = make
 
 
-def _script_hook(start: Start) -> Any:
+def _script_hook(start: BecomeWorker) -> Any:
     """PyRun_SimpleFileEx(file, name, close it), in the shape of an excepthook(type, exception, traceback)."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.fopen.restype = ctypes.c_void_p
@@ -239,7 +239,7 @@ def _absolute(script: str) -> str:
     return os.path.join(os.getcwd(), script)
 
 
-def _module_hook(start: Start) -> Any:
+def _module_hook(start: BecomeWorker) -> Any:
     import runpy  # not earlier: the script shall see the one that runs it
 
     run_as_main: Any = runpy._run_module_as_main  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ then forks no more.
 Invariants: a spare receives one message, and closes its socket then; there is no second one. What it was to become
 and cannot be as a fork it becomes by exec, with the same pid, session, cgroup and descriptors.
 
-In the job's interpreter, which need not know this package: standard library, and what lies beside this file.
+In the job's interpreter, which need not have this package installed: standard library, and modules of ours.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ FRESH = frozenset(sys.modules) - {"__future__"}
 
 import contextlib  # noqa: E402
 import gc  # noqa: E402
-import importlib.util  # noqa: E402
 import os  # noqa: E402
 import select  # noqa: E402
 import signal  # noqa: E402
 import socket  # noqa: E402
 import sysconfig  # noqa: E402
-from collections.abc import Collection, Mapping, Sequence  # noqa: E402
+import types  # noqa: E402
+from collections.abc import Collection, Sequence  # noqa: E402
 from dataclasses import dataclass  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import TYPE_CHECKING, Any, NoReturn  # noqa: E402
+from typing import TYPE_CHECKING, NoReturn  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 
@@ -46,28 +46,24 @@ IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 """By this process: a service manager may signal all that it started, while workers in their grace go on."""
 
 
-def _module(name: str, path: Path) -> Any:
-    """What lies there, executed now; where it is a package, its modules can be imported."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 if TYPE_CHECKING:
     from ..processes import shim, store_holder
-    from . import fresh_process, gpu_drivers, import_profile, start, wire
+    from . import fresh_process, gpu_drivers, import_profile, wire
     from .fidelity import import_cache, proc_title
 else:
-    # By names that are not used elsewhere, and now: later sys.modules is not ours any more.
-    _module("elastic_agent_preloader", HERE / "__init__.py")
-    from elastic_agent_preloader import fresh_process, gpu_drivers, import_profile, start, wire
-    from elastic_agent_preloader.fidelity import import_cache, proc_title
+    # Our package by a name that is not used elsewhere, and now: later sys.modules is not ours any more.
+    package = sys.modules["elastic_agent_preloader"] = types.ModuleType("elastic_agent_preloader")
+    package.__path__ = [str(Path(__file__).parents[3])]
+    from elastic_agent_preloader.agent.workers.preloader import (
+        fresh_process,
+        gpu_drivers,
+        import_profile,
+        wire,
+    )
+    from elastic_agent_preloader.agent.workers.preloader.fidelity import import_cache, proc_title
+    from elastic_agent_preloader.agent.workers.processes import shim, store_holder
 
-    shim = _module("elastic_agent_shim", HERE.parent / "processes" / "shim.py")
-    store_holder = _module("elastic_agent_store_holder", HERE.parent / "processes" / "store_holder.py")
+    wire.CODEC.prepare()
 
 
 class Unfit(Exception):
@@ -93,13 +89,15 @@ def main(agent_pid: int) -> None:
     received = wire.receive(channel)
     if received is None:
         return
-    known = Imported(received[0], ignored)
+    preload, _ = received
+    assert isinstance(preload, wire.Preload), preload
+    known = Imported(preload, ignored)
     try:
         known.check()
-        wire.send(channel, {"loaded": known.count, "skipped": dict(known.cache.skipped)})
+        wire.send(channel, wire.Loaded(known.count, dict(known.cache.skipped)))
         born = _serve(channel, known)
     except Unfit as unfit:
-        wire.send(channel, {"unfit": str(unfit), "stale": unfit.stale})
+        wire.send(channel, wire.Unfit(str(unfit), unfit.stale))
         return
     if born is not None:
         live(born, known, agent_pid)
@@ -109,11 +107,14 @@ def _serve(channel: socket.socket, known: Imported) -> Newborn | None:
     """None at the end of this process' work. Raises Unfit."""
     while True:
         asked, _, _ = select.select([channel], [], [], CHECK_EVERY_S)
-        received = wire.receive(channel) if asked else ({}, [])
-        if received is None:
-            return None
+        sockets: list[int] = []
+        if asked:
+            received = wire.receive(channel)
+            if received is None:
+                return None
+            _, sockets = received
         known.check()
-        if received[1] and (born := fork_spares(received[1])) is not None:
+        if sockets and (born := fork_spares(sockets)) is not None:
             channel.close()
             return born
 
@@ -127,15 +128,15 @@ def expanded(words: Sequence[str]) -> list[str]:
 class Imported:
     """What this process has imported. Forks have it too, and copy each page of it that they touch."""
 
-    def __init__(self, told: Mapping[str, Any], stay_ignored: Collection[int] = ()) -> None:
-        """Imports the modules that it is told to load, and those installed that a worker has asked for.
+    def __init__(self, preload: wire.Preload, stay_ignored: Collection[int] = ()) -> None:
+        """Imports the modules named, and those installed that a worker has asked for.
 
         `stay_ignored`: the signals that this process was started to ignore, as all that it becomes shall."""
         gc.disable()
-        names = dict.fromkeys([*expanded(told["load"]), *import_profile.installed(told["learned"])])
+        names = dict.fromkeys([*expanded(preload.names), *import_profile.installed(preload.learned)])
         path = list(sys.path)
         if not getattr(sys.flags, "safe_path", False):  # 3.11
-            sys.path.insert(0, told["first_on_path"])  # where workers look first, too
+            sys.path.insert(0, preload.first_on_path)  # where workers look first, too
         self.cache = import_cache.preload(list(names), FRESH)
         self.cache.path = tuple(path)
         sys.path[:] = path
@@ -239,14 +240,15 @@ def live(born: Newborn, known: Imported, agent_pid: int) -> NoReturn:
     os.close(born.orphaned)
     if problem := shim.tie(agent_pid):
         _refuse(problem)
-    wire.send(born.channel, {"ready": os.getpid()})
+    wire.send(born.channel, wire.Ready(os.getpid()))
     received = wire.receive(born.channel)
     if received is None:
         os._exit(0)
     message, descriptors = received
-    if "store" in message:
+    if isinstance(message, wire.ServeStores):
         born.channel.close()
         _serve_stores(descriptors[0], known)
+    assert isinstance(message, wire.BecomeWorker), message
     become_worker(message, descriptors, born.channel, known)
 
 
@@ -274,31 +276,28 @@ def _serve_stores(channel: int, known: Imported) -> NoReturn:
 
 
 def become_worker(
-    message: dict[str, Any], descriptors: list[int], channel: socket.socket, known: Imported
+    start: wire.BecomeWorker, descriptors: list[int], channel: socket.socket, known: Imported
 ) -> NoReturn:
     """Ends as the script ends."""
     os.setsid()
     for number, descriptor in enumerate(descriptors[:3]):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    if problem := shim.place(message["cpus"], message["cgroup"]):
+    if problem := shim.place(start.cpus, start.cgroup):
         _refuse(problem)
 
-    def tell(problem: str) -> None:
-        try:
-            wire.send(channel, {"problem": problem})
-        except OSError:  # the agent has ended, or the script runs already
-            pass
+    def report(problem: str) -> None:
+        with contextlib.suppress(OSError):  # the agent has ended, or the script runs already
+            wire.send(channel, wire.Problem(problem))
 
-    told = start.Start.of(message["start"])
     if edited := known.edited():
-        tell(f"{edited} has changed since it was imported")
-        os.chdir(told.cwd)
-        os.execve(message["cold"][0], message["cold"], dict(told.environment))
+        report(f"{edited} has changed since it was imported")
+        os.chdir(start.cwd)
+        os.execve(start.cold[0], start.cold, start.environment)
     for profile in descriptors[3:]:
         import_profile.profile_imports(profile)
     try:
-        fresh_process.run(told, known.cache, tell, known.stay_ignored)
+        fresh_process.run(start, known.cache, report, known.stay_ignored)
     except fresh_process.Become:
         channel.close()
         raise

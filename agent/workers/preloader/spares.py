@@ -21,14 +21,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
+from ....codec import Invalid
 from ....worker.memory.available_memory import Memory
 from ...common.events import Event, SpareReadable
 from ...common.io_thread import IoThread
 from ...machine.memory.memory_pressure import MemoryPolicy, pressure
 from ..processes.failures import describe_exit
-from ..processes.proc import KILL_WAIT_S, ends_within, stat_of
+from ..processes.proc import KILL_WAIT_S, reap_within, stat_of
 from ..processes.workers import Process, tied
 from . import wire
 from .import_profile import ImportProfile
@@ -60,7 +61,7 @@ ENDING_S = 0.5
 """How long the end of a process may take whose socket is closed already, before it is helped."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""What the preloaded process is told, so that its libraries start no threads: a fork would not have them. MKL does as
+"""For the preloaded process, so that its libraries start no threads: a fork would not have them. MKL does as
 OpenMP."""
 
 
@@ -75,9 +76,10 @@ class Spare:
         self.taken = False
         self._ended: int | None = None
 
-    def become(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+    def become(self, message: wire.BecomeWorker | wire.ServeStores, descriptors: Sequence[int] = ()) -> None:
         """Raises OSError when it has ended."""
-        profile = self._profile.hand_out() if self._profile is not None and "start" in message else ()
+        worker = isinstance(message, wire.BecomeWorker)
+        profile = self._profile.hand_out() if worker and self._profile is not None else ()
         wire.send(self.channel, message, [*descriptors, *profile])
 
     def wait(self) -> int:
@@ -167,8 +169,7 @@ class Spares:
         self._drop_all()
         children: list[Process] = [*ready, *self._ending]
         for child in children:
-            if ends_within(child.pid, KILL_WAIT_S):
-                child.wait()
+            reap_within(child, KILL_WAIT_S)
 
     # --- What there is
 
@@ -219,6 +220,38 @@ class Spares:
             self._discard(spare)
         return None
 
+    def start_worker(
+        self,
+        *,
+        kind: Literal["script", "module", "binary"],
+        target: str,
+        args: Sequence[str],
+        environment: Mapping[str, str],
+        cpus: str,
+        cgroup: str,
+        cold: Sequence[str],
+        streams: Sequence[int],
+    ) -> Spare | None:
+        assert kind != "binary"
+        message = wire.BecomeWorker(
+            kind, target, tuple(args), dict(environment), os.getcwd(), cpus, cgroup, tuple(cold)
+        )
+        return self._hand_out(message, streams)
+
+    def start_store_holder(self, channel: int) -> Spare | None:
+        return self._hand_out(wire.ServeStores(), [channel])
+
+    def _hand_out(
+        self, message: wire.BecomeWorker | wire.ServeStores, descriptors: Sequence[int]
+    ) -> Spare | None:
+        while spare := self.take():
+            try:
+                spare.become(message, descriptors)
+            except OSError:  # it has just ended, and is reaped as an orphan
+                continue
+            return spare
+        return None
+
     def workers_started(self, now: float) -> None:
         """They need the cores now."""
         self._calm_at = now + CALM_S
@@ -255,8 +288,9 @@ class Spares:
         try:
             received = wire.receive(owner.channel)
         except BlockingIOError:
-            received = {}, []
-        except (OSError, wire.BadMessage) as error:
+            self._await(event.descriptor)
+            return
+        except (OSError, Invalid) as error:
             log.warning("a spare or what it was forked from does not speak as it should: %s", error)
             received = None
         message = received[0] if received is not None else None
@@ -270,7 +304,7 @@ class Spares:
     # --- The preloaded process
 
     def _launch(self, learned: tuple[str, ...], now: float) -> _Preloaded | None:
-        """None when that failed, which was told."""
+        """None when that failed, which is logged."""
         (ours, theirs), (output, their_output) = wire.pair(), socket.socketpair()
         try:
             with theirs, their_output:
@@ -282,8 +316,7 @@ class Spares:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-            told = {"load": self._names, "learned": learned, "first_on_path": self._first_on_path}
-            wire.send(ours, told)
+            wire.send(ours, wire.Preload(self._names, learned, self._first_on_path))
         except OSError as error:
             ours.close()
             output.close()
@@ -295,31 +328,29 @@ class Spares:
         self.why_cold = "the preloaded process has not yet done its imports"
         return preloaded
 
-    def _on_preloaded_message(
-        self, preloaded: _Preloaded, message: dict[str, Any] | None, now: float
-    ) -> None:
+    def _on_preloaded_message(self, preloaded: _Preloaded, message: wire.Message | None, now: float) -> None:
         if preloaded is self._next:
             self._on_next_message(preloaded, message, now)
         elif message is None:
-            returncode = _returncode(preloaded.process)
+            returncode = reap_within(preloaded.process, ENDING_S)
             self._end(preloaded)
             ended = "it does not speak any more" if returncode is None else describe_exit(returncode).text
             self._failed(ended, now)
-        elif "loaded" in message:
+        elif isinstance(message, wire.Loaded):
             took_s, preloaded.phase, preloaded.since = now - preloaded.since, Phase.READY, now
             self.why_cold = "no spare was ready"
-            log.info("preloaded %d modules in %.1f s", message["loaded"], took_s)
-            for name, why in message["skipped"].items():
+            log.info("preloaded %d modules in %.1f s", message.modules, took_s)
+            for name, why in message.skipped.items():
                 asked_for = logging.WARNING if name in self._names else logging.INFO
                 log.log(asked_for, "not preloaded: %s (%s); workers import it themselves", name, why)
-        elif "unfit" in message:
+        elif isinstance(message, wire.Unfit):
             self._end(preloaded)
             self._drop_all()
-            if message["stale"]:
-                log.info("preloading again: %s", message["unfit"])
+            if message.stale:
+                log.info("preloading again: %s", message.why)
                 self._preloaded = self._launch(self._learned, now)
             else:
-                self.why_cold = f"the preloaded process cannot be forked: {message['unfit']}"
+                self.why_cold = f"the preloaded process cannot be forked: {message.why}"
                 log.warning("workers start cold from now on: %s", self.why_cold)
 
     def _learn(self, now: float) -> None:
@@ -329,19 +360,19 @@ class Spares:
         if learned and self._preloaded is not None:
             self._next = self._launch(learned, now)
 
-    def _on_next_message(self, preloaded: _Preloaded, message: dict[str, Any] | None, now: float) -> None:
+    def _on_next_message(self, preloaded: _Preloaded, message: wire.Message | None, now: float) -> None:
         """It takes its place when it is ready; if it never is, all goes on as before."""
-        if message is None or "unfit" in message:
+        if message is None or isinstance(message, wire.Unfit):
             self._end(preloaded)
-            why = "the process that tried it has ended" if message is None else message["unfit"]
+            why = "the process that tried it has ended" if message is None else message.why
             log.warning("what workers import is not preloaded: %s", why)
-        elif "loaded" in message:
+        elif isinstance(message, wire.Loaded):
             if self._preloaded is not None:
                 self._end(self._preloaded)
             self._drop_all()
             self._preloaded, self._next, self._learned = preloaded, None, preloaded.learned
             preloaded.phase, preloaded.since = Phase.READY, now
-            log.info("preloaded %d modules, with what workers have imported", message["loaded"])
+            log.info("preloaded %d modules, with what workers have imported", message.modules)
 
     def _on_output(self, preloaded: _Preloaded) -> None:
         try:
@@ -398,10 +429,10 @@ class Spares:
         assert self._preloaded is not None
         pairs = [wire.pair() for _ in range(min(count, wire.MOST_DESCRIPTORS))]
         try:
-            wire.send(self._preloaded.channel, {}, [theirs.fileno() for _, theirs in pairs])
+            wire.send(self._preloaded.channel, wire.Fork(), [theirs.fileno() for _, theirs in pairs])
         except (
             OSError
-        ):  # it has ended, or does not read any more: its socket will show that, or it will be overdue
+        ):  # it has ended, as its socket will show, or does not read any more, and will be overdue
             pass
         if len(self._spares) == self.ready:
             self._asked_at, self._fork_failed = now, False
@@ -411,28 +442,26 @@ class Spares:
             self._spares.append(spare)
             self._watch(ours, spare)
 
-    def _on_spare_message(self, spare: Spare, message: dict[str, Any] | None, now: float) -> None:
+    def _on_spare_message(self, spare: Spare, message: wire.Message | None, now: float) -> None:
         if message is None:
             if spare.taken:
-                self._close(spare.channel)  # it has become what it was told
+                self._close(spare.channel)  # it has become a worker, or the store holder
             else:
                 self._fork_failed |= not spare.pid
                 self._discard(spare)
                 self._calm_at = max(self._calm_at, now + CALM_S)  # whatever ends them may do so again
-        elif "ready" in message:
-            spare.pid = int(message["ready"])
-        elif "problem" in message:
-            log.warning(
-                "worker process %d is no fork of the preloaded one: %s", spare.pid, message["problem"]
-            )
+        elif isinstance(message, wire.Ready):
+            spare.pid = message.pid
+        elif isinstance(message, wire.Problem):
+            log.warning("worker process %d is no fork of the preloaded one: %s", spare.pid, message.text)
 
     def _discard(self, spare: Spare) -> None:
-        """It has nothing to finish, and is buried as any orphan."""
+        """It has nothing to finish, and is reaped as any orphan."""
         if spare in self._spares:
             self._spares.remove(spare)
         self._close(spare.channel)
         if spare.pid:
-            os.kill(spare.pid, signal.SIGKILL)  # it is our child, and not yet buried
+            os.kill(spare.pid, signal.SIGKILL)  # it is our child, and not yet reaped
 
     def _drop_all(self) -> int:
         dropped = self.ready
@@ -472,11 +501,3 @@ class Spares:
         """In the io thread: once, until the main thread has read."""
         self._io.forget(descriptor)
         self._post(SpareReadable(descriptor))
-
-
-def _returncode(process: subprocess.Popen[bytes]) -> int | None:
-    """None when it does not end, though it has closed its socket."""
-    try:
-        return process.wait(ENDING_S)
-    except subprocess.TimeoutExpired:
-        return None

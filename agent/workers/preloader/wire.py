@@ -1,19 +1,25 @@
-"""How the agent, the preloaded process and its spares speak: whole JSON messages, with descriptors, on socket pairs.
+"""What the agent, the preloaded process and its spares send each other, with descriptors, on socket pairs.
 
-A message is one datagram of a SOCK_SEQPACKET pair, so it arrives whole, once, or not at all. What it says is put in a
-memory file that goes with it: a worker's environment may be longer than any socket takes at once.
+A message is one datagram of a SOCK_SEQPACKET pair, so it arrives whole, once, or not at all. Its text is in a memory
+file that goes with it: a worker's environment may be longer than any socket takes at once.
 
-Run in the job's interpreter, too: standard library only.
+Run in the job's interpreter, too: standard library and the codec only.
 """
 
 from __future__ import annotations
 
 import array
-import json
 import os
+import re
 import socket
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeAlias
+
+from ....codec import Codec, Count, Invalid, Positive, Text
+
+SCRIPT = "script"
+MODULE = "module"
 
 MOST_DESCRIPTORS = 250
 """In one message beside the text's own; the kernel takes 253."""
@@ -21,29 +27,109 @@ MOST_DESCRIPTORS = 250
 LONGEST = 16 * 2**20
 """Bytes: many times what the kernel takes as a process' arguments and environment."""
 
+Word: TypeAlias = Annotated[str, Text(LONGEST, re.compile(r"[^\0]*"))]
+Target: TypeAlias = Annotated[str, Text(LONGEST, re.compile(r"[^\0]+"))]
+VariableName: TypeAlias = Annotated[str, Text(LONGEST, re.compile(r"[^\0=]+"))]
 
-class BadMessage(ValueError):
-    """What came is no message of ours: sender and receiver are not of one version."""
+
+@dataclass(frozen=True, slots=True)
+class Preload:
+    """The first message to the preloaded process: what `--preload` names, and what a worker has imported."""
+
+    names: tuple[str, ...]
+    learned: tuple[str, ...]
+    first_on_path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """To the preloaded process: fork a spare for each socket that comes with this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """From the preloaded process: so many modules are loaded; `skipped` says why others are not."""
+
+    modules: Count
+    skipped: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """From the preloaded process, which ends: no spares can be forked. `stale`: one that is started now could."""
+
+    why: str
+    stale: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """From a spare."""
+
+    pid: Positive
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """From a spare that has become a worker: why it starts cold, or how it differs from a fresh process."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class BecomeWorker:
+    """To a spare: run `python -u TARGET ARGS...` or `python -u -m TARGET ARGS...` with this environment and no other.
+
+    With it come standard input, output and error, and maybe a file for the names of imported modules.
+    """
+
+    target_kind: Literal["script", "module"]
+    target: Target
+    args: tuple[Word, ...]
+    environment: dict[VariableName, Word]
+    cwd: Word
+    cpus: str = ""
+    cgroup: str = ""
+    """For `shim.place`, as `cpus`."""
+    cold: tuple[Word, ...] = ()
+    """The command of the same worker, started cold."""
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """As it stands on the command line, after the interpreter."""
+        module = ("-m",) if self.target_kind == MODULE else ()
+        return ("-u", *module, self.target, *self.args)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeStores:
+    """To a spare: become the holder of the workers' stores, with orders from the socket that comes with this."""
+
+
+Message: TypeAlias = Preload | Fork | Loaded | Unfit | Ready | Problem | BecomeWorker | ServeStores
+CODEC: Codec[Message] = Codec(
+    (Preload, Fork, Loaded, Unfit, Ready, Problem, BecomeWorker, ServeStores), version=1, most_bytes=LONGEST
+)
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def send(channel: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+def send(channel: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
     """Raises OSError where the other end is closed; nothing was sent then."""
     text = os.memfd_create("message", os.MFD_CLOEXEC)
     try:
         with open(text, "wb", closefd=False) as file:
-            file.write(json.dumps(message).encode())
+            file.write(CODEC.encode(message))
         sent = array.array("i", [text, *descriptors])
         channel.sendmsg([b"."], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, sent)])
     finally:
         os.close(text)
 
 
-def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """None at the end. The descriptors are close-on-exec, and the caller's. Raises BadMessage, OSError."""
+def receive(channel: socket.socket) -> tuple[Message, list[int]] | None:
+    """None at the end. The descriptors are close-on-exec, and the caller's. Raises Invalid, OSError."""
     room = socket.CMSG_SPACE(4 * (MOST_DESCRIPTORS + 1))
     data, ancillary, _, _ = channel.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
     if not data:
@@ -53,15 +139,8 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             descriptors.frombytes(content[: len(content) // 4 * 4])
     if not descriptors:
-        raise BadMessage("a message without its text")
+        raise Invalid("message without its text")
     text, *others = descriptors
     with open(text, "rb") as file:
         file.seek(0)
-        found = file.read(LONGEST + 1)
-    try:
-        message = json.loads(found)
-    except ValueError as error:
-        raise BadMessage(f"not JSON: {error}") from error
-    if not isinstance(message, dict):
-        raise BadMessage(f"not an object: {found[:200]!r}")
-    return message, others
+        return CODEC.decode(file.read(LONGEST + 1)), others

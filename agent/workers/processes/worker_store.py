@@ -127,22 +127,13 @@ class WorkerStore:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
-                process = self._start_warm(theirs) or self._start_cold(theirs)
+                process = self._spares.start_store_holder(theirs.fileno()) or self._start_cold(theirs)
         except OSError:
             ours.close()
             self._close_listener()
             raise
         self._holder = _Holder(process, ours)
         self._io.watch(ours.fileno(), partial(self._read, process.pid, ours, ours.fileno()))
-
-    def _start_warm(self, channel: socket.socket) -> Process | None:
-        while spare := self._spares.take():
-            try:
-                spare.become({"store": True}, [channel.fileno()])
-            except OSError:  # it has just ended; as an orphan, it is buried
-                continue
-            return spare
-        return None
 
     def _start_cold(self, channel: socket.socket) -> Process:
         return subprocess.Popen(

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Literal, Protocol
 
 from ...common.events import Event, WorkerExited
 from ...common.io_thread import IoThread
@@ -63,16 +63,26 @@ class Process(Protocol):
         """Its return code, negative for a signal."""
 
 
-class Spare(Process, Protocol):
-    def become(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-        """Raises OSError when it has ended."""
-
-
 class Spares(Protocol):
+    """Idle processes. Without one what would have one start gets None, for the reason `why_cold`."""
+
     why_cold: str
 
-    def take(self) -> Spare | None:
-        """None where there is none, for the reason `why_cold`."""
+    def start_worker(
+        self,
+        *,
+        kind: Literal["script", "module", "binary"],
+        target: str,
+        args: Sequence[str],
+        environment: Mapping[str, str],
+        cpus: str,
+        cgroup: str,
+        cold: Sequence[str],
+        streams: Sequence[int],
+    ) -> Process | None:
+        """`cpus` and `cgroup` are for the shim, `cold` is the command of the same worker without a spare."""
+
+    def start_store_holder(self, channel: int) -> Process | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,23 +233,19 @@ class WorkerGroup:
             self.cold[spec.local_rank] = spec.cold
             return None
         cpus, cgroup = _place(spec.cpus, self._cgroup)
-        start = {
-            "kind": command.kind,
-            "target": command.target,
-            "args": arguments(command, spec.local_rank),
-            "environment": dict(spec.environment),
-            "cwd": os.getcwd(),
-        }
-        cold = tied(command_line(command, spec.local_rank), spec.cpus, self._cgroup)
-        message = {"start": start, "cpus": cpus, "cgroup": cgroup, "cold": cold}
-        while spare := spares.take():
-            try:
-                spare.become(message, [STANDARD_INPUT, out, err])
-            except OSError:  # it has just ended; as an orphan, it is buried
-                continue
-            return spare
-        self.cold[spec.local_rank] = spares.why_cold
-        return None
+        process = spares.start_worker(
+            kind=command.kind,
+            target=command.target,
+            args=arguments(command, spec.local_rank),
+            environment=spec.environment,
+            cpus=cpus,
+            cgroup=cgroup,
+            cold=tied(command_line(command, spec.local_rank), spec.cpus, self._cgroup),
+            streams=(STANDARD_INPUT, out, err),
+        )
+        if process is None:
+            self.cold[spec.local_rank] = spares.why_cold
+        return process
 
     def _start_cold(self, command: Command, spec: WorkerSpec, out: int, err: int) -> Process:
         return subprocess.Popen(

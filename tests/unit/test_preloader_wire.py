@@ -1,0 +1,94 @@
+"""What a spare is to become: there and back, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from elastic_agent.agent.workers.preloader.wire import (
+    CODEC,
+    BecomeWorker,
+    Fork,
+    Loaded,
+    Message,
+    pair,
+    receive,
+    send,
+)
+from elastic_agent.codec import Invalid
+
+START = BecomeWorker(
+    "script", "train.py", ("--lr", "0.1"), {"RANK": "0", "ODD": "\udcff"}, "/work", cold=("python",)
+)
+
+
+@pytest.fixture
+def channels() -> Iterator[tuple[socket.socket, socket.socket]]:
+    one, other = pair()
+    with one, other:
+        yield one, other
+
+
+@pytest.mark.parametrize(
+    "message", [START, Fork(), Loaded(7, {"torch": "no such module"}), replace(START, args=("y" * 10**6,))]
+)
+def test_a_message_survives_the_way_there(
+    message: Message, channels: tuple[socket.socket, socket.socket]
+) -> None:
+    send(channels[0], message)
+    assert receive(channels[1]) == (message, [])
+    channels[0].close()
+    assert receive(channels[1]) is None
+
+
+def test_descriptors_come_with_their_message(channels: tuple[socket.socket, socket.socket]) -> None:
+    read, write = os.pipe()
+    send(channels[0], Fork(), [write])
+    os.close(write)
+    received = receive(channels[1])
+    assert received is not None
+    os.close(received[1][0])
+    assert os.read(read, 1) == b""
+    os.close(read)
+
+
+def test_what_comes_without_a_text_is_refused(channels: tuple[socket.socket, socket.socket]) -> None:
+    channels[0].send(b".")
+    with pytest.raises(Invalid):
+        receive(channels[1])
+
+
+def test_the_command_is_what_python_is_given() -> None:
+    assert START.command == ("-u", "train.py", "--lr", "0.1")
+    module = BecomeWorker("module", "package.train", ("1",), {}, "/")
+    assert module.command == ("-u", "-m", "package.train", "1")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"target_kind": "binary"},
+        {"target": ""},
+        {"target": 1},
+        {"args": "--lr"},
+        {"args": [1]},
+        {"args": ["a\0b"]},
+        {"environment": []},
+        {"environment": {"": "x"}},
+        {"environment": {"A=B": "x"}},
+        {"environment": {"A": 1}},
+        {"environment": {"A": "\0"}},
+        {"cwd": None},
+        {"more": "fields"},
+    ],
+    ids=str,
+)
+def test_what_no_process_can_be_is_refused(changed: dict[str, object]) -> None:
+    body = json.loads(CODEC.encode(START))
+    with pytest.raises(Invalid):
+        CODEC.decode(json.dumps({**body, **changed}).encode())
