@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         Sharded,
         StepNotGrowing,
     )
+    from .ranks.init_file import fresh_init_file
     from .ranks.process_group import init_process_group
     from .steps.drain import Drained
     from .steps.progress import poll, step
@@ -58,6 +59,7 @@ _HOME = {
     "SaveFailed": "errors",
     "Sharded": "errors",
     "StepNotGrowing": "errors",
+    "fresh_init_file": "ranks.init_file",
     "init_process_group": "ranks.process_group",
     "poll": "steps.progress",
     "step": "steps.progress",
@@ -80,6 +82,7 @@ __all__ = [
     "SaveFailed",
     "Sharded",
     "StepNotGrowing",
+    "fresh_init_file",
     "init_process_group",
     "poll",
     "step",

@@ -1,0 +1,32 @@
+"""torch.distributed under the agent: every way to meet, every collective, before and after a worker is killed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent.common.ports import bind_listener
+
+from .harness import TORCH_PRELOADED, Job
+
+SCRIPT = Path(__file__).with_name("conformance.py")
+
+
+@pytest.mark.timeout(240)
+def test_torch_distributed_is_whole_before_and_after_a_kill(job: Job) -> None:
+    with bind_listener("127.0.0.1", 0, "test") as listener:
+        port = listener.getsockname()[1]
+    meeting = job.folder / "meeting"
+    agent = job.start("a", "--nproc-per-node=3", TORCH_PRELOADED, script=(SCRIPT, meeting, port, 1))
+    assert agent.exit_code(within_s=150) == 0
+    assert "WRONG" not in agent.text
+    for how in ("env", "tcp", "file", "store"):
+        for generation in (1, 2):
+            assert agent.text.count(f"ok: generation {generation} met by {how}") == 3
+    checked = re.findall(r"ok: (?!generation)(.*)", agent.text)
+    assert len(set(checked)) == 2 * (2 * 4 + 5) + 3 + 4
+    assert len(re.findall(r"rank \d has done it all", agent.text)) >= 3
+    assert "mpi False" in agent.text
+    assert list(meeting.iterdir()) == []
