@@ -197,7 +197,7 @@ def world(
         except queue.Empty:
             continue
         if isinstance(event, WriterWanted | WriterEnded):
-            writer.heard(event)
+            writer.handle(event)
     told = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         raise SystemExit(f"a {role} with {environment['BENCHMARK_SYSTEM']} failed")

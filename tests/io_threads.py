@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 
 from elastic_agent.agent.common.io_thread import IoThread
 
@@ -13,3 +14,10 @@ def started_io() -> IoThread:
     io = IoThread()
     io.start()
     return io
+
+
+def settle_io() -> None:
+    """Return when all is done that was posted before."""
+    settled = threading.Event()
+    started_io().post(settled.set)
+    assert settled.wait(20.0)

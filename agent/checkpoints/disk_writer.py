@@ -1,8 +1,8 @@
 """Keeps a disk writer at hand: the process is started when the first order comes, and anew after it has ended.
 
 The agent listens, and the writer inherits the listening socket: an order that comes while there is no writer waits in
-the socket until there is one, and a writer that dies takes only its present order with it. Whoever gave that one hears
-the end of the connection.
+the socket until there is one, and a writer that dies takes only its present order with it: the rank 0 that gave it
+sees the end of its connection.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class DiskWriter:
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
         self._unsaved: tuple[UnsavedStep, ...] | None = None
-        """What the writer has last told of, while it finishes."""
+        """Of the writer's last message, while it finishes."""
         self._finishing_since = 0.0
         self._tried_again: set[tuple[int, str]] = set()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -73,7 +73,7 @@ class DiskWriter:
     def pids(self) -> tuple[int, ...]:
         return (self._process.pid,) if self._process is not None else ()
 
-    def heard(self, event: WriterWanted | WriterEnded) -> None:
+    def handle(self, event: WriterWanted | WriterEnded) -> None:
         if isinstance(event, WriterWanted):
             self._launch()
         elif self._process is not None:
@@ -85,7 +85,7 @@ class DiskWriter:
             self._io.later(PAUSE_S, self._await_order)
 
     def finish(self, within_s: float) -> None:
-        """Let it do all that was ordered, and end; whatever it has not done within that time is left, and said."""
+        """Let it do all that was ordered, and end; what it has not done within that time is left, and logged."""
         if self._process is None and select.select([self._socket], [], [], 0)[0]:
             self._launch()
         self._closed = True
@@ -99,16 +99,16 @@ class DiskWriter:
                 connection.settimeout(within_s)
                 connection.connect(str(self.path))
                 send(connection, FinishWrites(), within_s)
-                for told in _messages(connection, deadline):
-                    self._told(told.unsaved, within_s)
+                for message in _messages(connection, deadline):
+                    self._report_unsaved(message.unsaved, within_s)
             process.wait(max(0.0, deadline - time.monotonic()))
         except (OSError, Invalid, subprocess.TimeoutExpired):
             if self._unsaved is None:
                 log.warning("a save may not be on disk: it was not written within %g s", within_s)
             _end(process)
-        self._say_what_is_lost(within_s)
+        self._log_unsaved(within_s)
 
-    def _told(self, unsaved: tuple[UnsavedStep, ...], within_s: float) -> None:
+    def _report_unsaved(self, unsaved: tuple[UnsavedStep, ...], within_s: float) -> None:
         """What the writer has not done yet, while it finishes."""
         self._unsaved = unsaved
         for one in unsaved:
@@ -120,7 +120,7 @@ class DiskWriter:
                     *where, within_s, one.reason,
                 )  # fmt: skip
 
-    def _say_what_is_lost(self, within_s: float) -> None:
+    def _log_unsaved(self, within_s: float) -> None:
         unsaved, self._unsaved = self._unsaved, None
         for one in unsaved or ():
             where = one.step, one.directory
@@ -137,7 +137,7 @@ class DiskWriter:
         """The agent is ending; see `finish`, which may have been cut short."""
         self._closed = True
         self._io.forget(self._socket.fileno())
-        self._say_what_is_lost(round(time.monotonic() - self._finishing_since, 1))
+        self._log_unsaved(round(time.monotonic() - self._finishing_since, 1))
         if self._process is not None:
             _end(self._process)
             self._process = None

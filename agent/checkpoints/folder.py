@@ -1,6 +1,6 @@
 """The folder in memory that holds this node's newest states: the agent's own, so that it outlives every worker.
 
-Nobody else may enter it. The agent removes it when it ends, and the guard when the agent could not.
+Only its user may enter it. The agent removes it when it ends, and the guard when the agent could not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MemoryFolder:
     path: Path
     limit: int
     lock: int | None = None
-    """A descriptor that is locked while the agent lives, so that others can tell what nobody has removed. None: the
+    """A descriptor that is locked while the agent lives, so that others know an abandoned folder. None: this
     folder is only described."""
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ def make_folder(limit: int | None, place: Path = SHARED_MEMORY) -> MemoryFolder 
 
 
 def remove_abandoned(place: Path) -> None:
-    """What agents left whose guard was killed with them: memory that nobody else would ever give back."""
+    """What agents left whose guard was killed with them: memory that would never be given back otherwise."""
     for path in place.glob(f"{PREFIX}*"):
         try:
             found = path.lstat()
@@ -79,7 +79,7 @@ def remove_abandoned(place: Path) -> None:
             if found.st_uid != os.getuid() or time.time() - found.st_ctime < YOUNG_S:
                 continue
             lock = _lock(path)
-        except OSError:  # it lives, it has just gone, or is nobody's folder
+        except OSError:  # its agent lives, it has just gone, or it is no such folder
             continue
         log.warning("removing what an agent that was killed has left in memory: %s", path)
         shutil.rmtree(path, ignore_errors=True)

@@ -1,13 +1,13 @@
 """The disk writer: a process of the agent that brings copies in memory to the disk while the workers train on.
 
 `disk_writer` starts it through `shim`, so that it dies with the agent. Its standard input is a listening socket, over
-which rank 0 sends its orders (`worker/disk/background_write.py`). An order outlives the rank 0 that gave it. What
-becomes of one is told to whoever gave it, and to the agent as a report; before anything becomes visible the agent's
-commit fence is asked whether the generation that ordered it is still the present one.
+which rank 0 sends orders (`worker/disk/background_write.py`). An order outlives the rank 0 that gave it; its outcome
+is sent to that rank 0, and to the agent as a report; before anything becomes visible the agent's commit fence is asked
+whether the generation that ordered it is still the present one.
 
 Orders are carried out one after the other: the disk is one. On the agent's `FinishWrites` it does what it has begun,
 tries again what has failed, tells the agent over that connection what is not on disk yet (`UnsavedSteps`), and ends
-when nothing is left that another try could help. The agent ends it when the time is over. It hears no SIGTERM: a
+when nothing is left that another try could help. The agent ends it when the time is over. It ignores SIGTERM: a
 service manager sends that to all at once, and workers in their grace still save.
 
 No torch here, nor anything else that takes long to import.
@@ -93,7 +93,7 @@ class _Writer:
             if isinstance(order, FinishWrites):
                 with self._lock:
                     self._agent = connection
-                    self._tell()
+                    self._send_unsaved()
                 self._orders.put(None)
                 return
         except (OSError, Invalid) as error:
@@ -113,7 +113,7 @@ class _Writer:
             try:
                 send(taken.connection, outcome, ORDER_S)
             except OSError:
-                pass  # whoever gave the order has ended
+                pass  # the rank 0 that gave the order has ended
             taken.connection.close()
         attempt, rng = 0, random.Random()
         while failed := self._to_try_again():
@@ -186,16 +186,16 @@ class _Writer:
                 retry = isinstance(error, SaveFailed | OSError)
                 reason = (str(error) or repr(error))[:MAX_REASON_CHARS] if error else unsaved.reason
                 self._unsaved[order.directory] = order, replace(unsaved, reason=reason, final=not retry)
-                self._tell()
+                self._send_unsaved()
 
     def _settled(self, order: WriteOrder) -> None:
         with self._lock:
             newest, _ = self._unsaved.get(order.directory, (None, None))
             if newest is order:
                 del self._unsaved[order.directory]
-                self._tell()
+                self._send_unsaved()
 
-    def _tell(self) -> None:
+    def _send_unsaved(self) -> None:
         """The lock is held."""
         if self._agent is not None:
             with contextlib.suppress(OSError):  # the agent no longer waits

@@ -1,10 +1,11 @@
-"""What the main loop is told. Every thread of the agent puts these on one queue; only the main loop acts on them.
+"""The events of the main loop. Every thread of the agent puts them on one queue; only the main loop acts on them.
 
 All are frozen, so that a thread can hand one over and forget it. Instants are seconds on the monotonic clock.
 """
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -56,7 +57,7 @@ class LeaseGone:
 
 @dataclass(frozen=True, slots=True)
 class StoreGone:
-    """One of the threads at the store has failed: nothing more is heard from it."""
+    """One of the threads at the store has failed, and posts nothing any more."""
 
     reason: str
 
@@ -150,7 +151,7 @@ class JustInTimeMessage:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAnswered:
-    """A worker that has finished `step` was told whether a planned change lets it go on; GoOn is not worth an event."""
+    """A worker that asked after `step` whether a planned change lets it go on got this answer. GoOn is no event."""
 
     generation: int
     local_rank: int
@@ -160,7 +161,7 @@ class WorkerAnswered:
 
 @dataclass(frozen=True, slots=True)
 class WorkerKept:
-    """A worker that was told to end has kept the state after its last step, and ends now."""
+    """A worker that was to end has kept the state after its last step, and ends now."""
 
     generation: int
     local_rank: int
@@ -244,3 +245,14 @@ class Handlers:
 
     def handle(self, event: object, now: float) -> None:
         self.by_type[type(event)](event, now)
+
+    def handle_next(
+        self, events: queue.SimpleQueue[Any], timeout_s: float, clock: Callable[[], float]
+    ) -> None:
+        """The next event, if one comes within that time, and all that wait behind it."""
+        try:
+            self.handle(events.get(timeout=timeout_s), clock())
+            while True:
+                self.handle(events.get_nowait(), clock())
+        except queue.Empty:
+            pass

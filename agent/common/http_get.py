@@ -1,6 +1,6 @@
 """One question over HTTP to an agent, answered whole, in time and within a size, or not at all.
 
-Whoever listens there may be anybody: nothing that it sends makes this raise anything but what is said below.
+Any program may listen there: no answer makes `get` raise anything but what it declares.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class NoAnswer(Exception):
 def get(http: Endpoint, path: str, clock: Callable[[], float], timeout_s: float, at_most: int) -> str:
     """The page at `path`, of at most so many bytes.
 
-    Raises ConnectionRefusedError when nobody listens there any more, another OSError when the other side cannot be
+    Raises ConnectionRefusedError when no process listens there any more, another OSError when the other side cannot be
     reached or is silent, and NoAnswer.
     """
     deadline = clock() + timeout_s

@@ -1,4 +1,4 @@
-"""Work that may take long before the main loop runs: done in a thread, while this one hears signals."""
+"""Work that may take long before the main loop runs: done in a thread, while this one handles signals."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Ports: bind, keep, hand over. Never find a free port, close it, and hope.
 
 A port is ours from the moment `bind_listener` returns a socket that is bound *and listening*: clients that come
-early queue in its backlog instead of being refused, and nobody can take the port between "found" and "used".
-The socket is close-on-exec; whoever gives it away says so: `socket.detach()` for `TCPStore(master_listen_fd=...)`,
-which closes it at its end, `pass_fds` for a child.
+early queue in its backlog instead of being refused, and no other process can take the port between "found" and "used".
+The socket is close-on-exec, and handed over explicitly: `socket.detach()` for `TCPStore(master_listen_fd=...)`, which
+closes it at its end, `pass_fds` for a child.
 
 Words: a *round* tries every port of a `PortRange` once, from a random offset, so that agents that start at the
 same instant spread over the range. Only when a whole round finds every port taken is there a back-off wait, then
@@ -57,7 +57,7 @@ class PortConfigError(PortError):
 
 
 class PortTaken(PortError):
-    """Every port was somebody else's for the whole timeout; `owner` holds `port`, the first of `ports`."""
+    """Every port was taken for the whole timeout; `owner` holds `port`, the first of `ports`."""
 
     def __init__(self, address: str, ports: PortRange, purpose: str, owner: PortOwner, tried_s: float):
         self.address, self.ports, self.port, self.purpose = address, ports, ports.first, purpose

@@ -1,6 +1,6 @@
 """Does the main loop turn? A thread watches, because nothing else here can be trusted when it does not.
 
-A main loop that stands still (a disk that hangs, a bug) stops no workers and hears of no other world, while other
+A main loop that stands still (a disk that hangs, a bug) stops no workers and sees no other world, while other
 threads keep its lease alive and answer its peers: the job would wait for it without bound. So
 
 - the lease is renewed only while the loop counts as *turning* (`store.link` asks before each keep-alive);
@@ -39,11 +39,11 @@ for their end."""
 
 @dataclass(frozen=True, slots=True)
 class Turned:
-    """What the loop says of itself on every turn."""
+    """One turn of the loop."""
 
     at: float
     stops_at: float | None = None
-    """When it is to do the next thing to end its workers if nothing more is heard; None without any."""
+    """When it is to do the next thing to end its workers if nothing more happens; None without any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Heartbeat:
         clock: Callable[[], float],
         loop: str = "the main loop",
     ) -> None:
-        """`end` is called once, in the thread that watches, with what is to be said of the `loop`."""
+        """`end` is called once, in the thread that watches, with the reason, which names the `loop`."""
         self.turning = True
         """As far as is known: the thread that renews the lease asks."""
         self._lease_ttl_s = lease_ttl_s
@@ -106,7 +106,7 @@ class Heartbeat:
         self._closed = threading.Event()
 
     def start(self, otherwise: Callable[[], None] = lambda: None) -> None:
-        """`otherwise`: nobody watches any more."""
+        """`otherwise` runs when the thread that watches has failed."""
         Thread(self._watch, "heartbeat", otherwise).start()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The main loop: one thread that owns this node's state, hears events and obeys the rendezvous.
+"""The main loop: one thread that owns this node's state, handles events and obeys the rendezvous.
 
 A turn asks the `Participant` three things (what to ask of the store, what to watch, what to do with the workers),
 carries that out without blocking, and waits for the next event or instant. Every other thread only posts events.
@@ -43,6 +43,7 @@ from ..machine.gpu_memory import GpuMemory
 from ..observability.accounting.observer import Observer
 from ..rendezvous_io.peer_link import PeerLink
 from ..rendezvous_io.store_link import StoreLink, deliver_to
+from ..workers.preloader.spares import Spares
 from ..workers.processes.failures import WorkerFailure
 from ..workers.supervision.supervisor import Supervisor
 from .heartbeat import STUCK_AFTER_S, Heartbeat
@@ -89,6 +90,7 @@ class Services:
     link: StoreLink
     peers: PeerLink
     gpu_memory: GpuMemory
+    spares: Spares
     disk_writer: DiskWriter
     observer: Observer
     manager: ServiceManager
@@ -117,14 +119,14 @@ class Loop:
         self._clock = clock
         self._driver = Driver(participant, services.link, services.peers.ask, self)
         self.handlers = self._table()
-        """Which part hears of which event."""
+        """Which part handles which event."""
         self._signals: list[signal.Signals] = []
         self._left_as: str = ""
         """What made this node leave the job, once something has."""
         self._departing: Ending | None = None
         """How this agent ends, as soon as the last saves are on disk."""
         self._ending: Ending | None = None
-        self._doom: Ending | None = None
+        self._fatal: Ending | None = None
         """Set when the agent must end as soon as its workers are gone, whatever the rendezvous says."""
 
     def run(self) -> Ending:
@@ -135,12 +137,7 @@ class Loop:
                 return self._ending
             now = self._clock()
             timeout_s = HEARTBEAT_S if wake_at is None else min(HEARTBEAT_S, max(0.0, wake_at - now))
-            try:
-                self._hear(self._events.get(timeout=timeout_s))
-                while True:
-                    self._hear(self._events.get_nowait())
-            except queue.Empty:
-                pass
+            self.handlers.handle_next(self._events, timeout_s, self._clock)
 
     def liveness(self) -> Probe:
         """For any thread: is the loop turning? Says nothing about the store, whose outage is no reason to die."""
@@ -197,7 +194,7 @@ class Loop:
             return self._port.renew()
         except PortError as error:
             log.error("no port for the workers' store: %s", error)
-            self._doom = self._doom or Ending(ExitCode.NOT_HERE, str(error))
+            self._fatal = self._fatal or Ending(ExitCode.NOT_HERE, str(error))
             return None
 
     def advance(self, now: float) -> bool:
@@ -213,10 +210,10 @@ class Loop:
         if unkillable := supervisor.unkillable():
             self._ending = Ending(ExitCode.UNKILLABLE, unkillable)
             return False
-        if self._doom is not None:
-            supervisor.stop(grace_s, gently=False, reason=self._doom.reason)
+        if self._fatal is not None:
+            supervisor.stop(grace_s, gently=False, reason=self._fatal.reason)
             if supervisor.group is None:
-                self._ending = self._doom
+                self._ending = self._fatal
         elif isinstance(action, Start):
             if self._services.gpu_memory.waiting or not supervisor.prepared(action.world, action.member, now):
                 return False
@@ -274,8 +271,8 @@ class Loop:
         on(StoreGone, lambda event, _: None)  # its thread's ThreadFailed ends the agent
         for kind in get_args(GenerationEvent):
             on(kind, supervisor.handle)
-        on(StoreServerMessage, lambda event, _: supervisor.holder_spoke(event))
-        on(SpareReadable, supervisor.stirred)
+        on(StoreServerMessage, lambda event, _: supervisor.store_server_message(event))
+        on(SpareReadable, services.spares.handle)
         on(GpuMemoryMessage, services.gpu_memory.handle)
         on(WriterWanted, self._writer)
         on(WriterEnded, self._writer)
@@ -284,23 +281,20 @@ class Loop:
         on(Signalled, self._signalled)
         return handlers
 
-    def _hear(self, event: Event) -> None:
-        self.handlers.handle(event, self._clock())
-
     def _writer(self, event: WriterWanted | WriterEnded, _: float) -> None:
         if self._departing is None:
-            self._services.disk_writer.heard(event)
+            self._services.disk_writer.handle(event)
 
     def _saves_finished(self, _: SavesFinished, __: float) -> None:
         self._ending = self._departing
 
     def _thread_failed(self, event: ThreadFailed, _: float) -> None:
         """What it did is not done any more, and the others may wait for it: they are better off without this node."""
-        if self._doom is None:
+        if self._fatal is None:
             log.error("this agent ends: %s", event.reason)
-            self._doom = Ending(ExitCode.AGENT_FAILED, event.reason)
+            self._fatal = Ending(ExitCode.AGENT_FAILED, event.reason)
             if self._departing is not None:
-                self._departing = self._doom  # the last saves may not be on disk
+                self._departing = self._fatal  # the last saves may not be on disk
 
     def _signalled(self, event: Signalled, now: float) -> None:
         if event.number in WARNINGS:

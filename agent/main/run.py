@@ -68,7 +68,7 @@ from ..workers.processes.subreaper import Subreaper, adopt_orphans
 from ..workers.processes.unkillable import await_end, file_for
 from ..workers.processes.worker_store import WorkerStore
 from ..workers.processes.workers import WorkerGroup
-from ..workers.supervision.supervisor import Gates, Processes, Supervisor
+from ..workers.supervision.supervisor import Processes, Supervisor
 from ..workers.supervision.worker_spec import Node
 from .assembly import Agent, Probes, metrics_of, pages_of, policy_of, receiver_of, spares_of
 from .error_file import write_error_file
@@ -343,7 +343,7 @@ def _serve_workers(
     store: Store,
     metrics: Metrics,
     parts: contextlib.ExitStack,
-) -> tuple[Processes, Gates, DiskWriter]:
+) -> tuple[Processes, DiskWriter]:
     """What starts workers, what answers them, and what writes their checkpoints."""
     node, clock, post, io = ground.node, agent.clock, agent.events.put, agent.io
     guard, subreaper, spares, env = helpers.guard, helpers.subreaper, helpers.spares, node.env
@@ -378,8 +378,10 @@ def _serve_workers(
         spares=spares,
         worker_store=worker_store,
         logs=logs,
+        links=links,
+        last_steps=last_steps,
     )
-    return processes, Gates(just_in_time=links, drain=last_steps), disk_writer
+    return processes, disk_writer
 
 
 def _make_loop(
@@ -389,15 +391,15 @@ def _make_loop(
     rendezvous: Rendezvous,
     observer: Observer,
     processes: Processes,
-    gates: Gates,
     disk_writer: DiskWriter,
 ) -> Loop:
     config, participant, events, clock = agent.config, rendezvous.participant, agent.events, agent.clock
-    supervisor = Supervisor(config, ground.node, participant, observer, processes, gates, events.put, clock)
+    supervisor = Supervisor(config, ground.node, participant, observer, processes, events.put, clock)
     services = Services(
         link=rendezvous.link,
         peers=PeerLink(events.put, clock),
         gpu_memory=helpers.gpu_memory,
+        spares=helpers.spares,
         disk_writer=disk_writer,
         observer=observer,
         manager=agent.manager,

@@ -1,13 +1,13 @@
-"""What this agent tells the service manager that started it: systemd's notify protocol, one datagram at a time.
+"""The messages to the service manager that started this agent: systemd's notify protocol, one datagram at a time.
 
 It says READY once everything that this node alone can refuse is checked, its HTTP server answers and signals are
-heard: not later, because the store may be away for long, and that is no reason to kill the start of a unit. For the
+handled: not later, because the store may be away for long, and that is no reason to kill the start of a unit. For the
 same reason a start that has to wait for the network asks for more time (EXTEND_TIMEOUT) as long as it goes on. STATUS
-says what the agent waits for, or which generation trains. WATCHDOG comes from the main thread alone: from every turn
+is what the agent waits for, or which generation trains. WATCHDOG comes from the main thread alone: from every turn
 of the loop, and before there is one from the wait for the store. An agent whose main thread is stuck falls silent,
 and is killed and started again. STOPPING announces the end, from when on the manager counts its stop limit.
 
-Invariant: telling never blocks, and never fails the agent. What must arrive (READY, STOPPING) is sent again on the
+Invariant: sending never blocks, and never fails the agent. What must arrive (READY, STOPPING) is sent again on the
 next turn until it could be; a status or a beat that could not is simply late.
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Callable, MutableMapping
 log = logging.getLogger(__name__)
 
 VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
-"""Addressed to one process alone: a worker that inherited them could speak for the agent."""
+"""Addressed to one process alone: a worker that inherited them could send in the agent's name."""
 
 STATUS_EVERY_S = 1.0
 EXTEND_BY_S = 30
@@ -31,7 +31,7 @@ LONGEST_ADDRESS = 107
 
 
 class ServiceManager:
-    """See the module's docstring. For the main thread. Without an address everything is said to nobody."""
+    """See the module's docstring. For the main thread. Without an address nothing is sent."""
 
     def __init__(self, address: str | None, watchdog_s: float | None, clock: Callable[[], float]) -> None:
         """`address` is a path, or a name in the abstract namespace that begins with `@`."""
@@ -39,12 +39,12 @@ class ServiceManager:
         self._beat_every_s = watchdog_s / 3 if watchdog_s is not None and address is not None else None
         self._clock = clock
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if address is not None else None
-        self._owed: list[str] = []
+        self._unsent: list[str] = []
         self._starting = True
         self._stopping = False
         self._status = ""
         self._status_at = self._beat_at = self._extended_at = float("-inf")
-        self._deaf = False
+        self._unreachable = False
 
     @classmethod
     def take(cls, environ: MutableMapping[str, str], pid: int, clock: Callable[[], float]) -> ServiceManager:
@@ -73,13 +73,13 @@ class ServiceManager:
 
     def ready(self) -> None:
         self._starting = False
-        self._must_hear("READY=1")
+        self._send_surely("READY=1")
 
     def turn(self, status: str) -> None:
         """The main thread goes on. To be called at least every second, and at `next_beat`."""
-        self._pay()
+        self._send_again()
         now = self._clock()
-        if status != self._status and now >= self._status_at + STATUS_EVERY_S and self._say_status(status):
+        if status != self._status and now >= self._status_at + STATUS_EVERY_S and self._send_status(status):
             self._status_at = now
         more_time = self._starting and now >= self._extended_at + EXTEND_BY_S / 3
         if more_time and self._send(f"EXTEND_TIMEOUT_USEC={EXTEND_BY_S}000000"):
@@ -92,22 +92,22 @@ class ServiceManager:
         """From now on the agent only ends. May be called again with a newer status."""
         if not self._stopping:
             self._stopping = True
-            self._must_hear("STOPPING=1")
-        self._say_status(status)
+            self._send_surely("STOPPING=1")
+        self._send_status(status)
 
-    def _say_status(self, status: str) -> bool:
-        said = self._send(f"STATUS={' '.join(status.split())[:LONGEST_STATUS]}")
-        if said:
+    def _send_status(self, status: str) -> bool:
+        sent = self._send(f"STATUS={' '.join(status.split())[:LONGEST_STATUS]}")
+        if sent:
             self._status = status
-        return said
+        return sent
 
-    def _must_hear(self, message: str) -> None:
-        self._owed.append(message)
-        self._pay()
+    def _send_surely(self, message: str) -> None:
+        self._unsent.append(message)
+        self._send_again()
 
-    def _pay(self) -> None:
-        while self._owed and self._send(self._owed[0]):
-            self._owed.pop(0)
+    def _send_again(self) -> None:
+        while self._unsent and self._send(self._unsent[0]):
+            self._unsent.pop(0)
 
     def _send(self, message: str) -> bool:
         if self._socket is None or self._address is None:
@@ -115,11 +115,11 @@ class ServiceManager:
         try:
             self._socket.sendto(message.encode(errors="replace"), socket.MSG_DONTWAIT, self._address)
         except OSError as error:
-            if not self._deaf:
-                log.warning("the service manager does not hear us at NOTIFY_SOCKET: %s", error.strerror)
-            self._deaf = True
+            if not self._unreachable:
+                log.warning("the service manager cannot be reached at NOTIFY_SOCKET: %s", error.strerror)
+            self._unreachable = True
             return False
-        self._deaf = False
+        self._unreachable = False
         return True
 
 

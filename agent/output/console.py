@@ -1,7 +1,7 @@
 """The agent's own stdout and stderr, its *console*: threads that do nothing else write there, so that only they wait.
 
 The reader of a console may stop: Ctrl-S, a pager, a stalled srun, a full pipe. Nothing else must stop with it, so all
-that the agent says goes through a bounded queue. Lines of workers wait for room for `PATIENCE_S`, once; a line of the
+that the agent prints goes through a bounded queue. Lines of workers wait for room for `PATIENCE_S`, once; a line of the
 agent's own log never waits, and has room of its own behind theirs. What finds no room is dropped and counted, and when
 the console moves again it says how many lines are missing. So it is with a console that refuses, as on a full disk: it
 is tried again.
@@ -62,12 +62,12 @@ class Console:
         """Whole lines of workers, for stdout or stderr. May wait, see the module's docstring."""
         (self._out if stream == "stdout" else self._err).show(lines)
 
-    def say(self, text: str, stream: str = "stderr") -> None:
+    def print(self, text: str, stream: str = "stderr") -> None:
         """One line of the agent's own, or several. Never waits."""
-        (self._out if stream == "stdout" else self._err).say(text.encode(errors="backslashreplace") + b"\n")
+        (self._out if stream == "stdout" else self._err).print(text.encode(errors="backslashreplace") + b"\n")
 
     def count_lost(self, count: Callable[[int], None]) -> None:
-        """From now on `count` hears how many lines were dropped."""
+        """From now on `count` gets the number of lines that were dropped."""
         for lane in self._lanes:
             lane.count_lost = count
 
@@ -95,7 +95,7 @@ class ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._console.say(self.format(record))
+            self._console.print(self.format(record))
         except Exception:
             self.handleError(record)
 
@@ -125,7 +125,7 @@ class _Printed(io.TextIOBase):
         with self._lock:
             whole, newline, self._begun = (self._begun + text).rpartition("\n")
         if newline:
-            self._console.say(whole, self._stream)
+            self._console.print(whole, self._stream)
         if len(self._begun) >= LOG_MAX:
             self.end_line()
         return len(text)
@@ -134,7 +134,7 @@ class _Printed(io.TextIOBase):
         with self._lock:
             begun, self._begun = self._begun, ""
         if begun:
-            self._console.say(begun, self._stream)
+            self._console.print(begun, self._stream)
 
     def writable(self) -> bool:
         return True
@@ -181,7 +181,7 @@ class _Lane(Backlog[bytes]):
     def show(self, lines: bytes) -> None:
         self.put(lines, len(lines), QUEUE_MAX, PATIENCE_S)
 
-    def say(self, lines: bytes) -> None:
+    def print(self, lines: bytes) -> None:
         self.put(lines, len(lines), QUEUE_MAX + LOG_MAX)
 
     def _refused(self, lines: bytes) -> None:
@@ -199,12 +199,12 @@ class _Lane(Backlog[bytes]):
         return f"[{self._node}] the console stood still: {lines} lines missing here\n".encode()
 
     def _do(self, lines: bytes) -> None:
-        told, before = self._lost if self._gone else 0, b""
+        reported, before = self._lost if self._gone else 0, b""
         if self._gone:
             if time.monotonic() < self._again_at:
                 self._drop(lines)
                 return
-            before = b"\n" * self._cut + self._missing(told)
+            before = b"\n" * self._cut + self._missing(reported)
         rest = memoryview(before + lines)
         try:
             while rest:
@@ -229,7 +229,7 @@ class _Lane(Backlog[bytes]):
             return
         self._gone = False
         with self._changed:
-            self._lost -= told
+            self._lost -= reported
 
     def _drop(self, lines: bytes) -> None:
         with self._changed:

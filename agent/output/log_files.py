@@ -69,7 +69,7 @@ class LogFiles(Backlog[_Work]):
     def save(self, file: LogFile, data: bytes) -> None:
         """May wait, see the module's docstring."""
         if time.monotonic() - self._busy_since > STILL_S:
-            self._say_still(file)
+            self._warn_still(file)
         work = _Work(partial(self._save, file, data, file.lost), file, len(data))
         if self.put(work, work.size, QUEUE_MAX, PATIENCE_S):
             file.lost = 0
@@ -86,14 +86,14 @@ class LogFiles(Backlog[_Work]):
         assert work.file is not None, "all others have room"
         work.file.lost += work.size
         self._count_lost(work.size)
-        self._say_still(work.file)
+        self._warn_still(work.file)
 
     def _moved(self) -> None:
         if self._still and not self._waiting:
             self._still = False
             _log.warning("the disk of the worker logs moves again")
 
-    def _say_still(self, file: LogFile) -> None:
+    def _warn_still(self, file: LogFile) -> None:
         with self._changed:
             logged, self._still = self._still, True
         if not logged:

@@ -147,7 +147,8 @@ class WorkerLogs:
         self._left_out: bytes | None = None
 
     def start(self) -> None:
-        self._files.start()
+        if self._directory is not None:
+            self._files.start()
         self._io.start()
 
     def begin(self, job: str, run: str, generation: int) -> None:
@@ -175,8 +176,9 @@ class WorkerLogs:
         stdout = _Stream(generation, stdout_fd, self._file(generation, rank, "stdout"), prefix, "stdout")
         stderr = _Stream(generation, stderr_fd, self._file(generation, rank, "stderr"), prefix, "stderr")
         self._streams[generation, rank] = (stdout, stderr)
-        self._io.post(partial(self._open, stdout))
-        self._io.post(partial(self._open, stderr))
+        for stream in (stdout, stderr):
+            os.set_blocking(stream.pipe, False)
+            self._io.watch(stream.pipe, partial(self._read, stream))
 
     def tail(self, generation: int, rank: int) -> tuple[str, ...]:
         """The last lines of stderr, or of stdout when stderr has none. Complete once `drain` is done."""
@@ -205,7 +207,7 @@ class WorkerLogs:
         """
         for stream in self._streams[generation, rank]:
             self._io.post(partial(self._drain, stream))
-        self._io.post(partial(self._files.do, then))
+        self._io.post(partial(self._files.do, then) if self._directory is not None else then)
 
     def detach_generation(self, generation: int) -> None:
         """Reads what is left, then closes the generation's pipes and files; its tails are forgotten at once."""
@@ -231,10 +233,6 @@ class WorkerLogs:
         return self._files.open(generation, path)
 
     # Everything below runs in the reading thread.
-
-    def _open(self, stream: _Stream) -> None:
-        os.set_blocking(stream.pipe, False)
-        self._io.watch(stream.pipe, partial(self._read, stream))
 
     def _read(self, stream: _Stream) -> int:
         """Takes one read's worth and returns how many bytes that was: 0 when there is nothing, or never more."""

@@ -68,7 +68,7 @@ class EtcdV3Handler(RendezvousHandler):
         self._connect = connect or (lambda: connect_to_store(config.rendezvous))
         self._membership: Membership | None = None
         self._place: Place | None = None
-        self._told_to_stop = False
+        self._stop_announced = False
         self._closed = False
         self._left = False
         self._handled_outside = sys.exc_info()[1]
@@ -112,7 +112,7 @@ class EtcdV3Handler(RendezvousHandler):
             return 0
         status = self._membership.status
         if status.stop or status.problem:
-            self._told_to_stop = True
+            self._stop_announced = True
             return 1
         return 0
 
@@ -197,12 +197,12 @@ class EtcdV3Handler(RendezvousHandler):
         return membership
 
     def _must_stop(self, status: Status) -> bool:
-        return self._told_to_stop or bool(status.stop or status.problem)
+        return self._stop_announced or bool(status.stop or status.problem)
 
     def _end_place(self, end: End) -> None:
         if self._membership is not None and self._place is not None:
             self._membership.give_back(self._place, end)
-        self._place, self._told_to_stop = None, False
+        self._place, self._stop_announced = None, False
 
     def _leave(self) -> None:
         if not self._left and self._membership is not None:

@@ -237,7 +237,7 @@ class Membership:
             if lease is not None:
                 self._store.revoke(lease)
         except StoreError as error:
-            log.warning("left without saying goodbye: %s", error)
+            log.warning("left without giving up the lease: %s", error)
         self._store.close()
         self._port.listener.close()
 
@@ -247,14 +247,7 @@ class Membership:
         while not self._problem:
             wake_at = self._turn()
             pause_s = math.inf if wake_at is None else max(0.0, wake_at - self._clock())
-            try:
-                events = [self._events.get(timeout=min(TURNS_EVERY_S, pause_s))]
-                while not self._events.empty():
-                    events.append(self._events.get())
-            except queue.Empty:
-                continue
-            for event in events:
-                self._hear(event)
+            self._handlers.handle_next(self._events, min(TURNS_EVERY_S, pause_s), self._clock)
         self._ended()
 
     def _ended(self) -> None:
@@ -331,19 +324,16 @@ class Membership:
             and participant.lease_good(now)
         )
 
-    def _hear(self, event: Event | _Wanted | _GivenBack | _Closed) -> None:
-        self._handlers.handle(event, self._clock())
-
     def _table(self) -> Handlers:
         handlers = Handlers()
         deliver_to(self._participant, handlers)
-        handlers.on(_Wanted, self._is_wanted)
+        handlers.on(_Wanted, self._place_wanted)
         handlers.on(_GivenBack, self._end)
         handlers.on(_Closed, lambda event, _: self._give_up("this node has left the rendezvous"))
         handlers.on(StoreGone, lambda event, _: self._give_up(event.reason))
         return handlers
 
-    def _is_wanted(self, _: _Wanted, __: float) -> None:
+    def _place_wanted(self, _: _Wanted, __: float) -> None:
         self._wanted = True
 
     def _give_up(self, problem: str) -> None:

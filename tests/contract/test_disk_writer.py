@@ -110,7 +110,7 @@ class Agent:
     def turn(self, expected: type[Event] = WriterWanted) -> None:
         event = self._events.get(timeout=PATIENCE_S)
         assert isinstance(event, expected)
-        self.writer.heard(event)  # type: ignore[arg-type]
+        self.writer.handle(event)  # type: ignore[arg-type]
 
     def heard(self) -> SaveReport:
         while True:

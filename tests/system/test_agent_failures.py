@@ -23,7 +23,6 @@ THREADS = (
     "health-http",
     "heartbeat",
     "io",
-    "log-files",
     "store-lease",
     "store-requests",
     "store-watch",
@@ -31,7 +30,7 @@ THREADS = (
 )
 """All that every agent has; those of stores die in tests/unit/test_threads.py."""
 
-SOME = ("last-saves", "log-folders")
+SOME = ("last-saves", "log-files", "log-folders")
 """Those of agents at the end of a job, and with --log-dir."""
 
 ELSEWHERE = (
@@ -77,9 +76,8 @@ def test_every_thread_of_an_agent_dies_in_some_test() -> None:
 
 def test_a_running_agent_has_no_more_threads_than_it_needs(job: Job, etcd: EtcdCluster) -> None:
     job.use_etcd(etcd)
-    listed, logs = job.folder / "threads", job.folder / "logs"
-    environment = planted(f"lists {listed}")
-    job.join("a", "--nproc-per-node=2", "--preload=default", f"--log-dir={logs}", environment=environment)
+    listed = job.folder / "threads"
+    job.join("a", "--nproc-per-node=2", "--preload=default", environment=planted(f"lists {listed}"))
     job.wait_for_training(world=2)
     expected = {*THREADS, "MainThread", "etcd-watch"}
 

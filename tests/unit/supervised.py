@@ -20,13 +20,15 @@ from elastic_agent.agent.machine.inventory import inspect_machine
 from elastic_agent.agent.observability.accounting.observer import Observer
 from elastic_agent.agent.observability.status.pages import StatusPages
 from elastic_agent.agent.output.worker_logs import WorkerLogs
+from elastic_agent.agent.workers.links.last_steps import LastSteps
+from elastic_agent.agent.workers.links.server import WorkerLinks
 from elastic_agent.agent.workers.preloader.spares import Spares
 from elastic_agent.agent.workers.processes import workers
 from elastic_agent.agent.workers.processes.failures import WorkerFailure
 from elastic_agent.agent.workers.processes.guard import Guard
 from elastic_agent.agent.workers.processes.subreaper import Subreaper
 from elastic_agent.agent.workers.processes.worker_store import WorkerStore
-from elastic_agent.agent.workers.supervision.supervisor import Gates, Processes, Supervisor
+from elastic_agent.agent.workers.supervision.supervisor import Processes, Supervisor
 from elastic_agent.agent.workers.supervision.worker_spec import Node
 from elastic_agent.health.metrics import Build, Metrics, Place
 from elastic_agent.rendezvous.node.participant import Participant
@@ -84,20 +86,20 @@ class FakeSpares(Ignored):
         return True
 
 
-class FakeJustInTime:
+class FakeLinks:
     def __init__(self) -> None:
-        self.told: list[tuple[int, ToGuard]] = []
+        self.sent: list[tuple[int, ToGuard]] = []
 
-    def tell(self, generation: int, local_rank: int, message: ToGuard) -> None:
-        self.told.append((local_rank, message))
+    def send(self, generation: int, local_rank: int, message: ToGuard) -> None:
+        self.sent.append((local_rank, message))
 
 
-class FakeDrainGate:
+class FakeLastSteps:
     def __init__(self) -> None:
         self.looks = 0
         self.asking: set[int] = set()
 
-    def look(self, generation: int) -> None:
+    def read_stop(self, generation: int) -> None:
         self.looks += 1
 
     def asks(self, generation: int, local_rank: int) -> bool:
@@ -159,7 +161,7 @@ class Supervised:
         about = "job", "a", Build(version="1"), Place(workers=count)
         self.metrics = Metrics(*about, min_nodes=1, max_nodes=1, started_at_s=0.0, clock=self.clock)
         pages = StatusPages("job", "a", "a-1", "1", lease_ttl_s=5.0, max_restarts=None, clock=self.clock)
-        self.logs, self.just_in_time, self.drain_gate = FakeLogs(), FakeJustInTime(), FakeDrainGate()
+        self.logs, self.links, self.last_steps = FakeLogs(), FakeLinks(), FakeLastSteps()
         machine = inspect_machine(self.config, {"PATH": os.environ["PATH"]})
         node = Node("a", "a-1", machine, run_dir, WorkerEnv(), None, {})
         self.supervisor = Supervisor(
@@ -174,8 +176,9 @@ class Supervised:
                 spares=cast(Spares, FakeSpares()),
                 worker_store=cast(WorkerStore, Ignored()),
                 logs=cast(WorkerLogs, self.logs),
+                links=cast(WorkerLinks, self.links),
+                last_steps=cast(LastSteps, self.last_steps),
             ),
-            Gates(just_in_time=self.just_in_time, drain=self.drain_gate),
             self.events.append,
             self.clock,
         )

@@ -51,7 +51,7 @@ def test_the_agents_own_lines_have_room_behind_those_of_workers(monkeypatch: pyt
         console.start()
         for _ in range(40):
             console.show("stdout", b"w" * 65535 + b"\n")
-        console.say("the agent's own")
+        console.print("the agent's own")
         assert b"the agent's own\n" in stuck.take_all(until=b"missing here\n")
 
 
@@ -60,7 +60,7 @@ def test_a_stdout_that_stands_still_keeps_no_line_from_stderr(tmp_path: Path) ->
         console = Console("n1", stuck.write, err.fileno())
         console.start()
         console.show("stdout", b"for nobody\n")
-        console.say("for the log")
+        console.print("for the log")
         deadline = time.monotonic() + PATIENCE_S
         while (tmp_path / "err").read_bytes() != b"for the log\n":
             assert time.monotonic() < deadline
@@ -71,13 +71,13 @@ def test_the_end_waits_for_the_last_lines_but_not_for_ever() -> None:
     read, write = os.pipe()
     console = Console("n1", write, write)
     console.start()
-    console.say("the last line")
+    console.print("the last line")
     console.close(PATIENCE_S)
     assert os.read(read, 100) == b"the last line\n"
     with full_pipe() as stuck:
         console = Console("n1", stuck.write, stuck.write)
         console.start()
-        console.say("nobody will read this")
+        console.print("nobody will read this")
         ends = threading.Thread(target=console.close, args=(0.05,))
         ends.start()
         ends.join(PATIENCE_S)
@@ -112,7 +112,7 @@ def test_a_console_on_a_disk_that_was_full_shows_again_what_comes_and_how_much_i
         deadline = time.monotonic() + PATIENCE_S
         while not file.exists() or not file.read_bytes():
             assert time.monotonic() < deadline
-            console.say(f"line {said}")
+            console.print(f"line {said}")
             said += 1
             if len(lost) == 3:
                 with file.open("wb") as room:
@@ -148,10 +148,10 @@ def test_a_line_that_a_full_disk_has_cut_is_ended_before_the_next(
         monkeypatch.setattr(os, "write", write)
         console = Console("n1", out.fileno(), out.fileno())
         console.start()
-        console.say("whole\nwill be cut here")
+        console.print("whole\nwill be cut here")
         assert refused.wait(PATIENCE_S)
         full.clear()
-        console.say("after it")
+        console.print("after it")
         console.close(PATIENCE_S)
     missing = "[n1] the console stood still: 1 lines missing here"
     assert (tmp_path / "out").read_text().splitlines() == ["whole", "will b", missing, "after it"]

@@ -182,11 +182,11 @@ def test_who_waits_for_an_answer_is_known(scene: Scene) -> None:
 
 
 def test_a_look_tells_where_all_were_to_end_or_that_nobody_knows(scene: Scene) -> None:
-    scene.steps.look(7)
+    scene.steps.read_stop(7)
     assert scene.events.get(timeout=10) == StopRead(7, None)
     scene.steps.judge(ZERO)
-    scene.steps.look(7)
+    scene.steps.read_stop(7)
     assert scene.events.get(timeout=10) == StopRead(7, StopAt(7, 21))
     scene.steps._store = Away(9, does=False)
-    scene.steps.look(7)
+    scene.steps.read_stop(7)
     assert scene.events.get(timeout=10) == StopRead(7, None)

@@ -159,12 +159,12 @@ def test_survivors_that_guard_their_last_step_are_not_signalled_before_it_is_kep
     node.turn()
     assert node.group.stopping
     assert not node.group.signals
-    assert node.just_in_time.told == [(1, Hold(1.0))]
+    assert node.links.sent == [(1, Hold(1.0))]
     node.supervisor.handle(JustInTimeMessage(1, 1, Held(7)), node.now)
-    assert node.just_in_time.told[1:] == [(1, Keep(2.0))]
+    assert node.links.sent[1:] == [(1, Keep(2.0))]
     node.supervisor.handle(JustInTimeMessage(1, 1, Kept(7)), node.now)
     node.turn()
-    assert node.just_in_time.told[2:] == [(1, Go())]
+    assert node.links.sent[2:] == [(1, Go())]
     assert [rank for rank, _ in node.group.signals] == list(range(1, 8))
 
 
@@ -172,7 +172,7 @@ def test_a_crash_in_a_planned_change_counts_when_the_store_says_so(node: Supervi
     assert node.supervisor.drain(Drain(1, False, "a node joins"))
     node.exit(0, 1)
     node.turn()
-    assert (node.drain_gate.looks, node.reported) == (1, [])
+    assert (node.last_steps.looks, node.reported) == (1, [])
     node.stop_was(None)
     node.turn()
     node.logs.answer()

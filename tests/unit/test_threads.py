@@ -131,7 +131,7 @@ def _peer(post: Callable[[Event], None]) -> None:
 
 
 def _drain_look(post: Callable[[Event], None], folder: Path) -> None:
-    LastSteps(MemoryStore(), lambda: NodeSnapshot("a", "a-1"), post, time.monotonic).look(3)
+    LastSteps(MemoryStore(), lambda: NodeSnapshot("a", "a-1"), post, time.monotonic).read_stop(3)
 
 
 @pytest.mark.parametrize("how", FAILURES)

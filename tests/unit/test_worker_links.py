@@ -51,7 +51,7 @@ from elastic_agent.worker.wire.messages import (
     Verdict,
     encode,
 )
-from tests.io_threads import started_io
+from tests.io_threads import settle_io, started_io
 
 PATIENCE_S = 20.0
 WORLD = World(
@@ -124,6 +124,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
     yield scene
     scene.store.open.set()
     scene.links.close()
+    settle_io()  # the next test may count descriptors
 
 
 def eventually(condition: Callable[[], bool]) -> None:
@@ -293,7 +294,7 @@ def test_broken_clients_delay_nobody(scene: Scene, garbage: bytes, monkeypatch: 
             except OSError:
                 pass  # hung up on
         scene.may_commit()
-        scene.links.tell(7, 1, Hold(1.0))
+        scene.links.send(7, 1, Hold(1.0))
         assert Lines(TO_GUARDS).add(guard.recv(4096)) == [Hold(1.0)], "one that guards keeps its place"
         for client in clients:
             client.close()
@@ -319,9 +320,7 @@ def test_a_house_full_of_guards_takes_no_other(scene: Scene, monkeypatch: pytest
 
 def test_closed_it_leaves_commits_undecided(scene: Scene) -> None:
     scene.links.close()
-    closed = threading.Event()
-    started_io().post(closed.set)
-    assert closed.wait(PATIENCE_S)
+    settle_io()
     with pytest.raises(SaveFailed, match="refused"):
         scene.may_commit()
 
@@ -333,14 +332,14 @@ def test_who_guards_is_passed_on_and_each_is_told_its_own(scene: Scene) -> None:
     guards = [scene.guard(number) for number in range(2)]
     guards[1].sendall(encode(Broken()) + encode(Held(3)))
     scene.expect(JustInTimeMessage(7, 1, Broken()), JustInTimeMessage(7, 1, Held(3)))
-    scene.links.tell(7, 1, Keep(1.0))
-    scene.links.tell(7, 0, Go())
-    scene.links.tell(8, 0, Hold(1.0))  # no worker of that generation is here
+    scene.links.send(7, 1, Keep(1.0))
+    scene.links.send(7, 0, Go())
+    scene.links.send(8, 0, Hold(1.0))  # no worker of that generation is here
     assert Lines(TO_GUARDS).add(guards[1].recv(4096)) == [Keep(1.0)]
     assert Lines(TO_GUARDS).add(guards[0].recv(4096)) == [Go()]
     guards[0].close()
     scene.expect(JustInTimeMessage(7, 0, None))
-    scene.links.tell(7, 0, Go())
+    scene.links.send(7, 0, Go())
     guards[1].close()
 
 

@@ -4,7 +4,7 @@ What is answered is decided by `rendezvous.drain`; here the questions meet the s
 The store itself is asked for each answer, never what a watch has delivered. Where it does not answer in time the worker
 goes on, and asks again after its next step: the time of the drain ends that.
 
-The main loop hears of every answer that ends a worker before the worker does, so that it knows why that one ends.
+Every answer that ends a worker is posted before it is sent, so that the main loop knows why that worker ends.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class LastSteps:
         """This worker waits for an answer now."""
         return self._asking.get((generation, local_rank), 0) > 0
 
-    def look(self, generation: int) -> None:
+    def read_stop(self, generation: int) -> None:
         """Find out where the workers of this generation are to end; `StopRead` follows."""
         unknown = StopRead(generation, None)
-        Thread(partial(self._look, generation), "drain-look", lambda: self._post(unknown)).start()
+        Thread(partial(self._read_stop, generation), "drain-look", lambda: self._post(unknown)).start()
 
     def judge(self, ask: Ask) -> Answer:
         """From the store, or GoOn when that gives no answer."""
@@ -105,7 +105,7 @@ class LastSteps:
             if not self._asking[key]:
                 del self._asking[key]
 
-    def _look(self, generation: int) -> None:
+    def _read_stop(self, generation: int) -> None:
         stop: StopAt | None = None
         try:
             entries = self._store.read(WHAT_STANDS.scopes).entries

@@ -22,7 +22,7 @@ class WorkerPages:
         return page.path
 
     def process_made(self, local_rank: int, at: float) -> None:
-        """At `at` this worker's process began; nobody will tell when its script does."""
+        """At `at` this worker's process began. When its script begins is not known."""
         self._pages[local_rank].words[SCRIPT_AT] = round(at * 1e9)
 
     def read(self) -> dict[int, Reading]:
@@ -34,7 +34,7 @@ class WorkerPages:
             page.words[PENDING] = 1
 
     def close(self) -> None:
-        """Nobody needs them any more."""
+        """The generation is over."""
         for page in self._pages.values():
             page.close()
         self._pages.clear()

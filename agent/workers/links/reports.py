@@ -49,7 +49,7 @@ class ReportReceiver:
         self._has_room = has_room
         self._clock = clock
         self._count_dropped = count_dropped
-        self._said = False
+        self._warned = False
         self._lent: queue.SimpleQueue[tuple[LentLock | None, list[int]]] = queue.SimpleQueue()
         self._keeper: Thread | None = None
         """Started with the first files."""
@@ -113,8 +113,8 @@ class ReportReceiver:
 
     def _drop(self, why: str, *details: object) -> None:
         self._count_dropped()
-        if not self._said:
-            self._said = True
+        if not self._warned:
+            self._warned = True
             log.warning("dropping " + why + " (said once; later ones are only counted)", *details)
 
 

@@ -17,7 +17,8 @@ from functools import partial
 
 from ....codec import Invalid, kind_of
 from ....rendezvous.threads import Thread
-from ....worker.wire.channel import Lines, send
+from ....worker.wire.channel import Lines
+from ....worker.wire.channel import send as send_answer
 from ....worker.wire.environment import WorkerEnv
 from ....worker.wire.messages import (
     FROM_WORKERS,
@@ -56,7 +57,7 @@ MAX_WAITING = 256
 
 
 class WorkerLinks:
-    """`tell` is for the main loop."""
+    """`send` is for the main loop."""
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class WorkerLinks:
     def close(self) -> None:
         self._io.post(self._end)
 
-    def tell(self, generation: int, local_rank: int, message: ToGuard) -> None:
+    def send(self, generation: int, local_rank: int, message: ToGuard) -> None:
         with self._lock:
             connection = self._guards.get((generation, local_rank))
             if connection is not None:
@@ -112,6 +113,8 @@ class WorkerLinks:
             self._io.watch(self._listener.fileno(), self._accept)
 
     def _end(self) -> None:
+        for client in list(self._clients.values()):
+            self._drop(client)
         for ours in (self._listener, self._reports.socket):
             self._io.forget(ours.fileno())
             ours.close()
@@ -211,12 +214,12 @@ class WorkerLinks:
         else:
             answer = self._steps.answer(question)
         try:
-            send(connection, answer, ANSWER_S)
+            send_answer(connection, answer, ANSWER_S)
         except OSError as error:
             log.warning("a worker does not take its answer to %s: %s", question, error)
 
     def _answering_failed(self) -> None:
-        """A thread has ended, or could not be started: whoever waits for none hears the end of its connection."""
+        """A thread has ended, or could not be started. Where none is left, the connections that wait are closed."""
         with self._lock:
             self._answering -= 1
             if self._answering:

@@ -48,9 +48,9 @@ class Progress:
 
     steps: tuple[int, ...]
     """Those that workers have finished, in the order in which they did."""
-    load_told: bool
+    load_known: bool
     loads: int | None
-    """The step of the state that the workers load; None after `load_told`: their load was refused."""
+    """The step of the state that the workers load; None after `load_known`: their load was refused."""
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class Generation:
     started_at: float
     pages: WorkerPages = field(init=False)
     read: Mapping[int, Reading] = field(init=False, default_factory=dict)
-    """What the pages said at the last look, by local rank."""
+    """What the pages held at the last look, by local rank."""
     hang: HangWatch = field(init=False)
     hung: bool = field(init=False, default=False)
     """The workers are ended because they did not move."""
@@ -98,7 +98,7 @@ class Generation:
         """Local ranks."""
         return [local_rank for local_rank in self.group.ranks if local_rank not in self.group.returncodes]
 
-    def say_how_started(self, took_s: float) -> None:
+    def log_start(self, took_s: float) -> None:
         cold = self.group.cold
         warm = len(self.group.ranks) - len(cold)
         if warm:
@@ -206,7 +206,7 @@ class Generation:
         return (*always, self.started_at + STABLE_AFTER_S, self.hang.due_at, *in_drain)
 
 
-def say_what_changed(before: World | None, world: World) -> None:
+def log_changed_terms(before: World | None, world: World) -> None:
     """Of the terms under which the workers of `world` start; `before`: the world of those before them here."""
     were = widening(before) if before is not None else 0
     if widening(world) != were:

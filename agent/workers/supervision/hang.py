@@ -1,4 +1,4 @@
-"""Hang detection: the workers of one generation on this node do nothing any more that anybody could see.
+"""Hang detection: the workers of one generation on this node make no visible progress any more.
 
 Judged is silence, nothing else. It counts from the first step on, so that compilation, data loading and the first
 collectives may take their time; from then on it must be longer than anything that happens between two steps. A

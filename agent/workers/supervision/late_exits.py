@@ -112,7 +112,7 @@ class LateExits:
             return ""
         silence_s, still = self.watch.silence_s(now), "lives" if len(running) == 1 else "live"
         state = (
-            f"{self._who_ended()} with success; {_ranks(running)} still {still}, "
+            f"{self._ended_ranks()} with success; {_ranks(running)} still {still}, "
             f"without a step or checkpoint for {silence_s:.0f} s"
         )
         limit = self.watch.limit_s
@@ -134,7 +134,7 @@ class LateExits:
             self.watch.alive(now)
         self._looked = now, used_s
 
-    def _who_ended(self) -> str:
+    def _ended_ranks(self) -> str:
         if not self._ended:
             return "ranks of other nodes have ended"
         ended = _ranks(self._ended)

@@ -14,20 +14,18 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from ....rendezvous.coordinator.restarts import STABLE_AFTER_S
 from ....rendezvous.node.drain import Beyond
 from ....rendezvous.node.node_actions import Drain
 from ....rendezvous.node.participant import Participant
 from ....rendezvous.records import Failure, Member, World
-from ....worker.wire.messages import SaveReport, ToGuard
+from ....worker.wire.messages import SaveReport
 from ...common.events import (
     Event,
     GenerationEvent,
     JustInTimeMessage,
     Reported,
-    SpareReadable,
     StopRead,
     StoreServerMessage,
     TailReady,
@@ -40,6 +38,8 @@ from ...machine.memory.oom import OomKills, find_counter
 from ...observability.accounting.observer import Observer
 from ...output.worker_logs import WorkerLogs
 from ..environment.contract import bind_of_rank_0_failed
+from ..links.last_steps import LastSteps
+from ..links.server import WorkerLinks
 from ..preloader.spares import Spares
 from ..processes.failures import HANG_SIGNAL, WorkerFailure, describe_failure, hang_failure
 from ..processes.guard import Guard
@@ -49,7 +49,7 @@ from ..processes.worker_store import WorkerStore
 from ..processes.workers import WorkerGroup
 from .exits import Exit
 from .failure_reports import Crash, LastLines, report_of, show
-from .generation import Generation, HowToStop, say_what_changed
+from .generation import Generation, HowToStop, log_changed_terms
 from .just_in_time_state import Orders
 from .worker_spec import Node, error_file, make_directory, worker_spec
 
@@ -63,7 +63,7 @@ _STATE = {
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """What starts the processes of this node, reads what they print, and misses none of them."""
+    """What starts the processes of this node, reads what they print, answers them, and misses none of them."""
 
     new_group: Callable[[int], WorkerGroup]
     """The workers of this generation, which `start` starts."""
@@ -72,28 +72,8 @@ class Processes:
     spares: Spares
     worker_store: WorkerStore
     logs: WorkerLogs
-
-
-class JustInTimeGate(Protocol):
-    def tell(self, generation: int, local_rank: int, message: ToGuard) -> None: ...
-
-
-class DrainGate(Protocol):
-    """What answers workers at the end of a step."""
-
-    def look(self, generation: int) -> None:
-        """Read from the store where all workers are to end; `StopRead` follows."""
-
-    def asks(self, generation: int, local_rank: int) -> bool:
-        """This worker waits for an answer now."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gates:
-    """What answers the workers of this node."""
-
-    just_in_time: JustInTimeGate
-    drain: DrainGate
+    links: WorkerLinks
+    last_steps: LastSteps
 
 
 class Supervisor:
@@ -106,7 +86,6 @@ class Supervisor:
         participant: Participant,
         observer: Observer,
         processes: Processes,
-        gates: Gates,
         post: Callable[[Event], None],
         clock: Callable[[], float],
     ) -> None:
@@ -115,7 +94,6 @@ class Supervisor:
         self._participant = participant
         self._observer = observer
         self._processes = processes
-        self._gates = gates
         self._clock = clock
         self._generation: Generation | None = None
         """The newest, which stays until the next one begins: its failure may have to be shown."""
@@ -153,13 +131,13 @@ class Supervisor:
     def start(self, world: World, member: Member, listener: socket.socket, now: float) -> None:
         """This node's workers of `world`; `listener` is where their store is served, if that is up to this node."""
         self._participant.workers_started(world)
-        say_what_changed(self._generation.world if self._generation is not None else None, world)
+        log_changed_terms(self._generation.world if self._generation is not None else None, world)
         group = self._processes.new_group(world.generation)
         generation = self._generation = Generation(self._config, world, group, now)
         self._observer.starting(world, member, now)
         problem = self._launch(generation, member, listener)
         self._processes.spares.workers_started(now)
-        generation.say_how_started(self._clock() - now)
+        generation.log_start(self._clock() - now)
         self._observer.started(group.ranks)
         if problem:
             for ended, returncode in group.returncodes.items():
@@ -288,10 +266,7 @@ class Supervisor:
         elif isinstance(event, StopRead):
             self._stop_read(generation, event)
 
-    def stirred(self, event: SpareReadable, now: float) -> None:
-        self._processes.spares.handle(event, now)
-
-    def holder_spoke(self, event: StoreServerMessage) -> None:
+    def store_server_message(self, event: StoreServerMessage) -> None:
         problem = self._processes.worker_store.handle(event)
         generation = self._running
         if problem and generation is not None and not generation.stopping:
@@ -311,7 +286,7 @@ class Supervisor:
         elif kind is Exit.HUNG:
             self._observer.ended(local_rank, "hang", event.at)
         elif kind is Exit.DOUBTFUL:
-            self._gates.drain.look(generation.number)
+            self._processes.last_steps.read_stop(generation.number)
         elif kind is Exit.FAILED:
             self._crashed(generation, local_rank, returncode, event.at)
 
@@ -368,21 +343,21 @@ class Supervisor:
         if progress is None:
             return
         self._observer.training.progressed(generation.read.values(), now)
-        if progress.load_told:
+        if progress.load_known:
             self._participant.workers_load(progress.loads)
         for step in progress.steps:
             self._participant.workers_advanced(step)
 
     def _send(self, generation: Generation, orders: Orders) -> None:
         for local_rank, message in orders:
-            self._gates.just_in_time.tell(generation.number, local_rank, message)
+            self._processes.links.send(generation.number, local_rank, message)
 
     def _end_who_waits(self, generation: Generation, now: float) -> None:
         """In a planned change: workers that wait in a step for ranks which have ended."""
-        drain, gate, running = generation.drain, self._gates.drain, generation.running
+        drain, steps, running = generation.drain, self._processes.last_steps, generation.running
         if drain.wants_look(now, running):
-            gate.look(generation.number)
-        asking = [rank for rank in running if gate.asks(generation.number, rank)]
+            steps.read_stop(generation.number)
+        asking = [rank for rank in running if steps.asks(generation.number, rank)]
         if drain.left_behind(now, running, generation.read, asking):
             drain.excused.update(running)
             reason = "the ranks that it waits for have ended after the last step"
