@@ -20,8 +20,9 @@ _calls = itertools.count()
 def fresh_init_file(directory: str | os.PathLike[str]) -> str:
     """An `init_method` that no other generation or run uses, the same on all ranks: a file in `directory`.
 
-    Each call names another file, so every rank must call it equally often. The directory must be on a file system that all nodes share, with working locks. What earlier generations of the run
-    left there is removed, and this file when the process ends. Raises OSError.
+    Each call names another file, so every rank must call it equally often. The directory must be on a file system that
+    all nodes share, with working locks. Files of earlier generations of the run are removed, and each file when the
+    process ends. Raises OSError.
     """
     env = WorkerEnv.of(os.environ)
     folder = Path(directory).resolve()
