@@ -107,6 +107,12 @@ class Gauge(Family):
                 self._values[series] = value
 
 
+class Level(Gauge):
+    """A gauge that is 0 until it is set."""
+
+    complete = True
+
+
 class Age(Gauge):
     """A gauge that is set to an instant on the page's clock and shows how long ago that is when it is read."""
 

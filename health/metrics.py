@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 
-from .families import Age, Counter, Gauge, Histogram, Page, Row
+from .families import Age, Counter, Gauge, Histogram, Level, Page, Row
 
 STATES = ("init", "joining", "starting", "running", "stopping", "draining", "backoff", "succeeded", "failed")
 NODE_STATES = ("active", "standby", "waiting", "lost")
@@ -73,16 +73,16 @@ class Metrics(Page):
         **_of(Place),
     )
     state = Row(
-        Gauge,
+        Level,
         "What the agent is doing: 1 for the current state, 0 for the others. Workers are starting until one reports a "
         "step.",
         state=STATES,
     )
     up_since_timestamp_seconds = Row(Gauge, "When this agent started, in seconds since the epoch.")
-    coordinator = Row(Gauge, "1 while this node decides which world comes next, else 0.")
+    coordinator = Row(Level, "1 while this node decides which world comes next, else 0.")
 
     rendezvous_generation = Row(
-        Gauge, "Number of the newest world this node belonged to; 0 before the first."
+        Level, "Number of the newest world this node belonged to; 0 before the first."
     )
     rendezvous_total = Row(
         Counter, "Rendezvous that ended, by result.", result=("ok", "timeout", "closed", "error")
@@ -92,8 +92,8 @@ class Metrics(Page):
         "Seconds from joining to a world, for each rendezvous that ended in one.",
         DURATION_BUCKETS_S,
     )
-    world_size = Row(Gauge, "Workers in the current world; 0 outside one.")
-    group_world_size = Row(Gauge, "Nodes in the current world; 0 outside one.")
+    world_size = Row(Level, "Workers in the current world; 0 outside one.")
+    group_world_size = Row(Level, "Nodes in the current world; 0 outside one.")
     nodes = Row(
         Gauge,
         "Nodes by state: active are members of the running world. Only the coordinator knows the others: standby are "
@@ -115,12 +115,12 @@ class Metrics(Page):
     )
 
     workers = Row(
-        Gauge,
+        Level,
         "Workers of this node: running undisturbed; stopped were told to stop and are still there; failed ended by "
         "themselves, and the others of their generation are not gone yet.",
         state=WORKER_STATES,
     )
-    worker_up = Row(Gauge, "1 while this worker's process runs, else 0.", local_rank=())
+    worker_up = Row(Level, "1 while this worker's process runs, else 0.", local_rank=())
     worker_starts_total = Row(Counter, "Worker processes started on this node.")
     spares = Row(
         Gauge, "Idle forks of the preloaded process that wait to become workers; absent with --preload none."
@@ -156,7 +156,7 @@ class Metrics(Page):
         Gauge, "Restarts left before the job fails; +Inf without a cap.", kind=("failure",)
     )
     backoff_seconds = Row(
-        Gauge,
+        Level,
         "Seconds the job waits before the restart that is due; 0 when none is, and where this node does not "
         "coordinate.",
     )
@@ -321,32 +321,27 @@ class Metrics(Page):
     ) -> None:
         """`started_at_s`: when the agent started, in seconds since the epoch like all instants that are shown. `clock`
         is monotonic."""
-        local_ranks = [str(local_rank) for local_rank in range(place.workers)]
         versions, described = asdict(build), {name: str(value) for name, value in asdict(place).items()}
         values = {label: (value,) for label, value in (versions | described).items()}
-        super().__init__({"run_id": run_id, "node": node}, values | {"local_rank": tuple(local_ranks)}, clock)
+        super().__init__(
+            {"run_id": run_id, "node": node},
+            values | {"local_rank": tuple(map(str, range(place.workers)))},
+            clock,
+        )
         self.build_info.set(1, **versions)
         self.node_info.set(1, **described)
         self.up_since_timestamp_seconds.set(started_at_s)
-        self.coordinator.set(0)
         self.min_nodes.set(min_nodes)
         self.max_nodes.set(max_nodes)
-        self.rendezvous_generation.set(0)
-        self.leave_world()
         self.enter_state("init")
         self.count_nodes(active=0)
-        self.count_workers()
-        for local_rank in local_ranks:
-            self.worker_up.set(0, local_rank=local_rank)
-        self.backoff_seconds.set(0)
 
     def enter_state(self, state: str) -> None:
         """`state` becomes 1, every other state 0."""
         with self.lock:
             self.state.set(1, state=state)
-            for other in STATES:
-                if other != state:
-                    self.state.set(0, state=other)
+            for other in (each for each in STATES if each != state):
+                self.state.set(0, state=other)
 
     def enter_world(
         self, *, generation: int, world_size: int, group_world_size: int, duration_s: float
