@@ -7,6 +7,8 @@ from itertools import chain
 from .config import ITSELF, MODULE, NETWORK, NO_PYTHON, NODES, RUNNING, SCRIPT
 from .rendezvous import ETCD_OPTIONS, MEETING
 from .stopping import STOPPING, TIMEOUTS
+from .types.option import Option
+from .types.parsers import Parser, read_conf
 
 COMMANDS = {
     "explain-env": "which variables a worker would see, who chose each and why; same options as a run",
@@ -18,6 +20,19 @@ COMMANDS = {
 
 GROUPS = (RUNNING, NODES, MEETING, ETCD_OPTIONS, STOPPING, TIMEOUTS, NETWORK, ITSELF)
 """In the order of `--help`."""
+
+_SPELT = ", ".join(
+    f"--{each.name} ({', '.join(each.conf)})" for group in GROUPS for each in group if each.conf
+)
+RDZV_CONF: Option[tuple[tuple[str, str], ...]] = MEETING.option(
+    "rdzv-conf",
+    Parser("KEY=VALUE,KEY=VALUE", read_conf),
+    f"torchrun's spelling of {_SPELT}; may be repeated, torchrun's other keys are ignored with a warning",
+    metavar="K=V,...",
+    torchrun="rdzv-conf",
+    shorthand=True,
+)
+"""Here, because it stands for options of several groups."""
 
 OPTIONS = tuple(chain.from_iterable(GROUPS))
 

@@ -20,7 +20,6 @@ from .types.parsers import (
     StoreAddress,
     duration,
     read_backend,
-    read_conf,
     read_host,
     read_job_id,
     whole_number,
@@ -103,18 +102,6 @@ LEASE_TTL: Option[float] = MEETING.option(
     "a node that has not been heard of for so long is lost; the same on all nodes, else exit code 65",
     default="5s",
     conf=("lease_ttl",),
-)
-RDZV_CONF: Option[tuple[tuple[str, str], ...]] = MEETING.option(
-    "rdzv-conf",
-    Parser("KEY=VALUE,KEY=VALUE", read_conf),
-    "torchrun's spelling of --join-timeout (join_timeout), --last-call (last_call_timeout), --lease-ttl"
-    " (lease_ttl), --network-interface (network_interface), --network-wait (network_wait), and without etcd- of"
-    " --etcd-ca (also cacert, ca_cert), --etcd-cert (ssl_cert), --etcd-key (ssl_cert_key),"
-    " --etcd-user, --etcd-password-file and --etcd-insecure; may be repeated, torchrun's other keys"
-    " are ignored with a warning",
-    metavar="K=V,...",
-    torchrun="rdzv-conf",
-    shorthand=True,
 )
 
 ETCD_OPTIONS = Group("Rendezvous through etcd")

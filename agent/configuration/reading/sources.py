@@ -16,8 +16,7 @@ from typing import Generic, TypeVar, cast
 
 from ....worker.wire.environment import WORKER_VARIABLES
 from ..config import ARGS, DEVICE_PINNING, MAX_NODES, MIN_NODES, NNODES, SCRIPT, VIRTUAL_LOCAL_RANK, Problem
-from ..options import OPTIONS, TARGETS
-from ..rendezvous import RDZV_CONF
+from ..options import OPTIONS, RDZV_CONF, TARGETS
 from ..types.option import Option, Source
 from ..types.values import NodeCounts
 from .torchrun_spellings import (
