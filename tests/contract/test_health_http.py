@@ -124,7 +124,7 @@ def test_a_query_does_not_change_the_path(server: HealthServer) -> None:
     assert get(server, "/metrics?name=up")[2] == b"up 1\n"
 
 
-def test_a_probe_says_200_or_503_and_why(server: HealthServer, agent: Agent) -> None:
+def test_a_probe_answers_200_or_503_with_the_reason(server: HealthServer, agent: Agent) -> None:
     assert get(server, "/healthz")[::2] == (200, b"main loop turned 0.1 s ago\n")
     assert get(server, "/readyz")[::2] == (503, b"joining\n")
     agent.live, agent.ready = Probe(False, "main loop stuck"), Probe(True, "running")
@@ -132,7 +132,7 @@ def test_a_probe_says_200_or_503_and_why(server: HealthServer, agent: Agent) -> 
     assert get(server, "/readyz")[::2] == (200, b"running\n")
 
 
-def test_peers_are_told_who_this_is(server: HealthServer, agent: Agent) -> None:
+def test_peers_get_an_introduction(server: HealthServer, agent: Agent) -> None:
     assert get(server, NODE_PATH)[::2] == (200, b'{"node": "a"}')
     agent.introduction = '{"node": "b"}'
     assert get(server, NODE_PATH)[::2] == (200, b'{"node": "b"}')
@@ -151,7 +151,7 @@ def test_other_paths_are_not_found(server: HealthServer, path: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "BREW"])
-def test_other_methods_are_refused_and_told_which_are_allowed(server: HealthServer, method: str) -> None:
+def test_other_methods_are_refused_with_those_that_are_allowed(server: HealthServer, method: str) -> None:
     got_status, got_headers, _ = get(server, "/metrics", method)
     assert (got_status, got_headers["Allow"]) == (405, "GET, HEAD")
 
@@ -207,7 +207,7 @@ def test_half_a_request_is_a_bad_request(server: HealthServer) -> None:
         assert status(read_all(client)) == 400
 
 
-def test_a_client_that_leaves_or_resets_in_the_middle_harms_nobody(server: HealthServer) -> None:
+def test_a_client_that_leaves_or_resets_in_the_middle_harms_no_other(server: HealthServer) -> None:
     for request in (b"", b"GET /met", b"GET /metrics HTTP/1.1\r\n\r\n"):
         for linger in (b"\0" * 8, b"\1\0\0\0\0\0\0\0"):  # closed with a FIN, closed with a RST
             with connect(server) as client:
@@ -268,7 +268,7 @@ def test_a_raising_callback_is_a_logged_500_and_the_server_lives_on(
 # Who may wait for whom: nobody for a client.
 
 
-def test_silent_and_slow_clients_delay_nobody(server: HealthServer, agent: Agent) -> None:
+def test_silent_and_slow_clients_delay_no_other(server: HealthServer, agent: Agent) -> None:
     agent.page = lambda: HUGE
     with connect(server) as silent, connect(server) as half, connect(server) as not_reading:
         half.sendall(b"GET /metr")
@@ -285,7 +285,9 @@ def test_silent_and_slow_clients_delay_nobody(server: HealthServer, agent: Agent
         assert len(read_all(not_reading)) >= len(HUGE)
 
 
-def test_a_client_that_does_not_ask_in_time_is_told_and_closed(server: HealthServer, agent: Agent) -> None:
+def test_a_client_that_sends_no_request_in_time_gets_a_408_and_is_closed(
+    server: HealthServer, agent: Agent
+) -> None:
     with connect(server) as silent, connect(server) as half:
         half.sendall(b"GET /metrics HTTP/1.1\r\nHost:")
         assert_answers(server)  # clients are accepted in order: both are in
@@ -340,7 +342,7 @@ def test_with_the_real_clock_a_silent_client_is_closed_without_any_other_traffic
         server.close()
 
 
-def test_500_silent_clients_hold_32_places_and_keep_nobody_out(server: HealthServer) -> None:
+def test_500_silent_clients_hold_32_places_and_keep_no_other_out(server: HealthServer) -> None:
     with ExitStack() as crowd:
         clients = [crowd.enter_context(connect(server)) for _ in range(500)]
         assert_answers(server)
@@ -352,7 +354,7 @@ def test_500_silent_clients_hold_32_places_and_keep_nobody_out(server: HealthSer
         assert_answers(server)
 
 
-def test_500_garbage_clients_keep_nobody_out(server: HealthServer) -> None:
+def test_500_garbage_clients_keep_no_other_out(server: HealthServer) -> None:
     with ExitStack() as crowd:
         for number in range(500):
             client = crowd.enter_context(connect(server))

@@ -69,7 +69,7 @@ def test_there_are_cases_of_every_kind() -> None:
 
 
 @every_case
-def test_lint_has_nothing_to_say(case: str) -> None:
+def test_lint_finds_no_problem(case: str) -> None:
     ran = run_helm("lint", "--strict", CHART, "--values", CHART / f"ci/{case}.yaml")
     assert ran.returncode == 0, ran.stdout
     assert "[WARNING]" not in ran.stdout

@@ -74,7 +74,7 @@ def node() -> Iterator[Callable[..., Node]]:
         yield start
 
 
-def nobody() -> Endpoint:
+def unused_port() -> Endpoint:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return Endpoint(*listener.getsockname()[:2])
 
@@ -120,7 +120,7 @@ def refused(source: AgentsSource | StoreSource) -> CannotShow:
 # ---------------------------------------------------------------- agents
 
 
-def test_each_node_speaks_for_itself_and_each_kind_of_silence_is_told_apart(
+def test_each_node_answers_for_itself_and_each_kind_of_silence_is_recognized(
     node: Callable[..., Node], frozen: Endpoint, stranger: Endpoint
 ) -> None:
     a, b = node("a", step=21), node("b")
@@ -128,7 +128,7 @@ def test_each_node_speaks_for_itself_and_each_kind_of_silence_is_told_apart(
     job = job_of(
         record("a", a.http),
         record("b", b.http),
-        record("c", nobody()),
+        record("c", unused_port()),
         record("d", frozen),
         record("e", stranger),
         record("f", None),
@@ -199,7 +199,7 @@ def test_the_coordinator_of_another_job_is_not_believed(node: Callable[..., Node
     assert found.job.job == "digits"
 
 
-def test_each_job_is_told_once_and_every_job_is(node: Callable[..., Node]) -> None:
+def test_every_job_is_listed_once(node: Callable[..., Node]) -> None:
     a, b, c = node("a"), node("b"), node("c", job="letters")
     a.job = job_of(record("a", a.http), record("b", b.http))
     b.job = replace(a.job, complete=False)
@@ -217,7 +217,7 @@ def test_a_silent_agent_on_this_machine_is_mentioned_beside_the_others(
     node: Callable[..., Node], frozen: Endpoint
 ) -> None:
     a = node("a", job_of(record("a", HOME)))
-    (found,) = source_at(a.http, frozen, nobody(), here=True, timeout_s=SHORT_S).jobs()
+    (found,) = source_at(a.http, frozen, unused_port(), here=True, timeout_s=SHORT_S).jobs()
     (note,) = found.notes
     assert str(frozen) in note
 
@@ -225,8 +225,8 @@ def test_a_silent_agent_on_this_machine_is_mentioned_beside_the_others(
 def test_why_there_is_nothing_to_show(frozen: Endpoint, stranger: Endpoint) -> None:
     for source, code, words in (
         (source_at(here=True), StatusCode.NO_AGENT, "--agent HOST:PORT"),
-        (source_at(nobody(), here=True), StatusCode.NO_AGENT, "--rdzv-endpoint HOST:PORT"),
-        (source_at(nobody()), StatusCode.NO_ANSWER, "no process listens"),
+        (source_at(unused_port(), here=True), StatusCode.NO_AGENT, "--rdzv-endpoint HOST:PORT"),
+        (source_at(unused_port()), StatusCode.NO_ANSWER, "no process listens"),
         (source_at(frozen, timeout_s=SHORT_S), StatusCode.NO_ANSWER, "no answer within 0.3 s"),
         (source_at(stranger), StatusCode.MISMATCH, "another program, or another version"),
     ):
@@ -247,7 +247,7 @@ def etcd_place(cluster: EtcdCluster, job: str, **more: object) -> RendezvousConf
     return RendezvousConfig("etcd", endpoints, EtcdConfig(**more), job_id=job)  # type: ignore[arg-type]
 
 
-def test_etcd_tells_all_nodes_the_oldest_first_and_what_it_cannot_read(shared_etcd: EtcdCluster) -> None:
+def test_etcd_lists_all_nodes_the_oldest_first_and_what_cannot_be_read(shared_etcd: EtcdCluster) -> None:
     root = "/elastic-agent/status-1/"
     for name in ("b", "a"):
         shared_etcd.ctl("put", root + node_key(name), record(name, HOME).to_json())
@@ -304,7 +304,7 @@ def test_a_user_of_etcd_who_may_only_read_can_look_and_no_other() -> None:
 
 
 def test_no_store_is_an_answer_in_time() -> None:
-    http = nobody()
+    http = unused_port()
     place = Endpoint(http.address, http.port)
     for rendezvous in (
         RendezvousConfig("etcd", (place,), EtcdConfig(), "digits"),
@@ -313,7 +313,7 @@ def test_no_store_is_an_answer_in_time() -> None:
         assert refused(StoreSource(rendezvous, SHORT_S)).code is StatusCode.NO_ANSWER
 
 
-def test_a_c10d_store_tells_only_its_own_job(host_process: Callable[..., HostProcess]) -> None:
+def test_a_c10d_store_shows_only_its_own_job(host_process: Callable[..., HostProcess]) -> None:
     from elastic_agent.rendezvous.c10d.store import C10dStore
 
     host = host_process("digits")

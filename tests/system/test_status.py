@@ -143,7 +143,7 @@ def test_looking_through_the_store_does_not_touch_it(job: Job, etcd: EtcdCluster
     assert job.generations()[-1].number == generation.number
 
 
-def test_a_job_that_has_to_wait_says_for_what_by_both_doors(job: Job) -> None:
+def test_a_job_that_has_to_wait_shows_for_what_from_both_sources(job: Job) -> None:
     agent = job.join("a", "--nnodes=2")
     job.wait_for_text(agent, "waiting for 1 more")
     for words in (at(agent.url), (f"--rdzv-endpoint=127.0.0.1:{job.store_port}", "--timeout=10s")):

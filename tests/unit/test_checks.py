@@ -1,4 +1,4 @@
-"""What is said of nodes whose networks differ: how many have what, who is the odd one, what to do."""
+"""Differences between the networks of nodes: the usual value, the nodes that have another, and advice."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ALIKE = [a_node(f"n{number}") for number in range(997)]
 
 
 @pytest.mark.parametrize(
-    ("nodes", "said"),
+    ("nodes", "expected"),
     [
         (
             [a_node("a"), a_node("b", mtu=1500, interface="ens5")],
@@ -66,9 +66,11 @@ ALIKE = [a_node(f"n{number}") for number in range(997)]
         ),
     ],
 )
-def test_a_difference_names_the_usual_value_and_who_has_another(nodes: list[NodeRecord], said: str) -> None:
+def test_a_difference_names_the_usual_value_and_who_has_another(
+    nodes: list[NodeRecord], expected: str
+) -> None:
     (sentence,) = differences(nodes)
-    assert said in sentence
+    assert expected in sentence
     assert len(sentence) < 400
 
 
@@ -125,12 +127,12 @@ def test_a_coordinator_names_nodes_with_other_limits_and_both_values() -> None:
     a, b = replace(a_node("a"), program=OURS), replace(a_node("b"), program=OURS)
     own = replace(a_node("c"), program=replace(OURS, arguments="bb", words=("--lr", "0.2")))
     world = replace(a_world(1, a, b, own), program=OURS, limits_of="a")
-    (said,) = Comparison().news(world, (a, b, own), "a")
-    assert said == (
+    (sentence,) = Comparison().news(world, (a, b, own), "a")
+    assert sentence == (
         "node c was started with other arguments for the script: '0.2' as argument 2, where the job has '0.1';"
         " what the job has is node a's"
     )
-    assert Comparison().news(world, (a, b, own), "c") == (), "it says that itself"
+    assert Comparison().news(world, (a, b, own), "c") == (), "node c logs that itself"
 
 
 def test_of_many_nodes_with_other_limits_a_few_are_named() -> None:

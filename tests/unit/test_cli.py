@@ -240,7 +240,7 @@ def test_settings_and_machine_are_judged_together(script: str, capsys: pytest.Ca
         ["--config=/nonexistent/agent.toml"],
     ],
 )
-def test_words_that_make_no_sense_hide_nothing_that_the_machine_has_to_say(
+def test_words_that_make_no_sense_hide_no_problem_of_the_machine(
     script: str, broken: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (

@@ -499,7 +499,7 @@ def test_torchruns_rdzv_conf_keys_are_accepted_and_the_option_may_be_repeated(sc
     assert len(resolved.warnings) == len(IGNORED_RDZV_CONF_KEYS)
 
 
-def test_standalone_says_what_it_overrules(script: str) -> None:
+def test_standalone_warns_of_what_it_overrules(script: str) -> None:
     resolved = run_resolve(["--rdzv-backend", "c10d", "--nnodes=1:4", "--standalone", script])
     assert resolved.config.nodes == NodeCounts(1, 1)
     assert resolved.warnings == (
@@ -581,7 +581,7 @@ def test_the_documented_exit_codes_are_the_exit_codes() -> None:
         ("library.so", "but it is machine code; to run a program, write --no-python"),
     ],
 )
-def test_what_is_wrong_with_a_script_is_said(
+def test_the_problem_with_a_script_is_named(
     name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -292,7 +292,7 @@ def test_the_options_of_etcd_need_etcd(files: Path) -> None:
         assert found.startswith(f"{PASSWORD} '***': expected --rdzv-backend etcd with it, not ")
 
 
-def test_standalone_overrules_etcd_and_says_so(files: Path) -> None:
+def test_standalone_overrules_etcd_with_warnings(files: Path) -> None:
     resolved = run_resolve([*LOCAL, "--etcd-ca=ca", "--standalone"], {PASSWORD: CANARY})
     assert resolved.config.rendezvous == RendezvousConfig(job_id="j")
     assert resolved.warnings == tuple(

@@ -30,7 +30,7 @@ def test_panels_have_ids_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=[panel["title"] for panel in PANELS])
-def test_a_panel_says_what_it_shows_in_which_unit_from_where(panel: dict[str, Any]) -> None:
+def test_a_panel_has_a_title_a_unit_and_a_source(panel: dict[str, Any]) -> None:
     assert panel["datasource"] == DATASOURCE
     assert panel["description"].endswith(".")
     assert panel["fieldConfig"]["defaults"]["unit"]

@@ -162,7 +162,7 @@ def test_another_jobs_store_is_left_alone(scene: Scene) -> None:
     assert scene.request is None
 
 
-def test_a_store_that_is_away_for_a_while_is_said_once(scene: Scene) -> None:
+def test_a_store_that_is_away_for_a_while_is_reported_once(scene: Scene) -> None:
     class Away(MemoryStore):
         away = 0
 
@@ -233,7 +233,7 @@ def test_of_several_jobs_on_this_machine_one_must_be_named(
         (["b", "--timeout=soon"], "timeout"),
     ],
 )
-def test_what_cannot_be_meant_is_said(
+def test_words_that_cannot_be_meant_are_problems(
     words: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(drain_command, "stores_here", lambda *_: ())

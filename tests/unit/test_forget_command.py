@@ -100,7 +100,7 @@ ETCD = "--rdzv-endpoint=etcd://127.0.0.1"
         (["job", ETCD, "--etcd-frob"], "--etcd-frob"),
     ],
 )
-def test_what_cannot_be_meant_is_said(
+def test_words_that_cannot_be_meant_are_problems(
     words: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == ForgetCode.BAD_CONFIG

@@ -188,7 +188,7 @@ def test_a_recovery_ends_with_the_first_step_whether_it_is_new_or_not() -> None:
         ),
     ],
 )
-def test_what_nobody_told_is_no_phase_of_the_recovery(
+def test_what_was_not_reported_is_no_phase_of_the_recovery(
     told: list[tuple[float, TrainingEvent]], phases: dict[Activity, float]
 ) -> None:
     before = [*FAILURE_HERE[:10], (45.25, TrainingEvent.STARTED)]
@@ -197,7 +197,7 @@ def test_what_nobody_told_is_no_phase_of_the_recovery(
     assert recovery.duration_s == 48.25 - 40.0
 
 
-def test_what_is_told_when_workers_step_changes_nothing() -> None:
+def test_a_load_reported_when_workers_step_changes_nothing() -> None:
     account = GoodputAccount(0.0)
     record(
         account,

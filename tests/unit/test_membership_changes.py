@@ -97,7 +97,7 @@ def test_a_node_that_is_put_aside_is_counted_once_with_each_life() -> None:
     assert [change.put_aside for change in seen(*late)] == [0, 0], "it was before this node came"
 
 
-def test_a_node_that_was_heard_to_leave_beside_another_has_left() -> None:
+def test_a_node_known_to_leave_beside_another_has_left() -> None:
     worlds = (world(1, "abc", START), stopped(1, "abc", LEAVE_B), world(2, "a", LEAVE_B))
     assert seen(*worlds)[2] == MembershipChange(left=1, lost=1)
     assert seen(*worlds, asked=("c-1",))[2] == MembershipChange(left=2)

@@ -98,7 +98,7 @@ def test_label_values_are_escaped() -> None:
     }
 
 
-def test_promtool_finds_nothing_to_say() -> None:
+def test_promtool_finds_no_problem() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed (Debian package: prometheus)")
@@ -193,7 +193,7 @@ def test_only_what_is_known_of_the_nodes_is_shown() -> None:
     assert [value(metrics, "nodes", state=state) for state in NODE_STATES] == [2, None, None, None]
 
 
-def test_an_age_is_as_old_as_it_is_when_somebody_looks() -> None:
+def test_an_age_is_counted_when_it_is_read() -> None:
     now = 50.0
     metrics = new_metrics(clock=lambda: now)
     assert value(metrics, "lease_age_seconds") is None

@@ -33,7 +33,7 @@ def test_the_sample_configuration_is_one(promtool: str) -> None:
     assert "1 rule files found" in checked.stdout
 
 
-def test_the_rules_do_what_their_own_tests_say(promtool: str) -> None:
+def test_the_rules_pass_their_own_tests(promtool: str) -> None:
     command = [promtool, "test", "rules", "tests.yml"]
     tested = subprocess.run(command, cwd=PROMETHEUS, capture_output=True, text=True, timeout=60)
     assert tested.returncode == 0, tested.stdout + tested.stderr
@@ -44,7 +44,7 @@ def test_every_alert_is_seen_firing() -> None:
 
 
 @pytest.mark.parametrize("name", ALERTS)
-def test_an_alert_tells_how_bad_it_is_what_it_is_and_where_to_read_on(name: str) -> None:
+def test_an_alert_has_a_severity_a_summary_and_a_page_to_read(name: str) -> None:
     body = ALERTS[name]
     assert re.search(r"^ +severity: (critical|warning)$", body, re.MULTILINE)
     assert re.search(r'^ +summary: "{{ \$labels.run_id }}: ', body, re.MULTILINE)
@@ -57,7 +57,7 @@ def test_the_runbook_has_a_paragraph_for_each_alert_in_their_order() -> None:
     assert [name for name, _ in paragraphs] == list(ALERTS)
 
 
-def test_each_paragraph_says_where_to_look_what_to_do_and_when_it_is_harmless() -> None:
+def test_each_paragraph_has_where_to_look_what_to_do_and_when_it_is_harmless() -> None:
     for paragraph in re.split(r"^#+ ", RUNBOOK.read_text(), flags=re.MULTILINE):
         name = paragraph.split()[0] if paragraph else ""
         if name in ALERTS:

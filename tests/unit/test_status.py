@@ -211,7 +211,7 @@ def test_watching_in_json_is_one_document_in_each_line(
     assert [document["problem"] is None for document in documents] == [True, False, True]
 
 
-def test_watching_ends_when_only_somebody_else_can_help(
+def test_watching_ends_when_trying_again_cannot_help(
     through: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     through(EMPTY, REFUSED, EMPTY)
@@ -247,10 +247,10 @@ def test_the_documented_codes_and_options_are_those_of_the_command() -> None:
 
 
 def test_every_key_of_the_json_form_is_documented() -> None:
-    from .test_status_report import told
+    from .test_status_report import made
 
     page = (DOCS / "status.md").read_text()
-    job = as_json(told())
+    job = as_json(made())
     for keys in (job, job["restarts"], job["cause"], job["nodes"][0], ("schema", "at", "jobs", "problem")):
         for key in keys:
             assert f"`{key}`" in page, key

@@ -248,7 +248,7 @@ def status_of(pages: StatusPages) -> NodeStatus:
     return STATUS_PAGE.decode(pages.node())
 
 
-def test_before_it_has_found_the_store_an_agent_says_so(pages: StatusPages, clock: Clock) -> None:
+def test_before_it_has_found_the_store_an_agent_waits_for_it(pages: StatusPages, clock: Clock) -> None:
     clock.now += 2.0
     status = status_of(pages)
     assert (status.state, status.waiting_for, status.up_s) == ("init", "the rendezvous store", 2.0)
@@ -298,7 +298,7 @@ def test_a_step_is_as_old_as_its_end_and_no_checkpoint(pages: StatusPages, clock
     assert status.checkpoint == Checkpoint(5, 3.0)
 
 
-def test_the_page_of_a_large_job_is_not_made_for_everybody_who_asks(
+def test_the_page_of_a_large_job_is_not_made_for_every_request(
     pages: StatusPages, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[float] = []

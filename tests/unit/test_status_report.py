@@ -1,4 +1,4 @@
-"""What is told of a job, from what the source and the nodes have said; and how it looks, to the line."""
+"""The report of a job, made of the answers of its source and its nodes; and how it looks, to the line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ A, B, C, D = (record(name, http=http(name)) for name in "abcd")
 THREE = replace(WORLD, members=line_up((A, B, C)), restarts=Restarts(2, 1))
 
 
-def says(name: str, **more: Any) -> NodeStatus:
+def status(name: str, **more: Any) -> NodeStatus:
     return replace(STATUS, node=name, incarnation=f"{name}-1", coordinates=name == "a", **more)
 
 
@@ -49,10 +49,10 @@ def found(world: World | None = THREE, nodes: tuple[NodeRecord, ...] = (A, B, C)
     return Found("agent 10.0.0.1:9100", JobStatus("digits", world, nodes, "a", **{"complete": True, **more}))
 
 
-ALL = {f"{name}-1": says(name) for name in "abc"}
+ALL = {f"{name}-1": status(name) for name in "abc"}
 
 
-def told(
+def made(
     one: Found | None = None,
     answers: Mapping[str, NodeAnswer] = ALL,
     silent_for: Mapping[str, float] | None = None,
@@ -87,20 +87,20 @@ STOPPING = replace(THREE, phase=Phase.STOPPING)
     ],
 )
 def test_the_state_of_a_job(world: World | None, workers: int, state: str) -> None:
-    answers = {"a-1": says("a", workers=workers), "b-1": says("b", workers=0)}
-    assert told(found(world), answers).state == state
+    answers = {"a-1": status("a", workers=workers), "b-1": status("b", workers=0)}
+    assert made(found(world), answers).state == state
 
 
 def test_a_job_whose_nodes_are_all_silent_is_only_known_to_be_stopping() -> None:
     silent = dict.fromkeys(ALL, Unreachable.SILENT)
-    job = told(found(STOPPING), silent)
+    job = made(found(STOPPING), silent)
     assert (job.state, job.restarts.limit_known, job.phase_age_s) == ("stopping", False, None)
 
 
-def test_members_are_told_by_rank_and_then_who_stands_by() -> None:
+def test_members_are_listed_by_rank_before_nodes_that_stand_by() -> None:
     world = replace(THREE, members=line_up((C, A)))
-    answers = {**ALL, "b-1": says("b", state="joining"), "d-1": says("d", state="joining")}
-    assert states(told(found(world, (A, B, C, D)), answers)) == [
+    answers = {**ALL, "b-1": status("b", state="joining"), "d-1": status("d", state="joining")}
+    assert states(made(found(world, (A, B, C, D)), answers)) == [
         ("c", "0-1", "running"),
         ("a", "2-3", "running"),
         ("b", "", "standby"),
@@ -118,43 +118,43 @@ def test_members_are_told_by_rank_and_then_who_stands_by() -> None:
         (Unreachable.HIDDEN, (A, B, C), True, "hidden"),
         (Unreachable.SILENT, (A, B), True, "lost"),
         (Unreachable.SILENT, (A, B), False, "no answer"),
-        (says("c", state="stopping"), (A, B), True, "stopping"),
+        (status("c", state="stopping"), (A, B), True, "stopping"),
     ],
 )
 def test_the_state_of_a_node(
     answer: NodeAnswer, nodes: tuple[NodeRecord, ...], complete: bool, expected: str
 ) -> None:
-    job = told(found(nodes=nodes, complete=complete), {**ALL, "c-1": answer})
+    job = made(found(nodes=nodes, complete=complete), {**ALL, "c-1": answer})
     assert states(job)[2] == ("c", "4-5", expected)
 
 
-def test_a_node_that_nobody_has_asked_is_hidden() -> None:
-    assert states(told(answers={}))[0] == ("a", "0-1", "hidden")
+def test_a_node_that_was_not_asked_is_hidden() -> None:
+    assert states(made(answers={}))[0] == ("a", "0-1", "hidden")
 
 
-def test_an_agent_that_was_asked_and_is_not_in_any_record_yet_is_told_of() -> None:
-    asked = says("d", state="init", waiting_for="the rendezvous store", generation=0)
-    job = told(Found("agent", JobStatus("digits", None, (), None, complete=False), asked), {})
+def test_an_agent_that_was_asked_and_is_not_in_any_record_yet_is_listed() -> None:
+    asked = status("d", state="init", waiting_for="the rendezvous store", generation=0)
+    job = made(Found("agent", JobStatus("digits", None, (), None, complete=False), asked), {})
     assert states(job) == [("d", "", "init")]
     assert (job.state, job.waiting_for) == ("waiting", "the rendezvous store")
 
 
-def test_what_the_asked_agent_said_first_stands_in_when_it_falls_silent_and_never_else() -> None:
-    asked = says("b", step=1)
+def test_the_first_answer_of_the_asked_agent_stands_in_only_when_it_falls_silent() -> None:
+    asked = status("b", step=1)
     one = replace(found(), agent=asked)
-    assert told(one).nodes[1].status == ALL["b-1"]
-    assert told(one, {**ALL, "b-1": Unreachable.SILENT}).nodes[1].status == asked
+    assert made(one).nodes[1].status == ALL["b-1"]
+    assert made(one, {**ALL, "b-1": Unreachable.SILENT}).nodes[1].status == asked
 
 
-def test_the_phase_is_as_old_as_whoever_has_known_it_longest_says() -> None:
+def test_the_age_of_the_phase_is_the_greatest_that_a_node_reports() -> None:
     answers = {
-        "a-1": says("a", phase_s=1.0),
-        "b-1": says("b", phase_s=8.0),
-        "c-1": says("c", phase_s=99.0, world=2),
+        "a-1": status("a", phase_s=1.0),
+        "b-1": status("b", phase_s=8.0),
+        "c-1": status("c", phase_s=99.0, world=2),
     }
-    assert told(answers=answers).phase_age_s == 8.0
-    answers["b-1"] = says("b", phase_s=98.0, phase="stopping")
-    assert told(answers=answers).phase_age_s == 1.0
+    assert made(answers=answers).phase_age_s == 8.0
+    answers["b-1"] = status("b", phase_s=98.0, phase="stopping")
+    assert made(answers=answers).phase_age_s == 1.0
 
 
 @pytest.mark.parametrize(
@@ -168,32 +168,32 @@ def test_the_phase_is_as_old_as_whoever_has_known_it_longest_says() -> None:
 )
 def test_the_checkpoint_of_the_job(checkpoints: list[Checkpoint | None], expected: Checkpoint | None) -> None:
     answers = {
-        f"{name}-1": says(name, checkpoint=checkpoint)
+        f"{name}-1": status(name, checkpoint=checkpoint)
         for name, checkpoint in zip("abc", checkpoints, strict=True)
     }
-    assert told(answers=answers).checkpoint == expected
+    assert made(answers=answers).checkpoint == expected
 
 
 def test_without_an_answer_the_step_is_the_one_in_the_store() -> None:
     one = found(replace(THREE, step=40), (A, replace(B, step=41)))
-    assert told(one, {}).step == 41
-    assert told(one).step == 17
+    assert made(one, {}).step == 41
+    assert made(one).step == 17
 
 
 @pytest.mark.parametrize(
     ("limit", "left", "fruitless_left"), [(None, None, 2), (5, 3, None), (2, 0, None), (1, 0, None)]
 )
 def test_restarts_left(limit: int | None, left: int | None, fruitless_left: int | None) -> None:
-    restarts = told(answers={"a-1": says("a", max_restarts=limit)}).restarts
+    restarts = made(answers={"a-1": status("a", max_restarts=limit)}).restarts
     assert (restarts.failures, restarts.left, restarts.fruitless_left) == (2, left, fruitless_left)
 
 
 def test_the_coordinator_speaks_for_the_job() -> None:
     answers = {
-        "a-1": says("a", workers=0, waiting_for="2 more nodes", max_restarts=7, backoff_s=1.5),
-        "b-1": says("b", workers=0, waiting_for="a coordinates"),
+        "a-1": status("a", workers=0, waiting_for="2 more nodes", max_restarts=7, backoff_s=1.5),
+        "b-1": status("b", workers=0, waiting_for="a coordinates"),
     }
-    job = told(found(STOPPING), answers)
+    job = made(found(STOPPING), answers)
     assert (job.waiting_for, job.restarts.limit, job.restarts.backoff_s) == ("2 more nodes", 7, 1.5)
 
 
@@ -213,14 +213,14 @@ def test_the_coordinator_speaks_for_the_job() -> None:
     ],
 )
 def test_the_cause_is_a_sentence_that_stands_alone(cause: Cause, text: str) -> None:
-    job = told(found(replace(THREE, cause=cause)))
+    job = made(found(replace(THREE, cause=cause)))
     assert job.cause is not None
     assert job.cause.text == text
 
 
 def test_the_json_form_has_only_plain_values_and_is_complete() -> None:
     answers = {**ALL, "c-1": Unreachable.REFUSED}
-    document = as_json(told(answers=answers, silent_for={"c-1": 12.0}))
+    document = as_json(made(answers=answers, silent_for={"c-1": 12.0}))
     assert json.loads(json.dumps(document, allow_nan=False)) == document
     assert document["cause"] == {
         "kind": "failure",
@@ -239,9 +239,13 @@ def test_the_json_form_has_only_plain_values_and_is_complete() -> None:
 
 
 def test_a_job_in_trouble_to_the_line() -> None:
-    answers = {**ALL, "b-1": says("b", checkpoint=Checkpoint(12, None), step=16), "c-1": Unreachable.REFUSED}
-    answers["d-1"] = says("d", state="joining", step=0, checkpoint=None, lease_s=1.04)
-    job = told(found(nodes=(A, B, C, D)), answers, {"c-1": 72.0})
+    answers = {
+        **ALL,
+        "b-1": status("b", checkpoint=Checkpoint(12, None), step=16),
+        "c-1": Unreachable.REFUSED,
+    }
+    answers["d-1"] = status("d", state="joining", step=0, checkpoint=None, lease_s=1.04)
+    job = made(found(nodes=(A, B, C, D)), answers, {"c-1": 72.0})
     assert (
         "\n".join(lines(job, Screen()))
         == """\
@@ -265,8 +269,8 @@ d     -      standby          -     -           1.0 s  10.0.0.4:9100
 
 
 def test_a_job_that_has_no_world_yet_to_the_line() -> None:
-    status = says("a", state="joining", waiting_for="1 of 2 nodes is here", generation=0, step=0)
-    job = told(found(None, (A,)), {"a-1": replace(status, checkpoint=None)})
+    joining = status("a", state="joining", waiting_for="1 of 2 nodes is here", generation=0, step=0)
+    job = made(found(None, (A,)), {"a-1": replace(joining, checkpoint=None)})
     assert (
         "\n".join(lines(job, Screen()))
         == """\
@@ -283,7 +287,7 @@ a *   -      standby  -     -           0.2 s  10.0.0.1:9100
 
 
 def test_a_job_that_has_ended_names_its_result() -> None:
-    job = told(found(ended(Result.CRASH_LOOP), ()), {})
+    job = made(found(ended(Result.CRASH_LOOP), ()), {})
     first, *_ = lines(job, Screen())
     assert first == "job digits: failed (crash_loop), generation 3"
 
@@ -292,19 +296,19 @@ def test_a_job_that_has_ended_names_its_result() -> None:
     ("job", "words"),
     [
         (
-            told(answers={**ALL, "b-1": says("b", lease_s=6.0)}),
+            made(answers={**ALL, "b-1": status("b", lease_s=6.0)}),
             "! node b: its lease was last confirmed 6.0 s ago",
         ),
-        (told(found(nodes=(A, B)), {**ALL, "c-1": Unreachable.SILENT}), "its lease has ended"),
-        (told(found(complete=False)), "! the coordinator does not answer"),
-        (told(replace(found(), notes=("the store's 'nodes/x' cannot be read",))), "! the store's 'nodes/x'"),
-        (told(answers={}), "the limit is not known, no agent answers"),
-        (told(answers={"a-1": says("a", max_restarts=5)}), "2 failures so far, 3 left of 5"),
-        (told(answers={"a-1": says("a", backoff_s=2.0)}), "the next start waits 2.0 s"),
-        (told(found(nodes=(A, replace(B, leaving=True), C))), "running, leaving"),
+        (made(found(nodes=(A, B)), {**ALL, "c-1": Unreachable.SILENT}), "its lease has ended"),
+        (made(found(complete=False)), "! the coordinator does not answer"),
+        (made(replace(found(), notes=("the store's 'nodes/x' cannot be read",))), "! the store's 'nodes/x'"),
+        (made(answers={}), "the limit is not known, no agent answers"),
+        (made(answers={"a-1": status("a", max_restarts=5)}), "2 failures so far, 3 left of 5"),
+        (made(answers={"a-1": status("a", backoff_s=2.0)}), "the next start waits 2.0 s"),
+        (made(found(nodes=(A, replace(B, leaving=True), C))), "running, leaving"),
     ],
 )
-def test_what_a_person_has_to_know_is_said(job: JobReport, words: str) -> None:
+def test_the_notes_name_each_problem(job: JobReport, words: str) -> None:
     assert words in "\n".join(lines(job, Screen()))
 
 
@@ -316,25 +320,25 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     world = replace(
         THREE, members=line_up((A, wide, C)), cause=Cause(CauseKind.FAILURE, "b", "d " * 1000, failure)
     )
-    answers = {**ALL, "b-1": replace(says("b"), node=long), "c-1": Unreachable.SILENT}
-    shown = lines(told(found(world, (A, wide, C)), answers), Screen(width=width))
+    answers = {**ALL, "b-1": replace(status("b"), node=long), "c-1": Unreachable.SILENT}
+    shown = lines(made(found(world, (A, wide, C)), answers), Screen(width=width))
     assert max(map(len, shown)) <= width
     assert any("..." in line for line in shown), "the name is cut, the numbers are not"
-    whole = lines(told(found(world, (A, wide, C)), answers), Screen())
+    whole = lines(made(found(world, (A, wide, C)), answers), Screen())
     assert any(long in line for line in whole), "in a pipe nothing is cut"
 
 
-def test_nothing_that_another_program_said_moves_the_cursor() -> None:
+def test_no_text_of_another_program_moves_the_cursor() -> None:
     evil = "\x1b[2J\r\n\x07\u202e\x9b"
     world = replace(THREE, cause=Cause(CauseKind.LOST, "b", f"gone{evil}"))
-    answers = {**ALL, "a-1": says("a", state="running", waiting_for=evil)}
+    answers = {**ALL, "a-1": status("a", state="running", waiting_for=evil)}
     one = replace(found(world), asked=f"agent {evil}", notes=(evil,))
-    text = "\n".join(lines(told(one, answers), Screen(width=80)))
+    text = "\n".join(lines(made(one, answers), Screen(width=80)))
     assert all(character.isprintable() for line in text.split("\n") for character in line)
 
 
 def test_colours_only_where_they_can_be_shown() -> None:
-    job = told(answers={**ALL, "c-1": Unreachable.REFUSED})
+    job = made(answers={**ALL, "c-1": Unreachable.REFUSED})
     plain, coloured = lines(job, Screen()), lines(job, Screen(colour=True))
     assert not any("\x1b" in line for line in plain)
     assert any("\x1b[31mgone\x1b[0m" in line for line in coloured)
@@ -351,7 +355,7 @@ def test_where_there_is_no_room_for_all_nodes_those_in_trouble_are_shown() -> No
         node.incarnation: replace(STATUS, node=node.node, incarnation=node.incarnation) for node in nodes
     }
     answers["n700-1"] = Unreachable.SILENT
-    job = told(found(world, nodes), answers)
+    job = made(found(world, nodes), answers)
     shown = lines(job, Screen(width=100, height=24))
     assert len(shown) <= 24
     assert any(line.startswith("n700 ") and "no answer" in line for line in shown)
@@ -359,9 +363,9 @@ def test_where_there_is_no_room_for_all_nodes_those_in_trouble_are_shown() -> No
     assert sum(line.startswith("n") for line in lines(job, Screen())) == 1000
 
 
-def test_of_many_problems_the_first_are_said() -> None:
+def test_of_many_problems_the_first_are_named() -> None:
     nodes = tuple(replace(A, node=f"n{n:03}", incarnation=f"n{n:03}-1") for n in range(100))
-    job = told(found(replace(THREE, members=line_up(nodes)), nodes), {})
+    job = made(found(replace(THREE, members=line_up(nodes)), nodes), {})
     silent = replace(job, nodes=tuple(replace(node, silence=Unreachable.REFUSED) for node in job.nodes))
     notes = [line for line in lines(silent, Screen()) if line.startswith("!")]
     assert (len(notes), notes[-1]) == (13, "! and 88 more")

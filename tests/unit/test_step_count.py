@@ -80,7 +80,7 @@ def test_a_node_that_came_later_counts_what_is_new_to_the_job() -> None:
         pytest.param((12, 100.0), (20, 108.0), None, id="before"),
     ],
 )
-def test_when_the_highest_step_was_done_again_is_told(
+def test_the_instant_when_the_highest_step_was_done_again(
     first: tuple[int, float], then: tuple[int, float], caught_up_at: float | None
 ) -> None:
     count = begun(highest=12)
@@ -105,7 +105,7 @@ def test_the_ranks_of_a_node_do_the_same_steps() -> None:
     assert [count.done(step, 0.0).new for step in (1, 1, 3, 2, 3, 4)] == [1, 0, 2, 0, 0, 1]
 
 
-def test_every_rank_tells_of_the_load_and_it_counts_once() -> None:
+def test_every_rank_reports_the_load_and_it_counts_once() -> None:
     count = begun()
     train(count, 1, 2, 3)
     count.begin(3)
@@ -126,7 +126,7 @@ def test_each_step_but_the_first_takes_the_mean_since_the_look_before() -> None:
     assert count.done(7, 60.0).timed == 0
 
 
-def test_saves_say_nothing_where_no_step_is_done() -> None:
+def test_saves_count_no_steps_where_none_is_done() -> None:
     count = begun()
     assert count.saved(100) == Counted()
     assert not count.stepped

@@ -54,7 +54,7 @@ def test_a_prefix_is_part_of_the_url_or_a_key(endpoint: str, conf: dict[str, str
     assert etcd.prefix == "/my/prefix"
 
 
-def test_who_we_are_is_told_to_etcd(tmp_path: Path) -> None:
+def test_the_login_reaches_etcd(tmp_path: Path) -> None:
     files = {name: tmp_path / name for name in ("ca", "cert", "key", "password_file")}
     for file in files.values():
         file.write_text("content")
