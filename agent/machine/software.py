@@ -14,19 +14,21 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
+from ..workers.processes.workers import job_python
+
 ASKING_S = 10.0
 """How long another interpreter may take to say what it has installed."""
 
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+_NAMES = ("torch", *_NCCL)
 
-_ASK = f"""
-import json
-from importlib.metadata import PackageNotFoundError, version
-found = {{}}
-for name in ("torch", *{_NCCL!r}):
+_PROGRAM = """
+import importlib.metadata, json, sys
+found = {}
+for name in sys.argv[1:]:
     try:
-        found[name] = version(name)
-    except PackageNotFoundError:
+        found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
         pass
 print(json.dumps(found))
 """
@@ -75,14 +77,14 @@ CURRENT = Software()
 
 def find_software(environ: Mapping[str, str]) -> Software:
     """Of the interpreter that runs the workers. Never raises: what cannot be read is unknown."""
-    python = environ.get("PYTHON_EXEC", sys.executable)
+    python = job_python(environ)
     found = _installed_here() if python == sys.executable else _installed_at(python)
     return Software(found.get("torch"), next((found[name] for name in _NCCL if name in found), None))
 
 
 def _installed_here() -> dict[str, str]:
     found = {}
-    for name in ("torch", *_NCCL):
+    for name in _NAMES:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -93,7 +95,7 @@ def _installed_here() -> dict[str, str]:
 def _installed_at(python: str) -> dict[str, str]:
     try:
         answer = subprocess.run(
-            [python, "-c", _ASK],
+            [python, "-c", _PROGRAM, *_NAMES],
             stdin=subprocess.DEVNULL,  # the agent's is for its workers
             capture_output=True,
             timeout=ASKING_S,

@@ -15,6 +15,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 
 from ..configuration.config import ConfigError, Problem
 from ..configuration.types.values import Command
+from ..workers.processes.workers import job_python
 
 
 def check_target(command: Command, environ: Mapping[str, str]) -> None:
@@ -23,7 +24,7 @@ def check_target(command: Command, environ: Mapping[str, str]) -> None:
         expected = "a program that exists and may be run"
         advice = f"check its name and PATH, or write its path, seen from {os.getcwd()}"
         raise ConfigError([Problem("--no-python", command.target, expected, advice)])
-    ours = environ.get("PYTHON_EXEC", sys.executable) == sys.executable
+    ours = job_python(environ) == sys.executable
     if command.kind == "module" and ours and (missing := _missing(command.target)):
         advice = (
             f"check its name; Python looks in {os.getcwd()}, in PYTHONPATH and among what is installed for it"
@@ -40,25 +41,19 @@ def _missing(module: str) -> str:
         return ""
     if spec is None:
         return f"there is no {top}"
-    for name in rest:
-        places = _places(spec)
-        if places is None:
+    for name in [*rest, "__main__"]:
+        folders = _search_path(spec)
+        if folders is None or (name == "__main__" and not folders):  # a module that is no package
             return ""
-        inner = PathFinder.find_spec(f"{spec.name}.{name}", places)
+        inner = PathFinder.find_spec(f"{spec.name}.{name}", folders)
         if inner is None:
-            return f"{spec.name} has no {name}"
+            main = name == "__main__"
+            return f"{spec.name} is a package without __main__" if main else f"{spec.name} has no {name}"
         spec = inner
-    places = _places(spec)
-    if (
-        places is not None
-        and spec.submodule_search_locations
-        and PathFinder.find_spec(f"{spec.name}.__main__", places) is None
-    ):
-        return f"{spec.name} is a package without __main__"
     return ""
 
 
-def _places(spec: ModuleSpec) -> Sequence[str] | None:
+def _search_path(spec: ModuleSpec) -> Sequence[str] | None:
     """Where its submodules are; None when only the package itself knows."""
     if spec.origin is not None and spec.submodule_search_locations:
         try:

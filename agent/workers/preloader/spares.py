@@ -18,10 +18,9 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from ....codec import Invalid
 from ....worker.memory.available_memory import Memory
@@ -30,7 +29,7 @@ from ...common.io_thread import IoThread
 from ...machine.memory.memory_pressure import MemoryPolicy, pressure
 from ..processes.failures import describe_exit
 from ..processes.proc import KILL_WAIT_S, reap_within, stat_of
-from ..processes.workers import Process, tied
+from ..processes.workers import Process, WarmStart, tied
 from . import wire
 from .import_profile import ImportProfile
 from .spare_policy import (
@@ -220,23 +219,8 @@ class Spares:
             self._discard(spare)
         return None
 
-    def start_worker(
-        self,
-        *,
-        kind: Literal["script", "module", "binary"],
-        target: str,
-        args: Sequence[str],
-        environment: Mapping[str, str],
-        cpus: str,
-        cgroup: str,
-        cold: Sequence[str],
-        streams: Sequence[int],
-    ) -> Spare | None:
-        assert kind != "binary"
-        message = wire.BecomeWorker(
-            kind, target, tuple(args), dict(environment), os.getcwd(), cpus, cgroup, tuple(cold)
-        )
-        return self._hand_out(message, streams)
+    def start_worker(self, start: WarmStart, streams: Sequence[int]) -> Spare | None:
+        return self._hand_out(wire.BecomeWorker(**asdict(start)), streams)
 
     def start_store_holder(self, channel: int) -> Spare | None:
         return self._hand_out(wire.ServeStores(), [channel])

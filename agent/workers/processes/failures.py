@@ -17,7 +17,7 @@ import os
 import re
 import signal
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -43,7 +43,6 @@ _FINGERPRINT_MAX = 300
 _TEXTS = {"node": 256, "cause": 400, "exception": 500, "traceback": 1400, "log_file": 500}
 """Bytes that each may take in the JSON form. With `_LOG_TAIL`, the numbers and the names they stay below MAX_JSON."""
 _LOG_TAIL = 800
-_SEVERAL_LINES = ("exception", "traceback")
 
 _SIGNAL_HINTS: dict[int, str] = {
     signal.SIGABRT: "the program gave up: often a C++ exception or NCCL's watchdog",
@@ -98,46 +97,50 @@ class ErrorReport:
     note: str | None = None
 
 
+def _clean(text: str) -> str:
+    return clean(text.encode("utf-8", "backslashreplace").decode()).rstrip()
+
+
+def _clean_lines(text: str) -> str:
+    return "\n".join(map(_clean, text.split("\n")))
+
+
+_LINE = {name: Text(most, clean=_clean) for name, most in _TEXTS.items()}
+_LINES = {name: Text(most, clean=_clean_lines) for name, most in _TEXTS.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerFailure:
     """One worker's end. `cause` is one line that stands alone; `exception` is `Type: message`."""
 
     rank: Annotated[int, Within(0, 2**31 - 1)]
     local_rank: Annotated[int, Within(0, 2**31 - 1)]
-    node: Annotated[str, Text(_TEXTS["node"])]
+    node: Annotated[str, _LINE["node"]]
     generation: Count
     returncode: Annotated[int, Within(-128, 255)]
     reason: Reason
-    cause: Annotated[str, Text(_TEXTS["cause"])]
-    exception: Annotated[str, Text(_TEXTS["exception"])] | None = None
-    traceback: Annotated[str, Text(_TEXTS["traceback"])] | None = None
-    log_tail: tuple[Annotated[str, Text(_LOG_TAIL)], ...] = ()
-    log_file: Annotated[str, Text(_TEXTS["log_file"])] | None = None
+    cause: Annotated[str, _LINE["cause"]]
+    exception: Annotated[str, _LINES["exception"]] | None = None
+    traceback: Annotated[str, _LINES["traceback"]] | None = None
+    log_tail: tuple[Annotated[str, Text(_LOG_TAIL, clean=_clean)], ...] = ()
+    log_file: Annotated[str, _LINE["log_file"]] | None = None
 
     def to_json(self) -> str:
         """A small form: the ends of the traceback and of the log, at most `MAX_JSON` bytes of ASCII."""
-        small = self._with_texts(
-            lambda name, text: _fit(text, _TEXTS[name], keep_end=name == "traceback"),
-            _last_that_fit(self.log_tail, _LOG_TAIL),
-        )
-        return _CODEC.encode(small).decode().rstrip()
+        texts = {name: text for name in _TEXTS if (text := getattr(self, name)) is not None}
+        small: dict[str, Any] = {
+            name: _fit(text, _TEXTS[name], keep_end=name == "traceback") for name, text in texts.items()
+        }
+        small["log_tail"] = _last_that_fit(self.log_tail, _LOG_TAIL)
+        return _CODEC.encode(replace(self, **small)).decode().rstrip()
 
     @staticmethod
     def from_json(text: str) -> WorkerFailure:
         """Raises `FailureInvalid` for everything that `to_json` does not write."""
         try:
-            read = _CODEC.decode(text.encode(errors="surrogatepass"))
+            return _CODEC.decode(text.encode(errors="surrogatepass"))
         except Invalid as error:
             raise FailureInvalid(str(error)) from error
-        return read._with_texts(
-            lambda name, text: _clean_lines(text) if name in _SEVERAL_LINES else _clean(text),
-            tuple(map(_clean, read.log_tail)),
-        )
-
-    def _with_texts(self, change: Callable[[str, str], str], log_tail: tuple[str, ...]) -> WorkerFailure:
-        texts = {name: text for name in _TEXTS if (text := getattr(self, name)) is not None}
-        changed: dict[str, Any] = {name: change(name, text) for name, text in texts.items()}
-        return replace(self, **changed, log_tail=log_tail)
 
 
 _CODEC: Codec[WorkerFailure] = Codec((WorkerFailure,), version=_SCHEMA, most_bytes=MAX_JSON)
@@ -325,14 +328,6 @@ def _read_regular_file(path: Path) -> bytes:
 
 def _first_line(text: str) -> str:
     return text.partition("\n")[0]
-
-
-def _clean(text: str) -> str:
-    return clean(text.encode("utf-8", "backslashreplace").decode()).rstrip()
-
-
-def _clean_lines(text: str) -> str:
-    return "\n".join(map(_clean, text.split("\n")))
 
 
 def _cut(text: str, most: int, *, keep_end: bool = False) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from ....codec import Count, Invalid, Text, Within, from_plain, load_object
+from ....codec import Count, Document, Invalid, Text, Within
 from ....rendezvous.text import NAME, shortened
 from ...common.exits import CannotStart, ExitCode
 from .proc import boot_id, living_since, pid_namespace, process_status
@@ -26,7 +26,6 @@ from .run_files import paths_in, trusted_text
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 2
 LOOK_AGAIN_S = 0.25
 
 _SUFFIX = ".remains"
@@ -52,6 +51,9 @@ class Survivors:
     boot: Annotated[str, Text(64)]
     pid_namespace: Count
     processes: tuple[Survivor, ...]
+
+
+_FILE = Document(Survivors, version=2, most_chars=_MAX_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +154,8 @@ def await_end(
 def _read(file: Path, uid: int) -> Survivors | None:
     """None for a file that another user may have written, of another form, or of another PID namespace."""
     text = trusted_text(file, {uid}, _MAX_BYTES)
-    if text is None or len(text) > _MAX_BYTES:
-        return None
     try:
-        body = load_object(text, file.name)
-        if body.pop("v", None) != SCHEMA:
-            return None
-        left = from_plain(Survivors, body)
+        left = _FILE.decode(text) if text is not None else None
     except Invalid:
         return None
-    return left if left.pid_namespace == pid_namespace() else None
+    return left if left is not None and left.pid_namespace == pid_namespace() else None

@@ -63,24 +63,26 @@ class Process(Protocol):
         """Its return code, negative for a signal."""
 
 
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    """What a spare is to run; `cpus` and `cgroup` are for the shim, `cold` starts the same worker without a spare."""
+
+    target_kind: Literal["script", "module", "binary"]
+    target: str
+    args: tuple[str, ...]
+    environment: dict[str, str]
+    cwd: str
+    cpus: str
+    cgroup: str
+    cold: tuple[str, ...]
+
+
 class Spares(Protocol):
-    """Idle processes. Without one what would have one start gets None, for the reason `why_cold`."""
+    """Idle processes. Where there is none, a start returns None, for the reason `why_cold`."""
 
     why_cold: str
 
-    def start_worker(
-        self,
-        *,
-        kind: Literal["script", "module", "binary"],
-        target: str,
-        args: Sequence[str],
-        environment: Mapping[str, str],
-        cpus: str,
-        cgroup: str,
-        cold: Sequence[str],
-        streams: Sequence[int],
-    ) -> Process | None:
-        """`cpus` and `cgroup` are for the shim, `cold` is the command of the same worker without a spare."""
+    def start_worker(self, start: WarmStart, streams: Sequence[int]) -> Process | None: ...
 
     def start_store_holder(self, channel: int) -> Process | None: ...
 
@@ -209,10 +211,30 @@ class WorkerGroup:
 
     def _start_one(self, command: Command, spec: WorkerSpec, spares: Spares) -> None:
         (out, out_end), (err, err_end) = _two_pipes()
+        cold = tied(command_line(command, spec.local_rank), spec.cpus, self._cgroup)
+        process: Process | None = None
         try:
-            process = self._start_warm(command, spec, spares, out_end, err_end)
+            if not spec.cold:
+                start = WarmStart(
+                    command.kind,
+                    command.target,
+                    tuple(arguments(command, spec.local_rank)),
+                    dict(spec.environment),
+                    os.getcwd(),
+                    *_place(spec.cpus, self._cgroup),
+                    tuple(cold),
+                )
+                process = spares.start_worker(start, (STANDARD_INPUT, out_end, err_end))
             if process is None:
-                process = self._start_cold(command, spec, out_end, err_end)
+                self.cold[spec.local_rank] = spec.cold or spares.why_cold
+                process = subprocess.Popen(
+                    cold,
+                    env=dict(spec.environment),
+                    stdin=STANDARD_INPUT,
+                    stdout=out_end,
+                    stderr=err_end,
+                    start_new_session=True,
+                )
         except OSError:
             os.close(out)
             os.close(err)
@@ -224,38 +246,6 @@ class WorkerGroup:
         self.ranks[spec.local_rank] = spec.rank
         self._logs.attach(self.generation, spec.rank, out, err)
         self._guard.watch(process.pid, spec.rank)
-
-    def _start_warm(
-        self, command: Command, spec: WorkerSpec, spares: Spares, out: int, err: int
-    ) -> Process | None:
-        """None when no spare can be this worker."""
-        if spec.cold:
-            self.cold[spec.local_rank] = spec.cold
-            return None
-        cpus, cgroup = _place(spec.cpus, self._cgroup)
-        process = spares.start_worker(
-            kind=command.kind,
-            target=command.target,
-            args=arguments(command, spec.local_rank),
-            environment=spec.environment,
-            cpus=cpus,
-            cgroup=cgroup,
-            cold=tied(command_line(command, spec.local_rank), spec.cpus, self._cgroup),
-            streams=(STANDARD_INPUT, out, err),
-        )
-        if process is None:
-            self.cold[spec.local_rank] = spares.why_cold
-        return process
-
-    def _start_cold(self, command: Command, spec: WorkerSpec, out: int, err: int) -> Process:
-        return subprocess.Popen(
-            tied(command_line(command, spec.local_rank), spec.cpus, self._cgroup),
-            env=dict(spec.environment),
-            stdin=STANDARD_INPUT,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-        )
 
     def _end_at_once(self) -> None:
         """Of a start that has failed: there is no thread to notice these ends, and nothing that is lost by them."""
