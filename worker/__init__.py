@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         StepNotGrowing,
     )
     from .ranks.init_file import fresh_init_file
+    from .ranks.network_port import find_free_network_port, reserve_port
     from .ranks.process_group import init_process_group
     from .steps.drain import Drained
     from .steps.progress import poll, step
@@ -59,9 +60,11 @@ _HOME = {
     "SaveFailed": "errors",
     "Sharded": "errors",
     "StepNotGrowing": "errors",
+    "find_free_network_port": "ranks.network_port",
     "fresh_init_file": "ranks.init_file",
     "init_process_group": "ranks.process_group",
     "poll": "steps.progress",
+    "reserve_port": "ranks.network_port",
     "step": "steps.progress",
 }
 
@@ -82,9 +85,11 @@ __all__ = [
     "SaveFailed",
     "Sharded",
     "StepNotGrowing",
+    "find_free_network_port",
     "fresh_init_file",
     "init_process_group",
     "poll",
+    "reserve_port",
     "step",
 ]
 

@@ -108,6 +108,15 @@ class ForgetCode(Code):
     INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C)"
 
 
+class FilesCode(Code):
+    """How `elastic-agent files` ends."""
+
+    WRITTEN = 0, "all files are there"
+    KEPT = 1, "files with another content were kept, and are named"
+    NOT_WRITTEN = 73, "a file cannot be written"
+    BAD_CONFIG = 78, "no such kind, or no directory given"
+
+
 class CannotStart(Exception):
     """This agent cannot begin its work. Nothing is running yet: end with `code`, and say why."""
 

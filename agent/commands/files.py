@@ -1,0 +1,77 @@
+"""`elastic-agent files KIND DIR`: write the files for a deployment out of the installed package.
+
+They are those of `deploy/`, for this version of the agent: a systemd unit, a Helm chart, a Grafana dashboard, rules and
+scrape configuration for Prometheus, a Dockerfile. A file that is there already, with another content, is never
+replaced unless `--force` says so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..common.exits import FilesCode
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+KINDS = {
+    "systemd": "the unit elastic-agent@.service with an example of its job.toml and job.env",
+    "helm": "the chart for Kubernetes",
+    "grafana": "the dashboard, and its provisioning",
+    "prometheus": "alert and recording rules, their tests, and a scrape configuration",
+    "docker": "the Dockerfile",
+}
+
+_USAGE = """\
+usage: elastic-agent files KIND DIR [--force]
+
+Writes the files of one kind of deployment into DIR, which is made if it is not there. Files there with another content
+are kept, and named, unless --force is given.
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Returns a `FilesCode`."""
+    if "--help" in words or "-h" in words:
+        print(_help())
+        return FilesCode.WRITTEN
+    names = [word for word in words if word != "--force"]
+    if len(names) != 2 or names[0] not in KINDS or names[1].startswith("-"):
+        kinds = ", ".join(KINDS)
+        print(
+            f"elastic-agent files: expected KIND DIR, with KIND one of {kinds}; see --help", file=sys.stderr
+        )
+        return FilesCode.BAD_CONFIG
+    try:
+        kept = write(DEPLOY / names[0], Path(names[1]), replace="--force" in words)
+    except OSError as error:
+        print(f"elastic-agent files: {error.filename}: {error.strerror}", file=sys.stderr)
+        return FilesCode.NOT_WRITTEN
+    for file in kept:
+        print(
+            f"elastic-agent files: {file} has another content and is kept; --force replaces it",
+            file=sys.stderr,
+        )
+    return FilesCode.KEPT if kept else FilesCode.WRITTEN
+
+
+def write(source: Path, target: Path, *, replace: bool) -> list[Path]:
+    """Copies all files, prints the name of each, and returns those that were kept. Raises OSError."""
+    kept = []
+    for file in sorted(path for path in source.rglob("*") if path.is_file()):
+        place = target / file.relative_to(source)
+        content = file.read_bytes()
+        if place.exists() and place.read_bytes() != content and not replace:
+            kept.append(place)
+            continue
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(content)
+        print(place)
+    return kept
+
+
+def _help() -> str:
+    kinds = [f"  {kind:<12}{what}" for kind, what in KINDS.items()]
+    codes = [f"  {int(code):>3}  {code.meaning}" for code in FilesCode]
+    return "\n".join([_USAGE, "Kinds:", *kinds, "", "Exit codes:", *codes])

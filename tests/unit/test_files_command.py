@@ -1,0 +1,54 @@
+"""`elastic-agent files`: what it writes, what it leaves alone, and how it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent.commands.files import DEPLOY, KINDS, main
+from elastic_agent.agent.common.exits import FilesCode
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_deployments_files_are_written_out(kind: str, tmp_path: Path) -> None:
+    target = tmp_path / "new" / kind
+    assert main([kind, str(target)]) == FilesCode.WRITTEN
+    source = DEPLOY / kind
+    written = {
+        str(file.relative_to(target)): file.read_bytes() for file in target.rglob("*") if file.is_file()
+    }
+    assert written == {str(f.relative_to(source)): f.read_bytes() for f in source.rglob("*") if f.is_file()}
+    assert written
+
+
+def test_a_file_that_somebody_changed_is_kept_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["systemd", str(tmp_path)]) == FilesCode.WRITTEN
+    changed = tmp_path / "job.toml"
+    changed.write_text("mine")
+    (tmp_path / "job.env").unlink()
+    capsys.readouterr()
+    assert main(["systemd", str(tmp_path)]) == FilesCode.KEPT
+    assert changed.read_text() == "mine"
+    assert (tmp_path / "job.env").exists()
+    assert str(changed) in capsys.readouterr().err
+    assert main(["systemd", str(tmp_path), "--force"]) == FilesCode.WRITTEN
+    assert changed.read_text() != "mine"
+
+
+@pytest.mark.parametrize("words", [[], ["helm"], ["podman", "x"], ["helm", "x", "y"], ["helm", "--replace"]])
+def test_what_is_not_understood_writes_nothing(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == FilesCode.BAD_CONFIG
+    assert "one of systemd, helm" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["helm", str(tmp_path / "file")]) == FilesCode.NOT_WRITTEN
+    assert str(tmp_path / "file") in capsys.readouterr().err
