@@ -14,20 +14,23 @@ Invariant: no two listeners on one port. SO_REUSEADDR is set so that connections
 not block us; with it, Linux lets two sockets bind one port as long as neither listens, and refuses the second
 `listen`. That is why listening is part of taking the port.
 
-Errors, by what the caller does: `PortConfigError` fix the configuration, `PortTaken` free the port or choose another.
+Errors, by what the caller does: `PortConfigError` fix the configuration, `PortTaken` free the port or choose
+another, `BindStopped` nothing, the agent is stopping.
 """
 
 from __future__ import annotations
 
 import errno
 import ipaddress
-import itertools
 import random
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from tenacity import RetryCallState, Retrying, retry_if_result, wait_exponential
 
 from .port_owner import PortOwner, find_owner
 
@@ -54,6 +57,10 @@ class PortError(Exception):
 
 class PortConfigError(PortError):
     """The setting cannot work on this machine; trying again cannot help. Fix the configuration."""
+
+
+class BindStopped(PortError):
+    """The agent began to stop while waiting for a port."""
 
 
 class PortTaken(PortError):
@@ -134,48 +141,63 @@ FIXED_PORT = BindPolicy(initial_wait_s=0.05, max_wait_s=1.0, timeout_s=10.0, jit
 ONE_TRY = BindPolicy(initial_wait_s=0.0, max_wait_s=0.0, timeout_s=0.0, jitter=0.0)
 
 
-# Of a wait: many times any `max_wait_s`, and no number that is too large for a float.
-LONGEST_DOUBLING = 30
-
-
 def bind_listener(
     address: str,
     ports: PortRange | int,
     purpose: str,
     *,
     policy: BindPolicy = FIXED_PORT,
+    stop: threading.Event | None = None,
     on_attempt: Callable[[str, bool], None] | None = None,
     rng: random.Random = OS_RANDOM,
     clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> socket.socket:
     """Return a listening TCP socket on `address` and one of `ports` (an int is one port, 0 any free one).
 
     `address` is an IPv4 or IPv6 address of this machine, not a name. `purpose` says in errors and metrics what
-    the port is for. `on_attempt(purpose, ok)` is called after every round.
+    the port is for. `on_attempt(purpose, ok)` is called after every round. `stop` ends a wait at once.
 
-    Raises PortConfigError, PortTaken: see the module's docstring for what to do about each.
+    Raises PortConfigError, PortTaken, BindStopped: see the module's docstring for what to do about each.
     """
     if isinstance(ports, int):
         ports = PortRange(ports, ports)
+    stop = stop or threading.Event()
     started = clock()
     deadline = started + policy.timeout_s
-    for attempt in itertools.count():
+    backoff = wait_exponential(multiplier=policy.initial_wait_s, max=policy.max_wait_s)
+
+    def one_round() -> socket.socket | None:
         listener = None
         try:
-            rounds = (_listen(address, port, purpose) for port in ports.one_round(rng))
-            listener = next(filter(None, rounds), None)
+            for port in ports.one_round(rng):
+                listener = _listen(address, port, purpose)
+                if listener is not None:
+                    break
+            return listener
         finally:
             if on_attempt is not None:
                 on_attempt(purpose, listener is not None)
-        if listener is not None:
-            return listener
-        left_s = deadline - clock()
-        if left_s <= 0.0:
-            break
-        longest_s = min(policy.max_wait_s, policy.initial_wait_s * 2 ** min(attempt, LONGEST_DOUBLING))
-        sleep(min(rng.uniform((1 - policy.jitter) * longest_s, longest_s), left_s))
-    raise PortTaken(address, ports, purpose, find_owner(address, ports.first), clock() - started)
+
+    def wait_s(state: RetryCallState) -> float:
+        longest_s = backoff(state)
+        return max(0.0, min(rng.uniform((1 - policy.jitter) * longest_s, longest_s), deadline - clock()))
+
+    def pause(seconds: float) -> None:
+        if stop.wait(seconds):
+            raise BindStopped(
+                f"the agent is stopping; gave up waiting for {ports} on {address} for {purpose}"
+            )
+
+    listener = Retrying(
+        retry=retry_if_result(lambda found: found is None),
+        wait=wait_s,
+        stop=lambda _: clock() >= deadline,
+        sleep=pause,
+        retry_error_callback=lambda _: None,
+    )(one_round)
+    if listener is None:
+        raise PortTaken(address, ports, purpose, find_owner(address, ports.first), clock() - started)
+    return listener
 
 
 class OfferedPort:
