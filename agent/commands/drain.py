@@ -30,7 +30,8 @@ from ...rendezvous.text import NAME, shortened
 from ..common.exits import DrainCode
 from ..configuration.config import ConfigError, Problem
 from ..configuration.reading.resolve import resolve_meeting_place
-from ..configuration.reading.sources import ENV_PREFIX, Layer
+from ..configuration.reading.settings import Settings
+from ..configuration.reading.sources import ENV_PREFIX
 from ..configuration.rendezvous import JOB_ID, RendezvousConfig
 from ..configuration.types.option import Option
 from ..configuration.types.parsers import duration
@@ -61,8 +62,8 @@ def main(words: Sequence[str]) -> int:
     return store_command("drain", words, DrainCode, _USAGE, _meeting_place, _work, TIMEOUT)
 
 
-def _work(store: Store, place: RendezvousConfig, node: str, command_line: Layer) -> None:
-    drain(store, place.job_id, node, command_line.value(TIMEOUT), lambda line: print(line, flush=True))
+def _work(store: Store, place: RendezvousConfig, node: str, command_line: Settings) -> None:
+    drain(store, place.job_id, node, command_line[TIMEOUT].value, lambda line: print(line, flush=True))
 
 
 def drain(
@@ -106,7 +107,7 @@ def drain(
         sleep(min(LOOK_S, max(0.0, deadline - clock())))
 
 
-def _meeting_place(node: str | None, command_line: Layer) -> RendezvousConfig:
+def _meeting_place(node: str | None, command_line: Settings) -> RendezvousConfig:
     """Raises ConfigError with all problems."""
     if node is None or not NAME.fullmatch(node):
         advice = "write its name first, as elastic-agent status shows it: elastic-agent drain NODE"
@@ -115,11 +116,10 @@ def _meeting_place(node: str | None, command_line: Layer) -> RendezvousConfig:
     return place if place is not None else _meeting_place_here(command_line, os.environ)
 
 
-def _meeting_place_here(command_line: Layer, environ: Mapping[str, str]) -> RendezvousConfig:
+def _meeting_place_here(command_line: Settings, environ: Mapping[str, str]) -> RendezvousConfig:
     """Where the only job of this user's agents on this machine meets, or the one that --rdzv-id names."""
-    given = command_line.given.get(JOB_ID.name)
-    stores = stores_here(places(), os.getuid())
-    stores = tuple(store for store in stores if given is None or store[JOB_ID.name] == given.value)
+    job = command_line[JOB_ID].value
+    stores = [store for store in stores_here(places(), os.getuid()) if job in (None, store[JOB_ID.name])]
     if len(stores) == 1:
         words = {ENV_PREFIX + name.upper().replace("-", "_"): text for name, text in stores[0].items()}
         place = resolve_meeting_place(command_line, {**environ, **words})

@@ -73,7 +73,7 @@ class Explained:
 def main(words: Sequence[str]) -> int:
     """Returns an `ExitCode`."""
     command_line = read_argv(words, OWN_OPTIONS)
-    if HELP.name in command_line.given:
+    if HELP in command_line:
         print(_USAGE, end="")
         return ExitCode.SUCCESS
     environ = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
@@ -88,7 +88,7 @@ def main(words: Sequence[str]) -> int:
         print(f"elastic-agent explain-env: without the network's: {machine.network.missing}", file=sys.stderr)
     rows = explain(resolved.config, machine, environ)
     with contextlib.suppress(BrokenPipeError):  # the reader has closed the pipe
-        print(_json(rows) if command_line.value(JSON) else _text(rows), flush=True)
+        print(_json(rows) if command_line[JSON].value else _text(rows), flush=True)
     return ExitCode.SUCCESS
 
 

@@ -18,7 +18,7 @@ from ...rendezvous.text import NAME, shortened
 from ..common.exits import ForgetCode
 from ..configuration.config import ConfigError, Problem
 from ..configuration.reading.resolve import resolve_meeting_place
-from ..configuration.reading.sources import Layer, Setting
+from ..configuration.reading.settings import Settings
 from ..configuration.rendezvous import JOB_ID, RendezvousConfig
 from .store_command import CannotDo, store_command, world_of
 
@@ -37,7 +37,7 @@ def main(words: Sequence[str]) -> int:
     return store_command("forget", words, ForgetCode, _USAGE, _meeting_place, _work)
 
 
-def _work(store: Store, place: RendezvousConfig, job: str, command_line: Layer) -> None:
+def _work(store: Store, place: RendezvousConfig, job: str, command_line: Settings) -> None:
     print(f"job {job} is forgotten: {forget(store, job)} keys deleted")
 
 
@@ -55,16 +55,15 @@ def forget(store: Store, job: str) -> int:
     return len(entries)
 
 
-def _meeting_place(job: str | None, command_line: Layer) -> RendezvousConfig:
+def _meeting_place(job: str | None, command_line: Settings) -> RendezvousConfig:
     """Raises ConfigError with all problems."""
     problems = command_line.problems
     if job is None or not NAME.fullmatch(job):
         problems.append(Problem("job", job, "the name of a job", "write it first: elastic-agent forget JOB"))
     else:
-        given = command_line.given.get(JOB_ID.name)
-        if given is not None and given.value != job:
-            problems.append(Problem(given.origin, given.text, f"nothing else than {job}", "leave it out"))
-        command_line.given[JOB_ID.name] = Setting(job, "job", job)
+        if JOB_ID in command_line and command_line[JOB_ID].value != job:
+            problems.append(command_line[JOB_ID].problem(f"nothing else than {job}", "leave it out"))
+        command_line.derive(JOB_ID, job, "job")
     place = resolve_meeting_place(command_line, os.environ)
     if place is None or not place.kind.outlives_job:
         origin, text = ("rdzv-endpoint", None) if place is None else ("rdzv-backend", place.backend)

@@ -22,7 +22,8 @@ from ...rendezvous.records import Endpoint
 from ..common.exits import StatusCode
 from ..configuration.config import CONFIG_FILE, HELP, SCRIPT, ConfigError, Problem
 from ..configuration.reading.resolve import resolve_meeting_place
-from ..configuration.reading.sources import Layer, read_argv, read_environ
+from ..configuration.reading.settings import Settings
+from ..configuration.reading.sources import read_argv, read_environ
 from ..configuration.rendezvous import ENDPOINT, ETCD_OPTIONS, MEETING, STANDALONE, RendezvousConfig
 from ..configuration.types.option import Group, Option
 from ..configuration.types.parsers import Parser, duration, read_endpoint
@@ -81,23 +82,23 @@ TIMEOUT: Option[float] = STATUS_OPTIONS.option(
     "timeout", duration(0.1), "how long the store, and then the agents, may take to answer", default="3s"
 )
 
-_OF_THE_STORE = frozenset(o.name for o in (*MEETING, *ETCD_OPTIONS) if o is not STANDALONE)
+_OF_THE_STORE = [option for option in (*MEETING, *ETCD_OPTIONS) if option is not STANDALONE]
 
 
 def main(words: Sequence[str]) -> int:
     """Returns a `StatusCode`."""
     command_line = read_argv(_with_interval_attached(words), STATUS_OPTIONS)
-    if HELP.name in command_line.given:
+    if HELP in command_line:
         print(command_help(_USAGE, StatusCode, STATUS_OPTIONS))
         return StatusCode.SHOWN
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         source = choose_source(command_line, os.environ)
-        watch = Watch(source, command_line.value(TIMEOUT), time.monotonic)
-        screen = _json_screen if command_line.value(JSON) else _text_screen
+        watch = Watch(source, command_line[TIMEOUT].value, time.monotonic)
+        screen = _json_screen if command_line[JSON].value else _text_screen
         with one_line_errors(StatusCode.INTERRUPTED):
-            return _show(watch, screen, command_line.value(WATCH))
+            return _show(watch, screen, command_line[WATCH].value)
     except ConfigError as error:
         print(f"elastic-agent status: {error}", file=sys.stderr)
         return StatusCode.BAD_CONFIG
@@ -108,22 +109,17 @@ def main(words: Sequence[str]) -> int:
 # --- Which source
 
 
-def choose_source(command_line: Layer, environ: Mapping[str, str]) -> Source:
-    """Raises ConfigError with all problems of whatever is looked at."""
-    given, timeout_s = command_line.given, command_line.value(TIMEOUT)
-    agent = command_line.value(AGENT)
-    about_store = [setting.origin for name, setting in given.items() if name in _OF_THE_STORE]
-    if not about_store and CONFIG_FILE.name not in given and SCRIPT.name in given:
+def choose_source(command_line: Settings, environ: Mapping[str, str]) -> Source:
+    """Raises ConfigError with all problems."""
+    agent, timeout_s = command_line[AGENT].value, command_line[TIMEOUT].value
+    about_store = [command_line[option].origin for option in _OF_THE_STORE if option in command_line]
+    if not about_store and CONFIG_FILE not in command_line and SCRIPT in command_line:
         advice = "leave it out, or write --agent HOST:PORT to ask one agent"
-        command_line.problems.append(
-            Problem(given[SCRIPT.name].origin, given[SCRIPT.name].text, "only options", advice)
-        )
+        command_line.problems.append(command_line[SCRIPT].problem("only options", advice))
     if agent is not None and about_store:
         advice = f"leave out either it or {', '.join(about_store)}"
-        command_line.problems.append(
-            Problem(given[AGENT.name].origin, given[AGENT.name].text, "an agent or the store to ask", advice)
-        )
-    if agent is not None or not (about_store or CONFIG_FILE.name in given):
+        command_line.problems.append(command_line[AGENT].problem("an agent or the store to ask", advice))
+    if agent is not None or not (about_store or CONFIG_FILE in command_line):
         if command_line.problems:
             raise ConfigError(command_line.problems)
     else:
@@ -136,7 +132,7 @@ def choose_source(command_line: Layer, environ: Mapping[str, str]) -> Source:
     if agent is not None:
         return AgentsSource(lambda: [agent], timeout_s, here=False)
     here = AgentsSource(lambda: agents_here(places(), os.getuid()), timeout_s, here=True)
-    if ENDPOINT.name not in read_environ(environ).given:
+    if ENDPOINT not in read_environ(environ):
         return here
     return _HereOrStore(here, lambda: resolve_meeting_place(command_line, environ), timeout_s)
 

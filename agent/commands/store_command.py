@@ -14,7 +14,8 @@ from ...rendezvous.records import WORLD_KEY, World
 from ...rendezvous.store.interface import Entry, Store
 from ..common.exits import Code, DrainCode, ForgetCode
 from ..configuration.config import CONFIG_FILE, HELP, ConfigError
-from ..configuration.reading.sources import Layer, read_argv
+from ..configuration.reading.settings import Settings
+from ..configuration.reading.sources import read_argv
 from ..configuration.rendezvous import RendezvousConfig
 from ..configuration.types.option import Option
 from ..rendezvous_io.store_opening import open_to_look
@@ -36,8 +37,8 @@ def store_command(
     words: Sequence[str],
     codes: type[DrainCode] | type[ForgetCode],
     usage: str,
-    meeting_place: Callable[[str | None, Layer], RendezvousConfig],
-    work: Callable[[Store, RendezvousConfig, str, Layer], None],
+    meeting_place: Callable[[str | None, Settings], RendezvousConfig],
+    work: Callable[[Store, RendezvousConfig, str, Settings], None],
     *options: Option[Any],
 ) -> int:
     """Returns one of `codes`. The first word is the node or job, and both callables get it.
@@ -47,7 +48,7 @@ def store_command(
     """
     subject = words[0] if words and not words[0].startswith("-") else None
     command_line = read_argv(words[1:] if subject is not None else words, options)
-    if HELP.name in command_line.given:
+    if HELP in command_line:
         print(command_help(usage, codes, options))
         return 0
     code: DrainCode | ForgetCode

@@ -17,7 +17,7 @@ from typing import TypeVar
 from ..common.variables import Variable, settle
 from ..configuration.config import Config, ConfigError, Problem
 from ..configuration.reading.resolve import Resolved, resolve
-from ..configuration.reading.sources import Layer
+from ..configuration.reading.settings import Settings
 from ..configuration.timeouts import ladder
 from .affinity import CpuShare, probe_cpus, share
 from .devices import Inventory, PinnedDevice, pin, probe, resolve_workers
@@ -60,7 +60,7 @@ class Machine:
 
 
 def prepare(
-    command_line: Layer, environ: Mapping[str, str], fresh_id: Callable[[], str]
+    command_line: Settings, environ: Mapping[str, str], fresh_id: Callable[[], str]
 ) -> tuple[Resolved, Machine]:
     """`resolve` and `inspect_machine`. Raises `ConfigError` with the problems of both."""
     try:

@@ -56,22 +56,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = importlib.import_module(f"..commands.{words[0].replace('-', '_')}", __package__)
         return int(command.main(words[1:]))
     command_line = read_argv(words)
-    if HELP.name in command_line.given:
+    if HELP in command_line:
         print(help_text())
         return ExitCode.SUCCESS
-    if VERSION.name in command_line.given:
+    if VERSION in command_line:
         print(f"elastic-agent {__version__}")
         return ExitCode.SUCCESS
     try:
         resolved, machine = prepare(command_line, os.environ, _fresh_id)
     except ConfigError as error:
         print(f"elastic-agent: {error}", file=sys.stderr)
-        if CHECK_CONFIG.name not in command_line.given:
+        if CHECK_CONFIG not in command_line:
             write_error_file(os.environ, error.code, str(error), None, time.time())
         return error.code
     for warning in resolved.warnings:
         print(f"elastic-agent: warning: {warning}", file=sys.stderr)
-    if CHECK_CONFIG.name in command_line.given:
+    if CHECK_CONFIG in command_line:
         print("\n".join(_in_force(resolved, machine)))
         return ExitCode.SUCCESS
     from .run import run

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ...rendezvous.etcd.kind import ETCD
 from ..configuration.config import LOCAL_ADDR, MAX_NODES, MIN_NODES, NO_PYTHON, Config, ConfigError, Problem
 from ..configuration.reading.resolve import resolve
-from ..configuration.reading.sources import Layer
+from ..configuration.reading.settings import Settings
 from ..configuration.reading.torchrun_spellings import IGNORED_RDZV_CONF_KEYS, RDZV_CONF_KEYS
 from ..configuration.rendezvous import BACKEND, ENDPOINT, JOB_ID
 from ..configuration.types.option import Option
@@ -29,42 +29,42 @@ KEYS = (*RDZV_CONF_KEYS, PREFIX)
 
 def read_parameters(params: RendezvousParameters, secrets: Mapping[str, str]) -> Config:
     """`secrets` are the variables that hold one. Raises ValueError with all problems."""
-    layer = Layer()
-    layer.put(BACKEND, ETCD.name, "--rdzv-backend")
-    layer.put(JOB_ID, params.run_id, "--rdzv-id")
-    layer.put(MIN_NODES, str(params.min_nodes), "--nnodes")
-    layer.put(MAX_NODES, str(params.max_nodes), "--nnodes")
-    layer.put(NO_PYTHON, "torchrun", "torchrun")  # it starts the workers, and knows what they are
+    settings = Settings()
+    settings.put(BACKEND, ETCD.name, "--rdzv-backend")
+    settings.put(JOB_ID, params.run_id, "--rdzv-id")
+    settings.put(MIN_NODES, str(params.min_nodes), "--nnodes")
+    settings.put(MAX_NODES, str(params.max_nodes), "--nnodes")
+    settings.put(NO_PYTHON, "torchrun", "torchrun")  # it starts the workers, and knows what they are
     if params.local_addr is not None:
-        layer.put(LOCAL_ADDR, params.local_addr, "--local-addr")
+        settings.put(LOCAL_ADDR, params.local_addr, "--local-addr")
     conf = {key.replace("-", "_"): str(value) for key, value in params.config.items()}
-    _put_endpoint(layer, params.endpoint, conf.pop(PREFIX, None))
+    _put_endpoint(settings, params.endpoint, conf.pop(PREFIX, None))
     for key, text in conf.items():
         if key in RDZV_CONF_KEYS:
-            layer.put(RDZV_CONF_KEYS[key], text, f"--rdzv-conf {key}")
+            settings.put(RDZV_CONF_KEYS[key], text, f"--rdzv-conf {key}")
         elif key not in IGNORED_RDZV_CONF_KEYS:
             expected = f"a key of {', '.join(KEYS)}"
-            layer.problems.append(
+            settings.problems.append(
                 Problem(f"--rdzv-conf {key}", None, expected, "correct it, or leave it out")
             )
     try:
-        return resolve(layer, secrets, lambda: uuid.uuid4().hex).config
+        return resolve(settings, secrets, lambda: uuid.uuid4().hex).config
     except ConfigError as error:
         raise ValueError(in_torchruns_words(str(error))) from None
 
 
-def _put_endpoint(layer: Layer, endpoint: str, prefix: str | None) -> None:
+def _put_endpoint(settings: Settings, endpoint: str, prefix: str | None) -> None:
     if prefix is None:
-        layer.put(ENDPOINT, endpoint, "--rdzv-endpoint")
+        settings.put(ENDPOINT, endpoint, "--rdzv-endpoint")
     elif "/" in endpoint.removeprefix("etcd://"):
         problem = Problem(
             f"--rdzv-conf {PREFIX}", prefix, "no other prefix in --rdzv-endpoint", "keep one of the two"
         )
-        layer.problems.append(problem)
-        layer.broken.add(ENDPOINT.name)
+        settings.problems.append(problem)
+        settings.broken.add(ENDPOINT.name)
     else:
         hosts = endpoint.removeprefix("etcd://")
-        layer.put(ENDPOINT, f"etcd://{hosts}/{prefix.strip('/')}", "--rdzv-endpoint")
+        settings.put(ENDPOINT, f"etcd://{hosts}/{prefix.strip('/')}", "--rdzv-endpoint")
 
 
 _WORDS: dict[str, tuple[str, Option[object]]] = {}

@@ -120,7 +120,7 @@ def test_where_no_agent_is_the_store_of_the_environment_is_asked(monkeypatch: py
 def test_the_interval_may_be_left_out(words: list[str], interval_s: float | None) -> None:
     layer = read_argv(status._with_interval_attached(words), STATUS_OPTIONS)
     assert not layer.problems
-    assert layer.value(status.WATCH) == interval_s
+    assert layer[status.WATCH].value == interval_s
 
 
 class Enough(Exception):

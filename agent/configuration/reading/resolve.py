@@ -9,7 +9,7 @@ a stronger layer replaces. Nothing is started, written or opened but the configu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar, cast
 
@@ -56,7 +56,7 @@ from ..types.stores import ALONE, DEFAULT, STORES
 from ..types.values import Command, CommandKind, NodeCounts
 from .log_level import check_log_level
 from .settings import Settings
-from .sources import Layer, Setting, read_environ, read_file
+from .sources import read_environ, read_file
 from .validation import check_relations
 
 T = TypeVar("T")
@@ -96,13 +96,13 @@ class Resolved:
     warnings: tuple[str, ...]
 
 
-def resolve(command_line: Layer, environ: Mapping[str, str], fresh_id: Callable[[], str]) -> Resolved:
+def resolve(command_line: Settings, environ: Mapping[str, str], fresh_id: Callable[[], str]) -> Resolved:
     """Merge all layers into one `Config`. `fresh_id` names a job whose store this agent starts itself.
 
     Raises `ConfigError` with all problems of all layers: print it and end with its code.
     """
-    merged = _merged(command_line, environ, fresh_id)
-    settings, problems, broken = merged.settings, list(merged.problems), merged.broken
+    settings = _merged(command_line, environ, fresh_id)
+    problems, broken = list(settings.problems), settings.broken
     rules = [rule for rule in check_relations(settings, environ) if not broken & rule[0]]
     problems += [problem for _, problem in rules]
     problems += check_log_level(environ)
@@ -114,60 +114,46 @@ def resolve(command_line: Layer, environ: Mapping[str, str], fresh_id: Callable[
         problems.append(Problem("command line", None, "a script to run", advice))
     if problems:
         unclear = broken.union(*(involved for involved, _ in rules))
-        raise ConfigError(problems, _what_is_clear(merged, command, unclear))
+        raise ConfigError(problems, _what_is_clear(settings, command, unclear))
     assert command is not None, "else it is a problem"
-    return Resolved(_config(settings, command), settings, (*merged.warnings, *_misplaced(command)))
+    return Resolved(_config(settings, command), settings, (*settings.warnings, *_misplaced(command)))
 
 
-def resolve_meeting_place(command_line: Layer, environ: Mapping[str, str]) -> RendezvousConfig | None:
+def resolve_meeting_place(command_line: Settings, environ: Mapping[str, str]) -> RendezvousConfig | None:
     """Where the nodes of a job meet, for commands that run nothing; None when no address of a store is given.
 
     Raises `ConfigError` with all problems of all layers but those of relations that concern only running.
     """
-    merged = _merged(command_line, environ, lambda: "")
-    settings, problems = merged.settings, list(merged.problems)
+    settings = _merged(command_line, environ, lambda: "")
+    problems = list(settings.problems)
     for involved, problem in check_relations(settings, environ):
-        if not merged.broken & involved and involved & _MEETING:
+        if not settings.broken & involved and involved & _MEETING:
             problems.append(problem)
     if problems:
         raise ConfigError(problems)
     return _rendezvous(settings) if settings[ENDPOINT].value is not None else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Merged:
-    """All layers as one, before the relations between the settings are checked."""
-
-    settings: Settings
-    problems: tuple[Problem, ...]
-    warnings: tuple[str, ...]
-    broken: frozenset[str]
-
-
-def _merged(command_line: Layer, environ: Mapping[str, str], fresh_id: Callable[[], str]) -> _Merged:
+def _merged(command_line: Settings, environ: Mapping[str, str], fresh_id: Callable[[], str]) -> Settings:
+    """All sources as one, before the relations between the settings are checked."""
     environment = read_environ(environ)
     path = {**environment.given, **command_line.given}.get(CONFIG_FILE.name)
-    layers = [read_file(str(path.value))] if path else []
-    layers += [environment, command_line]
-    problems = [problem for layer in layers for problem in layer.problems]
-    warnings = [warning for layer in layers for warning in layer.warnings]
-    settings = Settings(_merge(layers, problems))
-    warnings += _derive(settings, fresh_id)
-    broken = frozenset(name for layer in layers for name in layer.broken)
-    return _Merged(settings, tuple(problems), tuple(warnings), broken)
-
-
-def _merge(layers: Sequence[Layer], problems: list[Problem]) -> dict[str, Setting[object]]:
-    merged: dict[str, Setting[object]] = {}
-    for layer in layers:
-        targets = [layer.given[target.name] for target in TARGETS if target.name in layer.given]
+    sources = [read_file(str(path.value))] if path else []
+    merged = Settings()
+    for source in (*sources, environment, command_line):
+        merged.problems += source.problems
+        merged.warnings += source.warnings
+        merged.broken |= source.broken
+        targets = [source[target] for target in TARGETS if target in source]
         if targets:
             for option in (*TARGETS, ARGS):
-                merged.pop(option.name, None)
+                merged.given.pop(option.name, None)
         for extra in targets[1:]:
-            advice = f"keep either it or {targets[0].origin}"
-            problems.append(Problem(extra.origin, extra.text, "one thing to run", advice))
-        merged |= layer.given
+            merged.problems.append(
+                extra.problem("one thing to run", f"keep either it or {targets[0].origin}")
+            )
+        merged.given |= source.given
+    merged.warnings += _derive(merged, fresh_id)
     return merged
 
 
@@ -186,9 +172,9 @@ def _derive(settings: Settings, fresh_id: Callable[[], str]) -> list[str]:
         for option, value in alone:
             if option in settings and settings[option].value != value:
                 warnings.append(f"{settings[option].origin} is ignored: {origin} overrules it")
-            settings.put(option, value, origin)
+            settings.derive(option, value, origin)
     if settings[MAX_NODES].value is None:
-        settings.put(MAX_NODES, settings[MIN_NODES].value, "default: min-nodes")
+        settings.derive(MAX_NODES, settings[MIN_NODES].value, "default: min-nodes")
     warnings += _derive_static(settings)
     _derive_meeting_place(settings, fresh_id)
     return warnings
@@ -202,7 +188,7 @@ def _derive_static(settings: Settings) -> list[str]:
     if settings[STANDALONE].value or not (given or backend.text == "static"):
         return []
     for option in (MASTER_ADDR, MASTER_PORT):  # the endpoint says it from now on
-        settings.put(option, None, settings[option].origin)
+        settings.derive(option, None, settings[option].origin)
     ignored = [setting.origin for setting in (host, port) if setting.value is not None]
     if settings[ENDPOINT].value is not None:
         return [f"{origin} is ignored: nodes meet at {settings[ENDPOINT].origin}" for origin in ignored]
@@ -211,7 +197,7 @@ def _derive_static(settings: Settings) -> list[str]:
     if backend.value in (None, DEFAULT.name):
         origins = [setting.origin for setting in (host, port, rank, backend) if not setting.is_default]
         place = (host.value or STATIC_HOST, port.value or STATIC_PORT)
-        settings.put(ENDPOINT, StoreAddress((place,)), ", ".join(origins))
+        settings.derive(ENDPOINT, StoreAddress((place,)), ", ".join(origins))
         return []
     return [f"{origin} is ignored: a {backend.value} store has another address" for origin in ignored]
 
@@ -219,23 +205,23 @@ def _derive_static(settings: Settings) -> list[str]:
 def _derive_meeting_place(settings: Settings, fresh_id: Callable[[], str]) -> None:
     address, origin = settings[ENDPOINT].value, settings[ENDPOINT].origin
     if settings[BACKEND].value is None and address is not None and address.backend is not None:
-        settings.put(BACKEND, address.backend, origin)
+        settings.derive(BACKEND, address.backend, origin)
     kind = STORES[settings[BACKEND].value or DEFAULT.name]
     if address is not None and not kind.cluster and address.hosts in _HOSTED_HERE:
         address = None
-        settings.put(ENDPOINT, None, f"{origin}: port 0, this agent hosts the store")
+        settings.derive(ENDPOINT, None, f"{origin}: port 0, this agent hosts the store")
     if address is not None and kind.port is not None:
-        settings.put(ENDPOINT, address.with_ports(kind.port), origin)
+        settings.derive(ENDPOINT, address.with_ports(kind.port), origin)
     if settings[BACKEND].value is None:
         if address is None and settings[MAX_NODES].value == 1:
-            settings.put(BACKEND, ALONE.name, "default: one node, no endpoint")
+            settings.derive(BACKEND, ALONE.name, "default: one node, no endpoint")
         else:
-            settings.put(BACKEND, DEFAULT.name, "default: more than one node, or an endpoint")
+            settings.derive(BACKEND, DEFAULT.name, "default: more than one node, or an endpoint")
     if settings[JOB_ID].value is None and not kind.outlives_job:  # else the user chooses one: `validation`
         if address is None:
-            settings.put(JOB_ID, fresh_id(), "default: new for every start")
+            settings.derive(JOB_ID, fresh_id(), "default: new for every start")
         else:
-            settings.put(JOB_ID, "default", "default: the store belongs to one job")
+            settings.derive(JOB_ID, "default", "default: the store belongs to one job")
 
 
 def _misplaced(command: Command) -> Iterator[str]:
@@ -276,18 +262,17 @@ def _config(settings: Settings, command: Command) -> Config:
     return _filled(Config, settings, command=command, nodes=nodes, rendezvous=_rendezvous(settings))
 
 
-def _what_is_clear(merged: _Merged, command: Command | None, unclear: frozenset[str]) -> Config:
+def _what_is_clear(settings: Settings, command: Command | None, unclear: set[str]) -> Config:
     """The settings that this machine can be checked for beside the problems; an unclear one has its default."""
-    settings = merged.settings
     for option in _ASKED_OF_THE_MACHINE:
         if option.name in unclear:
-            settings.put(option, option.default_value, "unclear")
-    if merged.problems:  # a word that could not be read may have been about devices
-        settings.put(DEVICE_PINNING, "none", "unclear")
+            settings.derive(option, option.default_value, "unclear")
+    if settings.problems:  # a word that could not be read may have been about devices
+        settings.derive(DEVICE_PINNING, "none", "unclear")
     if unclear & _MEETING:
-        settings.put(BACKEND, ALONE.name, "unclear")
-        settings.put(ENDPOINT, None, "unclear")
-        settings.put(JOB_ID, "unclear", "unclear")
+        settings.derive(BACKEND, ALONE.name, "unclear")
+        settings.derive(ENDPOINT, None, "unclear")
+        settings.derive(JOB_ID, "unclear", "unclear")
     return _config(settings, command or Command("script", ""))
 
 

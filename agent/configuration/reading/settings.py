@@ -1,35 +1,104 @@
-"""The settings in force: every option's value with its origin, also written as a configuration file."""
+"""Settings: values with their origins, and what was wrong or without effect where they were read.
+
+Words: a *setting* is a value with its *origin*, the words by which a person finds the place to change it. Every problem
+is collected, not only the first.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import TypeVar, cast
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Generic, TypeVar, cast
 
-from ..options import OPTIONS
+from ..config import DEVICE_PINNING, MAX_NODES, MIN_NODES, NNODES, VIRTUAL_LOCAL_RANK, Problem
+from ..options import OPTIONS, RDZV_CONF
 from ..rendezvous import ETCD_PASSWORD
 from ..types.option import Option, Source
-from ..types.values import Secret
-from .sources import Setting
+from ..types.values import NodeCounts, Secret
+from .torchrun_spellings import IGNORED_RDZV_CONF_KEYS, RDZV_CONF_KEYS
 
 T = TypeVar("T")
 
 
-class Settings:
-    """The settings in force, by option; an option that is not set has its default."""
+@dataclass(frozen=True, slots=True)
+class Setting(Generic[T]):
+    """A value in force. `origin` is "--min-nodes", "ELASTIC_AGENT_MIN_NODES", "FILE: min-nodes" or "default".
 
-    def __init__(self, merged: Mapping[str, Setting[object]]) -> None:
-        self._merged = dict(merged)
+    `text` is what was written, as it may be shown.
+    """
+
+    value: T
+    origin: str
+    text: str = ""
+
+    @property
+    def is_default(self) -> bool:
+        """No source gave it."""
+        return self.origin.startswith("default")
+
+    def problem(self, expected: str, advice: str) -> Problem:
+        return Problem(self.origin, self.text, expected, advice)
+
+
+@dataclass(slots=True)
+class Settings:
+    """The settings of one source, or of all: by option name in `given`, and what was wrong or without effect.
+
+    `broken` names the options whose value could not be read; relations with them cannot be judged.
+    """
+
+    given: dict[str, Setting[object]] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)
 
     def __getitem__(self, option: Option[T]) -> Setting[T]:
+        """An option that is not given has its default."""
         default = Setting(option.default_value, "default", option.default or "")
-        return cast("Setting[T]", self._merged.get(option.name, default))
+        return cast("Setting[T]", self.given.get(option.name, default))
 
     def __contains__(self, option: Option[object]) -> bool:
-        return option.name in self._merged
+        return option.name in self.given
 
-    def put(self, option: Option[T], value: T, origin: str) -> None:
-        self._merged[option.name] = Setting(value, origin, "" if value is None else str(value))
+    def derive(self, option: Option[T], value: T, origin: str) -> None:
+        self.given[option.name] = Setting(value, origin, "" if value is None else str(value))
+
+    def put(self, option: Option[object], text: str, origin: str) -> None:
+        """Read one written value. A later one for the same option replaces it."""
+        try:
+            value = option.parser.parse(text)
+        except ValueError as error:
+            self.broken.add(option.name)
+            advice = str(error) or correction(option)
+            self.problems.append(Problem(origin, option.parser.shown(text), option.parser.expects, advice))
+            return
+        if option is NNODES:
+            counts = cast(NodeCounts, value)
+            self.put(MIN_NODES, str(counts.min), origin)
+            self.put(MAX_NODES, str(counts.max), origin)
+        elif option is RDZV_CONF:
+            for key, part in cast("tuple[tuple[str, str], ...]", value):
+                self._put_rdzv_conf(key, part, f"{origin} {key}")
+        elif option is VIRTUAL_LOCAL_RANK:
+            if value:
+                self.put(DEVICE_PINNING, "mask", origin)
+        else:
+            self.given[option.name] = Setting(value, origin, option.parser.shown(text))
+
+    def _put_rdzv_conf(self, key: str, text: str, origin: str) -> None:
+        if key in RDZV_CONF_KEYS:
+            self.put(RDZV_CONF_KEYS[key], text, origin)
+        elif key in IGNORED_RDZV_CONF_KEYS:
+            self.warnings.append(f"{origin} has no effect here and is ignored")
+        else:
+            self.unknown(origin, key, RDZV_CONF_KEYS, "one of " + ", ".join(RDZV_CONF_KEYS))
+
+    def unknown(self, origin: str, name: str, known: Iterable[str], expected: str) -> None:
+        guess = closest(name, known)
+        advice = f"did you mean {guess}?" if guess else "see elastic-agent --help"
+        self.problems.append(Problem(origin, None, expected, advice))
 
     def lines(self) -> list[str]:
         """Every setting as a TOML line with its origin; the lines are a file that means the same."""
@@ -73,3 +142,14 @@ def _quoted(text: str) -> str:
 def _plain(text: str, escaped: str = "") -> str:
     """In ASCII characters, which every terminal can show; those in `escaped` are written by number, too."""
     return "".join(c if " " <= c <= "~" and c not in escaped else f"\\U{ord(c):08x}" for c in text)
+
+
+def correction(option: Option[object]) -> str:
+    return "correct it, or leave it out" + (f" (default: {option.default})" if option.default else "")
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """The known name that comes nearest, or nothing. A common beginning counts for more."""
+    names = sorted(known)
+    begun = [candidate for candidate in names if len(name) > 3 and candidate.startswith(name)]
+    return next(iter(begun + get_close_matches(name, names, n=1, cutoff=0.7)), "")

@@ -48,8 +48,7 @@ from ..stopping import (
 from ..timeouts import HEARTBEAT_VARIABLE, LAST_SAVE_S, LEAVING_S, process_group_s, whole_stop_s
 from ..types.option import Option
 from ..types.stores import CLUSTERS, SHARED, STORES, in_words
-from .settings import Settings
-from .sources import Setting
+from .settings import Setting, Settings
 
 
 def check_relations(settings: Settings, environ: Mapping[str, str]) -> list[tuple[set[str], Problem]]:
