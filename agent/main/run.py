@@ -134,7 +134,7 @@ def _started(stack: contextlib.ExitStack, service: _S) -> _S:
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class Claimed:
     """What this agent has of the machine, and no other process can take from it."""
 
     node: Node
@@ -175,20 +175,20 @@ def _run(agent: Agent, machine: Machine) -> Ending:
     machine = replace(machine, network=network)
     metrics = metrics_of(agent, machine, network)
     with contextlib.ExitStack() as parts:
-        ground = _claim(agent, machine, network, binder(agent.config, metrics), parts)
-        helpers = _start_helpers(agent, ground, subreaper, parts)
+        claimed = _claim(agent, machine, network, binder(agent.config, metrics), parts)
+        helpers = _start_helpers(agent, claimed, subreaper, parts)
         if agent.config.preload and agent.config.command.kind != "binary" and not alone:
             helpers.spares.start()
         pages, probes = pages_of(agent), Probes(Introduction(agent.name, agent.incarnation, generation=0))
-        http = _serve_http(agent, ground, metrics, pages, probes, parts)
+        http = _serve_http(agent, claimed, metrics, pages, probes, parts)
         agent.manager.ready()
-        store = _find_store(agent, ground, metrics, parts)
-        rendezvous = _make_rendezvous(agent, ground, helpers, http, store)
-        services = _serve_workers(agent, ground, helpers, rendezvous.participant, store, metrics, parts)
+        store = _find_store(agent, claimed, metrics, parts)
+        rendezvous = _make_rendezvous(agent, claimed, helpers, http, store)
+        services = _serve_workers(agent, claimed, helpers, rendezvous.participant, store, metrics, parts)
         rendezvous.link.start()
         observer = Observer(metrics, pages, agent.config.max_restarts, agent.started_at, time.time)
-        loop = probes.loop = _make_loop(agent, ground, helpers, rendezvous, observer, *services)
-        return _live(agent, loop, rendezvous, store, hosts_store=ground.listeners.store is not None)
+        loop = probes.loop = _make_loop(agent, claimed, helpers, rendezvous, observer, *services)
+        return _live(agent, loop, rendezvous, store, hosts_store=claimed.listeners.store is not None)
 
 
 # ---------------------------------------------------------------- refused before anything is started
@@ -224,7 +224,7 @@ def _wait(agent: Agent, doing: str, work: Callable[[], _T]) -> _T:
 
 def _claim(
     agent: Agent, machine: Machine, network: Network, bind: Binder, parts: contextlib.ExitStack
-) -> Ground:
+) -> Claimed:
     """Folders, ports and cgroup. Raises CannotStart."""
     # The guard removes it, too, if the agent cannot.
     place = run_directory_parent(os.environ)
@@ -241,35 +241,35 @@ def _claim(
     cgroup = claim_cgroup(agent.incarnation)
     node = Node(agent.name, agent.incarnation, machine, run_dir, env, cgroup, agent.environment)
     address = network.choice.address
-    return Ground(node, network, memory, listeners, lambda: bind(address, None, "master"))
+    return Claimed(node, network, memory, listeners, lambda: bind(address, None, "master"))
 
 
 # ---------------------------------------------------------------- started before the store is found
 
 
 def _start_helpers(
-    agent: Agent, ground: Ground, subreaper: Subreaper, parts: contextlib.ExitStack
+    agent: Agent, claimed: Claimed, subreaper: Subreaper, parts: contextlib.ExitStack
 ) -> Helpers:
     warn_of_group_kill()
     _started(parts, agent.io)
     guard = Guard()
-    run_dir = ground.node.run_dir
-    folders = [run_dir] if ground.memory is None else [run_dir, ground.memory.path]
+    run_dir = claimed.node.run_dir
+    folders = [run_dir] if claimed.memory is None else [run_dir, claimed.memory.path]
     remains = file_for(run_dir), agent.config.rendezvous.job_id, agent.name
-    guard.start(agent.incarnation, folders, ground.node.cgroup, remains)
+    guard.start(agent.incarnation, folders, claimed.node.cgroup, remains)
     parts.callback(guard.close)
-    watched, wait_s = ground.node.machine.watched, agent.config.gpu_memory_wait_s
+    watched, wait_s = claimed.node.machine.watched, agent.config.gpu_memory_wait_s
     gpu_memory = _started(
         parts, GpuMemory(watched, wait_s, agent.environment, agent.io, agent.events.put, agent.clock)
     )
-    spares = spares_of(agent, ground.node.machine)
+    spares = spares_of(agent, claimed.node.machine)
     parts.callback(spares.close)
     return Helpers(subreaper, guard, gpu_memory, spares)
 
 
 def _serve_http(
     agent: Agent,
-    ground: Ground,
+    claimed: Claimed,
     metrics: Metrics,
     pages: StatusPages,
     probes: Probes,
@@ -278,21 +278,21 @@ def _serve_http(
     json = {NODE_PATH: probes.introduction, STATUS_PATH: pages.node, JOB_PATH: pages.job}
     server = _started(
         parts,
-        HealthServer(ground.listeners.http, metrics.render, probes.liveness, probes.readiness, json, Thread),
+        HealthServer(claimed.listeners.http, metrics.render, probes.liveness, probes.readiness, json, Thread),
     )
     log.info("metrics, /healthz, /readyz and /node at http://%s", Endpoint(*server.address))
-    options = store_options(agent.config, ground.network.endpoint, ground.listeners.store)
-    announce(ground.node.run_dir, server.address, options)
+    options = store_options(agent.config, claimed.network.endpoint, claimed.listeners.store)
+    announce(claimed.node.run_dir, server.address, options)
     return server.address
 
 
-def _find_store(agent: Agent, ground: Ground, metrics: Metrics, parts: contextlib.ExitStack) -> Store:
+def _find_store(agent: Agent, claimed: Claimed, metrics: Metrics, parts: contextlib.ExitStack) -> Store:
     """Raises CannotStart."""
     looking = "looking for the rendezvous store"
     found = open_store(
         agent.config,
-        ground.network.endpoint,
-        ground.listeners.store,
+        claimed.network.endpoint,
+        claimed.listeners.store,
         agent.events,
         lambda: agent.manager.turn(looking),
     )
@@ -305,23 +305,23 @@ def _find_store(agent: Agent, ground: Ground, metrics: Metrics, parts: contextli
 
 
 def _make_rendezvous(
-    agent: Agent, ground: Ground, helpers: Helpers, http: tuple[str, int], store: Store
+    agent: Agent, claimed: Claimed, helpers: Helpers, http: tuple[str, int], store: Store
 ) -> Rendezvous:
     """Nothing of it runs yet. `http` is where this agent answers."""
     policy, rng, clock = policy_of(agent.config), random.SystemRandom(), agent.clock
-    network = ground.network.choice
+    network = claimed.network.choice
     identity = NodeRecord(
         node=agent.name,
         incarnation=agent.incarnation,
         address=network.address,
-        port=ground.listeners.workers.getsockname()[1],
-        slots=ground.node.machine.workers,
+        port=claimed.listeners.workers.getsockname()[1],
+        slots=claimed.node.machine.workers,
         http=reachable_at(http, network.address),
         network=network.facts,
         limits=limits_of(policy),
         program=program_of(agent.config, policy.store_outage_grace_s),
         node_rank=agent.config.rendezvous.node_rank,
-        hosts_store=ground.listeners.store is not None,
+        hosts_store=claimed.listeners.store is not None,
     )
     lease_ttl_s = agent.config.rendezvous.lease_ttl_s
     participant = Participant(identity, policy, lease_ttl_s=lease_ttl_s, rng=rng, now=clock())
@@ -337,7 +337,7 @@ def _make_rendezvous(
 
 def _serve_workers(
     agent: Agent,
-    ground: Ground,
+    claimed: Claimed,
     helpers: Helpers,
     participant: Participant,
     store: Store,
@@ -345,7 +345,7 @@ def _serve_workers(
     parts: contextlib.ExitStack,
 ) -> tuple[Processes, DiskWriter]:
     """What starts workers, what answers them, and what writes their checkpoints."""
-    node, clock, post, io = ground.node, agent.clock, agent.events.put, agent.io
+    node, clock, post, io = claimed.node, agent.clock, agent.events.put, agent.io
     guard, subreaper, spares, env = helpers.guard, helpers.subreaper, helpers.spares, node.env
 
     def latest() -> NodeSnapshot:
@@ -386,7 +386,7 @@ def _serve_workers(
 
 def _make_loop(
     agent: Agent,
-    ground: Ground,
+    claimed: Claimed,
     helpers: Helpers,
     rendezvous: Rendezvous,
     observer: Observer,
@@ -394,7 +394,7 @@ def _make_loop(
     disk_writer: DiskWriter,
 ) -> Loop:
     config, participant, events, clock = agent.config, rendezvous.participant, agent.events, agent.clock
-    supervisor = Supervisor(config, ground.node, participant, observer, processes, events.put, clock)
+    supervisor = Supervisor(config, claimed.node, participant, observer, processes, events.put, clock)
     services = Services(
         link=rendezvous.link,
         peers=PeerLink(events.put, clock),
@@ -405,7 +405,7 @@ def _make_loop(
         manager=agent.manager,
         heartbeat=rendezvous.heartbeat,
     )
-    port = OfferedPort(ground.listeners.workers, ground.new_port)
+    port = OfferedPort(claimed.listeners.workers, claimed.new_port)
     return Loop(config.stop, participant, supervisor, services, port, events, clock)
 
 

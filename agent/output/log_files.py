@@ -50,8 +50,6 @@ class _Work:
 
 
 class LogFiles(Backlog[_Work]):
-    """See the module's docstring."""
-
     def __init__(self, count_lost: Callable[[int], None] = lambda size: None) -> None:
         """`count_lost` is given how many bytes were dropped."""
         super().__init__("log-files")

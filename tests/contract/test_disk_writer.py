@@ -260,7 +260,7 @@ def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["not begun", "failed before the end"])
-def test_a_last_save_that_fails_is_tried_again_and_said_with_step_directory_and_reason(
+def test_a_last_save_that_fails_is_tried_again_and_logged_with_step_directory_and_reason(
     agent: Agent, directory: Path, caplog: pytest.LogCaptureFixture, begun: bool
 ) -> None:
     directory.write_text("no directory")
@@ -291,7 +291,7 @@ def test_a_disk_that_takes_the_last_save_in_time_loses_nothing(
     assert [agent.heard().result, agent.heard().result] == ["error", "ok"]
 
 
-def test_a_last_save_that_another_run_has_made_impossible_is_said_at_once(
+def test_a_last_save_that_another_run_has_made_impossible_is_logged_at_once(
     agent: Agent, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = CheckpointFiles(directory, keep=2, run=Run("another"))
@@ -306,7 +306,7 @@ def test_a_last_save_that_another_run_has_made_impossible_is_said_at_once(
     assert "another" in error
 
 
-def test_a_last_save_that_nobody_needs_any_more_is_no_error(
+def test_a_last_save_that_is_not_needed_any_more_is_no_error(
     agent: Agent, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another generation goes on."""
@@ -352,7 +352,7 @@ def test_an_earlier_save_that_failed_does_not_count_where_a_later_one_is_on_disk
     assert on_disk(directory) == [20]
 
 
-def test_a_save_of_the_past_is_refused_and_said_at_the_next(agent: Agent, directory: Path) -> None:
+def test_a_save_of_the_past_is_refused_and_reported_at_the_next(agent: Agent, directory: Path) -> None:
     agent.gate.answer = CommitRefused("generation 8 has replaced it")
     checkpoints = Checkpointer(directory, {"meta": {}})
     assert checkpoints.save(10)
@@ -527,7 +527,7 @@ def test_a_drain_does_not_wait_for_the_disk(agent: Agent, directory: Path) -> No
     assert on_disk(directory) == [10, 11]
 
 
-def test_unsaved_steps_of_many_directories_are_all_said(
+def test_unsaved_steps_of_many_directories_are_all_logged(
     agent: Agent, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Their list is longer than any other message. The copies are nowhere, so that no try can succeed."""
@@ -547,7 +547,7 @@ def test_unsaved_steps_of_many_directories_are_all_said(
         assert error.startswith(f"step 10 is NOT on disk in {directory}: ")
 
 
-def test_nonsense_on_the_socket_disturbs_nobody(agent: Agent, directory: Path) -> None:
+def test_nonsense_on_the_socket_disturbs_no_other(agent: Agent, directory: Path) -> None:
     for line in (b"", b"x\n", b"{}\n", b'{"v": 1, "memory": 1}\n', b"[" * 5000 + b"\n", b"y" * 9000):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             client.connect(str(agent.writer.path))

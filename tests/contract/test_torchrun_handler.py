@@ -198,9 +198,7 @@ def test_a_lost_worker_restarts_all_nodes_and_names_its_own(
     assert store.world().restarts.failures == 1
 
 
-def test_a_node_that_was_told_to_stop_has_not_failed(
-    new_node: Callable[..., Node], store: SharedStore
-) -> None:
+def test_a_node_that_had_to_stop_has_not_failed(new_node: Callable[..., Node], store: SharedStore) -> None:
     """Also when the reason is gone before it asks for the next world."""
     store._clock = lambda: 0.0  # its leases do not end
     node = new_node("1", lease_ttl=1)
@@ -213,7 +211,7 @@ def test_a_node_that_was_told_to_stop_has_not_failed(
     assert (store.world().generation, store.world().restarts.failures) == (2, 0)
 
 
-def test_the_store_may_be_away_and_nobody_who_asks_waits_or_is_hurt(
+def test_the_store_may_be_away_and_no_call_waits_or_fails(
     new_node: Callable[..., Node], store: SharedStore
 ) -> None:
     node = new_node("1", lease_ttl=2)
@@ -350,7 +348,7 @@ def test_what_another_program_wrote_is_a_state_error(
         new_node().meet().result(PATIENCE_S)
 
 
-def test_a_store_that_never_comes_back_stops_the_workers_and_says_so(
+def test_a_store_that_never_comes_back_stops_the_workers_and_is_an_error(
     new_node: Callable[..., Node], store: SharedStore
 ) -> None:
     node = new_node("1", join_timeout=3, lease_ttl=1)
@@ -450,7 +448,7 @@ def test_a_process_that_ends_without_shutdown_leaves_at_once_and_the_job_goes_on
         assert '"kvs"' not in shared_etcd.ctl("get", "--prefix", f"/elastic-agent/{job}/nodes/")
 
 
-def test_protobuf_of_the_wrong_kind_in_the_process_is_said_with_advice(shared_etcd: EtcdCluster) -> None:
+def test_protobuf_of_the_wrong_kind_in_the_process_is_an_error_with_advice(shared_etcd: EtcdCluster) -> None:
     ended = run(shared_etcd, uuid.uuid4().hex, before="import google.protobuf.descriptor")
     assert ended.returncode == 1
     assert "RendezvousConnectionError" in ended.stderr

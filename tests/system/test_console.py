@@ -12,7 +12,7 @@ from tests.consoles import full_pipe
 from .harness import RECORDER, Job, port_for_a_store
 
 
-def test_training_restarts_and_leaves_go_on_though_nobody_reads_what_the_agent_says(job: Job) -> None:
+def test_training_restarts_and_leaves_go_on_though_the_console_is_not_read(job: Job) -> None:
     """The worker prints more than all buffers hold, and then fails; the leases are short enough to end meanwhile."""
     options = ("--nnodes=2", "--lease-ttl=3", "--last-call=0")
     script = (RECORDER, "--child=yes $(printf %099d 0) | head -c 3000000", "--fault=1:0:20:1")

@@ -29,7 +29,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", mount], check=True)
 
 
-def test_each_rank_has_its_file_and_the_console_says_who_speaks(job: Job) -> None:
+def test_each_rank_has_its_file_and_its_prefix_on_the_console(job: Job) -> None:
     logs = job.folder / "logs"
     script = (RECORDER, "--say=at", "--fault=1:1:10:1", "--fault=1:0:50:1", "--steps=60")
     agent = job.start("n", "--nproc-per-node=2", f"--log-dir={logs}", script=script)
@@ -57,7 +57,7 @@ def test_a_full_log_disk_stops_no_training(job: Job, small_disk: Path, line: str
     assert shown > 0, "and the console still shows what the worker prints"
 
 
-def test_a_log_directory_that_cannot_be_made_is_said_before_anything_starts(job: Job) -> None:
+def test_a_log_directory_that_cannot_be_made_is_refused_before_anything_starts(job: Job) -> None:
     in_the_way = job.folder / "file"
     in_the_way.touch()
     agent = job.start("n", f"--log-dir={in_the_way}/logs", script=(RECORDER, "--say=at", "--steps=5"))
@@ -66,7 +66,7 @@ def test_a_log_directory_that_cannot_be_made_is_said_before_anything_starts(job:
     assert not job.history()
 
 
-def test_the_last_words_of_a_killed_worker_are_shown(job: Job) -> None:
+def test_the_last_lines_of_a_killed_worker_are_shown(job: Job) -> None:
     agent = job.start("n", "--max-restarts=0", script=(RECORDER, "--say=last words", "--fault=*:*:7:9"))
     assert agent.exit_code() == 1
     assert agent.says(r"exit code 9")

@@ -72,7 +72,7 @@ def test_an_agent_is_ready_and_watched_while_it_looks_for_its_store(job: Job, ea
     ]
 
 
-def test_the_status_tells_what_trains_and_no_worker_can_speak_for_the_agent(job: Job, ear: Ear) -> None:
+def test_the_status_shows_what_trains_and_no_worker_can_send_for_the_agent(job: Job, ear: Ear) -> None:
     recorder = (RECORDER, "--report", "--exit-0-on-sigterm")
     agent = job.start("a", "--nproc-per-node=2", script=recorder, environment=ear.environment)
     environment = job.wait_for_training(world=2).starts[0]["env"]

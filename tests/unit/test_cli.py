@@ -106,7 +106,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return calls
 
 
-def test_a_subcommand_gets_the_words_after_it_and_its_exit_code_is_returned(
+def test_a_subcommand_gets_the_arguments_after_it_and_its_exit_code_is_returned(
     started: list[Config], asked: list[list[str]]
 ) -> None:
     assert main(["look", "--min-nodes", "x", "--help"]) == 7
@@ -288,7 +288,7 @@ def test_a_real_process_lists_every_problem_and_exits_78() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_real_process_does_not_choke_on_words_a_terminal_cannot_show(script: str) -> None:
+def test_a_real_process_prints_arguments_that_a_terminal_cannot_show(script: str) -> None:
     odd = os.fsdecode(b"\xff\x1b[31m")
     wrong = agent("--node-id", odd, script, PYTHONIOENCODING="ascii")
     assert wrong.returncode == 78

@@ -20,7 +20,7 @@ from tests.consoles import FullPipe, full_pipe
 PATIENCE_S = 20.0
 
 
-def test_a_log_line_never_waits_and_what_has_no_room_is_counted_and_told(
+def test_a_log_line_never_waits_and_what_has_no_room_is_counted_and_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(console_module, "QUEUE_MAX", 1000)
@@ -205,7 +205,7 @@ def full_socket() -> FullPipe:
     return FullPipe(ours.detach(), theirs.detach())
 
 
-def test_what_is_printed_comes_out_in_order_when_somebody_reads() -> None:
+def test_what_is_printed_comes_out_in_order_once_it_is_read() -> None:
     script = WHOEVER_WRITES.replace("3000", "3").replace("0.01", "5")
     process = subprocess.run(
         [sys.executable, "-c", script],

@@ -27,7 +27,7 @@ def draining() -> DrainState:
 
 
 @pytest.mark.parametrize("code", [DRAINED, 0, -signal.SIGTERM, 128 + signal.SIGTERM])
-def test_whoever_was_told_may_end(draining: DrainState, code: int) -> None:
+def test_a_worker_that_was_told_may_end(draining: DrainState, code: int) -> None:
     draining.finished = {0}
     assert draining.exited(0, code, NOW) is Exit.DRAINED
     assert draining.complete({0: code})

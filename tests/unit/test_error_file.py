@@ -57,7 +57,7 @@ def test_the_first_failed_worker_is_named_with_its_traceback_and_code(tmp_path: 
     }
 
 
-def test_without_a_worker_to_blame_it_says_what_the_agent_says(tmp_path: Path) -> None:
+def test_without_a_worker_to_blame_it_has_the_agents_own_reason(tmp_path: Path) -> None:
     message = written(tmp_path / "error.json")["message"]
     assert message == {
         "message": "crash loop",
@@ -79,7 +79,7 @@ def test_it_is_no_reason_to_fail(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "is not written" in caplog.text
 
 
-def test_a_directory_in_its_place_is_told_and_no_scratch_file_stays(
+def test_a_directory_in_its_place_is_logged_and_no_scratch_file_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "error.json").mkdir()

@@ -42,20 +42,20 @@ def test_the_hindmost_worker_is_named() -> None:
     assert watch.hindmost == 1
 
 
-def test_a_silence_that_comes_near_the_limit_is_told_once() -> None:
+def test_a_silence_that_comes_near_the_limit_is_reported_once() -> None:
     watch = HangWatch(10.0)
     silences = [watch.stepped(0, step, at) for step, at in enumerate((100.0, 105.0, 111.0, 118.0))]
     assert silences == [None, None, 6.0, None]
     assert HangWatch(None).stepped(0, 1, 1e6) is None
 
 
-def test_steps_that_nobody_saw_may_have_broken_the_silence() -> None:
+def test_steps_that_were_not_seen_may_have_broken_the_silence() -> None:
     watch = HangWatch(10.0)
     watch.stepped(0, 1, 100.0)
     assert watch.stepped(0, 9, 106.0) is None
 
 
-def test_a_silence_that_was_watched_is_told_whatever_came_after_it() -> None:
+def test_a_silence_that_was_watched_is_reported_whatever_came_after_it() -> None:
     watch = HangWatch(10.0)
     watch.stepped(0, 1, 100.0)
     for now in (101.0, 104.0, 105.5):

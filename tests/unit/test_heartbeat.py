@@ -70,7 +70,7 @@ def test_a_turn_ends_the_silence() -> None:
     assert silence.look(Turned(29.1), 1000.0, 29.25, 0.25).lasted_s == 0.0
 
 
-def test_a_stuck_loop_is_told_once_with_the_line_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stuck_loop_is_reported_once_with_the_line_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat_module, "STUCK_AFTER_S", 0.05)
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
     heartbeat = Heartbeat(0.1, lambda: 0.0, told.put, time.monotonic)

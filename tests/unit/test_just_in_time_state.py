@@ -49,7 +49,7 @@ def test_the_newest_whole_step_is_kept_by_one_and_then_all_go() -> None:
     assert not salvage.under_way
 
 
-def test_nobody_guards_so_nobody_is_waited_for() -> None:
+def test_without_guards_there_is_no_wait() -> None:
     salvage = JustInTimeState(7, GRACE_S)
     assert salvage.begin(10.0) == []
     assert not salvage.under_way

@@ -101,7 +101,7 @@ def test_a_world_that_has_changed_meanwhile_names_no_step(scene: Scene) -> None:
     assert scene.stop is None
 
 
-def test_the_main_loop_hears_of_an_end_before_the_worker_does(scene: Scene) -> None:
+def test_an_end_is_posted_to_the_main_loop_before_it_is_sent_to_the_worker(scene: Scene) -> None:
     assert scene.say(Said.FINISHED, 0, 20) is Verdict.GO_ON
     assert scene.heard() == []
     assert scene.say(Said.FINISHED, 1, 21) is Verdict.END
@@ -181,7 +181,7 @@ def test_who_waits_for_an_answer_is_known(scene: Scene) -> None:
     assert not scene.steps.asks(7, 1)
 
 
-def test_a_look_tells_where_all_were_to_end_or_that_nobody_knows(scene: Scene) -> None:
+def test_the_stop_is_read_as_the_store_has_it_or_as_unknown(scene: Scene) -> None:
     scene.steps.read_stop(7)
     assert scene.events.get(timeout=10) == StopRead(7, None)
     scene.steps.judge(ZERO)

@@ -36,7 +36,7 @@ def test_signs_of_life_and_further_ends_put_it_off_and_older_ones_take_nothing_b
     assert not watch.due(550.0)
 
 
-def test_words_come_once_and_then_ever_more_rarely() -> None:
+def test_warnings_come_once_and_then_ever_more_rarely() -> None:
     watch = ExitWatch(None)
     watch.ended(0.0)
     assert [now for now in range(1200) if watch.warning_due(now)] == [10, 60, 120, 240, 480, 960]
@@ -89,7 +89,7 @@ def test_ranks_that_live_on_are_named_and_then_they_hang(caplog: pytest.LogCaptu
     ]
 
 
-def test_ranks_of_other_nodes_count_from_when_their_end_is_heard_of() -> None:
+def test_ranks_of_other_nodes_count_from_when_their_end_is_known() -> None:
     bench = Bench()
     bench.late_exits.others_ended(7.0)
     bench.late_exits.others_ended(100.0)
@@ -98,7 +98,7 @@ def test_ranks_of_other_nodes_count_from_when_their_end_is_heard_of() -> None:
     assert "ranks of other nodes have ended with success; rank 0 still lives" in why
 
 
-def test_without_a_limit_it_is_only_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_limit_it_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench(None)
     bench.late_exits.ended(1, 0.0)
     assert bench.until(1000) == (1000, "")
@@ -122,7 +122,7 @@ def test_who_has_reported_steps_is_judged_by_them_alone() -> None:
     assert bench.until(1000, each_second_s=1.0)[0] == 300
 
 
-def test_nobody_is_stuck_where_all_have_ended_or_none_has() -> None:
+def test_no_rank_is_stuck_where_all_have_ended_or_none_has() -> None:
     bench = Bench()
     assert bench.late_exits.turn(1e6, [0], []) == ""
     bench.late_exits.ended(0, 0.0)

@@ -209,7 +209,7 @@ def test_drain_reads_what_a_dead_worker_wrote_though_a_grandchild_holds_the_pipe
         os.kill(int(rig.file("stdout")), 9)
 
 
-def test_drain_ends_though_somebody_writes_without_end(rig: Rig) -> None:
+def test_drain_ends_though_another_process_writes_without_end(rig: Rig) -> None:
     _, err = rig.worker()
     stop = threading.Event()
 
@@ -315,7 +315,7 @@ def test_a_disk_that_does_not_answer_costs_the_main_thread_no_wait(tmp_path: Pat
         rig.close()
 
 
-def test_a_disk_that_does_not_answer_stops_no_worker_and_says_later_what_is_missing(
+def test_a_disk_that_does_not_answer_stops_no_worker_and_gaps_are_marked_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(console_module, "PATIENCE_S", PATIENCE_S)
@@ -348,7 +348,7 @@ def test_a_disk_that_does_not_answer_stops_no_worker_and_says_later_what_is_miss
         rig.close()
 
 
-def test_what_is_missing_at_the_end_of_a_file_is_said_there(
+def test_what_is_missing_at_the_end_of_a_file_is_marked_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_files_module, "PATIENCE_S", 0.05)
@@ -362,7 +362,7 @@ def test_what_is_missing_at_the_end_of_a_file_is_said_there(
     assert b"stood still: 8 bytes missing here]" in rig.file("stdout")
 
 
-def test_a_write_that_takes_too_long_is_said_before_anything_is_lost(
+def test_a_write_that_takes_too_long_is_logged_before_anything_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(log_files_module, "STILL_S", 0.01)
@@ -528,7 +528,7 @@ def test_a_slow_console_slows_the_workers_and_loses_nothing(
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_a_console_that_stands_still_does_not_stop_workers_and_says_later_what_is_missing(
+def test_a_console_that_stands_still_does_not_stop_workers_and_gaps_are_marked_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocking: bool
 ) -> None:
     monkeypatch.setattr(console_module, "PATIENCE_S", 0.05)

@@ -349,7 +349,7 @@ def test_the_workers_of_a_node_whose_lease_ends_are_stopped_and_it_joins_anew() 
     assert scene.participant.incarnation == "a-1.1"
 
 
-def test_a_turn_that_stops_the_workers_says_so_before_the_loop_waits() -> None:
+def test_a_turn_that_stops_the_workers_counts_before_the_loop_waits() -> None:
     """The workers take a while to end, and the loop waits for that: it does not stand still."""
     scene = Scene()
     told: list[tuple[float | None, float | None]] = []
@@ -402,7 +402,7 @@ def test_what_other_threads_read_hangs_on_the_snapshot_alone() -> None:
     assert (scene.loop.readiness(), json.loads(scene.loop.introduction())) == told
 
 
-def test_readiness_says_what_is_waited_for() -> None:
+def test_readiness_names_what_is_waited_for() -> None:
     scene = Scene()
     told = []
 

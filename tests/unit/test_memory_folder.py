@@ -34,7 +34,7 @@ def test_switched_off_there_is_none(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_without_shared_memory_the_log_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_shared_memory_there_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert make_folder(None, tmp_path / "missing") is None
     assert "no checkpoints in memory, they go to disk only" in caplog.text
 

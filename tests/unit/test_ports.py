@@ -352,7 +352,7 @@ def test_a_rival_that_listens_between_our_bind_and_listen_has_the_port(
     assert caught.value.owner.pid == os.getpid()
 
 
-def test_nobody_can_listen_beside_us() -> None:
+def test_no_other_process_can_listen_beside_us() -> None:
     with socket.socket() as rival:
         rival.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         rival.bind((LOOPBACK, 0))  # with SO_REUSEADDR on both sides, Linux lets us bind beside a silent rival
@@ -444,7 +444,7 @@ def test_a_port_handed_over_serves_a_client_that_was_there_first() -> None:
 # --- The agent
 
 
-def test_a_machine_that_has_no_descriptors_left_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_descriptors_is_named_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_descriptor(*_: object) -> socket.socket:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
@@ -453,7 +453,7 @@ def test_a_machine_that_has_no_descriptors_left_is_told_so(monkeypatch: pytest.M
         bind_listener(LOOPBACK, 0, "master")
 
 
-def test_the_agent_says_at_once_which_taken_port_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_agent_logs_at_once_which_taken_port_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
     bind = binder(Config(Command("script", "train.py")), MagicMock())
     caplog.set_level("INFO", "elastic_agent.agent.main.listeners")
     with bind_listener(LOOPBACK, 0, "test") as taken, ThreadPoolExecutor() as pool:

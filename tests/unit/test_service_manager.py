@@ -65,7 +65,7 @@ def running(ear: Ear, clock: Clock, **more: str) -> ServiceManager:
     return manager
 
 
-def test_ready_status_beat_and_stop_are_said_each_in_its_own_datagram(ear: Ear, clock: Clock) -> None:
+def test_ready_status_beat_and_stop_are_sent_each_in_its_own_datagram(ear: Ear, clock: Clock) -> None:
     manager = take(ear, clock, WATCHDOG_USEC="30000000", WATCHDOG_PID=str(PID))
     manager.ready()
     manager.turn("joining")
@@ -76,7 +76,7 @@ def test_ready_status_beat_and_stop_are_said_each_in_its_own_datagram(ear: Ear, 
     ]  # fmt: skip
 
 
-def test_a_status_is_said_when_it_changes_and_at_most_once_a_second(ear: Ear, clock: Clock) -> None:
+def test_a_status_is_sent_when_it_changes_and_at_most_once_a_second(ear: Ear, clock: Clock) -> None:
     manager = running(ear, clock)
     manager.turn("a")
     manager.turn("b")
@@ -97,7 +97,7 @@ def test_a_status_is_one_line_of_bounded_length(ear: Ear, clock: Clock) -> None:
     assert len(said) == len("STATUS=") + LONGEST_STATUS
 
 
-def test_a_status_that_is_no_unicode_text_fails_nobody(ear: Ear, clock: Clock) -> None:
+def test_a_status_that_is_no_unicode_text_fails_nothing(ear: Ear, clock: Clock) -> None:
     running(ear, clock).turn("a path of bytes: \udcff")
     assert ear.heard() == ["STATUS=a path of bytes: ?"]
 
@@ -185,7 +185,7 @@ def test_no_child_inherits_the_variables(ear: Ear, clock: Clock) -> None:
     assert environ == {"PATH": "/bin"}
 
 
-def test_without_a_service_manager_nothing_is_said_and_nothing_fails(clock: Clock) -> None:
+def test_without_a_service_manager_nothing_is_sent_and_nothing_fails(clock: Clock) -> None:
     manager = ServiceManager.take({"WATCHDOG_USEC": "1000000"}, PID, clock)
     manager.ready()
     manager.turn("a")
@@ -193,7 +193,7 @@ def test_without_a_service_manager_nothing_is_said_and_nothing_fails(clock: Cloc
     assert manager.next_beat is None
 
 
-def test_what_must_arrive_is_said_again_until_it_does(
+def test_what_must_arrive_is_sent_again_until_it_does(
     tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """While systemd starts itself anew, nobody reads; what it then missed would be a start that never ends."""
@@ -213,7 +213,7 @@ def test_what_must_arrive_is_said_again_until_it_does(
     again.socket.close()
 
 
-def test_a_manager_that_does_not_read_holds_nobody_up(tmp_path: Path, clock: Clock) -> None:
+def test_a_manager_that_does_not_read_holds_nothing_up(tmp_path: Path, clock: Clock) -> None:
     ear = Ear(str(tmp_path / "notify"))
     manager = take(ear, clock, WATCHDOG_USEC="3000000")
     for _ in range(2000):  # more than a socket's queue

@@ -98,7 +98,7 @@ def ask_often(away: Away) -> None:
         assert away.asked.acquire(timeout=PATIENCE_S), "nobody asks any more"
 
 
-def test_a_lease_that_nobody_confirms_is_said_once_and_so_is_its_return(
+def test_a_lease_that_is_not_confirmed_is_logged_once_and_so_is_its_return(
     away: Away, link: StoreLink, events: queue.SimpleQueue[Event], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -110,7 +110,7 @@ def test_a_lease_that_nobody_confirms_is_said_once_and_so_is_its_return(
     assert [record.msg for record in caplog.records][1:] == ["lease confirmed again, after %d tries in vain"]
 
 
-def test_an_interrupted_watch_is_said_once(
+def test_an_interrupted_watch_is_logged_once(
     away: Away, link: StoreLink, caplog: pytest.LogCaptureFixture
 ) -> None:
     link.follow(Subscription(("",), 0))
@@ -145,7 +145,7 @@ def test_a_lease_is_confirmed_again_and_again_but_not_when_it_is_new(
 
 
 @pytest.mark.parametrize("thread", ["requests", "lease", "watch"])
-def test_each_thread_tells_of_another_jobs_store_and_none_fails(
+def test_each_thread_posts_that_the_store_is_another_jobs_and_none_fails(
     thread: str,
     events: queue.SimpleQueue[Event],
     rng: Impatient,

@@ -168,7 +168,7 @@ def test_survivors_that_guard_their_last_step_are_not_signalled_before_it_is_kep
     assert [rank for rank, _ in node.group.signals] == list(range(1, 8))
 
 
-def test_a_crash_in_a_planned_change_counts_when_the_store_says_so(node: Supervised) -> None:
+def test_a_crash_in_a_planned_change_counts_by_what_the_store_holds(node: Supervised) -> None:
     assert node.supervisor.drain(Drain(1, False, "a node joins"))
     node.exit(0, 1)
     node.turn()

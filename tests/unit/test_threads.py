@@ -94,7 +94,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, how: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("how", FAILURES)
-def test_a_failure_is_told_and_then_whoever_waits_for_an_answer(
+def test_a_failure_is_reported_and_then_answers_who_waits(
     monkeypatch: pytest.MonkeyPatch, failed: Failed, how: str
 ) -> None:
     fail(monkeypatch, how, "one")
@@ -114,7 +114,7 @@ def test_a_thread_that_another_library_started_is_missed_too(failed: Failed) -> 
     assert failed.next() == "of a library"
 
 
-def test_a_thread_that_does_its_work_says_nothing(failed: Failed) -> None:
+def test_a_thread_that_does_its_work_reports_nothing(failed: Failed) -> None:
     done = threading.Event()
     thread = Thread(done.set, "one", lambda: failed("otherwise", ValueError()))
     thread.start()
@@ -152,7 +152,7 @@ def test_a_short_lived_thread_that_fails_has_answered(
 
 
 @pytest.mark.parametrize("how", FAILURES)
-def test_a_worker_whose_answering_thread_fails_hears_the_end_and_the_next_is_answered(
+def test_a_worker_whose_answering_thread_fails_loses_its_connection_and_the_next_is_answered(
     monkeypatch: pytest.MonkeyPatch, failed: Failed, tmp_path: Path, how: str
 ) -> None:
     env, store = WorkerEnv(socket=str(tmp_path / "socket")), MemoryStore()
@@ -194,7 +194,7 @@ def test_the_thread_that_keeps_lent_locks_is_missed(
 
 @pytest.mark.parametrize("how", FAILURES)
 @pytest.mark.parametrize("name", ["store-requests", "store-lease", "store-watch"])
-def test_who_uses_the_store_is_told_that_a_thread_at_it_has_failed(
+def test_a_failed_thread_at_the_store_is_posted(
     monkeypatch: pytest.MonkeyPatch, failed: Failed, name: str, how: str
 ) -> None:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -259,7 +259,9 @@ def test_threads_are_started_in_one_way_only() -> None:
     assert not others, "use rendezvous.threads.Thread, whose failures are heard"
 
 
-def test_a_store_that_cannot_open_its_link_says_so(monkeypatch: pytest.MonkeyPatch, failed: Failed) -> None:
+def test_a_store_that_cannot_open_its_link_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, failed: Failed
+) -> None:
     from elastic_agent.rendezvous.c10d.store import C10dStore
 
     fail(monkeypatch, "cannot be started", "c10d-opening")

@@ -23,7 +23,7 @@ WORLD = World(
 )
 
 
-def test_a_turn_after_which_the_workers_must_end_says_so_before_the_thread_waits() -> None:
+def test_a_turn_after_which_the_workers_must_end_counts_before_the_thread_waits() -> None:
     """torchrun's agent ends them. The thread waits for that, and does not stand still."""
     membership = Membership(
         MemoryStore(),

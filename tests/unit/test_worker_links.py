@@ -228,7 +228,7 @@ def no_descriptor_left() -> Iterator[None]:
             os.close(number)
 
 
-def test_without_descriptors_guards_and_reports_are_heard(
+def test_without_descriptors_guards_and_reports_are_read(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(server, "ACCEPT_PAUSE_S", 3600.0)
@@ -262,7 +262,7 @@ def test_with_descriptors_again_the_connection_that_waited_is_answered(
     assert caplog.text.count("cannot accept a worker's connection") == 1, "once for each exhaustion"
 
 
-def test_while_the_store_is_slow_guards_and_reports_are_heard(scene: Scene) -> None:
+def test_while_the_store_is_slow_guards_and_reports_are_read(scene: Scene) -> None:
     scene.store.open.clear()
     with scene.connect(encode(CommitQuestion(7))), scene.guard(1):
         assert scene.reporter.send(lambda g, r: LOADED)
@@ -284,7 +284,7 @@ GARBAGE = [
 @pytest.mark.parametrize(
     "garbage", GARBAGE, ids=["silence", "empty", "text", "flood", "bytes", "ours", "unnamed", "report"]
 )
-def test_broken_clients_delay_nobody(scene: Scene, garbage: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_clients_delay_no_other(scene: Scene, garbage: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_CLIENTS", 4)
     with scene.guard(1) as guard:
         clients = [scene.connect() for _ in range(8)]
@@ -328,7 +328,7 @@ def test_closed_it_leaves_commits_undecided(scene: Scene) -> None:
 # --- Guards
 
 
-def test_who_guards_is_passed_on_and_each_is_told_its_own(scene: Scene) -> None:
+def test_messages_of_guards_are_posted_and_each_is_sent_its_own(scene: Scene) -> None:
     guards = [scene.guard(number) for number in range(2)]
     guards[1].sendall(encode(Broken()) + encode(Held(3)))
     scene.expect(JustInTimeMessage(7, 1, Broken()), JustInTimeMessage(7, 1, Held(3)))

@@ -34,8 +34,6 @@ PAUSE_S = 0.05
 
 
 class LastSteps:
-    """See the module's docstring."""
-
     def __init__(
         self,
         store: Store,

@@ -76,14 +76,14 @@ class WorkerLinks:
         self._clients: dict[socket.socket, _Client] = {}
         """Those that have not asked yet, and those that guard. For the io thread."""
         self._guards: dict[tuple[int, int], socket.socket] = {}
-        """By generation and local rank."""
+        """By generation and local rank. For the io thread."""
         self._commit_questions: deque[tuple[socket.socket, Question]] = deque()
         """That wait for a thread; they are answered first."""
         self._step_questions: deque[tuple[socket.socket, Question]] = deque()
         self._answering = 0
         """Threads that answer."""
         self._lock = threading.Lock()
-        """For the questions, the guards and the number of threads."""
+        """For the questions and the number of threads."""
         self._out_of_descriptors = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(env.socket)
@@ -98,13 +98,7 @@ class WorkerLinks:
         self._io.post(self._end)
 
     def send(self, generation: int, local_rank: int, message: ToGuard) -> None:
-        with self._lock:
-            connection = self._guards.get((generation, local_rank))
-            if connection is not None:
-                try:
-                    connection.send(encode(message), socket.MSG_DONTWAIT)
-                except OSError as error:
-                    log.debug("local rank %d does not take %s: %s", local_rank, kind_of(type(message)), error)
+        self._io.post(partial(self._send, (generation, local_rank), message))
 
     # ---------------------------------------------------------------- reading
 
@@ -161,20 +155,24 @@ class WorkerLinks:
     def _pass_on(self, client: _Client, message: FromGuard) -> None:
         if isinstance(message, Guarding):
             client.guards = message.generation, message.local_rank
-            with self._lock:
-                self._guards[client.guards] = client.connection
+            self._guards[client.guards] = client.connection
         if client.guards is None:
             raise Invalid(f"{kind_of(type(message))} from a worker that has not said who it is")
         self._post(JustInTimeMessage(*client.guards, message))
 
+    def _send(self, guard: tuple[int, int], message: ToGuard) -> None:
+        connection = self._guards.get(guard)
+        if connection is not None:
+            try:
+                connection.send(encode(message), socket.MSG_DONTWAIT)
+            except OSError as error:
+                log.debug("local rank %d does not take %s: %s", guard[1], kind_of(type(message)), error)
+
     def _forget(self, client: _Client) -> None:
         self._io.forget(client.connection.fileno())
         del self._clients[client.connection]
-        if client.guards is not None:
-            with self._lock:
-                if self._guards.get(client.guards) is not client.connection:
-                    return
-                del self._guards[client.guards]
+        if client.guards is not None and self._guards.get(client.guards) is client.connection:
+            del self._guards[client.guards]
             self._post(JustInTimeMessage(*client.guards, None))
 
     def _drop(self, client: _Client) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ....rendezvous.records import Failure
-from ...common.events import Event, TailReady
-from ...output.worker_logs import WorkerLogs
 from ..processes.failures import FailureInvalid, WorkerFailure, fingerprint, is_final, summarize
 
 log = logging.getLogger(__name__)
@@ -52,22 +50,6 @@ class Crashes:
     def overdue(self, now: float) -> Iterator[Crash]:
         while self._waiting and now >= self._waiting[0].due_at:
             yield self._waiting.popleft()
-
-
-class LastLines:
-    """Asks for the last lines of crashed workers. After a late answer it gives no time until the disk answers again."""
-
-    def __init__(self, logs: WorkerLogs, post: Callable[[Event], None]) -> None:
-        self.late = False
-        """The log disk did not answer in time when it was last asked to."""
-        self._logs = logs
-        self._post = post
-
-    def ask(self, generation: int, local_rank: int, rank: int, now: float) -> float:
-        """`TailReady` follows. Returns the instant until which it is worth waiting for."""
-        ready = TailReady(generation, local_rank)
-        self._logs.drain(generation, rank, lambda: self._post(ready))
-        return now if self.late else now + TAIL_WITHIN_S
 
 
 def report_of(failure: WorkerFailure, known_as: str = "") -> Failure:

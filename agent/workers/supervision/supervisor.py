@@ -48,7 +48,7 @@ from ..processes.unkillable import process_statuses
 from ..processes.worker_store import WorkerStore
 from ..processes.workers import WorkerGroup
 from .exits import Exit
-from .failure_reports import Crash, LastLines, report_of, show
+from .failure_reports import TAIL_WITHIN_S, Crash, report_of, show
 from .generation import Generation, HowToStop, log_changed_terms
 from .just_in_time_state import Orders
 from .worker_spec import Node, error_file, make_directory, worker_spec
@@ -97,7 +97,9 @@ class Supervisor:
         self._clock = clock
         self._generation: Generation | None = None
         """The newest, which stays until the next one begins: its failure may have to be shown."""
-        self._last_lines = LastLines(processes.logs, post)
+        self._post = post
+        self._tail_late = False
+        """The log disk did not answer in time when it was last asked to: until it does, no crash waits for it."""
         self._spares_due_at: float | None = None
         self._oom_kills = OomKills(find_counter())
         processes.subreaper.add_known(lambda: group.pids if (group := self.group) is not None else ())
@@ -152,7 +154,7 @@ class Supervisor:
             return False
         self._look(generation)
         for crash in generation.crashes.overdue(now):
-            self._last_lines.late = True
+            self._tail_late = True
             self._examine(generation, crash)
         self._send(generation, generation.just_in_time.turn(now))
         generation.stop_if_kept()
@@ -243,7 +245,7 @@ class Supervisor:
     def handle(self, event: GenerationEvent, now: float) -> None:
         """Of the workers that run here. Those of other generations are refused, but for what the disk writer saves."""
         if isinstance(event, TailReady):
-            self._last_lines.late = False
+            self._tail_late = False
         generation = self._running
         if generation is None or event.generation != generation.number:
             if isinstance(event, Reported) and isinstance(event.report, SaveReport):
@@ -428,9 +430,11 @@ class Supervisor:
 
     def _crashed(self, generation: Generation, local_rank: int, returncode: int, at: float) -> None:
         """A worker has ended as it should not: its last lines say why, and are on their way here."""
+        ready = TailReady(generation.number, local_rank)
         rank = generation.group.ranks[local_rank]
-        due_at = self._last_lines.ask(generation.number, local_rank, rank, self._clock())
-        generation.crashes.add(Crash(local_rank, returncode, at, due_at))
+        self._processes.logs.drain(generation.number, rank, lambda: self._post(ready))
+        wait_s = 0.0 if self._tail_late else TAIL_WITHIN_S
+        generation.crashes.add(Crash(local_rank, returncode, at, self._clock() + wait_s))
 
     def _examine(self, generation: Generation, crash: Crash) -> None:
         """Find out why this worker has failed, and end the generation with it."""
