@@ -35,7 +35,8 @@ from typing import Any
 
 from elastic_agent.agent.common.events import Answered, Event, Handlers, Probed, StoreGone, Unanswered
 from elastic_agent.agent.rendezvous_io.store_link import StoreLink, deliver_to
-from elastic_agent.rendezvous.coordinator.decide import Policy
+from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
+from elastic_agent.rendezvous.coordinator.view import Policy
 from elastic_agent.rendezvous.liveness.failure_detector import Peer
 from elastic_agent.rendezvous.node.driver import Driver
 from elastic_agent.rendezvous.node.node_actions import Action, Start, Stop
@@ -256,7 +257,19 @@ class OurNodes:
         self._events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
         self._due: list[tuple[float, int]] = []
         self._nodes: list[_Node] = []
-        policy = Policy(JOB, min_nodes=total, max_nodes=total)
+        policy = Policy(
+            job=JOB,
+            min_nodes=total,
+            max_nodes=total,
+            last_call_s=1.0,
+            join_timeout_s=600.0,
+            drain_timeout_s=20.0,
+            store_outage_grace_s=0.0,
+            unleased_s=0.0,
+            store_outlives_job=False,
+            runs_again=False,
+            restarts=RestartPolicy(),
+        )
         store = None
         for number in range(count):
             if number % NODES_PER_CONNECTION == 0:

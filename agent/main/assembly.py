@@ -13,8 +13,8 @@ from pathlib import Path
 from ... import __version__
 from ...health.http import Probe
 from ...health.metrics import Build, Metrics, Place
-from ...rendezvous.coordinator.decide import Policy
 from ...rendezvous.coordinator.restarts import RestartPolicy
+from ...rendezvous.coordinator.view import Policy
 from ...rendezvous.records import Introduction
 from ...worker.memory.available_memory import read_memory
 from ...worker.wire.environment import WorkerEnv
@@ -135,7 +135,7 @@ def policy_of(config: Config) -> Policy:
         store_outlives_job=kind.outlives_job,
         runs_again=config.run_again,
         store_outage_grace_s=grace_s,
-        unheard_s=config.rendezvous.lease_ttl_s if grace_s or kind.host is not None else 0.0,
+        unleased_s=config.rendezvous.lease_ttl_s if grace_s or kind.host is not None else 0.0,
         restarts=RestartPolicy(max_failures=config.max_restarts),
     )
 

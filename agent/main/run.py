@@ -24,7 +24,6 @@ from typing import Protocol, TypeVar
 
 from ...health.http import NODE_PATH, HealthServer
 from ...health.metrics import Metrics
-from ...rendezvous.coordinator.decide import limits_of
 from ...rendezvous.liveness.lease_validity import LEASE_MARGIN
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.node.snapshot import NodeSnapshot
@@ -318,7 +317,7 @@ def _make_rendezvous(
         slots=claimed.node.machine.workers,
         http=reachable_at(http, network.address),
         network=network.facts,
-        limits=limits_of(policy),
+        limits=policy.limits,
         program=program_of(agent.config, policy.store_outage_grace_s),
         node_rank=agent.config.rendezvous.node_rank,
         hosts_store=claimed.listeners.store is not None,

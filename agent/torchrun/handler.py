@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from ...rendezvous.coordinator.decide import Policy
+from ...rendezvous.coordinator.view import Policy
 from ...rendezvous.errors import RendezvousError, StoreError
 from ...rendezvous.node.node_actions import Refusal
 from ...rendezvous.records import NodeRecord, Phase, Result
@@ -41,6 +41,7 @@ from ...rendezvous.threads import Thread
 from ..common.exits import CannotStart
 from ..common.ports import OfferedPort, PortError, bind_listener
 from ..configuration.config import Config
+from ..configuration.timeouts import drain_timeout_s
 from ..machine.network.addresses import unique_node_id
 from ..machine.network.discovery import wait_for_network
 from ..rendezvous_io.store_opening import connect_to_store
@@ -177,11 +178,14 @@ class EtcdV3Handler(RendezvousHandler):
             raise RendezvousConnectionError(in_torchruns_words(str(error))) from error
         identity = NodeRecord(self._node, uuid.uuid4().hex[:12], address, listener.getsockname()[1], slots=1)
         policy = Policy(
-            rendezvous.job_id,
-            config.nodes.min,
-            config.nodes.max,
-            rendezvous.last_call_s,
-            rendezvous.join_timeout_s,
+            job=rendezvous.job_id,
+            min_nodes=config.nodes.min,
+            max_nodes=config.nodes.max,
+            last_call_s=rendezvous.last_call_s,
+            join_timeout_s=rendezvous.join_timeout_s,
+            drain_timeout_s=drain_timeout_s(config.stop),
+            store_outage_grace_s=0.0,
+            unleased_s=0.0,
             store_outlives_job=True,
             runs_again=True,
             restarts=NEVER_GIVE_UP,

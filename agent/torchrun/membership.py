@@ -23,8 +23,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ...rendezvous.coordinator.decide import Decision, Policy, View, decide
+from ...rendezvous.coordinator.decide import decide
 from ...rendezvous.coordinator.restarts import STABLE_AFTER_S, RestartPolicy
+from ...rendezvous.coordinator.view import Decision, Policy, View
 from ...rendezvous.errors import StoreError, StoreUnavailable
 from ...rendezvous.liveness.lease_validity import LEASE_MARGIN
 from ...rendezvous.node.driver import Driver

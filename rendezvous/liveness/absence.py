@@ -44,11 +44,11 @@ def may_still_train(
 
 
 def until(
-    world: World, missing: Collection[Member], since: float, *, unheard_s: float, grace_s: float
+    world: World, missing: Collection[Member], since: float, *, unleased_s: float, grace_s: float
 ) -> float:
     """When they have stopped for certain, seen by a coordinator that knows this since then.
 
     No member goes on beyond its lease by the proof that all are there when one of them is known not to be.
     """
     whole = len(missing) == len(world.members) and may_be_whole(world)
-    return since + unheard_s + (grace_s if whole else 0.0)
+    return since + unleased_s + (grace_s if whole else 0.0)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 
-from ..coordinator.decide import Policy
+from ..coordinator.view import Policy
 from ..records import World
 
 LEAVE_TOGETHER_S = 3.0

@@ -22,7 +22,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..coordinator import blame
-from ..coordinator.decide import Decision, Policy, Publish, View, decide, why_not_in
+from ..coordinator.candidates import why_refused
+from ..coordinator.decide import decide
+from ..coordinator.view import Decision, Policy, Publish, View
 from ..errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch
 from ..liveness.absence import may_still_train
 from ..liveness.failure_detector import Finding, Peer, Suspects, out_of_sight, slow_to_go_on, slow_to_stop
@@ -282,7 +284,7 @@ class Participant:
         if cut_off or world is None:
             return cut_off
         if self.coordinates:
-            missing = may_still_train(world, self.known_nodes) if self.policy.unheard_s else ()
+            missing = may_still_train(world, self.known_nodes) if self.policy.unleased_s else ()
             return slow_to_stop(world, self.known_nodes, session.incarnation) or out_of_sight(missing)
         leader = session.membership.leader_record
         if leader is None or session.written is None:
@@ -333,7 +335,7 @@ class Participant:
         leader = self._session.membership.leader_record
         if leader is None or self._generation:
             return
-        reason = why_not_in(self.world if not self._came_after_end else None, leader, self._session.says)
+        reason = why_refused(self.world if not self._came_after_end else None, leader, self._session.says)
         if reason is not None:
             self._refuse(Refusal.UNLIKE_THE_JOB, reason)
 

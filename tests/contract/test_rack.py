@@ -6,7 +6,6 @@ import random
 import uuid
 from dataclasses import replace
 
-from elastic_agent.rendezvous.coordinator.decide import Policy
 from elastic_agent.rendezvous.etcd.access import EtcdAccess
 from elastic_agent.rendezvous.etcd.store import EtcdStore
 from elastic_agent.rendezvous.node.participant import Participant
@@ -25,6 +24,7 @@ from elastic_agent.rendezvous.records import (
 )
 from elastic_agent.rendezvous.store.interface import Put
 from tests.etcd_servers import EtcdCluster
+from tests.policies import PLAIN_POLICY
 
 LOST = 110
 
@@ -46,7 +46,7 @@ def test_a_hundred_nodes_lost_at_once_are_evicted_in_batches(shared_etcd: EtcdCl
     store = EtcdStore.connect(EtcdAccess(shared_etcd.endpoints), job, lease_ttl_s=60.0, timeout_s=20.0)
     try:
         me = NodeRecord("a", "a-1", "host-a", 4001, slots=1, http=Endpoint("host-a", 80))
-        policy = Policy(job, max_nodes=LOST + 1, last_call_s=0.0)
+        policy = replace(PLAIN_POLICY, job=job, max_nodes=LOST + 1, last_call_s=0.0)
         agent = Participant(me, policy, lease_ttl_s=60.0, rng=random.Random(1), now=0.0)
         carry_out(store, agent, 0.0)
         carry_out(store, agent, 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S
-from elastic_agent.rendezvous.coordinator.decide import Policy
+from elastic_agent.rendezvous.coordinator.view import Policy
 from elastic_agent.rendezvous.node.node_actions import Start
 from elastic_agent.rendezvous.records import MAX_RECORD_BYTES, TRANSITIONS, Phase, World, life_of
 from elastic_agent.rendezvous.store.interface import LeaseId

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from elastic_agent.agent.main.heartbeat import Silence, Turned, why_stuck
-from elastic_agent.rendezvous.coordinator.decide import limits_of
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavailable
 from elastic_agent.rendezvous.liveness.failure_detector import Absence, Finding, Peer
 from elastic_agent.rendezvous.liveness.lease_validity import LEASE_MARGIN
@@ -122,7 +121,7 @@ class SimNode:
             self.new_port(),
             slots=2,
             http=Endpoint(self.name, 80),
-            limits=limits_of(sim.policy_of(self.name)),
+            limits=sim.policy_of(self.name).limits,
             hosts_store=self.hosts,
         )
         self.agent = Participant(

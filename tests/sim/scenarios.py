@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_agent.rendezvous.coordinator.decide import Decision, Policy, View
-from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
+from elastic_agent.rendezvous.coordinator.view import Decision, Policy, View
 from elastic_agent.rendezvous.records import NODES_PREFIX, CauseKind, Phase, World
+from tests.policies import PLAIN_POLICY
 
 from .node import SimNode
 from .simulator import Simulation
@@ -49,9 +49,7 @@ class Rack(Scenario):
     def __init__(self, seed: int, left: slice = slice(4), *, tell: bool = False) -> None:
         """`left` are those who stay, in the order of ranks."""
         size, self.who_stays = self.LOST + 4, left
-        super().__init__(
-            seed, size, Policy("sim", max_nodes=size, restarts=RestartPolicy()), breaks=True, tell=tell
-        )
+        super().__init__(seed, size, replace(PLAIN_POLICY, job="sim", max_nodes=size), breaks=True, tell=tell)
         self.ends_at = self.LOST_AT + self.BACK_WITHIN_S
         self.after(self.LOST_AT, self.lose)
         self.after(self.ends_at - 0.01, self.check)
@@ -81,9 +79,7 @@ class Sick(Scenario):
     def __init__(self, seed: int, *, blame: bool = True, tell: bool = False) -> None:
         """Without `blame` the mechanism is taken out."""
         self.blame = blame
-        super().__init__(
-            seed, 4, Policy("sim", max_nodes=5, restarts=RestartPolicy()), breaks=False, tell=tell
-        )
+        super().__init__(seed, 4, replace(PLAIN_POLICY, job="sim", max_nodes=5), breaks=False, tell=tell)
         self.after(self.JOINS_AT, lambda: self._boot(4))
 
     def check_start(self, node: SimNode, order: object) -> None:

@@ -21,8 +21,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from elastic_agent.rendezvous.coordinator.decide import Decision, Policy, Publish, View, decide
+from elastic_agent.rendezvous.coordinator.decide import decide
 from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
+from elastic_agent.rendezvous.coordinator.view import Decision, Policy, Publish, View
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError, StoreUnavailable
 from elastic_agent.rendezvous.node.requests import (
     Answer,
@@ -41,6 +42,7 @@ from elastic_agent.rendezvous.records import (
 )
 from elastic_agent.rendezvous.store.interface import Compare, Put
 from elastic_agent.rendezvous.store.kv_state import KvState
+from tests.policies import PLAIN_POLICY
 
 from .checks import AFTERMATH_S, OVERLAP_HOSTED_S, OVERLAP_S, Checks
 from .node import LEASE_TTL_S, Link, SimNode
@@ -90,8 +92,9 @@ class Simulation(Checks):
     def __init__(self, seed: int, bug: str | None = None, size: int = 5, tell: bool = False) -> None:
         assert bug is None or bug in BUGS, bug
         rng = random.Random(seed)
-        policy = Policy(
-            "sim",
+        policy = replace(
+            PLAIN_POLICY,
+            job="sim",
             min_nodes=rng.choice((1, 2, 3)),
             max_nodes=rng.choice((3, size)),
             last_call_s=rng.choice((0.0, 1.0)),
@@ -109,7 +112,7 @@ class Simulation(Checks):
             "a world of others does not wait for one that may go on",
         )
         if waits and (hosted or policy.store_outage_grace_s):
-            policy = replace(policy, unheard_s=LEASE_TTL_S)
+            policy = replace(policy, unleased_s=LEASE_TTL_S)
         super().__init__(seed, bug, policy, Script.draw(rng), tell)
         self.rng = rng
         self.walls = random.Random(f"walls of {seed}")
@@ -325,7 +328,7 @@ class Simulation(Checks):
         if self.bug == "a refused connection is proof of an end" and all(
             member.incarnation in view.evicted for member in members
         ):
-            policy = replace(policy, unheard_s=0.0)
+            policy = replace(policy, unleased_s=0.0)
         decision = decide(view, policy, now)
         if (
             self.bug == "generation number reused"

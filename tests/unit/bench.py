@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from elastic_agent.rendezvous.coordinator.decide import Policy, limits_of
+from elastic_agent.rendezvous.coordinator.view import Policy
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavailable
 from elastic_agent.rendezvous.liveness.failure_detector import Peer as PeerAddress
 from elastic_agent.rendezvous.node.node_actions import Action, Drain, Leave, Start, Stay, Stop
@@ -26,9 +26,10 @@ from elastic_agent.rendezvous.records import (
 from elastic_agent.rendezvous.store.interface import Delete, Entry, Put
 from elastic_agent.rendezvous.store.kv_state import KvState
 from elastic_agent.rendezvous.terms import Program
+from tests.policies import PLAIN_POLICY
 
 TTL_S = 5.0
-POLICY = Policy("job", min_nodes=2, max_nodes=3, last_call_s=0.0, join_timeout_s=60.0)
+POLICY = replace(PLAIN_POLICY, min_nodes=2, max_nodes=3, last_call_s=0.0, join_timeout_s=60.0)
 ALONE = replace(POLICY, min_nodes=1)
 TICK_S = 0.25
 
@@ -53,7 +54,7 @@ class Peer:
         """Its workers end by themselves when they are asked to."""
         http = Endpoint(f"host-{name}", 80)
         identity = NodeRecord(name, f"{name}-{life}", f"host-{name}", self.ports, slots, http)
-        identity = replace(identity, limits=limits_of(policy), program=program)
+        identity = replace(identity, limits=policy.limits, program=program)
         self.part = Participant(
             identity,
             policy,

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.rendezvous.coordinator.decide import Publish, decide
+from elastic_agent.rendezvous.coordinator.decide import decide
+from elastic_agent.rendezvous.coordinator.view import Publish
 from elastic_agent.rendezvous.records import (
     BadState,
     Cause,
@@ -24,9 +25,9 @@ from .bench import POLICY as BENCH_POLICY
 from .bench import Bench
 from .test_decide import NOW, POLICY, A, B, C, D, check, running, stopping, view
 
-HOSTED = replace(POLICY, min_nodes=1, unheard_s=5.0)
+HOSTED = replace(POLICY, min_nodes=1, unleased_s=5.0)
 GRACE = replace(HOSTED, store_outage_grace_s=60.0)
-HOSTED_BENCH = replace(BENCH_POLICY, min_nodes=1, unheard_s=5.0)
+HOSTED_BENCH = replace(BENCH_POLICY, min_nodes=1, unleased_s=5.0)
 A, B, C, D = (replace(node, http=Endpoint(node.address, 80)) for node in (A, B, C, D))
 LOST = running(A, B, C).carried_over()
 A2, B2, C2 = (

@@ -8,17 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.rendezvous.coordinator.decide import (
-    FINISHING_S,
-    Decision,
-    Policy,
-    Publish,
-    View,
-    Wait,
-    decide,
-    why_not_in,
-)
+from elastic_agent.rendezvous.coordinator.candidates import why_refused
+from elastic_agent.rendezvous.coordinator.decide import FINISHING_S, decide
 from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
+from elastic_agent.rendezvous.coordinator.view import Decision, Policy, Publish, View, Wait
 from elastic_agent.rendezvous.node.node_actions import (
     Action,
     Drain,
@@ -49,8 +42,9 @@ from elastic_agent.rendezvous.records import (
     line_up,
 )
 from elastic_agent.rendezvous.terms import Limits, Program
+from tests.policies import PLAIN_POLICY
 
-POLICY = Policy("job", min_nodes=2, max_nodes=3, last_call_s=1.0)
+POLICY = replace(PLAIN_POLICY, min_nodes=2, max_nodes=3)
 LIMITS = Limits(2, 3, 1.0, None)
 """Those of `POLICY`."""
 NOW = 100.0
@@ -312,12 +306,12 @@ def rescued(decision: Decision) -> str:
     ("seen", "decision", "reason"),
     [
         # all must have told their workers
-        (view(DRAINING, A, B, C), "wait", "waiting for a, b, c to tell its workers"),
-        (view(DRAINING, LA, B, LC), "wait", "waiting for b to tell its workers"),
+        (view(DRAINING, A, B, C), "wait", "waiting for a, b, c to notify its workers"),
+        (view(DRAINING, LA, B, LC), "wait", "waiting for b to notify its workers"),
         (
             view(DRAINING, LA, B.having(3, NOTIFIED, POLLING), LC),
             "wait",
-            "waiting for b to tell its workers",
+            "waiting for b to notify its workers",
         ),
         # and then it depends on whether the workers listen
         (
@@ -669,7 +663,7 @@ def test_a_loss_does_not_change_the_cause_of_a_planned_stop() -> None:
 
 # ---------------------------------------------------------------- decide: nodes that were told something else
 
-OTHER = Policy("job", min_nodes=1, max_nodes=1, last_call_s=9.0, restarts=RestartPolicy(max_failures=0))
+OTHER = replace(PLAIN_POLICY, last_call_s=9.0, restarts=RestartPolicy(max_failures=0))
 """Of a coordinator that was started with other options than the job's first one."""
 REJOINED = (replace(SA, incarnation="a-1.1"), replace(SB, incarnation="b-1.1"))
 RESTARTED = (replace(SA, incarnation="a-2"), replace(SB, incarnation="b-2"))
@@ -770,7 +764,7 @@ def test_a_node_that_does_not_fit_is_in_no_world(seen: View, decision: str) -> N
 def test_a_node_refuses_itself_only_when_it_is_sure(
     world: World | None, leader: NodeRecord, me: NodeRecord, refused: bool
 ) -> None:
-    reason = why_not_in(world, leader, me)
+    reason = why_refused(world, leader, me)
     assert (reason is not None) is refused
     assert (
         reason is None
@@ -1094,7 +1088,9 @@ def broken(world: World, live: dict[str, NodeRecord]) -> bool:
 @pytest.mark.parametrize("limits", [(1, 1), (1, 3), (2, 2), (2, 3), (3, 3)])
 @pytest.mark.parametrize("phase", ["none", "running", "draining", "last step", "stopping", "failed"])
 def test_every_small_combination_keeps_the_promises(phase: str, limits: tuple[int, int]) -> None:
-    policy = Policy("job", *limits, restarts=RestartPolicy(first_backoff_s=0.0))
+    policy = replace(
+        PLAIN_POLICY, min_nodes=limits[0], max_nodes=limits[1], restarts=RestartPolicy(first_backoff_s=0.0)
+    )
     published = 0
     each = lives_in_a_drain if phase in ("draining", "last step") else lives
     for combination in itertools.product(each(A), each(HOST), each(C)):

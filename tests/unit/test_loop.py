@@ -10,7 +10,7 @@ import queue
 import random
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -28,7 +28,7 @@ from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.common.ports import OfferedPort, PortError
 from elastic_agent.agent.configuration.stopping import StopConfig
 from elastic_agent.agent.main.loop import DRAIN_COMMAND, Ending, Loop, Services
-from elastic_agent.rendezvous.coordinator.decide import Policy, limits_of
+from elastic_agent.rendezvous.coordinator.view import Policy
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError
 from elastic_agent.rendezvous.liveness.failure_detector import Peer
 from elastic_agent.rendezvous.node.node_actions import Drain
@@ -46,8 +46,9 @@ from elastic_agent.rendezvous.records import (
 )
 from elastic_agent.rendezvous.store.interface import LeaseId, Put
 from elastic_agent.rendezvous.store.kv_state import KvState
+from tests.policies import PLAIN_POLICY
 
-POLICY = Policy("job", last_call_s=0.0, join_timeout_s=600.0)
+POLICY = replace(PLAIN_POLICY, last_call_s=0.0)
 TTL_S = 5.0
 MOST_TURNS = 2000
 
@@ -181,7 +182,7 @@ class Scene:
     """What happens at which instant."""
 
     def __post_init__(self) -> None:
-        me = NodeRecord("a", "a-1", "host-a", 1, 1, limits=limits_of(self.policy))
+        me = NodeRecord("a", "a-1", "host-a", 1, 1, limits=self.policy.limits)
         self.participant = Participant(me, self.policy, lease_ttl_s=TTL_S, rng=random.Random(1), now=self.now)
         self.events = Events(self)
         self.training = Training(self)

@@ -11,8 +11,8 @@ import pytest
 
 from elastic_agent.agent.common.events import Handlers, StoreMismatched
 from elastic_agent.agent.rendezvous_io.store_link import deliver_to
-from elastic_agent.rendezvous.coordinator.decide import Publish
 from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
+from elastic_agent.rendezvous.coordinator.view import Publish
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreMismatch, StoreUnavailable
 from elastic_agent.rendezvous.liveness.lease_validity import LEASE_MARGIN
 from elastic_agent.rendezvous.node.deadlines import LEAVE_TOGETHER_S

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 from elastic_agent.agent.common.ports import OfferedPort
 from elastic_agent.agent.torchrun.membership import Membership, Place
-from elastic_agent.rendezvous.coordinator.decide import Policy
 from elastic_agent.rendezvous.node.node_actions import Stay, Stop
 from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, Member, NodeRecord, Phase, World
 from elastic_agent.rendezvous.store.memory import MemoryStore
+from tests.policies import PLAIN_POLICY
 
 WORLD = World(
     job="job",
@@ -28,7 +28,7 @@ def test_a_turn_after_which_the_workers_must_end_counts_before_the_thread_waits(
     membership = Membership(
         MemoryStore(),
         NodeRecord("a", "a-1", "10.0.0.1", 29000, slots=1),
-        Policy("job", 1, 1),
+        PLAIN_POLICY,
         cast(OfferedPort, None),
         lease_ttl_s=5.0,
         clock=lambda: 100.0,

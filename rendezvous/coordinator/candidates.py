@@ -1,0 +1,70 @@
+"""Which nodes may be in the next world: those that fit to the job, are not put aside, and for which there is room."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+from .. import terms
+from ..records import MAX_MEMBERS_BYTES, MAX_ROW_BYTES, Aside, Member, NodeRecord, World, life_of, row_bytes
+from ..terms import fits
+from ..text import shortened
+from .view import Policy, View
+
+
+def newcomers(view: View) -> list[NodeRecord]:
+    """Nodes outside the world that can be used: by their node rank, if they have one, and else the oldest first."""
+    inside = {member.incarnation for member in view.world.members} if view.world is not None else set()
+    program = view.program
+    lives_aside = {one.life for one in aside(view)}
+    found = [
+        node
+        for node in view.nodes
+        if node.incarnation not in inside
+        and not node.leaving
+        and fits(node.program, program)
+        and not (lives_aside and life_of(node.incarnation) in lives_aside)
+    ]
+    return sorted(found, key=lambda node: math.inf if node.node_rank is None else node.node_rank)
+
+
+def aside(view: View) -> tuple[Aside, ...]:
+    """The nodes that were put aside and are still there."""
+    if view.world is None or not view.world.aside:
+        return ()
+    lives = {life_of(node.incarnation) for node in view.nodes}
+    return tuple(one for one in view.world.aside if one.life in lives)
+
+
+def first_that_fit(nodes: Sequence[NodeRecord], policy: Policy) -> Sequence[NodeRecord]:
+    """As many as a world may have and its record can hold."""
+    most = nodes[: policy.max_nodes]
+    if len(most) * MAX_ROW_BYTES <= MAX_MEMBERS_BYTES:
+        return most
+    sizes = accumulate(map(row_bytes, most))
+    return [node for node, size in zip(most, sizes, strict=True) if size <= MAX_MEMBERS_BYTES]
+
+
+def last_call_ends(nodes: Sequence[NodeRecord], since: Mapping[str, float], policy: Policy) -> float:
+    """The instant at which none of these newcomers has come for a while; `since` has when each came."""
+    return max((since[node.incarnation] for node in nodes), default=0.0) + policy.last_call_s
+
+
+def why_refused(world: World | None, leader: NodeRecord, me: NodeRecord) -> str | None:
+    """Why a node may not join, if that is so. Only the coordinator, `leader`, knows which members live.
+
+    So a node is sure where the coordinator is a member, or does not fit to it, either.
+    """
+    program, of = (leader.program, leader.node) if world is None else (world.program, world.limits_of)
+    if me.program is None or program is None or fits(me.program, program):
+        return None
+    lives = {life_of(member.incarnation) for member in world.members} if world is not None else set()
+    sure = life_of(leader.incarnation) in lives or not fits(me.program, leader.program)
+    if life_of(me.incarnation) in lives or not sure:
+        return None
+    return terms.why_not(me.program, program, of)
+
+
+def named(nodes: Sequence[NodeRecord | Member]) -> str:
+    return shortened(node.node for node in nodes)

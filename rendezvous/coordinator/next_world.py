@@ -1,0 +1,263 @@
+"""Whether the next generation can begin, once the one before has ended: who is in it, and with what restart budget.
+
+Three steps, each of which may say instead that the coordinator waits, or that the job ends:
+
+1. `_left_over`: have the members stopped, and what is left of their world?
+2. `_after_failure`: what does the failure that ended it cost, and is one node to blame?
+3. `_form`: are there enough nodes, and has the last call been long enough?
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from ..liveness import absence
+from ..liveness.lease_validity import may_be_whole
+from ..records import (
+    MAX_ASIDE,
+    MAX_TEXT,
+    Aside,
+    Cause,
+    CauseKind,
+    Condition,
+    Endpoint,
+    Member,
+    NodeRecord,
+    Phase,
+    Restarts,
+    Result,
+    World,
+    life_of,
+    line_up,
+)
+from ..text import shortened
+from . import blame
+from .candidates import aside, first_that_fit, last_call_ends, named, newcomers
+from .restarts import Ended, GiveUp, Retry, after_failure
+from .view import Decision, Policy, Publish, View, Wait
+
+
+@dataclass(frozen=True, slots=True)
+class _Basis:
+    """What the next world is made of, besides newcomers."""
+
+    aside: tuple[Aside, ...]
+    world: World | None = None
+    """The one before."""
+    survivors: tuple[NodeRecord, ...] = ()
+    restarts: Restarts = field(default_factory=Restarts)
+    proven: frozenset[str] = frozenset()
+    """Incarnations of survivors, see `blame`."""
+
+
+def close(view: View, policy: Policy, now: float, least: int = 1) -> Decision:
+    """The next world, if it can begin now. Its number is `least` or higher."""
+    world = _followed(view)
+    basis = _Basis(aside(view)) if world is None else _left_over(world, view, policy, now)
+    return _form(basis, view, policy, now, least) if isinstance(basis, _Basis) else basis
+
+
+def end(world: World, result: Result, cause: Cause) -> Publish:
+    return Publish(replace(world, phase=Phase.ENDED, cause=cause, result=result), cause.detail)
+
+
+def lost(member: Member, view: View) -> Cause:
+    why = "its agent has ended" if member.incarnation in view.evicted else "its lease ended"
+    return Cause(CauseKind.LOST, member.node, f"node {member.node} is gone: {why}")
+
+
+def leaving_host(view: View) -> NodeRecord | None:
+    """The node that hosts the store, if it was asked to stop; it need not be a member."""
+    return next((node for node in view.nodes if node.leaving and node.hosts_store), None)
+
+
+def host_left(host: NodeRecord) -> Cause:
+    detail = (
+        f"node {host.node}, which hosts the c10d rendezvous store, was asked to stop; "
+        "the job cannot go on without its store"
+    )
+    return Cause(CauseKind.LEAVE, host.node, detail)
+
+
+def best_step(world: World | None, nodes: Sequence[NodeRecord]) -> int:
+    return max([node.step for node in nodes] + ([world.step] if world is not None else []))
+
+
+def only_leavers_keep(world: World, present: Sequence[NodeRecord]) -> bool:
+    """The state after the last step of a drained generation is in the memory of nodes that are about to go."""
+    keepers = [node for node in present if node.has(Condition.STATE_SAVED, world.generation)]
+    return bool(keepers) and all(node.leaving for node in keepers)
+
+
+def _followed(view: View) -> World | None:
+    """The world before the next one; of one that no member has outlived, no more than its number and its members where
+
+    - all nodes, also those that stood by, have left by plan: it is another run of the job now, which may begin anew
+      somewhere else;
+    - an empty store was filled with it: that job may have died long ago, and this be another one.
+
+    What all were killed over goes on with its budget: or else a service manager would repeat it for ever.
+    """
+    world = view.world
+    if world is None or view.goes_on:
+        return world
+    all_have_left = world.cause.kind is CauseKind.LEAVE and view.came_after
+    if world.was_carried_over or all_have_left:
+        return replace(world, restarts=Restarts(), step=0, run="")
+    return world
+
+
+def _left_over(world: World, view: View, policy: Policy, now: float) -> _Basis | Decision:
+    present = view.present(world)
+    if busy := [node for node in present if not node.has_stopped(world.generation)]:
+        return Wait(f"waiting for {named(busy)} to stop generation {world.generation}")
+    if (wait := _wait_for_the_missing(world, view, policy, now)) is not None:
+        return wait
+    saver = next((node for node in present if node.incarnation == world.final_saver), None)
+    if saver is not None and only_leavers_keep(world, present):
+        return Wait(f"node {saver.node} brings the state to disk before it leaves")
+    progressed = _progressed(world, present)
+    world = _blame_the_lost(world, present, view)
+    basis = _Basis(aside(view), world, present, world.restarts)
+    if world.cause.kind is CauseKind.FAILURE:
+        judged = _after_failure(basis, world, view, policy, now)
+        if not isinstance(judged, _Basis):
+            return judged
+        basis = judged
+    if (host := leaving_host(view)) is not None:
+        return end(world, Result.STORE_HOST_LEFT, host_left(host))
+    survivors = tuple(node for node in basis.survivors if not node.leaving)
+    return replace(basis, survivors=survivors, proven=blame.proven(world, survivors, progressed=progressed))
+
+
+def _after_failure(basis: _Basis, world: World, view: View, policy: Policy, now: float) -> _Basis | Decision:
+    verdict = _verdict(world, basis.survivors, policy)
+    basis = replace(basis, restarts=verdict.restarts)
+    ready = [node for node in newcomers(view) if node.ready]
+    spent = isinstance(verdict, GiveUp)
+    put = blame.put_aside(world, basis.restarts, basis.survivors, ready, policy.min_nodes, spent=spent)
+    if put is not None:
+        return replace(
+            basis,
+            aside=(*basis.aside, put)[-MAX_ASIDE:],
+            world=_explained(world, f"node {put.node} is put aside: {put.reason}"),
+            survivors=tuple(node for node in basis.survivors if life_of(node.incarnation) != put.life),
+            restarts=blame.forgiven(basis.restarts),
+        )
+    if isinstance(verdict, GiveUp):
+        ended = _explained(world, f"{verdict.reason}; the last: {world.cause.detail}")
+        return end(replace(ended, restarts=basis.restarts), verdict.result, ended.cause)
+    pause_ends = view.world_since + verdict.backoff_s
+    if now < pause_ends:
+        return Wait(f"backing off {verdict.backoff_s:.1f} s: no progress", pause_ends, verdict.backoff_s)
+    return basis
+
+
+def _form(basis: _Basis, view: View, policy: Policy, now: float, least: int) -> Decision:
+    world, survivors, restarts = basis.world, basis.survivors, basis.restarts
+    joining = newcomers(view)
+    goes_on = world is not None and len(survivors) >= policy.min_nodes
+    if goes_on:  # a node that is not ready yet would keep the others waiting, and is invited later
+        joining = [node for node in joining if node.ready]
+    chosen = first_that_fit([*survivors, *joining], policy)
+    if len(chosen) < policy.min_nodes:
+        last = f"; last: {world.cause.detail}" if world is not None and world.cause.detail else ""
+        left_out = f"; put aside: {shortened(one.node for one in basis.aside)}" if basis.aside else ""
+        return Wait(
+            f"waiting for {policy.min_nodes - len(chosen)} more of at least {policy.min_nodes} nodes "
+            f"(here: {named(chosen) or 'none'}{left_out}{last})",
+            short_of_nodes=True,
+        )
+    quiet_at = last_call_ends(joining, view.arrivals, policy)
+    if joining and not goes_on and len(chosen) < policy.max_nodes and now < quiet_at:
+        return Wait(f"last call: {len(chosen)} nodes are here, up to {policy.max_nodes} may come", quiet_at)
+    if len(chosen) > len(survivors):  # no failure so far can clear a node that comes now
+        restarts = replace(restarts, culprit="", blamed=0)
+    next_world = World(
+        job=policy.job,
+        # Higher than any that a node here has known, also in a store that is no more (I2).
+        generation=max(least, *(node.seen + 1 for node in view.nodes), world.generation + 1 if world else 1),
+        phase=Phase.RUNNING,
+        members=line_up(tuple(chosen)),
+        master=Endpoint(chosen[0].address, chosen[0].port),
+        cause=world.cause if world is not None else Cause(CauseKind.START),
+        restarts=restarts,
+        step=best_step(world, view.nodes),
+        limits=policy.limits,
+        limits_of=view.limits_of,
+        program=view.program,
+        proven=sum(node.incarnation in basis.proven for node in chosen),
+        aside=basis.aside,
+        # The life of an agent is its own, so no second job, wherever its store, has the same.
+        run=(world.run if world is not None else "") or life_of(chosen[0].incarnation),
+    )
+    return Publish(next_world, f"{len(chosen)} nodes are ready")
+
+
+def _explained(world: World, detail: str) -> World:
+    return replace(world, cause=replace(world.cause, detail=detail[:MAX_TEXT]))
+
+
+def _wait_for_the_missing(world: World, view: View, policy: Policy, now: float) -> Wait | None:
+    went_on = policy.store_outage_grace_s and may_be_whole(world)
+    if not policy.unleased_s or not (world.was_carried_over or went_on):
+        return None  # the store has ended their leases, and nothing but these let them train
+    missing = absence.may_still_train(world, view.nodes, view.evicted)
+    stopped_at = absence.until(
+        world,
+        missing,
+        view.world_since,
+        unleased_s=policy.unleased_s,
+        grace_s=policy.store_outage_grace_s,
+    )
+    if not missing or now >= stopped_at:
+        return None
+    reason = (
+        f"{named(missing)} may still train generation {world.generation}, of which the store knows nothing"
+    )
+    return Wait(reason, stopped_at)
+
+
+def _blame_the_lost(world: World, present: Sequence[NodeRecord], view: View) -> World:
+    """A worker that failed beside a lost node failed because of it: its collective broke. Lost nodes cost no budget."""
+    live = {node.incarnation for node in present}
+    gone = next((member for member in world.members if member.incarnation not in live), None)
+    if gone is None or world.cause.kind is not CauseKind.FAILURE:
+        return world
+    return replace(world, cause=lost(gone, view))
+
+
+def _verdict(world: World, survivors: Sequence[NodeRecord], policy: Policy) -> Retry | GiveUp:
+    """Count the failure that ended `world`, now that every member's last step is known.
+
+    The jitter is drawn from a generator seeded with job and generation: any coordinator, also one that took over
+    in between, comes to the same wait.
+    """
+    failure = world.cause.failure
+    assert failure is not None, "a world stopped by a failure names it"
+    progressed = _progressed(world, survivors)
+    loaded = _loaded(world, survivors)
+    ended = Ended(world.generation, failure.fingerprint, progressed, loaded, failure.final)
+    rng = random.Random(f"{world.job}:{world.generation}")
+    verdict = after_failure(world.restarts, ended, policy.restarts, rng)
+    before = replace(verdict.restarts, culprit=world.restarts.culprit, blamed=world.restarts.blamed)
+    counted = blame.count(world, before, world.cause, survivors, progressed=progressed)
+    return replace(verdict, restarts=counted)
+
+
+def _progressed(world: World, survivors: Sequence[NodeRecord]) -> bool:
+    """Time alone is progress only of a job that has no other: a slow script that always fails at one step has none."""
+    if best_step(world, survivors):
+        return any(node.step > world.step for node in survivors)
+    return any(node.has(Condition.STABLE, world.generation) for node in survivors)
+
+
+def _loaded(world: World, survivors: Sequence[NodeRecord]) -> int | None:
+    """The step of the state that the workers went on from, if none of them came to a step beyond it."""
+    reports = [n.progress for n in survivors if n.progress and n.progress.generation == world.generation]
+    loaded = max((one.loaded for one in reports if one.loaded is not None), default=None)
+    if loaded is None or any(one.reached is not None and one.reached > loaded for one in reports):
+        return None
+    return loaded
