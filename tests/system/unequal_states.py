@@ -221,13 +221,13 @@ def copy_unequal(rank: int, directory: str, kind: str, way: str) -> dict[str, An
         if way == "just in time":
             with checkpoints.just_in_time():
                 progress.step(training.done)
-                return checkpoints._part.salvage(training.done, {})
+                return checkpoints._planned.salvage(training.done, {})
         progress.step(training.done)
         if way == "keep":
-            checkpoints._part.keep(training.done)
+            checkpoints._planned.keep(training.done)
         if way == "keep alone":
             dist.barrier()  # the others are known to have finished that step
-            checkpoints._part.keep_alone(training.done)
+            checkpoints._planned.keep_alone(training.done)
         return None
 
     answer = attempt(go)

@@ -9,7 +9,13 @@ import pytest
 
 from elastic_agent.worker.disk.manifests import Manifest
 from elastic_agent.worker.errors import NoUsableCheckpoint
-from elastic_agent.worker.loading.checkpoint_selection import BadState, Offer, Owner, choose_owner, nodes_with
+from elastic_agent.worker.loading.checkpoint_selection import (
+    BadState,
+    Offer,
+    Source,
+    choose_source,
+    nodes_with,
+)
 from elastic_agent.worker.memory.copy_header import Copy, Header
 
 
@@ -21,8 +27,8 @@ def memory(step: int, generation: int = 1, *, resumed_from: int = 0) -> Header:
     return Header(step, generation, resumed_from, world_size=2, size=1)
 
 
-def owner(*offers: Offer) -> Owner | None:
-    return choose_owner(offers)
+def owner(*offers: Offer) -> Source | None:
+    return choose_source(offers)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +44,7 @@ def owner(*offers: Offer) -> Owner | None:
 )
 def test_of_disks_alone_the_newest_step_wins(offers: list[Manifest | None], rank: int | None) -> None:
     chosen = owner(*map(Offer, offers))
-    assert chosen == (None if rank is None else Owner(rank, offers[rank]))  # type: ignore[arg-type]
+    assert chosen == (None if rank is None else Source(rank, offers[rank]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +76,7 @@ def test_memory_and_disk(copies: list[Header], disks: list[Manifest], winner: He
     offers = [Offer(copies=(Copy(copy),), node=f"n{place}") for place, copy in enumerate(copies)]
     offers += [Offer(one) for one in disks]
     for order in itertools.permutations(offers):
-        chosen = choose_owner(order)
+        chosen = choose_source(order)
         assert chosen is not None
         assert chosen.what == winner
 
@@ -104,15 +110,15 @@ def test_a_bad_state_is_the_last_resort(
     offers = [Offer(copies=(Copy(copy),), node=f"n{place}") for place, copy in enumerate(copies)]
     offers += [Offer(one) for one in disks]
     for order in itertools.permutations(offers):
-        chosen = choose_owner(order, BAD)
+        chosen = choose_source(order, BAD)
         assert chosen is not None
         assert chosen.what == winner
 
 
 def test_a_disk_that_rots_does_not_hide_the_bad_state_that_is_left() -> None:
     offers = [Offer(copies=(Copy(memory(30, 5)),)), Offer(bad=("it rots",))]
-    chosen = choose_owner(offers, BAD)
-    assert chosen == Owner(0, memory(30, 5))
+    chosen = choose_source(offers, BAD)
+    assert chosen == Source(0, memory(30, 5))
 
 
 def test_the_agent_names_the_bad_state_in_the_environment() -> None:
@@ -153,7 +159,7 @@ def test_another_runs_checkpoint_counts_only_where_there_is_nothing_else(
     offers = [Offer(copies=(Copy(copy),), node=f"n{place}", run="me") for place, copy in enumerate(copies)]
     offers += [Offer(one, run="me") for one in own] + [Offer(one, run="me", foreign=True) for one in foreign]
     for order in itertools.permutations(offers):
-        chosen = choose_owner(order)
+        chosen = choose_source(order)
         assert chosen is not None
         assert chosen.what == winner
 
@@ -182,7 +188,7 @@ def test_the_bad_state_is_this_runs(
     offers = [Offer(copies=(Copy(copy),), node=f"n{place}", run="me") for place, copy in enumerate(copies)]
     offers += [Offer(one, run="me") for one in own] + [Offer(one, run="me", foreign=True) for one in foreign]
     for order in itertools.permutations(offers):
-        chosen = choose_owner(order, MY_BAD)
+        chosen = choose_source(order, MY_BAD)
         assert chosen is not None
         assert chosen.what == winner
 
@@ -194,7 +200,7 @@ def test_another_runs_checkpoint_is_never_what_came_of_the_bad_state() -> None:
 
 
 def test_of_equals_the_lowest_rank_owns_it() -> None:
-    assert owner(Offer(), Offer(copies=(Copy(memory(3)),)), Offer(copies=(Copy(memory(3)),))) == Owner(
+    assert owner(Offer(), Offer(copies=(Copy(memory(3)),)), Offer(copies=(Copy(memory(3)),))) == Source(
         1, memory(3)
     )
 
@@ -211,7 +217,7 @@ def test_bytes_may_differ_between_nodes_that_have_the_same_step() -> None:
 
 def test_bad_checkpoints_count_only_where_there_is_nothing_else() -> None:
     bad = Offer(bad=("it rots",))
-    assert owner(bad, Offer(copies=(Copy(memory(3)),))) == Owner(1, memory(3))
+    assert owner(bad, Offer(copies=(Copy(memory(3)),))) == Source(1, memory(3))
     with pytest.raises(NoUsableCheckpoint, match="rank 1: it rots"):
         owner(Offer(), bad)
 
@@ -253,6 +259,6 @@ def remembered(step: int, *ranks: int, partial: bool = False, world_size: int = 
 def test_a_copy_counts_when_every_rank_has_come_to_it(nodes: list[list[Copy]], step: int) -> None:
     offers = [Offer(copies=tuple(copies), node=str(place)) for place, copies in enumerate(nodes)]
     for order in itertools.permutations(offers):
-        chosen = choose_owner(order)
+        chosen = choose_source(order)
         assert chosen is not None
         assert chosen.what.step == step

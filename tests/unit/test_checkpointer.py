@@ -25,7 +25,7 @@ from elastic_agent.worker.disk import async_save, commit_permission, directory_c
 from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.disk.manifests import Manifest
 from elastic_agent.worker.loading import restore
-from elastic_agent.worker.loading.checkpoint_selection import BadState, Offer, Owner, choose_owner
+from elastic_agent.worker.loading.checkpoint_selection import BadState, Offer, Source, choose_source
 from elastic_agent.worker.ranks.group import current_group
 from elastic_agent.worker.state import rng
 from elastic_agent.worker.steps import progress
@@ -359,8 +359,8 @@ def test_a_bad_state_never_costs_another_run_its_checkpoints(
         (foreign,) = one._tell(one._claim(), ())
         assert foreign.foreign
         assert foreign.manifest is not None
-        assert one.kin() == ()
-        assert choose_owner([foreign, Offer(mine)], BadState.of(os.environ)) == Owner(1, mine)
+        assert one.related_runs() == ()
+        assert choose_source([foreign, Offer(mine)], BadState.of(os.environ)) == Source(1, mine)
     assert {path.name: path.read_bytes() for path in tmp_path.glob("step-*")} == before
 
 

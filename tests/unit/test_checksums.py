@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.worker.loading.checkpoint_selection import Offer, choose_owner
+from elastic_agent.worker.loading.checkpoint_selection import Offer, choose_source
 from elastic_agent.worker.memory import checksums
 from elastic_agent.worker.memory.checksums import Summing
 from elastic_agent.worker.memory.copy_header import Copy, Header
@@ -107,6 +107,6 @@ def test_of_equal_copies_one_with_checksums_is_sent() -> None:
     def offer(node: str, *sums: int) -> Offer:
         return Offer(copies=(Copy(Header(5, 1, 0, 2, 100, sums=sums)),), node=node)
 
-    owner = choose_owner([offer("a"), offer("b", 7), offer("c", 7)])
+    owner = choose_source([offer("a"), offer("b", 7), offer("c", 7)])
     assert owner is not None
     assert owner.rank == 1

@@ -125,7 +125,7 @@ def test_only_the_node_of_rank_0_copies_what_is_rank_0s_own(
     checkpoints = Checkpointer(tmp_path / "disk", {"own": {"of": rank}}, of_rank_0=["own"])
     checkpoints.load()
     assert checkpoints.remember(1) is copies
-    assert checkpoints._part.salvage(2, {"own": {"of": rank}}) is saves_just_in_time
+    assert checkpoints._planned.salvage(2, {"own": {"of": rank}}) is saves_just_in_time
 
 
 def test_shared_memory_stays_shared(tmp_path: Path) -> None:

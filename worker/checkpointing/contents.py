@@ -22,7 +22,11 @@ _CALL = struct.Struct(f"!q{DIGEST_BYTES}s")
 class Contents:
     """Of one Checkpointer."""
 
-    def __init__(self, parts: Mapping[str, Part], of_rank_0: Collection[str]) -> None:
+    def __init__(
+        self, parts: Mapping[str, Part], of_rank_0: Collection[str], *, is_compared: bool = False
+    ) -> None:
+        """`is_compared`: copies in memory are made somewhere, of a state that all ranks have shown to be the same."""
+        self.is_compared = is_compared
         self.parts = dict(parts)
         self.of_rank_0 = frozenset(of_rank_0)
         self.replicas = Replicas(self.parts, of_rank_0)

@@ -44,7 +44,7 @@ class Copies:
             rank=rank,
             has_memory=self.memory is not None,
             is_keeper=self.memory is not None and self.memory.is_keeper,
-            has_writer=self._disk.writes_behind,
+            has_writer=self._disk.has_writer,
         )
 
     def note(self, step: int, random_state: bytes) -> bool:

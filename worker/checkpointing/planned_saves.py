@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,11 +20,12 @@ from ..steps import progress
 from .contents import Contents
 from .copies import Copies
 from .save_plan import Occasion, ToDisk
+from .saver import Saver
 
 logger = logging.getLogger(__name__)
 
 
-class TakingPart:
+class PlannedSaves:
     """A `progress.Keeper` and a `just_in_time.Guardable`."""
 
     def __init__(
@@ -33,31 +34,18 @@ class TakingPart:
         contents: Contents,
         copies: Copies,
         disk: AsyncSaver,
-        *,
-        is_compared: bool,
-        floor: Callable[[], int | None],
-        remember: Callable[[int], bool],
-        save: Callable[[int], bool],
+        saver: Saver,
     ) -> None:
-        """`is_compared`: copies in memory are made somewhere, of a state that all ranks have shown to be the same.
-
-        `floor()`: steps up to that one are not saved again; None: not known yet.
-
-        `remember` copies the state to memory without the other ranks; `save` returns when it is durable.
-        """
         self._directory = directory
         self._contents = contents
         self._copies = copies
         self._disk = disk
-        self._is_compared = is_compared
-        self._floor = floor
-        self._remember = remember
-        self._save = save
+        self._saver = saver
         self._loaded: int | None = None
 
     def loaded(self, step: int) -> None:
         """From here on this one's state is kept at the last step of a planned change."""
-        for other in all_taking_part():
+        for other in all_planned_saves():
             if other is not self and other._loaded not in (None, step):
                 logger.warning(
                     "training goes on from two steps: put what belongs together into one Checkpointer: "
@@ -69,7 +57,7 @@ class TakingPart:
                 )
         self._loaded = step
         self.register()
-        if self._is_compared:
+        if self._contents.is_compared:
             self._contents.replicas.note_soon(current_group())
 
     def register(self) -> None:
@@ -77,7 +65,7 @@ class TakingPart:
 
     def _is_beyond(self, step: int) -> bool:
         """These are the steps of another training, begun in this process after this one was done."""
-        floor = self._floor()
+        floor = self._saver.floor
         return floor is not None and step < floor
 
     # ---------------------------------------------------------------- planned changes
@@ -102,10 +90,10 @@ class TakingPart:
         if plan.copies:
             copied = self._copies.make(self._contents.payload(step, random_states), plan)
             copied = self._copies.settled() and copied
-        floor = self._floor()
+        floor = self._saver.floor
         if all(group.gather(b"copied" if copied else b"")):
             self._disk.leaving = True
-        elif (floor is None or step > floor) and not self._save(step):
+        elif (floor is None or step > floor) and not self._saver.save_and_wait(step):
             if group.rank == 0:
                 logger.error("step %d is NOT on disk in %s: its save was refused", step, self._directory)
             return False
@@ -127,7 +115,7 @@ class TakingPart:
         """The same in this node's memory, when other ranks will not call it."""
         if self._is_beyond(step):
             return True
-        kept = self._remember(step)
+        kept = self._saver.remember(step, alone=True)
         return self._copies.settled() and kept
 
     # ---------------------------------------------------------------- failures
@@ -190,5 +178,5 @@ class TakingPart:
             self._copies.memory.abandon_newer(version)
 
 
-def all_taking_part() -> tuple[TakingPart, ...]:
-    return tuple(one for one in progress.checkpointers.all() if isinstance(one, TakingPart))
+def all_planned_saves() -> tuple[PlannedSaves, ...]:
+    return tuple(one for one in progress.checkpointers.all() if isinstance(one, PlannedSaves))

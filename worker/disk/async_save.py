@@ -71,7 +71,7 @@ class AsyncSaver:
         atexit.register(self._finish_at_exit)
 
     @property
-    def writes_behind(self) -> bool:
+    def has_writer(self) -> bool:
         """Whether there is somebody to write while training goes on."""
         return bool(self._writer)
 
@@ -128,7 +128,7 @@ class AsyncSaver:
             if connection is not None:
                 connection.close()
 
-    def turn(self) -> None:
+    def take_note(self) -> None:
         """Take note of the end of a write, if it has ended. Does not wait, unless this process must write."""
         write = self._under_way
         if write is not None and (

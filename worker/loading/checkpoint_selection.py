@@ -91,14 +91,14 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class Source:
     """The rank whose checkpoint is loaded: the one on its disk, or the copy in its memory."""
 
     rank: int
     what: Manifest | Header
 
 
-def choose_owner(offers: Sequence[Offer], bad: BadState | None = None) -> Owner | None:
+def choose_source(offers: Sequence[Offer], bad: BadState | None = None) -> Source | None:
     """See the module's docstring; of equals the lowest rank's. `offers` are by rank.
 
     None when no rank has ever had a checkpoint. Raises NoUsableCheckpoint when some exist and none is good.
@@ -122,7 +122,7 @@ def _without(offer: Offer, bad: BadState) -> Offer:
     return replace(offer, manifest=manifest, copies=copies)
 
 
-def _choose(offers: Sequence[Offer]) -> Owner | None:
+def _choose(offers: Sequence[Offer]) -> Source | None:
     disks = _own_disks(offers)
     newest = _newest_copy(offers)
     if newest is not None:
@@ -133,12 +133,12 @@ def _choose(offers: Sequence[Offer]) -> Owner | None:
             if _is_beyond(manifest, header, offers[0].run)
         ]
         if not beyond:
-            return Owner(-rank, header)
+            return Source(-rank, header)
         _, rank, manifest = max(beyond, key=lambda one: one[:2])
-        return Owner(-rank, manifest)
+        return Source(-rank, manifest)
     if disks:
         manifest, rank = max(disks, key=lambda one: (one[0].step, one[0].generation, one[1]))
-        return Owner(-rank, manifest)
+        return Source(-rank, manifest)
     rotten = [f"rank {rank}: {reason}" for rank, offer in enumerate(offers) for reason in offer.bad]
     if rotten:
         raise NoUsableCheckpoint(

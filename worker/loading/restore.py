@@ -27,7 +27,7 @@ from ..memory.slots import HeldSlot
 from ..ranks.group import Group
 from ..ranks.refusals import together
 from ..wire.environment import WorkerEnv
-from .checkpoint_selection import BadState, Offer, Owner, choose_owner, nodes_with, runs_in_memory
+from .checkpoint_selection import BadState, Offer, Source, choose_source, nodes_with, runs_in_memory
 from .node_sharing import Bytes, Spread, firsts
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Restore:
         self._offers: list[Offer] = []
         self._firsts: list[int] = []
         """By rank, who verifies the files for it."""
-        self.owner: Owner | None = None
+        self.source: Source | None = None
         """Whose state it is, once `choose` has found out."""
         self.unreadable = False
         """What has reached this rank could not be read: that is the state's fault, and no refusal."""
@@ -88,19 +88,19 @@ class Restore:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def choose(self) -> Owner | None:
+    def choose(self) -> Source | None:
         """None when no rank has anything. Raises NoUsableCheckpoint."""
         manifest, looked = self._claim(), False
         reasons: tuple[str, ...] = ()
         while True:
             self._offers = self._tell(manifest, reasons)
             informed = looked or any(offer.copies for offer in self._offers)
-            self.owner = choose_owner(self._offers, self._bad_state) if informed else None
-            if self.owner is not None and isinstance(self.owner.what, Header):
-                if self._all_hold(self.owner.what):
-                    return self.owner
+            self.source = choose_source(self._offers, self._bad_state) if informed else None
+            if self.source is not None and isinstance(self.source.what, Header):
+                if self._all_hold(self.source.what):
+                    return self.source
             elif looked:
-                return self.owner
+                return self.source
             else:
                 self._firsts = firsts([raw.decode() for raw in self._group.gather(self._place().encode())])
                 if self._firsts[self._group.rank] == self._group.rank:
@@ -110,18 +110,18 @@ class Restore:
     @property
     def is_elsewhere(self) -> bool:
         """Whether the chosen state does not lie in rank 0's directory."""
-        return self.owner is not None and (isinstance(self.owner.what, Header) or self.owner.rank != 0)
+        return self.source is not None and (isinstance(self.source.what, Header) or self.source.rank != 0)
 
-    def kin(self) -> tuple[Former, ...]:
+    def related_runs(self) -> tuple[Former, ...]:
         """Other runs that this job's state comes from, each up to a step; all ranks call it.
 
         Runs in memory are this job's. Of a state from elsewhere it is the run that made it, and what the owner of its
         directory has.
         """
         found = [Former(run, MOST_STEPS) for run in runs_in_memory(self._offers)]
-        if self.owner is None or not self.is_elsewhere:
+        if self.source is None or not self.is_elsewhere:
             return tuple(found)
-        what = self.owner.what
+        what = self.source.what
         found.append(Former(what.run, what.step))
         if isinstance(what, Manifest) or self._offers[0].foreign:
             for raw in filter(None, self._group.gather(self._heritage(what))):
@@ -136,8 +136,8 @@ class Restore:
 
     def load(self, apply: Callable[[Loaded], None]) -> None:
         """Bring the chosen state here and apply it, or raise on every rank."""
-        assert self.owner is not None
-        rank, what = self.owner.rank, self.owner.what
+        assert self.source is not None
+        rank, what = self.source.rank, self.source.what
 
         def load() -> None:
             try:

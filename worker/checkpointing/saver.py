@@ -1,0 +1,209 @@
+"""Saves the state of one Checkpointer, as one rank takes part in it: to its node's memory, and as rank 0 to the disk.
+
+A checkpoint that the disk refuses does not end training, until `max_failed_saves` in a row were refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..disk.async_save import AsyncSaver
+from ..disk.background_write import refusal_of
+from ..disk.checkpoint_files import CheckpointFiles
+from ..errors import CheckpointError, NotSaved, SaveFailed, StepNotGrowing, Unconfirmed
+from ..memory.copy_header import Header
+from ..memory.slots import CopyLost
+from ..ranks.group import Group, current_group
+from ..ranks.refusals import because, together
+from ..state import rng
+from ..state.state_dicts import prove_loadable
+from ..steps import progress
+from ..wire.messages import SaveResult
+from .contents import Contents
+from .copies import Copies
+from .save_plan import Occasion, ToDisk
+
+logger = logging.getLogger(__name__)
+
+
+class Saver:
+    """See `Checkpointer` for what its methods promise."""
+
+    def __init__(
+        self,
+        files: CheckpointFiles,
+        contents: Contents,
+        copies: Copies,
+        disk: AsyncSaver,
+        max_failed_saves: int,
+    ) -> None:
+        self.floor: int | None = None
+        """Steps up to this one are not saved again; None until a load or a save has found out."""
+        self._files = files
+        self._contents = contents
+        self._copies = copies
+        self._disk = disk
+        self._max_failed_saves = max_failed_saves
+        self._failed_saves = 0
+
+    def save(self, step: int) -> bool:
+        group = current_group()
+        random_states = self._contents.gather(step, group)
+        if not _unless_refused(lambda: self._save(step, random_states, group)):
+            return False
+        self.floor = step
+        return True
+
+    def wait(self) -> bool:
+        return _unless_refused(self._make_durable)
+
+    def save_and_wait(self, step: int) -> bool:
+        return self.save(step) and self.wait()
+
+    def remember(self, step: int, *, alone: bool = False) -> bool:
+        """`alone`: some rank will not call it for this step, and the copy counts without that rank's random state."""
+        memory = self._copies.memory
+        if memory is None:
+            if self._contents.is_compared:  # the node of rank 0 waits for this rank
+                self._contents.same_on_all_ranks(step, wait=False)
+            return False
+        if not self._contents.same_on_all_ranks(step, wait=not alone):
+            return False
+        random_state = rng.capture()
+        if not self._copies.note(step, random_state):
+            return False
+        self._disk.take_note()
+        plan = self._copies.plan(Occasion.LAST_STEP_ALONE if alone else Occasion.REMEMBER, memory.place.rank)
+        if plan.copies:
+            payload = {"step": step, "state": self._contents.states()}
+            return self._copies.make(payload, plan, like=random_state)
+        self._copies.say_copied(step)
+        return True
+
+    def finish_last_write(self) -> None:
+        """Rank 0: wait for the end of a write in the background, and raise if it was refused. There may be none."""
+        lost = ""
+        try:
+            self._copies.settle()
+        except CopyLost as error:
+            lost = str(error)
+        outcome = self._disk.finish(lost)
+        if outcome is not None:
+            self._count(refusal_of(outcome))
+
+    def write_loaded(self, header: Header) -> None:
+        """Rank 0: what is only in memory is durable soon, also if the generation that saved it ended in the middle."""
+        memory = self._copies.memory
+        if memory is None or not self._disk.has_writer:
+            return
+        try:
+            on_disk = self._files.newest_manifest()
+            if (on_disk is None or on_disk.step != header.step) and memory.is_whole(header.version):
+                self._disk.begin(*memory.lend(header.version))
+        except (OSError, ValueError) as error:
+            logger.warning("the loaded state is not brought to disk: step=%d reason=%s", header.step, error)
+
+    def _save(self, step: int, random_states: Sequence[bytes], group: Group) -> None:
+        """This rank's part of a save. Rank 0 reports its end to the agent; of a background write the writer does."""
+        started_s, self._copies.blocked_s = time.monotonic(), 0.0
+        result: SaveResult = "error"
+        size: int | None = 0
+        try:
+            size = self._copy_and_commit(step, random_states, group)
+            result = "ok"
+        finally:
+            blocked_s = time.monotonic() - started_s
+            if group.rank == 0 and size is not None:
+                progress.checkpoint_save(
+                    step, result, blocked_s, size, blocked_s=blocked_s - self._copies.blocked_s
+                )
+
+    def _copy_and_commit(self, step: int, random_states: Sequence[bytes], group: Group) -> int | None:
+        """The size of the checkpoint that is on disk now; None if that is up to others."""
+        plan = self._copies.plan(Occasion.SAVE, group.rank)
+        if plan.does_nothing:
+            return None
+        if group.rank == 0:
+            self._files.claim.uphold(self._check_grows(step))
+            try:
+                # The next may take its place on the disk and in memory only when this one's end is known.
+                self.finish_last_write()
+            except (NotSaved, Unconfirmed):
+                pass  # the log has it; this one may fare better
+        payload = self._contents.payload(step, random_states)
+        if plan.disk is ToDisk.BEHIND:
+            self._disk.promise(step)
+        copied = plan.copies and self._copies.make(payload, plan)
+        way = plan.way_to_disk(copied=copied)
+        if way is ToDisk.BEHIND:
+            self._disk.take_note()  # where the writer could not be asked, this process writes now
+        return self._commit(payload) if way is ToDisk.NOW else None
+
+    def _make_durable(self) -> None:
+        """Rank 0: wait for the newest save, and raise while it is not on disk, also when that was raised before."""
+        self.finish_last_write()
+        if not self._disk.is_durable:
+            raise NotSaved("the newest save was refused")
+
+    def _count(self, refusal: CheckpointError | None) -> None:
+        """Rank 0: let training go on after a refused save, but not after too many. Raises what `save` raises."""
+        if refusal is None:
+            self._failed_saves = 0
+            return
+        if not isinstance(refusal, SaveFailed):
+            raise refusal
+        self._failed_saves += not isinstance(refusal, Unconfirmed)
+        if self._failed_saves >= self._max_failed_saves:
+            raise SaveFailed(str(refusal)) from refusal
+        logger.warning(
+            "checkpoint not saved, training goes on: failed=%d limit=%d reason=%s",
+            self._failed_saves,
+            self._max_failed_saves,
+            refusal,
+        )
+        raise refusal if isinstance(refusal, Unconfirmed) else NotSaved(str(refusal)) from refusal
+
+    def _check_grows(self, step: int) -> int:
+        """The newest step that this run has come to."""
+        if self.floor is None:
+            # save() without load(): the directory itself says how far the run has come.
+            self.floor = max(self._files.steps(), default=-1)
+        if step <= self.floor:
+            raise StepNotGrowing(
+                f"step {step} is not beyond step {self.floor}, the newest in {self._files.directory}: "
+                "call load() first and continue from what it returns, or use another directory"
+            )
+        return self.floor + 1  # of a step that was loaded, and may be saved again
+
+    def _commit(self, payload: dict[str, Any]) -> int:
+        """Rank 0: make the checkpoint exist on disk while all wait."""
+        step, size = payload["step"], 0
+        refusal: CheckpointError | None = None
+        try:
+            size = self._disk.commit(
+                step,
+                len(payload["rng"]),
+                lambda sink: torch.save(payload, sink),
+                lambda manifest: prove_loadable(os.path.join(self._files.directory, manifest.file), step),
+            )
+        except CheckpointError as error:
+            refusal = error
+        except OSError as error:
+            refusal = because(SaveFailed, f"step {step} not saved in {self._files.directory}: {error}", error)
+        self._count(refusal)
+        return size
+
+
+def _unless_refused(part: Callable[[], None]) -> bool:
+    """All ranks do this; False: the disk has refused it, or the agent's answer is missing, and not too often yet."""
+    try:
+        together(current_group(), part, "not saved")
+    except (NotSaved, Unconfirmed):
+        return False
+    return True
