@@ -56,7 +56,7 @@ class SaveFailed(CheckpointError):
 
 
 class Unconfirmed(SaveFailed):
-    """Nobody could say whether this process's generation may still commit. Never leaves `save`."""
+    """It is unknown whether this process's generation may still commit. Never leaves `save`."""
 
 
 class NotSaved(SaveFailed):

@@ -518,8 +518,8 @@ def test_a_drain_does_not_wait_for_the_disk(agent: Agent, directory: Path) -> No
     checkpoints = Checkpointer(directory, {"meta": {}})
     checkpoints.save(10)
     agent.turn()
-    checkpoints._planned.keep(11)
-    checkpoints._planned.write_behind(11)
+    checkpoints._planned.save_last_step(11)
+    checkpoints._planned.order_write(11)
     checkpoints._disk._finish_at_exit()
     assert on_disk(directory) == []
     agent.gate.open.set()

@@ -54,8 +54,10 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, save_and_exit)
     if not options.own_handler:
-        keeper = SimpleNamespace(keep=keep, write_behind=lambda _: None, keep_alone=keep, keeps_alone=True)
-        progress.checkpointers.add("lockstep", keeper)
+        saver = SimpleNamespace(
+            save_last_step=keep, order_write=lambda _: None, save_last_step_alone=keep, saves_alone=True
+        )
+        progress.checkpointers.add("lockstep", saver)
     kept = [int(path.name.rpartition("-")[2]) for path in folder.glob("kept-*")]
     done = max(kept, default=0)
     record("start", env=dict(os.environ), argv=sys.argv[1:], step=done)

@@ -221,13 +221,13 @@ def copy_unequal(rank: int, directory: str, kind: str, way: str) -> dict[str, An
         if way == "just in time":
             with checkpoints.just_in_time():
                 progress.step(training.done)
-                return checkpoints._planned.salvage(training.done, {})
+                return checkpoints._planned.save_just_in_time(training.done, {})
         progress.step(training.done)
         if way == "keep":
-            checkpoints._planned.keep(training.done)
+            checkpoints._planned.save_last_step(training.done)
         if way == "keep alone":
             dist.barrier()  # the others are known to have finished that step
-            checkpoints._planned.keep_alone(training.done)
+            checkpoints._planned.save_last_step_alone(training.done)
         return None
 
     answer = attempt(go)
@@ -263,7 +263,7 @@ def be_guarded(directory: str, rank: int) -> None:
     """As a worker of an agent that lets it commit, and else listens, and says nothing."""
     memory = f"{directory}-memory"
     os.makedirs(memory, exist_ok=True)
-    address = f"{memory}/salvage-{rank}"
+    address = f"{memory}/just-in-time-{rank}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(address)
     listener.listen()

@@ -132,7 +132,7 @@ def test_a_refusal_says_that_the_generation_is_over(agent: Callable[..., Scripte
         (answers(CommitUndecided("the store is away")), "the store is away"),
         (says(b"yes\n"), "not JSON"),
         (says(b'{"v": 2, "kind": "commit_granted", "valid_s": 5}\n'), "version 2"),
-        (says(b'{"v": 3, "kind": "commit_granted", "valid_s": 5}'), "ended the connection after 48 bytes"),
+        (says(b'{"v": 4, "kind": "commit_granted", "valid_s": 5}'), "ended the connection after 48 bytes"),
         (says(encode(CommitGranted(5.0)) * 2), "not JSON"),
         (says(b""), "ended the connection after 0 bytes"),
         (says(b" " * (MAX_BYTES + 1) + b"\n"), f"more than {MAX_BYTES} bytes"),

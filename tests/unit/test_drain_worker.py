@@ -20,10 +20,10 @@ from elastic_agent.worker.steps.registry import Checkpointers
 from elastic_agent.worker.wire import shared_progress as page
 from elastic_agent.worker.wire.channel import receive, send
 from elastic_agent.worker.wire.environment import NAMES
-from elastic_agent.worker.wire.messages import FROM_WORKERS, Said, StepAnswer, StepEnded, Verdict
+from elastic_agent.worker.wire.messages import FROM_WORKERS, StepAnswer, StepEnded, StepStatus, Verdict
 from elastic_agent.worker.wire.shared_progress import Page
 
-WORD = StepEnded(7, 3, 1, 120, Said.FINISHED)
+WORD = StepEnded(7, 3, 1, 120, StepStatus.FINISHED)
 
 
 class Agent:
@@ -55,28 +55,28 @@ class Agent:
         self._socket.close()
 
 
-class Keeper:
+class DrainSaver:
     """Notes what it is asked to keep."""
 
     def __init__(
-        self, kept: list[tuple[str, int]], *, keeps_alone: bool = True, refused: bool | Exception = False
+        self, kept: list[tuple[str, int]], *, saves_alone: bool = True, refused: bool | Exception = False
     ) -> None:
-        self.keeps_alone = keeps_alone
+        self.saves_alone = saves_alone
         self.has_room = True
         self.copies: frozenset[tuple[int, int]] | None = frozenset({(7, 100), (7, 110)})
         self._kept = kept
         self._refused = refused
 
-    def keep(self, step: int) -> bool:
+    def save_last_step(self, step: int) -> bool:
         self._kept.append(("together", step))
         if isinstance(self._refused, Exception):
             raise self._refused
         return not self._refused
 
-    def write_behind(self, step: int) -> None:
+    def order_write(self, step: int) -> None:
         self._kept.append(("to disk", step))
 
-    def keep_alone(self, step: int) -> bool:
+    def save_last_step_alone(self, step: int) -> bool:
         self._kept.append(("alone", step))
         return self.has_room
 
@@ -90,11 +90,11 @@ class Keeper:
         self._kept.append(("back to", version[1]))
 
 
-def taking_part(**keepers: Keeper) -> Checkpointers:
+def taking_part(**savers: DrainSaver) -> Checkpointers:
     """In the place of this process's."""
     checkpointers = Checkpointers()
-    for name, keeper in keepers.items():
-        checkpointers.add(name, keeper)
+    for name, saver in savers.items():
+        checkpointers.add(name, saver)
     return checkpointers
 
 
@@ -115,7 +115,7 @@ class Scene:
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(progress, "_words", None)
         monkeypatch.setattr(progress, "_listeners", ())
-        monkeypatch.setattr(progress, "checkpointers", taking_part(here=Keeper(self.kept)))
+        monkeypatch.setattr(progress, "checkpointers", taking_part(here=DrainSaver(self.kept)))
         monkeypatch.setattr(drain, "_left_to_script", False)
         monkeypatch.setattr(drain, "_leave_at_exit", lambda: None)  # this process goes on
 
@@ -123,8 +123,8 @@ class Scene:
         self.page.words[page.PENDING] = 1
 
     @property
-    def said(self) -> list[tuple[Said, int]]:
-        return [(word.said, word.step) for word in self.agent.words]
+    def reported(self) -> list[tuple[StepStatus, int]]:
+        return [(word.status, word.step) for word in self.agent.words]
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
 def test_nothing_is_asked_while_no_change_waits(scene: Scene) -> None:
     progress.step(1)
     poll()
-    assert scene.said == []
+    assert scene.reported == []
 
 
 def test_a_step_that_is_not_the_last_one_goes_on(scene: Scene) -> None:
@@ -152,14 +152,14 @@ def test_a_step_that_is_not_the_last_one_goes_on(scene: Scene) -> None:
 def test_where_one_last_save_was_refused_all_go_back_and_none_is_said_to_be_kept(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, refused: bool | Exception, raised: type[BaseException]
 ) -> None:
-    both = taking_part(kept=Keeper(scene.kept), refused=Keeper(scene.kept, refused=refused))
+    both = taking_part(kept=DrainSaver(scene.kept), refused=DrainSaver(scene.kept, refused=refused))
     monkeypatch.setattr(progress, "checkpointers", both)
     scene.announce()
     scene.answer = Verdict.END
     with pytest.raises(raised):
         progress.step(120)
     assert scene.kept == [("together", 120)] * 2 + [("given up", 120)] * 2 + [("back to", 110)] * 2
-    assert scene.said == [(Said.FINISHED, 120)]
+    assert scene.reported == [(StepStatus.FINISHED, 120)]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_the_last_step_is_kept_and_then_said_and_then_ends_the_process(
     assert (ended.value.code, ended.value.step) == (DRAINED, 120)
     assert not isinstance(ended.value, Exception), "`except Exception` must not swallow it"
     assert scene.kept == kept
-    assert scene.said == [(Said.FINISHED, 120), (Said.KEPT, 120)]
+    assert scene.reported == [(StepStatus.FINISHED, 120), (StepStatus.KEPT, 120)]
 
 
 def test_listeners_of_the_step_come_before_its_end(scene: Scene) -> None:
@@ -196,24 +196,24 @@ def test_a_state_that_could_not_be_kept_is_not_said_to_be(
         raise OSError("no space left")
 
     (here,) = progress.checkpointers.all()
-    monkeypatch.setattr(here, "keep", fail)
+    monkeypatch.setattr(here, "save_last_step", fail)
     scene.announce()
     scene.answer = Verdict.END
     with pytest.raises(OSError, match="no space left"):
         progress.step(120)
-    assert scene.said == [(Said.FINISHED, 120)]
+    assert scene.reported == [(StepStatus.FINISHED, 120)]
 
 
 def test_all_that_take_part_are_kept_at_one_step(scene: Scene) -> None:
     (here,) = progress.checkpointers.all()
-    progress.checkpointers.add("there", Keeper(scene.kept))
+    progress.checkpointers.add("there", DrainSaver(scene.kept))
     progress.checkpointers.add("here", here)
     scene.announce()
     scene.answer = Verdict.END
     with pytest.raises(Drained):
         progress.step(120)
     assert scene.kept == [("together", 120)] * 2 + [("to disk", 120)] * 2
-    assert scene.said == [(Said.FINISHED, 120), (Said.KEPT, 120)], "when all are"
+    assert scene.reported == [(StepStatus.FINISHED, 120), (StepStatus.KEPT, 120)], "when all are"
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_all_that_take_part_are_kept_at_one_step(scene: Scene) -> None:
 def test_where_one_has_no_room_all_go_back_to_what_all_have(
     scene: Scene, copies: frozenset[tuple[int, int]] | None, back_to: int
 ) -> None:
-    full = Keeper(scene.kept)
+    full = DrainSaver(scene.kept)
     full.has_room, full.copies = False, copies
     progress.checkpointers.add("full", full)
     scene.announce()
@@ -235,28 +235,28 @@ def test_where_one_has_no_room_all_go_back_to_what_all_have(
     with pytest.raises(Drained):
         progress.step(120)
     assert scene.kept == [("alone", 120)] * 2 + [("given up", 120)] * 2 + [("back to", back_to)] * 2
-    assert scene.said == [(Said.FINISHED, 120)], "it is not said to be kept"
+    assert scene.reported == [(StepStatus.FINISHED, 120)], "it is not said to be kept"
 
 
 def test_between_steps_a_process_that_can_keep_its_state_alone_says_so(scene: Scene) -> None:
     progress.step(120)
     scene.announce()
     poll()
-    assert scene.said == [(Said.PAUSING, 120)]
+    assert scene.reported == [(StepStatus.PAUSING, 120)]
 
 
 def test_if_one_part_cannot_be_kept_alone_the_others_are_waited_for_at_the_next_step(scene: Scene) -> None:
-    progress.checkpointers.add("there", Keeper(scene.kept, keeps_alone=False))
+    progress.checkpointers.add("there", DrainSaver(scene.kept, saves_alone=False))
     progress.step(120)
     scene.announce()
     poll()
-    assert scene.said == [(Said.FINISHED, 120)]
+    assert scene.reported == [(StepStatus.FINISHED, 120)]
 
 
 def test_before_the_first_step_there_is_nothing_to_end_after(scene: Scene) -> None:
     scene.announce()
     poll()
-    assert scene.said == []
+    assert scene.reported == []
 
 
 @pytest.mark.parametrize("trouble", ["no answer", "no agent", "no variable"])
@@ -299,7 +299,7 @@ def test_a_script_that_keeps_its_state_by_itself_does_so_once(scene: Scene) -> N
     finally:
         signal.signal(signal.SIGTERM, before)
     assert asked == [120]
-    assert scene.said == [(Said.FINISHED, 120)]
+    assert scene.reported == [(StepStatus.FINISHED, 120)]
 
 
 def test_a_drained_process_cleans_up_and_leaves_at_once(tmp_path: Path) -> None:
@@ -310,8 +310,8 @@ def test_a_drained_process_cleans_up_and_leaves_at_once(tmp_path: Path) -> None:
         "class Slow:\n    def __del__(self): print('taken apart')\n"
         "sys.slow = Slow()\n"
         "atexit.register(print, 'at exit')\n"
-        "drain._Speaker = type('Speaker', (), {'say': lambda *_: None})\n"
-        "try:\n    drain._end(7, (), drain._Speaker(), alone=False)\nfinally:\n    print('finally', end=' ')"
+        "drain._StepReporter = type('Reporter', (), {'report': lambda *_: None})\n"
+        "try:\n    drain._end(7, (), drain._StepReporter(), alone=False)\nfinally:\n    print('finally', end=' ')"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (DRAINED, "finally at exit\n", "")
@@ -330,8 +330,8 @@ def test_a_thread_of_the_script_that_holds_up_the_end_is_named_and_not_waited_fo
         "threading.Thread(target=time.sleep, args=[600], name='uploader').start()\n"
         "threading.Thread(target=time.sleep, args=[600], name='unnoticed', daemon=True).start()\n"
         "atexit.register(print, 'at exit')\n"
-        "speaker = type('Speaker', (), {'say': lambda *_: None})()\n"
-        "drain._end(7, (), speaker, alone=False)"
+        "reporter = type('Reporter', (), {'report': lambda *_: None})()\n"
+        "drain._end(7, (), reporter, alone=False)"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (DRAINED, "at exit\n")
@@ -344,8 +344,8 @@ def test_what_the_script_does_at_its_end_may_take_longer_than_its_threads() -> N
         "from elastic_agent.worker.steps import drain\n"
         "drain.THREADS_S = 0.2\n"
         "atexit.register(lambda: (print('begun'), time.sleep(1), print('uploaded')))\n"
-        "speaker = type('Speaker', (), {'say': lambda *_: None})()\n"
-        "drain._end(7, (), speaker, alone=False)"
+        "reporter = type('Reporter', (), {'report': lambda *_: None})()\n"
+        "drain._end(7, (), reporter, alone=False)"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (DRAINED, "begun\nuploaded\n")

@@ -150,8 +150,8 @@ def draws() -> list[Any]:
 
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch, only_worker: Path, tmp_path: Path) -> Agent:
-    monkeypatch.setenv("ELASTIC_AGENT_SOCKET", str(tmp_path / "salvage"))
-    return Agent(tmp_path / "salvage")
+    monkeypatch.setenv("ELASTIC_AGENT_SOCKET", str(tmp_path / "just-in-time"))
+    return Agent(tmp_path / "just-in-time")
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from elastic_agent.rendezvous.records import (
 )
 from elastic_agent.rendezvous.store.interface import Outcome, Put, Snapshot
 from elastic_agent.rendezvous.store.memory import MemoryStore
-from elastic_agent.worker.wire.messages import Said, StepEnded, Verdict
+from elastic_agent.worker.wire.messages import StepEnded, StepStatus, Verdict
 
 DRAINED = World(
     job="job",
@@ -63,8 +63,8 @@ class Scene:
             found.append(self.events.get())
         return found
 
-    def say(self, said: Said, rank: int, step: int) -> Verdict:
-        return self.steps.answer(StepEnded(7, rank, rank, step, said)).verdict
+    def report(self, status: StepStatus, rank: int, step: int) -> Verdict:
+        return self.steps.answer(StepEnded(7, rank, rank, step, status)).verdict
 
 
 @pytest.fixture
@@ -102,18 +102,18 @@ def test_a_world_that_has_changed_meanwhile_names_no_step(scene: Scene) -> None:
 
 
 def test_an_end_is_posted_to_the_main_loop_before_it_is_sent_to_the_worker(scene: Scene) -> None:
-    assert scene.say(Said.FINISHED, 0, 20) is Verdict.GO_ON
+    assert scene.report(StepStatus.FINISHED, 0, 20) is Verdict.GO_ON
     assert scene.heard() == []
-    assert scene.say(Said.FINISHED, 1, 21) is Verdict.END
+    assert scene.report(StepStatus.FINISHED, 1, 21) is Verdict.END
     assert scene.heard() == [WorkerAnswered(7, 1, 21, End(21))]
-    assert scene.say(Said.KEPT, 1, 21) is Verdict.GO_ON
+    assert scene.report(StepStatus.KEPT, 1, 21) is Verdict.GO_ON
     assert scene.heard() == [WorkerKept(7, 1)]
-    assert scene.say(Said.FINISHED, 1, 30) is Verdict.GO_ON
+    assert scene.report(StepStatus.FINISHED, 1, 30) is Verdict.GO_ON
     assert scene.heard() == [WorkerAnswered(7, 1, 30, Beyond(21))]
 
 
 def test_between_steps_rank_0_ends_at_once_and_others_need_not_come(scene: Scene) -> None:
-    assert scene.say(Said.PAUSING, 0, 20) is Verdict.END_ALONE
+    assert scene.report(StepStatus.PAUSING, 0, 20) is Verdict.END_ALONE
     assert scene.stop == StopAt(7, 20, paused=True)
 
 
@@ -176,7 +176,7 @@ def test_who_waits_for_an_answer_is_known(scene: Scene) -> None:
 
     scene.store = scene.steps._store = Watched()
     assert not scene.steps.asks(7, 1)
-    scene.say(Said.FINISHED, 1, 20)
+    scene.report(StepStatus.FINISHED, 1, 20)
     assert asked == [True]
     assert not scene.steps.asks(7, 1)
 

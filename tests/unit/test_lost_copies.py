@@ -124,10 +124,10 @@ def test_a_copy_without_room_for_its_header_is_written_to_disk_from_where_it_is(
 def test_a_drain_whose_copy_is_lost_goes_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, Event())
     Checkpointer(tmp_path / "disk", {"meta": {}}).load()
-    (keeper,) = progress.checkpointers.all()
+    (saver,) = progress.checkpointers.all()
     with monkeypatch.context() as patch:
         patch.setattr(slots.Slots, "put_header", full)
-        keeper.keep(7)
+        saver.save_last_step(7)
         join_threads("memory-copy")
     Checkpointer(tmp_path / "disk", {"meta": {}}).wait()
     assert on_disk(tmp_path) == [7]

@@ -125,7 +125,7 @@ def test_only_the_node_of_rank_0_copies_what_is_rank_0s_own(
     checkpoints = Checkpointer(tmp_path / "disk", {"own": {"of": rank}}, of_rank_0=["own"])
     checkpoints.load()
     assert checkpoints.remember(1) is copies
-    assert checkpoints._planned.salvage(2, {"own": {"of": rank}}) is saves_just_in_time
+    assert checkpoints._planned.save_just_in_time(2, {"own": {"of": rank}}) is saves_just_in_time
 
 
 def test_shared_memory_stays_shared(tmp_path: Path) -> None:
@@ -418,8 +418,8 @@ def test_all_that_were_loaded_are_kept_for_a_drain_and_an_archive_is_not(tmp_pat
     model.load()
     ema.load()
     best.save(5)
-    for keeper in progress.checkpointers.all():
-        keeper.keep(7)
+    for saver in progress.checkpointers.all():
+        saver.save_last_step(7)
     assert [Checkpointer(tmp_path / name, {"meta": {}}).load() for name in ("model", "ema", "best")] == [
         7,
         7,
@@ -435,8 +435,8 @@ def test_a_last_save_that_the_disk_refuses_keeps_nothing_and_says_so(
     Checkpointer(directory, {"meta": {}}).load()
     shutil.rmtree(directory)
     directory.write_text("no directory")
-    (keeper,) = progress.checkpointers.all()
-    assert not keeper.keep(8)
+    (saver,) = progress.checkpointers.all()
+    assert not saver.save_last_step(8)
     assert f"step 8 is NOT on disk in {directory}" in caplog.text
 
 
@@ -446,8 +446,8 @@ def test_of_one_directory_the_newest_checkpointer_keeps_the_state(
     Checkpointer(tmp_path / "disk", {"meta": {"is": "old"}}).load()
     monkeypatch.delenv("ELASTIC_AGENT_MEMORY")
     Checkpointer(tmp_path / "disk", {"meta": {"is": "new"}}).load()
-    (keeper,) = progress.checkpointers.all()
-    keeper.keep(8)
+    (saver,) = progress.checkpointers.all()
+    saver.save_last_step(8)
     meta: dict[str, Any] = {}
     assert Checkpointer(tmp_path / "disk", {"meta": meta}).load() == 8
     assert meta == {"is": "new"}

@@ -45,9 +45,9 @@ from elastic_agent.worker.wire.messages import (
     LentLock,
     LoadReport,
     Question,
-    Said,
     StepAnswer,
     StepEnded,
+    StepStatus,
     Verdict,
     encode,
 )
@@ -142,7 +142,7 @@ def test_questions_are_answered_by_what_the_store_holds(scene: Scene) -> None:
     assert ask(scene.env.socket, CommitQuestion(7), COMMIT_ANSWERS, PATIENCE_S) == CommitGranted(3.0)
     with pytest.raises(Fenced, match="fallen back to generation 7"):
         CommitPermission(scene.env.socket, 8, answer_s=PATIENCE_S).check()
-    kept = StepEnded(7, 0, 0, 20, Said.KEPT)
+    kept = StepEnded(7, 0, 0, 20, StepStatus.KEPT)
     assert ask(scene.env.socket, kept, STEP_ANSWERS, PATIENCE_S) == StepAnswer(Verdict.GO_ON)
     scene.expect(WorkerKept(7, 0))
 
@@ -199,7 +199,7 @@ def test_commits_are_answered_before_steps(scene: Scene, monkeypatch: pytest.Mon
         answer(connection, question)
 
     monkeypatch.setattr(scene.links, "_answer", answer_noted)
-    steps = [StepEnded(7, 0, 0, step, Said.KEPT) for step in (20, 21)]
+    steps = [StepEnded(7, 0, 0, step, StepStatus.KEPT) for step in (20, 21)]
     asking = [scene.connect(encode(step)) for step in steps]
     eventually(lambda: len(scene.links._step_questions) == 2)
     asking.append(scene.connect(encode(CommitQuestion(7))))

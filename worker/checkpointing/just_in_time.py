@@ -7,8 +7,8 @@ hook on all optimizers of torch) and ends (`step`), and keeps aside what else ch
 states and buffers (see `rank_state`), and what plain dicts hold.
 
 When the generation fails, the agent says "hold" to a thread that has been waiting for nothing else. It takes the lock
-that an update needs, so that none can begin, and tells which boundary the state is of; a rank in an update ends it
-first. One worker of a node, whose boundary is the newest, is then told to copy its state to memory. A worker whose
+that an update needs, so that none can begin, and says which boundary the state is of; a rank in an update ends it
+first. One worker of a node, whose boundary is the newest, then gets the order to copy its state to memory. One whose
 collective has raised waits for that at the end of the guard; one whose collective never returns can be left where it
 is, for the copy is the thread's. The agent waits for all this no longer than `--just-in-time-grace`.
 
@@ -45,8 +45,8 @@ from ..wire.messages import TO_GUARDS, Broken, FromGuard, Guarding, Held, Hold, 
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
-"""A worker whose collective has failed hears "go" from its agent, or that it has ended; this is for neither. And a copy
-that is being made ends."""
+"""A worker whose collective has failed gets "go" from its agent, or its connection ends; this is for neither. In that
+time a copy that is being made ends, too."""
 
 _COLLECTIVE = re.compile(
     r"gloo|nccl|process ?group|collective|connection (closed|reset) by peer", re.IGNORECASE
@@ -66,7 +66,7 @@ class Guardable(InMemory, Protocol):
     def prove(self, step: int) -> None:
         """Find out, if that is not known, whether all ranks have the same state. Raises NotReplicated."""
 
-    def salvage(self, step: int, states: dict[str, Any]) -> bool:
+    def save_just_in_time(self, step: int, states: dict[str, Any]) -> bool:
         """Copy the states of all parts to memory, from any thread."""
 
 
@@ -116,7 +116,7 @@ class JustInTime:
         self._boundary: int | None = None
         """The newest, as long as the state of this process can be brought back to it."""
         self._update = threading.Lock()
-        """Held through an update, and by the thread once it was told to hold."""
+        """Held through an update, and by the thread once the agent has said hold."""
         self._updating = False
         self._holding = False
         self._lost = False
@@ -133,7 +133,7 @@ class JustInTime:
         _active = self
         try:
             self._socket.connect(self._address)
-            self._say(Guarding(self._place.generation, self._place.local_rank))
+            self._send(Guarding(self._place.generation, self._place.local_rank))
         except OSError as error:
             logger.warning("no save just in time: the agent cannot be reached: reason=%s", error)
             return
@@ -155,7 +155,7 @@ class JustInTime:
         if self._ends and error is not None and of_a_collective(error):
             self._end_update(whole=False)
             try:
-                self._say(Broken())
+                self._send(Broken())
                 self._go.wait(PATIENCE_S)
             except OSError:
                 pass  # the agent has ended, and so will this process
@@ -237,7 +237,7 @@ class JustInTime:
         try:
             while data := self._socket.recv(4096):
                 for message in lines.add(data):
-                    self._obey(message)
+                    self._handle(message)
         except OSError:
             pass  # the agent has ended, or the guard
         except Invalid as error:
@@ -245,12 +245,12 @@ class JustInTime:
         finally:
             self._release()
 
-    def _obey(self, message: ToGuard) -> None:
+    def _handle(self, message: ToGuard) -> None:
         if isinstance(message, Hold):
             self._holding = self._holding or self._update.acquire(timeout=message.within_s)
-            self._say(Held(self._boundary if self._holding else None))
+            self._send(Held(self._boundary if self._holding else None))
         elif isinstance(message, Keep):
-            self._say(Kept(self._copy()))
+            self._send(Kept(self._copy()))
         else:
             self._release()
 
@@ -267,7 +267,7 @@ class JustInTime:
             return None
         for one in self._guarded.values():
             try:
-                if one.owner.salvage(step, one.states()):
+                if one.owner.save_just_in_time(step, one.states()):
                     continue
             except Exception as error:
                 logger.warning("step %d was not kept: reason=%r", step, error)
@@ -275,7 +275,7 @@ class JustInTime:
             return None
         return step
 
-    def _say(self, message: FromGuard) -> None:
+    def _send(self, message: FromGuard) -> None:
         self._socket.sendall(encode(message))
 
 

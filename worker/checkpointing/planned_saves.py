@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class PlannedSaves:
-    """A `progress.Keeper` and a `just_in_time.Guardable`."""
+    """A `progress.DrainSaver` and a `just_in_time.Guardable`."""
 
     def __init__(
         self,
@@ -71,13 +71,13 @@ class PlannedSaves:
     # ---------------------------------------------------------------- planned changes
 
     @property
-    def keeps_alone(self) -> bool:
+    def saves_alone(self) -> bool:
         return self._copies.memory is not None and not self._contents.of_rank_0
 
-    def keep(self, step: int) -> bool:
+    def save_last_step(self, step: int) -> bool:
         """Every rank: let the state after `step` outlive this process, which is about to end. False: it does not.
 
-        No rank waits for the disk: `write_behind` orders the write, and a generation that goes on from the copy orders
+        No rank waits for the disk: `order_write` orders the write, and a generation that goes on from the copy orders
         that again. Only where some node has no room for a copy must the checkpoint be durable first.
         """
         if self._is_beyond(step):
@@ -92,26 +92,26 @@ class PlannedSaves:
             copied = self._copies.settled() and copied
         floor = self._saver.floor
         if all(group.gather(b"copied" if copied else b"")):
-            self._disk.leaving = True
+            self._disk.is_leaving = True
         elif (floor is None or step > floor) and not self._saver.save_and_wait(step):
             if group.rank == 0:
                 logger.error("step %d is NOT on disk in %s: its save was refused", step, self._directory)
             return False
         return True
 
-    def write_behind(self, step: int) -> None:
+    def order_write(self, step: int) -> None:
         """Rank 0, after `keep`: order the write of a copy that was made on every node."""
         memory = self._copies.memory
-        if memory is None or not self._disk.leaving:
+        if memory is None or not self._disk.is_leaving:
             return
         if self._copies.plan(Occasion.LAST_STEP, memory.place.rank).disk is not ToDisk.AFTERWARDS:
             return
         try:
-            self._disk.leave(*memory.lend((memory.place.generation, step)))
+            self._disk.hand_over(*memory.lend((memory.place.generation, step)))
         except (OSError, ValueError) as error:
             logger.warning("the last state is in memory only: step=%d reason=%s", step, error)
 
-    def keep_alone(self, step: int) -> bool:
+    def save_last_step_alone(self, step: int) -> bool:
         """The same in this node's memory, when other ranks will not call it."""
         if self._is_beyond(step):
             return True
@@ -133,7 +133,7 @@ class PlannedSaves:
     def prove(self, step: int) -> None:
         self._contents.same_on_all_ranks(step, wait=True)
 
-    def salvage(self, step: int, states: dict[str, Any]) -> bool:
+    def save_just_in_time(self, step: int, states: dict[str, Any]) -> bool:
         """Copy the states of a failed generation to memory, in a thread of its own."""
         if self._is_beyond(step):
             return True

@@ -42,7 +42,7 @@ class _UnderWay:
     slots: Slots
     held: HeldSlot
     connection: socket.socket | None
-    """None: nobody could be asked."""
+    """None: the writer could not be asked."""
     deadline: float
 
 
@@ -56,14 +56,14 @@ class AsyncSaver:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.files = files
-        self.leaving = False
-        """This process ends for a planned change: whoever comes next has work to do, and brings to disk what is not."""
+        self.is_leaving = False
+        """This process ends for a planned change: the next generation brings to disk what is not there."""
         self._env = env
         self._writer = env.writes
         self._clock = clock
         self._under_way: _UnderWay | None = None
         self._outcome: WriteOutcome | None = None
-        """Of a write that has ended, and that nobody has asked for."""
+        """Of a write that has ended, until it is asked for."""
         self._due: int | None = None
         """A step that was promised, and that has not been begun to be written."""
         self._newest: int | None = None
@@ -72,7 +72,7 @@ class AsyncSaver:
 
     @property
     def has_writer(self) -> bool:
-        """Whether there is somebody to write while training goes on."""
+        """Whether a process of the agent can write while training goes on."""
         return bool(self._writer)
 
     @property
@@ -93,10 +93,10 @@ class AsyncSaver:
     ) -> int:
         """Make a checkpoint of what `serialize` writes, now. Returns its size.
 
-        Raises OSError, and what `prove` and the permit raise.
+        Raises OSError, and what `prove` and `CommitPermission.check` raise.
         """
         self._due, self._newest = None, step
-        may_change = self._permit()
+        may_change = self._permission()
         manifest = self.files.write(
             step,
             generation=self._env.generation,
@@ -121,8 +121,8 @@ class AsyncSaver:
         connection = self._ask(slots, held) if slots.shows(held) else None
         self._under_way = _UnderWay(slots, held, connection, self._clock() + patience_s)
 
-    def leave(self, slots: Slots, held: HeldSlot) -> None:
-        """Let the writer bring this copy to the disk when it is done with what it has. Nobody here will hear of it."""
+    def hand_over(self, slots: Slots, held: HeldSlot) -> None:
+        """Let the writer bring this copy to the disk after what it has to do, and do not wait for the outcome."""
         with held:
             connection = self._ask(slots, held) if slots.shows(held) else None
             if connection is not None:
@@ -139,7 +139,7 @@ class AsyncSaver:
             self._outcome = self.finish()
 
     def finish(self, lost: str = "") -> WriteOutcome | None:
-        """Wait for the end of the newest write. What became of it, told once; None: there was none.
+        """Wait for the end of the newest write. What became of it, once; None: there was none.
 
         `lost` is why a copy that was promised to the disk may never have come here.
         """
@@ -153,7 +153,7 @@ class AsyncSaver:
                     reason=(lost or f"step {due} never came to be written")[:MAX_REASON_CHARS],
                 )
             return outcome
-        outcome = self._hear(write)
+        outcome = self._receive(write)
         if outcome is None or (outcome.error and not write.slots.shows(write.held)):
             outcome = self._write_here(write)
         if not outcome.error:
@@ -166,11 +166,11 @@ class AsyncSaver:
         return outcome
 
     def _finish_at_exit(self) -> None:
-        """The script is done: what was saved last is durable before anybody can take this for the end of the job.
+        """The script is done: what was saved last is durable before the job can count as ended.
 
-        Where it ends in an error nobody is kept waiting.
+        Where it ends in an error the process ends at once.
         """
-        if self.leaving or getattr(sys, "last_value", None) is not None:
+        if self.is_leaving or getattr(sys, "last_value", None) is not None:
             return
         outcome = self.finish()
         if outcome is not None and outcome.error:
@@ -199,7 +199,7 @@ class AsyncSaver:
             return None
         return connection
 
-    def _hear(self, write: _UnderWay) -> WriteOutcome | None:
+    def _receive(self, write: _UnderWay) -> WriteOutcome | None:
         """None: the writer will not do it."""
         if write.connection is None:
             return None
@@ -221,14 +221,16 @@ class AsyncSaver:
                 pass  # it is gone already
         started_s, size, refusal = self._clock(), 0, None
         try:
-            size = write_copy(self.files, write.slots, write.held, self._env.generation, self._permit()).size
+            size = write_copy(
+                self.files, write.slots, write.held, self._env.generation, self._permission()
+            ).size
         except (CheckpointError, OSError, ValueError) as error:
             refusal = outcome_of(header.step, error, self.files.directory)
         took_s = self._clock() - started_s
         progress.checkpoint_save(header.step, "error" if refusal else "ok", took_s, size, blocked_s=took_s)
         return refusal or WriteOutcome(header.step, size)
 
-    def _permit(self) -> Callable[[], None]:
+    def _permission(self) -> Callable[[], None]:
         return CommitPermission(
             self._env.socket, self._env.generation, has_agent=bool(self._env.incarnation)
         ).check

@@ -15,7 +15,7 @@ Invariant: whenever the power goes, every visible manifest names data that was d
     2 rename the data to its final name                     5 rename the manifest to its final name
     3 fsync the directory                                   6 fsync the directory; only now delete older ones
 
-Before 1, so that nothing large is written in vain, and again right before each rename of 5 and each deletion, two
+Before 1, so that nothing large is written for nothing, and again right before each rename of 5 and each deletion, two
 questions are asked. Is the directory still this run's (see `ownership`)? And does the caller give leave, since a
 writer that stood still may by then be a writer of the past? A writer that is refused removes its own data file; what
 one has died over is removed before the next write.

@@ -74,7 +74,7 @@ class CommitPermission:
                 "it gives this process no address to ask at: agent and worker library are of different versions, "
                 "let the job's environment have the agent's version of elastic-agent"
             )
-        # Read before the question leaves: the agent says how long after it nobody can take this node's place.
+        # Read before the question leaves: the answer says how long after it no other can take this node's place.
         asked_at = self._clock()
         try:
             answer = ask(self._address, CommitQuestion(self._generation), COMMIT_ANSWERS, self._answer_s)

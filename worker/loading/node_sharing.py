@@ -31,7 +31,7 @@ _CRC = struct.Struct("!Q")
 Bytes = BufferedReader | BufferedRandom
 
 
-class Way(enum.Enum):
+class Route(enum.Enum):
     """By which the bytes come to a rank."""
 
     HAS = "has them"
@@ -41,7 +41,7 @@ class Way(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Stand:
+class RankBytes:
     """What one rank has, as it tells the others."""
 
     has: str = ""
@@ -55,30 +55,30 @@ class Stand:
         return json.dumps(astuple(self)).encode()
 
     @classmethod
-    def from_json(cls, raw: bytes) -> Stand:
+    def from_json(cls, raw: bytes) -> RankBytes:
         return cls(*json.loads(raw))
 
 
-def firsts(places: Sequence[str]) -> list[int]:
+def first_ranks(places: Sequence[str]) -> list[int]:
     """By rank, the lowest rank in the same place; in an unknown one ("") each rank is alone."""
     return [places.index(place) if place else rank for rank, place in enumerate(places)]
 
 
-def ways(stands: Sequence[Stand], first: Sequence[int]) -> list[Way]:
-    """By rank; `first` as of `firsts`."""
+def routes(ranks: Sequence[RankBytes], first: Sequence[int]) -> list[Route]:
+    """By rank; `first` as of `first_ranks`."""
     found = []
-    for rank, mine in enumerate(stands):
-        of_node = stands[first[rank]]
+    for rank, mine in enumerate(ranks):
+        of_node = ranks[first[rank]]
         if mine.has and mine.has == of_node.has:
-            found.append(Way.HAS)
+            found.append(Route.HAS)
         elif of_node.opened and mine.folder == of_node.folder:
-            found.append(Way.FILLS if first[rank] == rank else Way.MAPS)
+            found.append(Route.FILLS if first[rank] == rank else Route.MAPS)
         else:
-            found.append(Way.RECEIVES)
+            found.append(Route.RECEIVES)
     return found
 
 
-class Spread:
+class NodeSharing:
     """One transfer, as one rank takes part in it. What it opens is closed with `stack`."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Spread:
         self._first = first
         self._stack = stack
 
-    def run(
+    def transfer(
         self,
         owner: int,
         header: Header,
@@ -106,19 +106,19 @@ class Spread:
         first = self._first[group.rank] == group.rank
         opened = self._open_slot(header.size) if first and mine is None else None
         folder = memory.folder if memory is not None else ""
-        stand = Stand(name if mine is not None else "", folder, opened is not None)
-        found = ways([Stand.from_json(raw) for raw in group.gather(stand.to_json())], self._first)
-        way = found[group.rank]
-        received = self._receiver(opened) if way in (Way.FILLS, Way.RECEIVES) else None
-        if {Way.FILLS, Way.RECEIVES}.intersection(found):
+        own = RankBytes(name if mine is not None else "", folder, opened is not None)
+        found = routes([RankBytes.from_json(raw) for raw in group.gather(own.to_json())], self._first)
+        route = found[group.rank]
+        received = self._receiver(opened) if route in (Route.FILLS, Route.RECEIVES) else None
+        if {Route.FILLS, Route.RECEIVES}.intersection(found):
             error = self._send(owner, header, mine if group.rank == owner else received, received, check)
             if opened is not None and memory is not None:
                 error = _keep(memory, opened, header, error)
             raise_together(group, error)
-        if way is Way.MAPS:
+        if route is Route.MAPS:
             assert memory is not None
             return self._stack.enter_context(memory.hold(header.version)).stream
-        there = mine if way is Way.HAS else received
+        there = mine if route is Route.HAS else received
         assert there is not None
         return there
 

@@ -28,7 +28,7 @@ from ..ranks.group import Group
 from ..ranks.refusals import together
 from ..wire.environment import WorkerEnv
 from .checkpoint_selection import BadState, Offer, Source, choose_source, nodes_with, runs_in_memory
-from .node_sharing import Bytes, Spread, firsts
+from .node_sharing import Bytes, NodeSharing, first_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Loaded:
     random_state: bytes | None
     world_size: int
     """When it was saved."""
-    salvaged: bool = False
+    partial: bool = False
     """Survivors of a failure have saved it: what each rank alone knew is in its rank_state file."""
     generation: int = 0
     """Of whose memory it came; 0 from a disk."""
@@ -62,8 +62,8 @@ class Restore:
         chosen: Callable[[int], None],
         bad_state: BadState | None = None,
     ) -> None:
-        """`bad` hears of every checkpoint on this rank's disk that does not verify, `chosen` of the step that is about
-        to be read; `bad_state` is taken last.
+        """`bad` is called with each checkpoint on this rank's disk that does not verify, `chosen` with the step that
+        is about to be read; `bad_state` is taken last.
         """
         self._group = group
         self._files = files
@@ -75,7 +75,7 @@ class Restore:
         self._mine: VerifiedCheckpoint | None = None
         self._held: HeldSlot | None = None
         self._offers: list[Offer] = []
-        self._firsts: list[int] = []
+        self._first_ranks: list[int] = []
         """By rank, who verifies the files for it."""
         self.source: Source | None = None
         """Whose state it is, once `choose` has found out."""
@@ -93,7 +93,7 @@ class Restore:
         manifest, looked = self._claim(), False
         reasons: tuple[str, ...] = ()
         while True:
-            self._offers = self._tell(manifest, reasons)
+            self._offers = self._exchange(manifest, reasons)
             informed = looked or any(offer.copies for offer in self._offers)
             self.source = choose_source(self._offers, self._bad_state) if informed else None
             if self.source is not None and isinstance(self.source.what, Header):
@@ -102,8 +102,10 @@ class Restore:
             elif looked:
                 return self.source
             else:
-                self._firsts = firsts([raw.decode() for raw in self._group.gather(self._place().encode())])
-                if self._firsts[self._group.rank] == self._group.rank:
+                self._first_ranks = first_ranks(
+                    [raw.decode() for raw in self._group.gather(self._place().encode())]
+                )
+                if self._first_ranks[self._group.rank] == self._group.rank:
                     self._mine, reasons = self._look()
                 manifest, looked = self._mine.manifest if self._mine is not None else None, True
 
@@ -158,7 +160,7 @@ class Restore:
         self._chosen(step)
         return load_mapped(stream)
 
-    def _tell(self, manifest: Manifest | None, reasons: tuple[str, ...]) -> list[Offer]:
+    def _exchange(self, manifest: Manifest | None, reasons: tuple[str, ...]) -> list[Offer]:
         """What each rank has, by rank."""
         memory = self._memory
         copies = memory.copies() if memory is not None and memory.is_keeper else ()
@@ -199,7 +201,7 @@ class Restore:
     def _load_file(self, owner: int, wanted: Manifest, apply: Callable[[Loaded], None]) -> None:
         group, memory = self._group, self._memory
         mine: BufferedReader | None = None
-        if self._firsts[group.rank] == group.rank:
+        if self._first_ranks[group.rank] == group.rank:
             if self._mine is not None and self._mine.manifest.sha256 == wanted.sha256:
                 mine = self._mine.stream
         else:
@@ -213,8 +215,8 @@ class Restore:
         generation = memory.place.generation if memory is not None else 0
         run = self._files.run.id
         header = Header(wanted.step, generation, wanted.step, wanted.world_size, wanted.size, run=run)
-        spread = Spread(group, memory, self._firsts, self._stack)
-        payload = self._read(spread.run(owner, header, mine, _identity(mine), check), wanted.step)
+        sharing = NodeSharing(group, memory, self._first_ranks, self._stack)
+        payload = self._read(sharing.transfer(owner, header, mine, _identity(mine), check), wanted.step)
         apply(Loaded(payload, _random_state(payload, group.rank), len(payload["rng"])))
 
     # ---------------------------------------------------------------- from memory
@@ -230,7 +232,7 @@ class Restore:
                 problem = str(error) or repr(error)
                 logger.warning("a copy in memory is left aside: step=%d reason=%s", wanted.step, problem)
         problems = self._group.gather(problem.encode())
-        broken = {offer.node for offer, told in zip(self._offers, problems, strict=True) if told}
+        broken = {offer.node for offer, text in zip(self._offers, problems, strict=True) if text}
         if broken:
             self._stack.pop_all().close()
             self._held = None
@@ -245,8 +247,8 @@ class Restore:
         holding = nodes_with(wanted, self._offers)
         there: Bytes | None = stream
         if any(offer.node not in holding for offer in self._offers):
-            nodes = firsts([offer.node for offer in self._offers])
-            there = Spread(group, memory, nodes, self._stack).run(
+            nodes = first_ranks([offer.node for offer in self._offers])
+            there = NodeSharing(group, memory, nodes, self._stack).transfer(
                 owner, wanted, stream, "copy", lambda _: None
             )
         assert there is not None

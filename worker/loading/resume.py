@@ -42,7 +42,7 @@ def apply(
             loaded.world_size,
             group.world_size,
         )
-    elif loaded.salvaged and memory is not None and _restore_own(loaded, state, group, memory.folder):
+    elif loaded.partial and memory is not None and _restore_own(loaded, state, group, memory.folder):
         pass
     elif loaded.random_state is not None:
         rng.restore(loaded.random_state)

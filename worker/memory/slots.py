@@ -103,7 +103,7 @@ class Slots:
     # ---------------------------------------------------------------- reading
 
     def headers(self) -> dict[str, Header]:
-        """By slot, those that can be believed; what is wrong with the others is told by `problems`."""
+        """By slot, those that can be believed; `problems` names what is wrong with the others."""
         found = {}
         for name in NAMES:
             with contextlib.suppress(OSError, ValueError):

@@ -93,7 +93,7 @@ class Group:
 class _Lent:
     """Tensors that a collective has until this ends, and only this process's own threads after that.
 
-    gloo's thread lets go of them only after it has told that the collective is done, and needs Python's lock for it.
+    gloo's thread lets go of them only after it has reported the collective done, and needs Python's lock for it.
     A script whose last line takes the process group apart holds that lock while it waits for that thread: for ever.
     """
 

@@ -34,7 +34,7 @@ def together(group: Group, part: Callable[[], object], otherwise: str) -> None:
     except CheckpointError as refusal:
         error = refusal
     except Exception as failure:
-        # The other ranks are waiting: they must hear of this before it ends this one.
+        # The other ranks are waiting: they must get this error before it ends this one.
         error = because(CheckpointError, f"{otherwise}: {failure!r}", failure)
     raise_together(group, error)
 

@@ -23,13 +23,13 @@ from collections.abc import Mapping, Sequence
 from ..errors import CheckpointError
 from ..wire.channel import ask
 from ..wire.environment import WorkerEnv
-from ..wire.messages import STEP_ANSWERS, Said, StepEnded, Verdict
-from .registry import Keeper, give_up
+from ..wire.messages import STEP_ANSWERS, StepEnded, StepStatus, Verdict
+from .registry import DrainSaver, give_up
 
 logger = logging.getLogger(__name__)
 
 DRAINED = 83
-"""The exit code of a worker that has ended as it was told."""
+"""The exit code of a worker that has ended for a planned change."""
 
 ANSWER_S = 5.0
 """How long the agent may take, and with it the store that it asks. The others wait for this rank meanwhile."""
@@ -41,7 +41,7 @@ THREADS_S = 2.0
 class Drained(SystemExit):
     """This process has done its last step, and its state is kept: the next generation goes on from there.
 
-    A SystemExit, so that it passes `except Exception`. Whoever catches it may clean up, and must end soon.
+    A SystemExit, so that it passes `except Exception`. A script that catches it may clean up, and must end soon.
     """
 
     def __init__(self, step: int) -> None:
@@ -53,67 +53,67 @@ _left_to_script = False
 """The script's own handler of SIGTERM was called: it ends the process when it has saved."""
 
 
-def end_of_step(step: int, keepers: Sequence[Keeper]) -> None:
+def end_of_step(step: int, savers: Sequence[DrainSaver]) -> None:
     """A change waits, and `step` has just been finished. Raises Drained if that was the last one."""
-    _ask(step, keepers, Said.FINISHED)
+    _ask(step, savers, StepStatus.FINISHED)
 
 
-def between_steps(step: int, keepers: Sequence[Keeper]) -> None:
+def between_steps(step: int, savers: Sequence[DrainSaver]) -> None:
     """A change waits, and the step after `step` has not been begun. Raises Drained if `step` was the last one."""
-    alone = all(keeper.keeps_alone for keeper in keepers)
-    _ask(step, keepers, Said.PAUSING if alone else Said.FINISHED)
+    alone = all(saver.saves_alone for saver in savers)
+    _ask(step, savers, StepStatus.PAUSING if alone else StepStatus.FINISHED)
 
 
-def _ask(step: int, keepers: Sequence[Keeper], said: Said) -> None:
+def _ask(step: int, savers: Sequence[DrainSaver], status: StepStatus) -> None:
     if _left_to_script:
         return
     try:
-        speaker = _Speaker(os.environ)
-        verdict = speaker.say(step, said)
+        reporter = _StepReporter(os.environ)
+        verdict = reporter.report(step, status)
     except (KeyError, ValueError, OSError) as error:
         logger.warning(
             "the agent gave no answer whether step %d is the last one, going on: reason=%s", step, error
         )
         return
     if verdict is not Verdict.GO_ON:
-        _end(step, keepers, speaker, alone=verdict is Verdict.END_ALONE)
+        _end(step, savers, reporter, alone=verdict is Verdict.END_ALONE)
 
 
-def _end(step: int, keepers: Sequence[Keeper], speaker: _Speaker, *, alone: bool) -> None:
+def _end(step: int, savers: Sequence[DrainSaver], reporter: _StepReporter, *, alone: bool) -> None:
     """Keep the state and raise Drained; or, where only the script can keep it, let the script do as for a SIGTERM."""
-    if not keepers and callable(signal.getsignal(signal.SIGTERM)):
+    if not savers and callable(signal.getsignal(signal.SIGTERM)):
         global _left_to_script
         _left_to_script = True
         logger.info("step %d is the last one: calling the script's handler of SIGTERM", step)
         signal.raise_signal(signal.SIGTERM)
         return
-    if _keep(step, keepers, alone=alone):
+    if _keep(step, savers, alone=alone):
         try:
-            speaker.say(step, Said.KEPT)
+            reporter.report(step, StepStatus.KEPT)
         except (ValueError, OSError) as error:
-            logger.warning("the agent does not hear that step %d is kept: reason=%s", step, error)
+            logger.warning("the agent does not know that step %d is kept: reason=%s", step, error)
     _leave_at_exit()
     raise Drained(step)
 
 
-def _keep(step: int, keepers: Sequence[Keeper], *, alone: bool) -> bool:
+def _keep(step: int, savers: Sequence[DrainSaver], *, alone: bool) -> bool:
     """Whether every Checkpointer that takes part keeps its state."""
     if not alone:
         try:
-            answers = [keeper.keep(step) for keeper in keepers]  # the other ranks wait in each
+            answers = [saver.save_last_step(step) for saver in savers]  # the other ranks wait in each
         except CheckpointError:
-            give_up(step, keepers)
+            give_up(step, savers)
             raise
         if not all(answers):
-            give_up(step, keepers)
+            give_up(step, savers)
             return False
-        for keeper in keepers:
-            keeper.write_behind(step)
+        for saver in savers:
+            saver.order_write(step)
         return True
-    kept = all(keeper.keep_alone(step) for keeper in keepers)
+    kept = all(saver.save_last_step_alone(step) for saver in savers)
     if not kept:
         logger.warning("step %d is not kept: there is no room for all that belongs to it", step)
-        give_up(step, keepers)
+        give_up(step, savers)
     return kept
 
 
@@ -167,14 +167,14 @@ def _leave(pid: int) -> None:
     os._exit(DRAINED)
 
 
-class _Speaker:
+class _StepReporter:
     """Says one thing after the other. Raises KeyError and ValueError where the variables are not an agent's."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._env = WorkerEnv.of(environ)
         self._rank = int(environ["RANK"])
 
-    def say(self, step: int, said: Said) -> Verdict:
+    def report(self, step: int, status: StepStatus) -> Verdict:
         """The agent's answer. Raises OSError and Invalid."""
-        ended = StepEnded(self._env.generation, self._rank, self._env.local_rank, step, said)
+        ended = StepEnded(self._env.generation, self._rank, self._env.local_rank, step, status)
         return ask(self._env.socket, ended, STEP_ANSWERS, ANSWER_S).verdict

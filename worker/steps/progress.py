@@ -5,10 +5,10 @@ Saves and loads are rare and have more to say: they are sent to the agent's sock
 lost without a word otherwise. So may a lent lock be, but its owner knows (`lend` returns False), and lends it again at
 its next save or load.
 
-Nothing here may ever disturb training: without the variables (torchrun, plain python) nobody is told anything. Only one
+Nothing here may ever disturb training: without the variables (torchrun, plain python) nothing is sent. Only one
 process speaks for a worker: data loaders and other children inherit the variables and stay silent.
 
-No torch here: whoever only calls `step` need not have it.
+No torch here: a script that only calls `step` need not have it.
 """
 
 from __future__ import annotations
@@ -87,8 +87,9 @@ _refused = False
 def step(step: int) -> None:
     """Tell the agent that optimizer step number `step` has just finished.
 
-    Call it once per optimizer step, on every rank. It costs a microsecond, waits for nobody, and does not raise for a
-    step that is none: that is said once. A planned change (a node joins or leaves) takes place between two steps, here.
+    Call it once per optimizer step, on every rank. It costs a microsecond, waits for no other process, and logs once,
+    in place of raising, a step that is none. A planned change (a node joins or leaves) takes place between two steps,
+    here.
 
         for step in range(start, total_steps):
             train_one(batch)
@@ -122,7 +123,8 @@ def on_step(
 ) -> Callable[[], None]:
     """Let `step(n)` call `callback(n)` when n is a multiple of `every`; returns what ends that.
 
-    Those of an earlier stage come first, and of one stage whoever came first. What a callback raises leaves `step`.
+    Those of an earlier stage come first, and those of one stage in the order of their registration. What a callback
+    raises leaves `step`.
     """
     if every < 1:
         raise ValueError(f"every is {every}, expected at least 1")
@@ -187,7 +189,7 @@ def checkpoint_load(step: int, result: LoadResult, duration_s: float, tier: Tier
 
 
 class Silent:
-    """In the place of this module for a load from which training does not go on: the agent hears nothing of it."""
+    """In the place of this module for a load from which training does not go on: the agent gets no reports of it."""
 
     def loading(self) -> None: ...
 

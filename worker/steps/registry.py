@@ -28,22 +28,22 @@ class InMemory(Protocol):
         """Drop all copies newer than that one, if it has a part in this step."""
 
 
-class Keeper(InMemory, Protocol):
+class DrainSaver(InMemory, Protocol):
     """What a Checkpointer that takes part in training can do for a planned change."""
 
     @property
-    def keeps_alone(self) -> bool:
+    def saves_alone(self) -> bool:
         """Whether it could do so without the other ranks."""
 
-    def keep(self, step: int) -> bool:
+    def save_last_step(self, step: int) -> bool:
         """Make the state after this step survive this process. Every rank calls it, and waits there for the others.
 
         False: it does not, which the log has."""
 
-    def write_behind(self, step: int) -> None:
+    def order_write(self, step: int) -> None:
         """All Checkpointers have kept this step: let the disk writer have what is only in memory."""
 
-    def keep_alone(self, step: int) -> bool:
+    def save_last_step_alone(self, step: int) -> bool:
         """The same without the others; False when this node has no room for it."""
 
 
@@ -51,13 +51,13 @@ class Checkpointers:
     """Those of a process that take part in training, in the order in which every rank has let them."""
 
     def __init__(self) -> None:
-        self._by_directory: dict[str, Keeper] = {}
+        self._by_directory: dict[str, DrainSaver] = {}
 
-    def add(self, directory: str, keeper: Keeper) -> None:
+    def add(self, directory: str, saver: DrainSaver) -> None:
         """Its state is kept in planned changes from now on, instead of that of an earlier one of this directory."""
-        self._by_directory[directory] = keeper
+        self._by_directory[directory] = saver
 
-    def all(self) -> tuple[Keeper, ...]:
+    def all(self) -> tuple[DrainSaver, ...]:
         """All are kept at one step, or none is."""
         return tuple(self._by_directory.values())
 

@@ -2,7 +2,7 @@
 
 Each is one line of JSON that names the version of all messages and its own kind:
 
-    {"v": 3, "kind": "save_report", "generation": 7, "local_rank": 0, "step": 120, "result": "ok", ...}
+    {"v": 4, "kind": "save_report", "generation": 7, "local_rank": 0, "step": 120, "result": "ok", ...}
 
     reports        worker, disk writer -> agent    SaveReport, LoadReport, LentLock         datagrams
     commits        worker, disk writer -> agent    CommitQuestion, answered once
@@ -24,7 +24,7 @@ from typing import Annotated, Literal
 
 from ...codec import Checked, Codec, Count, Seconds, Text, Within
 
-VERSION = 3
+VERSION = 4
 MAX_BYTES = 8192
 """Of one message."""
 MAX_UNSAVED_BYTES = 2**20
@@ -135,7 +135,7 @@ CommitAnswer = CommitGranted | CommitRefused | CommitUndecided
 # ---------------------------------------------------------------- planned leave
 
 
-class Said(enum.Enum):
+class StepStatus(enum.Enum):
     FINISHED = "finished"
     """The step has just been finished. May this rank begin the next one?"""
     PAUSING = "pausing"
@@ -160,7 +160,7 @@ class StepEnded(Checked):
     rank: Count
     local_rank: Count
     step: Count
-    said: Said
+    status: StepStatus
 
 
 @dataclass(frozen=True, slots=True)

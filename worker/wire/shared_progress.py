@@ -6,7 +6,7 @@
 
 A *word* is a signed number of 8 bytes, written and read whole. An *instant* is nanoseconds of CLOCK_MONOTONIC, which
 all processes of a machine share. Words that tell of the same event have an order: a step's instant is there before its
-number, and the first step before the newest, so that whoever sees a number finds what belongs to it.
+number, and the first step before the newest, so that a reader of a number finds what belongs to it.
 
 The page is anonymous memory that the agent keeps open (`memfd_create`): it is never on a disk, whose writes could hold
 up a step; nothing is left of it when both processes are gone, however they went; and it cannot be cut short under the
@@ -93,7 +93,7 @@ class Page:
         size = os.fstat(fd).st_size
         if size < SIZE:
             raise PageTooSmall(f"{path} has {size} bytes, a page has {SIZE}: it is not this agent's")
-        # In the machine's own order of bytes: nobody else reads it.
+        # In the machine's own order of bytes: no other machine reads it.
         self.words = memoryview(mmap.mmap(fd, SIZE)).cast("q")
 
     @classmethod
@@ -103,7 +103,7 @@ class Page:
         try:
             os.fchmod(fd, 0o600)
             os.ftruncate(fd, SIZE)
-            # Whoever cut it short would end the agent by SIGBUS.
+            # A process that cut it short would end the agent by SIGBUS.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             # Not os.getpid(): a container may see the /proc of another pid namespace.
             page = cls(fd, f"/proc/{os.readlink('/proc/self')}/fd/{fd}")
@@ -165,7 +165,7 @@ class Page:
 
 
 def private_words() -> memoryview:
-    """The words of a process that has no page: nobody reads them, and no change is ever pending."""
+    """The words of a process that has no page: no process reads them, and no change is ever pending."""
     return memoryview(bytearray(SIZE)).cast("q")
 
 

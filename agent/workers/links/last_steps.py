@@ -21,7 +21,7 @@ from ....rendezvous.node.snapshot import NodeSnapshot
 from ....rendezvous.records import StopAt
 from ....rendezvous.store.interface import Store
 from ....rendezvous.threads import Thread
-from ....worker.wire.messages import Said, StepAnswer, StepEnded, Verdict
+from ....worker.wire.messages import StepAnswer, StepEnded, StepStatus, Verdict
 from ...common.events import Event, StopRead, WorkerAnswered, WorkerKept
 
 log = logging.getLogger(__name__)
@@ -84,13 +84,13 @@ class LastSteps:
         return self._store.transact(verdict.compares, verdict.writes).succeeded
 
     def answer(self, word: StepEnded) -> StepAnswer:
-        if word.said is Said.KEPT:
+        if word.status is StepStatus.KEPT:
             self._post(WorkerKept(word.generation, word.local_rank))
             return StepAnswer(Verdict.GO_ON)
         key = word.generation, word.local_rank
         self._count(key, 1)
         try:
-            answer = self.judge(Ask(word.generation, word.rank, word.step, word.said is Said.PAUSING))
+            answer = self.judge(Ask(word.generation, word.rank, word.step, word.status is StepStatus.PAUSING))
             if not isinstance(answer, GoOn):
                 self._post(WorkerAnswered(word.generation, word.local_rank, word.step, answer))
         finally:

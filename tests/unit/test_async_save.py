@@ -85,5 +85,5 @@ def test_a_writer_is_left_only_what_it_finds(
     case = Case(tmp_path, monkeypatch, REFUSED)
     if lost:
         case.lose()
-    case.disk.leave(case.slots, case.held)
+    case.disk.hand_over(case.slots, case.held)
     assert case.asked == (not lost)
