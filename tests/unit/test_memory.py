@@ -23,7 +23,8 @@ from elastic_agent.worker.memory.available_memory import Memory
 from elastic_agent.worker.memory.checksums import _Job
 from elastic_agent.worker.memory.node_memory import NodeMemory, Place
 from elastic_agent.worker.memory.slots import NoRoom, Slots
-from elastic_agent.worker.state.archive_layout import CannotLayOut, lay_out
+from elastic_agent.worker.state import rng
+from elastic_agent.worker.state.archive_layout import CannotLayOut, Layout, lay_out
 from elastic_agent.worker.steps import progress
 from tests.unit.threads import join_threads
 
@@ -506,6 +507,46 @@ def test_checksums_that_come_late_undo_no_change(
     timer.join()
     join_threads("memory-sums")
     assert [bool(one.rng_holes) for one in opened.headers().values()] == ([False] if change == "fill" else [])
+
+
+@pytest.mark.parametrize("how", ["remember", "save"])
+def test_no_checksums_are_computed_while_training_waits_for_a_copy_and_all_of_them_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Slots, how: str
+) -> None:
+    """They take memory's bandwidth, and a core, from the copy."""
+    begun, copying, summed_on = threading.Event(), threading.Event(), threading.Event()
+    disturbed: list[bool] = []
+    really_sum = summing.zlib.crc32
+
+    def crc32(*given: Any) -> int:
+        if isinstance(threading.current_thread(), _Job):
+            if copying.is_set():
+                summed_on.set()
+            begun.set()
+            assert copying.wait(60)
+        return really_sum(*given)
+
+    def watched(part: Callable[..., Any]) -> Callable[..., Any]:
+        def watch(*given: Any) -> Any:
+            if begun.is_set():
+                copying.set()
+                disturbed.append(summed_on.wait(0.2))
+            return part(*given)
+
+        return watch
+
+    monkeypatch.setattr(summing, "_STRIDE", 1000)
+    monkeypatch.setattr(summing.zlib, "crc32", crc32)
+    monkeypatch.setattr(Layout, "copy_to", watched(Layout.copy_to))
+    if how == "remember":  # it waits for no other rank: all of it is the stall
+        monkeypatch.setattr(rng, "capture", watched(rng.capture))
+    checkpoints = Training(tmp_path / "disk").checkpoints
+    assert checkpoints.remember(1)
+    assert begun.wait(60)
+    assert checkpoints.remember(2) if how == "remember" else checkpoints.save(2)
+    assert disturbed == ([False, False] if how == "remember" else [False])
+    join_threads("memory-sums")
+    assert {1} <= {one.step for one in opened.headers().values() if one.sums}
 
 
 @pytest.mark.parametrize("taken_by", ["remember", "open_slot"])

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from ..disk.async_save import AsyncSaver
+from ..memory.checksums import undisturbed
 from ..memory.copy_header import Header
 from ..memory.node_memory import CopyUnderWay, NodeMemory
 from ..memory.slots import CopyLost, NoRoom, SlotsBusy
@@ -57,6 +58,7 @@ class Copies:
             return False
         return True
 
+    @undisturbed()
     def make(self, payload: dict[str, Any], plan: SavePlan, *, like: bytes = b"") -> bool:
         """Copy a state to memory; False when that cannot be, which is logged when it begins and when it ends.
 

@@ -17,6 +17,7 @@ from ..disk.async_save import AsyncSaver
 from ..disk.background_write import refusal_of
 from ..disk.checkpoint_files import CheckpointFiles
 from ..errors import CheckpointError, NotSaved, SaveFailed, StepNotGrowing, Unconfirmed
+from ..memory.checksums import undisturbed
 from ..memory.copy_header import Header
 from ..memory.slots import CopyLost
 from ..ranks.group import Group, current_group
@@ -66,6 +67,7 @@ class Saver:
     def save_and_wait(self, step: int) -> bool:
         return self.save(step) and self.wait()
 
+    @undisturbed()
     def remember(self, step: int, *, alone: bool = False) -> bool:
         """`alone`: some rank will not call it for this step, and the copy counts without that rank's random state."""
         memory = self._copies.memory

@@ -6,18 +6,50 @@ its header, since to refuse such a copy would lose the very steps that it was ma
 checksums is preferred.
 
 Only a caller that is about to change the slot waits for the thread, for a millisecond: it gives up then.
+
+While this process copies a state the thread stands still: training waits for the copy, which takes twice as long where
+the thread has one of the cores that copy. The price is that checksums come later by the time of the copies made
+meanwhile. The thread keeps its priority, for at a lower one it could be left without a core while it holds the GIL.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 import zlib
+from collections.abc import Iterator
 
 from .slots import PIECE_BYTES, Slots
 
 _STRIDE = 1 << 20
-"""Bytes between two looks at whether to give up."""
+"""Bytes between two looks at whether to give up, or to stand still."""
+
+
+class _Copying:
+    """How many states this process copies now: several Checkpointers may copy in threads of their own."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.changed = threading.Condition()
+
+    def add(self, number: int) -> None:
+        with self.changed:
+            self.count += number
+            self.changed.notify_all()
+
+
+_copying = _Copying()
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """No checksums are computed in this process meanwhile, but for the stretch that has begun."""
+    _copying.add(1)
+    try:
+        yield
+    finally:
+        _copying.add(-1)
 
 
 class Summing:
@@ -42,7 +74,7 @@ class Summing:
         for name in names:
             job = self._jobs.pop(name, None)
             if job is not None:
-                job.given_up.set()
+                job.give_up()
                 job.join()
 
 
@@ -53,6 +85,11 @@ class _Job(threading.Thread):
         self.given_up = threading.Event()
         self._slots = slots
         self._slot = name
+
+    def give_up(self) -> None:
+        with _copying.changed:
+            self.given_up.set()
+            _copying.changed.notify_all()
 
     def run(self) -> None:
         try:
@@ -72,9 +109,15 @@ class _Job(threading.Thread):
             for begin in range(0, size, PIECE_BYTES):
                 crc, end = 0, min(begin + PIECE_BYTES, size)
                 for offset in range(begin, end, _STRIDE):
-                    if self.given_up.is_set():
+                    if not self._may_go_on():
                         return ()
                     with view[offset : min(offset + _STRIDE, end)] as stretch:
                         crc = zlib.crc32(stretch, crc)
                 sums.append(crc)
         return tuple(sums)
+
+    def _may_go_on(self) -> bool:
+        """Once no state is copied; False: it is to give up."""
+        with _copying.changed:
+            _copying.changed.wait_for(lambda: self.given_up.is_set() or not _copying.count)
+        return not self.given_up.is_set()
