@@ -31,7 +31,7 @@ _HUGE = 1e18
 """In the place of what is no number."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor as one rank has it. `sample` is a checksum of its sample; 0 where only the form is compared."""
 
@@ -44,11 +44,23 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class Sample:
+    """Some elements of a tensor, on the CPU."""
+
+    raw: torch.Tensor
+    """Their bytes."""
+    dtype: torch.dtype
+
+    def elements(self) -> torch.Tensor:
+        return self.raw.clone().view(self.dtype)  # a clone lies where such elements may
+
+
+@dataclass(frozen=True, slots=True)
 class Look:
     """All tensors of a state, and the samples of those that are compared, in one order."""
 
     entries: tuple[Entry, ...] = ()
-    samples: tuple[torch.Tensor | None, ...] = ()
+    samples: tuple[Sample | None, ...] = ()
 
     def digest(self) -> bytes:
         """Equal on two ranks only if they have the same, to the last bit of the samples."""
@@ -94,15 +106,15 @@ def look_at(
                 found.append((name, key, tensor))
     compared = [tensor for _, _, tensor in found if _has_bytes(tensor) and tensor.data_ptr() not in buffers]
     samples = dict(zip(map(id, compared), _samples(compared), strict=True))
-    seen: list[tuple[Entry, torch.Tensor | None]] = []
+    seen: list[tuple[Entry, Sample | None]] = []
     for name, key, tensor in found:
         sample = samples.get(id(tensor))
         form = f"{shape_of(tensor)} {tensor.dtype}"
         if sample is None:
             seen.append((Entry(name, key, form), None))
         else:
-            seen.append((Entry(name, key, form, _checksum(sample), _is_number(key, sample)), sample))
-    seen.sort(key=lambda one: one[0])
+            seen.append((Entry(name, key, form, _checksum(sample), _is_number(key, sample.dtype)), sample))
+    seen.sort(key=lambda one: (one[0].part, one[0].key, one[0].form, one[0].sample))
     return Look(tuple(entry for entry, _ in seen), tuple(sample for _, sample in seen))
 
 
@@ -176,20 +188,18 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return () if tensor.is_nested else tuple(tensor.shape)
 
 
-def _samples(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Some elements of each, on the CPU, with one transfer for each device."""
+def _samples(tensors: Sequence[torch.Tensor]) -> list[Sample]:
+    """With one transfer for each device."""
     rows = [_row(tensor.detach()) for tensor in tensors]
-    as_bytes = [row.view(torch.uint8) for row in rows]
+    raws = [row.view(torch.uint8) for row in rows]
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for raw in raws:
+        by_device.setdefault(raw.device, []).append(raw)
     on_host = {
-        device: torch.cat([raw for raw in as_bytes if raw.device == device]).cpu()
-        for device in {raw.device for raw in as_bytes}
+        device: iter(torch.cat(some).cpu().split_with_sizes([raw.numel() for raw in some]))
+        for device, some in by_device.items()
     }
-    found = []
-    for row, raw in zip(rows, as_bytes, strict=True):
-        rest = on_host[raw.device]
-        found.append(rest[: raw.numel()].clone().view(row.dtype))
-        on_host[raw.device] = rest[raw.numel() :]
-    return found
+    return [Sample(next(on_host[raw.device]), row.dtype) for row, raw in zip(rows, raws, strict=True)]
 
 
 def _row(tensor: torch.Tensor) -> torch.Tensor:
@@ -202,25 +212,27 @@ def _row(tensor: torch.Tensor) -> torch.Tensor:
     else:  # to make a row of all of it would copy all of it
         places = torch.arange(0, count, stride, device=tensor.device)
         some = tensor[torch.unravel_index(places, tensor.shape)]
-    return some.resolve_conj().resolve_neg().contiguous()
+    if some.is_conj() or some.is_neg():
+        some = some.resolve_conj().resolve_neg()
+    return some.contiguous()
 
 
-def _checksum(sample: torch.Tensor) -> int:
-    return zlib.crc32(sample.view(torch.uint8).numpy().data) | 1 << 32
+def _checksum(sample: Sample) -> int:
+    return zlib.crc32(sample.raw.numpy().data) | 1 << 32
 
 
-def _is_number(key: str, tensor: torch.Tensor) -> bool:
+def _is_number(key: str, dtype: torch.dtype) -> bool:
     """Found by what is the same on every rank: optimizers count steps in floats."""
     counts = key.rpartition(".")[2] == "step"
-    return not counts and (tensor.is_floating_point() or tensor.is_complex())
+    return not counts and (dtype.is_floating_point or dtype.is_complex)
 
 
-def _real(sample: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(sample).flatten().double() if sample.is_complex() else sample.double()
+def _real(some: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(some).flatten().double() if some.is_complex() else some.double()
 
 
-def _sketch(sample: torch.Tensor) -> bytes:
-    numbers = torch.nan_to_num(_real(sample), _HUGE, _HUGE, -_HUGE).clamp(-_HUGE, _HUGE)
+def _sketch(sample: Sample) -> bytes:
+    numbers = torch.nan_to_num(_real(sample.elements()), _HUGE, _HUGE, -_HUGE).clamp(-_HUGE, _HUGE)
     shadow = numbers @ _directions()[: len(numbers)]
     return _SKETCH.pack(float(numbers.norm()), *shadow.tolist())
 

@@ -123,6 +123,10 @@ def _refuse_any(name: str, key: str, tensor: torch.Tensor) -> None:
 
 def _kind_of(one: object, kinds: Sequence[tuple[str, str]]) -> str:
     """The name of the first of these types that it has. A module that was not imported has no instances."""
+    if (
+        type(one) is torch.Tensor or type(one) is torch.nn.Parameter
+    ):  # most are, and this is the fastest to find out
+        return ""
     for module, name in kinds:
         kind = getattr(sys.modules.get(module), name, None)
         if isinstance(kind, type) and isinstance(one, kind):
