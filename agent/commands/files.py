@@ -1,17 +1,19 @@
 """`elastic-agent files KIND DIR`: write the files for a deployment out of the installed package.
 
 They are those of `deploy/`, for this version of the agent: a systemd unit, a Helm chart, a Grafana dashboard, rules and
-scrape configuration for Prometheus, a Dockerfile. A file that is there already, with another content, is never
-replaced unless `--force` says so.
+scrape configuration for Prometheus, a Dockerfile. The manual page and the completion are made of the option table. A
+file that is there already, with another content, is never replaced unless `--force` says so.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ... import __version__
 from ..common.exits import FilesCode
+from ..configuration.help import bash_completion, man_page
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -21,6 +23,7 @@ KINDS = {
     "grafana": "the dashboard, and its provisioning",
     "prometheus": "alert and recording rules, their tests, and a scrape configuration",
     "docker": "the Dockerfile",
+    "shell": "the manual page elastic-agent.1, and completion for bash (zsh: by bashcompinit)",
 }
 
 _USAGE = """\
@@ -44,7 +47,7 @@ def main(words: Sequence[str]) -> int:
         )
         return FilesCode.BAD_CONFIG
     try:
-        kept = write(DEPLOY / names[0], Path(names[1]), replace="--force" in words)
+        kept = write(contents_of(names[0]), Path(names[1]), replace="--force" in words)
     except OSError as error:
         print(f"elastic-agent files: {error.filename}: {error.strerror}", file=sys.stderr)
         return FilesCode.NOT_WRITTEN
@@ -56,12 +59,21 @@ def main(words: Sequence[str]) -> int:
     return FilesCode.KEPT if kept else FilesCode.WRITTEN
 
 
-def write(source: Path, target: Path, *, replace: bool) -> list[Path]:
-    """Copies all files, prints the name of each, and returns those that were kept. Raises OSError."""
+def contents_of(kind: str) -> dict[Path, bytes]:
+    """By the path in the directory that they are written to. Raises OSError."""
+    if kind == "shell":
+        page, completion = man_page(__version__), bash_completion()
+        return {Path("elastic-agent.1"): page.encode(), Path("elastic-agent.bash"): completion.encode()}
+    source = DEPLOY / kind
+    files = sorted(path for path in source.rglob("*") if path.is_file())
+    return {file.relative_to(source): file.read_bytes() for file in files}
+
+
+def write(contents: Mapping[Path, bytes], target: Path, *, replace: bool) -> list[Path]:
+    """Prints the name of each file that is there then, and returns those that were kept. Raises OSError."""
     kept = []
-    for file in sorted(path for path in source.rglob("*") if path.is_file()):
-        place = target / file.relative_to(source)
-        content = file.read_bytes()
+    for name, content in contents.items():
+        place = target / name
         if place.exists() and place.read_bytes() != content and not replace:
             kept.append(place)
             continue

@@ -85,7 +85,7 @@ def world_of(job: str, entries: Iterable[Entry]) -> World | None:
 
 def command_help(usage: str, codes: Iterable[Code], options: Iterable[Option[Any]]) -> str:
     """`options` are the command's own."""
-    store = "Also every option of the agent's rendezvous and of etcd, and their variables; see elastic-agent --help."
+    store = "Also the options of the agent's rendezvous and of etcd, and their variables: elastic-agent --help-all."
     own = [option.help_text() for option in (*options, HELP, CONFIG_FILE)]
     return "\n".join(
         [usage, *own, "", store, "", "Exit codes:", *(f"  {int(code):>3}  {code.meaning}" for code in codes)]

@@ -214,7 +214,8 @@ CHECK_CONFIG = ITSELF.flag(
     sources=Source.CLI,
 )
 VERSION = ITSELF.flag("version", "print the version", sources=Source.CLI)
-HELP = ITSELF.flag("help", "print this text", short="-h", sources=Source.CLI)
+HELP = ITSELF.flag("help", "print what most people need first", short="-h", sources=Source.CLI)
+HELP_ALL = ITSELF.flag("help-all", "print every option", sources=Source.CLI)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,33 +19,14 @@ from collections.abc import Sequence
 
 from ... import __version__
 from ..common.exits import ExitCode
-from ..configuration.config import CHECK_CONFIG, HELP, VERSION, ConfigError
-from ..configuration.options import COMMANDS, GROUPS
+from ..configuration.config import CHECK_CONFIG, HELP, HELP_ALL, VERSION, ConfigError
+from ..configuration.help import full_help, short_help
+from ..configuration.options import COMMANDS
 from ..configuration.reading.resolve import Resolved
 from ..configuration.reading.settings import comment
 from ..configuration.reading.sources import read_argv
-from ..configuration.types.option import Source
 from ..machine.inventory import Machine, prepare
 from .error_file import write_error_file
-
-_USAGE = """\
-usage: elastic-agent [options] SCRIPT [arguments of the script]
-       elastic-agent [options] -m MODULE [arguments of the module]
-       elastic-agent [options] --no-python PROGRAM [arguments of the program]
-
-Runs one job's training processes on this node and, together with the agents of other nodes, keeps the training
-going through crashes, lost nodes, joins and planned departures.
-"""
-
-_EXAMPLES = """\
-Examples:
-  elastic-agent --nproc-per-node 2 train.py --lr 0.1
-  elastic-agent --min-nodes 1 --max-nodes 4 --rdzv-endpoint node1:29400 train.py
-  elastic-agent --config agent.toml --check-config
-
-Every option can also be given as ELASTIC_AGENT_MIN_NODES=1 in the environment or min-nodes = 1 in the file;
-the command line wins over the environment, and the environment over the file. torchrun's spellings work.
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,8 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = importlib.import_module(f"..commands.{words[0].replace('-', '_')}", __package__)
         return int(command.main(words[1:]))
     command_line = read_argv(words)
+    if HELP_ALL in command_line:
+        print(full_help())
+        return ExitCode.SUCCESS
     if HELP in command_line:
-        print(help_text())
+        print(short_help())
         return ExitCode.SUCCESS
     if VERSION in command_line:
         print(f"elastic-agent {__version__}")
@@ -83,19 +67,6 @@ def _in_force(resolved: Resolved, machine: Machine) -> list[str]:
     """The settings and, as comments, what follows from them on this machine: a file that means the same."""
     facts = [comment(fact) for fact in machine.facts]
     return [*resolved.settings.lines(), "", comment("What follows from this on this machine:"), *facts]
-
-
-def help_text() -> str:
-    """All sub-commands, and all options by group with their defaults."""
-    parts = [_USAGE]
-    parts.append("Instead of a script, as the very first word (a script of that name is run as ./NAME):")
-    parts += [f"  {name}\n        {help_line}" for name, help_line in COMMANDS.items()]
-    parts.append("")
-    for group in GROUPS:
-        parts.append(f"{group.title}:")
-        parts += [option.help_text() for option in group if Source.CLI in option.sources]
-        parts.append("")
-    return "\n".join([*parts, _EXAMPLES.rstrip()])
 
 
 def _fresh_id() -> str:

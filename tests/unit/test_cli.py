@@ -15,6 +15,7 @@ import pytest
 from elastic_agent import __version__
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.config import Config
+from elastic_agent.agent.configuration.help import full_help, short_help
 from elastic_agent.agent.configuration.options import COMMANDS, OPTIONS
 from elastic_agent.agent.configuration.reading.log_level import log_level
 from elastic_agent.agent.configuration.types.option import Source
@@ -24,7 +25,7 @@ from elastic_agent.agent.machine.devices import Device, Inventory
 from elastic_agent.agent.machine.inventory import Machine
 from elastic_agent.agent.machine.network.choice import NetworkChoice
 from elastic_agent.agent.machine.network.discovery import Network
-from elastic_agent.agent.main.cli import help_text, main
+from elastic_agent.agent.main.cli import main
 
 NETWORK = Network(NetworkChoice("lo", "127.0.0.1", "no other node can join"))
 MACHINE = Machine(Inventory((), 2), (), (), NETWORK, ("devices: one", 'odd: "\\" ä\nmin-nodes = 7'))
@@ -71,7 +72,7 @@ def agent(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_names_every_option_with_its_default(started: list[Config]) -> None:
-    text = help_text()
+    text = full_help()
     for option in OPTIONS:
         if Source.CLI in option.sources:
             assert f"--{option.name}" in text
@@ -81,12 +82,18 @@ def test_help_names_every_option_with_its_default(started: list[Config]) -> None
     assert max(map(len, text.splitlines())) <= 120
 
 
+def test_the_short_help_fits_a_screen_and_leads_to_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(short_help().splitlines()) <= 64
+    assert main(["--help-all"]) == ExitCode.SUCCESS
+    assert capsys.readouterr().out == full_help() + "\n"
+
+
 @pytest.mark.parametrize("words", [["--help"], ["-h"], ["--min-nodes", "wrong", "--help"]])
 def test_help_wins_over_problems(
     words: list[str], started: list[Config], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == ExitCode.SUCCESS
-    assert capsys.readouterr().out == help_text() + "\n"
+    assert capsys.readouterr().out == short_help() + "\n"
     assert not started
 
 
@@ -130,8 +137,8 @@ def test_a_script_may_have_the_name_of_a_subcommand(
 
 
 def test_help_names_every_subcommand(asked: list[list[str]]) -> None:
-    assert "  look\n        look at it\n" in help_text()
-    assert "./NAME" in help_text()
+    assert "  look\n        look at it\n" in full_help()
+    assert "./NAME" in full_help()
 
 
 def test_version(started: list[Config], capsys: pytest.CaptureFixture[str]) -> None:

@@ -199,7 +199,7 @@ def test_each_option_fills_at_most_one_field_and_gives_its_default() -> None:
         *("script", "module", "no-python", "args", "min-nodes", "max-nodes"),
         *("rdzv-backend", "rdzv-endpoint", "rdzv-id", "standalone", "etcd-insecure", "service-stop-limit"),
         *("master-addr", "master-port"),
-        *("config", "check-config", "version", "help"),
+        *("config", "check-config", "version", "help", "help-all"),
     }
 
 

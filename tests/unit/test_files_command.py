@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from elastic_agent.agent.commands.files import DEPLOY, KINDS, main
 from elastic_agent.agent.common.exits import FilesCode
+from elastic_agent.agent.configuration.options import OPTIONS
+from elastic_agent.agent.configuration.types.option import Source
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sorted({*KINDS} - {"shell"}))
 def test_a_deployments_files_are_written_out(kind: str, tmp_path: Path) -> None:
     target = tmp_path / "new" / kind
     assert main([kind, str(target)]) == FilesCode.WRITTEN
@@ -20,6 +23,20 @@ def test_a_deployments_files_are_written_out(kind: str, tmp_path: Path) -> None:
     }
     assert written == {str(f.relative_to(source)): f.read_bytes() for f in source.rglob("*") if f.is_file()}
     assert written
+
+
+def test_manual_and_completion_know_every_option(tmp_path: Path) -> None:
+    assert main(["shell", str(tmp_path)]) == FilesCode.WRITTEN
+    page, completion = ((tmp_path / f"elastic-agent.{name}").read_text() for name in ("1", "bash"))
+    for option in OPTIONS:
+        if Source.CLI in option.sources:
+            assert f"--{option.name}".replace("-", "\\-") in page
+            assert f"--{option.name}" in completion
+    asked = "source $0; COMP_WORDS=(elastic-agent {}); COMP_CWORD=1; _elastic_agent; echo ${{COMPREPLY[@]}}"
+    for word, answer in (("--min", "--min-nodes"), ("dra", "drain"), ("--rdzv-e", "--rdzv-endpoint")):
+        command = ["bash", "-c", asked.format(word), str(tmp_path / "elastic-agent.bash")]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+        assert (done.stdout.strip(), done.stderr) == (answer, "")
 
 
 def test_a_file_that_somebody_changed_is_kept_and_named(

@@ -1,0 +1,132 @@
+"""What the command says of itself, all of it made of the option table: `--help`, the manual page, shell completion."""
+
+from __future__ import annotations
+
+from .config import (
+    CHECK_CONFIG,
+    CONFIG_FILE,
+    HELP,
+    HELP_ALL,
+    LOG_DIR,
+    MAX_NODES,
+    MIN_NODES,
+    MODULE,
+    NPROC_PER_NODE,
+)
+from .options import COMMANDS, GROUPS, OPTIONS
+from .rendezvous import ENDPOINT, JOB_ID
+from .stopping import MAX_RESTARTS
+from .types.option import Option, Source
+
+FIRST: tuple[Option[object], ...] = (
+    *(MIN_NODES, MAX_NODES, NPROC_PER_NODE, ENDPOINT, JOB_ID, MODULE, MAX_RESTARTS, LOG_DIR, CONFIG_FILE),
+    *(CHECK_CONFIG, HELP, HELP_ALL),
+)
+"""What most people need first."""
+
+USAGE = """\
+usage: elastic-agent [options] SCRIPT [arguments of the script]
+       elastic-agent [options] -m MODULE [arguments of the module]
+       elastic-agent [options] --no-python PROGRAM [arguments of the program]
+
+Runs one job's training processes on this node and, together with the agents of other nodes, keeps the training
+going through crashes, lost nodes, joins and planned departures.
+"""
+
+SUMMARY = "run and restart the training processes of one node of an elastic PyTorch job"
+BEFORE_COMMANDS = "Instead of a script, as the very first word (a script of that name is run as ./NAME):"
+
+EXAMPLES = """\
+Examples:
+  elastic-agent --nproc-per-node 2 train.py --lr 0.1
+  elastic-agent --min-nodes 1 --max-nodes 4 --rdzv-endpoint node1:29400 train.py
+  elastic-agent --config agent.toml --check-config
+
+Every option can also be given as ELASTIC_AGENT_MIN_NODES=1 in the environment or min-nodes = 1 in the file;
+the command line wins over the environment, and the environment over the file. torchrun's spellings work.
+"""
+
+
+def short_help() -> str:
+    """The options that most people need, and where the others are."""
+    options = [option.help_text() for option in FIRST]
+    others = len([option for option in OPTIONS if Source.CLI in option.sources]) - len(FIRST)
+    more = f"--help-all shows {others} more options: stores and TLS, timeouts, devices, network, logs."
+    return "\n".join(
+        [
+            USAGE,
+            *_commands(),
+            "The options that most people need first:",
+            *options,
+            "",
+            more,
+            "",
+            EXAMPLES.rstrip(),
+        ]
+    )
+
+
+def full_help() -> str:
+    """All sub-commands, and all options by group with their defaults."""
+    parts = [USAGE, *_commands()]
+    for group in GROUPS:
+        parts.append(f"{group.title}:")
+        parts += [option.help_text() for option in group if Source.CLI in option.sources]
+        parts.append("")
+    return "\n".join([*parts, EXAMPLES.rstrip()])
+
+
+def _commands() -> list[str]:
+    return [BEFORE_COMMANDS, *(f"  {name}\n        {help_line}" for name, help_line in COMMANDS.items()), ""]
+
+
+def man_page(version: str) -> str:
+    """For section 1 of the manual, as roff."""
+    lines = [
+        f'.TH ELASTIC-AGENT 1 "" "elastic-agent {version}"',
+        ".SH NAME",
+        f"elastic-agent \\- {SUMMARY}",
+        ".SH SYNOPSIS",
+    ]
+    usage, _, text = USAGE.partition("\n\n")
+    for form in usage.removeprefix("usage: ").splitlines():
+        lines += [".br", _roff(form.strip())]
+    lines += [".SH DESCRIPTION", _roff(" ".join(text.split())), ".SH COMMANDS", _roff(BEFORE_COMMANDS)]
+    for name, help_line in COMMANDS.items():
+        lines += [".TP", f".B {_roff(name)}", _roff(help_line)]
+    for group in GROUPS:
+        options = [option for option in group if Source.CLI in option.sources]
+        lines.append(f".SH {group.title.upper()}")
+        for option in options:
+            names, body = option.help_text().split("\n", 1)
+            lines += [".TP", f".B {_roff(names.strip())}", _roff(" ".join(body.split()))]
+    examples, _, closing = EXAMPLES.partition("\n\n")
+    lines += [".SH EXAMPLES", *(f".br\n{_roff(line.strip())}" for line in examples.splitlines()[1:])]
+    return "\n".join([*lines, ".PP", _roff(" ".join(closing.split())), ""])
+
+
+def _roff(text: str) -> str:
+    """A line that does not begin a request, with real dashes for what people type."""
+    text = text.replace("\\", "\\e").replace("-", "\\-")
+    return f"\\&{text}" if text.startswith((".", "'")) else text
+
+
+def bash_completion() -> str:
+    """Completes options, sub-commands as the first word, and files everywhere else. zsh reads it by bashcompinit."""
+    flags = [f"--{name}" for option in OPTIONS if Source.CLI in option.sources for name in option.names]
+    return f"""\
+# bash completion for elastic-agent
+_elastic_agent() {{
+    local word=${{COMP_WORDS[COMP_CWORD]}}
+    COMPREPLY=()
+    if [[ $word == -* ]]; then
+        mapfile -t COMPREPLY < <(compgen -W "{" ".join(dict.fromkeys(flags))}" -- "$word")
+    else
+        mapfile -t COMPREPLY < <(compgen -f -- "$word")
+        if [[ $COMP_CWORD == 1 ]]; then
+            mapfile -t -O "${{#COMPREPLY[@]}}" COMPREPLY < <(compgen -W "{" ".join(COMMANDS)}" -- "$word")
+        fi
+    fi
+}}
+complete -o filenames -F _elastic_agent elastic-agent
+"""
