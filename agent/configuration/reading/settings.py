@@ -97,7 +97,7 @@ class Settings:
 
     def unknown(self, origin: str, name: str, known: Iterable[str], expected: str) -> None:
         guess = closest(name, known)
-        advice = f"did you mean {guess}?" if guess else "see elastic-agent --help"
+        advice = f"did you mean {guess}?" if guess else "see elastic-agent --help-all"
         self.problems.append(Problem(origin, None, expected, advice))
 
     def lines(self) -> list[str]:
