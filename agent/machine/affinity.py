@@ -61,7 +61,7 @@ class CpuShare:
 
 @dataclass(frozen=True, slots=True)
 class _Home:
-    """Cores where a worker may run, before it is known with whom it shares them; `which` says in words."""
+    """Cores where a worker may run, before they are divided; `which` describes them."""
 
     cores: tuple[Core, ...]
     which: str
@@ -165,7 +165,7 @@ def probe_cpus(
         if _read(device / "numa_node") not in (
             "",
             "-1",
-        ):  # -1: the firmware does not say; then all are listed
+        ):  # -1: not known to the firmware, which then lists all CPUs
             near[address] = frozenset(allowed.intersection(_read_list(device / "local_cpulist")))
     return CpuLayout(tuple(sorted(cores, key=lambda core: (core.numa, core.cpus))), near, _quota(sys, proc))
 

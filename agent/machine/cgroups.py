@@ -1,8 +1,8 @@
-"""Finds out whether this agent may hold its workers in cgroups of its own, and makes the one that has them all.
+"""Cgroups for the workers: whether this agent may make its own, and the one that holds them all.
 
 No process leaves a cgroup by forking, by a session of its own or by forgetting its environment: what a worker starts
-can be found and killed for certain. Only version 2 can do that, and a cgroup has one owner alone, who says so when
-part of it is another program's to divide. *Delegated* is what systemd marks as such (`Delegate=yes`: an extended
+can be found and killed for certain. Only version 2 can do that, and a cgroup has one owner alone, who marks
+part of it as another program's to divide. *Delegated* is what systemd marks as such (`Delegate=yes`: an extended
 attribute), or what belongs to this user while the cgroup around it does not: systemd before 251 hands over without
 a mark that others than root can read. Being able to write is no sign: root can write everywhere.
 
@@ -47,7 +47,7 @@ def claim_cgroup(incarnation: str) -> Path | None:
 
 
 def is_delegated(cgroup: Path, uid: int) -> bool:
-    """Whether a mark on it says that its owner may divide it."""
+    """Whether its owner may divide it."""
     for mark in MARKS:
         try:
             if os.getxattr(cgroup, mark) == b"1":

@@ -9,7 +9,7 @@ cuda:0, with LOCAL_RANK 0 (torchrun's --virtual-local-rank). `none`: nothing is 
 
 Invariants: under `index` and `mask`, on a node with devices, each worker has one and no two have the same. An entry
 of an outer CUDA_VISIBLE_DEVICES that can be seen not to exist is an error: CUDA would go on with the entries before
-it, and say nothing.
+it, without an error.
 """
 
 from __future__ import annotations

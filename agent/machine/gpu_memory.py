@@ -71,7 +71,7 @@ class GpuMemory:
         post: Callable[[Event], None],
         clock: Callable[[], float],
     ) -> None:
-        """Without `devices` there is never a wait. What the reader says is posted, and to be given to `handle`."""
+        """Without `devices` there is never a wait. The reader's messages are posted; give them to `handle`."""
         self._devices = devices
         self._wait_s = wait_s
         self._environment = environment
@@ -191,7 +191,7 @@ class GpuMemory:
             self._reader.stdin.write(b"\n")
             self._reader.stdin.flush()
         except OSError:
-            pass  # it has ended, and its last event says so
+            pass  # it has ended, and its last event comes
 
     def _dismiss(self, problem: str) -> None:
         """It may hang in the driver, where no signal reaches it: it is left behind."""

@@ -55,7 +55,7 @@ class Machine:
         return len(self.pinned)
 
     def variables(self, local_rank: int) -> tuple[Variable, ...]:
-        """What the machine has to say about a worker's environment."""
+        """Variables of a worker that follow from the machine."""
         return (*self.shares[local_rank].variables, *self.pinned[local_rank].variables)
 
 
@@ -125,7 +125,7 @@ def _device_facts(
     cuda = [f"{device.entry} ({device.address or 'at an unknown address'})" for device in inventory.cuda]
     yield f"devices: {', '.join(cuda) or 'no CUDA device'}; {inventory.cpus} CPUs"
     if inventory.believed:
-        yield f"  believed, only the driver could tell whether they exist: {', '.join(inventory.believed)}"
+        yield f"  not verified, only the driver knows whether they exist: {', '.join(inventory.believed)}"
     for local_rank, (device, cpus) in enumerate(zip(pinned, shares, strict=True)):
         yield f"worker {local_rank}: {device.reason}"
         yield f"  {cpus.reason}"

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from ..workers.processes.workers import job_python
 
 ASKING_S = 10.0
-"""How long another interpreter may take to say what it has installed."""
+"""How long another interpreter may take to list what it has installed."""
 
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 _NAMES = ("torch", *_NCCL)

@@ -406,5 +406,5 @@ def test_an_interpreter_that_is_not_there_is_told(caplog: pytest.LogCaptureFixtu
     agent.spares._python = "/nonexistent/python"
     agent.start()
     agent.hear_until(lambda: "is gone: exit code 127" in caplog.text)
-    assert "the preloaded process says: elastic-agent: cannot run '/nonexistent/python'" in caplog.text
+    assert "the preloaded process prints: elastic-agent: cannot run '/nonexistent/python'" in caplog.text
     agent.spares.close()

@@ -1,4 +1,4 @@
-"""Is memory scarce on this machine, or in a cgroup that this agent is in?
+"""Whether memory is scarce on this machine, or in a cgroup of this agent.
 
 *Pressure* is little memory left, or tasks that stand still because others' memory has to be reclaimed first. What has
 been given up under pressure comes back only when there is clearly more than what made it go: else it would come and go.

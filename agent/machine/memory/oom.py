@@ -1,4 +1,4 @@
-"""Has the kernel's out-of-memory killer struck among the processes of this agent? Its counters say so.
+"""Whether the kernel's out-of-memory killer has ended a process of this agent, by its counters.
 
 A worker that it kills ends by SIGKILL, as one that a person kills. The kernel counts its victims by cgroup, in
 `memory.events` (version 2, with all cgroups below) or `memory.oom_control` (version 1), and it counts before it kills.

@@ -36,7 +36,7 @@ TUNNELS = ("wg", "tun", "tap", "ppp", "zt", "utun", "nebula", "gre", "ipip")
 
 @dataclass(frozen=True, slots=True)
 class NetworkRequest:
-    """What the configuration says. `towards` is the rendezvous store, or a member of it; None: this node hosts it."""
+    """From the configuration. `towards` is the rendezvous store, or a member of it; None: this node hosts it."""
 
     interface: str | None = None
     address: str | None = None
@@ -72,7 +72,7 @@ class NetworkChoice:
 
     @property
     def facts(self) -> NetworkFacts:
-        """What the node's record says of it, for other nodes."""
+        """For the node's record, which other nodes read."""
         return NetworkFacts(self.interface, self.speed_mbps or 0, self.mtu, self.rdma_ports[:MAX_RDMA_PORTS])
 
     @property

@@ -1,7 +1,7 @@
-"""Looks at this machine until there is a network that the job can use, or until there has been time enough.
+"""The network of this machine that the job can use, and the wait for it.
 
-One look reads the interfaces, resolves the names that the configuration gives, asks the kernel for routes, and lets
-`choice.choose` decide. Nothing is opened or changed.
+`discover_network` reads the interfaces, resolves the names that the configuration gives, asks the kernel for routes,
+and lets `choice.choose` decide. Nothing is opened or changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .socket_names import check_socket_names, nccl_waits_for
 
 log = logging.getLogger(__name__)
 
-LOOK_AGAIN_S = 0.25
+RETRY_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Network:
 
 
 def discover_network(config: Config, environ: Mapping[str, str]) -> Network | NotReady:
-    """What can be said now. Raises ConfigError with all that can never work. `environ` is what workers inherit."""
+    """Now. Raises ConfigError with all that can never work. `environ` is what workers inherit."""
     try:
         here = interfaces()
     except OSError as error:
@@ -83,7 +83,7 @@ def wait_for_network(
 ) -> Network:
     """Looks for as long as --network-wait. Raises CannotStart."""
     give_up_at = time.monotonic() + config.network_wait_s
-    said = ""
+    logged = ""
     while True:
         try:
             found = discover_network(config, environ)
@@ -94,10 +94,10 @@ def wait_for_network(
         if time.monotonic() >= give_up_at:
             waited = f"waited {config.network_wait_s:g} s (--network-wait) for {found.missing}"
             raise CannotStart(ExitCode.NO_NETWORK, f"{waited}: {found.advice}")
-        if found.missing != said:
-            said = found.missing
-            log.info("waiting up to %g s (--network-wait) for %s", config.network_wait_s, said)
-        sleep(LOOK_AGAIN_S)
+        if found.missing != logged:
+            logged = found.missing
+            log.info("waiting up to %g s (--network-wait) for %s", config.network_wait_s, logged)
+        sleep(RETRY_S)
 
 
 def _places_of_store(config: Config) -> list[str | None]:
@@ -119,7 +119,7 @@ def _towards(places: list[str | None], given: int) -> str | None:
     distant = [place for place in places if place is not None and not is_loopback(place)]
     if distant:
         return next((place for place in distant if source_address(place) is not None), distant[0])
-    # A member on loopback says nothing about the others, so it counts only when all are.
+    # The others may be elsewhere than a member on loopback, so it counts only when all are.
     return places[0] if places and None not in places and len(places) == given else None
 
 

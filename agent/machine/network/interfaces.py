@@ -118,7 +118,7 @@ def _interface_of(port: Path) -> str | None:
 
 
 def _word(file: Path) -> str:
-    """Empty where the kernel has nothing to say."""
+    """Empty where the kernel has none."""
     try:
         return file.read_text().strip()
     except OSError:

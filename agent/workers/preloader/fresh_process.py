@@ -45,20 +45,20 @@ class Become(BaseException):
 def run(
     start: BecomeWorker,
     cache: ImportCache,
-    tell: Callable[[str], None] = lambda problem: None,
+    report: Callable[[str], None] = lambda problem: None,
     stay_ignored: Collection[int] = (),
 ) -> NoReturn:
     """Raises Become, or executes the same command anew when it cannot be had otherwise.
 
     To be called after `cache.hide`, in a process with one thread, whose first three descriptors are the worker's, and
-    which has no others that stay open. `tell` is called with why a worker starts cold, and with differences found too
+    which has no others that stay open. `report` is called with why a worker starts cold, and with differences found too
     late for that. Signals that are to `stay_ignored` are those that the agent was started to ignore.
     """
     os.chdir(start.cwd)
     if problem := obstacle(start, cache):
-        tell(problem)
+        report(problem)
         _start_cold(start, stay_ignored)
-    cache.tell = tell
+    cache.report = report
     _show(start)
     _take_environment(start, cache)
     _take_signals(stay_ignored)

@@ -67,7 +67,7 @@ else:
 
 
 class Unfit(Exception):
-    """No spares can be forked; the message says why. `stale`: another process, started now, could."""
+    """Why no spares can be forked. `stale`: another process, started now, could."""
 
     def __init__(self, why: str, *, stale: bool = False) -> None:
         super().__init__(why)
@@ -264,7 +264,7 @@ def _serve_stores(channel: int, known: Imported) -> NoReturn:
     os.close(channel)
     with contextlib.suppress(OSError):  # then ps shows it as one of us
         proc_title.show([sys.executable, store_holder.__file__], os.environ)
-    # Of a client that is cut off torch would write pages of C++ frames; what goes wrong is said on the channel.
+    # Of a client that is cut off torch would write pages of C++ frames; errors go to the channel.
     for stream in (1, 2):
         os.dup2(nothing := os.open(os.devnull, os.O_RDWR), stream)
         os.close(nothing)

@@ -1,7 +1,7 @@
 """How many spares to ask the preloaded process for, and how long a generation may wait for them. Pure decisions.
 
-Words: a *spare* is ready when it has said so, and *coming* from the moment it was asked for. A *start* is warm with a
-spare and cold without.
+Words: a *spare* is ready when it has reported so, and *coming* from the moment it was asked for. A *start* is warm with
+a spare and cold without.
 
 Invariant: no start waits for a preloaded process or for spares any longer than is declared here. A cold start is slow,
 but it always comes to an end.
@@ -87,7 +87,7 @@ def overdue(stock: Stock, now: float) -> str:
 
 
 def due_at(stock: Stock) -> float | None:
-    """When `overdue` will have something to say."""
+    """When `overdue` will be true."""
     if stock.phase is Phase.LOADING:
         return stock.since + LOADING_S
     return stock.asked_at + FORKING_S if stock.phase is Phase.READY and stock.coming else None

@@ -2,7 +2,7 @@
 
 The preloaded process (`process`) is started with the agent, imports in the background, and forks spares on demand; each
 has its own socket to the agent and is the agent's child. `spare_policy` decides how many spares are wanted and how long
-a start waits for them; here it is done. Whatever goes wrong, workers start cold, and `why_cold` says why.
+a start waits for them; here it is done. Without a spare workers start cold, for the reason `why_cold`.
 
 The io thread waits for all sockets and posts `SpareReadable`; the main thread, which has all state, reads them.
 
@@ -65,7 +65,7 @@ OpenMP."""
 
 
 class Spare:
-    """One forked process that waits, or has become what `become` said."""
+    """One forked process that waits, or has become what it was sent."""
 
     def __init__(self, channel: socket.socket, profile: ImportProfile | None = None) -> None:
         self.channel = channel
@@ -275,7 +275,7 @@ class Spares:
             self._await(event.descriptor)
             return
         except (OSError, Invalid) as error:
-            log.warning("a spare or what it was forked from does not speak as it should: %s", error)
+            log.warning("a spare or the preloaded process has sent an invalid message: %s", error)
             received = None
         message = received[0] if received is not None else None
         if message is not None:
@@ -318,7 +318,7 @@ class Spares:
         elif message is None:
             returncode = reap_within(preloaded.process, ENDING_S)
             self._end(preloaded)
-            ended = "it does not speak any more" if returncode is None else describe_exit(returncode).text
+            ended = "it has closed its socket" if returncode is None else describe_exit(returncode).text
             self._failed(ended, now)
         elif isinstance(message, wire.Loaded):
             took_s, preloaded.phase, preloaded.since = now - preloaded.since, Phase.READY, now
@@ -369,7 +369,7 @@ class Spares:
         self._await(preloaded.output.fileno())
         for line in data.decode(errors="backslashreplace").splitlines():
             if line:
-                log.warning("the preloaded process says: %s", line)
+                log.warning("the preloaded process prints: %s", line)
 
     def _failed(self, why: str, now: float) -> None:
         """It is not there any more; another one will be, after a pause."""
@@ -381,7 +381,7 @@ class Spares:
 
     def _replace_if_overdue(self, now: float) -> None:
         if overdue(self._stock(), now):
-            # It may have spoken long ago, while this process stood still or had not begun to listen.
+            # Its messages may have come long ago, while this process stood still or had not begun to read.
             for descriptor in list(self._owners):
                 self.handle(SpareReadable(descriptor), now)
         if self._preloaded is None:

@@ -48,7 +48,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """From the preloaded process: so many modules are loaded; `skipped` says why others are not."""
+    """From the preloaded process: so many modules are loaded; `skipped` has others, and why."""
 
     modules: Count
     skipped: dict[str, str]

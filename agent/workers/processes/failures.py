@@ -90,7 +90,7 @@ class ExitDescription:
 
 @dataclass(frozen=True, slots=True)
 class ErrorReport:
-    """What an error file or a traceback tells. `note` says why an error file that exists could not be used."""
+    """From an error file or a traceback. `note`: why an error file that exists could not be used."""
 
     exception: str | None = None
     traceback: str | None = None

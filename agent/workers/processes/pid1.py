@@ -1,12 +1,12 @@
-"""Process 1 of a container: passes signals on to the agent, buries orphans, and ends as the agent ends.
+"""Process 1 of a container: passes signals on to the agent, reaps orphans, and ends as the agent ends.
 
 The kernel makes two demands on the first process of a PID namespace. Every orphan becomes its child, and stays a
 zombie until its exit status is asked for. And a signal that it has no handler for does nothing to it. An agent
 that met them itself would have to tell orphans from its own children, whose exit statuses it must not lose. So when the
 agent finds itself to be process 1, it goes on in a child process, where all is as on any machine; what stays behind
-is this init, which knows one child and has no other work.
+has one child and no other work.
 
-When init ends, the kernel kills all that is left in the container.
+When process 1 ends, the kernel kills all that is left in the container.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def fork_below_pid1() -> None:
     if agent == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, inherited)
         return
-    os._exit(_keep_house_for(agent))
+    os._exit(_serve(agent))
 
 
-def _keep_house_for(agent: int) -> int:
+def _serve(agent: int) -> int:
     """Until the agent has ended: its exit code, or 128 and the signal that ended it, as a shell says it."""
     while True:
         received = signal.sigwaitinfo(signal.valid_signals())
         if received.si_signo == signal.SIGCHLD:
-            ended = _bury_the_dead().get(agent)
+            ended = _reap_all().get(agent)
             if ended is not None:
                 code = os.waitstatus_to_exitcode(ended)
                 return code if code >= 0 else 128 - code
@@ -46,7 +46,7 @@ def _keep_house_for(agent: int) -> int:
             os.kill(agent, received.si_signo)
 
 
-def _bury_the_dead() -> dict[int, int]:
+def _reap_all() -> dict[int, int]:
     """Of all children that have ended, the wait status: several ends may be one SIGCHLD."""
     ended = {}
     try:

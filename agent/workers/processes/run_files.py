@@ -1,7 +1,7 @@
 """How an operator on this machine finds its agents: each leaves its HTTP address and its store in its run directory.
 
-The file is a hint, and whoever reads it may be root in a folder that anybody can write to. So it counts only when the
-directory and the file belong to the reader, or, for root, to one and the same user; when nobody else may have written
+The file is a hint, and its reader may be root in a folder that any user can write to. So it counts only when the
+directory and the file belong to the reader, or, for root, to one and the same user; when no other user may have written
 there; and when it holds an address and the words for a store, and nothing more. What answers there is then judged by
 its answer. The store of another user's job is not believed, by root neither: its words may name files to be read.
 """
@@ -46,7 +46,7 @@ _OPENED = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 def run_directory_parent(environ: Mapping[str, str]) -> str | None:
     """None: this user may write to none whose path is short enough.
 
-    A service has another /tmp than everybody else (systemd's PrivateTmp), and should be found in its own directory.
+    A service has a /tmp of its own (systemd's PrivateTmp), and should be found in its own directory.
     """
     given = environ.get("RUNTIME_DIRECTORY", "").partition(":")[0]
     try:
@@ -112,7 +112,7 @@ def stores_here(where: Iterable[Path], uid: int) -> tuple[Mapping[str, str], ...
 def trusted_text(
     file: Path | str, owners: set[int] | None, most_bytes: int, folder: int | None = None
 ) -> str | None:
-    """The first bytes of a regular file of one of these owners, to which nobody else may write; None of any other.
+    """The first bytes of a regular file of one of these owners, to which no other user may write; None of any other.
 
     `folder`: the open directory in which it is.
     """
@@ -163,7 +163,7 @@ def _read(run_dir: Path, owners: set[int] | None) -> RunFile | None:
 
 
 def _trusted_owner(fd: int, kind: int, owners: set[int] | None) -> int | None:
-    """Who owns what is open there, if it is of this kind, one of these owners' and nobody else may write to it."""
+    """Who owns what is open there, if it is of this kind, one of these owners' and no other user may write to it."""
     found = os.fstat(fd)
     if stat.S_IFMT(found.st_mode) != kind or found.st_mode & _OTHERS_MAY_WRITE:
         return None

@@ -1,7 +1,7 @@
 """The holder: a process that serves the workers' stores, so that the agent need not import torch for them.
 
 `worker_store` starts it as `python store_holder.py`, through `shim`, so that it dies with the agent wherever it is,
-in the import of torch too. Its standard input is one end of a socket pair that keeps messages apart. It says `ready`
+in the import of torch too. Its standard input is one end of a socket pair that keeps messages apart. It sends `ready`
 when torch is imported. From then on every message ends the store before it: `serve` brings the listening socket of
 the next one, `close` none. What goes wrong is its last word, and then it ends; at end-of-file it ends, too.
 

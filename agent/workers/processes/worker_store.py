@@ -39,7 +39,7 @@ HOLDER = Path(__file__).with_name("store_holder.py")
 
 @dataclass(slots=True)
 class _Holder:
-    """The process, our end of the socket pair, and what was heard from it."""
+    """The process, our end of the socket pair, and its last messages."""
 
     process: Process
     channel: socket.socket
@@ -52,19 +52,19 @@ class _Holder:
 
 
 class WorkerStore:
-    """See the module's docstring. For the main thread: the holder dies with the thread that starts it."""
+    """For the main thread: the holder dies with the thread that starts it."""
 
     def __init__(
         self, environment: Mapping[str, str], spares: Spares, io: IoThread, post: Callable[[Event], None]
     ) -> None:
-        """`environment` is what the workers inherit. What the holder says is posted, and to be given to `handle`."""
+        """`environment` is what the workers inherit. The holder's messages are posted; give them to `handle`."""
         # It computes nothing, and of a client that is cut off torch would write pages of C++ frames.
         self._environment = {**environment, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         self._spares = spares
         self._io = io
         self._post = post
         self._holder: _Holder | None = None
-        self._undying: list[Process] = []
+        self._unkillable: list[Process] = []
         """Killed, and never seen to end."""
         self._serving = False
         self._listener: socket.socket | None = None
@@ -78,7 +78,7 @@ class WorkerStore:
     @property
     def pids(self) -> tuple[int, ...]:
         holder = (self._holder.pid,) if self._holder is not None else ()
-        return (*holder, *(process.pid for process in self._undying))
+        return (*holder, *(process.pid for process in self._unkillable))
 
     def serve(self, listener: socket.socket) -> None:
         """Takes over `listener`, until `close`. Raises OSError when no holder can be started."""
@@ -96,7 +96,7 @@ class WorkerStore:
         if event.message == READY:
             holder.ready = True
             if self._listener is not None:
-                self._hand_over(holder)  # if it has ended meanwhile, we shall hear that next
+                self._hand_over(holder)  # if it has ended meanwhile, that is the next message
             return ""
         if event.message:
             holder.last_words = event.message.decode(errors="replace")
@@ -181,5 +181,5 @@ class WorkerStore:
         self._holder = None
         if ends_within(process.pid, KILL_WAIT_S):
             return process.wait()
-        self._undying.append(process)
+        self._unkillable.append(process)
         return None

@@ -151,7 +151,7 @@ def _two_pipes() -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 class WorkerGroup:
-    """See the module's docstring. All methods are for the main thread."""
+    """All methods are for the main thread."""
 
     def __init__(
         self,

@@ -1,14 +1,14 @@
 """What a process reads only once, at its start or while a library is loaded; and what to do where a worker's differs.
 
 A forked worker has an environment of its own, but the preloaded process has read parts of its environment already. For
-what Python and C code read so early, RULES says what follows when a worker has another value: the same effect can
+what Python and C code read so early, RULES declares what follows when a worker has another value: the same effect can
 still be had (a replay), or the worker must start cold. Variables that Python code reads while a module is loaded need
 no rule to be noticed, `import_tracer` saw them: without a rule they, too, mean a cold start.
 
 Asked three times. `obstacle`: before a worker is started, what of its environment, or of what its script sets itself,
 asks for a cold start. `at_import`: modules are being given to a script, which may have set variables in whatever way;
-what can be replayed is replayed now, the rest can only be told. `renew`: what must not be equal in two processes, and
-is in two forks.
+what can be replayed is replayed now, the rest can only be reported. And what must not be equal in two processes, but
+is in two forks, is renewed.
 
 Standard library only, and no cached module by name: what is replayed is done to the modules that are given.
 """
@@ -60,14 +60,6 @@ class Rule:
 # --- Replays
 
 
-def _nothing(modules: Modules) -> None:
-    """It is read when it is used, or by nothing that workers do."""
-
-
-def _time_zone(modules: Modules) -> None:
-    time.tzset()
-
-
 def _threads_of_openmp(modules: Modules) -> None:
     """Torch takes as many as MKL does, which takes no more than there are cores."""
     threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
@@ -101,7 +93,7 @@ def _threads_of_openblas(modules: Modules) -> None:
         setters = (f"{p}openblas_set_num_threads{s}" for p in ("", "scipy_") for s in ("", "64_"))
         setter = next((getattr(loaded, name) for name in setters if hasattr(loaded, name)), None)
         if setter is None:
-            raise CannotReplay(f"{os.path.basename(library)} cannot be told its number of threads")
+            raise CannotReplay(f"{os.path.basename(library)} does not let its number of threads be set")
         setter(threads)
 
 
@@ -123,23 +115,28 @@ def _log_level_of_torch(modules: Modules) -> None:
     raise CannotReplay("torch's log level cannot be read again")
 
 
-def _debug_level_of_torch(modules: Modules) -> None:
-    modules["torch.distributed"].set_debug_level_from_env()
-
-
-def _logs_of_torch(modules: Modules) -> None:
-    modules["torch._logging._internal"]._init_logs()
-
-
 RULES = (
-    Rule(("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONBREAKPOINT", "PYTHONSTARTUP"), AT_START, _nothing),
-    Rule(("TZ",), AT_START, _time_zone),
+    # Python reads these when they are used, or for nothing that workers do.
+    Rule(
+        ("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONBREAKPOINT", "PYTHONSTARTUP"),
+        AT_START,
+        lambda _: None,
+    ),
+    Rule(("TZ",), AT_START, lambda _: time.tzset()),
     Rule(("PYTHON*", "LD_*", "GLIBC_TUNABLES", "MALLOC_*", "LANG", "LC_*", "OPENSSL_*"), AT_START),
     Rule(("OMP_NUM_THREADS",), "torch", _threads_of_openmp, f"({ANY_NUMBER})?"),
     Rule(("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS"), "numpy", _threads_of_openblas),
     Rule(("TORCH_CPP_LOG_LEVEL",), "torch", _log_level_of_torch),
-    Rule(("TORCH_DISTRIBUTED_DEBUG",), "torch.distributed", _debug_level_of_torch),
-    Rule(("TORCH_LOGS", "TORCH_LOGS_OUT"), "torch._logging._internal", _logs_of_torch),
+    Rule(
+        ("TORCH_DISTRIBUTED_DEBUG",),
+        "torch.distributed",
+        lambda modules: modules["torch.distributed"].set_debug_level_from_env(),
+    ),
+    Rule(
+        ("TORCH_LOGS", "TORCH_LOGS_OUT"),
+        "torch._logging._internal",
+        lambda modules: modules["torch._logging._internal"]._init_logs(),
+    ),
     Rule(
         ("OMP_*", "GOMP_*", "ACC_*", "KMP_*", "MKL_*", "MKLDNN_*", "DNNL_*", "ONEDNN_*", "I_MPI_*"), "torch"
     ),
@@ -171,7 +168,7 @@ def obstacle(
     for name in sorted(_different(base, worker)):
         rules = rules_for(name)
         if not all(rule.replays(worker.get(name)) for rule in rules) or (name in reads and not rules):
-            return f"{name} is {_said(worker.get(name))}, and {_said(base.get(name))} where its modules were loaded"
+            return f"{name} is {_value(worker.get(name))}, and {_value(base.get(name))} where its modules were loaded"
     if script is None:
         return ""
     if too_late := _set_too_late(script, reads):
@@ -183,7 +180,7 @@ def _different(base: Mapping[str, str], worker: Mapping[str, str]) -> set[str]:
     return {name for name in {*base, *worker} if base.get(name) != worker.get(name)}
 
 
-def _said(value: str | None) -> str:
+def _value(value: str | None) -> str:
     return "not set" if value is None else repr(value)
 
 
@@ -196,7 +193,7 @@ _WORD = re.compile(r"\b[A-Z][A-Z0-9_]{2,}\b")
 
 def _set_too_late(script: str, reads: Collection[str]) -> str:
     """A variable that the text of the script sets, as far as that can be seen, and that cannot be replayed; or an
-    empty word. A script that cannot be read has none: Python says so itself."""
+    empty word. A script that cannot be read has none: Python refuses it."""
     try:
         with open(script, encoding="utf-8", errors="replace") as file:
             text = file.read()
@@ -231,7 +228,7 @@ def at_import(given: Modules, reads: Collection[str], base: Mapping[str, str]) -
         due = [rule for rule in rules if rule.read_by in given]
         value = os.environ.get(name)
         if not all(rule.replays(value) for rule in due) or (name in reads and not rules):
-            yield f"{name} is {_said(value)} only since its readers were loaded, and changes them no more"
+            yield f"{name} is {_value(value)} only since its readers were loaded, and changes them no more"
         else:
             replays.update({rule.replay: None for rule in due if rule.replay is not None})
     for replay in replays:
@@ -239,9 +236,9 @@ def at_import(given: Modules, reads: Collection[str], base: Mapping[str, str]) -
             replay(given)
         except CannotReplay as problem:
             yield str(problem)
-    for name, renew in RENEWALS.items():
+    for name in RENEWED:
         if name in given:
-            renew(given[name])
+            _renew(name, given[name])
 
 
 # --- What must not be equal in two forks
@@ -250,45 +247,31 @@ def at_import(given: Modules, reads: Collection[str], base: Mapping[str, str]) -
 TORCH_SEED = 67280421310721
 """With which older versions of torch begin in every process."""
 
-
-def _renew_torch(torch: Any) -> None:
-    if torch.default_generator.initial_seed() != TORCH_SEED:
-        torch.default_generator.seed()
-
-
-def _renew_numpy(random: Any) -> None:
-    random.seed()
-
-
-def _renew_multiprocessing(multiprocessing: Any) -> None:
-    sys.modules["__mp_main__"] = sys.modules["__main__"]
+RENEWED = (
+    "torch",
+    "numpy.random",
+    "multiprocessing",
+    "multiprocessing.process",
+    "tempfile",
+    "threading",
+    "logging",
+)
+"""Modules with something that must not be equal in two forks. (`random` renews itself in every fork.)"""
 
 
-def _renew_process(process: Any) -> None:
-    process._current_process._config["authkey"] = process.AuthenticationString(os.urandom(32))
-    process.ORIGINAL_DIR = os.path.abspath(os.getcwd())
-
-
-def _renew_tempfile(tempfile: Any) -> None:
-    tempfile.tempdir = None
-
-
-def _renew_threading(threading: Any) -> None:
-    threading.main_thread()._set_native_id()
-
-
-def _renew_logging(logging: Any) -> None:
-    """Records tell the time since logging was imported."""
-    logging._startTime = time.time() if isinstance(logging._startTime, float) else time.time_ns()
-
-
-RENEWALS: Mapping[str, Callable[[Any], None]] = {
-    "torch": _renew_torch,
-    "numpy.random": _renew_numpy,
-    "multiprocessing": _renew_multiprocessing,
-    "multiprocessing.process": _renew_process,
-    "tempfile": _renew_tempfile,
-    "threading": _renew_threading,
-    "logging": _renew_logging,
-}
-"""By module; each is called with it when it is given. (`random` renews itself in every fork.)"""
+def _renew(name: str, module: Any) -> None:
+    if name == "torch" and module.default_generator.initial_seed() != TORCH_SEED:
+        module.default_generator.seed()
+    elif name == "numpy.random":
+        module.seed()
+    elif name == "multiprocessing":
+        sys.modules["__mp_main__"] = sys.modules["__main__"]
+    elif name == "multiprocessing.process":
+        module._current_process._config["authkey"] = module.AuthenticationString(os.urandom(32))
+        module.ORIGINAL_DIR = os.path.abspath(os.getcwd())
+    elif name == "tempfile":
+        module.tempdir = None
+    elif name == "threading":
+        module.main_thread()._set_native_id()
+    elif name == "logging":  # records have the time since it was imported
+        module._startTime = time.time() if isinstance(module._startTime, float) else time.time_ns()

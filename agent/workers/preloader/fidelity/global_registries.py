@@ -30,7 +30,7 @@ LISTS = {"weakref": _finalizers, "logging": _loggers}
 
 
 class Growth:
-    """Tells what has been entered since the last call. What was there at the beginning is not new."""
+    """Entries made since the last call. Those at the beginning are not new."""
 
     def __init__(self) -> None:
         self._known: dict[str, set[Any]] = {keeper: set() for keeper in LISTS}

@@ -77,11 +77,11 @@ class ImportCache:
     _order: Mapping[str, int] = field(default_factory=dict)
     """The place of each hidden module in a fresh sys.modules."""
     _brought: dict[str, Sequence[str]] = field(default_factory=dict)
-    """What `_brought_by` says of the modules that were asked for, found out once for all forks."""
+    """`_brought_by` of the modules that were asked for, computed once for all forks."""
     _doers: Mapping[str, Effects] = field(default_factory=dict)
     """Of the modules that have done more than import others."""
-    tell: Callable[[str], None] = lambda problem: None
-    """Hears of each difference to a fresh process that is found too late to be avoided."""
+    report: Callable[[str], None] = lambda problem: None
+    """Called with each difference to a fresh process that is found too late to be avoided."""
 
     # --- In the preloaded process
 
@@ -179,7 +179,7 @@ class ImportCache:
         for problem in env_rules.at_import(
             given, {n: None for doer in effects for n in doer.reads}, self.base
         ):
-            self.tell(problem)
+            self.report(problem)
             warnings.warn(f"elastic-agent: {problem}", RuntimeWarning, stacklevel=3)
 
 

@@ -155,7 +155,7 @@ class ImportTracer:
             note(getattr(module, "__name__", name))
             return module
 
-        # The import system's own frames do not count where a warning says who caused it: neither shall this one.
+        # The import system's own frames do not count as the cause of a warning: neither shall this one.
         for function in (traced_import, traced_gcd_import):
             function.__code__ = function.__code__.replace(co_filename="<tracing importlib._bootstrap>")
         finder = _Finder(self)
@@ -216,7 +216,7 @@ class ImportTracer:
 
 
 class _Finder:
-    """Lets the others find, and tells the tracer when what they have found is loaded."""
+    """Lets the others find, and has the tracer follow the loading of what they have found."""
 
     def __init__(self, tracer: ImportTracer) -> None:
         self._tracer = tracer

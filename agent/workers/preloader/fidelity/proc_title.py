@@ -18,37 +18,21 @@ KEEP_EXECUTABLE = 2**32 - 1
 """exe_fd of -1."""
 
 _STAT = {
-    "start_code": 26,
-    "end_code": 27,
-    "start_stack": 28,
-    "start_data": 45,
-    "end_data": 46,
-    "start_brk": 47,
-    "arg_start": 48,
-    "arg_end": 49,
-    "env_start": 50,
-    "env_end": 51,
-}
+    "start_code": 26, "end_code": 27, "start_stack": 28, "start_data": 45, "end_data": 46, "start_brk": 47,
+    "arg_start": 48, "arg_end": 49, "env_start": 50, "env_end": 51,
+}  # fmt: skip
 """The fields of /proc/PID/stat, by the numbers in proc(5)."""
+
+_WORDS = (
+    "start_code end_code start_data end_data start_brk brk start_stack arg_start arg_end env_start env_end"
+)
 
 
 class _Map(ctypes.Structure):
     """struct prctl_mm_map."""
 
     _fields_ = [
-        *(
-            (name, ctypes.c_uint64)
-            for name in (
-                "start_code",
-                "end_code",
-                "start_data",
-                "end_data",
-                "start_brk",
-                "brk",
-                "start_stack",
-            )
-        ),
-        *((name, ctypes.c_uint64) for name in ("arg_start", "arg_end", "env_start", "env_end")),
+        *((name, ctypes.c_uint64) for name in _WORDS.split()),
         ("auxv", ctypes.c_void_p),
         ("auxv_size", ctypes.c_uint32),
         ("exe_fd", ctypes.c_uint32),
@@ -60,12 +44,12 @@ def refusal() -> str:
     try:
         _set(_as_it_is())
     except OSError as error:
-        return f"the kernel does not let a process change what /proc tells of it ({error.strerror})"
+        return f"the kernel does not let a process change what /proc shows of it ({error.strerror})"
     return ""
 
 
 def show(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Raises OSError where `refusal` says why."""
+    """Raises OSError where there is a `refusal`."""
     words = b"".join(os.fsencode(word) + b"\0" for word in command)
     variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
     block = ctypes.create_string_buffer(words + variables, len(words) + len(variables) + 1)
