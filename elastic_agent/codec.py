@@ -149,7 +149,7 @@ class Document(Generic[_T]):
     def __init__(self, kind: type[_T], version: int, most_chars: int) -> None:
         self._kind = kind
         self._version = version
-        self._most_chars = most_chars
+        self.most_chars = most_chars
 
     def encode(self, value: _T) -> str:
         return json.dumps({"v": self._version, **plain(value)}, separators=(",", ":"))
@@ -160,8 +160,8 @@ class Document(Generic[_T]):
 
     def load(self, text: str) -> dict[str, Any]:
         """The object, of any version. Raises Invalid."""
-        if len(text) > self._most_chars:
-            raise Invalid(f"text of {len(text)} characters, at most {self._most_chars} are read")
+        if len(text) > self.most_chars:
+            raise Invalid(f"text of {len(text)} characters, at most {self.most_chars} are read")
         return load_object(text, "text")
 
     def unpack(self, body: dict[str, Any]) -> _T:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
-from ....codec import Invalid
+from ....codec import Document, Invalid
 from ....rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
 from ....rendezvous.records import NODES_PREFIX, WORLD_KEY, Endpoint, NodeRecord, World
 from ....rendezvous.store.interface import Entry, Store
@@ -26,8 +26,6 @@ from ...rendezvous_io.store_opening import open_to_look
 from .pages import (
     JOB_PAGE,
     JOB_PATH,
-    MAX_JOB_BYTES,
-    MAX_STATUS_BYTES,
     STATUS_PAGE,
     STATUS_PATH,
     JobStatus,
@@ -96,7 +94,7 @@ _K = TypeVar("_K")
 
 
 def ask_all(
-    agents: Mapping[_K, Endpoint], path: str, read: Callable[[str], _T], at_most: int, timeout_s: float
+    agents: Mapping[_K, Endpoint], path: str, page: Document[_T], timeout_s: float
 ) -> dict[_K, _T | Unreachable]:
     """The answer of each at `path`, all of them within `timeout_s`."""
     if not agents:
@@ -106,7 +104,7 @@ def ask_all(
 
     def ask(http: Endpoint) -> _T | Unreachable:
         try:
-            return read(get(http, path, time.monotonic, each_s, at_most))
+            return page.decode(get(http, path, time.monotonic, each_s, page.most_chars))
         except ConnectionRefusedError:
             return Unreachable.REFUSED
         except OSError:
@@ -120,16 +118,14 @@ def ask_all(
 
 def ask_nodes(job: JobStatus, timeout_s: float) -> dict[str, NodeAnswer]:
     """The status of each node of the job, by incarnation."""
-    addresses = (
-        {member.incarnation: member.http for member in job.world.members} if job.world is not None else {}
-    )
+    members = job.world.members if job.world is not None else ()
+    addresses = {member.incarnation: member.http for member in members}
     addresses |= {node.incarnation: node.http for node in job.nodes}
     known = {incarnation: http for incarnation, http in addresses.items() if http is not None}
     answers: dict[str, NodeAnswer] = dict.fromkeys(addresses, Unreachable.HIDDEN)
-    answers |= ask_all(known, STATUS_PATH, STATUS_PAGE.decode, MAX_STATUS_BYTES, timeout_s)
-    for incarnation, answer in answers.items():
-        if isinstance(answer, NodeStatus) and answer.incarnation != incarnation:
-            answers[incarnation] = Unreachable.REPLACED
+    for incarnation, answer in ask_all(known, STATUS_PATH, STATUS_PAGE, timeout_s).items():
+        another = isinstance(answer, NodeStatus) and answer.incarnation != incarnation
+        answers[incarnation] = Unreachable.REPLACED if another else answer
     return answers
 
 
@@ -146,13 +142,13 @@ class AgentsSource(Source):
 
     def jobs(self) -> list[Found]:
         agents = {http: http for http in self._find()}
-        answers = ask_all(agents, STATUS_PATH, STATUS_PAGE.decode, MAX_STATUS_BYTES, self._timeout_s)
+        answers = ask_all(agents, STATUS_PATH, STATUS_PAGE, self._timeout_s)
         # The address of a killed agent stays for a moment.
         alive = {http: answer for http, answer in answers.items() if answer is not Unreachable.REFUSED}
         if not alive:
             raise self._no_agent(agents)
         able = {http: http for http, answer in alive.items() if isinstance(answer, NodeStatus)}
-        views = ask_all(able, JOB_PATH, JOB_PAGE.decode, MAX_JOB_BYTES, self._timeout_s)
+        views = ask_all(able, JOB_PATH, JOB_PAGE, self._timeout_s)
         found = [
             self._through_coordinator(Found(f"agent {http}", view, status))
             for http in able
@@ -173,7 +169,7 @@ class AgentsSource(Source):
         http = next((node.http for node in view.nodes if node.node == view.coordinator), None)
         if view.complete or http is None:
             return found
-        job = ask_all({"": http}, JOB_PATH, JOB_PAGE.decode, MAX_JOB_BYTES, self._timeout_s)[""]
+        job = ask_all({"": http}, JOB_PATH, JOB_PAGE, self._timeout_s)[""]
         if isinstance(job, JobStatus) and job.complete and job.job == view.job:
             return replace(found, job=job)
         return found
