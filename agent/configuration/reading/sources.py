@@ -16,11 +16,7 @@ from ..config import ARGS, SCRIPT, Problem
 from ..options import OPTIONS, TARGETS
 from ..types.option import Option, Source
 from .settings import Setting, Settings, closest, correction
-from .torchrun_spellings import (
-    IGNORED_TORCHRUN_FLAGS,
-    IGNORED_TORCHRUN_OPTIONS,
-    IGNORED_TORCHRUN_SHORTS,
-)
+from .torchrun_spellings import IGNORED_TORCHRUN_FLAGS, IGNORED_TORCHRUN_OPTIONS, IGNORED_TORCHRUN_SHORTS
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -70,11 +70,6 @@ class NodeReport:
         return "lost" if self.has_lease is False else self.silence.state
 
     @property
-    def missing(self) -> bool:
-        """It should answer, and does not."""
-        return self.silence not in (None, Unreachable.HIDDEN)
-
-    @property
     def ranks(self) -> str:
         if self.first_rank is None:
             return ""

@@ -23,14 +23,7 @@ from ...common.exits import StatusCode
 from ...common.http_get import NoAnswer, get
 from ...configuration.rendezvous import RendezvousConfig
 from ...rendezvous_io.store_opening import open_to_look
-from .pages import (
-    JOB_PAGE,
-    JOB_PATH,
-    STATUS_PAGE,
-    STATUS_PATH,
-    JobStatus,
-    NodeStatus,
-)
+from .pages import JOB_PAGE, JOB_PATH, STATUS_PAGE, STATUS_PATH, JobStatus, NodeStatus
 
 AT_ONCE = 128
 """Questions under way, each in a thread of its own."""

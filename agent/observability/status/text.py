@@ -7,10 +7,11 @@ but as printable characters. Without a width nothing is cut, so that the lines c
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .report import JobReport, NodeReport, RestartReport
+from .sources import Unreachable
 
 MOST_NOTES = 12
 
@@ -174,9 +175,7 @@ def _cells(node: NodeReport) -> tuple[str, ...]:
 
 
 def _notes(report: JobReport, screen: Screen) -> list[str]:
-    notes = [_absence(node) for node in report.nodes if node.missing]
-    notes += [_lease(node) for node in report.nodes if _lease_is_old(node)]
-    notes += report.notes
+    notes = [*_absences(report.nodes), *_old_leases(report.nodes), *report.notes]
     if not report.complete:
         notes.append("the coordinator does not answer: nodes beyond the world may be missing here")
     shown = notes[:MOST_NOTES]
@@ -186,25 +185,21 @@ def _notes(report: JobReport, screen: Screen) -> list[str]:
     return [*(line for note in shown for line in _wrapped("! ", _safe(note), screen)), *legend]
 
 
-def _absence(node: NodeReport) -> str:
-    assert node.silence is not None
-    how = node.silence.sentence.format(http=node.address)
+def _absences(nodes: Iterable[NodeReport]) -> Iterator[str]:
     known = {True: "; the store still has its record", False: "; its lease has ended", None: ""}
-    return f"node {node.node}: {how}{known[node.has_lease]}"
+    for node in nodes:
+        if node.silence not in (None, Unreachable.HIDDEN):
+            yield f"node {node.node}: {node.silence.sentence.format(http=node.address)}{known[node.has_lease]}"
 
 
-def _lease_is_old(node: NodeReport) -> bool:
-    status = node.status
-    return status is not None and status.lease_s is not None and status.lease_s > status.lease_ttl_s
-
-
-def _lease(node: NodeReport) -> str:
-    assert node.status is not None
-    assert node.status.lease_s is not None
-    return (
-        f"node {node.node}: its lease was last confirmed {span(node.status.lease_s)} ago and lives "
-        f"{node.status.lease_ttl_s:g} s: it does not reach the store"
-    )
+def _old_leases(nodes: Iterable[NodeReport]) -> Iterator[str]:
+    for node in nodes:
+        status = node.status
+        if status is not None and status.lease_s is not None and status.lease_s > status.lease_ttl_s:
+            yield (
+                f"node {node.node}: its lease was last confirmed {span(status.lease_s)} ago and lives "
+                f"{status.lease_ttl_s:g} s: it does not reach the store"
+            )
 
 
 # --- Words
