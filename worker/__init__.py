@@ -43,30 +43,19 @@ if TYPE_CHECKING:
     from .steps.progress import poll, step
     from .steps.sampler import ElasticSampler
 
-_HOME = {
-    "Checkpointer": "checkpointing.checkpointer",
-    "Drained": "steps.drain",
-    "CheckpointError": "errors",
-    "CheckpointMismatch": "errors",
-    "ClusterEnvironmentError": "errors",
-    "ElasticSampler": "steps.sampler",
-    "Fenced": "errors",
-    "NoUsableCheckpoint": "errors",
-    "NotPlainData": "errors",
-    "NotReplicated": "errors",
-    "OtherRun": "errors",
-    "SamplerError": "errors",
-    "SamplerMismatch": "errors",
-    "SaveFailed": "errors",
-    "Sharded": "errors",
-    "StepNotGrowing": "errors",
-    "find_free_network_port": "ranks.network_port",
-    "fresh_init_file": "ranks.init_file",
-    "init_process_group": "ranks.process_group",
-    "poll": "steps.progress",
-    "reserve_port": "ranks.network_port",
-    "step": "steps.progress",
+_NAMES = {
+    "checkpointing.checkpointer": "Checkpointer",
+    "steps.drain": "Drained",
+    "errors": """
+        CheckpointError CheckpointMismatch ClusterEnvironmentError Fenced NoUsableCheckpoint NotPlainData NotReplicated
+        OtherRun SamplerError SamplerMismatch SaveFailed Sharded StepNotGrowing""",
+    "steps.sampler": "ElasticSampler",
+    "ranks.network_port": "find_free_network_port reserve_port",
+    "ranks.init_file": "fresh_init_file",
+    "ranks.process_group": "init_process_group",
+    "steps.progress": "poll step",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "CheckpointError",

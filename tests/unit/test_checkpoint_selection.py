@@ -17,6 +17,7 @@ from elastic_agent.worker.loading.checkpoint_selection import (
     nodes_with,
 )
 from elastic_agent.worker.memory.copy_header import Copy, Header
+from elastic_agent.worker.wire.environment import WorkerEnv
 
 
 def disk(step: int, generation: int = 1) -> Manifest:
@@ -123,8 +124,8 @@ def test_a_disk_that_rots_does_not_hide_the_bad_state_that_is_left() -> None:
 
 def test_the_agent_names_the_bad_state_in_the_environment() -> None:
     named = {"ELASTIC_AGENT_BAD_STATE": "7:30", "ELASTIC_AGENT_GENERATION": "9", "ELASTIC_AGENT_RUN": "me"}
-    assert BadState.of(named) == replace(BAD, run="me")
-    assert BadState.of({"ELASTIC_AGENT_GENERATION": "9"}) is None
+    assert BadState.of(WorkerEnv.of(named), "me") == replace(BAD, run="me")
+    assert BadState.of(WorkerEnv.of({"ELASTIC_AGENT_GENERATION": "9"}), "me") is None
 
 
 def of(run: str, step: int, generation: int = 1) -> Manifest:

@@ -29,8 +29,8 @@ from elastic_agent.worker.loading.checkpoint_selection import BadState, Offer, S
 from elastic_agent.worker.ranks.group import current_group
 from elastic_agent.worker.state import rng
 from elastic_agent.worker.steps import progress
-from elastic_agent.worker.wire import shared_progress as page
-from elastic_agent.worker.wire.environment import NAMES, WORKER_VARIABLES
+from elastic_agent.worker.wire import shared_progress
+from elastic_agent.worker.wire.environment import NAMES, WORKER_VARIABLES, WorkerEnv
 from elastic_agent.worker.wire.messages import (
     MAX_BYTES,
     REPORTS,
@@ -257,7 +257,7 @@ def test_to_load_a_teacher_is_no_beginning_of_this_training(
     teacher = Checkpointer(tmp_path / "teacher", {})
     teacher.save(90)
     teacher.save(100)
-    words = page.private_words()
+    words = shared_progress.private_words()
     monkeypatch.setattr(progress, "_words", words)
     monkeypatch.setenv("ELASTIC_AGENT_GENERATION", "2")
     monkeypatch.setenv(NAMES["bad_state"], "1:100")
@@ -292,14 +292,14 @@ def test_a_directory_that_another_run_has_is_refused_and_a_failed_load_lets_go(
 
 def chosen(monkeypatch: pytest.MonkeyPatch, checkpoints: Checkpointer) -> tuple[str, int]:
     """What a load raises, and which step's state the agent then takes for loaded."""
-    words = page.private_words()
-    words[page.CHOSEN_STEP] = page.NO_STEP
+    words = shared_progress.private_words()
+    words[shared_progress.CHOSEN_STEP] = shared_progress.NO_STEP
     monkeypatch.setattr(progress, "_words", words)
     try:
         checkpoints.load()
     except Exception as error:
-        return type(error).__name__, words[page.CHOSEN_STEP]
-    return "", words[page.CHOSEN_STEP]
+        return type(error).__name__, words[shared_progress.CHOSEN_STEP]
+    return "", words[shared_progress.CHOSEN_STEP]
 
 
 def test_the_agent_hears_which_state_is_loaded_and_not_of_a_load_that_is_refused(
@@ -307,14 +307,17 @@ def test_the_agent_hears_which_state_is_loaded_and_not_of_a_load_that_is_refused
 ) -> None:
     Checkpointer(tmp_path, {"a": {}}).save(10)
     assert chosen(monkeypatch, Checkpointer(tmp_path, {"a": {}})) == ("", 10)
-    assert chosen(monkeypatch, Checkpointer(tmp_path, {"other": {}})) == ("CheckpointMismatch", page.NO_STEP)
+    assert chosen(monkeypatch, Checkpointer(tmp_path, {"other": {}})) == (
+        "CheckpointMismatch",
+        shared_progress.NO_STEP,
+    )
 
     def refuse(*_: Any, **__: Any) -> None:
         raise OtherRun("not yours")
 
     refused = Checkpointer(tmp_path, {"a": {}})
     monkeypatch.setattr(refused._files.claim, "take", refuse)
-    assert chosen(monkeypatch, refused) == ("OtherRun", page.NO_STEP)
+    assert chosen(monkeypatch, refused) == ("OtherRun", shared_progress.NO_STEP)
 
 
 def test_a_state_that_ends_the_process_that_reads_it_was_told_before(
@@ -334,7 +337,7 @@ def test_a_state_that_ends_the_process_that_reads_it_was_told_before(
     with pytest.raises(SystemExit):
         chosen(monkeypatch, Checkpointer(tmp_path, {"a": {}}))
     assert progress._words is not None
-    assert progress._words[page.CHOSEN_STEP] == 10
+    assert progress._words[shared_progress.CHOSEN_STEP] == 10
 
 
 def test_a_bad_state_never_costs_another_run_its_checkpoints(
@@ -348,19 +351,14 @@ def test_a_bad_state_never_costs_another_run_its_checkpoints(
     monkeypatch.setenv("ELASTIC_AGENT_GENERATION", "5")
     monkeypatch.setenv("ELASTIC_AGENT_BAD_STATE", "4:90")
     mine = Manifest(85, 2, 1, f"step-{85:012d}-mine-00000000-{'a' * 16}.pt", 1, "a" * 64, "mine")
-    group = current_group()
-    with restore.Restore(
-        group,
-        CheckpointFiles(tmp_path, keep=2, run=Run("mine")),
-        None,
-        lambda _: None,
-        BadState.of(os.environ),
-    ) as one:
-        (foreign,) = one._tell(one._claim(), ())
+    bad_state = BadState.of(WorkerEnv.of(os.environ), "mine")
+    files = CheckpointFiles(tmp_path, keep=2, run=Run("mine"))
+    with restore.Restore(current_group(), files, None, "", lambda _: None, lambda _: None, bad_state) as one:
+        (foreign,) = one._exchange(one._claim(), ())
         assert foreign.foreign
         assert foreign.manifest is not None
         assert one.related_runs() == ()
-        assert choose_source([foreign, Offer(mine)], BadState.of(os.environ)) == Source(1, mine)
+        assert choose_source([foreign, Offer(mine)], bad_state) == Source(1, mine)
     assert {path.name: path.read_bytes() for path in tmp_path.glob("step-*")} == before
 
 

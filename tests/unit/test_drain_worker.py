@@ -17,11 +17,11 @@ from elastic_agent.worker.steps import drain, progress
 from elastic_agent.worker.steps.drain import DRAINED, Drained
 from elastic_agent.worker.steps.progress import poll
 from elastic_agent.worker.steps.registry import Checkpointers
-from elastic_agent.worker.wire import shared_progress as page
+from elastic_agent.worker.wire import shared_progress
 from elastic_agent.worker.wire.channel import receive, send
 from elastic_agent.worker.wire.environment import NAMES
 from elastic_agent.worker.wire.messages import FROM_WORKERS, StepAnswer, StepEnded, StepStatus, Verdict
-from elastic_agent.worker.wire.shared_progress import Page
+from elastic_agent.worker.wire.shared_progress import SharedProgress
 
 WORD = StepEnded(7, 3, 1, 120, StepStatus.FINISHED)
 
@@ -100,7 +100,7 @@ def taking_part(**savers: DrainSaver) -> Checkpointers:
 
 class Scene:
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.page = Page.make(7)
+        self.page = SharedProgress.make(7)
         self.path = tmp_path / "drain"
         self.answer: Verdict | None = Verdict.GO_ON
         self.agent = Agent(self.path, lambda word: self.answer)
@@ -120,7 +120,7 @@ class Scene:
         monkeypatch.setattr(drain, "_leave_at_exit", lambda: None)  # this process goes on
 
     def announce(self) -> None:
-        self.page.words[page.PENDING] = 1
+        self.page.words[shared_progress.PENDING] = 1
 
     @property
     def reported(self) -> list[tuple[StepStatus, int]]:

@@ -14,13 +14,13 @@ import pytest
 
 from elastic_agent.worker.steps import progress
 from elastic_agent.worker.steps.progress import Stage
-from elastic_agent.worker.wire import shared_progress as page
+from elastic_agent.worker.wire import shared_progress
 from elastic_agent.worker.wire.environment import NAMES
-from elastic_agent.worker.wire.shared_progress import Page
+from elastic_agent.worker.wire.shared_progress import SharedProgress
 
 
 @pytest.fixture
-def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
+def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedProgress]:
     """The page of this process, as its agent would see it."""
     for name, value in {
         "_words": None,
@@ -29,22 +29,22 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
         "on_pending": progress.on_pending,
     }.items():
         monkeypatch.setattr(progress, name, value)
-    with closing(Page.make(generation=7)) as made:
+    with closing(SharedProgress.make(generation=7)) as made:
         for name, text in environment(made).items():
             monkeypatch.setenv(name, text)
         yield made
 
 
-def environment(of: Page) -> dict[str, str]:
+def environment(of: SharedProgress) -> dict[str, str]:
     return {NAMES["page"]: of.path, "ELASTIC_AGENT_GENERATION": "7"}
 
 
-def run(program: str, of: Page, *args: str) -> None:
+def run(program: str, of: SharedProgress, *args: str) -> None:
     command = [sys.executable, "-c", f"from elastic_agent.worker import step\n{program}", *args]
     subprocess.run(command, env={**os.environ, **environment(of)}, check=True)
 
 
-def test_every_step_is_seen_with_its_instant(ours: Page) -> None:
+def test_every_step_is_seen_with_its_instant(ours: SharedProgress) -> None:
     before = time.monotonic()
     progress.step(11)
     between = time.monotonic()
@@ -54,10 +54,10 @@ def test_every_step_is_seen_with_its_instant(ours: Page) -> None:
     assert reading.first_at is not None
     assert reading.stepped_at is not None
     assert before <= reading.first_at <= between <= reading.stepped_at <= time.monotonic()
-    assert ours.words[page.ATTACHED] == os.getpid()
+    assert ours.words[shared_progress.ATTACHED] == os.getpid()
 
 
-def test_the_last_step_before_a_kill_is_there(ours: Page) -> None:
+def test_the_last_step_before_a_kill_is_there(ours: SharedProgress) -> None:
     killed = subprocess.run(
         [sys.executable, "-c", "import os\nfrom elastic_agent.worker import step\n"
          "for number in range(1, 1001): step(number)\nos.kill(os.getpid(), 9)"],
@@ -67,7 +67,7 @@ def test_the_last_step_before_a_kill_is_there(ours: Page) -> None:
     assert (ours.read().first_step, ours.read().step) == (1, 1000)
 
 
-def test_a_load_is_seen_from_its_begin_to_its_end(ours: Page) -> None:
+def test_a_load_is_seen_from_its_begin_to_its_end(ours: SharedProgress) -> None:
     progress.loading()
     begun = ours.read()
     assert begun.load_at is not None
@@ -90,14 +90,14 @@ class Counts:
 
 
 @pytest.mark.parametrize("step", [5, Counts()], ids=["int", "__index__"])
-def test_whatever_is_a_number_is_a_step(ours: Page, step: int) -> None:
+def test_whatever_is_a_number_is_a_step(ours: SharedProgress, step: int) -> None:
     progress.step(step)
     assert ours.read().step == 5
 
 
 @pytest.mark.parametrize("wrong", ["12", 1.5, None, -1, 2**63], ids=repr)
 def test_what_is_no_step_is_said_once_and_ends_nothing(
-    ours: Page, caplog: pytest.LogCaptureFixture, wrong: object
+    ours: SharedProgress, caplog: pytest.LogCaptureFixture, wrong: object
 ) -> None:
     for _ in range(3):
         progress.step(wrong)  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def test_what_is_no_step_is_said_once_and_ends_nothing(
     assert ours.read().step == 13
 
 
-def test_a_child_of_the_worker_does_not_speak_for_it(ours: Page, tmp_path: Path) -> None:
+def test_a_child_of_the_worker_does_not_speak_for_it(ours: SharedProgress, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import multiprocessing, os\n"
@@ -129,13 +129,13 @@ def test_a_child_of_the_worker_does_not_speak_for_it(ours: Page, tmp_path: Path)
     assert (ours.read().first_step, ours.read().step) == (2, 2)
 
 
-def test_of_two_programs_one_after_the_other_both_speak(ours: Page) -> None:
+def test_of_two_programs_one_after_the_other_both_speak(ours: SharedProgress) -> None:
     run("step(1)", ours)
     run("step(2)", ours)
     assert ours.read().step == 2
 
 
-def test_without_an_agent_everything_goes_on(ours: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_agent_everything_goes_on(ours: SharedProgress, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(NAMES["page"])
     heard: list[int] = []
     progress.on_step(heard.append)
@@ -155,7 +155,10 @@ def test_without_an_agent_everything_goes_on(ours: Page, monkeypatch: pytest.Mon
     ids=str,
 )
 def test_a_page_that_cannot_be_used_is_named_and_done_without(
-    ours: Page, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: dict[str, str]
+    ours: SharedProgress,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    change: dict[str, str],
 ) -> None:
     for name, value in change.items():
         monkeypatch.setenv(name, value)
@@ -166,7 +169,7 @@ def test_a_page_that_cannot_be_used_is_named_and_done_without(
     assert "cannot see this worker's steps" in record.message
 
 
-def test_listeners_are_called_in_their_order(ours: Page) -> None:
+def test_listeners_are_called_in_their_order(ours: SharedProgress) -> None:
     heard: list[tuple[str, int]] = []
 
     def listen(name: str, every: int, stage: Stage) -> None:
@@ -177,7 +180,7 @@ def test_listeners_are_called_in_their_order(ours: Page) -> None:
     listen("position", 1, Stage.POSITION)
     progress.on_pending = lambda step: heard.append(("pending", step))
     progress.step(1)
-    ours.words[page.PENDING] = 1
+    ours.words[shared_progress.PENDING] = 1
     progress.step(2)
     assert heard == [
         ("position", 1), ("second copy", 1),
@@ -185,7 +188,7 @@ def test_listeners_are_called_in_their_order(ours: Page) -> None:
     ]  # fmt: skip
 
 
-def test_a_listener_hears_no_more_once_it_is_ended(ours: Page) -> None:
+def test_a_listener_hears_no_more_once_it_is_ended(ours: SharedProgress) -> None:
     heard: list[int] = []
     end = progress.on_step(heard.append)
     stays = progress.on_step(heard.append)
@@ -197,25 +200,25 @@ def test_a_listener_hears_no_more_once_it_is_ended(ours: Page) -> None:
     stays()
 
 
-def test_a_listener_hears_of_steps_that_are_seen_already(ours: Page) -> None:
+def test_a_listener_hears_of_steps_that_are_seen_already(ours: SharedProgress) -> None:
     seen: list[int | None] = []
     progress.on_step(lambda step: seen.append(ours.read().step))
     progress.step(8)
     assert seen == [8], "what the listener does may take long, and is no part of the step"
 
 
-def test_what_a_listener_raises_leaves_the_step(ours: Page) -> None:
+def test_what_a_listener_raises_leaves_the_step(ours: SharedProgress) -> None:
     def give_up(step: int) -> None:
         raise SystemExit(83)
 
     progress.on_pending = give_up
-    ours.words[page.PENDING] = 1
+    ours.words[shared_progress.PENDING] = 1
     with pytest.raises(SystemExit):
         progress.step(1)
 
 
 @pytest.mark.parametrize("every", [0, -1])
-def test_a_listener_that_could_never_hear_is_refused(ours: Page, every: int) -> None:
+def test_a_listener_that_could_never_hear_is_refused(ours: SharedProgress, every: int) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         progress.on_step(print, every=every)
 
@@ -227,7 +230,7 @@ def test_nothing_is_asked_of_torch() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_a_pending_change_without_anybody_who_follows_it_changes_nothing(ours: Page) -> None:
-    ours.words[page.PENDING] = 1
+def test_a_pending_change_without_anybody_who_follows_it_changes_nothing(ours: SharedProgress) -> None:
+    ours.words[shared_progress.PENDING] = 1
     progress.step(1)
     assert ours.read().step == 1

@@ -11,45 +11,55 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.worker.wire import shared_progress as page
 from elastic_agent.worker.wire.shared_progress import (
-    Page,
-    PageError,
-    PageOfAnotherGeneration,
-    PageOfAnotherVersion,
-    PageTooSmall,
+    ATTACHED,
+    CHOSEN_STEP,
+    FIRST_AT,
+    FIRST_STEP,
+    GENERATION,
+    LOAD_AT,
+    LOADED_AT,
+    LOADED_STEP,
+    PENDING,
+    SCRIPT_AT,
+    SIZE,
+    STEP,
+    STEPPED_AT,
+    VERSION,
     Reading,
+    SharedProgress,
+    SharedProgressError,
 )
 
 
 @pytest.fixture
-def ours() -> Iterator[Page]:
-    with closing(Page.make(generation=7)) as made:
+def ours() -> Iterator[SharedProgress]:
+    with closing(SharedProgress.make(generation=7)) as made:
         yield made
 
 
-def test_a_new_page_tells_of_nothing(ours: Page) -> None:
+def test_a_new_page_tells_of_nothing(ours: SharedProgress) -> None:
     assert ours.read() == Reading()
-    assert (ours.words[page.GENERATION], ours.words[page.PENDING]) == (7, 0)
+    assert (ours.words[GENERATION], ours.words[PENDING]) == (7, 0)
 
 
-def test_what_one_process_writes_the_other_reads(ours: Page) -> None:
+def test_what_one_process_writes_the_other_reads(ours: SharedProgress) -> None:
     program = (
-        "import sys; from elastic_agent.worker.wire import shared_progress as page\n"
-        "words = page.Page.attach(sys.argv[1], 7).words\n"
-        "assert words[page.PENDING] == 1\n"
-        "words[page.STEPPED_AT], words[page.STEP] = 2_500_000_000, 2**62\n"
+        "import sys; from elastic_agent.worker.wire import shared_progress\n"
+        "words = shared_progress.SharedProgress.attach(sys.argv[1], 7).words\n"
+        "assert words[shared_progress.PENDING] == 1\n"
+        "words[shared_progress.STEPPED_AT], words[shared_progress.STEP] = 2_500_000_000, 2**62\n"
     )
-    ours.words[page.PENDING] = 1
+    ours.words[PENDING] = 1
     subprocess.run([sys.executable, "-c", program, ours.path], check=True)
     reading = ours.read()
     assert (reading.step, reading.stepped_at) == (2**62, 2.5)
 
 
-def test_each_word_is_read_as_what_it_is(ours: Page) -> None:
+def test_each_word_is_read_as_what_it_is(ours: SharedProgress) -> None:
     for number, word in enumerate(
-        (page.STEP, page.STEPPED_AT, page.FIRST_STEP, page.FIRST_AT, page.SCRIPT_AT, page.LOAD_AT, page.LOADED_AT,
-         page.LOADED_STEP, page.CHOSEN_STEP),
+        (STEP, STEPPED_AT, FIRST_STEP, FIRST_AT, SCRIPT_AT, LOAD_AT, LOADED_AT,
+         LOADED_STEP, CHOSEN_STEP),
         start=1,
     ):  # fmt: skip
         ours.words[word] = number * 10**9
@@ -60,55 +70,55 @@ def test_each_word_is_read_as_what_it_is(ours: Page) -> None:
 
 
 def test_the_two_writers_share_no_cache_line() -> None:
-    agent = {page.GENERATION, page.PENDING}
+    agent = {GENERATION, PENDING}
     worker = {
-        page.ATTACHED, page.STEP, page.STEPPED_AT, page.FIRST_STEP, page.FIRST_AT, page.SCRIPT_AT, page.LOAD_AT,
-        page.LOADED_AT, page.LOADED_STEP, page.CHOSEN_STEP,
+        ATTACHED, STEP, STEPPED_AT, FIRST_STEP, FIRST_AT, SCRIPT_AT, LOAD_AT,
+        LOADED_AT, LOADED_STEP, CHOSEN_STEP,
     }  # fmt: skip
     assert {word // 8 for word in agent}.isdisjoint({word // 8 for word in worker})
-    assert max(worker) < page.SIZE // 8
+    assert max(worker) < SIZE // 8
 
 
 def test_a_file_that_is_too_small_is_no_page(tmp_path: Path) -> None:
-    (tmp_path / "cut").write_bytes(bytes(page.SIZE - 1))
-    with pytest.raises(PageTooSmall, match="191 bytes, a page has 192"):
-        Page.attach(str(tmp_path / "cut"), 7)
+    (tmp_path / "cut").write_bytes(bytes(SIZE - 1))
+    with pytest.raises(SharedProgressError, match="191 bytes, a page has 192"):
+        SharedProgress.attach(str(tmp_path / "cut"), 7)
 
 
-@pytest.mark.parametrize("version", [1, page.VERSION + 1])
-def test_a_page_of_another_version_is_refused(ours: Page, version: int) -> None:
+@pytest.mark.parametrize("version", [1, VERSION + 1])
+def test_a_page_of_another_version_is_refused(ours: SharedProgress, version: int) -> None:
     """With version 1 came other names of the variables, so that its worker and this agent have no common fence."""
-    ours.words[0] += (version - page.VERSION) << 48
-    with pytest.raises(PageOfAnotherVersion, match="same elastic-agent"):
-        Page.attach(ours.path, 7)
+    ours.words[0] += (version - VERSION) << 48
+    with pytest.raises(SharedProgressError, match="same elastic-agent"):
+        SharedProgress.attach(ours.path, 7)
 
 
-def test_a_page_of_another_generation_is_refused(ours: Page) -> None:
-    with pytest.raises(PageOfAnotherGeneration, match="generation 7, this process of 6"):
-        Page.attach(ours.path, 6)
+def test_a_page_of_another_generation_is_refused(ours: SharedProgress) -> None:
+    with pytest.raises(SharedProgressError, match="generation 7, this process of 6"):
+        SharedProgress.attach(ours.path, 6)
 
 
-def test_refusing_leaves_no_descriptor_behind(ours: Page, tmp_path: Path) -> None:
+def test_refusing_leaves_no_descriptor_behind(ours: SharedProgress, tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     before = os.listdir("/proc/self/fd")
     for path in (ours.path, str(tmp_path / "empty")):
-        with pytest.raises(PageError):
-            Page.attach(path, 6)
+        with pytest.raises(SharedProgressError):
+            SharedProgress.attach(path, 6)
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_nobody_can_cut_it_short_under_the_agent(ours: Page) -> None:
+def test_nobody_can_cut_it_short_under_the_agent(ours: SharedProgress) -> None:
     with pytest.raises(PermissionError):
         os.truncate(ours.path, 0)
 
 
-def test_it_is_for_its_owner_only(ours: Page) -> None:
+def test_it_is_for_its_owner_only(ours: SharedProgress) -> None:
     assert os.stat(ours.path).st_mode & 0o777 == 0o600
 
 
 def test_a_closed_page_cannot_be_found_and_its_worker_does_not_notice() -> None:
-    ours = Page.make(generation=7)
-    theirs = Page.attach(ours.path, 7)
+    ours = SharedProgress.make(generation=7)
+    theirs = SharedProgress.attach(ours.path, 7)
     ours.close()
-    theirs.words[page.STEP] = 1
-    assert not os.path.exists(ours.path) or os.stat(ours.path).st_size != page.SIZE
+    theirs.words[STEP] = 1
+    assert not os.path.exists(ours.path) or os.stat(ours.path).st_size != SIZE

@@ -90,10 +90,11 @@ class Checkpointer:
         if of_rank_0 and memory is not None and not memory.place.is_on_node_of_rank_0:
             memory = None
         self._memory = memory
-        self._disk = AsyncSaver(self._files, WorkerEnv.of(os.environ))
+        self._env = WorkerEnv.of(os.environ)
+        self._disk = AsyncSaver(self._files, self._env)
         copies = Copies(memory, self._disk)
         self._saver = Saver(self._files, self._contents, copies, self._disk, max_failed_saves)
-        self._loader = Loader(self._files, self._contents, memory, read_only=read_only)
+        self._loader = Loader(self._files, self._contents, memory, self._env, read_only=read_only)
         self._planned = PlannedSaves(self._files.directory, self._contents, copies, self._disk, self._saver)
         if memory_every is not None and not read_only:
             progress.on_step(self._remember, every=memory_every, stage=progress.Stage.STATE)
@@ -177,7 +178,7 @@ class Checkpointer:
         the loop: see `just_in_time`. One guards all Checkpointers that were loaded. Without an agent, or without room
         in its memory, this does nothing.
         """
-        memory, address = self._memory, WorkerEnv.of(os.environ).socket
+        memory, address = self._memory, self._env.socket
         if memory is None or not address:
             return contextlib.nullcontext()
         self._planned.register()

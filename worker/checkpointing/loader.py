@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable
 
@@ -28,16 +27,23 @@ logger = logging.getLogger(__name__)
 
 class Loader:
     def __init__(
-        self, files: CheckpointFiles, contents: Contents, memory: NodeMemory | None, *, read_only: bool
+        self,
+        files: CheckpointFiles,
+        contents: Contents,
+        memory: NodeMemory | None,
+        env: WorkerEnv,
+        *,
+        read_only: bool,
     ) -> None:
         """`read_only`: training does not go on from what is loaded, so nothing is claimed or reported."""
         self._files = files
+        self._node = env.node
         self._contents = contents
         self._memory = memory
         self._read_only = read_only
         self._report = progress.Silent() if read_only else progress
-        self._bad_state = None if read_only else BadState.of(os.environ)
-        self._speaks_for_node = not read_only and WorkerEnv.of(os.environ).local_rank == 0
+        self._bad_state = None if read_only else BadState.of(env, files.run.id)
+        self._speaks_for_node = not read_only and env.local_rank == 0
 
     def load(self, finish_last_write: Callable[[], None]) -> tuple[int, Source | None]:
         """The step, and whose state it is; 0 and None when there was none. Raises what `Checkpointer.load` raises.
@@ -56,7 +62,9 @@ class Loader:
             )
             report(bad.step, "corrupt")
 
-        restore = Restore(group, self._files, self._memory, on_bad, self._report.load_chosen, self._bad_state)
+        restore = Restore(
+            group, self._files, self._memory, self._node, on_bad, self._report.load_chosen, self._bad_state
+        )
         try:
             together(group, lambda: self._prepare(finish_last_write), "nothing loaded")
             self._on_rank_0(group, self._files.claim.await_former_run)

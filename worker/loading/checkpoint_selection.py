@@ -23,7 +23,7 @@ chosen only where this run has no other. It is this run's: what another run has 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...codec import from_plain, load_object, plain
@@ -32,7 +32,6 @@ from ..errors import NoUsableCheckpoint
 from ..memory.copy_header import Copy, Header
 from ..wire.environment import WorkerEnv
 from ..wire.messages import MAX_REASON_CHARS
-from ..wire.run import this_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +45,11 @@ class BadState:
     """Whose generations these are."""
 
     @staticmethod
-    def of(environ: Mapping[str, str]) -> BadState | None:
-        env = WorkerEnv.of(environ)
+    def of(env: WorkerEnv, run: str) -> BadState | None:
         generation, colon, step = env.bad_state.partition(":")
         if not colon:
             return None
-        return BadState(int(generation), int(step), env.generation, this_run(environ).id)
+        return BadState(int(generation), int(step), env.generation, run)
 
     def covers(self, what: Manifest | Header, *, foreign: bool = False) -> bool:
         """That state, and what came of it. What later generations have made of an older one is good.

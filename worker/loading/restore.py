@@ -26,7 +26,6 @@ from ..memory.node_memory import NodeMemory, load_mapped
 from ..memory.slots import HeldSlot
 from ..ranks.group import Group
 from ..ranks.refusals import together
-from ..wire.environment import WorkerEnv
 from .checkpoint_selection import BadState, Offer, Source, choose_source, nodes_with, runs_in_memory
 from .node_sharing import Bytes, NodeSharing, first_ranks
 
@@ -58,6 +57,7 @@ class Restore:
         group: Group,
         files: CheckpointFiles,
         memory: NodeMemory | None,
+        node: str,
         bad: Callable[[BadCheckpoint], None],
         chosen: Callable[[int], None],
         bad_state: BadState | None = None,
@@ -68,6 +68,7 @@ class Restore:
         self._group = group
         self._files = files
         self._memory = memory
+        self._node = node
         self._bad = bad
         self._chosen = chosen
         self._bad_state = bad_state
@@ -173,8 +174,7 @@ class Restore:
 
     def _place(self) -> str:
         """Ranks in the same place see the same files: what one has verified the others need not read."""
-        node = WorkerEnv.of(os.environ).node
-        return f"{node}:{self._files.directory}" if node else ""
+        return f"{self._node}:{self._files.directory}" if self._node else ""
 
     def _unwanted(self, manifest: Manifest) -> bool:
         bad = self._bad_state

@@ -25,22 +25,24 @@ from dataclasses import dataclass
 from operator import index
 
 from ...codec import Invalid
-from ..wire import shared_progress as page
 from ..wire.channel import Reporter
 from ..wire.environment import WorkerEnv
 from ..wire.messages import LentLock, LoadReport, LoadResult, SaveReport, SaveResult, Tier
 from ..wire.shared_progress import (
+    ATTACHED,
     CHOSEN_STEP,
     FIRST_AT,
     FIRST_STEP,
     LOAD_AT,
     LOADED_AT,
     LOADED_STEP,
+    NO_STEP,
     PENDING,
     STEP,
     STEPPED_AT,
-    Page,
-    PageError,
+    SharedProgress,
+    SharedProgressError,
+    private_words,
 )
 from .registry import Checkpointers
 
@@ -155,34 +157,32 @@ def poll() -> None:
 def awaited_between_steps() -> int | None:
     """The newest finished step, if a planned change waits for this worker; else None."""
     words = _words
-    if words is None or not words[PENDING] or words[STEP] == page.NO_STEP:
+    if words is None or not words[PENDING] or words[STEP] == NO_STEP:
         return None
     return words[STEP]
 
 
 def loading() -> None:
     """Tell the agent that a load has begun."""
-    words = _words if _words is not None else _attach()
+    words = _own_words()
     if not words[LOAD_AT]:
         words[LOAD_AT] = _now_ns()
 
 
 def load_chosen(step: int) -> None:
     """Tell the agent which step's state is about to be loaded: that may end this process."""
-    words = _words if _words is not None else _attach()
-    words[CHOSEN_STEP] = step
+    _own_words()[CHOSEN_STEP] = step
 
 
 def load_refused() -> None:
     """Tell the agent that nothing was loaded, for a reason that is not the state: another one fares no better."""
-    words = _words if _words is not None else _attach()
-    words[CHOSEN_STEP] = page.NO_STEP
+    _own_words()[CHOSEN_STEP] = NO_STEP
 
 
 def checkpoint_load(step: int, result: LoadResult, duration_s: float, tier: Tier = "local") -> None:
     """Tell the agent how a load, or one file of it, ended."""
     if result in ("ok", "none"):
-        words = _words if _words is not None else _attach()
+        words = _own_words()
         words[LOADED_STEP] = step
         words[LOADED_AT] = _now_ns()
     _reporting().send(lambda g, r: LoadReport(g, r, step, result, duration_s, tier))
@@ -231,6 +231,10 @@ def _refuse(step: object, error: Exception) -> None:
 # ---------------------------------------------------------------- the page
 
 
+def _own_words() -> memoryview:
+    return _words if _words is not None else _attach()
+
+
 def _attach() -> memoryview:
     # Not at import: spares are forked from a process that has imported this module already.
     global _words
@@ -243,15 +247,15 @@ def _words_of(environ: Mapping[str, str]) -> memoryview:
     try:
         env = WorkerEnv.of(environ)
         if not env.page:
-            return page.private_words()
-        words = Page.attach(env.page, env.generation).words
-    except (Invalid, OSError, PageError) as error:
+            return private_words()
+        words = SharedProgress.attach(env.page, env.generation).words
+    except (Invalid, OSError, SharedProgressError) as error:
         logger.warning("the agent cannot see this worker's steps: reason=%r", error)
-        return page.private_words()
-    speaker = words[page.ATTACHED]
+        return private_words()
+    speaker = words[ATTACHED]
     if speaker not in (0, os.getpid()) and _lives(speaker):
-        return page.private_words()
-    words[page.ATTACHED] = os.getpid()
+        return private_words()
+    words[ATTACHED] = os.getpid()
     _leave_warnings_to_agent()
     return words
 
@@ -281,7 +285,7 @@ def _forked() -> None:
     """A child of a worker is none. A spare becomes one, but only after it was forked."""
     global _words, _listeners
     if _words is not None:
-        _words, _listeners = page.private_words(), ()
+        _words, _listeners = private_words(), ()
         checkpointers.clear()
 
 

@@ -51,20 +51,11 @@ CHOSEN_STEP = 17
 """The step of the state that it is about to load, or NO_STEP: what loads it may end this process."""
 
 
-class PageError(RuntimeError):
-    """What is open there cannot be used as this worker's page. The worker goes on without one, and says so once."""
+class SharedProgressError(RuntimeError):
+    """What is open there is not this worker's: too short, or of another version or generation.
 
-
-class PageTooSmall(PageError):
-    """It was cut short, or is no page at all."""
-
-
-class PageOfAnotherVersion(PageError):
-    """The worker's elastic-agent is not the agent's: let the job's environment have the same version."""
-
-
-class PageOfAnotherGeneration(PageError):
-    """The agent has gone on; this process is a leftover of a generation that is over."""
+    The worker goes on without it, and logs that once.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +73,22 @@ class Reading:
     chosen_step: int | None = None
 
 
-class Page:
+class SharedProgress:
     """One page, mapped by this process. The agent makes and closes it; a worker attaches and leaves it mapped."""
 
     def __init__(self, fd: int, path: str) -> None:
-        """Maps what is open at `fd`, and keeps the descriptor. Raises PageTooSmall and OSError."""
+        """Maps what is open at `fd`, and keeps the descriptor. Raises SharedProgressError and OSError."""
         self.path = path
         """Where a worker finds it."""
         self._fd = fd
         size = os.fstat(fd).st_size
         if size < SIZE:
-            raise PageTooSmall(f"{path} has {size} bytes, a page has {SIZE}: it is not this agent's")
+            raise SharedProgressError(f"{path} has {size} bytes, a page has {SIZE}: it is not this agent's")
         # In the machine's own order of bytes: no other machine reads it.
         self.words = memoryview(mmap.mmap(fd, SIZE)).cast("q")
 
     @classmethod
-    def make(cls, generation: int) -> Page:
+    def make(cls, generation: int) -> SharedProgress:
         """A new page for one worker of this generation. Raises OSError."""
         fd = os.memfd_create("elastic-agent-page", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -116,8 +107,8 @@ class Page:
         return page
 
     @classmethod
-    def attach(cls, path: str, generation: int) -> Page:
-        """The page at `path`, for its worker. Raises PageError and OSError."""
+    def attach(cls, path: str, generation: int) -> SharedProgress:
+        """The page at `path`, for its worker. Raises SharedProgressError and OSError."""
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
         try:
             page = cls(fd, path)
@@ -129,11 +120,11 @@ class Page:
 
     def _check(self, generation: int) -> None:
         if self.words[_MAGIC] != MAGIC:
-            raise PageOfAnotherVersion(
+            raise SharedProgressError(
                 f"{self.path} is no page of version {VERSION}: let job and agent use the same elastic-agent"
             )
         if self.words[GENERATION] != generation:
-            raise PageOfAnotherGeneration(
+            raise SharedProgressError(
                 f"{self.path} is of generation {self.words[GENERATION]}, this process of {generation}: its time is over"
             )
 

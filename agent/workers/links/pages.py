@@ -6,7 +6,7 @@ workers, so that what one did last is there when it has exited.
 
 from __future__ import annotations
 
-from ....worker.wire.shared_progress import PENDING, SCRIPT_AT, Page, Reading
+from ....worker.wire.shared_progress import PENDING, SCRIPT_AT, Reading, SharedProgress
 
 
 class WorkerPages:
@@ -14,11 +14,11 @@ class WorkerPages:
 
     def __init__(self, generation: int) -> None:
         self._generation = generation
-        self._pages: dict[int, Page] = {}
+        self._pages: dict[int, SharedProgress] = {}
 
     def make(self, local_rank: int) -> str:
         """The page of a worker that is to be started; returns its path, for `WorkerEnv.page`. Raises OSError."""
-        page = self._pages[local_rank] = Page.make(self._generation)
+        page = self._pages[local_rank] = SharedProgress.make(self._generation)
         return page.path
 
     def process_made(self, local_rank: int, at: float) -> None:
