@@ -14,8 +14,7 @@ Invariant: no two listeners on one port. SO_REUSEADDR is set so that connections
 not block us; with it, Linux lets two sockets bind one port as long as neither listens, and refuses the second
 `listen`. That is why listening is part of taking the port.
 
-Errors, by what the caller does: `PortConfigError` fix the configuration, `PortTaken` free the port or choose
-another, `BindStopped` nothing, the agent is stopping.
+Errors, by what the caller does: `PortConfigError` fix the configuration, `PortTaken` free the port or choose another.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import ipaddress
 import random
 import re
 import socket
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,10 +55,6 @@ class PortError(Exception):
 
 class PortConfigError(PortError):
     """The setting cannot work on this machine; trying again cannot help. Fix the configuration."""
-
-
-class BindStopped(PortError):
-    """The agent began to stop while waiting for a port."""
 
 
 class PortTaken(PortError):
@@ -147,21 +141,20 @@ def bind_listener(
     purpose: str,
     *,
     policy: BindPolicy = FIXED_PORT,
-    stop: threading.Event | None = None,
     on_attempt: Callable[[str, bool], None] | None = None,
     rng: random.Random = OS_RANDOM,
     clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> socket.socket:
     """Return a listening TCP socket on `address` and one of `ports` (an int is one port, 0 any free one).
 
     `address` is an IPv4 or IPv6 address of this machine, not a name. `purpose` says in errors and metrics what
-    the port is for. `on_attempt(purpose, ok)` is called after every round. `stop` ends a wait at once.
+    the port is for. `on_attempt(purpose, ok)` is called after every round.
 
-    Raises PortConfigError, PortTaken, BindStopped: see the module's docstring for what to do about each.
+    Raises PortConfigError, PortTaken: see the module's docstring for what to do about each.
     """
     if isinstance(ports, int):
         ports = PortRange(ports, ports)
-    stop = stop or threading.Event()
     started = clock()
     deadline = started + policy.timeout_s
     backoff = wait_exponential(multiplier=policy.initial_wait_s, max=policy.max_wait_s)
@@ -169,10 +162,8 @@ def bind_listener(
     def one_round() -> socket.socket | None:
         listener = None
         try:
-            for port in ports.one_round(rng):
-                listener = _listen(address, port, purpose)
-                if listener is not None:
-                    break
+            found = (_listen(address, port, purpose) for port in ports.one_round(rng))
+            listener = next(filter(None, found), None)
             return listener
         finally:
             if on_attempt is not None:
@@ -182,17 +173,11 @@ def bind_listener(
         longest_s = backoff(state)
         return max(0.0, min(rng.uniform((1 - policy.jitter) * longest_s, longest_s), deadline - clock()))
 
-    def pause(seconds: float) -> None:
-        if stop.wait(seconds):
-            raise BindStopped(
-                f"the agent is stopping; gave up waiting for {ports} on {address} for {purpose}"
-            )
-
     listener = Retrying(
         retry=retry_if_result(lambda found: found is None),
         wait=wait_s,
         stop=lambda _: clock() >= deadline,
-        sleep=pause,
+        sleep=sleep,
         retry_error_callback=lambda _: None,
     )(one_round)
     if listener is None:

@@ -25,7 +25,6 @@ from elastic_agent.agent.common.port_owner import find_owner
 from elastic_agent.agent.common.ports import (
     FIXED_PORT,
     BindPolicy,
-    BindStopped,
     PortConfigError,
     PortError,
     PortRange,
@@ -235,22 +234,19 @@ def test_what_cannot_work_fails_at_once(address: str, told: str) -> None:
     assert attempts == [("store", False)]
 
 
-class VirtualTime(threading.Event):
-    """A stop event that is never set: to wait for it just moves the clock."""
+class VirtualTime:
+    """To sleep just moves the clock."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.now_s = 100.0
         self.waits_s: list[float] = []
 
     def clock(self) -> float:
         return self.now_s
 
-    def wait(self, timeout: float | None = None) -> bool:
-        assert timeout is not None
-        self.waits_s.append(timeout)
-        self.now_s += timeout
-        return False
+    def sleep(self, seconds: float) -> None:
+        self.waits_s.append(seconds)
+        self.now_s += seconds
 
 
 def waits_on_a_taken_port(policy: BindPolicy, seed: int) -> list[float]:
@@ -262,8 +258,8 @@ def waits_on_a_taken_port(policy: BindPolicy, seed: int) -> list[float]:
             port_of(holder),
             "store",
             policy=policy,
-            stop=virtual,
             clock=virtual.clock,
+            sleep=virtual.sleep,
             rng=random.Random(seed),
             on_attempt=lambda _, ok: attempts.append(ok),
         )
@@ -310,17 +306,6 @@ def test_a_port_freed_during_the_wait_is_obtained() -> None:
         freeing.join()
     assert attempts[0] is False
     assert attempts[-1] is True
-
-
-def test_stopping_ends_the_wait() -> None:
-    stop = threading.Event()
-    with (
-        bind_listener(LOOPBACK, 0, "test") as holder,
-        pytest.raises(BindStopped, match=f"{port_of(holder)} on {LOOPBACK} for store"),
-    ):
-        bind_listener(
-            LOOPBACK, port_of(holder), "store", policy=ASLEEP, stop=stop, on_attempt=lambda *_: stop.set()
-        )
 
 
 def test_the_last_free_port_of_a_range_is_found_in_the_first_round() -> None:
