@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ... import __version__
-from ...health.http import Probe
 from ...health.metrics import Build, Metrics, Place
 from ...rendezvous.coordinator.restarts import RestartPolicy
 from ...rendezvous.coordinator.view import Policy
-from ...rendezvous.records import Introduction
 from ...worker.memory.available_memory import read_memory
 from ...worker.wire.environment import WorkerEnv
 from ..common.events import Event
@@ -29,7 +27,6 @@ from ..output.console import Console
 from ..workers.links.reports import ReportReceiver
 from ..workers.preloader.spares import Spares
 from ..workers.processes.workers import first_on_path, job_python
-from .loop import Loop
 from .service_manager import ServiceManager
 
 MAX_WAITING_EVENTS = 10_000
@@ -138,24 +135,3 @@ def policy_of(config: Config) -> Policy:
         unleased_s=config.rendezvous.lease_ttl_s if grace_s or kind.host is not None else 0.0,
         restarts=RestartPolicy(max_failures=config.max_restarts),
     )
-
-
-class Probes:
-    """What the HTTP server answers: its own words before there is a loop, and then the loop's."""
-
-    def __init__(self, before: Introduction) -> None:
-        self.loop: Loop | None = None
-        self._before = before
-
-    def liveness(self) -> Probe:
-        return self.loop.liveness() if self.loop is not None else Probe(True, "starting")
-
-    def readiness(self) -> Probe:
-        return (
-            self.loop.readiness()
-            if self.loop is not None
-            else Probe(False, "looking for the rendezvous store")
-        )
-
-    def introduction(self) -> str:
-        return self.loop.introduction() if self.loop is not None else self._before.to_json()

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import get_args
 
-from ...health.http import Probe
 from ...rendezvous.node.driver import Driver
 from ...rendezvous.node.node_actions import Action, Drain, Leave, Refusal, Start, Stop
 from ...rendezvous.node.participant import Participant
@@ -46,7 +45,7 @@ from ..rendezvous_io.store_link import StoreLink, deliver_to
 from ..workers.preloader.spares import Spares
 from ..workers.processes.failures import WorkerFailure
 from ..workers.supervision.supervisor import Supervisor
-from .heartbeat import STUCK_AFTER_S, Heartbeat
+from .heartbeat import Heartbeat
 from .service_manager import ServiceManager
 
 log = logging.getLogger(__name__)
@@ -98,7 +97,7 @@ class Services:
 
 
 class Loop:
-    """Runs one agent in the thread that calls `run`. `liveness`, `readiness` and `introduction` are for any thread."""
+    """Runs one agent in the thread that calls `run`."""
 
     def __init__(
         self,
@@ -138,27 +137,6 @@ class Loop:
             now = self._clock()
             timeout_s = HEARTBEAT_S if wake_at is None else min(HEARTBEAT_S, max(0.0, wake_at - now))
             self.handlers.handle_next(self._events, timeout_s, self._clock)
-
-    def liveness(self) -> Probe:
-        """For any thread: is the loop turning? Says nothing about the store, whose outage is no reason to die."""
-        silent_s = self._services.heartbeat.silent_s()
-        return Probe(silent_s < STUCK_AFTER_S, f"the main loop turned {silent_s:.1f} s ago")
-
-    def readiness(self) -> Probe:
-        """For any thread: does this node train, or stand ready to?"""
-        snapshot = self._participant.snapshot
-        world = snapshot.world
-        if snapshot.undisturbed:
-            return Probe(True, f"running generation {snapshot.undisturbed}")
-        if self._services.gpu_memory.waiting:
-            return Probe(False, "waiting for the killed workers' GPU memory to be free")
-        if world is not None and world.trains and snapshot.lease_good(self._clock()):
-            return Probe(True, f"standing by: generation {world.generation} is running")
-        return Probe(False, f"waiting: {snapshot.waiting_for}")
-
-    def introduction(self) -> str:
-        """For any thread: what this node answers a peer that asks who it is."""
-        return self._participant.snapshot.introduction(self._clock()).to_json()
 
     # ---------------------------------------------------------------- one turn
 

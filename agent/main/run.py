@@ -69,11 +69,12 @@ from ..workers.processes.worker_store import WorkerStore
 from ..workers.processes.workers import WorkerGroup
 from ..workers.supervision.supervisor import Processes, Supervisor
 from ..workers.supervision.worker_spec import Node
-from .assembly import Agent, Probes, metrics_of, pages_of, policy_of, receiver_of, spares_of
+from .assembly import Agent, metrics_of, pages_of, policy_of, receiver_of, spares_of
 from .error_file import write_error_file
 from .heartbeat import Heartbeat
 from .listeners import Listeners, bind_all, binder
 from .loop import WARNINGS, Ending, Loop, Services
+from .probes import Probes
 from .program import program_of
 from .service_manager import ServiceManager
 
@@ -178,7 +179,8 @@ def _run(agent: Agent, machine: Machine) -> Ending:
         helpers = _start_helpers(agent, claimed, subreaper, parts)
         if agent.config.preload and agent.config.command.kind != "binary" and not alone:
             helpers.spares.start()
-        pages, probes = pages_of(agent), Probes(Introduction(agent.name, agent.incarnation, generation=0))
+        pages = pages_of(agent)
+        probes = Probes(Introduction(agent.name, agent.incarnation, generation=0), agent.clock)
         http = _serve_http(agent, claimed, metrics, pages, probes, parts)
         agent.manager.ready()
         store = _find_store(agent, claimed, metrics, parts)
@@ -186,7 +188,8 @@ def _run(agent: Agent, machine: Machine) -> Ending:
         services = _serve_workers(agent, claimed, helpers, rendezvous.participant, store, metrics, parts)
         rendezvous.link.start()
         observer = Observer(metrics, pages, agent.config.max_restarts, agent.started_at, time.time)
-        loop = probes.loop = _make_loop(agent, claimed, helpers, rendezvous, observer, *services)
+        loop = _make_loop(agent, claimed, helpers, rendezvous, observer, *services)
+        probes.begin(rendezvous.participant, rendezvous.heartbeat, helpers.gpu_memory)
         return _live(agent, loop, rendezvous, store, hosts_store=claimed.listeners.store is not None)
 
 

@@ -28,6 +28,7 @@ from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.common.ports import OfferedPort, PortError
 from elastic_agent.agent.configuration.stopping import StopConfig
 from elastic_agent.agent.main.loop import DRAIN_COMMAND, Ending, Loop, Services
+from elastic_agent.agent.main.probes import Probes
 from elastic_agent.rendezvous.coordinator.view import Policy
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError
 from elastic_agent.rendezvous.liveness.failure_detector import Peer
@@ -207,6 +208,8 @@ class Scene:
             SimpleNamespace(turn=self.said.append, stopping=self.said.append, next_beat=None),  # type: ignore[arg-type]
             SimpleNamespace(turned=self.due.append, silent_s=lambda: 0.0),  # type: ignore[arg-type]
         )
+        self.probes = Probes(Introduction("a", "a-1", generation=0), lambda: self.now)
+        self.probes.begin(self.participant, services.heartbeat, services.gpu_memory)
         stop = StopConfig(grace_s=30.0, failure_grace_s=5.0)
         self.loop = Loop(
             stop,
@@ -249,8 +252,8 @@ class Scene:
 
     def read(self) -> Introduction:
         """As the HTTP server's threads do, at any moment of a turn."""
-        self.loop.readiness()
-        return Introduction.from_json(self.loop.introduction())
+        self.probes.readiness()
+        return Introduction.from_json(self.probes.introduction())
 
     def at(self, after_s: float, event: Event) -> None:
         self.plan[self.now + after_s] = lambda: self.events.put(event)
@@ -397,10 +400,10 @@ def test_what_other_threads_read_hangs_on_the_snapshot_alone() -> None:
     scene = Scene()
     scene.at(10.0, Signalled(signal.SIGTERM))
     scene.loop.run()
-    told = scene.loop.readiness(), json.loads(scene.loop.introduction())
+    told = scene.probes.readiness(), json.loads(scene.probes.introduction())
     scene.loop._training = None  # type: ignore[assignment]
     scene.loop._participant = SimpleNamespace(snapshot=scene.participant.snapshot)  # type: ignore[assignment]
-    assert (scene.loop.readiness(), json.loads(scene.loop.introduction())) == told
+    assert (scene.probes.readiness(), json.loads(scene.probes.introduction())) == told
 
 
 def test_readiness_names_what_is_waited_for() -> None:
@@ -408,7 +411,7 @@ def test_readiness_names_what_is_waited_for() -> None:
     told = []
 
     def look() -> None:
-        told.append(scene.loop.readiness())
+        told.append(scene.probes.readiness())
 
     def free() -> None:
         look()
@@ -417,7 +420,7 @@ def test_readiness_names_what_is_waited_for() -> None:
     scene.gpus.waiting = True
     scene.plan = {scene.now + 10.0: free, scene.now + 20.0: look}
     scene.at(30.0, Signalled(signal.SIGTERM))
-    assert not scene.loop.readiness().ok
+    assert not scene.probes.readiness().ok
     scene.loop.run()
     assert [(probe.ok, probe.detail) for probe in told] == [
         (False, "waiting for the killed workers' GPU memory to be free"),
