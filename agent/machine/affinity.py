@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from ..common.kernel_files import read
 from ..common.variables import Variable
 from ..configuration.types.values import Affinity
 from .devices import Device
@@ -162,7 +163,7 @@ def probe_cpus(
     near = {}
     for address in addresses:
         device = sys / "bus/pci/devices" / address
-        if _read(device / "numa_node") not in (
+        if read(device / "numa_node") not in (
             "",
             "-1",
         ):  # -1: not known to the firmware, which then lists all CPUs
@@ -173,7 +174,7 @@ def probe_cpus(
 def _quota(sys: Path, proc: Path) -> float | None:
     """The smallest of our cgroup and those above it, in CPUs; of either version of cgroups."""
     quotas = []
-    for line in _read(proc / "self/cgroup").splitlines():
+    for line in read(proc / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
@@ -182,9 +183,9 @@ def _quota(sys: Path, proc: Path) -> float | None:
         group = root / path.lstrip("/")
         for folder in (group, *group.parents):
             if controllers:
-                limits = [_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")]
+                limits = [read(folder / "cpu.cfs_quota_us"), read(folder / "cpu.cfs_period_us")]
             else:
-                limits = _read(folder / "cpu.max").split()
+                limits = read(folder / "cpu.max").split()
             if len(limits) == 2 and all(map(str.isdecimal, limits)):
                 quotas.append(int(limits[0]) / int(limits[1]))
             if folder == root:
@@ -192,17 +193,9 @@ def _quota(sys: Path, proc: Path) -> float | None:
     return min(quotas, default=None)
 
 
-def _read(file: Path) -> str:
-    """Empty for what is not there, or cannot be read now."""
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""
-
-
 def _read_list(file: Path) -> list[int]:
     """CPUs as the kernel writes them: 0-3,8-11."""
-    found = re.findall(r"([0-9]+)(?:-([0-9]+))?", _read(file))
+    found = re.findall(r"([0-9]+)(?:-([0-9]+))?", read(file))
     return [cpu for first, last in found for cpu in range(int(first), int(last or first) + 1)]
 
 

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..common.kernel_files import read
 from ..common.variables import Variable
 from ..configuration.config import ConfigError, Problem
 from ..configuration.types.values import DevicePinning, WorkerCount
@@ -177,11 +178,8 @@ def _installed(proc: Path, dev: Path) -> Sequence[_Gpu]:
 
 
 def _read_gpu(folder: Path) -> _Gpu:
-    try:
-        lines = (folder / "information").read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
-    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    lines = (line.partition(":") for line in read(folder / "information").splitlines())
+    found = {key.strip(): value.strip() for key, _, value in lines}
     uuid, minor = found.get("GPU UUID", ""), found.get("Device Minor", "")
     known = re.fullmatch(r"GPU-[0-9a-fA-F-]+", uuid)  # question marks, until the GPU is first used
     return _Gpu(folder.name.lower(), uuid if known else None, int(minor) if minor.isdecimal() else None)

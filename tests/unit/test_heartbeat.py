@@ -78,7 +78,7 @@ def test_a_stuck_loop_is_reported_once_with_the_line_where_it_stands(monkeypatch
     said = told.get(timeout=PATIENCE_S)  # this thread has made it, and stands here
     assert not heartbeat.turning
     assert "the main loop has not turned for" in said
-    assert "test_a_stuck_loop_is_told_once" in said
+    assert "test_a_stuck_loop_is_reported_once" in said
     assert "process" in said
     heartbeat.close()
 

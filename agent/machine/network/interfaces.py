@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from ...common.kernel_files import read
+
 IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _GET_LINKS, _GET_ADDRESSES = 18, 22
@@ -97,11 +99,11 @@ def rdma_ports(sys: Path = Path("/sys")) -> tuple[RdmaPort, ...]:
     """The ACTIVE ones, by device and number."""
     found = []
     for directory in sys.glob("class/infiniband/*/ports/*"):
-        if _word(directory / "state").endswith("ACTIVE"):  # "4: ACTIVE"
+        if read(directory / "state").endswith("ACTIVE"):  # "4: ACTIVE"
             port = RdmaPort(
                 directory.parents[1].name,
                 int(directory.name),
-                _word(directory / "link_layer"),
+                read(directory / "link_layer"),
                 _interface_of(directory),
             )
             found.append(port)
@@ -109,20 +111,12 @@ def rdma_ports(sys: Path = Path("/sys")) -> tuple[RdmaPort, ...]:
 
 
 def _speed_mbps(directory: Path) -> int | None:
-    word = _word(directory / "speed")
+    word = read(directory / "speed")
     return int(word) if word.isdigit() and word != "0" else None  # -1: unknown
 
 
 def _interface_of(port: Path) -> str | None:
-    return next((name for entry in sorted(port.glob("gid_attrs/ndevs/*")) if (name := _word(entry))), None)
-
-
-def _word(file: Path) -> str:
-    """Empty where the kernel has none."""
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""
+    return next((name for entry in sorted(port.glob("gid_attrs/ndevs/*")) if (name := read(entry))), None)
 
 
 # --- Netlink

@@ -11,6 +11,8 @@ import signal
 import time
 from collections.abc import Collection, Iterator
 
+from ...common.kernel_files import read
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Protocol, TypeAlias
@@ -69,7 +71,7 @@ class Stat:
 
 def stat_of(folder: Folder) -> Stat | None:
     """`folder` is its place in /proc. None when it is gone."""
-    text = _read(f"{os.fspath(folder)}/stat")
+    text = read(f"{os.fspath(folder)}/stat")
     return Stat(text) if text else None
 
 
@@ -91,7 +93,7 @@ def living_since(pid: int, proc: Folder = "/proc") -> str:
 
 def boot_id() -> str:
     """Of this life of the machine; empty where the kernel does not show it."""
-    return _read("/proc/sys/kernel/random/boot_id")
+    return read("/proc/sys/kernel/random/boot_id")
 
 
 def pid_namespace() -> int:
@@ -110,7 +112,7 @@ def process_status(folder: Folder) -> str:
         return ""
     asleep = next((thread for thread, state in _threads(folder) if state == _ASLEEP), None)
     state = stat.state if asleep is None else _ASLEEP
-    where = _read(f"{asleep or folder}/wchan")
+    where = read(f"{asleep or folder}/wchan")
     kernel = f", in the kernel's {where}" if where not in ("", "0") else ""
     return (
         f"process {stat.pid} ({stat.name}) is {_STATES.get(state, 'in an unknown state')} ({state}){kernel}"
@@ -131,14 +133,6 @@ def _threads(folder: str) -> Iterator[tuple[str, str]]:
     for name in names:
         if (stat := stat_of(f"{folder}/task/{name}")) is not None:
             yield f"{folder}/task/{name}", stat.state
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, errors="replace") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
 
 
 # --- The processes of an agent's workers
@@ -184,12 +178,12 @@ def find_processes(
 
 def _environment(pid: int, proc: Folder) -> set[str]:
     """Empty where it cannot be read: gone meanwhile, or another user's, and so no worker."""
-    return set(_read(f"{os.fspath(proc)}/{pid}/environ").split("\0"))
+    return set(read(f"{os.fspath(proc)}/{pid}/environ").split("\0"))
 
 
 def cgroup_members(cgroup: Folder) -> tuple[int, ...]:
     """The living processes in this cgroup and those below it; none when it does not exist."""
-    found = {int(pid) for folder, _, _ in os.walk(cgroup) for pid in _read(f"{folder}/cgroup.procs").split()}
+    found = {int(pid) for folder, _, _ in os.walk(cgroup) for pid in read(f"{folder}/cgroup.procs").split()}
     return tuple(sorted(found - {0}))  # 0: it lives in a pid namespace that is not below ours
 
 
@@ -216,7 +210,7 @@ def remove_cgroup(cgroup: Folder) -> None:
 
 
 def _populated(cgroup: Folder) -> bool:
-    return "populated 1" in _read(os.path.join(cgroup, "cgroup.events")).splitlines()
+    return "populated 1" in read(os.path.join(cgroup, "cgroup.events")).splitlines()
 
 
 # --- Their end

@@ -20,6 +20,7 @@ import ctypes
 import os
 from collections.abc import Callable, Collection
 
+from ...common.kernel_files import read
 from .proc import living
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -81,11 +82,7 @@ class Subreaper:
                 pass
 
     def _unknown(self) -> list[int]:
-        try:
-            with open(_list_of_children()) as file:
-                children = list(map(int, file.read().split()))
-        except OSError:  # without the kernel's list no orphan was adopted
-            return []
+        children = map(int, read(_list_of_children()).split())  # empty without the kernel's list
         known = {pid for pids in self._known for pid in pids()}
         return [pid for pid in children if pid not in known]
 
