@@ -116,7 +116,7 @@ class Metrics(Page):
 
     workers = Row(
         Level,
-        "Workers of this node: running undisturbed; stopped were told to stop and are still there; failed ended by "
+        "Workers of this node: running undisturbed; stopped were ordered to stop and are still there; failed ended by "
         "themselves, and the others of their generation are not gone yet.",
         state=WORKER_STATES,
     )

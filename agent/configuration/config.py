@@ -178,7 +178,7 @@ NETWORK_WAIT: Option[float] = NETWORK.option(
 NETWORK_PROFILE: Option[NetworkProfile] = NETWORK.option(
     "network-profile",
     one_of(NetworkProfile),
-    "what NCCL is told about the network, where your environment says nothing: auto looks for active RDMA ports,"
+    "settings of NCCL for the network, where your environment has none: auto looks for active RDMA ports,"
     " ethernet is TCP even where there are some, debug is auto with NCCL's and torch's own reports",
     metavar="NAME",
     default="auto",

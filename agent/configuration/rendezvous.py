@@ -28,7 +28,7 @@ from .types.stores import ALONE, DEFAULT, STORES, in_words
 from .types.values import Secret
 
 STATIC_HOST, STATIC_PORT = "127.0.0.1", 29500
-"""torchrun's defaults where it is told that its rendezvous is static."""
+"""torchrun's defaults for a static rendezvous."""
 
 MEETING = Group("Rendezvous")
 BACKEND: Option[str | None] = MEETING.option(
@@ -99,7 +99,7 @@ LAST_CALL: Option[float] = MEETING.option(
 LEASE_TTL: Option[float] = MEETING.option(
     "lease-ttl",
     duration(1.0),
-    "a node that has not been heard of for so long is lost; the same on all nodes, else exit code 65",
+    "a node whose lease was not renewed for so long is lost; the same on all nodes, else exit code 65",
     default="5s",
     conf=("lease_ttl",),
 )
