@@ -55,19 +55,19 @@ def at(url: str) -> tuple[str, str]:
     return ("--agent", url.removeprefix("http://"))
 
 
-def etcd_door(job: Job, etcd: EtcdCluster) -> tuple[str, str]:
+def etcd_source(job: Job, etcd: EtcdCluster) -> tuple[str, str]:
     host, port = etcd.endpoints[0]
     return f"--rdzv-endpoint=etcd://{host}:{port}", f"--rdzv-id={job.id}"
 
 
-def test_from_each_door_through_a_killed_worker_a_frozen_node_and_a_lost_one(
+def test_from_each_source_through_a_killed_worker_a_frozen_node_and_a_lost_one(
     job: Job, etcd: EtcdCluster
 ) -> None:
     job.use_etcd(etcd)
     options = ("--nnodes=1:3", "--nproc-per-node=2", "--max-restarts=4", "--lease-ttl=6")
     agents = {node: job.join(node, *options, script=REPORTS) for node in "abc"}
     first = job.wait_for_training(world=6)
-    store = etcd_door(job, etcd)
+    store = etcd_source(job, etcd)
     sources = {"agent": at(agents["b"].url), "store": store}
 
     def all_report() -> bool:
@@ -134,7 +134,7 @@ def test_looking_through_the_store_does_not_touch_it(job: Job, etcd: EtcdCluster
 
     job.wait_for(lambda: len(stored()) == 3, "the world and both nodes in the store")
     before = stored()
-    shown = document(*etcd_door(job, etcd))
+    shown = document(*etcd_source(job, etcd))
     assert (shown["state"], shown["world_size"], shown["generation"]) == ("running", 1, generation.number)
     (outside,) = (node for node in shown["nodes"] if not node["member"])
     assert (outside["state"], outside["first_rank"], outside["has_lease"]) == ("standby", None, True)

@@ -127,7 +127,7 @@ class Enough(Exception):
     """Ends a command that would go on for ever."""
 
 
-class Doors(Source):
+class FakeSource(Source):
     """Answers what it is told, one after the other; that is then enough."""
 
     def __init__(self, *answers: list[Found] | CannotShow) -> None:
@@ -147,7 +147,7 @@ def through(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Lets the command take a source with these answers."""
 
     def take(*answers: list[Found] | CannotShow) -> None:
-        monkeypatch.setattr(status, "choose_source", lambda *_: Doors(*answers))
+        monkeypatch.setattr(status, "choose_source", lambda *_: FakeSource(*answers))
 
     return take
 
@@ -222,7 +222,7 @@ def test_watching_ends_when_trying_again_cannot_help(
 def test_a_silent_node_is_silent_since_it_was_first_seen_so() -> None:
     now = [10.0]
     silent = [Found("agent", JOB)]
-    watch = Watch(Doors(silent, silent, EMPTY, silent), 0.1, lambda: now[0])
+    watch = Watch(FakeSource(silent, silent, EMPTY, silent), 0.1, lambda: now[0])
     said = []
     for _ in range(4):
         said.append([node.silent_s for job in watch.look() for node in job.nodes])
