@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick lint types check format sim soak benchmark torchft scale steps checkpoints gpu clean
+.PHONY: help demo test quick lint types check format sim docs soak benchmark torchft scale steps checkpoints gpu clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -56,6 +56,14 @@ sim: $(READY)  ## the long simulation: SEEDS=100000 seeds
 
 KILLS ?= 200
 SEED ?= 1
+# In a virtual environment of its own: nothing of it is needed to run, test or develop.
+DOCS := build/docs-venv
+docs:  ## the documentation as a site, in build/site; fails for a link that leads nowhere
+	@.ci/system-packages python
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet --disable-pip-version-check 'mkdocs-material>=9' 'mkdocstrings[python]>=1'
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
 soak: $(READY)  ## KILLS=200 kills of random workers, agents and nodes, with planned leaves between them, drawn from SEED=1; and a minute without etcd
 	@.ci/system-packages etcd
 	SOAK_KILLS=$(KILLS) SOAK_SEED=$(SEED) $(BIN)/python -m pytest tests/chaos -s
