@@ -65,7 +65,7 @@ class SpareKeeper:
         self.spares.start()
         return self
 
-    def hear_until(self, condition: Callable[[], bool]) -> None:
+    def run_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
             assert time.monotonic() < deadline
@@ -77,8 +77,8 @@ class SpareKeeper:
             assert isinstance(event, SpareReadable)
             self.spares.handle(event, self.clock())
 
-    def hear_until_ready(self, count: int = 2) -> None:
-        self.hear_until(lambda: self.spares.ready == count)
+    def run_until_ready(self, count: int = 2) -> None:
+        self.run_until(lambda: self.spares.ready == count)
 
     def prepared(self, count: int) -> bool:
         return self.spares.prepared(count, self.clock())

@@ -65,14 +65,14 @@ def state(pid: int) -> str:
 
 
 def gone(pid: int) -> bool:
-    """Or dead, and not yet buried."""
+    """Or dead, and not yet reaped."""
     return state(pid) in "ZX"
 
 
 def test_spares_are_children_of_the_agent_and_their_exit_status_is_its_own(
     agent: SpareKeeper, tmp_path: Path
 ) -> None:
-    agent.hear_until_ready()
+    agent.run_until_ready()
     exits = script(tmp_path, "import os, sys; print(os.getpid(), os.getppid(), os.getsid(0)); sys.exit(7)")
     spare = agent.take()
     assert run(spare, exits).split() == [str(spare.pid), str(os.getpid()), str(spare.pid)]
@@ -85,7 +85,7 @@ def test_spares_are_children_of_the_agent_and_their_exit_status_is_its_own(
 
 
 def test_a_spare_is_handed_out_once_and_others_take_its_place_when_all_is_calm(agent: SpareKeeper) -> None:
-    agent.hear_until_ready()
+    agent.run_until_ready()
     first, second = agent.take(), agent.take()
     assert first.pid != second.pid
     assert agent.spares.take() is None
@@ -94,7 +94,7 @@ def test_a_spare_is_handed_out_once_and_others_take_its_place_when_all_is_calm(a
     agent.spares.turn(agent.clock())
     assert agent.spares.sessions != []
     started = agent.clock()
-    agent.hear_until_ready()
+    agent.run_until_ready()
     assert agent.clock() - started > spare_policy.CALM_S - 0.1, "the cores belong to who has just started"
     for spare in (first, second):
         os.kill(spare.pid, signal.SIGKILL)
@@ -103,28 +103,28 @@ def test_a_spare_is_handed_out_once_and_others_take_its_place_when_all_is_calm(a
 
 def test_a_start_waits_for_the_imports_and_for_spares_that_are_forked_when_needed(agent: SpareKeeper) -> None:
     assert not agent.prepared(4), "the imports are going on"
-    agent.hear_until(lambda: agent.prepared(4))
+    agent.run_until(lambda: agent.prepared(4))
     assert agent.spares.ready == 4, "twice as many as are kept"
 
 
-def test_a_spare_that_somebody_has_stopped_or_killed_is_not_handed_out(agent: SpareKeeper) -> None:
-    agent.hear_until_ready()
+def test_a_spare_that_was_stopped_or_killed_is_not_handed_out(agent: SpareKeeper) -> None:
+    agent.run_until_ready()
     stopped, killed = [pid for pid in agent.spares.pids if pid != agent.preloaded]
     os.kill(stopped, signal.SIGSTOP)
     os.kill(killed, signal.SIGKILL)
-    agent.hear_until(lambda: (state(stopped), gone(killed)) == ("T", True))
+    agent.run_until(lambda: (state(stopped), gone(killed)) == ("T", True))
     assert agent.spares.take() is None
-    agent.hear_until(lambda: gone(stopped))
+    agent.run_until(lambda: gone(stopped))
 
 
 def test_who_kills_idle_spares_gets_others_to_kill_but_not_without_a_pause(agent: SpareKeeper) -> None:
-    agent.hear_until_ready()
+    agent.run_until_ready()
     before = set(agent.spares.pids)
     for pid in before - {agent.preloaded}:
         os.kill(pid, signal.SIGKILL)
-    agent.hear_until(lambda: agent.spares.ready == 0)
+    agent.run_until(lambda: agent.spares.ready == 0)
     killed_at = agent.clock()
-    agent.hear_until_ready()
+    agent.run_until_ready()
     assert agent.clock() - killed_at > spare_policy.CALM_S - 0.1
     assert set(agent.spares.pids) & before == {agent.preloaded}
 
@@ -132,23 +132,23 @@ def test_who_kills_idle_spares_gets_others_to_kill_but_not_without_a_pause(agent
 def test_spares_outlive_the_preloaded_process_and_another_one_takes_its_place(
     agent: SpareKeeper, tmp_path: Path
 ) -> None:
-    agent.hear_until_ready()
+    agent.run_until_ready()
     first = agent.preloaded
     os.kill(first, signal.SIGKILL)
-    agent.hear_until(lambda: first not in agent.spares.sessions and agent.spares.sessions != [])
+    agent.run_until(lambda: first not in agent.spares.sessions and agent.spares.sessions != [])
     assert agent.spares.ready == 2
     spare = agent.take()
     assert run(spare, script(tmp_path, "print('lives')")) == "lives\n"
     assert spare.wait() == 0
-    agent.hear_until_ready()
+    agent.run_until_ready()
 
 
 @pytest.mark.parametrize("when", ["importing", "ready"])
-def test_nobody_waits_for_ever_for_a_preloaded_process_that_stands_still(
+def test_no_start_waits_for_ever_for_a_preloaded_process_that_stands_still(
     when: str, agent: SpareKeeper, caplog: pytest.LogCaptureFixture
 ) -> None:
     if when == "ready":
-        agent.hear_until_ready()
+        agent.run_until_ready()
     os.kill(first := agent.preloaded, signal.SIGSTOP)
     assert not agent.prepared(4)
     limit_s = spare_policy.FORKING_S if when == "ready" else spare_policy.LOADING_S
@@ -157,18 +157,18 @@ def test_nobody_waits_for_ever_for_a_preloaded_process_that_stands_still(
     agent.late_s += 1.0
     assert agent.prepared(4), "cold, as far as there are no spares"
     assert "the preloaded process is gone: it has not" in caplog.text
-    agent.hear_until_ready()
-    agent.hear_until(lambda: gone(first) and agent.spares.sessions != [] and agent.preloaded != first)
+    agent.run_until_ready()
+    agent.run_until(lambda: gone(first) and agent.spares.sessions != [] and agent.preloaded != first)
 
 
-def test_a_preloaded_process_that_nobody_has_listened_to_for_long_has_not_hung(agent: SpareKeeper) -> None:
+def test_a_preloaded_process_whose_messages_were_not_read_for_long_has_not_hung(agent: SpareKeeper) -> None:
     """The agent was looking for its store meanwhile, or stood still itself."""
     while agent.events.empty():
         time.sleep(0.01)
     first = agent.preloaded
     agent.late_s += spare_policy.LOADING_S
     assert not agent.prepared(2), "they are forked now"
-    agent.hear_until(lambda: agent.prepared(2))
+    agent.run_until(lambda: agent.prepared(2))
     assert agent.preloaded == first
     assert agent.spares.ready == 2
 
@@ -178,11 +178,11 @@ def test_a_process_that_ends_at_once_is_tried_again_after_growing_pauses(
 ) -> None:
     (tmp_path / "fatal.py").write_text("import os; print('oh no', flush=True); os._exit(9)")
     agent = SpareKeeper("fatal", PYTHONPATH=str(tmp_path)).start()
-    agent.hear_until(lambda: caplog.text.count("is gone: exit code 9") == 2)
-    assert agent.prepared(2), "nobody waits for the third attempt"
+    agent.run_until(lambda: caplog.text.count("is gone: exit code 9") == 2)
+    assert agent.prepared(2), "no start waits for the third attempt"
     assert "exit code 9" in agent.spares.why_cold
     agent.late_s += 1.5
-    agent.hear_until(lambda: caplog.text.count("is gone: exit code 9") == 3)
+    agent.run_until(lambda: caplog.text.count("is gone: exit code 9") == 3)
     agent.spares.close()
 
 
@@ -191,7 +191,7 @@ def test_a_module_that_cannot_be_imported_is_named_and_the_others_are_there(
 ) -> None:
     (tmp_path / "broken.py").write_text("raise RuntimeError('half installed')")
     agent = SpareKeeper("broken", "no.such.module", "json", PYTHONPATH=str(tmp_path)).start()
-    agent.hear_until_ready()
+    agent.run_until_ready()
     assert "not preloaded: broken (RuntimeError: half installed)" in caplog.text
     assert "not preloaded: no.such.module (ModuleNotFoundError: No module named 'no')" in caplog.text
     agent.spares.close()
@@ -204,10 +204,10 @@ def test_a_second_thread_makes_all_starts_cold_and_the_log_says_why(
         "import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
     )
     agent = SpareKeeper("threaded", PYTHONPATH=str(tmp_path)).start()
-    agent.hear_until(lambda: agent.prepared(2))
+    agent.run_until(lambda: agent.prepared(2))
     assert "it has 2 threads" in agent.spares.why_cold
     assert "workers start cold from now on" in caplog.text
-    agent.hear_until(lambda: agent.spares.sessions == [])
+    agent.run_until(lambda: agent.spares.sessions == [])
     agent.late_s += 1000.0
     agent.spares.turn(agent.clock())
     assert agent.spares.sessions == [], "it would be the same again"
@@ -225,11 +225,11 @@ def test_an_edited_module_is_what_the_next_worker_imports(
     if not beside_the_script:
         monkeypatch.setenv("PYTHONPATH", str(folder))
     agent = SpareKeeper("edited", first_on_path=tmp_path).start()
-    agent.hear_until_ready()
-    says = script(tmp_path, "import edited; print(edited.word)")
+    agent.run_until_ready()
+    program = script(tmp_path, "import edited; print(edited.word)")
 
     def says_in_a_worker() -> str:
-        printed = run(taken := agent.take(), says)
+        printed = run(taken := agent.take(), program)
         assert taken.wait() == 0
         return printed
 
@@ -239,9 +239,9 @@ def test_an_edited_module_is_what_the_next_worker_imports(
     # Forked before the change: it finds out by itself, and starts cold with the same pid.
     assert says_in_a_worker() == "new one\n"
     # No more are forked from what is out of date.
-    agent.hear_until(lambda: f"preloading again: {edited} has changed" in caplog.text)
+    agent.run_until(lambda: f"preloading again: {edited} has changed" in caplog.text)
     assert f"is no fork of the preloaded one: {edited} has changed" in caplog.text
-    agent.hear_until_ready()
+    agent.run_until_ready()
     caplog.clear()
     assert says_in_a_worker() == "new one\n"
     assert "is no fork" not in caplog.text
@@ -251,21 +251,21 @@ def test_an_edited_module_is_what_the_next_worker_imports(
 def test_scarce_memory_drops_the_spares_and_they_come_back_or_are_made_when_needed(
     agent: SpareKeeper, caplog: pytest.LogCaptureFixture
 ) -> None:
-    agent.hear_until_ready()
+    agent.run_until_ready()
     idle = set(agent.spares.pids) - {agent.preloaded}
     agent.memory = (Memory(10 * MIB, 1000 * MIB),)
     agent.late_s += module.MEMORY_EVERY_S
-    agent.hear_until(lambda: all(map(gone, idle)))
+    agent.run_until(lambda: all(map(gone, idle)))
     assert "memory is scarce: this machine has 10 MiB left of 1000 MiB; 2 spares are dropped" in caplog.text
     agent.late_s += spare_policy.CALM_S
     agent.spares.turn(agent.clock())
     assert agent.spares.ready == 0
-    agent.hear_until(lambda: agent.prepared(2))
+    agent.run_until(lambda: agent.prepared(2))
     assert agent.spares.ready == 2, "a start gets them all the same"
     agent.take(), agent.take()
     agent.memory = PLENTY
     agent.late_s += module.MEMORY_EVERY_S
-    agent.hear_until_ready()
+    agent.run_until_ready()
     assert "memory is not scarce any more" in caplog.text
 
 
@@ -283,22 +283,22 @@ def test_what_a_worker_imports_is_learned_and_preloaded_where_it_is_installed(
     loads = tmp_path / "loads"
     for folder, name in ((site, "library"), (tmp_path, "my_own")):
         (folder / f"{name}.py").write_text(f"open({str(loads)!r}, 'a').write(__name__ + ' ')")
-    says = script(tmp_path, "import library, my_own, sys; print(type(sys.meta_path[0]).__name__)")
+    program = script(tmp_path, "import library, my_own, sys; print(type(sys.meta_path[0]).__name__)")
     python = str(tmp_path / "venv/bin/python")
     agent = SpareKeeper("json", "auto", python=python, first_on_path=tmp_path).start()
-    agent.hear_until_ready()
+    agent.run_until_ready()
     first = agent.preloaded
-    assert run(taken := agent.take(), says) == "Listener\n"
+    assert run(taken := agent.take(), program) == "Listener\n"
     assert taken.wait() == 0
-    assert run(taken := agent.take(), says) != "Listener\n", "one worker is enough"
+    assert run(taken := agent.take(), program) != "Listener\n", "one worker is enough"
     assert taken.wait() == 0
     agent.spares.workers_started(agent.clock())
     agent.late_s += module.LEARN_AFTER_S
-    agent.hear_until(lambda: "with what workers have imported" in caplog.text)
-    agent.hear_until(lambda: first not in agent.spares.sessions)
-    agent.hear_until_ready()
+    agent.run_until(lambda: "with what workers have imported" in caplog.text)
+    agent.run_until(lambda: first not in agent.spares.sessions)
+    agent.run_until_ready()
     assert loads.read_text().split() == ["library", "my_own"] * 2 + ["library"]
-    assert run(taken := agent.take(), says)
+    assert run(taken := agent.take(), program)
     assert taken.wait() == 0
     assert loads.read_text().split() == ["library", "my_own"] * 2 + ["library", "my_own"]
     agent.spares.close()
@@ -312,29 +312,29 @@ def test_what_cannot_be_forked_with_what_was_learned_goes_on_without_it(
     )
     python = str(tmp_path / "venv/bin/python")
     agent = SpareKeeper("json", "auto", python=python, first_on_path=tmp_path).start()
-    agent.hear_until_ready()
+    agent.run_until_ready()
     first = agent.preloaded
     assert run(taken := agent.take(), script(tmp_path, "import threaded; print(1)")) == "1\n"
     assert taken.wait() == 0
     agent.spares.workers_started(agent.clock())
     agent.late_s += module.LEARN_AFTER_S
-    agent.hear_until(lambda: "what workers import is not preloaded: it has 2 threads" in caplog.text)
+    agent.run_until(lambda: "what workers import is not preloaded: it has 2 threads" in caplog.text)
     assert agent.preloaded == first
-    agent.hear_until_ready()
+    agent.run_until_ready()
     agent.spares.close()
 
 
 def test_the_environment_of_a_worker_may_be_longer_than_any_socket_takes(
     agent: SpareKeeper, tmp_path: Path
 ) -> None:
-    agent.hear_until_ready()
-    says = script(
+    agent.run_until_ready()
+    program = script(
         tmp_path, "import os, sys; print(sum(map(len, os.environ.values())), sum(map(len, sys.argv)))"
     )
     long = {f"LONG_{number}": "x" * 100_000 for number in range(15)}
     os.environ.update(long)
     try:
-        printed = run(spare := agent.take(), says, *(["y" * 100_000] * 5))
+        printed = run(spare := agent.take(), program, *(["y" * 100_000] * 5))
     finally:
         for name in long:
             del os.environ[name]
@@ -343,33 +343,33 @@ def test_the_environment_of_a_worker_may_be_longer_than_any_socket_takes(
     assert spare.wait() == 0
 
 
-def test_a_worker_keeps_to_its_cpus_and_a_place_that_is_not_there_is_told(
+def test_a_worker_keeps_to_its_cpus_and_a_cgroup_that_is_not_there_is_reported(
     agent: SpareKeeper, tmp_path: Path
 ) -> None:
-    agent.hear_until_ready()
-    says = script(tmp_path, "import os; print(os.sched_getaffinity(0))")
+    agent.run_until_ready()
+    program = script(tmp_path, "import os; print(os.sched_getaffinity(0))")
     last = max(os.sched_getaffinity(0))
-    assert run(first := agent.take(), says, cpus=str(last)) == f"{{{last}}}\n"
+    assert run(first := agent.take(), program, cpus=str(last)) == f"{{{last}}}\n"
     assert first.wait() == 0
-    assert "cannot enter the cgroup" in run(second := agent.take(), says, cgroup=str(tmp_path / "none"))
+    assert "cannot enter the cgroup" in run(second := agent.take(), program, cgroup=str(tmp_path / "none"))
     assert second.wait() == 1
 
 
 def test_closing_ends_all_of_them(agent: SpareKeeper) -> None:
-    agent.hear_until_ready()
+    agent.run_until_ready()
     pids = list(agent.spares.pids)
     agent.spares.close()
-    agent.hear_until(lambda: all(map(gone, pids)))
+    agent.run_until(lambda: all(map(gone, pids)))
 
 
-def test_all_of_them_die_with_the_agent_without_anybody_elses_help(tmp_path: Path) -> None:
+def test_all_of_them_die_with_the_agent_without_any_help(tmp_path: Path) -> None:
     program = f"""
 import os, sys, time
 from elastic_agent.agent.workers.preloader.wire import BecomeWorker
 from tests.spare_keeper import SpareKeeper, adopting
 with adopting():
     keeper = SpareKeeper("json").start()
-    keeper.hear_until_ready()
+    keeper.run_until_ready()
     pids = keeper.spares.pids
     worker = keeper.take()
     read, write = os.pipe()
@@ -394,17 +394,17 @@ with adopting():
 
 
 def test_service_managers_signals_to_all_do_not_end_the_preloaded_process(agent: SpareKeeper) -> None:
-    agent.hear_until_ready()
+    agent.run_until_ready()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         os.kill(agent.preloaded, number)
-    agent.hear_until(lambda: agent.prepared(4))
+    agent.run_until(lambda: agent.prepared(4))
     assert agent.spares.ready == 4
 
 
-def test_an_interpreter_that_is_not_there_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_interpreter_that_is_not_there_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     agent = SpareKeeper("json")
     agent.spares._python = "/nonexistent/python"
     agent.start()
-    agent.hear_until(lambda: "is gone: exit code 127" in caplog.text)
+    agent.run_until(lambda: "is gone: exit code 127" in caplog.text)
     assert "the preloaded process prints: elastic-agent: cannot run '/nonexistent/python'" in caplog.text
     agent.spares.close()

@@ -1,4 +1,4 @@
-"""What the agent adopts, with real processes: a program that stands where the agent does says what it sees."""
+"""What the agent adopts, with real processes: a program that stands where the agent does prints what it sees."""
 
 from __future__ import annotations
 

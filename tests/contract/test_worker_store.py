@@ -45,13 +45,13 @@ class Node:
     def serve(self) -> socket.socket:
         """A generation begins."""
         if (keeper := self.keeper) is not None and not self.store.pids:
-            keeper.hear_until(lambda: keeper.prepared(1))
+            keeper.run_until(lambda: keeper.prepared(1))
         listener = bind_listener(ADDRESS, 0, "master")
         self.port = listener.getsockname()[1]
         self.store.serve(listener)
         return listener
 
-    def hear_until(self, condition: Callable[[], bool]) -> None:
+    def run_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
             assert time.monotonic() < deadline
@@ -70,11 +70,11 @@ class Node:
             future = pool.submit(
                 TCPStore, ADDRESS, self.port, is_master=False, wait_for_workers=False, timeout=patience
             )
-            self.hear_until(future.done)
+            self.run_until(future.done)
             return future.result()
 
     def kill_holder(self) -> None:
-        """Dead, and nothing of it heard yet."""
+        """Dead, and its end not handled yet."""
         assert self.store.pid is not None
         os.kill(self.store.pid, signal.SIGKILL)
         os.waitid(os.P_PID, self.store.pid, os.WEXITED | os.WNOWAIT)
@@ -133,7 +133,7 @@ def test_each_generation_has_an_empty_store_of_one_holder_and_the_last_ones_port
     client, first, pid = node.client(), node.port, node.store.pid
     client.set("key", "of the first generation")
     node.store.close()
-    node.hear_until(lambda: refused(first))
+    node.run_until(lambda: refused(first))
     node.serve()
     assert not node.client().check(["key"])
     assert node.store.pid == pid
@@ -145,7 +145,7 @@ def test_a_killed_holder_ends_its_generation_and_the_next_one_gets_another(node:
     node.client()
     pid = node.store.pid
     node.kill_holder()
-    node.hear_until(lambda: bool(node.problems))
+    node.run_until(lambda: bool(node.problems))
     assert len(node.problems) == 1
     assert node.problems[0].startswith(
         f"the workers' store is gone: the process {pid} that served it ended: killed by SIGKILL"
@@ -157,16 +157,16 @@ def test_a_killed_holder_ends_its_generation_and_the_next_one_gets_another(node:
     assert node.store.pid != pid
 
 
-@pytest.mark.parametrize("heard", [True, False])
-def test_a_holder_that_is_killed_while_nobody_needs_it_is_replaced_in_silence(
-    node: Node, heard: bool
+@pytest.mark.parametrize("handled", [True, False])
+def test_a_holder_that_is_killed_while_it_is_not_needed_is_replaced_in_silence(
+    node: Node, handled: bool
 ) -> None:
     node.serve()
     node.client()
     node.store.close()
     node.kill_holder()
-    if heard:
-        node.hear_until(lambda: node.store.pid is None)
+    if handled:
+        node.run_until(lambda: node.store.pid is None)
     node.serve()
     node.client().set("key", "value")
     assert not node.problems
@@ -185,10 +185,10 @@ def test_a_generation_that_ends_during_the_import_leaves_its_port_at_once_and_th
     assert refused(first)
 
 
-def test_a_torch_that_cannot_be_imported_is_the_problem_that_is_told(tmp_path: Path) -> None:
+def test_a_torch_that_cannot_be_imported_is_the_problem_that_is_reported(tmp_path: Path) -> None:
     node = Node(torch_that("raise ImportError('libc10.so is missing')", tmp_path))
     node.serve()
-    node.hear_until(lambda: bool(node.problems))
+    node.run_until(lambda: bool(node.problems))
     assert node.problems == ["the workers' store is gone: ImportError: libc10.so is missing"]
     assert refused(node.port)
     node.store.end()
@@ -199,12 +199,12 @@ def test_the_holder_does_not_see_the_agents_modules_by_their_bare_names(tmp_path
     looking = "from importlib.util import find_spec; raise ImportError(find_spec('ports'))"
     node = Node(torch_that(looking, tmp_path))
     node.serve()
-    node.hear_until(lambda: bool(node.problems))
+    node.run_until(lambda: bool(node.problems))
     assert node.problems == ["the workers' store is gone: ImportError: None"]
     node.store.end()
 
 
-def test_without_a_holder_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_holder_no_port_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node()
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(OSError):
@@ -233,7 +233,7 @@ def test_a_service_managers_signals_to_all_do_not_take_the_store_from_workers_in
     assert client.get("key") == b"value"
 
 
-def test_a_holder_that_nobody_speaks_to_any_more_ends_by_itself() -> None:
+def test_a_holder_without_an_agent_ends_by_itself() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     holder = subprocess.Popen([sys.executable, HOLDER], stdin=theirs.fileno())
     theirs.close()

@@ -1,7 +1,7 @@
 """A preloaded process for tests: `python -u preloaded.py FOLDER NAMES...`, where FOLDER has our package.
 
-It says `ready` and, for each line of its standard input, forks a child that runs the start in it; the pid and then the
-exit code are its answers. What a real one takes care of (ties, cgroups, many at once) is not here.
+It prints `ready` and, for each line of its standard input, forks a child that runs the start in it; the pid and then
+the exit code are its answers. What a real one takes care of (ties, cgroups, many at once) is not here.
 """
 
 import sys
@@ -32,7 +32,7 @@ def main(folder: str, names: list[str]) -> None:
     gc.freeze()
     assert not known.skipped, known.skipped
     assert len(os.listdir("/proc/self/task")) == 1
-    # A real one has its own ways, too, which nobody shall see in its children.
+    # A real one has its own ways, too, which must not be seen in its children.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
@@ -48,11 +48,11 @@ def main(folder: str, names: list[str]) -> None:
                 os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644), number)
             os.closerange(3, 64)
 
-            def tell(problem: str, path: str = asked["told"]) -> None:
+            def report(problem: str, path: str = asked["reported"]) -> None:
                 with open(path, "a") as file:
                     file.write(problem + "\n")
 
-            fresh_process.run(wire.BecomeWorker(**asked["start"]), known, tell)
+            fresh_process.run(wire.BecomeWorker(**asked["start"]), known, report)
         print(child)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     os._exit(0)

@@ -26,7 +26,7 @@ MOUNTS = Path("/proc/self/mountinfo")
 
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
-    """An empty one, not yet anybody's. Gone at the end, with all that lives in it."""
+    """An empty one, not yet used. Gone at the end, with all that lives in it."""
     mounts = [line.split() for line in MOUNTS.read_text().splitlines()]
     hierarchies = [fields[4] for fields in mounts if fields[fields.index("-") + 1] == "cgroup2"]
     if os.geteuid() != 0 or not hierarchies:
@@ -87,7 +87,7 @@ def below(cgroup: Path) -> list[str]:
     return sorted(str(folder.relative_to(cgroup)) for folder in folders if folder != cgroup)
 
 
-def test_nobody_escapes_into_the_next_generation(job: Job, delegated: Path) -> None:
+def test_no_process_escapes_into_the_next_generation(job: Job, delegated: Path) -> None:
     """The second generation's child looks at once whether the first one's escapee lives."""
     seen, pid_file = job.folder / "seen", job.folder / "escaped"
     look = f"cut -d' ' -f3 /proc/$(cat {pid_file})/stat > {seen}.new; mv {seen}.new {seen}"
@@ -109,7 +109,7 @@ def test_nobody_escapes_into_the_next_generation(job: Job, delegated: Path) -> N
     assert [name.partition("/")[2] for name in below(delegated)] == ["", "generation-2"]
 
 
-def test_nobody_escapes_the_guard_of_a_killed_agent(job: Job, delegated: Path) -> None:
+def test_no_process_escapes_the_guard_of_a_killed_agent(job: Job, delegated: Path) -> None:
     agent = start_in(delegated, job, script=(RECORDER, f"--child={escape(job.folder)}"))
     job.wait_for_training(world=1)
     pid = escaped(job)
@@ -117,8 +117,8 @@ def test_nobody_escapes_the_guard_of_a_killed_agent(job: Job, delegated: Path) -
     agent.kill()
     job.wait_for(lambda: not alive(pid), "the end of the escapee", ORPHANS_S)
     job.wait_for(lambda: not below(delegated), "the cgroups to be removed", ORPHANS_S)
-    said = job.wait_for_text(agent, "killed what its workers left: (.*)")
-    assert str(pid) in said[1].split()
+    logged = job.wait_for_text(agent, "killed what its workers left: (.*)")
+    assert str(pid) in logged[1].split()
 
 
 def test_an_agent_that_ends_takes_everything_along_and_removes_its_cgroups(job: Job, delegated: Path) -> None:
@@ -131,7 +131,7 @@ def test_an_agent_that_ends_takes_everything_along_and_removes_its_cgroups(job: 
     assert below(delegated) == []
 
 
-def test_a_cgroup_that_nobody_gave_to_the_agent_is_left_alone(job: Job, cgroup: Path) -> None:
+def test_a_cgroup_that_was_not_delegated_to_the_agent_is_left_alone(job: Job, cgroup: Path) -> None:
     """Root can write there, too, which does not make it root's agent's."""
     start_in(cgroup, job)
     training = job.wait_for_training(world=1)

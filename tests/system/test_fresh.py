@@ -55,12 +55,12 @@ class Preloaded:
         )
         assert self._answer() == "ready"
 
-    def start(self, start: BecomeWorker, stdout: Path, stderr: Path, told: Path) -> int:
+    def start(self, start: BecomeWorker, stdout: Path, stderr: Path, reported: Path) -> int:
         asked = {
             "start": asdict(start),
             "stdout": str(stdout),
             "stderr": str(stderr),
-            "told": str(told),
+            "reported": str(reported),
         }
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asked) + "\n")
@@ -106,9 +106,9 @@ class Bench:
         self._preloaded = preloaded
 
     @property
-    def told(self) -> str:
+    def reported(self) -> str:
         """What the last warm run had to say against itself."""
-        path = self._folder / "told"
+        path = self._folder / "reported"
         return path.read_text() if path.exists() else ""
 
     def cold(self, case: Case) -> Outcome:
@@ -131,7 +131,7 @@ class Bench:
     def warm(self, case: Case) -> Outcome:
         self._lay_out(case)
         stdout, stderr = self._folder / "stdout", self._folder / "stderr"
-        pid = self._preloaded.start(self._start(case), stdout, stderr, self._folder / "told")
+        pid = self._preloaded.start(self._start(case), stdout, stderr, self._folder / "reported")
         self._signal(case, pid, stdout)
         return self._outcome(self._preloaded.wait(), stdout, stderr)
 
@@ -143,7 +143,7 @@ class Bench:
         return {name: value for name, value in wanted.items() if value is not None}
 
     def _lay_out(self, case: Case) -> None:
-        for path in (self.work, *(self._folder / name for name in ("stdout", "stderr", "told"))):
+        for path in (self.work, *(self._folder / name for name in ("stdout", "stderr", "reported"))):
             if path.is_dir():
                 shutil.rmtree(path)
             elif path.exists():
@@ -203,7 +203,7 @@ def test_a_fork_that_has_torch_behaves_so_too(tmp_path: Path, preloaded: Preload
 def compare(bench: Bench, case: Case) -> None:
     cold, warm = bench.cold(case), bench.warm(case)
     assert warm == cold
-    assert bool(bench.told) == case.starts_cold, bench.told
+    assert bool(bench.reported) == case.starts_cold, bench.reported
     assert case.proof in cold.stdout + cold.stderr + json.dumps(dict(cold.files)), (
         "the case has not shown its point"
     )
@@ -237,14 +237,14 @@ print("went on")
 """
 
 
-def test_what_was_set_too_late_is_told_to_the_script_and_to_the_agent(
+def test_what_was_set_too_late_is_reported_to_the_script_and_to_the_agent(
     tmp_path: Path, preloaded: Preloaded
 ) -> None:
     bench = Bench(tmp_path, preloaded)
     outcome = bench.warm(Case("too late", {"train.py": SET_TOO_LATE}))
     assert outcome.stdout == "went on\n"
     for name in ("GOMP_CPU_AFFINITY", "TORCHINDUCTOR_MAX_AUTOTUNE"):
-        assert name in bench.told
+        assert name in bench.reported
         assert name in outcome.stderr
 
 
@@ -359,7 +359,7 @@ def test_a_file_that_has_changed_is_found(tmp_path: Path) -> None:
         "found = import_cache.preload(['ours', 'nowhere.to_be_found'], known)\n"
         "print(list(found.skipped), found.changed()); open(sys.argv[1], 'a').write(' '); print(found.changed())"
     )
-    told = subprocess.run(
+    found = subprocess.run(
         [sys.executable, "-c", find, str(ours)], cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    assert told.stdout.splitlines() == ["['nowhere.to_be_found'] ()", f"('{ours}',)"]
+    assert found.stdout.splitlines() == ["['nowhere.to_be_found'] ()", f"('{ours}',)"]

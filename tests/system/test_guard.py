@@ -43,7 +43,7 @@ CHILDREN = {
     "scrubbed_in_own_session",
 }
 
-# Stands in for the agent: starts a guard and one worker, says their pids, and waits to be killed.
+# Stands in for the agent: starts a guard and one worker, prints their pids, and waits to be killed.
 AGENT = """
 import os, subprocess, sys, time
 from elastic_agent.agent.workers.processes.guard import Guard
@@ -118,7 +118,7 @@ def children(directory: Path, started: list[int]) -> dict[str, int]:
     return pids
 
 
-def test_when_the_agent_is_killed_nothing_of_its_workers_lives_and_strangers_do(
+def test_when_the_agent_is_killed_nothing_of_its_workers_lives_and_others_do(
     tmp_path: Path, started: list[int]
 ) -> None:
     incarnation = uuid.uuid4().hex
@@ -139,8 +139,8 @@ def test_when_the_agent_is_killed_nothing_of_its_workers_lives_and_strangers_do(
     agent.kill()
     eventually(lambda: not any(map(alive, [worker_pid, guard_pid, *pids.values()])), within_s=ORPHANS_S)
     assert all(map(alive, others))
-    _, said = agent.communicate(timeout=PATIENCE_S)
-    assert all(str(pid) in said.split() for pid in pids.values()), said
+    _, printed = agent.communicate(timeout=PATIENCE_S)
+    assert all(str(pid) in printed.split() for pid in pids.values()), printed
 
 
 def test_closing_the_guard_kills_what_is_left_but_not_the_agent_and_its_other_children(
@@ -157,7 +157,7 @@ def test_closing_the_guard_kills_what_is_left_but_not_the_agent_and_its_other_ch
     assert not alive(worker)
     assert not alive(guard.pid)
     assert alive(other)
-    assert alive(ended), "a forgotten session's number may be somebody else's"
+    assert alive(ended), "a forgotten session's number may be another's"
 
 
 def test_the_folders_are_removed_though_the_reader_of_stderr_stands_still(
@@ -372,7 +372,7 @@ def bit(number: int) -> int:
 
 
 def test_the_command_blocks_nothing_and_ignores_only_what_people_let_it_ignore() -> None:
-    """nohup and a shell's `trap '' USR1` are meant for all that is started below them; SIGALRM is anybody's."""
+    """nohup and a shell's `trap '' USR1` are meant for all that is started below them; SIGALRM is not."""
     ignored = signal.SIGALRM, signal.SIGHUP, signal.SIGUSR1
     before = [signal.signal(number, signal.SIG_IGN) for number in ignored]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2, signal.SIGTERM})

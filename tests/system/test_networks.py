@@ -64,7 +64,7 @@ def test_of_three_interfaces_the_one_that_leads_to_the_others(job: Job, cabling:
     for number, name in enumerate("ab", 1):
         carrier, environment = trained_over(job, name)
         assert carrier == "eth1"
-        assert environment["MASTER_ADDR"] in ("10.9.0.1", "10.9.0.2"), "whoever was first"
+        assert environment["MASTER_ADDR"] in ("10.9.0.1", "10.9.0.2"), "the first of them"
         assert environment["NCCL_SOCKET_IFNAME"] == "=eth1"
         assert f"at http://10.9.0.{number}:" in job.agents[number - 1].text
 
@@ -145,7 +145,7 @@ def test_an_interface_that_comes_up_after_the_start(job: Job, cabling: Cabling) 
         (("--network-wait=1h",), signal.SIGINT, 130),
     ],
 )
-def test_nobody_waits_for_ever(
+def test_no_agent_waits_for_ever(
     job: Job, cabling: Cabling, options: tuple[str, ...], stop: signal.Signals | None, code: int
 ) -> None:
     machine = cabling.machine("a")

@@ -18,9 +18,9 @@ CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 
 FIRST, AGENT = 1, 2
 
-# It becomes the child of the agent, and says so before it ends.
+# It becomes the child of the agent, and writes that before it ends.
 ADOPTED = f'until grep -q ") . {AGENT} " /proc/$$/stat; do sleep 0.01; done'
-ORPHAN = f"(sh -c '{ADOPTED}; echo $ELASTIC_AGENT_GENERATION >> {{told}}' &)"
+ORPHAN = f"(sh -c '{ADOPTED}; echo $ELASTIC_AGENT_GENERATION >> {{seen}}' &)"
 
 
 # Goes on below init, and ends when no process 3 is left, not even dead: a child of its child, and so of init.
@@ -69,24 +69,24 @@ def zombies_below(parent: int) -> list[int]:
     return found
 
 
-def test_orphans_are_buried_and_a_workers_own_exit_code_is_not_lost_with_them(job: Job) -> None:
-    told = job.folder / "told"
-    told.touch()
-    orphans = [f"--child={ORPHAN.format(told=told)}"] * 5
+def test_orphans_are_reaped_and_a_workers_own_exit_code_is_not_lost_with_them(job: Job) -> None:
+    seen = job.folder / "seen"
+    seen.touch()
+    orphans = [f"--child={ORPHAN.format(seen=seen)}"] * 5
     script = (RECORDER, "--fault=1:1:5:7", "--exit-0-on-sigterm", *orphans)
     agent = job.start("a", "--nproc-per-node=2", enter=CONTAINER, script=script)
     job.wait_for_training(world=2, after=1)
     # Of the first one those that are late are killed as left-overs.
     job.wait_for(
-        lambda: told.read_text().split().count("2") == 2 * len(orphans), "the second one's orphans to end"
+        lambda: seen.read_text().split().count("2") == 2 * len(orphans), "the second one's orphans to end"
     )
-    assert "1" in told.read_text().split()
+    assert "1" in seen.read_text().split()
     assert agent.says("rank 1 failed: exit code 7$")
     agents_own = pid_outside(job, AGENT)
-    job.wait_for(lambda: not zombies_below(agents_own), "every orphan to be buried")
+    job.wait_for(lambda: not zombies_below(agents_own), "every orphan to be reaped")
 
 
-def test_init_buries_whom_nobody_below_it_has_adopted() -> None:
+def test_process_1_reaps_what_no_process_below_it_has_adopted() -> None:
     ran = subprocess.run(
         [*CONTAINER, sys.executable, "-c", ORPHANED], capture_output=True, timeout=PATIENCE_S
     )

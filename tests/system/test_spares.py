@@ -64,7 +64,7 @@ def test_eight_workers_come_from_spares_and_so_do_those_after_them(job: Job) -> 
         (["*:0:3:0", "*:1:3:0"], 0, r"all 2 workers here ended with success"),
     ],
 )
-def test_how_a_worker_ends_is_told_the_same_way(
+def test_how_a_worker_ends_is_reported_the_same_way(
     job: Job, options: tuple[str, ...], faults: list[str], code: int, says: str
 ) -> None:
     script = (RECORDER, *(f"--fault={fault}" for fault in faults))
@@ -124,7 +124,7 @@ def test_an_agent_that_is_asked_to_stop_leaves_nothing_and_waits_for_nothing(job
 
 
 def test_what_a_forked_worker_leaves_behind_is_gone_before_the_next_generation(job: Job) -> None:
-    """Forks without exec show the environment that the kernel was told of, and sessions are as of any worker."""
+    """Forks without exec show the environment that the kernel was given, and sessions are as of any worker."""
     children = ("setsid sleep 600 &", "(setsid sh -c 'sleep 600 & wait' &)", "exec sleep 600")
     agent = job.start("a", WARM, script=(RECORDER, *(f"--child={child}" for child in children)))
     old = job.wait_for_training(world=1)
@@ -136,7 +136,7 @@ def test_what_a_forked_worker_leaves_behind_is_gone_before_the_next_generation(j
 
 
 def test_a_training_with_ddp_comes_back_from_spares_that_have_torch(job: Job) -> None:
-    """With what is preloaded by default. Whoever starts cold without need is told of."""
+    """With what is preloaded by default. A cold start without need is logged."""
     script = (PLAIN_DDP, job.folder / "checkpoint.pt", "400", "0.01")
     environment = {"GLOO_SOCKET_IFNAME": "lo"}
     agent = job.start("a", "--preload=default", "--nproc-per-node=2", script=script, environment=environment)

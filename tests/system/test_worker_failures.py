@@ -1,4 +1,4 @@
-"""A worker ends: what becomes of the others, of the job, and what a person is told."""
+"""A worker ends: what becomes of the others, of the job, and what is logged."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def test_an_error_file_written_by_torch_is_what_the_summary_shows(job: Job) -> N
         "a", "--max-restarts=0", "--no-python", script=("python3", "-c", script), environment=surroundings
     )
     assert agent.exit_code() == 1
-    told = json.loads(own.read_text())["message"]
-    assert (told["message"], told["errorCode"]) == ("ValueError: from the error file", 7)
+    written = json.loads(own.read_text())["message"]
+    assert (written["message"], written["errorCode"]) == ("ValueError: from the error file", 7)
     assert agent.says("ValueError: from the error file")
     assert agent.says("exit code 7")
 

@@ -111,7 +111,7 @@ def test_only_cpus_that_the_agent_may_use(tmp_path: Path) -> None:
     assert placed("cores", FOUR, found) == [("1,9", "1"), ("2", "1"), ("5,13", "1"), ("6-7,14-15", "2")]
 
 
-def test_offline_cpus_are_nobodys(tmp_path: Path) -> None:
+def test_offline_cpus_are_not_shared_out(tmp_path: Path) -> None:
     """Core 3 is off, and core 0 has lost a thread: the kernel leaves what is offline out of our mask."""
     found = layout(
         machine(tmp_path, offline=[3, 11, 8]), allowed=[cpu for cpu in ALL if cpu not in (3, 11, 8)]
@@ -131,7 +131,7 @@ def test_a_firmware_that_does_not_say_leaves_all_cpus(tmp_path: Path, affinity: 
 
 
 def test_sets_that_overlap_in_part_are_thrown_together(tmp_path: Path) -> None:
-    """The second device's neighbours are not known, so that its share could be anybody's."""
+    """The second device's neighbours are not known, so that its share could be any worker's."""
     found = layout(machine(tmp_path, gpus={**GPUS, "0000:3b:00.0": -1}))
     assert placed("cores", FOUR[:2], found) == [("0-3,8-11", "4"), ("4-7,12-15", "4")]
     assert placed("numa", FOUR[:2], found) == [("0-3,8-11", "4"), ("0-15", "8")]

@@ -143,8 +143,8 @@ def test_an_entry_that_does_not_exist_is_refused(tmp_path: Path, listed: str, wr
     with pytest.raises(ConfigError) as caught:
         probe({"CUDA_VISIBLE_DEVICES": listed}, **informed(tmp_path, THREE, minors=(0, 1, 2)))
     has = "GPU-1bff, GPU-ca11, GPU-02ee" if listed.startswith(("GPU-", "MIG-")) else "0, 1, 2"
-    told = [f"CUDA_VISIBLE_DEVICES {listed!r}", has, f"{wrong} is not one of them", "correct or unset it"]
-    assert all(text in str(caught.value) for text in told), caught.value
+    expected = [f"CUDA_VISIBLE_DEVICES {listed!r}", has, f"{wrong} is not one of them", "correct or unset it"]
+    assert all(text in str(caught.value) for text in expected), caught.value
 
 
 @pytest.mark.parametrize("listed", ["1,1", "1,01", "GPU-ca11,GPU-ca", "MIG-aa,MIG-aa"])
@@ -213,8 +213,8 @@ def test_number_of_workers(nproc: WorkerCount, inventory: Inventory, workers: in
 def test_one_worker_per_gpu_without_any_says_what_to_do() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_workers("gpu", CPU_ONLY)
-    told = ["--nproc-per-node 'gpu'", "no CUDA device", "--nproc-per-node auto"]
-    assert all(text in str(caught.value) for text in told)
+    expected = ["--nproc-per-node 'gpu'", "no CUDA device", "--nproc-per-node auto"]
+    assert all(text in str(caught.value) for text in expected)
 
 
 def masked(entry: str) -> dict[str, str]:
@@ -252,7 +252,7 @@ def test_pinning(
 
 
 @pytest.mark.parametrize(
-    ("pinning", "workers", "inventory", "told"),
+    ("pinning", "workers", "inventory", "expected"),
     [
         ("index", 5, FOUR_GPUS, ["'5'", "CUDA devices: 4", "0,1,2,3", "pinning none", "per-node to 4"]),
         ("mask", 3, UUIDS, ["'3'", "CUDA devices: 2", "GPU-aa,GPU-bb", "pinning none"]),
@@ -260,12 +260,12 @@ def test_pinning(
     ],
 )
 def test_more_workers_than_devices_is_refused_for_every_worker(
-    pinning: DevicePinning, workers: int, inventory: Inventory, told: list[str]
+    pinning: DevicePinning, workers: int, inventory: Inventory, expected: list[str]
 ) -> None:
     for local_rank in range(workers):
         with pytest.raises(ConfigError) as caught:
             pin(pinning, local_rank, workers, inventory)
-        assert all(text in str(caught.value) for text in told)
+        assert all(text in str(caught.value) for text in expected)
 
 
 def test_what_the_user_set_beats_the_defaults_but_not_the_mask() -> None:

@@ -46,7 +46,7 @@ def test_another_environment(changed: Mapping[str, str | None], cold: bool) -> N
     assert any(name in found for name in changed) or not cold
 
 
-def test_what_a_module_has_read_and_nobody_can_replay() -> None:
+def test_what_a_module_has_read_and_cannot_be_replayed() -> None:
     worker = {**BASE, "MY_PACKAGE_MODE": "fast"}
     assert obstacle(BASE, worker) == ""
     assert "MY_PACKAGE_MODE" in obstacle(BASE, worker, reads={"MY_PACKAGE_MODE"})

@@ -1,4 +1,4 @@
-"""Failures: what is told from exits, error files and logs, and that nothing a worker leaves can hurt the agent."""
+"""Failures: what is known from exits, error files and logs, and that nothing a worker leaves can hurt the agent."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ def sharded() -> Exception:
     ],
 )
 @pytest.mark.parametrize("recorded", [True, False])
-def test_what_no_restart_helps_is_told_from_what_a_worker_left(
+def test_what_no_restart_helps_is_known_from_what_a_worker_left(
     tmp_path: Path, error: Exception, final: bool, recorded: bool
 ) -> None:
     """An uncaught exception: in the error file of torch's `@record`, or as Python writes it."""
@@ -456,11 +456,11 @@ FORGED = "n\x1b]0;title\x07\nfake\r\u202e\x1b[2J"
 
 
 def test_a_failure_in_the_store_adds_no_line_and_nothing_that_a_terminal_obeys() -> None:
-    told = WorkerFailure.from_json(changed(node=FORGED, cause=FORGED, log_file=FORGED))
-    assert (told.node, told.cause, told.log_file) == ("n fake",) * 3
+    read = WorkerFailure.from_json(changed(node=FORGED, cause=FORGED, log_file=FORGED))
+    assert (read.node, read.cause, read.log_file) == ("n fake",) * 3
     several = WorkerFailure.from_json(changed(exception=FORGED, traceback=FORGED, log_tail=[FORGED]))
     assert (several.exception, several.traceback, several.log_tail) == ("n\nfake", "n\nfake", ("n fake",))
-    assert not [line for line in summarize(told, [told]).split("\n") if line.startswith("fake")]
+    assert not [line for line in summarize(read, [read]).split("\n") if line.startswith("fake")]
 
 
 def test_details_in_the_store_that_are_not_usable_leave_the_summary(

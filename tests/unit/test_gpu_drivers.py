@@ -28,7 +28,7 @@ process = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(process)
 process.gpu_drivers.in_use.__defaults__ = (sys.argv[2],)
 try:
-    process.Imported({"load": [], "learned": [], "first_on_path": ""}).check()
+    process.Imported(process.wire.Preload((), (), "")).check()
 except process.Unfit as unfit:
     print(unfit.stale, unfit)
 """

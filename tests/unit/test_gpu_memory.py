@@ -27,7 +27,7 @@ ONE, OTHER = "0000:3b:00.0", "GPU-aa"
 
 
 class Bench:
-    """A `GpuMemory` with a clock that only the test moves; `nvml` says what NVML says from now on."""
+    """A `GpuMemory` with a clock that only the test moves; `nvml` sets what NVML answers from now on."""
 
     def __init__(self, folder: Path, wait_s: float, *devices: str) -> None:
         self.now = 100.0
@@ -38,13 +38,13 @@ class Bench:
             devices, wait_s, environment, started_io(), self._events.put, lambda: self.now
         )
 
-    def nvml(self, **says: Any) -> None:
+    def nvml(self, **answers: Any) -> None:
         new = self._script.with_suffix(".new")
-        new.write_text(json.dumps(says))
+        new.write_text(json.dumps(answers))
         new.replace(self._script)
 
     def answer(self) -> None:
-        """Let the next thing that the reader says be heard."""
+        """Handle the next message of the reader."""
         event = self._events.get(timeout=PATIENCE_S)
         assert isinstance(event, GpuMemoryMessage)
         self.memory.handle(event, self.now)
@@ -131,7 +131,7 @@ def test_what_is_free_does_not_creep(ready: Bench) -> None:
         assert ready.memory.waiting == waits
 
 
-def test_memory_of_a_living_stranger_is_not_waited_for_but_that_of_the_dead(ready: Bench) -> None:
+def test_memory_of_another_living_process_is_not_waited_for_but_that_of_the_dead(ready: Bench) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait(PATIENCE_S)
     ready.nvml(used={ONE: 20_600}, processes={ONE: [[os.getpid(), 20_000], [os.getppid(), None]]})
@@ -157,20 +157,20 @@ def test_every_device_must_be_free_under_each_of_its_names(bench: Callable[..., 
 
 
 @pytest.mark.parametrize(
-    ("says", "told"),
+    ("answers", "logged"),
     [
         ({"raises": "Driver Not Loaded"}, "NVMLError: Driver Not Loaded"),
         ({"used": {}}, "NVMLError: Not Found"),
     ],
 )
 def test_an_error_of_nvml_ends_all_waiting(
-    ready: Bench, says: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
+    ready: Bench, answers: dict[str, Any], logged: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ready.nvml(**says)
+    ready.nvml(**answers)
     ready.memory.workers_gone(ready.now)
     ready.answer()
     assert not ready.memory.waiting
-    assert told in caplog.text
+    assert logged in caplog.text
     ready.memory.workers_gone(ready.now)
     assert not ready.memory.waiting
 
@@ -207,7 +207,7 @@ def test_a_short_bound_ends_the_wait_for_a_first_answer_that_is_slow(
     assert "no answer of NVML yet" in caplog.text
 
 
-def test_an_answer_that_nobody_waits_for_any_more_is_dropped(
+def test_an_answer_that_comes_after_the_wait_is_dropped(
     ready: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -261,7 +261,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize(
-    ("devices", "wait_s", "installed", "names", "told"),
+    ("devices", "wait_s", "installed", "names", "text"),
     [
         ([], 30.0, True, (), ""),
         ([Device("0", ONE)], 0.0, True, (), "does not wait for it"),
@@ -275,10 +275,10 @@ def test_what_is_waited_for(
     wait_s: float,
     installed: bool,
     names: tuple[str, ...],
-    told: str,
+    text: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gpu_memory, "find_spec", lambda name: object() if installed else None)
     found_names, fact = watched(devices, wait_s)
     assert found_names == names
-    assert told in fact
+    assert text in fact

@@ -1,4 +1,4 @@
-"""Which processes belong to the agent's workers, told from a made-up /proc."""
+"""Which processes belong to the agent's workers, by a made-up /proc."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_descendants_belong_whatever_their_session_and_environment(proc: Path) -
     assert pids("abc", proc=proc) == (9, 20, 40)
 
 
-def test_a_generation_is_told_from_another_of_the_same_agent(proc: Path) -> None:
+def test_a_generation_is_known_from_another_of_the_same_agent(proc: Path) -> None:
     add(proc, 50, OURS, "ELASTIC_AGENT_GENERATION=8")
     add(proc, 51, "ELASTIC_AGENT_INCARNATION=xyz", "ELASTIC_AGENT_GENERATION=8")
     add(proc, 52, OURS)

@@ -1,4 +1,4 @@
-"""Which interface and address a node's job uses, and what the workers' libraries are told of it."""
+"""Which interface and address a node's job uses, and the workers' variables that follow."""
 
 from __future__ import annotations
 
@@ -187,27 +187,27 @@ def test_a_host_with_many_interfaces_is_not_listed_to_the_end() -> None:
     assert f"and {len(many) - MOST_LISTED} more" in str(caught.value)
 
 
-def told(choice: NetworkChoice, **inherited: str) -> dict[str, str]:
+def variables(choice: NetworkChoice, **inherited: str) -> dict[str, str]:
     return compose(inherited, network_variables(choice))
 
 
-def test_every_library_is_told_of_the_one_choice() -> None:
-    assert told(NetworkChoice("eth1", "10.1.0.1", "why")) == {
+def test_every_library_gets_the_one_choice() -> None:
+    assert variables(NetworkChoice("eth1", "10.1.0.1", "why")) == {
         "NCCL_SOCKET_IFNAME": "=eth1",
         "NCCL_SOCKET_FAMILY": "AF_INET",
         "GLOO_SOCKET_IFNAME": "eth1",
         "TP_SOCKET_IFNAME": "eth1",
     }
-    assert told(NetworkChoice("eth2", "fd02::1", "why"))["NCCL_SOCKET_FAMILY"] == "AF_INET6"
+    assert variables(NetworkChoice("eth2", "fd02::1", "why"))["NCCL_SOCKET_FAMILY"] == "AF_INET6"
 
 
 def test_on_loopback_nccl_is_left_alone() -> None:
     expected = {"GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
-    assert told(NetworkChoice("lo", "127.0.0.1", "why")) == expected
+    assert variables(NetworkChoice("lo", "127.0.0.1", "why")) == expected
 
 
 def test_the_users_own_values_win_and_no_family_is_put_beside_their_interface() -> None:
     own = {"NCCL_SOCKET_IFNAME": "^docker", "GLOO_SOCKET_IFNAME": "eth9"}
-    assert told(NetworkChoice("eth1", "10.1.0.1", "why"), **own) == own | {"TP_SOCKET_IFNAME": "eth1"}
+    assert variables(NetworkChoice("eth1", "10.1.0.1", "why"), **own) == own | {"TP_SOCKET_IFNAME": "eth1"}
     family = {"NCCL_SOCKET_FAMILY": "AF_INET6"}
-    assert told(NetworkChoice("eth1", "10.1.0.1", "why"), **family)["NCCL_SOCKET_FAMILY"] == "AF_INET6"
+    assert variables(NetworkChoice("eth1", "10.1.0.1", "why"), **family)["NCCL_SOCKET_FAMILY"] == "AF_INET6"

@@ -23,7 +23,7 @@ from elastic_agent.rendezvous.records import Endpoint
 OWN, OTHER = "10.0.0.1", "10.9.0.1"
 HOSTS = {
     "localhost": "127.0.0.1",
-    "me": "127.0.1.1",  # as Debian's /etc/hosts says
+    "me": "127.0.1.1",  # as Debian's /etc/hosts has it
     "etcd1": "10.0.0.7",
     "etcd2": "10.9.0.7",
     "nowhere": "10.7.0.7",
@@ -157,7 +157,7 @@ def test_without_netlink_a_single_node_trains_and_several_are_refused(
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The instants at which somebody slept; time goes on only by that."""
+    """The instants of the sleeps; time goes on only by that."""
     slept: list[float] = []
     monkeypatch.setattr(network_discovery.time, "monotonic", lambda: sum(slept))
     return slept

@@ -50,7 +50,7 @@ def test_a_strike_is_new_for_a_minute(tmp_path: Path, before: str) -> None:
     assert OomKills(counter).lately(0.0) is False, "what was before this agent is none of its workers"
 
 
-def test_without_a_counter_nobody_was_killed(tmp_path: Path) -> None:
+def test_without_a_counter_no_kill_is_seen(tmp_path: Path) -> None:
     for counter in (None, tmp_path / "none"):
         assert not OomKills(counter).lately(1.0)
 

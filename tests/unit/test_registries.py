@@ -1,4 +1,4 @@
-"""What modules enter in Python's own lists while they are imported: all of it is told, and once."""
+"""What modules enter in Python's own lists while they are imported: all of it is found, and once."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import weakref
 from elastic_agent.agent.workers.preloader.fidelity.global_registries import Growth, enter, take_out
 
 
-def test_a_logger_that_takes_the_place_kept_for_it_is_told_like_any_other() -> None:
+def test_a_logger_that_takes_the_place_kept_for_it_is_found_like_any_other() -> None:
     """As torch does: loggers below `torch` come first, and then `torch` itself, with the level for all."""
     name = f"test-{uuid.uuid4().hex}"
     growth = Growth()
     growth.new()
     child = logging.getLogger(f"{name}.child")
-    told = growth.new()["logging"]
-    assert told[f"{name}.child"] is child
-    assert isinstance(told[name], logging.PlaceHolder)
+    found = growth.new()["logging"]
+    assert found[f"{name}.child"] is child
+    assert isinstance(found[name], logging.PlaceHolder)
     parent = logging.getLogger(name)
     assert growth.new()["logging"] == {name: parent}
     assert growth.new() == {}
@@ -27,7 +27,7 @@ class Kept:
     pass
 
 
-def test_what_is_entered_after_something_was_removed_is_told_too() -> None:
+def test_what_is_entered_after_something_was_removed_is_found_too() -> None:
     first, second = Kept(), Kept()
     finalizer = weakref.finalize(first, print)
     growth = Growth()

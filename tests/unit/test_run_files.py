@@ -1,4 +1,4 @@
-"""Finding agents on this machine: what they leave is found, and what anybody else could have put there is not."""
+"""Finding agents on this machine: what they leave is found, and what another user could have put there is not."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_an_agent_that_has_gone_is_not_found(tmp_path: Path, run_dir: Path) -> N
     assert agents_here([tmp_path], ME) == ()
 
 
-def test_nobody_but_its_user_and_root_believes_it(tmp_path: Path, run_dir: Path) -> None:
+def test_only_its_user_and_root_believe_it(tmp_path: Path, run_dir: Path) -> None:
     assert agents_here([tmp_path], ME + 1) == ()
     assert agents_here([tmp_path], 0) == (HERE,)
 

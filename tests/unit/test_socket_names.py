@@ -46,7 +46,7 @@ def test_what_nccl_takes(value: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "says"),
+    ("variable", "value", "text"),
     [
         ("NCCL_SOCKET_IFNAME", "ens5", "a pattern that fits an interface of this node: lo, eth0, eth1, eth10"),
         ("NCCL_SOCKET_IFNAME", "=eth", "or unset it and the agent sets it"),
@@ -59,10 +59,10 @@ def test_what_nccl_takes(value: str, expected: str) -> None:
         ("TP_SOCKET_IFNAME", "^=docker0", "NCCL's language"),
     ],
 )  # fmt: skip
-def test_what_fits_nothing_is_refused_with_key_value_and_remedy(variable: str, value: str, says: str) -> None:
+def test_what_fits_nothing_is_refused_with_key_value_and_remedy(variable: str, value: str, text: str) -> None:
     (problem,) = check_socket_names({variable: value}, HERE)
     assert str(problem).startswith(f"{variable} {value!r}: expected ")
-    assert says in str(problem)
+    assert text in str(problem)
 
 
 def test_all_problems_are_named() -> None:

@@ -1,4 +1,4 @@
-"""How many spares are asked for, and how long anybody waits for them: tables."""
+"""How many spares are asked for, and how long a start waits for them: tables."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_what_is_asked_for_and_waited_for_before_four_workers_start(stock: Stock
 def test_every_wait_ends_when_nothing_more_happens(
     phase: Phase, ready: int, coming: int, fork_failed: bool
 ) -> None:
-    """The invariant: whoever asks again when told to is through after two waits at most."""
+    """The invariant: a start that asks again at the given instant begins after two waits at most."""
     stock, now = Stock(phase, NOW, ready, coming, NOW, fork_failed), NOW
     for _ in range(3):
         advice = before_start(stock, 4, now)
@@ -98,7 +98,7 @@ def test_what_is_asked_for_in_the_background(stock: Stock, calm_at: float, press
         (Stock(BROKEN, NOW, coming=2, asked_at=NOW), None),
     ],
 )
-def test_a_process_hangs_from_the_instant_that_was_told_before(stock: Stock, due: float | None) -> None:
+def test_a_process_hangs_from_the_instant_that_was_given_before(stock: Stock, due: float | None) -> None:
     assert due_at(stock) == due
     if due is None:
         assert overdue(stock, NOW + 1e6) == ""

@@ -53,12 +53,16 @@ def test_several_workers_do_not_each_take_all_cores() -> None:
     ],
 )
 def test_the_flight_recorder_by_torchs_version(software: Software, size: str, file: str) -> None:
-    told = seen(replace(RECORDED, software=software))
-    recorder = {name: value for name, value in told.items() if re.search("_FR_|TRACE_BUFFER|TEMP_FILE", name)}
+    set_for_worker = seen(replace(RECORDED, software=software))
+    recorder = {
+        name: value
+        for name, value in set_for_worker.items()
+        if re.search("_FR_|TRACE_BUFFER|TEMP_FILE", name)
+    }
     assert recorder == {size: "2000", file: "/logs/gen3/flight_records/rank_"}
 
 
-def test_dumps_that_nobody_would_find_are_left_where_torch_puts_them() -> None:
+def test_dumps_that_would_not_be_found_are_left_where_torch_puts_them() -> None:
     assert not any("TEMP_FILE" in name for name in seen(PLAIN))
 
 
@@ -67,8 +71,8 @@ def test_dumps_that_nobody_would_find_are_left_where_torch_puts_them() -> None:
 def test_a_setting_that_the_user_has_made_under_either_name_stands_alone(
     software: Software, name: str
 ) -> None:
-    told = seen(replace(PLAIN, software=software), {name: "7"})
-    assert {name: value for name, value in told.items() if "BUFFER_SIZE" in name} == {name: "7"}
+    set_for_worker = seen(replace(PLAIN, software=software), {name: "7"})
+    assert {name: value for name, value in set_for_worker.items() if "BUFFER_SIZE" in name} == {name: "7"}
 
 
 def test_whatever_the_user_has_set_is_the_users() -> None:
@@ -95,9 +99,9 @@ def test_whatever_the_user_has_set_is_the_users() -> None:
 def test_each_rung_of_the_ladder_follows_from_the_one_below(
     timeouts: TimeoutConfig, group: str | None, heartbeat: str | None
 ) -> None:
-    told = seen(replace(PLAIN, timeouts=timeouts))
-    assert told.get("ELASTIC_AGENT_PROCESS_GROUP_TIMEOUT_S") == group
-    assert told.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC") == heartbeat
+    set_for_worker = seen(replace(PLAIN, timeouts=timeouts))
+    assert set_for_worker.get("ELASTIC_AGENT_PROCESS_GROUP_TIMEOUT_S") == group
+    assert set_for_worker.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC") == heartbeat
 
 
 @pytest.mark.parametrize(
@@ -112,16 +116,19 @@ def test_each_rung_of_the_ladder_follows_from_the_one_below(
 def test_widened_timeouts_keep_their_order(
     timeouts: TimeoutConfig, widening: int, group: str | None, heartbeat: str | None
 ) -> None:
-    told = seen(replace(PLAIN, timeouts=timeouts, widening=widening))
-    assert told.get("ELASTIC_AGENT_PROCESS_GROUP_TIMEOUT_S") == group
-    assert told.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC") == heartbeat
+    set_for_worker = seen(replace(PLAIN, timeouts=timeouts, widening=widening))
+    assert set_for_worker.get("ELASTIC_AGENT_PROCESS_GROUP_TIMEOUT_S") == group
+    assert set_for_worker.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC") == heartbeat
 
 
 def test_what_is_widened_says_so_and_fits_the_network() -> None:
     verbs = Profile("infiniband", "")
     for widening, retries, timeout in ((0, None, None), (1, "48", "21"), (2, "68", "22")):
-        told = seen(replace(PLAIN, profile=verbs, widening=widening))
-        assert (told.get("NCCL_SOCKET_RETRY_CNT"), told.get("NCCL_IB_TIMEOUT")) == (retries, timeout)
+        set_for_worker = seen(replace(PLAIN, profile=verbs, widening=widening))
+        assert (set_for_worker.get("NCCL_SOCKET_RETRY_CNT"), set_for_worker.get("NCCL_IB_TIMEOUT")) == (
+            retries,
+            timeout,
+        )
         assert "NCCL_IB_TIMEOUT" not in seen(replace(PLAIN, widening=widening)), "TCP has no such timeout"
     widened = torch_settings(replace(PLAIN, profile=verbs, widening=1))
     assert {variable.name for variable in widened if variable.by == "widened"} == {
@@ -192,12 +199,12 @@ def test_a_profile_that_the_machine_cannot_have_is_refused(
 
 def network_of(profile: Profile, software: Software = GPU) -> dict[str, str]:
     plain = seen(replace(PLAIN, software=software))
-    told = seen(replace(PLAIN, software=software, profile=profile))
-    return {name: value for name, value in told.items() if plain.get(name) != value}
+    set_for_worker = seen(replace(PLAIN, software=software, profile=profile))
+    return {name: value for name, value in set_for_worker.items() if plain.get(name) != value}
 
 
 @pytest.mark.parametrize(
-    ("wanted", "ports", "software", "told"),
+    ("wanted", "ports", "software", "expected"),
     [
         ("auto", [], GPU, {}),
         ("ethernet", [IB], GPU, {"NCCL_IB_DISABLE": "1"}),
@@ -223,9 +230,9 @@ def network_of(profile: Profile, software: Software = GPU) -> dict[str, str]:
     ],
 )
 def test_what_a_profile_tells_nccl(
-    wanted: NetworkProfile, ports: list[RdmaPort], software: Software, told: dict[str, str]
+    wanted: NetworkProfile, ports: list[RdmaPort], software: Software, expected: dict[str, str]
 ) -> None:
-    assert network_of(choose_profile(wanted, ports), software) == told
+    assert network_of(choose_profile(wanted, ports), software) == expected
 
 
 # --- Versions

@@ -75,7 +75,7 @@ def scarce(monkeypatch: pytest.MonkeyPatch, name: str, left: int) -> None:
 
 
 @pytest.mark.parametrize("before_it", [0, 2])
-def test_a_worker_that_cannot_be_started_leaves_nobody_whose_end_is_waited_for(
+def test_a_worker_that_cannot_be_started_leaves_no_end_to_wait_for(
     monkeypatch: pytest.MonkeyPatch, before_it: int
 ) -> None:
     started: list[subprocess.Popen[bytes]] = []
