@@ -10,7 +10,7 @@ import pytest
 
 from elastic_agent.worker.loading.checkpoint_selection import Offer, choose_source
 from elastic_agent.worker.memory import checksums
-from elastic_agent.worker.memory.checksums import Summing
+from elastic_agent.worker.memory.checksums import ChecksumThreads
 from elastic_agent.worker.memory.copy_header import Copy, Header
 from elastic_agent.worker.memory.slots import Slots, sums_of
 from tests.unit.threads import join_threads
@@ -38,9 +38,9 @@ def write(slots: Slots, step: int) -> str:
 
 
 def test_a_copy_gets_the_checksums_that_a_load_computes(slots: Slots) -> None:
-    summing = Summing(slots)
+    threads = ChecksumThreads(slots)
     name = write(slots, 1)
-    summing.start(name)
+    threads.start(name)
     join_threads("memory-sums")
     with slots.hold(name) as held:
         assert held.header.sums == sums_of(held.stream, len(CONTENT))
@@ -51,33 +51,33 @@ def test_who_changes_a_slot_does_not_wait_for_its_checksums(
     slots: Slots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading = threading.Event()
-    summing = Summing(slots)
+    threads = ChecksumThreads(slots)
     really = checksums.zlib.crc32
 
     def crc32(*given: object) -> int:
-        job = threading.current_thread()
-        if isinstance(job, checksums._Job):
+        thread = threading.current_thread()
+        if isinstance(thread, checksums._ChecksumThread):
             reading.set()
-            job.given_up.wait()
+            thread.given_up.wait()
         return really(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(checksums.zlib, "crc32", crc32)
     name = write(slots, 1)
-    summing.start(name)
+    threads.start(name)
     reading.wait()
-    summing.stop("a", "b")
+    threads.stop("a", "b")
     assert not slots.headers()[name].sums
     assert write(slots, 2) != name
     assert write(slots, 3) == name, "nobody holds it"
 
 
 def test_a_header_that_went_meanwhile_does_not_come_back(slots: Slots) -> None:
-    summing = Summing(slots)
+    threads = ChecksumThreads(slots)
     name = write(slots, 1)
-    summing.start(name)
-    summing.stop(name)
+    threads.start(name)
+    threads.stop(name)
     slots.drop(lambda _: True)
-    summing.start(name)
+    threads.start(name)
     join_threads("memory-sums")
     assert slots.headers() == {}
 
@@ -91,15 +91,15 @@ def test_no_thread_and_no_room_mean_no_checksums_and_nothing_else(
     def cannot(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    summing = Summing(slots)
+    threads = ChecksumThreads(slots)
     name = write(slots, 1)
     with monkeypatch.context() as patch:
         patch.setattr(slots, "put_header", fail)
-        summing.start(name)
+        threads.start(name)
         join_threads("memory-sums")
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", cannot)
-        summing.start(name)
+        threads.start(name)
     assert not slots.headers()[name].sums
 
 

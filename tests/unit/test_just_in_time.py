@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from elastic_agent.worker import Checkpointer, ElasticSampler, step
 from elastic_agent.worker.checkpointing.just_in_time import JustInTime, of_a_collective
-from elastic_agent.worker.memory.node_memory import Place
+from elastic_agent.worker.memory.node_memory import RankPlace
 from elastic_agent.worker.memory.rank_state import Buffers, RankStateFile, find
 from elastic_agent.worker.memory.slots import HeldSlot, NoRoom
 from elastic_agent.worker.state import rng
@@ -531,8 +531,8 @@ def test_several_of_which_one_never_found_room_go_on_from_disk(
 # --- The file of one rank
 
 
-def place(generation: int, world_size: int = 2) -> Place:
-    return Place("a", generation, 1, 1, world_size)
+def place(generation: int, world_size: int = 2) -> RankPlace:
+    return RankPlace("a", generation, 1, 1, world_size)
 
 
 def test_a_rank_state_file_knows_two_boundaries_and_the_step_under_way(tmp_path: Path) -> None:

@@ -16,12 +16,11 @@ import pytest
 import torch
 
 from elastic_agent.worker import Checkpointer, NotPlainData
-from elastic_agent.worker.memory import checksums as summing
+from elastic_agent.worker.memory import checksums, slots
 from elastic_agent.worker.memory import node_memory as memory
-from elastic_agent.worker.memory import slots
 from elastic_agent.worker.memory.available_memory import Memory
-from elastic_agent.worker.memory.checksums import _Job
-from elastic_agent.worker.memory.node_memory import NodeMemory, Place
+from elastic_agent.worker.memory.checksums import _ChecksumThread
+from elastic_agent.worker.memory.node_memory import NodeMemory, RankPlace
 from elastic_agent.worker.memory.slots import NoRoom, Slots
 from elastic_agent.worker.state import rng
 from elastic_agent.worker.state.archive_layout import CannotLayOut, Layout, lay_out
@@ -289,7 +288,7 @@ def test_the_level_with_the_least_memory_decides_whether_a_slot_grows(
     monkeypatch.setattr(memory, "read_memory", lambda: levels)
     monkeypatch.setattr(memory, "file_system", lambda _: Memory(1000 * GIB, 1000 * GIB))
     monkeypatch.setattr(opened, "begin", lambda size: size)
-    of = NodeMemory(opened, 1000 * GIB, Place("a", 1, 0, 0, 1))
+    of = NodeMemory(opened, 1000 * GIB, RankPlace("a", 1, 0, 0, 1))
     if fits:
         of._begin(5 * GIB)  # and room for the other slot
     else:
@@ -484,7 +483,7 @@ def test_checksums_that_come_late_undo_no_change(
     really = Slots.put_header
 
     def put_header(self: Slots, name: str, header: slots.Header) -> None:
-        if isinstance(threading.current_thread(), _Job):
+        if isinstance(threading.current_thread(), _ChecksumThread):
             about.set()
             assert go.wait(60)
         really(self, name, header)
@@ -516,10 +515,10 @@ def test_no_checksums_are_computed_while_training_waits_for_a_copy_and_all_of_th
     """They take memory's bandwidth, and a core, from the copy."""
     begun, copying, summed_on = threading.Event(), threading.Event(), threading.Event()
     disturbed: list[bool] = []
-    really_sum = summing.zlib.crc32
+    really_sum = checksums.zlib.crc32
 
     def crc32(*given: Any) -> int:
-        if isinstance(threading.current_thread(), _Job):
+        if isinstance(threading.current_thread(), _ChecksumThread):
             if copying.is_set():
                 summed_on.set()
             begun.set()
@@ -535,8 +534,8 @@ def test_no_checksums_are_computed_while_training_waits_for_a_copy_and_all_of_th
 
         return watch
 
-    monkeypatch.setattr(summing, "_STRIDE", 1000)
-    monkeypatch.setattr(summing.zlib, "crc32", crc32)
+    monkeypatch.setattr(checksums, "_STRIDE", 1000)
+    monkeypatch.setattr(checksums.zlib, "crc32", crc32)
     monkeypatch.setattr(Layout, "copy_to", watched(Layout.copy_to))
     if how == "remember":  # it waits for no other rank: all of it is the stall
         monkeypatch.setattr(rng, "capture", watched(rng.capture))
@@ -554,19 +553,19 @@ def test_a_new_state_takes_the_older_slot_also_while_that_gets_its_checksums(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Slots, taken_by: str
 ) -> None:
     """The other one is free, and has the newest state: a crash in the middle would cost it."""
-    reading: list[_Job] = []
+    reading: list[_ChecksumThread] = []
     begun = threading.Event()
-    really = summing.zlib.crc32
+    really = checksums.zlib.crc32
 
     def crc32(*given: Any) -> int:
         job = threading.current_thread()
-        if isinstance(job, _Job) and not reading:
+        if isinstance(job, _ChecksumThread) and not reading:
             reading.append(job)
             begun.set()
             assert job.given_up.wait(60)
         return really(*given)
 
-    monkeypatch.setattr(summing.zlib, "crc32", crc32)
+    monkeypatch.setattr(checksums.zlib, "crc32", crc32)
     checkpoints = Training(tmp_path / "disk").checkpoints
     assert checkpoints.remember(1)
     assert begun.wait(60)

@@ -12,9 +12,9 @@ NEVER, NOW, BEHIND, AFTERWARDS = ToDisk.NEVER, ToDisk.NOW, ToDisk.BEHIND, ToDisk
 FULL = {"has_memory": True, "has_writer": True}
 NO_WRITER = {"has_memory": True, "has_writer": False}
 DISK_ONLY = {"has_memory": False, "has_writer": False}
-FIRST = {"rank": 0, "is_keeper": True}
-FIRST_OF_ITS_NODE = {"rank": 4, "is_keeper": True}
-ANOTHER = {"rank": 5, "is_keeper": False}
+FIRST = {"rank": 0, "copies_for_node": True}
+FIRST_OF_ITS_NODE = {"rank": 4, "copies_for_node": True}
+ANOTHER = {"rank": 5, "copies_for_node": False}
 
 
 @pytest.mark.parametrize(
@@ -45,11 +45,11 @@ def test_the_plan_is(occasion: Occasion, rank: dict[str, int], node: dict[str, b
 
 def test_in_every_combination() -> None:
     flags = (False, True)
-    for occasion, rank, has_memory, is_keeper, has_writer in itertools.product(
+    for occasion, rank, has_memory, copies_for_node, has_writer in itertools.product(
         Occasion, (0, 1), flags, flags, flags
     ):
         plan = plan_save(
-            occasion, rank=rank, has_memory=has_memory, is_keeper=is_keeper, has_writer=has_writer
+            occasion, rank=rank, has_memory=has_memory, copies_for_node=copies_for_node, has_writer=has_writer
         )
         assert has_memory or not plan.copies
         assert rank == 0 or plan.way_to_disk(copied=False) is NEVER, "only rank 0 writes to the directory"

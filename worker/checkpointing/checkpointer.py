@@ -57,7 +57,7 @@ class Checkpointer:
         many saves in a row have failed. 1 means raise at the first. Saves that fail because the rendezvous store is
         away do not count: how long that may last is for the agent to judge.
 
-    memory_every: copy the state to this node's memory at every so many steps that the script tells `worker.step`; a
+    memory_every: copy the state to this node's memory at every so many steps of `worker.step`; a
         restart then begins at the newest copy, and costs at most so many steps. None: only when it is saved.
 
     read_only: for an evaluation beside the training that saves here, or for a teacher in another training: `load` takes

@@ -44,7 +44,7 @@ class Copies:
             occasion,
             rank=rank,
             has_memory=self.memory is not None,
-            is_keeper=self.memory is not None and self.memory.is_keeper,
+            copies_for_node=self.memory is not None and self.memory.copies_for_node,
             has_writer=self._disk.has_writer,
         )
 
@@ -54,7 +54,7 @@ class Copies:
         try:
             self.memory.note(step, random_state)
         except NoRoom as refusal:
-            self._say_no_copy(refusal)
+            self._log_no_copy(refusal)
             return False
         return True
 
@@ -77,7 +77,7 @@ class Copies:
                 self._complete(copy, plan)
                 size = copy.header.size
         except (NoRoom, SlotsBusy, CannotLayOut) as refusal:
-            self._say_no_copy(refusal)
+            self._log_no_copy(refusal)
             return False
         finally:
             self.blocked_s = time.monotonic() - started_s
@@ -85,7 +85,7 @@ class Copies:
             progress.checkpoint_save(
                 payload["step"], result, self.blocked_s, size, tier="memory", blocked_s=self.blocked_s
             )
-        self.say_copied(payload["step"])
+        self.log_copied(payload["step"])
         return True
 
     def settle(self) -> None:
@@ -149,7 +149,7 @@ class Copies:
         if plan.disk is ToDisk.BEHIND:
             self._disk.begin(*self.memory.lend_sealed(copy))
         else:
-            self.memory.sum_up(copy)
+            self.memory.add_checksums(copy)
 
     def _lose(self, header: Header, error: Exception) -> None:
         assert self.memory is not None
@@ -164,12 +164,12 @@ class Copies:
             self._thread.join()
             self._thread = None
 
-    def _say_no_copy(self, refusal: Exception) -> None:
+    def _log_no_copy(self, refusal: Exception) -> None:
         if type(refusal).__name__ != self._refused:
             self._refused = type(refusal).__name__
             logger.warning("no copy in memory, only what is on disk survives: reason=%s", refusal)
 
-    def say_copied(self, step: int) -> None:
+    def log_copied(self, step: int) -> None:
         if self._refused:
             self._refused = ""
             logger.warning("copies in memory again: step=%d", step)

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...codec import Invalid
-from ..memory.node_memory import Place
+from ..memory.node_memory import RankPlace
 from ..memory.rank_state import Buffers, RankStateFile
 from ..state.state_dicts import Part, modules_in, state_of, unwrapped
 from ..steps import progress
@@ -73,7 +73,7 @@ class Guardable(InMemory, Protocol):
 class _Guarded:
     """One Checkpointer's parts, and what is kept aside of them."""
 
-    def __init__(self, owner: Guardable, place: Place) -> None:
+    def __init__(self, owner: Guardable, place: RankPlace) -> None:
         """Raises OSError."""
         self.owner = owner
         self._state = dict(owner.parts)
@@ -107,7 +107,9 @@ class _Guarded:
 class JustInTime:
     """See the module's docstring, and `Checkpointer.just_in_time`. Within another one it does nothing."""
 
-    def __init__(self, place: Place, address: str, guardables: Callable[[], tuple[Guardable, ...]]) -> None:
+    def __init__(
+        self, place: RankPlace, address: str, guardables: Callable[[], tuple[Guardable, ...]]
+    ) -> None:
         """`guardables()` are those that take part now: one may be loaded when the guard has begun."""
         self._place = place
         self._address = address
@@ -284,7 +286,7 @@ _active: JustInTime | None = None
 
 
 def of_a_collective(error: BaseException) -> bool:
-    """Whether it is of torch.distributed. gloo's errors are plain RuntimeErrors, and tell it in their text."""
+    """Whether it is of torch.distributed. gloo's errors are plain RuntimeErrors, which only their text shows."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, dist.DistError) or (

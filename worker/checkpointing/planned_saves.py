@@ -58,7 +58,7 @@ class PlannedSaves:
         self._loaded = step
         self.register()
         if self._contents.is_compared:
-            self._contents.replicas.note_soon(current_group())
+            self._contents.replicas.publish_at_next_step(current_group())
 
     def register(self) -> None:
         progress.checkpointers.add(self._directory, self)

@@ -50,11 +50,11 @@ class SavePlan:
 
 
 def plan_save(
-    occasion: Occasion, *, rank: int, has_memory: bool, is_keeper: bool, has_writer: bool
+    occasion: Occasion, *, rank: int, has_memory: bool, copies_for_node: bool, has_writer: bool
 ) -> SavePlan:
-    """`has_memory`: this node keeps copies; `is_keeper`: this rank makes them for all of its node; `has_writer`: the
+    """`has_memory`: this node keeps copies; `copies_for_node`: this rank makes them for its node; `has_writer`: the
     agent has a process that writes a copy to disk."""
-    copies = has_memory and (is_keeper or occasion is Occasion.FAILURE)
+    copies = has_memory and (copies_for_node or occasion is Occasion.FAILURE)
     partial = occasion in (Occasion.LAST_STEP_ALONE, Occasion.FAILURE)
     if rank != 0 or occasion not in (Occasion.SAVE, Occasion.LAST_STEP):
         return SavePlan(copies, ToDisk.NEVER, ToDisk.NEVER, partial)

@@ -85,7 +85,7 @@ class Saver:
         if plan.copies:
             payload = {"step": step, "state": self._contents.states()}
             return self._copies.make(payload, plan, like=random_state)
-        self._copies.say_copied(step)
+        self._copies.log_copied(step)
         return True
 
     def finish_last_write(self) -> None:

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 LEAST_S = 60.0
 SLOWEST_BYTES_PER_S = 10e6
-"""Of a disk that works. A write that takes longer than both say is taken back."""
+"""Of a disk that works. A write that takes longer than both allow is taken back."""
 ASKING_S = 5.0
 
 

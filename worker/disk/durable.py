@@ -48,7 +48,7 @@ def write_durably(dir_fd: int, name: str, serialize: Callable[[BinaryIO], object
             serialize(cast(BinaryIO, sink))
             os.fsync(fd)
         except Exception as error:
-            # torch.save turns a full disk into a RuntimeError about file positions: tell the real story.
+            # torch.save turns a full disk into a RuntimeError about file positions: raise its cause.
             if sink.error is not None:
                 raise sink.error from error
             raise

@@ -171,8 +171,8 @@ class Lock:
     """`LOCK_NAME` in one directory, which the processes of one run share, on all of its nodes, and no other run.
 
     Each rank 0 lends its lock to its agent, which keeps it until it ends: a run that waits here would otherwise come in
-    between two generations of the owner. The file holds the name of the run, which tells it from others even where
-    `owner.json` is lost. A process that was forked off does not hold the lock.
+    between two generations of the owner. The file holds the name of the run, by which others are known even
+    where `owner.json` is lost. A process that was forked off does not hold the lock.
     """
 
     def __init__(self, run: str, lend: Callable[..., bool]) -> None:

@@ -1,4 +1,4 @@
-"""Whose copy of the state is loaded: every rank tells what it has, and all choose the same.
+"""Whose copy of the state is loaded: every rank lists what it has, and all choose the same.
 
 Generations of one store are numbered in order, so of the copies in memory the newest generation's newest step wins: a
 generation that began below a step of an older one has abandoned that step, and one that began at it or beyond has a
@@ -13,8 +13,8 @@ it is partial, made after a rank had failed: then that rank's random numbers are
 Where no rank has anything in memory the newest step on any disk wins, of one step the newest generation's.
 
 A run loads what is its own, or was taken over by it. Another run's checkpoint counts only where there is nothing else,
-as when a job is started again: then its checkpoint is what this run goes on from. Generations of two runs say nothing
-of each other: between them what this run has done since is the newer.
+as when a job is started again: then its checkpoint is what this run goes on from. Generations of two runs have no
+order: between them what this run has done since is the newer.
 
 Workers that loaded the newest state may have failed again and again. Then their agents name it (`BadState`), and it is
 chosen only where this run has no other. It is this run's: what another run has left is never what came of it.
@@ -189,5 +189,5 @@ def _counts(header: Header, offers: Sequence[Offer]) -> bool:
 
 
 def nodes_with(header: Header, offers: Sequence[Offer]) -> set[str]:
-    """Where that state is in memory. Its bytes may differ from node to node, what they say does not."""
+    """Where that state is in memory. Its bytes may differ from node to node, the state does not."""
     return {offer.node for offer in offers for copy in offer.copies if copy.header.version == header.version}

@@ -42,7 +42,7 @@ class Route(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
-    """What one rank has, as it tells the others."""
+    """What one rank has, as it is sent to the others."""
 
     has: str = ""
     """Names the bytes that it has; a rank that has not verified its own must have those of its node's first rank."""
@@ -123,7 +123,7 @@ class NodeSharing:
         return there
 
     def _open_slot(self, size: int) -> OpenSlot | None:
-        if self._memory is None or not self._memory.is_keeper:
+        if self._memory is None or not self._memory.copies_for_node:
             return None
         try:
             return self._memory.open_slot(size)

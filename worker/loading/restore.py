@@ -1,7 +1,7 @@
 """Brings every rank the state of one step: the newest that any of them has, in its node's memory or on its disk.
 
 A checkpoint on disk is believed only after all of it was read, which takes longer than everything else together. So
-the ranks first tell what their disks claim to have; only if that could win over the memory is it verified.
+the ranks first exchange what their disks claim to have; only if that could win over the memory is it verified.
 
 All ranks take the same way through here, whatever goes wrong on one: a rank that left alone would let the others wait.
 """
@@ -164,7 +164,7 @@ class Restore:
     def _exchange(self, manifest: Manifest | None, reasons: tuple[str, ...]) -> list[Offer]:
         """What each rank has, by rank."""
         memory = self._memory
-        copies = memory.copies() if memory is not None and memory.is_keeper else ()
+        copies = memory.copies() if memory is not None and memory.copies_for_node else ()
         foreign = manifest is not None and not self._files.claim.is_ours(manifest)
         node = memory.place.node if memory is not None else ""
         offer = Offer(manifest, reasons, copies, node, self._files.run.id, foreign)
@@ -236,7 +236,7 @@ class Restore:
         if broken:
             self._stack.pop_all().close()
             self._held = None
-            if memory is not None and memory.is_keeper and node in broken:
+            if memory is not None and memory.copies_for_node and node in broken:
                 memory.drop(wanted.version)
         return not broken
 
@@ -256,7 +256,7 @@ class Restore:
         here = wanted if held is None else held.header
         state = records.get(group.rank) if here.rng_holes else _random_state(payload, group.rank)
         apply(Loaded(payload, state, wanted.world_size, wanted.partial, wanted.generation))
-        if memory is not None and memory.is_keeper:
+        if memory is not None and memory.copies_for_node:
             self._keep(memory, wanted, records)
 
     def _gather_records(self, wanted: Header) -> dict[int, bytes]:
@@ -264,7 +264,7 @@ class Restore:
         if not any(copy.header.rng_holes for offer in self._offers for copy in offer.copies):
             return {}
         memory = self._memory
-        mine = memory.records(wanted) if memory is not None and memory.is_keeper else {}
+        mine = memory.records(wanted) if memory is not None and memory.copies_for_node else {}
         raw = b"".join(_RECORD.pack(rank, len(state)) + state for rank, state in mine.items())
         found: dict[int, bytes] = {}
         for part in self._group.gather(raw):

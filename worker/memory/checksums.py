@@ -52,33 +52,33 @@ def undisturbed() -> Iterator[None]:
         _copying.add(-1)
 
 
-class Summing:
+class ChecksumThreads:
     """The checksums of one Checkpointer's slots. For the process that fills them."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
-        self._jobs: dict[str, _Job] = {}
+        self._threads: dict[str, _ChecksumThread] = {}
 
     def start(self, name: str) -> None:
         """That slot was sealed, or its header changed."""
         self.stop(name)
-        job = _Job(self._slots, name)
+        thread = _ChecksumThread(self._slots, name)
         try:
-            job.start()
+            thread.start()
         except RuntimeError:  # no thread can be started now: this copy goes without
             return
-        self._jobs[name] = job
+        self._threads[name] = thread
 
     def stop(self, *names: str) -> None:
         """These slots are about to change."""
         for name in names:
-            job = self._jobs.pop(name, None)
-            if job is not None:
-                job.give_up()
-                job.join()
+            thread = self._threads.pop(name, None)
+            if thread is not None:
+                thread.give_up()
+                thread.join()
 
 
-class _Job(threading.Thread):
+class _ChecksumThread(threading.Thread):
     def __init__(self, slots: Slots, name: str) -> None:
         # The end of the process does not wait for it.
         super().__init__(name="memory-sums", daemon=True)

@@ -25,7 +25,7 @@ from ..state.state_dicts import is_plain, prove_loadable
 from ..wire.environment import WorkerEnv
 from ..wire.run import this_run
 from .available_memory import Memory, file_system, read_memory
-from .checksums import Summing
+from .checksums import ChecksumThreads
 from .copy_header import Copy, Header
 from .random_states import RandomState
 from .slots import NAMES, HeldSlot, NoRoom, OpenSlot, Slots, SlotsBusy, room_for, sums_of
@@ -93,7 +93,7 @@ class CopyUnderWay:
 class NodeMemory:
     """One Checkpointer's copies in the memory of this node, as one rank sees them."""
 
-    def __init__(self, slots: Slots, limit: int, place: Place) -> None:
+    def __init__(self, slots: Slots, limit: int, place: RankPlace) -> None:
         """`limit` is the most bytes that the agent's folder may take, with all that is in it."""
         self.resumed_from = 0
         """The step from which this generation went on: 0 until `load` has found out."""
@@ -103,7 +103,7 @@ class NodeMemory:
         self._mappings: dict[str, _Mapping] = {}
         self._proven = False
         self._layout_cache = LayoutCache()
-        self._summing = Summing(slots)
+        self._checksums = ChecksumThreads(slots)
         _used.add(slots.folder)
 
     @property
@@ -112,7 +112,7 @@ class NodeMemory:
         return self._slots.folder
 
     @property
-    def is_keeper(self) -> bool:
+    def copies_for_node(self) -> bool:
         """Whether this rank copies the state for all of its node."""
         return self.place.local_rank == 0
 
@@ -134,7 +134,7 @@ class NodeMemory:
 
         Raises NoRoom, SlotsBusy, CannotLayOut; what `prove_loadable` raises; what the states' own pickling raises.
         """
-        self._summing.stop(*self._not_newest())
+        self._checksums.stop(*self._not_newest())
         place = self.place
         rows = torch.zeros(place.world_size, room_for_random_state, dtype=torch.uint8)
         if room_for_random_state:
@@ -182,9 +182,9 @@ class NodeMemory:
         """No other process can find it, but this process has all its bytes, and the disk can have them."""
         return self._slots, HeldSlot(copy.opened.name, copy.header, os.fdopen(copy.opened.fd, "rb"))
 
-    def sum_up(self, copy: CopyUnderWay) -> None:
+    def add_checksums(self, copy: CopyUnderWay) -> None:
         """Give it its checksums, in a thread. Where the disk writer reads all of it, that process does."""
-        self._summing.start(copy.opened.name)
+        self._checksums.start(copy.opened.name)
 
     def _not_newest(self) -> list[str]:
         newest = self._slots.newest_first()[:1]
@@ -199,7 +199,7 @@ class NodeMemory:
 
         Raises NoRoom, SlotsBusy.
         """
-        self._summing.stop(*self._not_newest())
+        self._checksums.stop(*self._not_newest())
         with self.costing_a_copy_only():
             opened = self._begin(size)
             try:
@@ -248,7 +248,7 @@ class NodeMemory:
             return self._slots.begin(size)
         except SlotsBusy:
             # One is being written to disk, and the other one read for its checksums only.
-            self._summing.stop(*NAMES)
+            self._checksums.stop(*NAMES)
             return self._slots.begin(size)
 
     def _check_limit(self, both: int) -> None:
@@ -306,7 +306,11 @@ class NodeMemory:
         Raises OSError, ValueError when it is not what was offered.
         """
         held = self._hold(version)
-        if self.is_keeper and held.header.sums and sums_of(held.stream, held.header.size) != held.header.sums:
+        if (
+            self.copies_for_node
+            and held.header.sums
+            and sums_of(held.stream, held.header.size) != held.header.sums
+        ):
             held.stream.close()
             raise ValueError(f"{held.name}.pt in {self._slots.folder} does not match its checksums")
         return held
@@ -335,7 +339,7 @@ class NodeMemory:
 
     def lend(self, version: tuple[int, int]) -> tuple[Slots, HeldSlot]:
         """For the disk: that copy, which is not overwritten until it is closed. Raises as `hold`."""
-        self._summing.stop(*NAMES)
+        self._checksums.stop(*NAMES)
         return self._slots, self._hold(version)
 
     def drop(self, version: tuple[int, int]) -> None:
@@ -352,11 +356,11 @@ class NodeMemory:
 
     def fill(self, version: tuple[int, int], records: dict[int, bytes]) -> None:
         """Local rank 0: complete the copy of that state, so that it needs no records any more."""
-        self._summing.stop(*NAMES)
+        self._checksums.stop(*NAMES)
         with self._hold(version) as held:
             filled = self._slots.fill(held, records)
         if not filled.sums:
-            self._summing.start(held.name)
+            self._checksums.start(held.name)
 
 
 def _cudart() -> Any:
@@ -364,7 +368,7 @@ def _cudart() -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """Whose memory it is."""
 
     node: str
@@ -386,7 +390,7 @@ def memory_of(environ: Mapping[str, str], directory: str) -> NodeMemory | None:
         env = WorkerEnv.of(environ)
         if not env.memory:
             return None
-        place = Place(
+        place = RankPlace(
             env.node,
             env.generation,
             int(environ["RANK"]),

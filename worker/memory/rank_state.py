@@ -24,7 +24,7 @@ import torch
 
 from ..state import rng
 from ..wire.files import open_directory, open_for_reading
-from .node_memory import Place
+from .node_memory import RankPlace
 
 MAGIC = int.from_bytes(b"erankst1", "little")
 RANDOM_BYTES = 64 << 10
@@ -58,7 +58,7 @@ class RankState:
 class RankStateFile:
     """The file of one rank, written by it."""
 
-    def __init__(self, folder: str, place: Place, room: int) -> None:
+    def __init__(self, folder: str, place: RankPlace, room: int) -> None:
         """`room` is how many bytes all buffers have. Raises OSError."""
         self._place = place
         self._room = room

@@ -7,7 +7,7 @@ checkpoint directory has one:
     a.json, b.json   their headers: what the slot holds, and a checksum of the header itself
     rng-3-0, ...     see `random_states`
 
-Invariant: a header that can be read tells the truth about its slot, whenever who writes it is killed. For the writer
+Invariant: a header that can be read tells the truth about its slot, whenever its writer is killed. For the writer
 removes the header before it changes a byte of the slot, and renames the new one into place after the last. It takes
 the slot that does not hold the newest state, so that a crash in the middle of a copy costs the older one only.
 

@@ -124,7 +124,7 @@ def entries_of(raw: bytes) -> tuple[Entry, ...]:
 
 
 def difference(one: Sequence[Entry], other: Sequence[Entry], rank: int) -> tuple[str, str]:
-    """The part, and what to say, of the first tensor in which rank 0, `one`, and another rank differ; empty if none."""
+    """The part, and the problem, of the first tensor in which rank 0, `one`, and another rank differ; empty if none."""
     theirs = {(entry.part, entry.key): entry for entry in other}
     ours = {(entry.part, entry.key): entry for entry in one}
     for name in [*ours, *theirs]:

@@ -1,7 +1,7 @@
 """Whether rank 0's state may stand for that of all ranks, which is what a Checkpointer saves and every rank loads.
 
 State that is sharded (FSDP, DTensor, tensor parallelism, ZeRO) or that each rank has for itself (PowerSGD's error
-feedback) must never be saved so: the other ranks would go on with a part that is not theirs, and nothing would tell.
+feedback) must never be saved so: the other ranks would go on with a part that is not theirs, and nothing would show it.
 Two checks refuse it, by name:
 
 1. By type, before any `state_dict()` is called: some are collectives, which one rank alone would never leave.
@@ -171,15 +171,15 @@ class Replicas:
         """The step at which training began here: up to there ranks may be equal only because all have just begun."""
         self._proven: int | None = None
         """The outline with which all ranks were the same."""
-        self._noted: _Noted | None = None
-        self._forget_to_note: Callable[[], None] = lambda: None
+        self._published: _StoreComparison | None = None
+        self._cancel_publish: Callable[[], None] = lambda: None
         self._mine = Look()
         self._refusal: CheckpointError | None = None
-        self._drift_told = False
+        self._has_warned_of_drift = False
 
     def began(self, step: int) -> None:
         """All ranks have loaded the state of `step`, together."""
-        self._base, self._proven, self._noted = step, None, None
+        self._base, self._proven, self._published = step, None, None
         self._loads += 1
 
     @property
@@ -190,7 +190,7 @@ class Replicas:
         return _outline(self._state, self._of_rank_0)
 
     def _look(self) -> bytes:
-        """Take this rank's fingerprint. Raises nothing: what went wrong is for all ranks to hear."""
+        """Take this rank's fingerprint. Raises nothing: what went wrong is raised on all ranks together."""
         self._mine, self._refusal = Look(), None
         try:
             refuse_sharded(self._state)
@@ -207,15 +207,15 @@ class Replicas:
             self._proven = self._outline()
 
     def _judge(self, entries: Sequence[Entry], sketches: Sequence[bytes]) -> str:
-        """What to say of ranks whose forms are the same. Empty, and a warning, where they have only drifted apart."""
+        """The problem of ranks whose forms are the same. Empty, with a warning, where they have only drifted apart."""
         apart = farthest(entries, sketches)
         if apart is None:
             return ""
         part, what = apart.entry.part, f"{apart.entry.key!r} of part {apart.entry.part!r}"
         if not apart.distance <= DRIFT:
             return _refusal(part, f"{what} has other values on rank 0 than on rank {apart.rank}")
-        if not self._drift_told:
-            self._drift_told = True
+        if not self._has_warned_of_drift:
+            self._has_warned_of_drift = True
             logger.warning(
                 "ranks have drifted apart, rank 0's state is kept (said once): %s is %.1e of its size off on rank %d",
                 what,
@@ -237,8 +237,8 @@ class Replicas:
             forms = group.gather(self._mine.digest_of_forms())
             if len(set(forms)) > 1:
                 other = _first_other(forms)
-                told = group.gather(self._mine.to_json() if group.rank in (0, other) else b"")
-                part, what = difference(entries_of(told[0]), entries_of(told[other]), other)
+                entries = group.gather(self._mine.to_json() if group.rank in (0, other) else b"")
+                part, what = difference(entries_of(entries[0]), entries_of(entries[other]), other)
                 raise NotReplicated(_refusal(part, what))
             if problem := self._judge(self._mine.entries, group.gather(self._mine.sketches())):
                 raise NotReplicated(problem)
@@ -246,27 +246,29 @@ class Replicas:
 
     # ---------------------------------------------------------------- where no rank may wait for another
 
-    def note_soon(self, group: Group) -> None:
-        """Note at the end of the next step, so that a later comparison need not wait."""
+    def publish_at_next_step(self, group: Group) -> None:
+        """Publish at the end of the next step, so that a later comparison need not wait."""
 
-        def note(step: int) -> None:
-            self._forget_to_note()
+        def publish(step: int) -> None:
+            self._cancel_publish()
             if not self.proven:
-                self.note(group, step)
+                self.publish(group, step)
 
-        self._forget_to_note()
-        self._forget_to_note = progress.on_step(note)
+        self._cancel_publish()
+        self._cancel_publish = progress.on_step(publish)
 
-    def note(self, group: Group, step: int) -> None:
+    def publish(self, group: Group, step: int) -> None:
         """Put this rank's fingerprint where the others can see it. Does not wait, and raises nothing."""
         digest = self._look()
-        again = self._noted.times + 1 if self._noted is not None and self._noted.step == step else 0
+        again = (
+            self._published.times + 1 if self._published is not None and self._published.step == step else 0
+        )
         prefix = f"elastic-agent/replicas/{self._number}/{self._loads}/{step}/{again}"
-        self._noted = _Noted(prefix, group, step, again, self._outline(), digest, self._mine)
+        self._published = _StoreComparison(prefix, group, step, again, self._outline(), digest, self._mine)
         try:
-            self._noted.tell()
+            self._published.publish()
         except RuntimeError as error:
-            logger.warning("the other ranks do not hear of this one's state: step=%d reason=%s", step, error)
+            logger.warning("the other ranks cannot see this one's state: step=%d reason=%s", step, error)
 
     def prove(self, group: Group, step: int, *, wait: bool) -> bool:
         """Whether all ranks were seen to have the same; False when some have not come yet, or the store is away.
@@ -276,27 +278,27 @@ class Replicas:
         outline = self._outline()
         if self._proven == outline:
             return True
-        noted = self._noted
-        if noted is None or noted.outline != outline or noted.step <= self._base < step:
-            self.note(group, step)
-            noted = self._noted
-        assert noted is not None
+        published = self._published
+        if published is None or published.outline != outline or published.step <= self._base < step:
+            self.publish(group, step)
+            published = self._published
+        assert published is not None
         if self._refusal is not None:
             raise self._refusal
         try:
-            if not noted.all_have_come(wait=wait):
+            if not published.all_have_come(wait=wait):
                 return False
-            problem = "" if noted.all_equal() else noted.difference(self._judge)
+            problem = "" if published.all_equal() else published.difference(self._judge)
         except RuntimeError as error:
             logger.warning("ranks cannot be compared, so nothing is copied: step=%d reason=%s", step, error)
             return False
         if problem:
             raise NotReplicated(problem)
-        self._equal(noted.step)
+        self._equal(published.step)
         return True
 
 
-class _Noted:
+class _StoreComparison:
     """One comparison through the store: some counters that grow with the ranks that have come.
 
     Raises RuntimeError where the store does.
@@ -322,7 +324,7 @@ class _Noted:
         self._mine = mine
         self._waited = False
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         if self._group.world_size == 1:
             return
         store = _store()
@@ -358,7 +360,7 @@ class _Noted:
         return world_size == 1 or _store().add(f"{self._prefix}/same/{self._digest}", 0) == world_size
 
     def difference(self, judge: Callable[[Sequence[Entry], Sequence[bytes]], str]) -> str:
-        """What to say when all have come and some differ; empty where they have only drifted apart."""
+        """The problem when all have come and some differ; empty where they have only drifted apart."""
         digests, refused = self._all("of"), REFUSED.hex().encode()
         if refused in digests:
             return f"the state of rank {digests.index(refused)} is refused there: see its log"

@@ -33,7 +33,7 @@ _registered = False
 
 
 def _note(storage: Any) -> None:
-    """torch asks this of every storage that it saves: where does it live? Not for us to say."""
+    """torch asks where each storage that it saves lives; None leaves the answer to others."""
     if _recorder.storages is not None:
         _recorder.storages.append(storage)
 

@@ -1,8 +1,8 @@
-"""What this process tells its node's agent as it trains, and what happens between two steps.
+"""What this process reports to its node's agent as it trains, and what happens between two steps.
 
 A step goes into the page that both share (`shared_progress`): two words are written and one is read, no system call.
-Saves and loads are rare and have more to say: they are sent to the agent's socket, if that costs no waiting, and are
-lost without a word otherwise. So may a lent lock be, but its owner knows (`lend` returns False), and lends it again at
+Saves and loads are rare, and their reports longer: they are sent to the agent's socket, if that costs no waiting, and
+are lost without a word otherwise. So may a lent lock be, but its owner knows (`lend` returns False), and lends it again at
 its next save or load.
 
 Nothing here may ever disturb training: without the variables (torchrun, plain python) nothing is sent. Only one

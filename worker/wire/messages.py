@@ -263,7 +263,7 @@ class WriteOutcome(Checked):
 
 @dataclass(frozen=True, slots=True)
 class FinishWrites(Checked):
-    """The agent ends: do what was ordered, try again what has failed, and tell what is not on disk yet."""
+    """The agent ends: do what was ordered, try again what has failed, and list what is not on disk yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@
     spare    script_at, when it becomes a worker and the user's script begins
 
 A *word* is a signed number of 8 bytes, written and read whole. An *instant* is nanoseconds of CLOCK_MONOTONIC, which
-all processes of a machine share. Words that tell of the same event have an order: a step's instant is there before its
+all processes of a machine share. Words of the same event have an order: a step's instant is there before its
 number, and the first step before the newest, so that a reader of a number finds what belongs to it.
 
 The page is anonymous memory that the agent keeps open (`memfd_create`): it is never on a disk, whose writes could hold
