@@ -445,13 +445,6 @@ def row_bytes(node: NodeRecord) -> int:
     return len(node.node) + len(node.incarnation) + len(json.dumps(at)) + 40
 
 
-def newest(one: World | None, other: World | None) -> World | None:
-    """The one of the higher generation; of one generation `other`."""
-    if one is None or (other is not None and other.generation >= one.generation):
-        return other
-    return one
-
-
 def line_up(nodes: tuple[NodeRecord, ...]) -> tuple[Member, ...]:
     """Members with dense ranks: rank = first_rank + local_rank, in the order given (I3)."""
     members: list[Member] = []

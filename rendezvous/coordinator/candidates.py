@@ -7,9 +7,20 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from .. import terms
-from ..records import MAX_MEMBERS_BYTES, MAX_ROW_BYTES, Aside, Member, NodeRecord, World, life_of, row_bytes
+from ..records import (
+    MAX_MEMBERS_BYTES,
+    MAX_ROW_BYTES,
+    Aside,
+    Member,
+    NodeRecord,
+    Phase,
+    World,
+    life_of,
+    row_bytes,
+)
 from ..terms import fits
 from ..text import shortened
+from . import blame
 from .view import Policy, View
 
 
@@ -64,6 +75,22 @@ def why_refused(world: World | None, leader: NodeRecord, me: NodeRecord) -> str 
     if life_of(me.incarnation) in lives or not sure:
         return None
     return terms.why_not(me.program, program, of)
+
+
+def why_aside(world: World | None, me: NodeRecord) -> str:
+    """Why this agent is put aside; empty if it is not."""
+    life = life_of(me.incarnation)
+    put = next((one for one in world.aside if one.life == life), None) if world is not None else None
+    return blame.in_words(put) if put is not None else ""
+
+
+def differences_from_job(world: World | None, leader: NodeRecord | None, me: NodeRecord) -> tuple[str, ...]:
+    """How this node's options differ from those of the job; empty when no member lives, as far as it knows."""
+    if world is None or leader is None or world.phase is Phase.ENDED:
+        return ()
+    found = tuple(terms.differences(me.limits, me.program, world.limits, world.program))
+    lives = found and {life_of(member.incarnation) for member in world.members}
+    return found if lives and life_of(leader.incarnation) in lives else ()
 
 
 def named(nodes: Sequence[NodeRecord | Member]) -> str:

@@ -21,13 +21,11 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..coordinator import blame
-from ..coordinator.candidates import why_refused
+from ..coordinator.candidates import differences_from_job, why_aside, why_refused
 from ..coordinator.decide import decide
 from ..coordinator.view import Decision, Policy, Publish, View
 from ..errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch
-from ..liveness.absence import may_still_train
-from ..liveness.failure_detector import Finding, Peer, Suspects, out_of_sight, slow_to_go_on, slow_to_stop
+from ..liveness.failure_detector import Finding, Peer
 from ..liveness.lease_validity import LeaseValidity
 from ..records import (
     NODES_PREFIX,
@@ -36,18 +34,15 @@ from ..records import (
     Condition,
     DrainRequest,
     Failure,
-    GenerationProgress,
     NodeRecord,
     Phase,
     Result,
     World,
     drain_key,
     life_of,
-    newest,
     node_key,
 )
 from ..store.interface import Change, Compare, Entry, LeaseId, Outcome, Snapshot
-from ..terms import differences
 from .deadlines import Deadlines
 from .membership_view import MembershipView
 from .node_actions import Action, Leave, LocalState, Refusal, Stay, Stop, next_action
@@ -58,6 +53,7 @@ from .requests import (
     Evict,
     Forget,
     Grant,
+    PendingRequest,
     Read,
     Request,
     RetryPolicy,
@@ -65,8 +61,8 @@ from .requests import (
     WriteRecord,
     WriteWorld,
 )
-from .session import Session
-from .snapshot import NodeSnapshot
+from .session import Session, newest
+from .snapshot import NodeSnapshot, snapshot_of
 
 log = logging.getLogger(__name__)
 
@@ -97,8 +93,6 @@ class Participant:
         self.backoff_s = 0.0
         """The coordinator's pause before the next generation; 0 on other nodes, and when there is none."""
         self._lease_ttl_s = lease_ttl_s
-        self._rng = rng
-        self._retry = retry
         self._decide = decision
         self.wants_port = False
         """The port offered so far belongs to a past generation: give a fresh one through `offer_port`."""
@@ -115,10 +109,7 @@ class Participant:
         """An operator asks this agent to leave; its driver calls `leave` when it does."""
         self._refusal: Leave | None = None
         self._duplicate_until: float | None = None
-        self._pending: Request | None = None
-        self._asked_at = now
-        self._attempt = 0
-        self._retry_at = now
+        self._pending = PendingRequest(retry, rng, now)
         self._wake_at: float | None = None
         self.snapshot = NodeSnapshot(identity.node, identity.incarnation)
         """For any thread: the state at the end of the last turn."""
@@ -141,7 +132,7 @@ class Participant:
 
     def polls(self, generation: int) -> bool:
         """All workers of this generation here ask at each step's end whether a planned change waits for them."""
-        return self._session.says.has(Condition.POLLING, generation)
+        return self._session.record.has(Condition.POLLING, generation)
 
     @property
     def lease(self) -> LeaseId | None:
@@ -182,7 +173,7 @@ class Participant:
         return self._came_after_end and (self.policy.runs_again or not succeeded)
 
     def good_until(self, now: float) -> float:
-        """Until then the workers may go on if nothing more is heard; see `lease_good`."""
+        """Until then the workers may go on without any news; see `lease_good`."""
         return self._session.validity.good_until(now) if self._session.lease is not None else -math.inf
 
     def lease_good(self, now: float) -> bool:
@@ -191,37 +182,12 @@ class Participant:
 
     def take_snapshot(self, undisturbed: int, now: float) -> None:
         """The turn is over. `undisturbed` is the generation whose workers run here and were not asked to stop, or 0."""
-        session, membership, validity = self._session, self._session.membership, self._session.validity
-        leased = session.lease is not None
-        self.snapshot = NodeSnapshot(
-            node=self.identity.node,
-            incarnation=session.incarnation,
-            undisturbed=undisturbed,
-            lease=session.lease,
-            confirmed_at=validity.confirmed_at if leased else None,
-            proven_until=validity.proven_until if leased else -math.inf,
-            good_until=self.good_until(now),
-            whole_at=validity.whole_at,
-            world=membership.world,
-            world_revision=membership.world_revision,
-            world_since=membership.world_since,
-            known_nodes=membership.nodes,
-            coordinates=membership.coordinates,
-            coordinator=membership.leader,
-            waiting_for=self.waiting_for,
-            backoff_s=self.backoff_s,
-        )
+        self.snapshot = snapshot_of(self._session, undisturbed, self.waiting_for, self.backoff_s, now)
 
     @property
-    def told_otherwise(self) -> tuple[str, ...]:
-        """How what this node was told differs from what the job goes by, if that job lives."""
-        world, leader = self.world, self._session.membership.leader_record
-        if world is None or leader is None or world.phase is Phase.ENDED:
-            return ()
-        mine = self.identity
-        said = tuple(differences(mine.limits, mine.program, world.limits, world.program))
-        lives = said and {life_of(member.incarnation) for member in world.members}
-        return said if lives and life_of(leader.incarnation) in lives else ()
+    def differs_from_job(self) -> tuple[str, ...]:
+        """How this node's options differ from those of the job, if that job lives."""
+        return differences_from_job(self.world, self._session.membership.leader_record, self.identity)
 
     def action(self, now: float) -> Action:
         """What this node must do now. Repeated until the driver reports that it is done."""
@@ -234,7 +200,7 @@ class Participant:
             came_after_end=self._came_after_end,
             runs_again=self._runs_again,
             hosts_store=self.identity.hosts_store,
-            leaving=self._session.says.leaving,
+            leaving=self._session.record.leaving,
             leave_alone=now >= deadlines.leave_alone_at,
             drain_over=now >= deadlines.drain_over_at,
             wait_over=now >= deadlines.wait_over_at,
@@ -248,13 +214,13 @@ class Participant:
             return action
         if now >= deadlines.give_up_at:
             waited = f"no world within {self.policy.join_timeout_s:.0f} s of --join-timeout"
-            why = Refusal.STORE_AWAY if self._attempt else Refusal.JOIN_TIMEOUT
+            why = Refusal.STORE_AWAY if self._pending.failures else Refusal.JOIN_TIMEOUT
             return Leave(why, f"{waited}: {self.waiting_for}")
         return action
 
     def wake_at(self, now: float) -> float | None:
         """The next instant at which `request` or `action` may answer differently without any event."""
-        instants = [self._wake_at, self._retry_at, *self._deadlines_at(now).instants]
+        instants = [self._wake_at, self._pending.not_before, *self._deadlines_at(now).instants]
         if self._session.lease is not None:
             instants += [*self._session.validity.instants(), self._session.membership.detector.wake_at()]
         return min((at for at in instants if at is not None and now < at < math.inf), default=None)
@@ -268,8 +234,9 @@ class Participant:
     # ---------------------------------------------------------------- what it asks of its peers
 
     def probes(self, now: float) -> tuple[Peer, ...]:
-        """Whom to ask for an introduction now; `probed` wants to hear what came of each."""
-        return self._session.membership.detector.suspect(self._suspects(now), now)
+        """The peers to ask for an introduction now; `probed` follows for each."""
+        suspects = self._session.suspects(may_be_unleased=self.policy.unleased_s > 0, now=now)
+        return self._session.membership.detector.suspect(suspects, now)
 
     def probed(self, peer: Peer, finding: Finding, asked_at: float, now: float) -> None:
         validity = self._session.validity
@@ -278,28 +245,13 @@ class Participant:
             peer, finding, now, validity.ask_again_s(finding, asked_at, now)
         )
 
-    def _suspects(self, now: float) -> Suspects:
-        world, session = self.world, self._session
-        cut_off = session.validity.suspects(now)
-        if cut_off or world is None:
-            return cut_off
-        if self.coordinates:
-            missing = may_still_train(world, self.known_nodes) if self.policy.unleased_s else ()
-            return slow_to_stop(world, self.known_nodes, session.incarnation) or out_of_sight(missing)
-        leader = session.membership.leader_record
-        if leader is None or session.written is None:
-            return {}
-        return slow_to_go_on(world, leader, session.written, session.membership.detector.gone)
-
     # ---------------------------------------------------------------- what it asks of the store
 
     def request(self, now: float) -> Request | None:
         """The next question for the store; None while one is unanswered or nothing is needed."""
-        if self._pending is not None or now < self._retry_at:
+        if not self._pending.may_ask(now):
             return None
-        self._pending = self._next_request(now)
-        self._asked_at = now
-        return self._pending
+        return self._pending.ask(self._next_request(now), now)
 
     def _next_request(self, now: float) -> Request | None:
         session, own_key = self._session, node_key(self.identity.node)
@@ -319,7 +271,7 @@ class Participant:
             return Forget(Compare(self._drain_request.key, self._drain_request.mod_revision))
         if membership.subscription is None:
             return membership.question
-        self._look_whether_it_fits()
+        self._check_that_it_fits()
         if membership.world is None and self._known is not None and self._known.phase is not Phase.ENDED:
             # The store was replaced by an empty one.
             return WriteWorld(Compare(WORLD_KEY, membership.world_revision), self._known.carried_over())
@@ -327,41 +279,22 @@ class Participant:
             return self._coordinate(now)
         if membership.leader_gone is not None:
             return Evict((membership.leader_gone,))
-        self.waiting_for = self._put_aside() or f"{membership.leader} coordinates; no new world from it yet"
+        aside = why_aside(membership.world, self.identity)
+        self.waiting_for = aside or f"{membership.leader} coordinates; no new world from it yet"
         return None
 
-    def _look_whether_it_fits(self) -> None:
-        """A node with another script or other times than the job's is in no world: better it says so, and leaves."""
+    def _check_that_it_fits(self) -> None:
+        """A node with another script or other times than the job's is in no world: it leaves, and says why."""
         leader = self._session.membership.leader_record
         if leader is None or self._generation:
             return
-        reason = why_refused(self.world if not self._came_after_end else None, leader, self._session.says)
+        reason = why_refused(self.world if not self._came_after_end else None, leader, self._session.record)
         if reason is not None:
             self._refuse(Refusal.UNLIKE_THE_JOB, reason)
 
-    def _put_aside(self) -> str:
-        """Why this agent is in no world, if that is so."""
-        world, life = self.world, life_of(self.identity.incarnation)
-        aside = next((one for one in world.aside if one.life == life), None) if world is not None else None
-        if aside is None:
-            return ""
-        return blame.in_words(aside)
-
     def _coordinate(self, now: float) -> Request | None:
         membership = self._session.membership
-        gone = membership.detector.gone
-        live = tuple(node for node in membership.nodes if node.incarnation not in gone)
-        view = View(
-            live,
-            membership.world,
-            membership.world_since,
-            membership.arrivals,
-            membership.ready_since,
-            gone,
-            self._runs_again,
-            self._came_after_world,
-            membership.succeeded_since,
-        )
+        view = membership.view(came_after_end=self._runs_again, came_after=self._came_after_world)
         decision, gone_for_good = self._decide(view, self.policy, now), membership.records_of_gone
         if isinstance(decision, Publish) and membership.nodes_are_behind:
             return membership.question
@@ -386,13 +319,13 @@ class Participant:
         world = self.world
         if world is None or not (world.drains or world.stops) or self._generation:
             return
-        stopped = self._session.says.has_stopped(world.generation)
+        stopped = self._session.record.has_stopped(world.generation)
         if world.member(self.incarnation) is not None and not stopped:
             self._settle(world)
 
     def _settle(self, world: World) -> None:
         session = self._session
-        self._mark(world.generation, Condition.STOPPED)
+        session.mark(world.generation, Condition.STOPPED)
         session.started = world.generation
         if world.members[0].incarnation == self.incarnation:
             self.wants_port = True
@@ -401,10 +334,9 @@ class Participant:
 
     def answered(self, request: Request, answer: Answer, now: float) -> None:
         """The store's answer to the pending request; a late one to an older request is ignored."""
-        if request is not self._pending:
+        if not self._pending.ended(request):
             return
-        self._pending = None
-        self._attempt = 0
+        self._pending.failures = 0
         try:
             self._take_in(request, answer, now)
         except (RecordInvalid, StoreMismatch) as error:
@@ -413,14 +345,14 @@ class Participant:
     def _take_in(self, request: Request, answer: Answer, now: float) -> None:
         session, own_node = self._session, self.identity.node
         if isinstance(request, Grant) and isinstance(answer, int):
-            session.lease, session.validity.confirmed_at = answer, self._asked_at
+            session.lease, session.validity.confirmed_at = answer, self._pending.asked_at
         elif isinstance(request, WriteRecord) and isinstance(answer, Outcome):
             if answer.succeeded:
                 written = answer.entries[0]
                 assert written is not None, "what was just written is there"
                 session.wrote(request.record, written)
             else:
-                self._own_entry(answer.entries[0], now)
+                self._see_own_record(answer.entries[0], now)
         elif isinstance(request, WriteWorld) and isinstance(answer, Outcome):
             session.membership.see_world(answer.entries[0], now)
             for gone, entry in zip(request.evicted, answer.entries[1:], strict=True):
@@ -431,7 +363,7 @@ class Participant:
         elif isinstance(request, Read) and isinstance(answer, Snapshot):
             own = next((entry for entry in answer.entries if entry.key == node_key(self.identity.node)), None)
             if WORLD_KEY not in request.scopes:
-                self._own_entry(own, now)
+                self._see_own_record(own, now)
             elif own is None:
                 self.lease_gone(session.lease)
             else:
@@ -444,9 +376,8 @@ class Participant:
 
     def failed(self, request: Request, error: StoreError, now: float) -> None:
         """The pending request got no answer: what it did, if anything, is unknown."""
-        if request is not self._pending:
+        if not self._pending.ended(request):
             return
-        self._pending = None
         if isinstance(error, StoreMismatch):
             self.store_mismatched(str(error))
             return
@@ -455,10 +386,9 @@ class Participant:
             return
         if isinstance(request, WriteRecord):
             self._session.own_revision = None
-        if self._attempt == 0:  # said once: each try may fail at another member, in other words
+        if not self._pending.failures:  # only then: each try may fail at another member, in other words
             self.waiting_for = f"the rendezvous store: {error}"
-        self._retry_at = now + self._retry.wait_s(self._attempt, self._rng)
-        self._attempt += 1
+        self._pending.retry_later(now)
 
     def store_mismatched(self, reason: str) -> None:
         """The store that answers now is not this job's, and that one does not come back where it stands."""
@@ -496,7 +426,7 @@ class Participant:
         session = self._session
         if key == node_key(self.identity.node) and session.written and revision > (session.own_revision or 0):
             # Our own writes come back; anything else that happens to our record is another writer's doing.
-            self._own_entry(change.entry, now)
+            self._see_own_record(change.entry, now)
 
     def _read_drain_request(self, entry: Entry | None) -> None:
         """Whatever stands there is taken away: it was for this agent, or is for none that lives."""
@@ -514,7 +444,7 @@ class Participant:
         """The watch missed changes: read everything again."""
         self._session.membership.subscription = None
 
-    def _own_entry(self, entry: Entry | None, now: float) -> None:
+    def _see_own_record(self, entry: Entry | None, now: float) -> None:
         """What stands under our key, after a refused or an unanswered write."""
         session = self._session
         if entry is None:
@@ -531,7 +461,9 @@ class Participant:
             return
         if self._duplicate_until is None:
             self._duplicate_until = now + DUPLICATE_TTLS * self._lease_ttl_s
-        if self._asked_at >= self._duplicate_until:  # an agent that stood still may hear of it much later
+        if (
+            self._pending.asked_at >= self._duplicate_until
+        ):  # an agent that stood still may learn it much later
             self._refuse(
                 Refusal.DUPLICATE_NODE,
                 f"another live agent of job {self.policy.job!r} is already called {self.identity.node!r}: "
@@ -541,7 +473,7 @@ class Participant:
             f"the store to forget an earlier agent named {self.identity.node}, or that agent lives"
         )
         session.own_revision = 0
-        self._retry_at = now + self._retry.max_wait_s / 4
+        self._pending.pause(now)
 
     def _refuse(self, why: Refusal, reason: str) -> None:
         self._refusal = self._refusal or Leave(why, reason)
@@ -558,69 +490,47 @@ class Participant:
 
     def workers_advanced(self, step: int) -> None:
         """A worker has finished or saved this step."""
-        says, progress = self._session.says, self._progress
-        reached = step if progress.reached is None else max(progress.reached, step)
-        self._session.says = replace(
-            says, step=max(says.step, step), progress=replace(progress, reached=reached)
-        )
+        self._session.advanced(self._generation, step)
 
     def workers_load(self, step: int | None) -> None:
         """The workers go on from the state of this step, or are about to. None: their load was refused."""
-        self._session.says = replace(self._session.says, progress=replace(self._progress, loaded=step))
-
-    @property
-    def _progress(self) -> GenerationProgress:
-        """Of the workers that run here."""
-        known = self._session.says.progress
-        return (
-            known if known and known.generation == self._generation else GenerationProgress(self._generation)
-        )
+        self._session.loaded(self._generation, step)
 
     def workers_stable(self, generation: int) -> None:
         """The workers have run for longer than a minute."""
-        self._mark(generation, Condition.STABLE)
+        self._session.mark(generation, Condition.STABLE)
 
     def workers_failed(self, failure: Failure) -> None:
-        """The first failure of a generation on this node; the others' follow from it."""
-        session = self._session
-        first = session.says.failure
-        if first is None or first.generation < failure.generation:
-            session.says = replace(session.says, failure=failure)
+        self._session.failed(failure)
 
     def workers_succeeded(self, generation: int) -> None:
-        self._mark(generation, Condition.SUCCEEDED)
+        self._session.mark(generation, Condition.SUCCEEDED)
 
     def workers_notified(self, generation: int) -> bool:
         """Every worker here that looks at its flag sees from now on that a planned change waits for it.
 
         True when that is news, and so something to tell the others.
         """
-        return self._mark(generation, Condition.NOTIFIED)
+        return self._session.mark(generation, Condition.NOTIFIED)
 
     def workers_polling(self, generation: int) -> bool:
         """Every worker here has looked at its flag at the end of a step, and so will at the next. True: as above."""
-        return self._mark(generation, Condition.POLLING)
+        return self._session.mark(generation, Condition.POLLING)
 
     def workers_drained(self, generation: int, *, kept: bool) -> None:
         """Every worker here has ended by itself at the step that all have agreed on, or the next generation can do
         without it. `kept`: this node has the state after that step."""
-        self._mark(generation, Condition.DRAINED)
+        self._session.mark(generation, Condition.DRAINED)
         if kept:
-            self._mark(generation, Condition.STATE_SAVED)
-
-    def _mark(self, generation: int, condition: Condition) -> bool:
-        """True when that is news."""
-        known = self._session.says
-        self._session.says = known.having(generation, condition)
-        return not known.has(condition, generation)
+            self._session.mark(generation, Condition.STATE_SAVED)
 
     def became_ready(self) -> None:
         """Workers can start here at once. Until then a world that trains does not wait for this node."""
-        self._session.says = replace(self._session.says, ready=True)
+        self._session.record = replace(self._session.record, ready=True)
 
     def offer_port(self, port: int) -> None:
         """`port` is bound and listening at this node's address, and no generation has ever been given it."""
-        self._session.says = replace(self._session.says, port=port)
+        self._session.record = replace(self._session.record, port=port)
         self.wants_port = False
 
     def workers_gone(self, generation: int) -> None:
@@ -634,26 +544,23 @@ class Participant:
     def leave(self, now: float) -> None:
         """This node was asked to stop: tell the others, stop with them, then leave."""
         self._deadlines.leave(now)
-        self._session.says = replace(self._session.says, leaving=True)
+        self._session.record = replace(self._session.record, leaving=True)
 
-    def _new_session(self, says: NodeRecord) -> Session:
+    def _new_session(self, record: NodeRecord) -> Session:
         validity = LeaseValidity(self._lease_ttl_s, self.policy.store_outage_grace_s)
-        return Session(says, validity, MembershipView(self.policy.job, self.identity.node))
+        return Session(record, validity, MembershipView(self.policy.job, self.identity.node))
 
     def _rejoin_if_idle(self) -> None:
         """After a lost lease and with no worker left: everything known is void, join anew."""
         if self._session.lease is not None or self._generation:
             return
         self._joins += 1
-        was, incarnation = self._session.says, f"{self.identity.incarnation}.{self._joins}"
+        was, incarnation = self._session.record, f"{self.identity.incarnation}.{self._joins}"
         self._known = newest(self._known, self.world)
-        says = replace(
-            self.identity, incarnation=incarnation, leaving=was.leaving, ready=was.ready, step=was.step
-        )
-        if self._known is not None:
-            says = replace(says, seen=self._known.generation)
-        self._session = self._new_session(says)
+        seen = self._known.generation if self._known is not None else self.identity.seen
+        again = replace(self.identity, incarnation=incarnation, seen=seen)
+        self._session = self._new_session(replace(again, leaving=was.leaving, ready=was.ready, step=was.step))
         # A world that we never saw may have named our port as its master: no workers may meet there again.
         self.wants_port = True
-        self._pending = None
+        self._pending.forget()
         self._duplicate_until = None

@@ -132,3 +132,43 @@ class RetryPolicy:
 
 
 RETRY = RetryPolicy()
+
+
+class PendingRequest:
+    """The one request under way, if any, and the instant before which there is no other."""
+
+    def __init__(self, retry: RetryPolicy, rng: random.Random, now: float) -> None:
+        self.asked_at = now
+        """When the newest request was made."""
+        self.not_before = now
+        self.failures = 0
+        """Requests in a row that got no answer."""
+        self._retry = retry
+        self._rng = rng
+        self._request: Request | None = None
+
+    def may_ask(self, now: float) -> bool:
+        return self._request is None and now >= self.not_before
+
+    def ask(self, request: Request | None, now: float) -> Request | None:
+        self._request, self.asked_at = request, now
+        return request
+
+    def ended(self, request: Request) -> bool:
+        """There is an answer, or none will come. False for an older request, of which nothing counts any more."""
+        if request is not self._request:
+            return False
+        self._request = None
+        return True
+
+    def retry_later(self, now: float) -> None:
+        """There was no answer."""
+        self.not_before = now + self._retry.wait_s(self.failures, self._rng)
+        self.failures += 1
+
+    def pause(self, now: float) -> None:
+        """Ask again a little later."""
+        self.not_before = now + self._retry.max_wait_s / 4
+
+    def forget(self) -> None:
+        self._request = None

@@ -6,11 +6,13 @@ record: what it reports, and what of that stands in the store as far as is known
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
+from ..liveness.absence import may_still_train
+from ..liveness.failure_detector import Suspects, out_of_sight, slow_to_go_on, slow_to_stop
 from ..liveness.lease_validity import LeaseValidity
-from ..records import NodeRecord
+from ..records import Condition, Failure, GenerationProgress, NodeRecord, World
 from ..store.interface import Entry, LeaseId
 from .membership_view import MembershipView
 
@@ -22,7 +24,7 @@ _NEWS = attrgetter(*(one.name for one in fields(NodeRecord) if one.name not in (
 class Session:
     """The state of one incarnation. Changed by `Participant` alone."""
 
-    says: NodeRecord
+    record: NodeRecord
     """This node's record as it should be."""
     validity: LeaseValidity
     membership: MembershipView
@@ -37,15 +39,62 @@ class Session:
 
     @property
     def incarnation(self) -> str:
-        return self.says.incarnation
+        return self.record.incarnation
 
     @property
     def news(self) -> NodeRecord | None:
         """What to write, if anything. Steps alone are not worth it: the newest travels with the next change."""
         written = self.written
-        return None if written is not None and _NEWS(written) == _NEWS(self.says) else self.says
+        return None if written is not None and _NEWS(written) == _NEWS(self.record) else self.record
 
     def wrote(self, record: NodeRecord, entry: Entry) -> None:
         """`record` is ours, and stands in the store as `entry`."""
         self.written = record
         self.own_revision, self.created_revision = entry.mod_revision, entry.create_revision
+
+    def mark(self, generation: int, condition: Condition) -> bool:
+        """The condition holds for this node's workers of the generation. True when that is news."""
+        before = self.record
+        self.record = before.having(generation, condition)
+        return not before.has(condition, generation)
+
+    def advanced(self, generation: int, step: int) -> None:
+        progress = self._progress(generation)
+        reached = step if progress.reached is None else max(progress.reached, step)
+        step = max(self.record.step, step)
+        self.record = replace(self.record, step=step, progress=replace(progress, reached=reached))
+
+    def loaded(self, generation: int, step: int | None) -> None:
+        self.record = replace(self.record, progress=replace(self._progress(generation), loaded=step))
+
+    def failed(self, failure: Failure) -> None:
+        """The first failure of a generation counts: the others follow from it."""
+        first = self.record.failure
+        if first is None or first.generation < failure.generation:
+            self.record = replace(self.record, failure=failure)
+
+    def _progress(self, generation: int) -> GenerationProgress:
+        known = self.record.progress
+        return known if known and known.generation == generation else GenerationProgress(generation)
+
+    def suspects(self, *, may_be_unleased: bool, now: float) -> Suspects:
+        """The peers to ask who they are. `may_be_unleased`: members may train whose leases the store has lost."""
+        membership = self.membership
+        world = membership.world
+        cut_off = self.validity.suspects(now)
+        if cut_off or world is None:
+            return cut_off
+        if membership.coordinates:
+            missing = may_still_train(world, membership.nodes) if may_be_unleased else ()
+            return slow_to_stop(world, membership.nodes, self.incarnation) or out_of_sight(missing)
+        leader = membership.leader_record
+        if leader is None or self.written is None:
+            return {}
+        return slow_to_go_on(world, leader, self.written, membership.detector.gone)
+
+
+def newest(one: World | None, other: World | None) -> World | None:
+    """The one of the higher generation; of one generation `other`."""
+    if one is None or (other is not None and other.generation >= one.generation):
+        return other
+    return one

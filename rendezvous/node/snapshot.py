@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ..records import Introduction, NodeRecord, World
 from ..store.interface import LeaseId
+from .session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +57,27 @@ class NodeSnapshot:
             confirmed_s=now - self.confirmed_at if self.confirmed_at is not None else None,
             whole_s=now - self.whole_at if known_whole else None,
         )
+
+
+def snapshot_of(
+    session: Session, undisturbed: int, waiting_for: str, backoff_s: float, now: float
+) -> NodeSnapshot:
+    membership, validity, leased = session.membership, session.validity, session.lease is not None
+    return NodeSnapshot(
+        node=session.record.node,
+        incarnation=session.incarnation,
+        undisturbed=undisturbed,
+        lease=session.lease,
+        confirmed_at=validity.confirmed_at if leased else None,
+        proven_until=validity.proven_until if leased else -math.inf,
+        good_until=validity.good_until(now) if leased else -math.inf,
+        whole_at=validity.whole_at,
+        world=membership.world,
+        world_revision=membership.world_revision,
+        world_since=membership.world_since,
+        known_nodes=membership.nodes,
+        coordinates=membership.coordinates,
+        coordinator=membership.leader,
+        waiting_for=waiting_for,
+        backoff_s=backoff_s,
+    )

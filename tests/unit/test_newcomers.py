@@ -128,11 +128,11 @@ def test_a_coordinator_with_other_limits_says_so_and_does_not_apply_them(bench: 
     _, b = bench.joined("a", "b")
     odd = bench.join("c", replace(POLICY, min_nodes=1, max_nodes=1))
     bench.settle()
-    assert odd.part.told_otherwise == (
+    assert odd.part.differs_from_job == (
         "--min-nodes 1, where the job has 2",
         "--max-nodes 1, where the job has 3",
     )
-    assert b.part.told_otherwise == ()
+    assert b.part.differs_from_job == ()
     # The others lose their leases, and join again: their records are younger than its.
     for name in ("a", "b"):
         bench.delete(f"nodes/{name}")

@@ -79,7 +79,7 @@ class Observer:
 
     def compare(self, participant: Participant) -> None:
         """Before a world is acted on: each node warns of its own differences, the coordinator of all, each once."""
-        world, otherwise = participant.world, participant.told_otherwise
+        world, otherwise = participant.world, participant.differs_from_job
         if world is not None and otherwise and otherwise != self._other_limits:
             log.warning(
                 "this node was started with %s. What the job has is node %s's, and holds until all nodes of the job "
