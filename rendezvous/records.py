@@ -1,4 +1,4 @@
-"""What nodes tell each other: in the store one `NodeRecord` per node, one `World` and one `StopAt` per job, and an
+"""What nodes write for each other: in the store one `NodeRecord` per node, one `World` and one `StopAt` per job, and an
 `Introduction` from node to node.
 
 All are small frozen values. Their annotations declare their JSON form (see `codec`), and `from_json` checks it, because
@@ -27,7 +27,7 @@ SCHEMA = 8
 MAX_RECORD_BYTES = 1024 * 1024
 """Less than a store takes in one request, evictions included."""
 MAX_MEMBERS_BYTES = 704 * 1024
-"""Of these, the members of a world: 4,096 nodes, the most that a job can be told to have, have 176 bytes each. The rest
+"""Of these, the members of a world: 4,096 nodes, the most that a job may have, have 176 bytes each. The rest
 is room for the longest failure, and for those that were put aside."""
 MAX_ROW_BYTES = 4096
 """Of one member at most."""
@@ -39,7 +39,7 @@ MAX_RDMA_PORTS = 64
 WORLD_KEY = "world"
 STOP_KEY = "stop_at"
 INTRODUCTION = "the answer of a peer"
-"""Stands for the key in what is said of an introduction that cannot be read."""
+"""Takes the place of the key in the error of an introduction that cannot be read."""
 NODES_PREFIX = "nodes/"
 DRAIN_PREFIX = "drain/"
 
@@ -131,7 +131,7 @@ class Condition(enum.Enum):
     STABLE = "stable"
     """They have run for longer than a minute."""
     NOTIFIED = "notified"
-    """All of them have been told that a planned change waits for them."""
+    """All of them have been notified that a planned change waits for them."""
     POLLING = "polling"
     """All of them have asked for such news at a step's end, and so will again."""
     DRAINED = "drained"
@@ -226,9 +226,9 @@ class Phase(enum.Enum):
     LAST_STEP = "last_step"
     """All workers know of it: they end by themselves at the step that `StopAt` names, and no agent signals them."""
     STOPPING = "stopping"
-    """The members stop their workers and say so; the next generation closes when all have, or are gone."""
+    """The members stop their workers and report it; the next generation closes when all have, or are gone."""
     ENDED = "ended"
-    """The job is over; `result` says how."""
+    """The job is over; `result` has the way it ended."""
 
 
 TRANSITIONS: Mapping[Phase | None, frozenset[Phase]] = {

@@ -1,7 +1,7 @@
-"""What all nodes of a job should have been told alike: how many nodes and restarts it may have, and what it runs.
+"""What all nodes of a job should be started with: how many nodes and restarts it may have, and what it runs.
 
 Each node writes its own into its record, and the first world takes over those of the node that coordinates it. They are
-in force, whichever node coordinates later, as long as one member lives (`decide`). A node that was told something else
+in force, whichever node coordinates later, as long as one member lives (`decide`). A node with other options
 can neither shrink a healthy job nor end it. In no world is one that would run another script, or that judges by other
 times who is gone: it would take a node that lives for lost, or go on in a place that another has been given.
 """
@@ -59,7 +59,7 @@ def fits(mine: Program | None, others: Program | None) -> bool:
 
 
 def why_not(mine: Program, others: Program, of: str) -> str:
-    """What to tell the operator of a node that may not join; `of` is the one that the job goes by."""
+    """For the operator of a node that may not join; `of` is the node whose options hold."""
     times = tuple(_other_times(mine, others))
     if times:
         return (
@@ -76,7 +76,7 @@ def why_not(mine: Program, others: Program, of: str) -> str:
 def differences(
     limits: Limits | None, program: Program | None, job: Limits | None, runs: Program | None
 ) -> Iterator[str]:
-    """What a node was told (`limits`, `program`) that is not what the job goes by, each in words."""
+    """Each difference of a node's options (`limits`, `program`) from those of the job, in words."""
     if limits is not None and job is not None:
         for option, mine, theirs in (
             ("--min-nodes", limits.min_nodes, job.min_nodes),
@@ -115,15 +115,15 @@ def _other_arguments(mine: Sequence[str], others: Sequence[str]) -> str:
     "other arguments for the script: '0.1' as argument 2, where the job has '0.2'"
     """
     pairs = enumerate(zip_longest(mine, others), 1)
-    said = [
+    shown = [
         f"{_quoted(here)} as argument {place}, where the job has {_quoted(there)}"
         for place, (here, there) in pairs
         if here != there
     ]
-    if not said:
+    if not shown:
         return "other arguments for the script, not among those that are shown to other nodes"
-    digests = " (~ and a digest: a value that is not shown)" if any("~" in text for text in said) else ""
-    return f"other arguments for the script{digests}: {shortened(said, '; ')}"
+    digests = " (~ and a digest: a value that is not shown)" if any("~" in text for text in shown) else ""
+    return f"other arguments for the script{digests}: {shortened(shown, '; ')}"
 
 
 def _quoted(word: str | None) -> str:

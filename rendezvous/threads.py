@@ -1,11 +1,11 @@
 """The one way in which the agent starts threads, so that none of them ends without being missed.
 
 A thread *fails* when its work raises what the work was not made for, or when the machine does not let it start (out of
-process ids, out of memory). Either is told to the process' one listener, `listen`: a part that is missing does not
-come back, and an agent without it would wait for ever for what that part had to say, while its lease lives on. Without
-a listener, as in a program that only uses the stores, the log has it.
+process ids, out of memory). Either calls the process' one listener, see `listen`: a thread that has failed does not
+come back, and an agent without it would wait for ever for its events, while its lease lives on. Without a listener, as
+in a program that only uses the stores, the failure is logged.
 
-A part that waits for an answer of its own thread gives it `otherwise`, which runs after a failure and tells that part.
+A part that waits for an answer of its own thread passes `otherwise`, which runs after a failure and ends that wait.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _listener: Listener = _into_the_log
 
 
 def listen(listener: Listener | None = None) -> None:
-    """From now on this hears of every thread that fails, those of other libraries included."""
+    """From now on this is called for every thread that fails, those of other libraries included."""
     global _listener
     _listener = listener or _into_the_log
     threading.excepthook = _others_failed

@@ -197,7 +197,7 @@ def open_link(address: str, port: int, job: str, client: str, number: int) -> Li
             # The host writes it first of all: it is missing for milliseconds, or for good.
             sending.wait([META_KEY], timedelta(seconds=2))
         except DistStoreError as error:
-            # So torch says too when the host, or the network to it, stood still for so long.
+            # torch raises this, too, when the host, or the network to it, stood still for so long.
             if not sending.check([META_KEY]):
                 raise StoreMismatch(
                     f"{address}:{port} is a TCPStore, but not one that elastic-agent hosts (it has no "

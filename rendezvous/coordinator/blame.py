@@ -16,7 +16,7 @@ from dataclasses import replace
 from ..records import MAX_ASIDE_REASON, Aside, Cause, CauseKind, NodeRecord, Restarts, World, life_of
 
 PUT_ASIDE_AFTER = 2
-"""Failures in a row. One may be anybody's; the budget of a job is at least three."""
+"""Failures in a row. One may begin on any node; the budget of a job is at least three."""
 
 
 def proven(world: World, survivors: Sequence[NodeRecord], *, progressed: bool) -> frozenset[str]:
@@ -31,8 +31,8 @@ def count(
 ) -> Restarts:
     """`used` with one more failure put down to the node on which it began.
 
-    One that came first from a proven member, and from another one, too, is put down to none: who waits for a worker
-    that has ended may be heard before it.
+    One that came first from a proven member, and from another one, too, is put down to none: a worker that waits for
+    one that has ended may fail, and be reported, before it.
     """
     if progressed:
         return replace(used, culprit="", blamed=0)

@@ -1,6 +1,6 @@
 """Whether the next generation can begin, once the one before has ended: who is in it, and with what restart budget.
 
-Three steps, each of which may say instead that the coordinator waits, or that the job ends:
+Three steps, each of which may find instead that the coordinator waits, or that the job ends:
 
 1. `_left_over`: have the members stopped, and what is left of their world?
 2. `_after_failure`: what does the failure that ended it cost, and is one node to blame?

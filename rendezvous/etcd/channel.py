@@ -66,7 +66,7 @@ CHANNEL_OPTIONS = {
 }
 
 _UNREACHED = re.compile(r"failed to connect to all addresses; last error: \w+: \S+: (?:.*: )?(.+)")
-"""How gRPC says that a call was never sent."""
+"""gRPC's text for a call that was never sent."""
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ class Connection:
                 raise
             except StoreUnavailable:
                 gone_over = channel is not self._channel
-                # With less time than this, a deadline would say nothing about the next member.
+                # With less time than this, a deadline would prove nothing about the next member.
                 in_time = time.monotonic() + self.request_timeout_s / 2 < deadline
                 if not ((repeatable or hurried) and gone_over and in_time):
                     raise
@@ -277,26 +277,26 @@ class Connection:
                 f"another call found that etcd on {channel.address} does not answer; moved on"
             )
         code, detail = error.code().name, error.details() or ""  # type: ignore[attr-defined]
-        said = f"etcd on {channel.address}: {detail or code} ({code})"
+        text = f"etcd on {channel.address}: {detail or code} ({code})"
         verdict = classify(code, detail)
         if unreached := _UNREACHED.search(detail):
-            said = f"etcd on {channel.address} cannot be reached ({unreached[1]})"
-            return self.fail_over(channel, said, may_be_tls=True)
+            text = f"etcd on {channel.address} cannot be reached ({unreached[1]})"
+            return self.fail_over(channel, text, may_be_tls=True)
         if verdict is Verdict.LEASE_GONE:
-            return LeaseExpired(said)
+            return LeaseExpired(text)
         if verdict is Verdict.INVALID:
-            return StoreError(f"{said}; nothing was done")
+            return StoreError(f"{text}; nothing was done")
         if verdict is Verdict.TOKEN:
             self._session.forget(token)
             return _TokenRefused(
-                f"{said}: it wants a user and a password, or a certificate with a user's name"
+                f"{text}: it wants a user and a password, or a certificate with a user's name"
             )
         if verdict is Verdict.REFUSED:
-            return StoreRefused(f"{said}; {self._repair(detail)}")
+            return StoreRefused(f"{text}; {self._repair(detail)}")
         if verdict is Verdict.FAILOVER:
-            said = f"{said}; what was asked may have been done: read before asking again"
-            return self.fail_over(channel, said, may_be_tls=code == "UNAVAILABLE")
-        return StoreUnavailable(f"{said}; what was asked may have been done: read before asking again")
+            text = f"{text}; what was asked may have been done: read before asking again"
+            return self.fail_over(channel, text, may_be_tls=code == "UNAVAILABLE")
+        return StoreUnavailable(f"{text}; what was asked may have been done: read before asking again")
 
     def watch_refused(self, channel: Channel, reason: str, token: str | None) -> StoreRefused:
         """etcd calls it a missing permission, too, when it no longer knows the token."""
@@ -310,7 +310,7 @@ class Connection:
             return "check the user and the password"
         return "is this etcd 3.4 or newer?"
 
-    def fail_over(self, channel: Channel, said: str, *, may_be_tls: bool = False) -> StoreUnavailable:
+    def fail_over(self, channel: Channel, text: str, *, may_be_tls: bool = False) -> StoreUnavailable:
         """Replace this channel, if no other thread has done so yet. Returns what to raise."""
         with self._lock:
             ring = self.addresses.ring
@@ -327,7 +327,7 @@ class Connection:
             problem = handshake_problem(channel.address, self._access.tls, self.request_timeout_s)
             if problem is not None:
                 return StoreRefused(f"etcd on {channel.address} cannot be talked to: {problem}")
-        return StoreUnavailable(said)
+        return StoreUnavailable(text)
 
     def close(self) -> None:
         with self._lock:
@@ -380,6 +380,6 @@ def _left(deadline: float) -> float:
 
 
 def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:
-    # With `hasleader`, etcd says at once that it has no leader, and ends watches that would stay silent.
+    # With `hasleader`, etcd reports at once that it has no leader, and ends watches that would stay silent.
     leader = (("hasleader", "true"),)
     return (*leader, ("token", token)) if token else leader

@@ -20,7 +20,7 @@ from ..errors import StoreRefused
 WHILE_LOADING = {
     "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "python",
     "GRPC_ENABLE_FORK_SUPPORT": "0",  # with it, starting a process may dead-lock
-    "GRPC_VERBOSITY": "NONE",  # it writes to stderr what we say in our own words
+    "GRPC_VERBOSITY": "NONE",  # it writes to stderr what our own errors say
 }
 
 WAKES_S = 10.0

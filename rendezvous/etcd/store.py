@@ -5,7 +5,7 @@ scopes is one transaction, too, so that all of it is of one revision, and linear
 `<prefix>/<job>/` and given out without it.
 
 Requests are answered within a fifth of the lease's time to live or raise StoreUnavailable, so that several
-keep-alives fit in while a lease counts as good. `channel` says how a member in trouble is left for another.
+keep-alives fit in while a lease counts as good. `channel` leaves a member in trouble for another.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """TLS towards etcd: what gRPC needs, and what is wrong when it cannot connect.
 
-gRPC says "Socket closed" for most mistakes. So while no member has answered yet, a handshake with the standard library
-finds out what an operator has to change.
+gRPC reports "Socket closed" for most mistakes. So while no member has answered yet, a handshake with the standard
+library finds out what an operator has to change.
 """
 
 from __future__ import annotations

@@ -48,16 +48,16 @@ class EtcdWatch(Watch):
         while True:
             stream = self._open_stream()
             try:
-                told = stream.next(deadline)
+                answer = stream.next(deadline)
             except StoreError:
                 with self._lock:
                     self._stream = None
                     if self._closed:
                         raise StoreClosed("the watch was closed") from None
                 raise
-            if told is None:
+            if answer is None:
                 return ()
-            changes = self._take(*told)
+            changes = self._take(*answer)
             if changes:
                 return changes
 
@@ -170,7 +170,7 @@ class _Stream:
                     self._channel, f"etcd on {self._channel.address} ended a watch"
                 )
             if ending.code().name == "RESOURCE_EXHAUSTED":
-                return Compacted("more happened than one message can tell: read what it led to")
+                return Compacted("more changed than one message can hold: read everything again")
             return self._connection.problem(self._channel, ending, self._token)
         except StoreError as error:
             return error

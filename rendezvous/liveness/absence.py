@@ -3,7 +3,7 @@
 One member that goes while others stay has stopped by its lease. All of them together may be another matter: the store
 was lost with what it knew, and the leases that it had granted are still good on their side; or the members go on
 through an outage because they prove to each other that they are all there (`lease_validity`), and the store has let
-their leases end meanwhile. So the next world waits for those of whom nothing is known, and for no longer than they can
+their leases end meanwhile. So the next world waits for those of which nothing is known, and for no longer than they can
 train.
 
 That a machine refuses connections proves nothing here: a firewall between it and all others cuts its agents off from

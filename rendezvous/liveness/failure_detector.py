@@ -1,4 +1,4 @@
-"""Who is gone, as seen by its peers and not by the store: whom a node asks, and what the answers mean.
+"""Which nodes are gone, as seen by peers and not by the store: which peers a node asks, and what the answers mean.
 
 The store notices a dead node when its lease ends, seconds later. Its peers can know at once: where an agent has ended,
 its machine *refuses* the connection, or another agent has the port. Such a node is *gone*, and may be evicted. Silence
@@ -53,7 +53,7 @@ Suspects: TypeAlias = Mapping[str, tuple[Endpoint, float]]
 
 
 class FailureDetector:
-    """Whom to ask now, and who was found to be gone."""
+    """Which peers to ask now, and which were found to be gone."""
 
     def __init__(self) -> None:
         self.gone: set[str] = set()
@@ -63,7 +63,7 @@ class FailureDetector:
         self._asked: set[str] = set()
 
     def suspect(self, suspects: Suspects, now: float) -> tuple[Peer, ...]:
-        """Whom of the suspects to ask now; everybody else is trusted again."""
+        """The suspects to ask now; all other peers are trusted again."""
         self._ask_at = {
             name: self._ask_at.get(name, now + given_s) for name, (_, given_s) in suspects.items()
         }
@@ -91,7 +91,7 @@ class FailureDetector:
 
 
 def slow_to_stop(world: World, nodes: Iterable[NodeRecord], incarnation: str) -> Suspects:
-    """For the coordinator, itself of `incarnation`: members of a stopping world that have not said they are done."""
+    """For the coordinator, itself of `incarnation`: members of a stopping world that have not reported their stop."""
     if not world.stops:
         return {}
     others = {member.incarnation for member in world.members if member.incarnation != incarnation}

@@ -4,8 +4,8 @@ As a rule that is its lease. It counts as good for LEASE_MARGIN of its time to l
 this node's own clock; the rest is for stopping the workers, who are gone before the store can drop the lease.
 
 Unless the operator forbids it (`store_outage_grace_s`), a second proof stands in while *no node* reaches the store: the
-world is *whole*, all of its members run its generation and none has heard from the store lately. Then none of them can
-have changed it, and who is no member waits with the next one for as long as this one may go on (`absence`). Its first
+world is *whole*, all of its members run its generation and none has had an answer of the store lately. Then none of
+them can have changed it, and other nodes wait with the next one as long as this one may go on (`absence`). Its first
 member asks all others, and they ask only it: N nodes cost 2 N questions, twice a second, and so a large world does
 without. One member that stops, is silent for WHOLE_FRESH_S or has the store ends it for all. A node that is cut off
 alone learns from its peers that they have the store, or learns nothing: either way it stops by its lease. So does a
@@ -62,7 +62,7 @@ class LeaseValidity:
         return now < self.good_until(now)
 
     def good_until(self, now: float) -> float:
-        """How long they may, if nothing more is heard."""
+        """How long they may, without any news."""
         if self._whole is None or now < self.proven_until:
             return self.proven_until
         return min(self.proven_until + self._grace_s, self.whole_at + WHOLE_FRESH_S)
@@ -76,7 +76,7 @@ class LeaseValidity:
             yield self.whole_at + WHOLE_FRESH_S
 
     def suspects(self, now: float) -> Suspects:
-        """Who can say whether the world is whole, as soon as that may matter."""
+        """The peers that know whether the world is whole, as soon as that may matter."""
         return self._whole.suspects if self._whole is not None and now >= self._quiet_at else {}
 
     def found(self, peer: Peer, finding: Finding, asked_at: float) -> None:

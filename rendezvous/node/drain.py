@@ -1,9 +1,9 @@
 """After which step the workers of a draining generation end: what a rank is answered that asks at a step's end.
 
-    RUNNING g ──> DRAINING g: every member raises its workers' flags, and says so
+    RUNNING g ──> DRAINING g: every member raises its workers' flags, and reports it
               ──> LAST_STEP g: all flags are up, so from now on every rank asks at the end of every step
     rank 0 asks at the end of step s: its node writes `StopAt(g, s + 1)` before rank 0 goes on
-    any rank asks at the end of step n: it ends if `StopAt` says n, and goes on if it says more, or nothing yet
+    any rank asks at the end of step n: it ends if `StopAt` names n, and goes on if it names a later step, or none yet
 
 In synchronous training no rank can finish s + 1 before rank 0 has entered it, which is after the write; and every rank
 asks at the end of s + 1. So all end there, and no rank waits for another but as in every step. Each of these matters:

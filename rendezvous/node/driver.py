@@ -38,8 +38,8 @@ class StoreChannel(Protocol):
 
 
 class Effects(Protocol):
-    """What the participant's actions mean on this node. A method returns True when it has told the participant
-    something that may bring another request or action at once."""
+    """What the participant's actions mean on this node. A method returns True when it has given the
+    participant an event that may bring another request or action at once."""
 
     @property
     def undisturbed(self) -> int:

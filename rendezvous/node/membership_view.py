@@ -1,9 +1,9 @@
-"""What one incarnation of a node knows of its job, as far as the store has told it: the world and the nodes' records.
+"""What one incarnation of a node knows of its job, as far as it has read the store: the world and the nodes' records.
 
 Who coordinates needs no election: the node with the oldest record does. The coordinator follows all records; the
 others follow only its record and their own, and read again when its record goes.
 
-Answers and watches overtake each other, and so do changes of `world` and of `nodes/`. So whatever is told comes with
+Answers and watches overtake each other, and so do changes of `world` and of `nodes/`. So each of them comes with
 the revision at which it was true, and what is known from a later one stands. Instants are seconds on this node's clock.
 """
 

@@ -61,9 +61,9 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Tell the workers of `generation` that a change waits, and say so.
+    """Notify the workers of `generation` that a change waits, and report it.
 
-    `stopping`: all have been told. They end by themselves, and are not signalled.
+    `stopping`: all have been notified. They end by themselves, and are not signalled.
     """
 
     generation: int

@@ -509,7 +509,7 @@ class Participant:
     def workers_notified(self, generation: int) -> bool:
         """Every worker here that looks at its flag sees from now on that a planned change waits for it.
 
-        True when that is news, and so something to tell the others.
+        True when that is news, and so to be written.
         """
         return self._session.mark(generation, Condition.NOTIFIED)
 
@@ -542,7 +542,7 @@ class Participant:
         self._rejoin_if_idle()
 
     def leave(self, now: float) -> None:
-        """This node was asked to stop: tell the others, stop with them, then leave."""
+        """This node was asked to stop: report it, stop with the others, then leave."""
         self._deadlines.leave(now)
         self._session.record = replace(self._session.record, leaving=True)
 

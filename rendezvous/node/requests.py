@@ -1,7 +1,7 @@
 """What one node asks of its store, as data: a `Participant` makes a request, its driver carries it out.
 
-Frozen and small, so that a request can cross a thread or a simulated network, and be told from a later one like
-it by identity.
+Frozen and small, so that a request can cross a thread or a simulated network; one is distinguished from a later equal
+one by identity.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class WriteStop:
-    """Say where the workers stop, while the world is still the one that waits for it."""
+    """Write where the workers stop, while the world is still the one that waits for it."""
 
     world: Compare
     compare: Compare

@@ -5,7 +5,7 @@ the store to delete the keys put under it once it has not been confirmed for its
 own clock judges that. A *watch* delivers every change after a revision, each once, and those of one scope in order.
 
 What is read and watched is named by *scopes*: a scope is one key, or, empty or ending in `/`, every key that begins
-with it. So what is asked about `nodes/n1` says nothing of `nodes/n10`.
+with it. So a question about `nodes/n1` does not include `nodes/n10`.
 
 A store is used by several threads at once; each call blocks until it has an answer or raises
 `StoreUnavailable` within the store's own request timeout. Watches block in a thread of their own.

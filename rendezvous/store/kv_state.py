@@ -27,7 +27,7 @@ from .interface import (
 )
 
 HISTORY = 4096
-"""Changes remembered for watches. A watch that falls further behind is told to read again (`Compacted`)."""
+"""Changes remembered for watches. A watch that falls further behind has to read again (`Compacted`)."""
 
 
 def _check_size(compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...]) -> None:
@@ -44,7 +44,7 @@ class KvState:
     """A revisioned key-value map with leases."""
 
     def __init__(self, history: int = HISTORY, *, base: int = 0) -> None:
-        """Revisions and leases count from `base`: those of another ledger with another base mean nothing here."""
+        """Revisions and leases count from `base`: those of another state with another base mean nothing here."""
         self.revision = base
         self._entries: dict[str, Entry] = {}
         self._lease_of: dict[str, LeaseId] = {}

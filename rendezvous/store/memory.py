@@ -17,7 +17,7 @@ class MemoryStore(Store):
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, base: int = 0) -> None:
         self._clock = clock
-        self._ledger = KvState(base=base)
+        self._state = KvState(base=base)
         self._changed = threading.Condition()
         self._closed = False
 
@@ -59,7 +59,7 @@ class MemoryStore(Store):
     def _open(self) -> KvState:
         if self._closed:
             raise StoreClosed("the memory store was closed")
-        return self._ledger
+        return self._state
 
 
 class _MemoryWatch(Watch):
@@ -76,14 +76,14 @@ class _MemoryWatch(Watch):
             while True:
                 if self._closed:
                     raise StoreClosed("the watch was closed")
-                ledger = store._open()
+                kv = store._open()
                 now = store._clock()
-                ledger.expire(now)
-                changes = ledger.changes(self._scopes, self._after)
-                self._after = ledger.revision
+                kv.expire(now)
+                changes = kv.changes(self._scopes, self._after)
+                self._after = kv.revision
                 if changes or now >= deadline:
                     return changes
-                expiry = ledger.next_expiry()
+                expiry = kv.next_expiry()
                 wake_at = deadline if expiry is None else min(deadline, expiry)
                 store._changed.wait(max(0.0, wake_at - now))
 

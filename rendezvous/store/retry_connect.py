@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 def retry_connect(try_once: Callable[[], object], deadline: float, rng: random.Random) -> None:
     """Returns as soon as `try_once` does. Raises its StoreUnavailable at the deadline, and other errors at once."""
-    said = ""
+    logged = ""
     while True:
         try:
             try_once()
@@ -25,9 +25,9 @@ def retry_connect(try_once: Callable[[], object], deadline: float, rng: random.R
         except StoreRefused:
             raise
         except StoreUnavailable as error:
-            if str(error) != said:
-                said = str(error)
-                log.info("no rendezvous store yet: %s", said)
+            if str(error) != logged:
+                logged = str(error)
+                log.info("no rendezvous store yet: %s", logged)
             pause_s = rng.uniform(0.0, PAUSE_S)
             if time.monotonic() + pause_s >= deadline:
                 raise

@@ -38,7 +38,7 @@ class Kind:
     """One way to reach a store: `connect` gives another handle on the same one."""
 
     connect: Callable[[], Store]
-    ledger_is_here: bool
+    state_is_here: bool
     compact: Callable[[], None] | None = None
     """Forget the changes up to now; None for a store that forgets by itself, after HISTORY changes."""
     prefix: str = field(default_factory=lambda: f"{uuid.uuid4().hex[:8]}/")
@@ -414,17 +414,17 @@ def test_a_watch_among_concurrent_writers_loses_and_doubles_nothing(kind: Kind) 
 
 
 def test_a_watch_blocks_rather_than_polls(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not kind.ledger_is_here:
-        pytest.skip("the ledger is in another process")
+    if not kind.state_is_here:
+        pytest.skip("the state is in another process")
     store = kind.connect()
     asked = []
     changes = KvState.changes
     watch = store.watch((kind.prefix,), store.read(()).revision)
     assert watch.next(0.1) == ()
 
-    def counted(ledger: KvState, scopes: tuple[str, ...], after: int) -> tuple[Change, ...]:
+    def counted(kv: KvState, scopes: tuple[str, ...], after: int) -> tuple[Change, ...]:
         asked.append(scopes)
-        return changes(ledger, scopes, after)
+        return changes(kv, scopes, after)
 
     monkeypatch.setattr(KvState, "changes", counted)
     assert watch.next(0.5) == ()

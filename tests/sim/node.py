@@ -308,7 +308,7 @@ class SimNode:
         sim.note(f"{self.name} leaves")
         sim.seen["left"] += 1
         if lease is not None:
-            sim.call(self, lambda: sim.ledger.revoke(lease), lambda _: None, lambda _: None, lambda act: act)
+            sim.call(self, lambda: sim.kv.revoke(lease), lambda _: None, lambda _: None, lambda act: act)
         sim.after(sim.rng.uniform(1.0, 6.0), lambda life=self.lives: self.lives == life and self.boot())
 
     def ask(self, request: Request) -> None:
@@ -346,7 +346,7 @@ class SimNode:
 
             self.sim.call(
                 self,
-                lambda: self.sim.ledger.keep_alive(lease, self.sim.now),
+                lambda: self.sim.kv.keep_alive(lease, self.sim.now),
                 confirmed,
                 refused,
                 guard=self.of_this_life,
@@ -384,7 +384,7 @@ class SimNode:
 
         def give_up() -> None:
             if lease is not None and self.leased_in == self.sim.store_life:
-                self.sim.ledger.revoke(lease)
+                self.sim.kv.revoke(lease)
                 self.sim.store_changed()
 
         if self.worker is None or worker is None:
@@ -448,7 +448,7 @@ class SimNode:
     def pull_soon(self) -> None:
         """Each scope comes with a delay of its own: their changes may overtake each other."""
         for scope in self.watched_to:
-            if self.watched_to[scope] < self.sim.ledger.revision:
+            if self.watched_to[scope] < self.sim.kv.revision:
                 late = self.sim.rng.random() < 0.1
                 delay_s = self.sim.rng.uniform(0.0, 1.0) if late else self.sim.delay()
                 self.sim.after(delay_s, self.guarded(lambda scope=scope: self.pull(scope)))
@@ -469,13 +469,13 @@ class SimNode:
         try:
             if self.leased_in != self.sim.store_life:
                 raise Compacted("of a lost store")
-            changes = self.sim.ledger.changes((scope,), self.watched_to[scope])
+            changes = self.sim.kv.changes((scope,), self.watched_to[scope])
         except Compacted:
             self.sim.seen["compacted"] += 1
             self.agent.lost_track()
             self.turn()
             return
-        self.watched_to[scope] = self.sim.ledger.revision
+        self.watched_to[scope] = self.sim.kv.revision
         if changes:
             self.agent.changed(changes, self.clock())
             self.turn()

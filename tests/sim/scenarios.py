@@ -64,7 +64,7 @@ class Rack(Scenario):
                 node.kill()
 
     def check(self) -> None:
-        world, records = self.newest(), self.ledger.read((NODES_PREFIX,), self.now).entries
+        world, records = self.newest(), self.kv.read((NODES_PREFIX,), self.now).entries
         if world.generation != self.before.generation + 1 or {m.node for m in world.members} != self.left:
             self.broken("I11", f"generation {world.generation} has {len(world.members)} members")
         if len(records) != len(self.left):

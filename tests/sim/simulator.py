@@ -87,7 +87,7 @@ OF_THE_GRACE = BUGS[-4:]
 
 
 class Simulation(Checks):
-    """See the module's docstring."""
+    """One seeded run of a job: its nodes, their store, and all that may go wrong between them."""
 
     def __init__(self, seed: int, bug: str | None = None, size: int = 5, tell: bool = False) -> None:
         assert bug is None or bug in BUGS, bug
@@ -119,7 +119,7 @@ class Simulation(Checks):
         """Of their own: other faults stay as they are without walls."""
         self.store_down = False
         self.history = rng.choice((32, 4096))
-        self.ledger = KvState(self.history)
+        self.kv = KvState(self.history)
         self.hosted = hosted
         """The store is c10d: the first node's agent hosts it, and it is lost with each life of that agent."""
         self.host: SimNode | None = None
@@ -223,30 +223,28 @@ class Simulation(Checks):
         """
         self.host = host
         self.store_life += 1
-        checkpoints = self.ledger.read((CHECKPOINT_KEY,), self.now).entries
-        self.ledger = KvState(self.history, base=self.store_life * 10**6)
-        self.ledger.transact((), tuple(Put(entry.key, entry.value) for entry in checkpoints), self.now)
+        checkpoints = self.kv.read((CHECKPOINT_KEY,), self.now).entries
+        self.kv = KvState(self.history, base=self.store_life * 10**6)
+        self.kv.transact((), tuple(Put(entry.key, entry.value) for entry in checkpoints), self.now)
         if not self.worlds or self.bug == "an empty store knows nothing of the last world":
             return
         self.seen["store replaced"] += 1
         self.phase = Phase.STOPPING
-        self.ledger.transact(
+        self.kv.transact(
             (), (Put(WORLD_KEY, self.worlds[max(self.worlds)].carried_over().to_json()),), self.now
         )
 
     def serve(self, request: Request) -> Answer:
-        ledger = self.ledger
+        kv = self.kv
         if isinstance(request, Grant):
-            return ledger.grant(request.ttl_s, self.now)
+            return kv.grant(request.ttl_s, self.now)
         if isinstance(request, Read):
-            return ledger.read(request.scopes, self.now, request.oldest_under)
+            return kv.read(request.scopes, self.now, request.oldest_under)
         compares = request.compares
         blind = isinstance(request, WriteWorld) and self.bug == "world written without compare"
-        outcome = ledger.transact(compares[1:] if blind else compares, request.writes, self.now)
+        outcome = kv.transact(compares[1:] if blind else compares, request.writes, self.now)
         if blind:
-            outcome = replace(
-                outcome, entries=(*ledger.read((WORLD_KEY,), self.now).entries, *outcome.entries)
-            )
+            outcome = replace(outcome, entries=(*kv.read((WORLD_KEY,), self.now).entries, *outcome.entries))
         if isinstance(request, WriteWorld):
             if outcome.succeeded:
                 self.check_world(request.world, outcome.revision)
@@ -272,12 +270,12 @@ class Simulation(Checks):
 
     def newest_checkpoint(self) -> tuple[int, int]:
         """Step and mod_revision of the committed checkpoint, as a worker reads them when it loads."""
-        for entry in self.ledger.read((CHECKPOINT_KEY,), self.now).entries:
+        for entry in self.kv.read((CHECKPOINT_KEY,), self.now).entries:
             return int(entry.value.split()[1]), entry.mod_revision
         return 0, 0
 
     def commit(self, fence: tuple[Compare, ...], text: str) -> None:
-        if not self.ledger.transact(fence, (Put(CHECKPOINT_KEY, text),), self.now).succeeded:
+        if not self.kv.transact(fence, (Put(CHECKPOINT_KEY, text),), self.now).succeeded:
             self.seen["commit fenced"] += 1
             return
         generation, step = map(int, text.split())
@@ -294,15 +292,15 @@ class Simulation(Checks):
         for node in self.nodes:
             if node.running and node.watched is not None:
                 node.pull_soon()
-        due = self.ledger.next_expiry()
+        due = self.kv.next_expiry()
         if due is not None and due > self.now:
             self.after(due - self.now + 1e-6, self.expire)
 
     def expire(self) -> None:
-        before = self.ledger.revision
-        for lease in self.ledger.expire(self.now):
+        before = self.kv.revision
+        for lease in self.kv.expire(self.now):
             self.check_stopped(lease)
-        if self.ledger.revision != before:
+        if self.kv.revision != before:
             self.seen["lease expired"] += 1
             self.store_changed()
 

@@ -1,4 +1,4 @@
-"""Nodes' parts in the rendezvous, over a real ledger, with a clock moved by hand and no thread.
+"""Nodes' parts in the rendezvous, over a real kv, with a clock moved by hand and no thread.
 
 A `Bench` holds the store and the instant, a `Peer` drives one participant as an agent would. A test breaks one thing
 (a reply, a lease, a leader, a record) and looks at what the nodes do and write.
@@ -71,7 +71,7 @@ class Peer:
         if lease is None or not self.connected:
             return
         try:
-            self.bench.ledger.keep_alive(lease, self.bench.now)
+            self.bench.kv.keep_alive(lease, self.bench.now)
         except LeaseExpired:
             self.part.lease_gone(lease)
         else:
@@ -116,11 +116,11 @@ class Peer:
         if self.watched is None or not self.connected:
             return False
         try:
-            changes = self.bench.ledger.changes(self.watched.scopes, self.seen_to)
+            changes = self.bench.kv.changes(self.watched.scopes, self.seen_to)
         except Compacted:
             self.part.lost_track()
             return True
-        self.seen_to = self.bench.ledger.revision
+        self.seen_to = self.bench.kv.revision
         self.part.changed(changes, self.bench.now)
         return bool(changes)
 
@@ -184,7 +184,7 @@ class Bench:
 
     def __init__(self, history: int = 4096) -> None:
         self.now = 1000.0
-        self.ledger = KvState(history)
+        self.kv = KvState(history)
         self.peers: list[Peer] = []
 
     def join(
@@ -232,23 +232,23 @@ class Bench:
             self.now = min(end, self.now + TICK_S)
             for peer in self.peers:
                 peer.keep_alive()
-            self.ledger.expire(self.now)
+            self.kv.expire(self.now)
             self.settle()
 
     def serve(self, request: Request) -> Answer:
         if isinstance(request, Grant):
-            return self.ledger.grant(request.ttl_s, self.now)
+            return self.kv.grant(request.ttl_s, self.now)
         if isinstance(request, Read):
-            return self.ledger.read(request.scopes, self.now, request.oldest_under)
-        return self.ledger.transact(request.compares, request.writes, self.now)
+            return self.kv.read(request.scopes, self.now, request.oldest_under)
+        return self.kv.transact(request.compares, request.writes, self.now)
 
     # ------------------------------------------------------------ what a test looks at, and writes behind all backs
 
     def entry(self, key: str) -> Entry | None:
-        return next(iter(self.ledger.read((key,), self.now).entries), None)
+        return next(iter(self.kv.read((key,), self.now).entries), None)
 
     def records(self) -> dict[str, NodeRecord]:
-        entries = self.ledger.read((NODES_PREFIX,), self.now).entries
+        entries = self.kv.read((NODES_PREFIX,), self.now).entries
         records = [NodeRecord.from_json(entry.key, entry.value) for entry in entries]
         return {record.node: record for record in records}
 
@@ -266,7 +266,7 @@ class Bench:
         return [member.node for member in world.members]
 
     def put(self, key: str, value: str) -> None:
-        self.ledger.transact((), (Put(key, value),), self.now)
+        self.kv.transact((), (Put(key, value),), self.now)
 
     def delete(self, key: str) -> None:
-        self.ledger.transact((), (Delete(key),), self.now)
+        self.kv.transact((), (Delete(key),), self.now)

@@ -144,7 +144,7 @@ def test_an_empty_store_is_told_the_newest_world_that_a_node_has_known() -> None
     bench = Bench()
     a, b = bench.joined("a", "b", policy=HOSTED_BENCH)
     old = bench.world()
-    bench.ledger = KvState(base=1000)
+    bench.kv = KvState(base=1000)
     b.connected = False
     bench.after(1)
     carried = bench.world()
@@ -162,7 +162,7 @@ def test_an_empty_store_is_told_the_newest_world_that_a_node_has_known() -> None
 def test_members_of_whom_nothing_is_known_are_asked_directly() -> None:
     bench = Bench()
     a, b = bench.joined("a", "b", policy=HOSTED_BENCH)
-    bench.ledger = KvState(base=1000)
+    bench.kv = KvState(base=1000)
     b.connected = False
     bench.after(1)
     assert [peer.incarnation for peer in a.probes] == ["b-1"]

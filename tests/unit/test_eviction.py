@@ -289,7 +289,7 @@ def test_a_member_that_the_coordinator_does_not_know_yet_is_not_lost(bench: Benc
     assert world is not None
     members = line_up((bench.records()["a"], bench.records()["b"], late))
     bench.put(WORLD_KEY, replace(world, generation=2, members=members).to_json())
-    changes = bench.ledger.changes((WORLD_KEY,), seen)
+    changes = bench.kv.changes((WORLD_KEY,), seen)
     a.part.changed(changes, bench.now)
     request = a.part.request(bench.now)
     assert isinstance(request, Read), request

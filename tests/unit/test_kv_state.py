@@ -13,8 +13,8 @@ from elastic_agent.rendezvous.store.interface import MOST_REQUEST_BYTES, Change,
 from elastic_agent.rendezvous.store.kv_state import KvState
 
 
-def put(ledger: KvState, key: str, value: str = "", lease: int | None = None, now: float = 0.0) -> int:
-    return ledger.transact((), (Put(key, value, lease),), now).revision
+def put(kv: KvState, key: str, value: str = "", lease: int | None = None, now: float = 0.0) -> int:
+    return kv.transact((), (Put(key, value, lease),), now).revision
 
 
 @pytest.mark.parametrize(
@@ -31,20 +31,20 @@ def put(ledger: KvState, key: str, value: str = "", lease: int | None = None, no
     ],
 )
 def test_writes_are_done_if_every_compare_holds(compares: tuple[Compare, ...], holds: bool) -> None:
-    ledger = KvState()
-    put(ledger, "a"), put(ledger, "b")
-    outcome = ledger.transact(compares, (Put("c", ""),), 0.0)
+    kv = KvState()
+    put(kv, "a"), put(kv, "b")
+    outcome = kv.transact(compares, (Put("c", ""),), 0.0)
     assert outcome.succeeded is holds
-    assert outcome.revision == ledger.revision == (3 if holds else 2)
-    assert len(ledger.read(("c",), 0.0).entries) == holds
+    assert outcome.revision == kv.revision == (3 if holds else 2)
+    assert len(kv.read(("c",), 0.0).entries) == holds
 
 
 def test_the_outcome_shows_the_compared_keys_as_they_stand_after_it() -> None:
-    ledger = KvState()
-    put(ledger, "a", "old")
-    outcome = ledger.transact((Compare("a", 1), Compare("b", 0)), (Put("a", "new"), Put("b", "")), 0.0)
+    kv = KvState()
+    put(kv, "a", "old")
+    outcome = kv.transact((Compare("a", 1), Compare("b", 0)), (Put("a", "new"), Put("b", "")), 0.0)
     assert outcome.entries == (Entry("a", "new", 1, 2), Entry("b", "", 2, 2))
-    outcome = ledger.transact((Compare("a", 1), Compare("x", 0)), (Delete("a"),), 0.0)
+    outcome = kv.transact((Compare("a", 1), Compare("x", 0)), (Delete("a"),), 0.0)
     assert outcome.entries == (Entry("a", "new", 1, 2), None)
 
 
@@ -60,47 +60,47 @@ def test_the_outcome_shows_the_compared_keys_as_they_stand_after_it() -> None:
     ],
 )
 def test_a_transaction_has_no_more_operations_than_etcd_takes(compares: int, writes: int, fits: bool) -> None:
-    ledger = KvState()
+    kv = KvState()
     asked = (
         tuple(Compare(f"c{i}", 0) for i in range(compares)),
         tuple(Put(f"w{i}", "") for i in range(writes)),
     )
     if fits:
-        assert ledger.transact(*asked, 0.0).succeeded
+        assert kv.transact(*asked, 0.0).succeeded
         return
     with pytest.raises(StoreError, match="operations, at most 128"):
-        ledger.transact(*asked, 0.0)
-    assert ledger.revision == 0
+        kv.transact(*asked, 0.0)
+    assert kv.revision == 0
 
 
 def test_a_transaction_has_no_more_bytes_than_etcd_takes() -> None:
-    ledger = KvState()
-    put(ledger, "a", "\u00fc" * (MOST_REQUEST_BYTES // 2))
+    kv = KvState()
+    put(kv, "a", "\u00fc" * (MOST_REQUEST_BYTES // 2))
     with pytest.raises(StoreError, match="bytes, at most"):
-        put(ledger, "a", "\u00fc" * (MOST_REQUEST_BYTES // 2 + 1))
-    assert ledger.revision == 1
+        put(kv, "a", "\u00fc" * (MOST_REQUEST_BYTES // 2 + 1))
+    assert kv.revision == 1
 
 
 def test_a_transaction_that_writes_nothing_takes_no_revision() -> None:
-    ledger = KvState()
-    put(ledger, "a")
-    assert ledger.transact((), (), 0.0).revision == 1
-    assert ledger.transact((), (Delete("absent"),), 0.0).revision == 1
+    kv = KvState()
+    put(kv, "a")
+    assert kv.transact((), (), 0.0).revision == 1
+    assert kv.transact((), (Delete("absent"),), 0.0).revision == 1
 
 
 # What happens to a lease of 10 s, granted at 0, with the key "k" under it.
 
 
 def keep_alive(at: float) -> Callable[[KvState, int], None]:
-    return lambda ledger, lease: ledger.keep_alive(lease, at)
+    return lambda kv, lease: kv.keep_alive(lease, at)
 
 
-def revoke(ledger: KvState, lease: int) -> None:
-    ledger.revoke(lease)
+def revoke(kv: KvState, lease: int) -> None:
+    kv.revoke(lease)
 
 
-def put_free(ledger: KvState, lease: int) -> None:
-    put(ledger, "k", now=1.0)
+def put_free(kv: KvState, lease: int) -> None:
+    put(kv, "k", now=1.0)
 
 
 @pytest.mark.parametrize(
@@ -120,24 +120,24 @@ def put_free(ledger: KvState, lease: int) -> None:
 def test_a_key_lives_as_long_as_its_lease(
     events: tuple[Callable[[KvState, int], None], ...], now: float, lives: bool
 ) -> None:
-    ledger = KvState()
-    lease = ledger.grant(10.0, now=0.0)
-    put(ledger, "k", lease=lease)
+    kv = KvState()
+    lease = kv.grant(10.0, now=0.0)
+    put(kv, "k", lease=lease)
     for event in events:
-        event(ledger, lease)
-    assert (len(ledger.read(("k",), now).entries) == 1) is lives
+        event(kv, lease)
+    assert (len(kv.read(("k",), now).entries) == 1) is lives
 
 
 def test_a_lease_that_is_due_is_gone_even_if_nobody_looked() -> None:
-    ledger = KvState()
-    lease = ledger.grant(10.0, now=0.0)
-    put(ledger, "k", lease=lease)
+    kv = KvState()
+    lease = kv.grant(10.0, now=0.0)
+    put(kv, "k", lease=lease)
     with pytest.raises(LeaseExpired, match=f"lease {lease} "):
-        ledger.keep_alive(lease, now=10.0)
-    assert ledger.changes(("",), 1) == (Change(2, "k", None),)
+        kv.keep_alive(lease, now=10.0)
+    assert kv.changes(("",), 1) == (Change(2, "k", None),)
     with pytest.raises(LeaseExpired, match="'other' was not written"):
-        ledger.transact((), (Put("free", ""), Put("other", "", lease)), 10.0)
-    assert ledger.read(("",), 10.0).entries == ()
+        kv.transact((), (Put("free", ""), Put("other", "", lease)), 10.0)
+    assert kv.read(("",), 10.0).entries == ()
 
 
 def test_a_refused_transaction_does_not_mind_a_lease_that_is_gone() -> None:
@@ -145,46 +145,46 @@ def test_a_refused_transaction_does_not_mind_a_lease_that_is_gone() -> None:
 
 
 def test_leases_are_never_numbered_twice() -> None:
-    ledger = KvState()
-    first = ledger.grant(10.0, 0.0)
-    ledger.revoke(first)
-    assert ledger.grant(10.0, 0.0) != first
+    kv = KvState()
+    first = kv.grant(10.0, 0.0)
+    kv.revoke(first)
+    assert kv.grant(10.0, 0.0) != first
 
 
 def test_the_next_expiry_is_the_earliest() -> None:
-    ledger = KvState()
-    assert ledger.next_expiry() is None
-    lease = ledger.grant(10.0, 0.0)
-    ledger.grant(5.0, 1.0)
-    assert ledger.next_expiry() == 6.0
-    ledger.expire(6.0)
-    assert ledger.next_expiry() == 10.0
-    ledger.keep_alive(lease, 7.0)
-    assert ledger.next_expiry() == 17.0
+    kv = KvState()
+    assert kv.next_expiry() is None
+    lease = kv.grant(10.0, 0.0)
+    kv.grant(5.0, 1.0)
+    assert kv.next_expiry() == 6.0
+    kv.expire(6.0)
+    assert kv.next_expiry() == 10.0
+    kv.keep_alive(lease, 7.0)
+    assert kv.next_expiry() == 17.0
 
 
 @pytest.mark.parametrize(("after", "compacted"), [(0, True), (2, True), (3, False), (5, False)])
 def test_a_watch_behind_the_history_is_told(after: int, compacted: bool) -> None:
-    ledger = KvState(history=3)
+    kv = KvState(history=3)
     for n in range(5):
-        put(ledger, f"k{n}")
+        put(kv, f"k{n}")
     if compacted:
         with pytest.raises(Compacted, match="kept from 4 on"):
-            ledger.changes(("",), after)
+            kv.changes(("",), after)
     else:
-        assert [change.revision for change in ledger.changes(("",), after)] == list(range(after + 1, 6))
+        assert [change.revision for change in kv.changes(("",), after)] == list(range(after + 1, 6))
 
 
 def test_a_revision_that_is_only_half_remembered_is_forgotten() -> None:
-    ledger = KvState(history=3)
-    ledger.transact((), (Put("a", ""), Put("b", "")), 0.0)
-    put(ledger, "c"), put(ledger, "d")
+    kv = KvState(history=3)
+    kv.transact((), (Put("a", ""), Put("b", "")), 0.0)
+    put(kv, "c"), put(kv, "d")
     with pytest.raises(Compacted):
-        ledger.changes(("",), 0)
-    assert [change.key for change in ledger.changes(("",), 1)] == ["c", "d"]
+        kv.changes(("",), 0)
+    assert [change.key for change in kv.changes(("",), 1)] == ["c", "d"]
 
 
-# The ledger against a model that keeps everything and looks at all of it each time.
+# The kv against a model that keeps everything and looks at all of it each time.
 
 KEYS = st.sampled_from(["a", "a/1", "a/2", "b"])
 STEPS = st.lists(
@@ -209,8 +209,8 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_the_ledger_keeps_its_rules(steps: list[tuple]) -> None:  # type: ignore[type-arg]
-    ledger, now = KvState(), 0.0
+def test_any_sequence_of_steps_keeps_the_rules(steps: list[tuple]) -> None:  # type: ignore[type-arg]
+    kv, now = KvState(), 0.0
     leases: list[int] = []
     due: dict[int, float] = {}
     ttl: dict[int, float] = {}
@@ -230,23 +230,23 @@ def test_the_ledger_keeps_its_rules(steps: list[tuple]) -> None:  # type: ignore
             drop(lease)
         match step:
             case "grant", ttl_s:
-                leases.append(ledger.grant(ttl_s, now))
+                leases.append(kv.grant(ttl_s, now))
                 ttl[leases[-1]], due[leases[-1]] = ttl_s, now + ttl_s
             case "pass", seconds:
                 now += seconds
             case ("keep" | "revoke") as what, which if which < len(leases):
                 lease = leases[which]
                 if what == "revoke":
-                    ledger.expire(now)
-                    ledger.revoke(lease)
+                    kv.expire(now)
+                    kv.revoke(lease)
                     if lease in due:
                         drop(lease)
                 elif lease in due:
-                    ledger.keep_alive(lease, now)
+                    kv.keep_alive(lease, now)
                     due[lease] = now + ttl[lease]
                 else:
                     with pytest.raises(LeaseExpired):
-                        ledger.keep_alive(lease, now)
+                        kv.keep_alive(lease, now)
             case "write", asked, wanted, which:
                 lease = leases[which] if which < len(leases) else 999
                 compares = tuple(
@@ -259,9 +259,9 @@ def test_the_ledger_keeps_its_rules(steps: list[tuple]) -> None:  # type: ignore
                 holds = not any(wrong for _, wrong in asked)
                 if holds and lease not in due and any(how == "leased" for _, how in wanted):
                     with pytest.raises(LeaseExpired):
-                        ledger.transact(compares, writes, now)
+                        kv.transact(compares, writes, now)
                     continue
-                assert ledger.transact(compares, writes, now).succeeded is holds
+                assert kv.transact(compares, writes, now).succeeded is holds
                 if holds and any(how != "delete" or key in model for key, how in wanted):
                     revision += 1
                     for key, how in wanted:
@@ -271,19 +271,18 @@ def test_the_ledger_keeps_its_rules(steps: list[tuple]) -> None:  # type: ignore
                             created = model[key][0] if key in model else revision
                             model[key] = (created, revision, lease if how == "leased" else None)
         seen = {
-            entry.key: (entry.create_revision, entry.mod_revision)
-            for entry in ledger.read(("",), now).entries
+            entry.key: (entry.create_revision, entry.mod_revision) for entry in kv.read(("",), now).entries
         }
         for lease in sorted(lease for lease, at in due.items() if at <= now):
             drop(lease)
         assert seen == {key: (created, modified) for key, (created, modified, _) in model.items()}
-        assert ledger.revision == revision
+        assert kv.revision == revision
         replayed: dict[str, Entry] = {}
-        for change in ledger.changes(("",), 0):
+        for change in kv.changes(("",), 0):
             replayed.pop(change.key, None)
             if change.entry is not None:
                 replayed[change.key] = change.entry
         assert replayed.keys() == seen.keys()
-        oldest = [entry.key for entry in ledger.read((), now, oldest_under="a/").entries]
+        oldest = [entry.key for entry in kv.read((), now, oldest_under="a/").entries]
         under = [(created, key) for key, (created, _) in seen.items() if key.startswith("a/")]
         assert oldest == ([min(under)[1]] if under else [])

@@ -1,4 +1,4 @@
-"""The main loop over a real participant and a real ledger, with everything else replaced: no process, thread or port.
+"""The main loop over a real participant and a real kv, with everything else replaced: no process, thread or port.
 
 Time is virtual: where the loop would wait for an event, the clock goes on to the instant at which it would wake.
 """
@@ -140,7 +140,7 @@ class Training:
 
 
 class Store:
-    """Answers each request at once, from the ledger."""
+    """Answers each request at once, from the kv."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
@@ -157,12 +157,12 @@ class Store:
             self.scene.events.put(Unanswered(request, error))
 
     def _serve(self, request: Request) -> Answer:
-        ledger, now = self.scene.ledger, self.scene.now
+        kv, now = self.scene.kv, self.scene.now
         if isinstance(request, Grant):
-            return ledger.grant(request.ttl_s, now)
+            return kv.grant(request.ttl_s, now)
         if isinstance(request, Read):
-            return ledger.read(request.scopes, now, request.oldest_under)
-        return ledger.transact(request.compares, request.writes, now)
+            return kv.read(request.scopes, now, request.oldest_under)
+        return kv.transact(request.compares, request.writes, now)
 
     def keep(self, lease: LeaseId | None) -> None:
         self.lease = lease
@@ -178,7 +178,7 @@ class Scene:
 
     now: float = 100.0
     policy: Policy = POLICY
-    ledger: KvState = field(default_factory=KvState)
+    kv: KvState = field(default_factory=KvState)
     plan: dict[float, Callable[[], object]] = field(default_factory=dict)
     """What happens at which instant."""
 
@@ -242,7 +242,7 @@ class Scene:
         self.read()
         if self.store.lease is not None:
             try:
-                self.ledger.keep_alive(self.store.lease, self.now)
+                self.kv.keep_alive(self.store.lease, self.now)
             except LeaseExpired:
                 self.participant.lease_gone(self.store.lease)
             else:
@@ -259,7 +259,7 @@ class Scene:
         self.plan[self.now + after_s] = lambda: self.events.put(event)
 
     def world(self) -> World:
-        (entry,) = self.ledger.read((WORLD_KEY,), self.now).entries
+        (entry,) = self.kv.read((WORLD_KEY,), self.now).entries
         return World.from_json(entry.value)
 
 
@@ -297,7 +297,7 @@ def test_a_warning_may_be_repeated(number: signal.Signals) -> None:
 def test_an_operator_may_let_this_node_leave() -> None:
     scene = Scene()
     wish = Put(drain_key("a"), DrainRequest("a-1").to_json())
-    scene.ledger.transact((), (wish,), scene.now)
+    scene.kv.transact((), (wish,), scene.now)
     assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, f"stopped by {DRAIN_COMMAND}")
     assert scene.seen_to_leave
 

@@ -232,7 +232,7 @@ def test_after_a_failed_request_nothing_is_asked_until_the_wait_is_over() -> Non
     assert sum(waits[5:]) > sum(waits[:5])
     request = part.request(now)
     assert request is not None
-    part.answered(request, bench.ledger.grant(TTL_S, now), now)
+    part.answered(request, bench.kv.grant(TTL_S, now), now)
     request = part.request(now)
     assert request is not None
     part.failed(request, StoreUnavailable("down"), now)
@@ -312,7 +312,7 @@ def test_a_short_cut_that_stopped_the_workers_is_reported_as_withdrawn(bench: Be
 def test_no_new_lease_is_asked_for_while_workers_are_alive(bench: Bench) -> None:
     a, b = bench.joined("a", "b")
     b.obedient = False
-    bench.ledger.revoke(b.part.lease or 0)
+    bench.kv.revoke(b.part.lease or 0)
     b.part.lease_gone(b.part.lease)
     grants = b.count(Grant)
     bench.settle()
@@ -327,21 +327,21 @@ def test_no_new_lease_is_asked_for_while_workers_are_alive(bench: Bench) -> None
 def test_a_lost_lease_of_a_node_without_workers_only_means_to_join_again(bench: Bench) -> None:
     a = bench.join("a")
     bench.settle()
-    bench.ledger.revoke(a.part.lease or 0)
+    bench.kv.revoke(a.part.lease or 0)
     a.part.lease_gone(99)
     assert a.part.incarnation == "a-1", "that was not our lease"
     a.part.lease_gone(a.part.lease)
     bench.settle()
     assert a.record is not None
     assert (a.record.incarnation, a.orders) == ("a-1.1", [])
-    bench.ledger.revoke(a.part.lease or 0)
+    bench.kv.revoke(a.part.lease or 0)
     a.part.lease_gone(a.part.lease)
     assert a.part.incarnation == "a-1.2"
 
 
 def test_a_write_under_an_expired_lease_is_the_end_of_that_lease(bench: Bench) -> None:
     a, b = bench.joined("a", "b")
-    bench.ledger.revoke(b.part.lease or 0)
+    bench.kv.revoke(b.part.lease or 0)
     b.part.workers_stable(1)
     request = b.part.request(bench.now)
     assert isinstance(request, WriteRecord)
@@ -372,7 +372,7 @@ def test_nodes_of_a_store_that_came_back_empty_meet_again(bench: Bench) -> None:
         bench.put("other", str(i))
     peers = bench.joined("a", "b", "c")
     old = bench.world().generation
-    bench.ledger = KvState(base=10)  # so that no lease of the new store has the number of an old one
+    bench.kv = KvState(base=10)  # so that no lease of the new store has the number of an old one
     late = peers[2]
     late.connected = False
     bench.after(1)
@@ -405,7 +405,7 @@ def test_a_younger_record_under_the_old_leaders_key_does_not_lead(bench: Bench) 
     """The leader's agent came back so fast that the others only see its key change hands."""
     a, b, c = bench.joined("a", "b", "c")
     bench.kill(a)
-    bench.ledger.revoke(a.part.lease or 0)
+    bench.kv.revoke(a.part.lease or 0)
     again = bench.join("a", life=2)
     while again.record is None:
         again.turn()
@@ -432,7 +432,7 @@ def test_a_node_that_finds_itself_the_oldest_reads_about_all(bench: Bench) -> No
 def test_a_watch_that_missed_changes_reads_everything_again() -> None:
     bench = Bench(history=4)
     a, b, c = bench.joined("a", "b", "c")
-    bench.ledger.revoke(c.part.lease or 0)
+    bench.kv.revoke(c.part.lease or 0)
     bench.kill(c)
     for i in range(10):
         bench.put("other", str(i))
@@ -560,7 +560,7 @@ def test_agents_of_two_versions_refuse_each_other_by_name(bench: Bench, version:
     a, b = bench.joined("a", "b")
 
     def of_version(key: str) -> str:
-        (entry,) = bench.ledger.read((key,), bench.now).entries
+        (entry,) = bench.kv.read((key,), bench.now).entries
         return entry.value.replace(f'"v":{SCHEMA}', f'"v":{version}', 1)
 
     bench.put("nodes/z", of_version("nodes/a").replace('"a"', '"z"'))
@@ -848,7 +848,7 @@ def test_a_leaving_node_stops_together_with_the_others(bench: Bench) -> None:
     assert {peer.stops()[-1] for peer in (a, b, c)} == {Stop(2, True, "node b was asked to stop")}
     assert b.left() == Leave(Refusal.ASKED, "this node was asked to stop")
     bench.kill(b)
-    bench.ledger.revoke(b.part.lease or 0)
+    bench.kv.revoke(b.part.lease or 0)
     bench.settle()
     assert bench.members() == ["a", "c"]
     assert (a.generation, c.generation) == (3, 3)
@@ -998,7 +998,7 @@ def test_a_node_lost_during_a_drain_ends_it(bench: Bench, listeners: list[Peer])
     a.part.workers_polling(2)
     bench.settle()
     bench.kill(c)
-    bench.ledger.revoke(c.part.lease or 0)
+    bench.kv.revoke(c.part.lease or 0)
     bench.settle()
     assert a.order == Stop(2, False, "node c is gone: its lease ended")
 
@@ -1026,7 +1026,7 @@ def test_one_of_those_who_all_leave_brings_the_state_to_disk(bench: Bench, liste
     for peer in listeners:
         assert peer.left().why is Refusal.ASKED
         bench.kill(peer)
-        bench.ledger.revoke(peer.part.lease or 0)
+        bench.kv.revoke(peer.part.lease or 0)
     (_,) = bench.joined("e")
     assert bench.members() == ["d", "e"]
 
@@ -1062,7 +1062,7 @@ def test_a_wish_for_another_life_of_the_agent_is_only_taken_away(bench: Bench, t
 
 def test_a_wish_for_a_node_that_has_joined_again_is_for_its_agent(bench: Bench) -> None:
     (a,) = bench.joined("a", policy=ALONE)
-    bench.ledger.revoke(a.part.lease or 0)
+    bench.kv.revoke(a.part.lease or 0)
     bench.settle()
     assert a.part.incarnation == "a-1.1"
     bench.put("drain/a", DrainRequest("a-1").to_json())
@@ -1183,7 +1183,7 @@ def test_who_comes_after_the_end_begins_anew_once_all_others_have_left(bench: Be
     assert [peer.generation for peer in again] == [0, 0], "those of the old run are still here"
     assert not [peer for peer in again if isinstance(peer.order, Leave)]
     for peer in (a, b):
-        bench.ledger.revoke(peer.part.lease or 0)
+        bench.kv.revoke(peer.part.lease or 0)
         bench.kill(peer)
     bench.settle()
     assert [peer.generation for peer in again] == [first + 1] * 2
@@ -1198,7 +1198,7 @@ def test_a_finished_job_does_not_begin_anew_because_an_agent_comes_late(
     a, b = bench.joined("a", "b", policy=lonely)
     finish(a, b)
     for peer in (a, b) if all_have_left else ():
-        bench.ledger.revoke(peer.part.lease or 0)
+        bench.kv.revoke(peer.part.lease or 0)
         bench.kill(peer)
     late = bench.join("c", lonely)
     bench.settle()
@@ -1214,7 +1214,7 @@ def test_a_job_that_has_failed_begins_anew_when_somebody_starts_it_again(bench: 
     a.part.workers_failed(Failure(first, "crash", "rank 0 raised"))
     bench.settle()
     assert a.left().why is Result.RESTARTS_EXHAUSTED
-    bench.ledger.revoke(a.part.lease or 0)
+    bench.kv.revoke(a.part.lease or 0)
     bench.kill(a)
     again = bench.join("a", hopeless, life=2)
     bench.settle()
@@ -1227,7 +1227,7 @@ def test_who_was_there_at_the_end_and_joins_again_ends_as_the_others_did(bench: 
     b.connected = False
     bench.after(TTL_S + 1)
     finish(a)
-    bench.ledger.revoke(a.part.lease or 0)
+    bench.kv.revoke(a.part.lease or 0)
     bench.kill(a)
     b.connected = True
     bench.after(1)
