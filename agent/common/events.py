@@ -97,7 +97,7 @@ class TailReady:
 
 @dataclass(frozen=True, slots=True)
 class StoreServerMessage:
-    """The process that serves the workers' stores has said this. Nothing: it has ended."""
+    """A message of the process that serves the workers' stores. Empty: it has ended."""
 
     pid: int
     message: bytes
@@ -105,14 +105,14 @@ class StoreServerMessage:
 
 @dataclass(frozen=True, slots=True)
 class SpareReadable:
-    """The preloaded process, or a spare, has something to say or has ended: its socket can be read."""
+    """The socket of the preloaded process, or of a spare, can be read: a message, or its end."""
 
     descriptor: int
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMemoryMessage:
-    """The process that reads the GPUs' memory has said this. Nothing: it has ended."""
+    """A message of the process that reads the GPUs' memory. Empty: it has ended."""
 
     pid: int
     message: bytes
@@ -169,7 +169,7 @@ class WorkerKept:
 
 @dataclass(frozen=True, slots=True)
 class StopRead:
-    """Where the workers of a draining generation are to end, as the store had it; None: it does not say."""
+    """Where the workers of a draining generation are to end; None: the store does not have it, or did not answer."""
 
     generation: int
     stop: StopAt | None

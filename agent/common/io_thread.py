@@ -1,6 +1,6 @@
 """A thread that waits for file descriptors and for pauses to end, and calls the function that belongs to each.
 
-An agent has one, `io`, for all that its processes say without being asked: exits, sockets, pipes of helpers. So what it
+An agent has one, `io`, for what its processes report by themselves: exits, sockets, pipes of helpers. So what it
 calls must never wait: not for a disk, a network, a lock that is held over either, or another thread. What may wait has
 a thread of its own.
 

@@ -1,6 +1,6 @@
 """The variables of a worker's environment: who chose each, and why.
 
-Several rooms have something to say about what a worker sees: torchrun's contract, the device it is pinned to, the
+Several rooms choose what a worker sees: torchrun's contract, the device it is pinned to, the
 network it trains over, the settings of NCCL and torch. Each hands over `Variable`s; `compose` puts them on top of
 what the worker inherits. A *yielding* variable is a default: what the user has set is stronger.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 USER = "you"
-"""`by` of what the user's own environment says."""
+"""`by` of what stands in the user's own environment."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The `elastic-agent` command: parse, answer `--help`, `--version` and `--check-config`, or call `run`.
 
-Nothing is decided here: `options` has the table, `sources` reads, `resolve` merges and checks, `machine` says what
+Nothing is decided here: `options` has the table, `sources` reads, `resolve` merges and checks, `machine` finds what
 follows on this machine, `run` does the work and returns the exit code. A configuration with problems ends with 78,
 or with 73 where another machine could run it, and the list of all of them, before anything is started.
 

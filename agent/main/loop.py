@@ -209,7 +209,7 @@ class Loop:
         return False
 
     def _show_failure_elsewhere(self) -> None:
-        """Why this node's workers are stopped. The node of the failed one has stopped its own already, and said why."""
+        """Log why this node's workers are stopped. The node of the failed one has logged it already."""
         world = self._participant.world
         failure = world.cause.failure if world is not None else None
         if failure is not None and failure.generation == self._supervisor.undisturbed:

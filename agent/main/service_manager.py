@@ -1,6 +1,6 @@
 """The messages to the service manager that started this agent: systemd's notify protocol, one datagram at a time.
 
-It says READY once everything that this node alone can refuse is checked, its HTTP server answers and signals are
+READY is sent once everything that this node alone can refuse is checked, its HTTP server answers and signals are
 handled: not later, because the store may be away for long, and that is no reason to kill the start of a unit. For the
 same reason a start that has to wait for the network asks for more time (EXTEND_TIMEOUT) as long as it goes on. STATUS
 is what the agent waits for, or which generation trains. WATCHDOG comes from the main thread alone: from every turn

@@ -3,8 +3,8 @@
 The reader of a console may stop: Ctrl-S, a pager, a stalled srun, a full pipe. Nothing else must stop with it, so all
 that the agent prints goes through a bounded queue. Lines of workers wait for room for `PATIENCE_S`, once; a line of the
 agent's own log never waits, and has room of its own behind theirs. What finds no room is dropped and counted, and when
-the console moves again it says how many lines are missing. So it is with a console that refuses, as on a full disk: it
-is tried again.
+the console moves again a line there has how many are missing. So it is with a console that refuses, as on a full disk:
+it is tried again.
 
 `take` makes that true for the whole process: what Python prints goes through the queue, too, and file descriptors 1
 and 2, to which C code writes, and which processes of the agent inherit, lead to where they led, but never block.

@@ -40,7 +40,7 @@ class PeerLink:
 
 
 def find(http: Endpoint, clock: Callable[[], float], timeout_s: float) -> Finding:
-    """What the agent at `http` says of itself."""
+    """The introduction of the agent at `http`, or why there is none."""
     try:
         return Introduction.from_json(get(http, NODE_PATH, clock, timeout_s, MAX_ANSWER_BYTES))
     except ConnectionRefusedError:

@@ -64,7 +64,7 @@ class StoreLink:
         rng: random.Random,
         turning: Callable[[], bool] = lambda: True,
     ) -> None:
-        """The lease is confirmed only while the main loop is `turning`: else it says of a node what is not so."""
+        """The lease is confirmed only while the main loop is `turning`: a node that does not act must lose it."""
         self.confirmed_at = -math.inf
         """When the newest confirmed keep-alive was sent; for any thread."""
         self._turning = turning
@@ -167,7 +167,7 @@ class StoreLink:
                 attempt += 1
                 continue
             if attempt:
-                log.info("lease confirmed again, after %d tries in vain", attempt)
+                log.info("lease confirmed again, after %d failed tries", attempt)
                 attempt = 0
             self.confirmed_at = asked_at
             self._post(LeaseConfirmed(lease, asked_at))

@@ -85,7 +85,7 @@ class EtcdV3Handler(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Raises what torch says: closed, timed out, cannot connect, or another's data in the store."""
+        """Raises what torch's interface names: closed, timed out, cannot connect, or another's data in the store."""
         membership = self._join()
         if self._closed:
             raise RendezvousClosedError("this node has closed the rendezvous")

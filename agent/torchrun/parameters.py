@@ -1,6 +1,6 @@
 """torchrun's parameters of a rendezvous as a `Config`, read and checked by the code that reads our own options.
 
-What is said about them is put into torchrun's words, so that advice can be followed.
+Errors about them are put into torchrun's words, so that advice can be followed.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def test_a_lease_that_is_not_confirmed_is_logged_once_and_so_is_its_return(
     assert [record.msg for record in caplog.records] == ["lease not confirmed, trying on: %s"]
     away.back = True
     assert isinstance(events.get(timeout=PATIENCE_S), LeaseConfirmed)
-    assert [record.msg for record in caplog.records][1:] == ["lease confirmed again, after %d tries in vain"]
+    assert [record.msg for record in caplog.records][1:] == ["lease confirmed again, after %d failed tries"]
 
 
 def test_an_interrupted_watch_is_logged_once(

@@ -1,1 +1,1 @@
-"""The agent's end of what its workers tell and ask it."""
+"""The agent's end of the messages that its workers send."""

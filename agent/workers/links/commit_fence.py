@@ -2,8 +2,8 @@
 
 The answer rests on the key `world` as it stands in the store at that moment, never on what a watch has delivered: a
 node that was frozen is the last to see what was decided without it. While this node is a member of the world there, the
-next generation can begin in three ways only: this node has stopped its workers and said so; its agent has ended, and
-its workers with it; its lease has ended. So a grant holds for as long as the lease was proven before the store was
+next generation can begin in three ways only: this node has written that it stopped its workers; its agent has ended,
+and its workers with it; its lease has ended. So a grant holds for as long as the lease was proven before the store was
 asked.
 
 `judge` decides. `CommitFence` brings it question and world, in threads that may wait for the store.

@@ -115,7 +115,7 @@ class ReportReceiver:
         self._count_dropped()
         if not self._warned:
             self._warned = True
-            log.warning("dropping " + why + " (said once; later ones are only counted)", *details)
+            log.warning("dropping " + why + " (logged once; later ones are only counted)", *details)
 
 
 def _place_of(descriptor: int) -> tuple[int, int] | None:

@@ -2,8 +2,8 @@
 
 There are two sockets, in a folder that only this user can enter. Datagrams are reports. On the stream socket a worker
 either asks one question over a connection of its own, and is answered once: the store may have to be asked, so that a
-thread of its own answers. Or it guards its last step: then its connection lasts as long as it does, what it says is
-posted, and the main loop tells it what to do.
+thread of its own answers. Or it guards its last step: then its connection lasts as long as it does, its messages are
+posted, and the main loop answers them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ANSWER_S = 2.0
 """How long a worker may take to take its answer."""
 
 MAX_CLIENTS = 512
-"""Connections at once. The next one takes the place of the oldest that has said nothing yet."""
+"""Connections at once. The next one takes the place of the oldest that has sent nothing yet."""
 
 MAX_ANSWERS = 64
 """Threads at once: all workers of a node may ask at the same time. The next questions wait."""
@@ -157,7 +157,7 @@ class WorkerLinks:
             client.guards = message.generation, message.local_rank
             self._guards[client.guards] = client.connection
         if client.guards is None:
-            raise Invalid(f"{kind_of(type(message))} from a worker that has not said who it is")
+            raise Invalid(f"{kind_of(type(message))} from a worker that has sent no Guarding")
         self._post(JustInTimeMessage(*client.guards, message))
 
     def _send(self, guard: tuple[int, int], message: ToGuard) -> None:

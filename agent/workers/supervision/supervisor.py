@@ -429,7 +429,7 @@ class Supervisor:
     # ---------------------------------------------------------------- failures
 
     def _crashed(self, generation: Generation, local_rank: int, returncode: int, at: float) -> None:
-        """A worker has ended as it should not: its last lines say why, and are on their way here."""
+        """A worker has ended as it should not: its last lines have the reason, and are on their way here."""
         ready = TailReady(generation.number, local_rank)
         rank = generation.group.ranks[local_rank]
         self._processes.logs.drain(generation.number, rank, lambda: self._post(ready))
