@@ -572,7 +572,7 @@ def test_a_new_state_takes_the_older_slot_also_while_that_gets_its_checksums(
     assert checkpoints.remember(2)
     kept = checkpoints._memory
     assert kept is not None
-    kept._summing._jobs["b"].join()
+    kept._checksums._threads["b"].join()
     assert reading[0].is_alive()
     if taken_by == "remember":
         assert checkpoints.remember(3)

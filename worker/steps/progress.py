@@ -2,8 +2,8 @@
 
 A step goes into the page that both share (`shared_progress`): two words are written and one is read, no system call.
 Saves and loads are rare, and their reports longer: they are sent to the agent's socket, if that costs no waiting, and
-are lost without a word otherwise. So may a lent lock be, but its owner knows (`lend` returns False), and lends it again at
-its next save or load.
+are lost without a word otherwise. So may a lent lock be, but its owner knows (`lend` returns False), and lends it
+again at its next save or load.
 
 Nothing here may ever disturb training: without the variables (torchrun, plain python) nothing is sent. Only one
 process speaks for a worker: data loaders and other children inherit the variables and stay silent.
