@@ -1,10 +1,10 @@
-"""Makes one checked `Config` of all layers: merges them, derives what follows, and checks the whole.
+"""Makes one checked `Config` of all sources: merges them, derives what follows, and checks the whole.
 
-Precedence: defaults < file < environment < command line, option by option. Only the command goes as a whole: a layer
-that has something to run also has its arguments, so that no weaker layer's arguments reach another layer's script.
+Precedence: defaults < file < environment < command line, option by option. Only the command goes as a whole: a source
+that has something to run also has its arguments, so that no weaker one's arguments reach another one's script.
 
-Invariant: either there is a complete `Config`, or a `ConfigError` with all problems of all layers, also of a value that
-a stronger layer replaces. Nothing is started, written or opened but the configuration file.
+Invariant: either there is a complete `Config`, or a `ConfigError` with all problems of all sources, also of a value
+that a stronger one replaces. Nothing is started, written or opened but the configuration file.
 """
 
 from __future__ import annotations
@@ -97,23 +97,21 @@ class Resolved:
 
 
 def resolve(command_line: Settings, environ: Mapping[str, str], fresh_id: Callable[[], str]) -> Resolved:
-    """Merge all layers into one `Config`. `fresh_id` names a job whose store this agent starts itself.
+    """Merge all sources into one `Config`. `fresh_id` names a job whose store this agent starts itself.
 
-    Raises `ConfigError` with all problems of all layers: print it and end with its code.
+    Raises `ConfigError` with all problems of all sources: print it and end with its code.
     """
     settings = _merged(command_line, environ, fresh_id)
-    problems, broken = list(settings.problems), settings.broken
-    rules = [rule for rule in check_relations(settings, environ) if not broken & rule[0]]
-    problems += [problem for _, problem in rules]
-    problems += check_log_level(environ)
+    rules = check_relations(settings, environ)
+    problems = [*settings.problems, *(problem for _, problem in rules), *check_log_level(environ)]
     command = _command(settings)
-    if command is None and not broken & {target.name for target in TARGETS}:
+    if command is None and not settings.broken & {target.name for target in TARGETS}:
         advice = (
             "write it after the options, or set script, module or no-python in the file or the environment"
         )
         problems.append(Problem("command line", None, "a script to run", advice))
     if problems:
-        unclear = broken.union(*(involved for involved, _ in rules))
+        unclear = settings.broken.union(*(involved for involved, _ in rules))
         raise ConfigError(problems, _what_is_clear(settings, command, unclear))
     assert command is not None, "else it is a problem"
     return Resolved(_config(settings, command), settings, (*settings.warnings, *_misplaced(command)))
@@ -122,13 +120,11 @@ def resolve(command_line: Settings, environ: Mapping[str, str], fresh_id: Callab
 def resolve_meeting_place(command_line: Settings, environ: Mapping[str, str]) -> RendezvousConfig | None:
     """Where the nodes of a job meet, for commands that run nothing; None when no address of a store is given.
 
-    Raises `ConfigError` with all problems of all layers but those of relations that concern only running.
+    Raises `ConfigError` with all problems of all sources but those of relations that concern only running.
     """
     settings = _merged(command_line, environ, lambda: "")
-    problems = list(settings.problems)
-    for involved, problem in check_relations(settings, environ):
-        if not settings.broken & involved and involved & _MEETING:
-            problems.append(problem)
+    rules = check_relations(settings, environ)
+    problems = [*settings.problems, *(problem for involved, problem in rules if involved & _MEETING)]
     if problems:
         raise ConfigError(problems)
     return _rendezvous(settings) if settings[ENDPOINT].value is not None else None
@@ -153,13 +149,12 @@ def _merged(command_line: Settings, environ: Mapping[str, str], fresh_id: Callab
                 extra.problem("one thing to run", f"keep either it or {targets[0].origin}")
             )
         merged.given |= source.given
-    merged.warnings += _derive(merged, fresh_id)
+    _derive(merged, fresh_id)
     return merged
 
 
-def _derive(settings: Settings, fresh_id: Callable[[], str]) -> list[str]:
-    """Fill in what follows from other settings; returns warnings about what was overruled."""
-    warnings = []
+def _derive(settings: Settings, fresh_id: Callable[[], str]) -> None:
+    """Fill in what follows from other settings, with warnings about what was overruled."""
     if settings[STANDALONE].value:
         origin = settings[STANDALONE].origin
         alone: list[tuple[Option[object], object]] = [
@@ -171,13 +166,12 @@ def _derive(settings: Settings, fresh_id: Callable[[], str]) -> list[str]:
         ]
         for option, value in alone:
             if option in settings and settings[option].value != value:
-                warnings.append(f"{settings[option].origin} is ignored: {origin} overrules it")
+                settings.warnings.append(f"{settings[option].origin} is ignored: {origin} overrules it")
             settings.derive(option, value, origin)
     if settings[MAX_NODES].value is None:
         settings.derive(MAX_NODES, settings[MIN_NODES].value, "default: min-nodes")
-    warnings += _derive_static(settings)
+    settings.warnings += _derive_static(settings)
     _derive_meeting_place(settings, fresh_id)
-    return warnings
 
 
 def _derive_static(settings: Settings) -> list[str]:
@@ -187,7 +181,7 @@ def _derive_static(settings: Settings) -> list[str]:
     given = any(setting.value is not None for setting in (host, port, rank))
     if settings[STANDALONE].value or not (given or backend.text == "static"):
         return []
-    for option in (MASTER_ADDR, MASTER_PORT):  # the endpoint says it from now on
+    for option in (MASTER_ADDR, MASTER_PORT):  # the endpoint has it from now on
         settings.derive(option, None, settings[option].origin)
     ignored = [setting.origin for setting in (host, port) if setting.value is not None]
     if settings[ENDPOINT].value is not None:

@@ -52,7 +52,7 @@ from .settings import Setting, Settings
 
 
 def check_relations(settings: Settings, environ: Mapping[str, str]) -> list[tuple[set[str], Problem]]:
-    """What is wrong, each with the names of the options that it involves."""
+    """The broken rules, each with the names of the options that it involves; none where one of them is unreadable."""
     rules = _Rules(settings)
     _check_nodes_and_times(rules)
     _check_training_timeouts(rules, environ)
@@ -64,7 +64,7 @@ def check_relations(settings: Settings, environ: Mapping[str, str]) -> list[tupl
     if script is not None:
         found, advice = _script_problem(script)
         rules.expect(not found, SCRIPT, f"a Python file, but {found}", advice)
-    return rules.broken
+    return [(involved, problem) for involved, problem in rules.broken if not settings.broken & involved]
 
 
 def _script_problem(script: str) -> tuple[str, str]:
