@@ -189,7 +189,9 @@ def test_a_rank_that_lives_on_after_another_one_of_its_node_is_ended_as_a_hang(j
 
 def test_the_other_nodes_name_the_rank_of_a_failure_that_is_survived(job: Job) -> None:
     worker = (RECORDER, "--steps=40", "--fault=1:0:10:raise")
-    agents = [job.join(name, "--nnodes=2", script=worker) for name in ("a", "b")]
-    assert [agent.exit_code() for agent in agents] == [0, 0]
-    assert agents[1].says(r"Worker failure in generation 1: rank 0 \(local rank 0 on node a\) failed first")
-    assert agents[1].says("RuntimeError: planned by the test")
+    agents = {name: job.join(name, "--nnodes=2", script=worker) for name in ("a", "b")}
+    assert [agent.exit_code() for agent in agents.values()] == [0, 0]
+    failed, other = job.generations()[0].nodes
+    expected = rf"Worker failure in generation 1: rank 0 \(local rank 0 on node {failed}\) failed first"
+    assert agents[other].says(expected)
+    assert agents[other].says("RuntimeError: planned by the test")
