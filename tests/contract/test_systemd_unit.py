@@ -15,7 +15,8 @@ from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.stopping import STOP_GRACE
 from elastic_agent.agent.configuration.timeouts import whole_stop_s
 from elastic_agent.agent.configuration.types.parsers import duration
-from elastic_agent.agent.main.loop import HEARTBEAT_S, STUCK_AFTER_S
+from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S
+from elastic_agent.agent.main.loop import HEARTBEAT_S
 from elastic_agent.agent.main.run import HOST_LINGERS_S
 from elastic_agent.agent.workers.processes.guard import SWEEP_S
 
