@@ -18,7 +18,7 @@ from tests.pods import TREE, Kubelet, agent_pod, render
 
 from .harness import MARKER, Agent, Job
 from .networks import Network, network
-from .test_init import FIRST, pid_outside, status_of
+from .test_pid1 import FIRST, pid_outside, status_of
 
 pytest.importorskip("yaml", reason="PyYAML is not installed: .ci/kubernetes-tools .venv")
 
