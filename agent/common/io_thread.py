@@ -48,9 +48,10 @@ class IoThread:
             os.close(self._wake)
 
     def post(self, action: Callable[[], None]) -> None:
-        """Have the thread call it, after all that was posted before."""
-        self._posted.put(action)
-        os.eventfd_write(self._wake, 1)
+        """Have the thread call it, after all that was posted before. Nothing is done any more once it is closed."""
+        if not self._closing:
+            self._posted.put(action)
+            os.eventfd_write(self._wake, 1)
 
     def watch(self, descriptor: int, then: Callable[[], object]) -> None:
         """From now on call `then` while there is something to read. It takes the place of what was called before."""
@@ -88,7 +89,7 @@ class IoThread:
         self._forget(descriptor)
         try:
             self._selector.register(descriptor, selectors.EVENT_READ, then)
-        except OSError:  # it was closed meanwhile, by the thread that will have it forgotten
+        except (OSError, ValueError):  # it was closed meanwhile, by the thread that will have it forgotten
             pass
 
     def _forget(self, descriptor: int) -> None:

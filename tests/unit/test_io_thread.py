@@ -88,6 +88,7 @@ def test_a_descriptor_that_is_closed_before_it_is_watched_harms_nothing(
     closed = os.dup(pipe[0])
     scene.io.watch(closed, lambda: scene.called.put("never"))
     os.close(closed)
+    scene.io.watch(-1, lambda: scene.called.put("never"))  # of a socket that is closed
     scene.io.start()
     scene.io.forget(closed)
     scene.settle()
@@ -107,5 +108,7 @@ def test_closed_it_has_done_what_was_posted_before_and_leaves_no_descriptor(scen
     io.start()
     io.post(lambda: scene.called.put("done"))
     io.close()
+    io.post(lambda: scene.called.put("too late"))
     assert scene.next() == "done"
+    assert scene.called.empty()
     assert os.listdir("/proc/self/fd") == before
