@@ -35,7 +35,7 @@ from ..configuration.reading.sources import ENV_PREFIX
 from ..configuration.rendezvous import JOB_ID, RendezvousConfig
 from ..configuration.types.option import Option
 from ..configuration.types.parsers import duration
-from ..workers.processes.run_files import places, stores_here
+from ..workers.processes.run_files import run_directory_parents, stores_here
 from .store_command import CannotDo, store_command, world_of
 
 _USAGE = """\
@@ -119,7 +119,11 @@ def _meeting_place(node: str | None, command_line: Settings) -> RendezvousConfig
 def _meeting_place_here(command_line: Settings, environ: Mapping[str, str]) -> RendezvousConfig:
     """Where the only job of this user's agents on this machine meets, or the one that --rdzv-id names."""
     job = command_line[JOB_ID].value
-    stores = [store for store in stores_here(places(), os.getuid()) if job in (None, store[JOB_ID.name])]
+    stores = [
+        store
+        for store in stores_here(run_directory_parents(), os.getuid())
+        if job in (None, store[JOB_ID.name])
+    ]
     if len(stores) == 1:
         words = {ENV_PREFIX + name.upper().replace("-", "_"): text for name, text in stores[0].items()}
         place = resolve_meeting_place(command_line, {**environ, **words})

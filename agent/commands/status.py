@@ -38,7 +38,7 @@ from ..observability.status.sources import (
     ask_nodes,
 )
 from ..observability.status.text import Screen, lines
-from ..workers.processes.run_files import agents_here, places
+from ..workers.processes.run_files import agents_here, run_directory_parents
 from .store_command import command_help, one_line_errors
 
 _USAGE = """\
@@ -131,7 +131,7 @@ def choose_source(command_line: Settings, environ: Mapping[str, str]) -> Source:
             raise ConfigError([Problem("rdzv-endpoint", None, "the address of the job's store", advice)])
     if agent is not None:
         return AgentsSource(lambda: [agent], timeout_s, here=False)
-    here = AgentsSource(lambda: agents_here(places(), os.getuid()), timeout_s, here=True)
+    here = AgentsSource(lambda: agents_here(run_directory_parents(), os.getuid()), timeout_s, here=True)
     if ENDPOINT not in read_environ(environ):
         return here
     return _HereOrStore(here, lambda: resolve_meeting_place(command_line, environ), timeout_s)

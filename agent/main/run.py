@@ -62,7 +62,12 @@ from ..workers.links.last_steps import LastSteps
 from ..workers.links.server import WorkerLinks
 from ..workers.preloader.spares import Spares
 from ..workers.processes.guard import Guard
-from ..workers.processes.run_files import RUN_DIR_PREFIX, announce, places, run_directory_parent
+from ..workers.processes.run_files import (
+    RUN_DIR_PREFIX,
+    announce,
+    run_directory_parent,
+    run_directory_parents,
+)
 from ..workers.processes.subreaper import Subreaper, adopt_orphans
 from ..workers.processes.unkillable import await_end, file_for
 from ..workers.processes.worker_store import WorkerStore
@@ -198,7 +203,7 @@ def _run(agent: Agent, machine: Machine) -> Ending:
 
 def _refuse_beside_remains(agent: Agent) -> None:
     """Raises CannotStart when workers of an earlier agent of the job live on here, which SIGKILL has not ended."""
-    where = dict.fromkeys(places())
+    where = dict.fromkeys(run_directory_parents())
     if given := run_directory_parent(os.environ):
         where[Path(given)] = None
     job, within_s = agent.config.rendezvous.job_id, agent.config.stop.kill_timeout_s

@@ -33,7 +33,7 @@ from ..configuration.rendezvous import (
     RendezvousConfig,
 )
 from ..configuration.types.values import Secret
-from ..machine.network.addresses import LOOPBACK, AddressError, default_source, place_of
+from ..machine.network.addresses import LOOPBACK, AddressError, default_source, endpoint_address
 from .store_memory import StoreMemory
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def open_to_look(rendezvous: RendezvousConfig, timeout_s: float) -> Store:
     places = rendezvous.endpoints
     if not rendezvous.kind.cluster:
         try:
-            found = ((place_of(endpoint), endpoint.port) for endpoint in places)
+            found = ((endpoint_address(endpoint), endpoint.port) for endpoint in places)
             places = tuple(Endpoint(place or default_source() or LOOPBACK, port) for place, port in found)
         except AddressError as error:
             raise StoreRefused(

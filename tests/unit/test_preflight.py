@@ -83,7 +83,7 @@ def test_the_agents_sockets_have_a_place_although_tmpdir_is_long(
     monkeypatch.setattr(tempfile, "tempdir", None)
     assert run_directory_parent(os.environ) == "/tmp"
     assert problems_of() == []
-    monkeypatch.setattr(run_files, "_SHORT_PLACE", str(tmp_path / "none"))
+    monkeypatch.setattr(run_files, "_SHORT_PARENT", str(tmp_path / "none"))
     [problem] = problems_of()
     assert (problem.origin, problem.value, problem.here) == ("TMPDIR", str(long), True)
 

@@ -13,8 +13,8 @@ from elastic_agent.agent.workers.processes.run_files import (
     RUN_DIR_PREFIX,
     agents_here,
     announce,
-    places,
     run_directory_parent,
+    run_directory_parents,
     stores_here,
 )
 from elastic_agent.rendezvous.records import Endpoint
@@ -173,7 +173,7 @@ def test_a_service_has_its_run_directory_where_others_find_it(
     monkeypatch.setattr("elastic_agent.agent.workers.processes.run_files.SERVICES", tmp_path)
     for given in (str(own), f"{own}:/run/another"):
         assert run_directory_parent({"RUNTIME_DIRECTORY": given}) == str(own)
-    assert own in places()
+    assert own in run_directory_parents()
     monkeypatch.setattr("elastic_agent.agent.workers.processes.run_files.MAX_PARENT_BYTES", len(str(own)) - 1)
     assert run_directory_parent({"RUNTIME_DIRECTORY": str(own)}) == "/usual", "no socket would fit below"
 
@@ -182,4 +182,4 @@ def test_agents_are_looked_for_where_they_put_temporary_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert places()[:2] == (tmp_path, Path("/tmp"))
+    assert run_directory_parents()[:2] == (tmp_path, Path("/tmp"))

@@ -34,7 +34,7 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def place_of(endpoint: Endpoint) -> str | None:
+def endpoint_address(endpoint: Endpoint) -> str | None:
     """The address of an endpoint that one of the nodes serves; None for this machine's own name. Raises AddressError.
 
     Debian's /etc/hosts gives a machine's own name a loopback address, where no other node can come.

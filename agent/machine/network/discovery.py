@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from ....rendezvous.records import Endpoint
 from ...common.exits import CannotStart, ExitCode
 from ...configuration.config import Config, ConfigError, Problem
-from .addresses import AddressError, default_source, is_loopback, place_of, resolve, source_address
+from .addresses import AddressError, default_source, endpoint_address, is_loopback, resolve, source_address
 from .choice import NCCL_SOCKET_IFNAME, HostNetwork, NetworkChoice, NetworkRequest, NotReady, choose
 from .interfaces import interfaces, rdma_ports
 from .socket_names import check_socket_names, nccl_waits_for
@@ -43,19 +43,15 @@ def discover_network(config: Config, environ: Mapping[str, str]) -> Network | No
             raise ConfigError([Problem("this node's network", None, expected, advice, here=True)]) from error
         here = ()
     problems = check_socket_names(environ, here)
-    wish = NetworkRequest(
-        config.network_interface,
-        memory=config.solitary,
-        alone=config.nodes.max == 1,
-    )
+    wish = NetworkRequest(config.network_interface, memory=config.solitary, alone=config.nodes.max == 1)
     unknown: AddressError | None = None
-    places: list[str | None] = []
+    addresses: list[str | None] = []
     try:
         if config.local_addr is not None:
             wish = replace(wish, address=resolve(config.local_addr, 0))
         if config.rendezvous.kind.host is not None or wish.address is None:
-            places = _places_of_store(config)
-            wish = replace(wish, towards=_towards(places, len(config.rendezvous.endpoints)))
+            addresses = _store_addresses(config)
+            wish = replace(wish, towards=_towards(addresses, len(config.rendezvous.endpoints)))
     except AddressError as error:
         unknown = error
     routed = source_address(wish.towards) if wish.towards is not None else None
@@ -75,7 +71,7 @@ def discover_network(config: Config, environ: Mapping[str, str]) -> Network | No
     if nccl_waits_for(environ, here):
         value = f"{NCCL_SOCKET_IFNAME}={environ[NCCL_SOCKET_IFNAME]}"
         return NotReady(f"an interface of {value} to come up", f"bring it up, or unset {NCCL_SOCKET_IFNAME}")
-    return Network(choice, _endpoint(config, places, choice))
+    return Network(choice, _endpoint(config, addresses, choice))
 
 
 def wait_for_network(
@@ -100,31 +96,31 @@ def wait_for_network(
         sleep(RETRY_S)
 
 
-def _places_of_store(config: Config) -> list[str | None]:
+def _store_addresses(config: Config) -> list[str | None]:
     """The address of each endpoint that has one; None for this machine's own name. Raises AddressError if all fail."""
-    places: list[str | None] = []
+    addresses: list[str | None] = []
     errors = []
     for given in config.rendezvous.endpoints:
         try:
-            places.append(place_of(given))
+            addresses.append(endpoint_address(given))
         except AddressError as error:
             errors.append(str(error))
-    if errors and not places:
+    if errors and not addresses:
         raise AddressError("; ".join(errors))
-    return places
+    return addresses
 
 
-def _towards(places: list[str | None], given: int) -> str | None:
-    """The place whose route is this node's way to the others."""
-    distant = [place for place in places if place is not None and not is_loopback(place)]
+def _towards(addresses: list[str | None], given: int) -> str | None:
+    """The address whose route is this node's way to the others."""
+    distant = [address for address in addresses if address is not None and not is_loopback(address)]
     if distant:
-        return next((place for place in distant if source_address(place) is not None), distant[0])
+        return next((address for address in distant if source_address(address) is not None), distant[0])
     # The others may be elsewhere than a member on loopback, so it counts only when all are.
-    return places[0] if places and None not in places and len(places) == given else None
+    return addresses[0] if addresses and None not in addresses and len(addresses) == given else None
 
 
-def _endpoint(config: Config, places: list[str | None], choice: NetworkChoice) -> Endpoint | None:
-    if config.rendezvous.kind.host is None or not places:
+def _endpoint(config: Config, addresses: list[str | None], choice: NetworkChoice) -> Endpoint | None:
+    if config.rendezvous.kind.host is None or not addresses:
         return None
-    ((given,), (place,)) = config.rendezvous.endpoints, places
-    return Endpoint(choice.address if place is None else place, given.port)
+    ((given,), (address,)) = config.rendezvous.endpoints, addresses
+    return Endpoint(choice.address if address is None else address, given.port)

@@ -42,11 +42,9 @@ HERE = Path(__file__).resolve().parent
 CHECK_EVERY_S = 5.0
 """An idle process looks so often whether it is still fit."""
 
-IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""By this process: a service manager may signal all that it started, while workers in their grace go on."""
-
 
 if TYPE_CHECKING:
+    from ...common import kernel_files
     from ..processes import shim, store_holder
     from . import fresh_process, gpu_drivers, import_profile, wire
     from .fidelity import import_cache, proc_title
@@ -54,6 +52,7 @@ else:
     # Our package by a name that is not used elsewhere, and now: later sys.modules is not ours any more.
     package = sys.modules["elastic_agent_preloader"] = types.ModuleType("elastic_agent_preloader")
     package.__path__ = [str(Path(__file__).parents[3])]
+    from elastic_agent_preloader.agent.common import kernel_files
     from elastic_agent_preloader.agent.workers.preloader import (
         fresh_process,
         gpu_drivers,
@@ -84,7 +83,7 @@ def main(agent_pid: int) -> None:
     # Python looks first where this file lies, but what lies here is never imported by its bare name.
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != str(HERE)]
     ignored = [number for number in shim.STAY_IGNORED if signal.getsignal(number) is signal.SIG_IGN]
-    for number in IGNORED:
+    for number in store_holder.IGNORED:
         signal.signal(number, signal.SIG_IGN)
     received = wire.receive(channel)
     if received is None:
@@ -154,7 +153,9 @@ class Imported:
         """Raises Unfit when a fork would not be like a process that imports all of this now."""
         threads = os.listdir("/proc/self/task")
         if len(threads) > 1:
-            names = ", ".join(sorted(map(_name_of_thread, threads)))
+            names = ", ".join(
+                sorted(kernel_files.read(f"/proc/self/task/{thread}/comm") or "?" for thread in threads)
+            )
             raise Unfit(f"it has {len(threads)} threads ({names}), of which a fork has only one")
         if self._cuda is not None and self._cuda.is_initialized():
             raise Unfit("it has a CUDA context, which no fork can use")
@@ -169,13 +170,6 @@ class Imported:
         """A file that people edit and that has changed; empty if there is none. What is installed is only checked
         in the background, and before each fork."""
         return next((path for path, was in self._edited.items() if import_cache.version(path) != was), "")
-
-
-def _name_of_thread(thread: str) -> str:
-    try:
-        return Path("/proc/self/task", thread, "comm").read_text().strip()
-    except OSError:
-        return "?"
 
 
 # --- Birth
@@ -232,7 +226,7 @@ def _fork_twice(sockets: Sequence[int]) -> socket.socket:
 
 def live(born: Newborn, known: Imported, agent_pid: int) -> NoReturn:
     """A spare, from its birth until it receives what to become."""
-    for number in IGNORED:
+    for number in store_holder.IGNORED:
         if signal.getsignal(number) is signal.SIG_IGN and number not in known.stay_ignored:
             default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             signal.signal(number, default)

@@ -35,7 +35,7 @@ STORE_OPTIONS = tuple(
 MAX_PARENT_BYTES = 64
 """Bytes. The path of a UNIX socket has at most 107, and a run directory holds some."""
 
-_SHORT_PLACE = "/tmp"
+_SHORT_PARENT = "/tmp"
 _NAME = "agent.json"
 _MOST_BYTES = 4096
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -53,7 +53,7 @@ def run_directory_parent(environ: Mapping[str, str]) -> str | None:
         usual = tempfile.gettempdir()
     except FileNotFoundError:
         usual = ""
-    for place in (given, usual, _SHORT_PLACE):
+    for place in (given, usual, _SHORT_PARENT):
         if 0 < len(os.fsencode(place)) <= MAX_PARENT_BYTES and os.access(place, os.W_OK | os.X_OK):
             return place
     return None
@@ -89,13 +89,13 @@ def announce(run_dir: Path, http: tuple[str, int], store: Mapping[str, str] | No
         log.warning("elastic-agent status will not find this agent by itself: %s: %s", file, error)
 
 
-def places() -> tuple[Path, ...]:
+def run_directory_parents() -> tuple[Path, ...]:
     """Where run directories may be: our systemd unit gives each job a folder below /run/elastic-agent."""
     try:
         services = sorted(SERVICES.iterdir())
     except OSError:
         services = []
-    return tuple(dict.fromkeys((Path(tempfile.gettempdir()), Path(_SHORT_PLACE), *services)))
+    return tuple(dict.fromkeys((Path(tempfile.gettempdir()), Path(_SHORT_PARENT), *services)))
 
 
 def agents_here(where: Iterable[Path], uid: int) -> tuple[Endpoint, ...]:

@@ -140,16 +140,6 @@ def _place(cpus: Sequence[int], cgroup: Path | None) -> tuple[str, str]:
     return ",".join(map(str, cpus)), str(cgroup) if cgroup is not None else ""
 
 
-def _two_pipes() -> tuple[tuple[int, int], tuple[int, int]]:
-    first = os.pipe()
-    try:
-        return first, os.pipe()
-    except OSError:
-        for end in first:
-            os.close(end)
-        raise
-
-
 class WorkerGroup:
     """All methods are for the main thread."""
 
@@ -210,10 +200,13 @@ class WorkerGroup:
             self._io.watch(pidfd, partial(self._exited, pidfd, local_rank))
 
     def _start_one(self, command: Command, spec: WorkerSpec, spares: Spares) -> None:
-        (out, out_end), (err, err_end) = _two_pipes()
         cold = tied(command_line(command, spec.local_rank), spec.cpus, self._cgroup)
         process: Process | None = None
+        pipes: list[int] = []
         try:
+            pipes += os.pipe()
+            pipes += os.pipe()
+            out, out_end, err, err_end = pipes
             if not spec.cold:
                 start = WarmStart(
                     command.kind,
@@ -236,12 +229,11 @@ class WorkerGroup:
                     start_new_session=True,
                 )
         except OSError:
-            os.close(out)
-            os.close(err)
+            for end in pipes:
+                os.close(end)
             raise
-        finally:
-            os.close(out_end)
-            os.close(err_end)
+        os.close(out_end)
+        os.close(err_end)
         self._processes[spec.local_rank] = process
         self.ranks[spec.local_rank] = spec.rank
         self._logs.attach(self.generation, spec.rank, out, err)

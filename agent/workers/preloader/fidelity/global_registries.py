@@ -9,24 +9,17 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 Entries = dict[str, dict[Any, Any]]
 """By the module that keeps the list."""
 
 
-def _finalizers(weakref: Any) -> dict[Any, Any]:
-    registry: dict[Any, Any] = weakref.finalize._registry
-    return registry
-
-
-def _loggers(logging: Any) -> dict[Any, Any]:
-    loggers: dict[Any, Any] = logging.Logger.manager.loggerDict
-    return loggers
-
-
-LISTS = {"weakref": _finalizers, "logging": _loggers}
+LISTS: Mapping[str, Callable[[Any], dict[Any, Any]]] = {
+    "weakref": lambda weakref: weakref.finalize._registry,
+    "logging": lambda logging: logging.Logger.manager.loggerDict,
+}
 
 
 class Growth:
