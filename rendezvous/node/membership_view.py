@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 
-from ..coordinator.view import View
 from ..errors import RecordInvalid, StoreMismatch
 from ..liveness.failure_detector import FailureDetector
 from ..records import NODES_PREFIX, WORLD_KEY, Condition, NodeRecord, World, drain_key, node_key
@@ -99,21 +98,6 @@ class MembershipView:
         if self.coordinates:
             return Read((WORLD_KEY, self._drain_key, NODES_PREFIX))
         return Read((WORLD_KEY, self._drain_key, self._own_key), oldest_under=NODES_PREFIX)
-
-    def view(self, *, came_after_end: bool, came_after: bool) -> View:
-        """What the coordinator decides from."""
-        gone = self.detector.gone
-        return View(
-            tuple(node for node in self.nodes if node.incarnation not in gone),
-            self.world,
-            self.world_since,
-            self.arrivals,
-            self.ready_since,
-            gone,
-            came_after_end,
-            came_after,
-            self.succeeded_since,
-        )
 
     # ---------------------------------------------------------------- what the store answers
 

@@ -36,7 +36,6 @@ from ..records import (
     Failure,
     NodeRecord,
     Phase,
-    Result,
     World,
     drain_key,
     life_of,
@@ -153,25 +152,6 @@ class Participant:
         """Oldest first; complete only on the coordinator."""
         return self._session.membership.nodes
 
-    @property
-    def _came_after_end(self) -> bool:
-        """The job in the store had ended before this agent came. An agent that joins again was there before."""
-        return self._came_after_world and self.world is not None and self.world.phase is Phase.ENDED
-
-    @property
-    def _came_after_world(self) -> bool:
-        """The world in the store has not changed since this agent came."""
-        came_after = (
-            self._session.created_revision > self._session.membership.world_revision and not self._joins
-        )
-        return self.policy.store_outlives_job and came_after
-
-    @property
-    def _runs_again(self) -> bool:
-        """This agent is of a new run of the job: the world in the store had ended before it came."""
-        succeeded = self.world is not None and self.world.result is Result.SUCCEEDED
-        return self._came_after_end and (self.policy.runs_again or not succeeded)
-
     def good_until(self, now: float) -> float:
         """Until then the workers may go on without any news; see `lease_good`."""
         return self._session.validity.good_until(now) if self._session.lease is not None else -math.inf
@@ -197,8 +177,8 @@ class Participant:
             generation=self._generation,
             started=self._session.started,
             lease_good=self.lease_good(now),
-            came_after_end=self._came_after_end,
-            runs_again=self._runs_again,
+            came_after_end=self._session.came_after_end(self.policy),
+            runs_again=self._session.runs_again(self.policy),
             hosts_store=self.identity.hosts_store,
             leaving=self._session.record.leaving,
             leave_alone=now >= deadlines.leave_alone_at,
@@ -288,14 +268,16 @@ class Participant:
         leader = self._session.membership.leader_record
         if leader is None or self._generation:
             return
-        reason = why_refused(self.world if not self._came_after_end else None, leader, self._session.record)
+        session = self._session
+        world = None if session.came_after_end(self.policy) else self.world
+        reason = why_refused(world, leader, session.record)
         if reason is not None:
             self._refuse(Refusal.UNLIKE_THE_JOB, reason)
 
     def _coordinate(self, now: float) -> Request | None:
         membership = self._session.membership
-        view = membership.view(came_after_end=self._runs_again, came_after=self._came_after_world)
-        decision, gone_for_good = self._decide(view, self.policy, now), membership.records_of_gone
+        gone_for_good = membership.records_of_gone
+        decision = self._decide(self._session.view(self.policy), self.policy, now)
         if isinstance(decision, Publish) and membership.nodes_are_behind:
             return membership.question
         if isinstance(decision, Publish):

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
+from ..coordinator.view import Policy, View
 from ..liveness.absence import may_still_train
 from ..liveness.failure_detector import Suspects, out_of_sight, slow_to_go_on, slow_to_stop
 from ..liveness.lease_validity import LeaseValidity
-from ..records import Condition, Failure, GenerationProgress, NodeRecord, World
+from ..records import Condition, Failure, GenerationProgress, NodeRecord, Phase, Result, World, life_of
 from ..store.interface import Entry, LeaseId
 from .membership_view import MembershipView
 
@@ -51,6 +52,38 @@ class Session:
         """`record` is ours, and stands in the store as `entry`."""
         self.written = record
         self.own_revision, self.created_revision = entry.mod_revision, entry.create_revision
+
+    def came_after_world(self, policy: Policy) -> bool:
+        """The world in the store has not changed since this agent came. One that joins again was there before."""
+        joined_once = life_of(self.incarnation) == self.incarnation
+        newer = self.created_revision > self.membership.world_revision
+        return policy.store_outlives_job and joined_once and newer
+
+    def came_after_end(self, policy: Policy) -> bool:
+        """The job in the store had ended before this agent came."""
+        world = self.membership.world
+        return world is not None and world.phase is Phase.ENDED and self.came_after_world(policy)
+
+    def runs_again(self, policy: Policy) -> bool:
+        """This agent is of a new run of the job."""
+        world = self.membership.world
+        succeeded = world is not None and world.result is Result.SUCCEEDED
+        return self.came_after_end(policy) and (policy.runs_again or not succeeded)
+
+    def view(self, policy: Policy) -> View:
+        """What the coordinator decides from."""
+        membership, gone = self.membership, self.membership.detector.gone
+        return View(
+            tuple(node for node in membership.nodes if node.incarnation not in gone),
+            membership.world,
+            membership.world_since,
+            membership.arrivals,
+            membership.ready_since,
+            gone,
+            self.runs_again(policy),
+            self.came_after_world(policy),
+            membership.succeeded_since,
+        )
 
     def mark(self, generation: int, condition: Condition) -> bool:
         """The condition holds for this node's workers of the generation. True when that is news."""

@@ -42,7 +42,7 @@ GUARD_KILLS_IN_S = 0.1
 LOOK_S = 0.25
 """Between two looks of the thread that watches the main loop."""
 STOPS_IN_S = 1.0
-"""The longest that workers take to end after they were told to."""
+"""The longest that workers take to end after they were asked to."""
 
 
 @dataclass(slots=True)

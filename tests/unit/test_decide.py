@@ -661,7 +661,7 @@ def test_a_loss_does_not_change_the_cause_of_a_planned_stop() -> None:
     assert short(decide(view(stopping(A, B, C), SA, SC), POLICY, NOW)) == "running 5 [a c] join a"
 
 
-# ---------------------------------------------------------------- decide: nodes that were told something else
+# ---------------------------------------------------------------- decide: nodes with other options
 
 OTHER = replace(PLAIN_POLICY, last_call_s=9.0, restarts=RestartPolicy(max_failures=0))
 """Of a coordinator that was started with other options than the job's first one."""
@@ -683,7 +683,7 @@ RESTARTED = (replace(SA, incarnation="a-2"), replace(SB, incarnation="b-2"))
         (view(stopping(A, B, limits=LIMITS), SA), "wait", True),
         # all have lost their leases and joined again
         (view(stopping(A, B, limits=LIMITS), *REJOINED), "running 5 [a b] join a", True),
-        # nobody is left of those who began: what the new ones were told counts
+        # none of the first nodes is left: the options of the new ones count
         (view(stopping(A, B, limits=LIMITS), *RESTARTED, a=0.0, b=0.0), "running 5 [a] join a", False),
         (view(stopping(A, B), SA, SB), "running 5 [a] join a", False),
     ],

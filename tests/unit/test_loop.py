@@ -74,7 +74,7 @@ class Events(queue.SimpleQueue[Event]):
 
 
 class Training:
-    """Workers that start at once, and are gone a turn after they were told to end."""
+    """Workers that start at once, and are gone a turn after they were asked to end."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene

@@ -1,4 +1,4 @@
-"""A node joins that was told something else than the job's others: what it says, and what becomes of it."""
+"""A node joins with other options than the job's others: what it reports, and what becomes of it."""
 
 from __future__ import annotations
 
