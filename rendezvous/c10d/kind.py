@@ -12,7 +12,7 @@ from ..store.store_kind import KEEP_ALIVES_PER_TTL, Access, StoreKind
 PORT = 29400
 """torchrun's default for c10d, so that a host name alone means the same to both."""
 
-LEAST_PATIENCE_S = 0.5
+LEAST_ANSWER_TIMEOUT_S = 0.5
 """With a host that does not answer. A connection that was reset is found out only by asking again, and there must be
 time for that before the lease is no proof any more."""
 
@@ -23,10 +23,10 @@ def _connect(access: Access) -> Store:
     from .store import C10dStore
 
     (endpoint,) = access.endpoints
-    patience_s = access.timeout_s
+    answer_timeout_s = access.timeout_s
     if access.lease_ttl_s is not None:
-        patience_s = max(LEAST_PATIENCE_S, access.lease_ttl_s / KEEP_ALIVES_PER_TTL)
-    return C10dStore.connect(endpoint.address, endpoint.port, access.job, access.timeout_s, patience_s)
+        answer_timeout_s = max(LEAST_ANSWER_TIMEOUT_S, access.lease_ttl_s / KEEP_ALIVES_PER_TTL)
+    return C10dStore.connect(endpoint.address, endpoint.port, access.job, access.timeout_s, answer_timeout_s)
 
 
 def _host(listener: socket.socket, job: str, past: World | None, remember: Callable[[str], None]) -> Store:

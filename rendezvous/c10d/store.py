@@ -318,13 +318,13 @@ class _C10dWatch(Watch):
 
     def next(self, timeout_s: float) -> tuple[Change, ...]:
         store, until = self._store, time.monotonic() + timeout_s
-        patience_s = store._request_timeout_s
+        answer_timeout_s = store._request_timeout_s
         while True:
             waiting = self._waiting
             if waiting is None:
                 now = time.monotonic()
                 link, asked = self._ask()
-                waiting = self._waiting = _Waiting(link, asked, now + PARKED_S + patience_s)
+                waiting = self._waiting = _Waiting(link, asked, now + PARKED_S + answer_timeout_s)
             if self._closed:  # looked at after `_waiting` is set: `close` does the reverse
                 raise StoreClosed("the watch was closed")
             now = time.monotonic()
@@ -334,9 +334,9 @@ class _C10dWatch(Watch):
                 if time.monotonic() < waiting.deadline:
                     return ()
                 self._waiting = None
-                raise store._no_answer(waiting.link, waiting.asked, PARKED_S + patience_s) from None
+                raise store._no_answer(waiting.link, waiting.asked, PARKED_S + answer_timeout_s) from None
             self._waiting = None
-            news = store._understood(answer, Changes, time.monotonic() + patience_s)
+            news = store._understood(answer, Changes, time.monotonic() + answer_timeout_s)
             self._after = news.revision
             if news.changes:
                 return news.changes

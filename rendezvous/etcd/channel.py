@@ -10,7 +10,7 @@ member once within the first half of it; a write whose answer got lost is not, b
 
 While a leader is dead or frozen, the other members may hold a keep-alive back for seconds: etcd waits in steps of an
 election timeout, and for the dead one's answer. Asked again after the election they answer at once. So a keep-alive
-hurries from member to member, while its lease can still be saved.
+goes from member to member, while its lease can still be saved.
 
 With a login, each call carries a token. A call that is refused for its token was not done: it is repeated
 once with a new token, which the first thread gets for all.
@@ -39,10 +39,10 @@ CHANNEL_LIFE_S = 0.25
 """Once every address has failed in turn, a channel is not replaced before this age: gRPC tries it again by itself."""
 
 FIRST_SHARE = 0.5
-"""Of a request's time: what a hurried call gives to a member that has answered so far, and may only be busy."""
+"""Of a request's time: what a hedged call gives to a member that has answered so far, and may only be busy."""
 NEXT_SHARE = 0.25
 """What it gives to each one after that."""
-HURRY_FOR = 3.0
+HEDGE_FOR = 3.0
 """Times of a request since the last answer; then nothing is left to save, and a far member needs all its time."""
 
 REFUSED_PAUSE_S = 1.0
@@ -162,17 +162,17 @@ class Connection:
         self._answered_at = -math.inf
         self._closed = False
 
-    def call(self, method: Method, request: Any, *, repeatable: bool = False, hurried: bool = False) -> Any:
+    def call(self, method: Method, request: Any, *, repeatable: bool = False, hedged: bool = False) -> Any:
         """Raises StoreUnavailable, StoreRefused, StoreClosed, LeaseExpired, and StoreError for a call that is wrong.
 
-        `hurried` is for what is repeatable, small, and must not wait for one member alone.
+        `hedged` is for what is repeatable, small, and must not wait for one member alone.
         """
         deadline = time.monotonic() + self.request_timeout_s
         tokens = 0
         while True:
             channel = self.channel(deadline)
             try:
-                return self._call_once(channel, method, request, deadline, hurried)
+                return self._call_once(channel, method, request, deadline, hedged)
             except _TokenRefused:
                 tokens += 1
                 if self._access.login is None or tokens > 1:
@@ -183,14 +183,14 @@ class Connection:
                 gone_over = channel is not self._channel
                 # With less time than this, a deadline would prove nothing about the next member.
                 in_time = time.monotonic() + self.request_timeout_s / 2 < deadline
-                if not ((repeatable or hurried) and gone_over and in_time):
+                if not ((repeatable or hedged) and gone_over and in_time):
                     raise
 
     def _call_once(
-        self, channel: Channel, method: Method, request: Any, deadline: float, hurried: bool
+        self, channel: Channel, method: Method, request: Any, deadline: float, hedged: bool
     ) -> Any:
         token = self._token(channel, deadline)
-        timeout_s = min(_left(deadline), self._patience_s() if hurried else math.inf)
+        timeout_s = min(_left(deadline), self._hedge_timeout_s() if hedged else math.inf)
         try:
             answer = channel.call(method, request, timeout_s, _metadata(token))
         except (self.rpc.grpc.RpcError, ValueError) as error:
@@ -198,11 +198,11 @@ class Connection:
         self._answered_at, self._failures = time.monotonic(), 0
         return answer
 
-    def _patience_s(self) -> float:
-        """Of a hurried call, with the member in use."""
+    def _hedge_timeout_s(self) -> float:
+        """Of a hedged call, with the member in use."""
         if self._failures == 0:
             return FIRST_SHARE * self.request_timeout_s
-        hopeful = time.monotonic() < self._answered_at + HURRY_FOR * self.request_timeout_s
+        hopeful = time.monotonic() < self._answered_at + HEDGE_FOR * self.request_timeout_s
         return (NEXT_SHARE if hopeful else 1.0) * self.request_timeout_s
 
     def stream(self, method: Method, requests: Iterable[Any]) -> tuple[Channel, Any, str | None]:

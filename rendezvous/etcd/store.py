@@ -120,7 +120,7 @@ class EtcdStore(Store):
 
     def keep_alive(self, lease: LeaseId) -> None:
         request = self._messages.LeaseKeepAliveRequest(ID=lease)
-        if self._connection.call(LEASE_KEEP_ALIVE, request, hurried=True).TTL <= 0:
+        if self._connection.call(LEASE_KEEP_ALIVE, request, hedged=True).TTL <= 0:
             raise LeaseExpired(f"lease {lease:x} is unknown to etcd: it expired, or was revoked")
 
     def revoke(self, lease: LeaseId) -> None:

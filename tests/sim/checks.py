@@ -136,7 +136,7 @@ class Checks:
             self.seen["another policy coordinates"] += 1
 
     def check_warm(self, world: World) -> None:
-        """Those who can go on wait for nobody who is not ready (I8)."""
+        """Nodes that can go on wait for none that is not ready (I8)."""
         before = self.worlds.get(world.generation - 1)
         if before is None:
             return
@@ -174,7 +174,7 @@ class Checks:
         if drained:
             if step != furthest or ends - {furthest, None}:
                 self.broken("I8", f"step {step} is loaded; ended at {ends}, the furthest finished {furthest}")
-            if None in ends and self.script.evaluates == "nobody":
+            if None in ends and self.script.evaluates == "no rank":
                 self.broken("I8", f"not all workers of generation {was} came to the same end")
             self.seen["planned change without loss"] += 1
 
@@ -182,7 +182,7 @@ class Checks:
         self.disturbed_until = max(self.disturbed_until, self.now + for_s + AFTERMATH_S)
 
     def check_stopped(self, lease: LeaseId) -> None:
-        """I10, for whoever was able to stop: not paused, and not going on with the others through an outage.
+        """I10, for nodes that were able to stop: not paused, and not going on with the others through an outage.
 
         A world none of whose members reaches the store cannot tell that from an outage, though others may reach it.
         """
@@ -200,7 +200,7 @@ class Checks:
                 self.broken("I10", f"{node.name} still has workers, and its lease is gone")
 
     def check_alone(self, world: World) -> None:
-        """I10, for whoever is awake: nobody trains an older generation when this one has begun a while ago.
+        """I10, for nodes that are awake: none trains an older generation when this one has begun a while ago.
 
         Who was taken for dead because its connections were refused hears of it late, and is not looked at; whose main
         loop stands still besides hears of it never, and is ended for that.

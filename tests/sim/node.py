@@ -282,7 +282,7 @@ class SimNode:
         if world is None or world.final_saver != self.agent.incarnation or self.rescued == world.generation:
             return
         self.rescued = world.generation
-        if self.memory <= sim.committed_step or sim.bug == "nobody rescues the state of who leaves":
+        if self.memory <= sim.committed_step or sim.bug == "no node saves the state of one that leaves":
             return
         sim.seen["rescued"] += 1
         self.rescuing = True

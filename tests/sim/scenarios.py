@@ -16,7 +16,7 @@ from .node import SimNode
 from .simulator import Simulation
 from .training import Script
 
-QUIET = Script(listens=True, step_s=1.0, evaluates="nobody", breaks=False)
+QUIET = Script(listens=True, step_s=1.0, evaluates="no rank", breaks=False)
 
 
 class Scenario(Simulation):

@@ -69,12 +69,12 @@ BUGS = (
     "a rank misses the pending flag",
     "stop published after going on",
     "stop published before all acknowledged",
-    "nobody rescues the state of who leaves",
+    "no node saves the state of one that leaves",
     "a joiner that is not warm is invited",
     *OF_AGENTS,
     "each coordinator applies its own limits",
     "an empty store knows nothing of the last world",
-    "the first world of an empty store waits for nobody",
+    "the first world of an empty store does not wait",
     "a world of others does not wait for one that may go on",
     "a member hides that it has the store",
     "silence of a member counts as a yes",
@@ -108,7 +108,7 @@ class Simulation(Checks):
         elif bug in OF_THE_GRACE:
             policy = replace(policy, store_outage_grace_s=GRACE_S)
         waits = bug not in (
-            "the first world of an empty store waits for nobody",
+            "the first world of an empty store does not wait",
             "a world of others does not wait for one that may go on",
         )
         if waits and (hosted or policy.store_outage_grace_s):

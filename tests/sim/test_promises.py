@@ -119,7 +119,7 @@ def test_one_sick_newcomer_is_put_aside_and_the_job_goes_on(seed: int) -> None:
     Sick(seed).play()
 
 
-def test_a_coordinator_that_blames_nobody_is_caught() -> None:
+def test_a_coordinator_that_blames_no_node_is_caught() -> None:
     with pytest.raises(PromiseBroken, match="I12: one sick newcomer has ended the job"):
         Sick(0, blame=False).play()
 

@@ -46,7 +46,7 @@ GIVES_UP_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What the job's training does. `evaluates`: nobody, all ranks or only rank 0, after every fifth step."""
+    """What the job's training does. `evaluates`: no rank, all ranks or only rank 0, after every fifth step."""
 
     listens: bool
     step_s: float
@@ -59,7 +59,7 @@ class Script:
         return Script(
             listens=rng.random() < 0.9,
             step_s=rng.choice((1.0, 1.0, 0.3)),
-            evaluates=rng.choice(("nobody", "nobody", "all", "rank 0")),
+            evaluates=rng.choice(("no rank", "no rank", "all", "rank 0")),
             breaks=rng.random() < 0.5,
         )
 

@@ -49,7 +49,7 @@ class Members(Connection):
 def test_a_keep_alive_hurries_from_member_to_member() -> None:
     members = Members(silent=7)
     members.answered()
-    assert members.call(LEASE_KEEP_ALIVE, None, hurried=True) == "answer"
+    assert members.call(LEASE_KEEP_ALIVE, None, hedged=True) == "answer"
     ports = [port for port, _ in members.asked]
     assert ports == [*ports[:3], *ports[:3], *ports[:2]]
     assert set(ports[:3]) == {1, 2, 3}
@@ -58,7 +58,7 @@ def test_a_keep_alive_hurries_from_member_to_member() -> None:
 
 def test_when_its_lease_is_past_saving_it_takes_its_time() -> None:
     members = Members(silent=2)
-    assert members.call(LEASE_KEEP_ALIVE, None, hurried=True) == "answer"
+    assert members.call(LEASE_KEEP_ALIVE, None, hedged=True) == "answer"
     assert [timeout_s > FIRST_S for _, timeout_s in members.asked] == [False, True, True]
 
 
