@@ -160,10 +160,10 @@ class _Writer:
         self, order: WriteOrder, copy: tuple[Slots, HeldSlot] | Exception, connection: socket.socket | None
     ) -> int:
         """Its size. `connection` leads to the one who gave the order and may take it back. Raises `FAILURES`."""
-        permit = CommitPermission(self._questions, order.generation)
+        permission = CommitPermission(self._questions, order.generation)
 
         def may_change() -> None:
-            permit.check()
+            permission.check()
             if connection is not None and _cancelled(connection):
                 raise SaveFailed(f"step {order.step}: rank 0 no longer waits for the disk writer")
 

@@ -29,4 +29,4 @@ def test_the_first_of_a_place_is_its_lowest_rank_and_in_no_place_everybody_is() 
     ],
 )
 def test_ways(ranks: list[RankBytes], first: list[int], expected: list[Route]) -> None:
-    assert routes([RankBytes.from_json(own.to_json()) for own in ranks], first) == expected
+    assert routes(ranks, first) == expected

@@ -97,7 +97,7 @@ def test_a_save_of_what_has_drifted_apart_warns_once(
     here, there = (Replicas({"log": {"a": NUMBERS * one}}, ()) for one in (1.0, factor))
     for step in (1, 2):
         digests = [here.digest(), there.digest()]
-        theirs = [b"", there._mine.digest_of_forms(), there._mine.sketches()]
+        theirs = [b'{"error": "", "reason": ""}', there._mine.digest_of_forms(), there._mine.sketches()]
         group = TwoRanks(0, 2, torch.device("cpu"), theirs)
         if refused:
             with pytest.raises(

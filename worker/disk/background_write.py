@@ -2,7 +2,7 @@
 
 A rank 0 that has died is no reason not to write. One that lives and no longer waits cancels its order: from then on
 nothing is published, for it may have gone on to newer checkpoints by itself. The file that comes to be is the slot's
-very bytes, in the order of `files`. What it takes to read them all gives the slot its checksums, too.
+very bytes, in the order of `checkpoint_files`. What it takes to read them all gives the slot its checksums, too.
 
 No torch here: the disk writer imports this module.
 """

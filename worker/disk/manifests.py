@@ -1,4 +1,4 @@
-"""Manifests, and the names of all files of a checkpoint directory: see `files` for what they are there for."""
+"""Manifests, and the names of all files of a checkpoint directory: see `checkpoint_files` for their purpose."""
 
 from __future__ import annotations
 

@@ -22,16 +22,13 @@ chosen only where this run has no other. It is this run's: what another run has 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...codec import from_plain, load_object, plain
 from ..disk.manifests import Manifest
 from ..errors import NoUsableCheckpoint
 from ..memory.copy_header import Copy, Header
 from ..wire.environment import WorkerEnv
-from ..wire.messages import MAX_REASON_CHARS
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +74,6 @@ class Offer:
     """The run of this rank."""
     foreign: bool = False
     """The checkpoint on disk is another run's, which this one has not taken over."""
-
-    def to_json(self) -> bytes:
-        short = replace(self, bad=tuple(one[:MAX_REASON_CHARS] for one in self.bad))
-        return json.dumps(plain(short)).encode()
-
-    @classmethod
-    def from_json(cls, raw: bytes) -> Offer:
-        """Raises Invalid."""
-        return from_plain(cls, load_object(raw, "offer"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import json
 import logging
 import os
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from io import BufferedRandom, BufferedReader
 
 from ..errors import CheckpointError
@@ -50,13 +49,6 @@ class RankBytes:
     """Of the node's slots; empty: no memory."""
     opened: bool = False
     """A slot there waits for the bytes."""
-
-    def to_json(self) -> bytes:
-        return json.dumps(astuple(self)).encode()
-
-    @classmethod
-    def from_json(cls, raw: bytes) -> RankBytes:
-        return cls(*json.loads(raw))
 
 
 def first_ranks(places: Sequence[str]) -> list[int]:
@@ -107,7 +99,7 @@ class NodeSharing:
         opened = self._open_slot(header.size) if first and mine is None else None
         folder = memory.folder if memory is not None else ""
         own = RankBytes(name if mine is not None else "", folder, opened is not None)
-        found = routes([RankBytes.from_json(raw) for raw in group.gather(own.to_json())], self._first)
+        found = routes(group.exchange(own), self._first)
         route = found[group.rank]
         received = self._receiver(opened) if route in (Route.FILLS, Route.RECEIVES) else None
         if {Route.FILLS, Route.RECEIVES}.intersection(found):

@@ -26,6 +26,7 @@ from ..memory.node_memory import NodeMemory, load_mapped
 from ..memory.slots import HeldSlot
 from ..ranks.group import Group
 from ..ranks.refusals import together
+from ..wire.messages import MAX_REASON_CHARS
 from .checkpoint_selection import BadState, Offer, Source, choose_source, nodes_with, runs_in_memory
 from .node_sharing import Bytes, NodeSharing, first_ranks
 
@@ -168,7 +169,7 @@ class Restore:
         foreign = manifest is not None and not self._files.claim.is_ours(manifest)
         node = memory.place.node if memory is not None else ""
         offer = Offer(manifest, reasons, copies, node, self._files.run.id, foreign)
-        return [Offer.from_json(raw) for raw in self._group.gather(offer.to_json())]
+        return self._group.exchange(offer)
 
     # ---------------------------------------------------------------- from disk
 
@@ -191,12 +192,12 @@ class Restore:
         try:
             found, bad = self._files.find(self._unwanted)
         except OSError as error:
-            return None, (f"{self._files.directory}: {error}",)
+            return None, (f"{self._files.directory}: {error}"[:MAX_REASON_CHARS],)
         for one in bad:
             self._bad(one)
         if found is not None:
             self._stack.enter_context(found.stream)
-        return found, tuple(map(str, bad))
+        return found, tuple(str(one)[:MAX_REASON_CHARS] for one in bad)
 
     def _load_file(self, owner: int, wanted: Manifest, apply: Callable[[Loaded], None]) -> None:
         group, memory = self._group, self._memory

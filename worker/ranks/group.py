@@ -6,17 +6,22 @@ the default process group, on the device its backend needs, and is a plain copy 
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 import zlib
 from dataclasses import dataclass
 from io import BufferedRandom, BufferedReader
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from ...codec import from_plain, load_object, plain
 from ..errors import CheckpointError
+
+_T = TypeVar("_T")
 
 CHUNK_BYTES = 64 << 20
 
@@ -41,6 +46,11 @@ class Group:
         padded[: len(payload)] = payload
         rows = self._all_gather(torch.frombuffer(padded, dtype=torch.uint8))
         return [_bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+    def exchange(self, record: _T) -> list[_T]:
+        """As `gather`, of a frozen dataclass. Raises Invalid."""
+        raw = self.gather(json.dumps(plain(record)).encode())
+        return [from_plain(type(record), load_object(one, "record of a rank")) for one in raw]
 
     def send(self, stream: BufferedReader | BufferedRandom | None, size: int, *, source: int) -> int:
         """Copy the `size` bytes of the source rank's stream into that of every other rank which has one.

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from .. import errors
 from ..errors import CheckpointError
-from ..wire.messages import MAX_REASON_CHARS
+from ..wire.messages import MAX_REASON_CHARS, ErrorName, Reason
 from .group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """What one rank raises; `error` is the name of its type, empty: nothing."""
+
+    error: ErrorName = ""
+    reason: Reason = ""
 
 
 def raise_together(group: Group, error: CheckpointError | None) -> None:
     """Raise on every rank when one has an error: its own there, and the first rank's on those without."""
-    note = json.dumps([type(error).__name__, str(error)[:MAX_REASON_CHARS]]).encode() if error else b""
-    notes = group.gather(note)
+    own = _Refusal(type(error).__name__, str(error)[:MAX_REASON_CHARS]) if error else _Refusal()
+    refusals = group.exchange(own)
     if error is not None:
         raise error
-    for rank, note in enumerate(notes):
-        if note:
-            name, text = json.loads(note)
-            raise getattr(errors, name)(f"rank {rank}: {text}")
+    for rank, refusal in enumerate(refusals):
+        if refusal.error:
+            raise getattr(errors, refusal.error)(f"rank {rank}: {refusal.reason}")
 
 
 def together(group: Group, part: Callable[[], object], otherwise: str) -> None:

@@ -167,7 +167,7 @@ class Replicas:
         # Of the Checkpointers of one process, in the order that all ranks make them in.
         self._number = next(_numbers)
         self._loads = 0
-        self._base = 0
+        self._resumed_from = 0
         """The step at which training began here: up to there ranks may be equal only because all have just begun."""
         self._proven: int | None = None
         """The outline with which all ranks were the same."""
@@ -179,7 +179,7 @@ class Replicas:
 
     def began(self, step: int) -> None:
         """All ranks have loaded the state of `step`, together."""
-        self._base, self._proven, self._published = step, None, None
+        self._resumed_from, self._proven, self._published = step, None, None
         self._loads += 1
 
     @property
@@ -203,7 +203,7 @@ class Replicas:
 
     def _equal(self, step: int) -> None:
         """All ranks were the same after `step`."""
-        if step > self._base:
+        if step > self._resumed_from:
             self._proven = self._outline()
 
     def _judge(self, entries: Sequence[Entry], sketches: Sequence[bytes]) -> str:
@@ -279,7 +279,7 @@ class Replicas:
         if self._proven == outline:
             return True
         published = self._published
-        if published is None or published.outline != outline or published.step <= self._base < step:
+        if published is None or published.outline != outline or published.step <= self._resumed_from < step:
             self.publish(group, step)
             published = self._published
         assert published is not None
