@@ -26,11 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_agent.worker.steps import drain, progress
-from elastic_agent.worker.wire import shared_progress as page
 from elastic_agent.worker.wire.channel import receive, send
 from elastic_agent.worker.wire.environment import NAMES
 from elastic_agent.worker.wire.messages import FROM_WORKERS, StepAnswer, Verdict
-from elastic_agent.worker.wire.shared_progress import SharedProgress
+from elastic_agent.worker.wire.shared_progress import PENDING, SharedProgress
 from report import add_options, keep, markdown, publish, ratio, spread
 
 GOAL_US = 5.0
@@ -80,7 +79,7 @@ def run(case: str, calls: int) -> Run:
     """One process; `calls` per block, a hundredth of them where each is a question."""
     calls = max(1, calls // 100) if case == "pending" else calls
     with closing(SharedProgress.make(GENERATION)) as ours, answering() as agent:
-        ours.words[page.PENDING] = case == "pending"
+        ours.words[PENDING] = case == "pending"
         environment = {**os.environ, "ELASTIC_AGENT_GENERATION": str(GENERATION), NAMES["socket"]: agent}
         environment |= {"RANK": "0", "ELASTIC_AGENT_LOCAL_RANK": "0"}
         environment |= {} if case == "private" else {NAMES["page"]: ours.path}

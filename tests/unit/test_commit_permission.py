@@ -90,12 +90,12 @@ class Clock:
 def test_a_grant_lets_every_change_be_made_until_it_runs_out(agent: Callable[..., ScriptedAgent]) -> None:
     asked = agent(answers(CommitGranted(2.0)), answers(CommitGranted(2.0)))
     clock = Clock()
-    permit = CommitPermission(asked.address, 7, clock=clock)
+    permission = CommitPermission(asked.address, 7, clock=clock)
     for _ in range(10):
-        permit.check()
+        permission.check()
     assert asked.heard == [CommitQuestion(7)]
     clock._moves = [2.0]
-    permit.check()
+    permission.check()
     assert asked.heard == [CommitQuestion(7)] * 2
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import dlpack
 
-from elastic_agent.worker.ranks import group as collectives
+from elastic_agent.worker.ranks import group
 from elastic_agent.worker.ranks.group import Group
 
 GROUP = Group(0, 2, torch.device("cpu"))
@@ -57,7 +57,7 @@ def test_a_collective_returns_when_nobody_has_its_tensors_any_more(
 
 
 def test_who_never_lets_go_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "LET_GO_S", 0.01)
+    monkeypatch.setattr(group, "LET_GO_S", 0.01)
     thread = SlowThread(lambda tensor: tensor, None)
     monkeypatch.setattr(dist, "all_gather", thread.all_gather)
     assert GROUP.gather(b"abc") == [b"abc"] * 2
@@ -65,7 +65,7 @@ def test_who_never_lets_go_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_error_of_a_collective_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "LET_GO_S", 60.0)
+    monkeypatch.setattr(group, "LET_GO_S", 60.0)
     thread = SlowThread(lambda tensor: tensor, None)
 
     def fail(rows: list[torch.Tensor], mine: torch.Tensor) -> None:
