@@ -43,7 +43,7 @@ TO_OFFICE, TO_FABRIC = NetworkRequest(towards="10.0.0.9"), NetworkRequest(toward
 
 
 @pytest.mark.parametrize(
-    ("wish", "routed", "default", "expected"),
+    ("wanted", "routed", "default", "expected"),
     [
         # The user's word comes first.
         (NetworkRequest(interface="eth1", towards="10.0.0.9"), "10.0.0.1", "10.0.0.1", ("eth1", "10.1.0.1")),
@@ -78,9 +78,9 @@ TO_OFFICE, TO_FABRIC = NetworkRequest(towards="10.0.0.9"), NetworkRequest(toward
     ],
 )  # fmt: skip
 def test_the_choice(
-    wish: NetworkRequest, routed: str | None, default: str | None, expected: tuple[str, str]
+    wanted: NetworkRequest, routed: str | None, default: str | None, expected: tuple[str, str]
 ) -> None:
-    choice = choose(wish, HostNetwork(HOST, routed, default))
+    choice = choose(wanted, HostNetwork(HOST, routed, default))
     assert isinstance(choice, NetworkChoice), choice
     assert (choice.interface, choice.address) == expected
     assert choice.reason
@@ -105,7 +105,7 @@ def test_an_interface_that_is_passed_over_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "interfaces", "routed", "default", "missing"),
+    ("wanted", "interfaces", "routed", "default", "missing"),
     [
         (NetworkRequest(interface="eth3"), HOST, None, "10.0.0.1", "interface eth3 to come up"),
         (NetworkRequest(address="10.3.0.1"), HOST, None, "10.0.0.1", "interface eth3 to come up"),
@@ -122,13 +122,13 @@ def test_an_interface_that_is_passed_over_is_named() -> None:
     ],
 )  # fmt: skip
 def test_what_may_still_come_is_named_and_no_loopback_taken_instead(
-    wish: NetworkRequest,
+    wanted: NetworkRequest,
     interfaces: tuple[Interface, ...],
     routed: str | None,
     default: str | None,
     missing: str,
 ) -> None:
-    found = choose(wish, HostNetwork(interfaces, routed, default))
+    found = choose(wanted, HostNetwork(interfaces, routed, default))
     assert isinstance(found, NotReady), found
     assert found == NotReady(found.missing, found.advice)
     assert re.search(missing, found.missing), found.missing
@@ -150,7 +150,7 @@ def test_one_node_alone_may_use_loopback_where_nothing_else_is_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "problems"),
+    ("wanted", "problems"),
     [
         (
             NetworkRequest(interface="eth9"),
@@ -171,9 +171,9 @@ def test_one_node_alone_may_use_loopback_where_nothing_else_is_up() -> None:
         (NetworkRequest(interface="eth9", memory=True), ["--network-interface 'eth9'"]),
     ],
 )  # fmt: skip
-def test_what_this_node_does_not_have_is_refused(wish: NetworkRequest, problems: list[str]) -> None:
+def test_what_this_node_does_not_have_is_refused(wanted: NetworkRequest, problems: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        choose(wish, HostNetwork(HOST, None, "10.0.0.1"))
+        choose(wanted, HostNetwork(HOST, None, "10.0.0.1"))
     assert len(caught.value.problems) == len(problems)
     for problem, expected in zip(caught.value.problems, problems, strict=True):
         assert re.match(expected, str(problem)), problem

@@ -100,25 +100,25 @@ class NotReady:
     advice: str
 
 
-def choose(wish: NetworkRequest, here: HostNetwork) -> NetworkChoice | NotReady:
+def choose(wanted: NetworkRequest, here: HostNetwork) -> NetworkChoice | NotReady:
     """Raises ConfigError for an interface and an address that this node does not have, or not together."""
-    named = next((interface for interface in here.interfaces if interface.name == wish.interface), None)
-    holder = _interface_of(wish.address, here)
-    problems = list(_problems(wish, named, holder, here))
+    named = next((interface for interface in here.interfaces if interface.name == wanted.interface), None)
+    holder = _interface_of(wanted.address, here)
+    problems = list(_problems(wanted, named, holder, here))
     if problems:
         raise ConfigError(problems)
-    if wish.address is not None and holder is not None:
-        option, reason = f"--local-addr {wish.address}", "you named its address with --local-addr"
-        return _choice(holder, _ip(wish.address), reason, here, option)
+    if wanted.address is not None and holder is not None:
+        option, reason = f"--local-addr {wanted.address}", "you named its address with --local-addr"
+        return _choice(holder, _ip(wanted.address), reason, here, option)
     if named is not None:
         option, reason = f"--network-interface {named.name}", "you named it with --network-interface"
-        return _choice(named, _ip_on(named, wish.towards), reason, here, option)
-    if wish.memory:
+        return _choice(named, _ip_on(named, wanted.towards), reason, here, option)
+    if wanted.memory:
         return _loopback(LOOPBACK, "no other node can join", here)
-    if wish.towards is not None and is_loopback(wish.towards):
-        reason = f"the rendezvous at {wish.towards} is on this machine's loopback, so all nodes are on this machine"
+    if wanted.towards is not None and is_loopback(wanted.towards):
+        reason = f"the rendezvous at {wanted.towards} is on this machine's loopback, so all nodes are on this machine"
         return _loopback(here.routed or LOOPBACK, reason, here)
-    return _by_routes(wish, here)
+    return _by_routes(wanted, here)
 
 
 def network_variables(choice: NetworkChoice) -> tuple[Variable, ...]:
@@ -149,37 +149,37 @@ _EXACT_NAMES = (GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME)
 
 
 def _problems(
-    wish: NetworkRequest, named: Interface | None, holder: Interface | None, here: HostNetwork
+    wanted: NetworkRequest, named: Interface | None, holder: Interface | None, here: HostNetwork
 ) -> Iterator[Problem]:
     for option, word, found, what in (
-        ("--network-interface", wish.interface, named, "an interface"),
-        ("--local-addr", wish.address, holder, "an address"),
+        ("--network-interface", wanted.interface, named, "an interface"),
+        ("--local-addr", wanted.address, holder, "an address"),
     ):
         if word is not None and found is None:
             expected = f"{what} of this node, which has {_listed(here.interfaces)}"
             yield Problem(option, word, expected, "correct it, or leave it out", here=True)
     if named is not None and holder is not None and named != holder:
-        expected = f"the interface of --local-addr {wish.address}, which is {holder.name}"
+        expected = f"the interface of --local-addr {wanted.address}, which is {holder.name}"
         yield Problem("--network-interface", named.name, expected, "keep one of the two options", here=True)
 
 
-def _by_routes(wish: NetworkRequest, here: HostNetwork) -> NetworkChoice | NotReady:
+def _by_routes(wanted: NetworkRequest, here: HostNetwork) -> NetworkChoice | NotReady:
     passed_over = ""
-    if wish.towards is not None:
+    if wanted.towards is not None:
         route = _interface_of(here.routed, here)
-        near = _down_but_near(wish.towards, route, here.interfaces)
+        near = _down_but_near(wanted.towards, route, here.interfaces)
         if near is not None:
-            return _choice(near, None, f"the rendezvous at {wish.towards} is in its subnet", here)
-        if route is None and not wish.alone:
+            return _choice(near, None, f"the rendezvous at {wanted.towards} is in its subnet", here)
+        if route is None and not wanted.alone:
             return NotReady(
-                f"a route to the rendezvous at {wish.towards}; there are {_listed(here.interfaces)}",
+                f"a route to the rendezvous at {wanted.towards}; there are {_listed(here.interfaces)}",
                 "check cables, routes and --rdzv-endpoint",
             )
         if route is not None and not route.loopback:
             if not route.name.startswith(PLUMBING):
-                return _routed(route, here.routed, f"the route to the rendezvous at {wish.towards}", here)
+                return _routed(route, here.routed, f"the route to the rendezvous at {wanted.towards}", here)
             passed_over = (
-                f"; the rendezvous at {wish.towards} is reached over {route.name}, but interfaces like it are taken"
+                f"; the rendezvous at {wanted.towards} is reached over {route.name}, but interfaces like it are taken"
                 f" only by name (--network-interface {route.name})"
             )
     default = _interface_of(here.default, here)
@@ -189,7 +189,7 @@ def _by_routes(wish: NetworkRequest, here: HostNetwork) -> NetworkChoice | NotRe
     if fastest is not None:
         reason = f"the fastest interface that is up, without any default route{passed_over}"
         return _choice(*fastest, reason, here)
-    if wish.alone:
+    if wanted.alone:
         return _loopback(LOOPBACK, "one node, and no other interface is up", here)
     return NotReady(
         f"an interface that other nodes reach; there are {_listed(here.interfaces)}{passed_over}",

@@ -43,21 +43,21 @@ def discover_network(config: Config, environ: Mapping[str, str]) -> Network | No
             raise ConfigError([Problem("this node's network", None, expected, advice, here=True)]) from error
         here = ()
     problems = check_socket_names(environ, here)
-    wish = NetworkRequest(config.network_interface, memory=config.solitary, alone=config.nodes.max == 1)
+    wanted = NetworkRequest(config.network_interface, memory=config.solitary, alone=config.nodes.max == 1)
     unknown: AddressError | None = None
     addresses: list[str | None] = []
     try:
         if config.local_addr is not None:
-            wish = replace(wish, address=resolve(config.local_addr, 0))
-        if config.rendezvous.kind.host is not None or wish.address is None:
+            wanted = replace(wanted, address=resolve(config.local_addr, 0))
+        if config.rendezvous.kind.host is not None or wanted.address is None:
             addresses = _store_addresses(config)
-            wish = replace(wish, towards=_towards(addresses, len(config.rendezvous.endpoints)))
+            wanted = replace(wanted, towards=_towards(addresses, len(config.rendezvous.endpoints)))
     except AddressError as error:
         unknown = error
-    routed = source_address(wish.towards) if wish.towards is not None else None
+    routed = source_address(wanted.towards) if wanted.towards is not None else None
     choice: NetworkChoice | NotReady | None = None
     try:
-        choice = choose(wish, HostNetwork(here, routed, default_source(), rdma_ports()))
+        choice = choose(wanted, HostNetwork(here, routed, default_source(), rdma_ports()))
     except ConfigError as error:
         problems += error.problems
     if problems:
