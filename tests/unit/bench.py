@@ -47,7 +47,7 @@ class Peer:
         self.replies_to_lose: list[type[Request]] = []
         self.asked: list[Request] = []
         self.probes: list[PeerAddress] = []
-        """Whom this node wants to be asked directly; nobody does it unless the test does."""
+        """The peers that this node wants to be asked directly; only the test asks them."""
         self.orders: list[Action] = []
         self.obedient = True
         self.listens = False

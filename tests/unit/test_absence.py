@@ -70,7 +70,7 @@ def test_without_such_a_store_or_grace_nothing_is_waited_for() -> None:
 
 
 def test_a_world_that_can_prove_nothing_is_waited_for_no_longer_than_its_leases() -> None:
-    """One node has no peers, and without its address nobody can be asked. A store that was not lost has ended them."""
+    """One node has no peers, and without its address none can be asked. A store that was not lost has ended them."""
     for nodes in ((A,), (replace(A, http=None), B)):
         known_lost = stopping(*nodes, kind=CauseKind.LOST)
         for policy in (HOSTED, GRACE):

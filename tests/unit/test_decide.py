@@ -215,7 +215,7 @@ AB = running(A, B)
         (view(ABC, A, B, C, D), "wait", "d standing by: the world has all 3 nodes of --max-nodes"),
         (view(running(A), A, B, b=99.5), "wait until 100.5", "last call before b joins"),
         (view(running(A), A, B, b=99.0), "draining 4 [a] join b", "b joining"),
-        # one that is not ready keeps nobody waiting: neither the others nor a newcomer that is
+        # one that is not ready keeps no node waiting: neither the others nor a newcomer that is
         (view(AB, A, B, COLD), "wait", "c getting ready to join"),
         (view(AB, A, B, COLD, D), "draining 4 [a b] join d", "d joining"),
         (view(running(A), A, COLD, B, b=99.5), "wait until 100.5", "last call before b joins"),
@@ -330,7 +330,7 @@ def rescued(decision: Decision) -> str:
         (view(FRESH, TA, TB, TC), "stopping 4 [a b c] leave c", "node c was asked to stop"),
         (view(FRESH, LA, TB, TC), "wait until 103", "the workers of b, c to end a step"),
         (view(FRESH, TA, replace(TB, step=3), TC), "wait until 103", "the workers of a, b, c to end a step"),
-        # who has finished with success has nobody to tell
+        # a node whose workers have succeeded has no worker to notify
         (
             view(DRAINING, LA, LB, SC.having(4, SUCCEEDED)),
             "last_step 4 [a b c] leave c",
@@ -387,13 +387,13 @@ def test_a_planned_change_waits_until_all_workers_know(seen: View, decision: str
             "stopping 4 [a b c] leave c",
             "asked to stop",
         ),
-        # the next cannot start: who leaves need not wait, and somebody brings what all have in memory to disk
+        # the next cannot start: a leaving node need not wait, and one node brings what all have in memory to disk
         (
             view(DRAINED, KA, replace(KB, **GOING), replace(KC, **GOING)),
             "stopping 4 [a b c] leave c, a-1 rescues",
             "waiting for 1 more of at least 2 nodes (here: a",
         ),
-        # it could, but the state is kept by nobody who stays: first to disk, and only then on
+        # it could, but no node that stays keeps the state: first to disk, and only then on
         (
             view(
                 DRAINED,
@@ -429,7 +429,7 @@ def test_how_a_drain_ends(seen: View, decision: str, reason: str) -> None:
     assert reason in made.reason
 
 
-def test_a_world_that_can_go_on_waits_for_nobody() -> None:
+def test_a_world_that_can_go_on_does_not_wait() -> None:
     """Whoever is late, or not ready, is invited when it runs."""
     policy = replace(POLICY, max_nodes=5)
     check(view(DRAINED, KA, KB, KC, D, d=NOW), policy, "running 5 [a b c d] leave c", "4 nodes are ready")
@@ -444,15 +444,15 @@ def test_a_world_that_can_go_on_waits_for_nobody() -> None:
 @pytest.mark.parametrize(
     ("seen", "decision", "reason"),
     [
-        # nobody starts before everybody has stopped
+        # no node starts before all have stopped
         (view(stopping(A, B), A, B), "wait", "waiting for a, b to stop generation 4"),
         (view(stopping(A, B), SA, B), "wait", "waiting for b to stop generation 4"),
         (view(stopping(A, B), SA, B.having(3, STOPPED), C), "wait", "waiting for b to stop"),
         (view(stopping(A, B), SA, replace(B, leaving=True)), "wait", "waiting for b to stop"),
-        # survivors close at once, whatever the last call; a node that is gone holds nobody up
+        # survivors close at once, whatever the last call; a node that is gone holds none up
         (view(stopping(A, B), SA, SB), "running 5 [a b] join a", "2 nodes are ready"),
         (view(stopping(A, B, C), SA, SB, a=NOW), "running 5 [a b] join a", "2 nodes are ready"),
-        # survivors keep their order, whoever is older; newcomers come after them
+        # survivors keep their order, also where another is older; newcomers come after them
         (view(stopping(C, A, B), SA, SB, SC), "running 5 [c a b] join a", ""),
         (view(stopping(C, A), D, SA, SC), "running 5 [c a d] join a", ""),
         # a spare fills a place that is free, and only that
@@ -600,7 +600,7 @@ def advanced(node: NodeRecord, loaded: int | None, reached: int | None, generati
         ((SA, SB), None),
     ],
 )
-def test_which_state_ends_whoever_loads_it(survivors: tuple[NodeRecord, ...], bad: BadState | None) -> None:
+def test_which_state_ends_all_that_load_it(survivors: tuple[NodeRecord, ...], bad: BadState | None) -> None:
     world = replace(FAILED, restarts=Restarts(2, 1, "crash", 1, at_load=1))
     decision = decide(view(world, *survivors, since=0.0), POLICY, NOW)
     assert isinstance(decision, Publish)
@@ -688,14 +688,14 @@ RESTARTED = (replace(SA, incarnation="a-2"), replace(SB, incarnation="b-2"))
         (view(stopping(A, B), SA, SB), "running 5 [a] join a", False),
     ],
 )
-def test_the_jobs_limits_hold_whoever_coordinates(seen: View, decision: str, holds: bool) -> None:
+def test_the_jobs_limits_hold_under_any_coordinator(seen: View, decision: str, holds: bool) -> None:
     decided = decide(seen, OTHER, NOW)
     assert short(decided) == decision
     if isinstance(decided, Publish):
         assert decided.world.limits == (LIMITS if holds else Limits(1, 1, 9.0, 0))
 
 
-def test_a_full_world_invites_nobody_because_a_coordinator_would() -> None:
+def test_a_full_world_invites_no_node_because_a_coordinator_would() -> None:
     roomy = replace(POLICY, max_nodes=9)
     check(view(replace(ABC, limits=LIMITS), A, B, C, D), roomy, "wait", "all 3 nodes of --max-nodes")
 
@@ -754,7 +754,7 @@ def test_a_node_that_does_not_fit_is_in_no_world(seen: View, decision: str) -> N
         (None, *runs(OURS, A), *runs(replace(THEIRS, any_script=True), C), False),
         (replace(AB, program=OURS), *runs(OURS, A), *runs(THEIRS, C), True),
         (replace(AB, program=OURS), *runs(THEIRS, A), *runs(THEIRS, C), True),
-        # the coordinator is not of that world: perhaps nobody is
+        # the coordinator is not of that world: perhaps no node is
         (replace(AB, program=OURS), *runs(THEIRS, D), *runs(THEIRS, C), False),
         (replace(AB, program=OURS), *runs(OURS, D), *runs(THEIRS, C), True),
         # a member is one
@@ -790,7 +790,7 @@ def blamed(world: World, *nodes: NodeRecord) -> Decision:
 @pytest.mark.parametrize(
     ("world", "nodes", "decision"),
     [
-        # the first time it may be anybody's fault, unless the job ends with it
+        # the first failure may be any node's fault, unless the job ends with it
         (replace(JOINED, cause=OF_C), (SA, SB, SC), "running 5 [a b c] failure c"),
         (replace(JOINED, cause=OF_C, limits=LIMITED), (SA, SB, SC), "running 5 [a b] failure c"),
         (replace(JOINED, cause=OF_C, restarts=ONCE), (SA, SB, SC), "running 5 [a b] failure c"),
@@ -809,7 +809,7 @@ def blamed(world: World, *nodes: NodeRecord) -> Decision:
             (replace(SA, failure=CRASH), SB, replace(SC, failure=CRASH)),
             "running 5 [a b c] failure a",
         ),
-        # training went well with it, or nobody knows yet with whom it does
+        # training went well with it, or it is not known yet with which nodes it does
         (
             replace(JOINED, cause=OF_C, restarts=ONCE),
             (replace(SA, step=21), SB, SC),
@@ -900,7 +900,7 @@ def test_who_was_in_the_last_healthy_generation(
     assert decision.world.proven == proven
 
 
-def test_whoever_joins_between_two_failures_begins_with_no_blame_and_clears_nobody() -> None:
+def test_a_node_that_joins_between_two_failures_begins_with_no_blame_and_clears_none() -> None:
     decision = blamed(
         replace(stopping(A, B, kind=CauseKind.FAILURE, proven=1), cause=replace(OF_C, node="b")), SA, SB, C
     )

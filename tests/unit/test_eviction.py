@@ -52,7 +52,7 @@ def ask(peer: Peer, *findings: Finding) -> list[str]:
     return [target.incarnation for target in asked]
 
 
-def test_nobody_is_asked_while_all_is_well(bench: Bench) -> None:
+def test_no_node_is_asked_while_all_is_well(bench: Bench) -> None:
     peers = bench.joined("a", "b", "c")
     bench.after(10.0)
     assert [ask(peer) for peer in peers] == [[], [], []]
@@ -141,7 +141,7 @@ def test_a_dead_coordinator_is_evicted_by_the_first_member_that_waits_for_it(ben
     b, c = broken_world(bench, dead="a")
     fail(b)
     bench.settle()
-    assert bench.phase() is Phase.RUNNING, "nobody is left to stop it"
+    assert bench.phase() is Phase.RUNNING, "no node is left to stop it"
     bench.now += ASK_AFTER_S
     assert (ask(b, Absence.REFUSED), ask(c)) == (["a-1"], []), "one after the other"
     bench.settle()
@@ -174,7 +174,7 @@ def asks_after(world: World, mine: str) -> float | None:
 
 
 @pytest.mark.parametrize("size", [3, 4, 9, 100, 1000])
-def test_whatever_half_of_a_world_is_lost_somebody_of_the_other_soon_asks_the_coordinator(size: int) -> None:
+def test_whatever_half_of_a_world_is_lost_one_of_the_other_soon_asks_the_coordinator(size: int) -> None:
     """The nodes of a rack stand side by side. The first node coordinates, as it mostly does."""
     names = [f"n{number}" for number in range(size)]
     world = stopping(*(NodeRecord(name, name, "", 0, 1) for name in names))
@@ -197,7 +197,7 @@ def test_a_coordinator_that_has_not_failed_is_left_in_peace_by_those_who_train(b
 
 
 def eviction_of_c(bench: Bench) -> tuple[Peer, Peer, WriteWorld]:
-    """The coordinator, the other survivor, and what the coordinator asks of the store: nobody has carried it out."""
+    """The coordinator, the other survivor, and what the coordinator asks of the store, not carried out."""
     a, b = broken_world(bench, dead="c")
     bench.settle()
     bench.now += ASK_AFTER_S
@@ -268,7 +268,7 @@ def test_a_finding_that_comes_after_the_node_has_settled_is_ignored(bench: Bench
 @pytest.mark.parametrize(
     "touch", [lambda bench: bench.delete("nodes/b"), lambda bench: bench.put("nodes/b", "x")]
 )
-def test_a_node_notices_that_somebody_touched_its_record(
+def test_a_node_notices_that_another_writer_touched_its_record(
     bench: Bench, touch: Callable[[Bench], None]
 ) -> None:
     """Also one that stands by and writes nothing: it would wait for ever."""

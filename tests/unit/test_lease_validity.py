@@ -60,7 +60,7 @@ def test_a_lease_holds_for_its_margin_and_no_longer() -> None:
     assert not node.holds(end)
     assert not LeaseValidity(TTL_S, GRACE_S).holds(0.0), "nothing was ever confirmed"
     assert list(node.instants()) == [end]
-    assert not node.suspects(1e9), "nobody is asked unless the operator allows it"
+    assert not node.suspects(1e9), "none is asked unless the operator allows it"
 
 
 @pytest.mark.parametrize(("name", "asked"), [("a", {"b-1", "c-1"}), ("b", {"a-1"}), ("c", {"a-1"})])

@@ -854,7 +854,7 @@ def test_a_leaving_node_stops_together_with_the_others(bench: Bench) -> None:
     assert (a.generation, c.generation) == (3, 3)
 
 
-def test_a_leaving_node_that_nobody_answers_stops_alone(bench: Bench) -> None:
+def test_a_leaving_node_without_an_answer_stops_alone(bench: Bench) -> None:
     a, b, c = bench.joined("a", "b", "c")
     bench.kill(a)
     b.part.leave(bench.now)
@@ -906,7 +906,7 @@ def test_workers_that_listen_are_told_and_never_signalled(bench: Bench, listener
     assert b.left() == Leave(Refusal.ASKED, "this node was asked to stop")
 
 
-def test_nobody_stops_before_every_node_has_told_its_workers(bench: Bench, listeners: list[Peer]) -> None:
+def test_no_node_stops_before_all_have_notified_their_workers(bench: Bench, listeners: list[Peer]) -> None:
     a, b, c = listeners
     c.obedient = False
     b.part.leave(bench.now)
@@ -943,7 +943,7 @@ def test_a_node_that_leaves_stays_until_the_others_have_what_they_go_on_with(
 
 
 def test_a_drain_ends_in_time(bench: Bench, listeners: list[Peer]) -> None:
-    """Workers that listen and never come to the agreed step are signalled, and nobody waits for them any longer."""
+    """Workers that listen and never come to the agreed step are signalled, and no node waits for them any longer."""
     a, b, c = listeners
     c.obedient = a.obedient = False
     b.part.leave(bench.now)
@@ -1207,7 +1207,7 @@ def test_a_finished_job_does_not_begin_anew_because_an_agent_comes_late(
     assert re.match("job .* had ended before this agent came: .* --run-again", order.reason)
 
 
-def test_a_job_that_has_failed_begins_anew_when_somebody_starts_it_again(bench: Bench) -> None:
+def test_a_job_that_has_failed_begins_anew_when_it_is_started_again(bench: Bench) -> None:
     hopeless = replace(LASTING, max_nodes=1, min_nodes=1, restarts=RestartPolicy(max_failures=0))
     (a,) = bench.joined("a", policy=hopeless)
     first = a.generation
