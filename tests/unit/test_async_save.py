@@ -45,7 +45,7 @@ class Case:
 
         monkeypatch.setattr(self.disk, "_ask", ask)
         monkeypatch.setattr(
-            self.disk, "_hear", lambda write: outcome if write.connection is not None else None
+            self.disk, "_receive", lambda write: outcome if write.connection is not None else None
         )
         monkeypatch.setattr(self.disk, "_write_here", write_here)
 
