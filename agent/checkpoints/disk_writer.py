@@ -25,7 +25,7 @@ from ..common.events import Event, WriterEnded, WriterWanted
 from ..common.io_thread import IoThread
 from ..workers.processes.failures import describe_exit
 from ..workers.processes.proc import KILL_WAIT_S, has_ended, process_status, reap_within
-from ..workers.processes.workers import tied
+from ..workers.processes.workers import start_helper
 
 log = logging.getLogger(__name__)
 
@@ -145,13 +145,7 @@ class DiskWriter:
 
     def _launch(self) -> None:
         try:
-            self._process = subprocess.Popen(
-                tied(self._command),
-                env=dict(self._environment),
-                stdin=self._socket.fileno(),
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            self._process = start_helper(self._command, self._environment, self._socket.fileno())
         except OSError as error:
             log.warning("the disk writer cannot be started, saves make training wait: %s", error)
             self._io.later(PAUSE_S, self._await_order)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from ..common.events import Event, GpuMemoryMessage
 from ..common.io_thread import IoThread
-from ..workers.processes.workers import tied
+from ..workers.processes.workers import start_helper
 from .devices import Device
 
 log = logging.getLogger(__name__)
@@ -97,13 +97,12 @@ class GpuMemory:
         """Ask for the baseline; until it is known, no worker may start either."""
         if not self._devices:
             return
-        self._reader = reader = subprocess.Popen(
-            tied([sys.executable, str(READER), *self._devices]),
-            env=dict(self._environment),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
+        self._reader = reader = start_helper(
+            [sys.executable, str(READER), *self._devices],
+            self._environment,
+            subprocess.PIPE,
+            subprocess.PIPE,
+            subprocess.DEVNULL,
         )
         self.pids = (reader.pid,)
         assert reader.stdout is not None

@@ -16,7 +16,8 @@ import pytest
 
 from elastic_agent.agent.workers.processes import guard as guard_module
 from elastic_agent.agent.workers.processes import shim as shim_module
-from elastic_agent.agent.workers.processes.guard import Guard
+from elastic_agent.agent.workers.processes.guard import IGNORED, Guard
+from elastic_agent.agent.workers.processes.workers import start_helper
 from tests.consoles import full_pipe
 
 from .harness import C_LIBRARY_SIGNALS
@@ -387,3 +388,17 @@ def test_the_command_blocks_nothing_and_ignores_only_what_people_let_it_ignore()
         for name, mask in (line.split() for line in ran.stdout.splitlines())
     }
     assert masks == {"SigBlk:": 0, "SigIgn:": bit(signal.SIGHUP) | bit(signal.SIGUSR1)}
+
+
+@pytest.mark.parametrize("number", IGNORED)
+def test_no_signal_ends_a_helper_at_any_moment_of_its_start(number: signal.Signals) -> None:
+    """Slurm and service managers signal everything that they started, and workers in their grace still need it."""
+    command = [sys.executable, "-c", "import signal, sys; sys.exit(signal.getsignal(int(sys.argv[1])) != 1)"]
+    helper = start_helper([*command, str(int(number))], os.environ, subprocess.DEVNULL)
+    signalled = 0
+    while helper.poll() is None:
+        os.kill(helper.pid, number)
+        signalled += 1
+    assert helper.returncode == 0
+    assert signalled
+    assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

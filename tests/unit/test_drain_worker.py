@@ -129,10 +129,13 @@ class Scene:
 
 @pytest.fixture
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
     scene = Scene(tmp_path, monkeypatch)
     yield scene
     scene.agent.close()
     scene.page.close()
+    for number, handler in before.items():  # a process that ends at its last step ignores them
+        signal.signal(number, handler)
 
 
 def test_nothing_is_asked_while_no_change_waits(scene: Scene) -> None:

@@ -1,5 +1,7 @@
 """What a worker process runs first: `python -I -S shim.py AGENT_PID CPUS CGROUP -- COMMAND...` gets ready and execs.
 
+With `--helper` in the place of `--` the command is a process of the agent's own: it ignores what was blocked.
+
 It ties the worker's life to the agent's (the kernel kills it when the thread that started it ends: start workers
 from the agent's main thread), enters CGROUP (empty: stays in the agent's), which will hold it and all that it starts,
 keeps it to CPUS, like 0,4,8 (empty: the agent's own), and gives the command the signal mask and dispositions that the
@@ -22,15 +24,24 @@ STAY_IGNORED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """What was ignored when the agent was started, as by nohup, its workers ignore, too: under torchrun they do."""
 
 
-def main(agent_pid: int, cpus: str, cgroup: str, command: list[str]) -> int:
+def main(agent_pid: int, cpus: str, cgroup: str, command: list[str], *, helper: bool) -> int:
     """Returns only when the command could not be started."""
     if problem := tie(agent_pid) or place(cpus, cgroup):
         return _refuse(f"{problem}; not starting {command[0]!r}", 1)
+    if helper:
+        for number in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        return _become(command)
     # Python ignores SIGPIPE and SIGXFSZ, and what is ignored stays so through exec; handlers do not.
     for number in signal.valid_signals():
         if signal.getsignal(number) == signal.SIG_IGN and number not in STAY_IGNORED:
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    return _become(command)
+
+
+def _become(command: list[str]) -> int:
     try:
         os.execvp(command[0], command)
     except OSError as error:
@@ -71,4 +82,5 @@ def _refuse(problem: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[5:]))
+    pid, cpus, cgroup, kind, *command = sys.argv[1:]
+    sys.exit(main(int(pid), cpus, cgroup, command, helper=kind == "--helper"))

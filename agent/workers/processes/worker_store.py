@@ -20,7 +20,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from ...common.io_thread import IoThread
 from .failures import describe_exit
 from .proc import KILL_WAIT_S, ends_within
 from .store_holder import CLOSE, LONGEST_MESSAGE, READY, SERVE
-from .workers import Process, Spares, tied
+from .workers import Process, Spares, start_helper
 
 HOLDER = Path(__file__).with_name("store_holder.py")
 
@@ -136,13 +135,7 @@ class WorkerStore:
         self._io.watch(ours.fileno(), partial(self._read, process.pid, ours, ours.fileno()))
 
     def _start_cold(self, channel: socket.socket) -> Process:
-        return subprocess.Popen(
-            tied([sys.executable, str(HOLDER)]),
-            env=self._environment,
-            stdin=channel.fileno(),
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        return start_helper([sys.executable, str(HOLDER)], self._environment, channel.fileno())
 
     def _read(self, pid: int, channel: socket.socket, descriptor: int) -> None:
         """In the io thread."""

@@ -26,7 +26,7 @@ from ...common.events import Event, WorkerExited
 from ...common.io_thread import IoThread
 from ...configuration.types.values import Command
 from ...output.worker_logs import WorkerLogs
-from .guard import Guard
+from .guard import IGNORED, Guard
 from .proc import (
     KILL_WAIT_S,
     cgroup_members,
@@ -126,13 +126,44 @@ def job_python(environ: Mapping[str, str]) -> str:
     return environ.get("PYTHON_EXEC", sys.executable)
 
 
-def tied(command: Sequence[str], cpus: Sequence[int] = (), cgroup: Path | None = None) -> list[str]:
+def tied(
+    command: Sequence[str],
+    cpus: Sequence[int] = (),
+    cgroup: Path | None = None,
+    *,
+    helper: bool = False,
+) -> list[str]:
     """The same command, through the shim: it dies with this process, and with the thread that starts it.
 
-    It runs on these CPUs only, if any are given, and in this cgroup.
+    It runs on these CPUs only, if any are given, and in this cgroup. A `helper` is the agent's own process.
     """
     shim = [sys.executable, "-I", "-S", str(SHIM), str(os.getpid())]
-    return [*shim, *_place(cpus, cgroup), "--", *command]
+    return [*shim, *_place(cpus, cgroup), "--helper" if helper else "--", *command]
+
+
+def start_helper(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    stdin: int,
+    stdout: int = subprocess.DEVNULL,
+    stderr: int | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a process of the agent's own, which no signal to all processes ends, from its very first moment.
+
+    It dies with this process, like a worker. The signals are blocked until the shim ignores them. Raises OSError.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+    try:
+        return subprocess.Popen(
+            tied(command, helper=True),
+            env=dict(environment),
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _place(cpus: Sequence[int], cgroup: Path | None) -> tuple[str, str]:
