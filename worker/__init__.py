@@ -11,7 +11,7 @@
             checkpoints.save(number + 1)
 
 Works the same under elastic-agent, torchrun and plain python. The names below are loaded on first use, because
-the agent imports `wire` from here and must not pay for torch.
+the agent imports some of these modules and must not pay for torch.
 """
 
 from __future__ import annotations

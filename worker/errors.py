@@ -5,6 +5,7 @@
       CheckpointMismatch       the file is whole but is not a checkpoint of this script: fix the script or the directory
       StepNotGrowing           `save` was asked for a step that is already committed: fix the training loop
       NotReplicated            the state is not the same on all ranks: save it by other means, or declare it rank 0's
+      Sharded                  parts of the state are spread over ranks: save them by other means
       NotPlainData             a state cannot be loaded again without running code: fix that object's `state_dict`
       SaveFailed               the checkpoint was refused too often: look at the disk
         NotSaved               not yet too often: `save` returns False

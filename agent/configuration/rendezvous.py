@@ -56,7 +56,7 @@ MASTER_ADDR: Option[str | None] = MEETING.option(
 )
 MASTER_PORT: Option[int | None] = MEETING.option(
     "master-port",
-    whole_number(1, 65535, "a port"),
+    whole_number(1, 65535),
     f"the port of the store at --master-addr (default there: {STATIC_PORT}); the workers' own MASTER_PORT is chosen"
     " anew in every generation",
     metavar="PORT",
@@ -64,7 +64,7 @@ MASTER_PORT: Option[int | None] = MEETING.option(
 )
 NODE_RANK: Option[int | None] = MEETING.option(
     "node-rank",
-    whole_number(0, MOST_NODES - 1, "of a node"),
+    whole_number(0, MOST_NODES - 1),
     "among nodes that join together, those with lower numbers get the lower ranks; two may have the same one",
     metavar="N",
     torchrun="node-rank",

@@ -1,7 +1,7 @@
 """The module or program that workers are to run, looked for where they will look. Nothing of it is run.
 
-A script is a file, which `configuration.validation` checks. Where the answer is not certain, as with an interpreter
-that is not ours or a package that changes its own path, the target counts as found.
+A script is a file, which `configuration.reading.validation` checks. Where the answer is not certain, as with an
+interpreter that is not ours or a package that changes its own path, the target counts as found.
 """
 
 from __future__ import annotations

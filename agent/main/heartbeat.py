@@ -3,7 +3,7 @@
 A main loop that stands still (a disk that hangs, a bug) stops no workers and sees no other world, while other
 threads keep its lease alive and answer its peers: the job would wait for it without bound. So
 
-- the lease is renewed only while the loop counts as *turning* (`store.link` asks before each keep-alive);
+- the lease is renewed only while the loop counts as *turning* (`rendezvous_io.store_link` asks before each keep-alive);
 - a loop that has been silent for `STUCK_AFTER_S` is *stuck*. So is one that has workers, and was silent while the proof
   of the lease ran out: it should have stopped them, and nothing else will before the store gives the lease away.
 

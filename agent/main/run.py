@@ -1,4 +1,4 @@
-"""Puts one agent together, lets it run, and takes it apart: the only place that makes clocks, randomness and threads.
+"""Puts one agent together, lets it run, and takes it apart: where its clock and its randomness come from.
 
 The order matters. Everything that can be refused (ports, the address) is refused before anything is started; the
 HTTP server answers before the store is found; and at the end the workers are gone before the lease is given up.

@@ -7,9 +7,10 @@ and `next_action` what each node makes of the world.
 A generation's life is one key, `world`, changed only by compare-and-set:
 
     (none) ── enough nodes, last call over ──> RUNNING g=1
-    RUNNING g ── failure, loss ──> STOPPING g ── all members settled or gone ──> RUNNING g+1
+    RUNNING g ── failure, loss ──> STOPPING g ── all members stopped or gone ──> RUNNING g+1
     RUNNING g ── join, leave ──> DRAINING g ── all workers know of it ──> LAST_STEP g ── all have ended ──> RUNNING g+1
-    RUNNING g ── every member succeeded, budget spent ──> ENDED
+    RUNNING g ── every member succeeded ──> ENDED
+    STOPPING g ── all members stopped or gone, budget spent ──> ENDED
     ENDED g ── all nodes came after the end, and the store outlives a job ──> RUNNING g+1
 
 While STOPPING, every member stops its workers and writes that they are stopped, with a fresh port; so the next world

@@ -1,8 +1,8 @@
 """What one node knows at the end of a turn, frozen, so that any thread may read it.
 
-One thread owns the `Participant` and changes it as events come. All others (the HTTP server, the gates for checkpoints
-and planned changes, torchrun's agent) read the newest `NodeSnapshot`, which is replaced as a whole. So a reader takes
-it once, and never sees half of a change. Instants are seconds on this node's monotonic clock.
+One thread owns the `Participant` and changes it as events come. All others (the HTTP server, the links that answer for
+checkpoints and planned changes, torchrun's agent) read the newest `NodeSnapshot`, which is replaced as a whole. So a
+reader takes it once, and never sees half of a change. Instants are seconds on this node's monotonic clock.
 """
 
 from __future__ import annotations

@@ -52,9 +52,9 @@ seen = {
     "environment": dict(os.environ),
     "elsewhere": elsewhere,
 }
-with open("seen.new", "w") as file:
+with open(f"seen.new-{os.environ['RANK']}", "w") as file:
     json.dump(seen, file)
-os.replace("seen.new", "seen")
+os.replace(file.name, "seen")
 print("stepping", flush=True)
 while True:
     time.sleep(0.05)

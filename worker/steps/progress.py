@@ -1,6 +1,6 @@
 """What this process reports to its node's agent as it trains, and what happens between two steps.
 
-A step goes into the page that both share (`shared_progress`): two words are written and one is read, no system call.
+A step goes into the page that both share (`shared_progress`): two words are written and two are read, no system call.
 Saves and loads are rare, and their reports longer: they are sent to the agent's socket, if that costs no waiting, and
 are lost without a word otherwise. So may a lent lock be, but its owner knows (`lend` returns False), and lends it
 again at its next save or load.

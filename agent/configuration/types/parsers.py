@@ -43,14 +43,15 @@ def _matched(pattern: str, text: str, advice: str = "") -> re.Match[str]:
     return match
 
 
-def whole_number(least: int, most: int, unit: str) -> Parser[int]:
+def whole_number(least: int, most: int, unit: str = "") -> Parser[int]:
     def parse(text: str) -> int:
         # Nine digits are more than any limit here, and keep `int` cheap whatever the text.
         if re.fullmatch(r"[0-9]{1,9}", text) is None or not least <= int(text) <= most:
             raise ValueError
         return int(text)
 
-    return Parser(f"a whole number of {unit} from {least} to {most}", parse, metavar="N")
+    of = f" of {unit}" if unit else ""
+    return Parser(f"a whole number{of} from {least} to {most}", parse, metavar="N")
 
 
 _UNIT_S = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}

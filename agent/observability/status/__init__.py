@@ -1,1 +1,1 @@
-"""`elastic-agent status`: the pages that an agent serves, and the command that asks for them."""
+"""How a job is: the pages that an agent serves, and the report that is made of them."""

@@ -1,1 +1,1 @@
-"""The variables of a worker: torchrun's contract, settings of torch and NCCL, timeouts, and who chose what."""
+"""The variables of a worker: torchrun's contract, and settings of torch and NCCL."""

@@ -1,8 +1,8 @@
 """Answers this node's workers at the end of a step while a planned change waits: was that the last one?
 
-What is answered is decided by `rendezvous.drain`; here the questions meet the store, in threads that may wait for it.
-The store itself is asked for each answer, never what a watch has delivered. Where it does not answer in time the worker
-goes on, and asks again after its next step: the time of the drain ends that.
+What is answered is decided by `rendezvous.node.drain`; here the questions meet the store, in threads that may wait for
+it. The store itself is asked for each answer, never what a watch has delivered. Where it does not answer in time the
+worker goes on, and asks again after its next step: the time of the drain ends that.
 
 Every answer that ends a worker is posted before it is sent, so that the main loop knows why that worker ends.
 """

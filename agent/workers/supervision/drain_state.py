@@ -2,8 +2,8 @@
 
 Without I/O: the `Supervisor` reports what happens, and does what is asked for. A worker that has done its last step
 ends by itself, and is no failure then. It is one if it crashes on the way to its last step. Between the two are workers
-that wait in a step for ranks that have ended already (`rendezvous.drain`): their collective may break, or never return.
-So before a crash counts in a drain, and when a worker takes long, the store is asked where all were to end.
+that wait in a step for ranks that have ended already (`rendezvous.node.drain`): their collective may break, or never
+return. So before a crash counts in a drain, and when a worker takes long, the store is asked where all were to end.
 
 Instants are seconds on the monotonic clock.
 """
