@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from .agent.configuration.config import ARGS
+from .agent.configuration.config import ARGS, CONFIG_FILE
 from .agent.configuration.reading.sources import read_argv
 from .agent.configuration.types.option import Group
 
@@ -16,20 +16,30 @@ USE_ENV = Group("Launch").flag("use-env", "the script reads LOCAL_RANK, and gets
 
 
 def words_of(argv: Sequence[str]) -> list[str]:
-    """The command line of `elastic-agent` that does the same."""
+    """The command line of `elastic-agent` that does the same. Raises ValueError for a script from elsewhere."""
     given = read_argv(argv, (USE_ENV,)).given
     if ARGS.name not in given:
-        return list(argv)  # without a script: for its error, or its help
+        if CONFIG_FILE.name in given:
+            raise ValueError(
+                "--local-rank goes to a script that is named on the command line: name it there, or use elastic-agent"
+            )
+        return [word for word in argv if not _is_use_env(word)]  # for its error, or its help
     args = given[ARGS.name].value
     assert isinstance(args, tuple)
-    script_at = len(argv) - len(args)
-    options = [word for word in argv[:script_at] if word.replace("_", "-") != "--use-env"]
-    own = [] if USE_ENV.name in given else ["--local-rank=${local_rank}"]
+    options = [word for word in argv[: len(argv) - len(args)] if not _is_use_env(word)]
+    own = [] if USE_ENV.name in given and given[USE_ENV.name].value else ["--local-rank=${local_rank}"]
     return [*options, *own, *args]
+
+
+def _is_use_env(word: str) -> bool:
+    return word.partition("=")[0].replace("_", "-") == "--use-env"
 
 
 if __name__ == "__main__":
     from .__main__ import start
 
-    sys.argv[1:] = words_of(sys.argv[1:])
+    try:
+        sys.argv[1:] = words_of(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(f"elastic-agent: {error}")
     start()

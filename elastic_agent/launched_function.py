@@ -5,6 +5,7 @@ The folder is private to the user who called the launcher, who also wrote what i
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import sys
@@ -12,11 +13,13 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from .launcher import FUNCTION, RESULTS
+from .launcher import FUNCTION, PATH, RESULTS
 
 
 @record
 def main(folder: Path) -> None:
+    # A module beside the caller's script is no less there for its workers.
+    sys.path += [place for place in json.loads((folder / PATH).read_text()) if place not in sys.path]
     function, args = pickle.loads((folder / FUNCTION).read_bytes())
     result = function(*args)
     results = folder / f"{RESULTS}{os.environ['ELASTIC_AGENT_GENERATION']}"

@@ -30,11 +30,11 @@ from .agent.common.exits import ExitCode
 from .agent.workers.processes.workers import tied
 
 WORKER = "elastic_agent.launched_function"
-FUNCTION, ERROR = "function.pickle", "error.json"
+FUNCTION, PATH = "function.pickle", "path.json"
 RESULTS = "results-"
 """A folder for each generation, with a file for each rank of this node."""
 
-_FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +81,12 @@ class elastic_launch:
         with tempfile.TemporaryDirectory(prefix="elastic-agent-launch-") as name:  # for this user alone
             folder = Path(name)
             if isinstance(self.entrypoint, str):
-                target = ["--no-python", self.entrypoint, *map(str, args)]
+                target = ["--no-python", "--", self.entrypoint, *map(str, args)]
             else:
                 (folder / FUNCTION).write_bytes(_pickled(self.entrypoint, args))
+                (folder / PATH).write_text(json.dumps(sys.path))
                 target = ["-m", WORKER, name]
-            code = _run([*words_of(self.config), *target], folder / ERROR)
-            if code != ExitCode.SUCCESS:
-                raise LaunchError(_why(code, folder / ERROR), code)
+            run_agent([*words_of(self.config), *target])
             return _results(folder)
 
 
@@ -101,7 +100,10 @@ def words_of(config: Any) -> list[str]:
         words += [f"--rdzv-backend={config.rdzv_backend}"] if config.rdzv_backend else []
     if getattr(config, "run_id", ""):
         words.append(f"--rdzv-id={config.run_id}")
-    conf = ",".join(f"{key}={value}" for key, value in (getattr(config, "rdzv_configs", None) or {}).items())
+    configs = dict(getattr(config, "rdzv_configs", None) or {})
+    if "rank" in configs:  # of torch's static rendezvous
+        words.append(f"--node-rank={configs.pop('rank')}")
+    conf = ",".join(f"{key}={value}" for key, value in configs.items())
     words += [f"--rdzv-conf={conf}"] if conf else []
     for option in ("max_restarts", "local_addr"):
         value = getattr(config, option, None)
@@ -125,20 +127,32 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         raise TypeError(f"{function} and its arguments cannot be sent to other processes: {error}") from error
 
 
-def _run(words: list[str], error_file: Path) -> int:
-    """The agent's exit code. A signal or Ctrl-C for this process is one for the agent."""
-    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file)}
+def run_agent(words: list[str]) -> None:
+    """Runs `elastic-agent` with these words beside this process. Raises LaunchError when it ends with a code but 0.
+
+    A signal or Ctrl-C for this process is one for the agent.
+    """
+    with tempfile.TemporaryDirectory(prefix="elastic-agent-launch-") as folder:
+        error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or f"{folder}/error.json")
+        error_file.unlink(missing_ok=True)
+        code = _exit_code(words, {**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file)})
+        if code != ExitCode.SUCCESS:
+            raise LaunchError(_why(code, error_file), code)
+
+
+def _exit_code(words: list[str], environment: Mapping[str, str]) -> int:
     # Cells of a notebook show what this process prints, and not what others write to its terminal.
     shown = not hasattr(sys.stdout, "fileno") or type(sys.stdout).__module__.startswith("ipykernel")
-    process = subprocess.Popen(
-        tied([sys.executable, "-m", "elastic_agent", *words]),
-        env=environment,
-        stdout=subprocess.PIPE if shown else None,
-        stderr=subprocess.STDOUT if shown else None,
-        text=shown,
-        start_new_session=True,  # a terminal's Ctrl-C comes through here, and once
-    )
-    with _forwarding(process):
+    with _forwarding() as forward_to:
+        process = subprocess.Popen(
+            tied([sys.executable, "-m", "elastic_agent", *words]),
+            env=dict(environment),
+            stdout=subprocess.PIPE if shown else None,
+            stderr=subprocess.STDOUT if shown else None,
+            text=shown,
+            start_new_session=True,  # a terminal's Ctrl-C comes through here, and once
+        )
+        forward_to(process)
         while True:
             try:
                 for line in process.stdout or ():
@@ -149,17 +163,27 @@ def _run(words: list[str], error_file: Path) -> int:
 
 
 @contextmanager
-def _forwarding(process: subprocess.Popen[Any]) -> Iterator[None]:
-    """Only the main thread may have handlers; elsewhere a signal is the program's own matter."""
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in _FORWARDED:
-            before[number] = signal.signal(number, lambda number, _: process.send_signal(number))
+def _forwarding() -> Iterator[Callable[[subprocess.Popen[Any]], None]]:
+    """Signals go to the process that is named, and wait until it is. Only the main thread may have handlers; elsewhere
+    a signal is the program's own matter, and so is one that it ignores."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda process: None
+        return
+    before = {number: signal.getsignal(number) for number in _FORWARDED}
+    taken = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, taken)
+
+    def forward_to(process: subprocess.Popen[Any]) -> None:
+        for number in taken:
+            signal.signal(number, lambda number, _: process.send_signal(number))
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
     try:
-        yield
+        yield forward_to
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for number in taken:
+            signal.signal(number, before[number])
 
 
 def _why(code: int, error_file: Path) -> str:

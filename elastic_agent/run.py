@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
+import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from .agent.common.exits import ExitCode
-from .launcher import ERROR, LaunchError, _run, _why
+from .launcher import run_agent
+
+_ELSEWHERE = ("help", "module", "no_python")
 
 
 def get_args_parser() -> argparse.ArgumentParser:
@@ -24,13 +23,25 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 
 def words_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
-    """The command line that says the same as `args`, without what is only a default of torchrun's."""
+    """The command line that says the same as `args`.
+
+    A value that is torchrun's default is left out, since it cannot be told apart from one that was not given: so a job
+    goes on while there is progress where torchrun would not restart it. Write `--max-restarts=0` to `main` for that.
+    """
     words = []
+    nodes = str(getattr(args, "nnodes", "1"))
+    static = nodes.isdecimal() and nodes != "1" and not getattr(args, "rdzv_endpoint", "")
     for action in parser._actions:
-        if not action.option_strings or action.dest in ("help", "module", "no_python"):
-            continue
         value = getattr(args, action.dest, action.default)
-        if value in (None, "", action.default) or value is False:
+        if (
+            not action.option_strings
+            or action.dest in _ELSEWHERE
+            or value in (None, "", [])
+            or value is False
+        ):
+            continue
+        first_node = static and action.dest == "node_rank"  # its rank is the default
+        if value == action.default and not first_node:
             continue
         name = max(action.option_strings, key=len).replace("_", "-")
         words += [name] if value is True else [f"{name}={value}"]
@@ -42,16 +53,12 @@ def words_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[
 
 def run(args: argparse.Namespace) -> None:
     """Runs the job that `args`, of `get_args_parser`, describe. Raises LaunchError when it fails."""
-    with tempfile.TemporaryDirectory(prefix="elastic-agent-launch-") as folder:
-        error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", f"{folder}/{ERROR}"))
-        code = _run(words_of(args, get_args_parser()), error_file)
-        if code != ExitCode.SUCCESS:
-            raise LaunchError(_why(code, error_file), code)
+    run_agent(words_of(args, get_args_parser()))
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """As the command, with these words. Raises LaunchError where the command would end with a code but 0."""
-    run(get_args_parser().parse_args(args))
+    run_agent(sys.argv[1:] if args is None else list(args))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Collectives that training scripts keep writing for themselves, on torch's own functions.
+"""Collectives that training scripts keep writing for themselves, on torch's own.
 
     from elastic_agent.worker.collectives import all_gather, gather_all_tensors, reduce, register_comm_hook
 
@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as differentiable
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,11 +37,13 @@ def all_gather(
     With `sync_grads` the gradient flows back: each rank gets the sum of what all ranks' losses contribute to its
     tensor. Without it the result has no gradient.
     """
+    _require_member(group)
+    tensor = tensor.resolve_conj().resolve_neg()
     if not is_distributed():
         return tensor.unsqueeze(0) if sync_grads else tensor.detach().unsqueeze(0)
     if sync_grads:
-        gather: Callable[..., tuple[torch.Tensor, ...]] = differentiable.all_gather
-        return torch.stack(gather(tensor.contiguous(), group or dist.group.WORLD))
+        gather: Callable[..., tuple[torch.Tensor, ...]] = _AllGather.apply
+        return torch.stack(gather(tensor, group))
     return torch.stack(_gathered(tensor.detach(), group))
 
 
@@ -52,7 +53,8 @@ def gather_all_tensors(tensor: torch.Tensor, group: dist.ProcessGroup | None = N
 
     Raises ValueError, on every rank, where dtypes or numbers of dimensions differ.
     """
-    mine = tensor.detach()
+    _require_member(group)
+    mine = tensor.detach().resolve_conj().resolve_neg()
     if not is_distributed():
         return [mine]
     form = [zlib.crc32(str(mine.dtype).encode()), mine.dim(), *mine.shape]
@@ -76,24 +78,25 @@ def gather_all_tensors(tensor: torch.Tensor, group: dist.ProcessGroup | None = N
 def reduce(value: _V, group: dist.ProcessGroup | None = None, op: dist.ReduceOp | str = "sum") -> _V:
     """The values of all ranks, reduced to one that every rank gets; `value` itself stays as it is.
 
-    `op` is one of torch's, or "sum", "avg", "mean", "min", "max", "product". A number in gives a number. The mean of
-    whole numbers is a float; where there is no process group, a mean is the value itself as a float.
+    `op` is one of torch's, or "sum", "avg", "mean", "min", "max", "product". A number in gives a number, a float: one
+    rank's 0 may meet another's 0.5. The mean of a tensor of whole numbers has torch's default type.
+    Raises ValueError for another `op`, and on a rank that is not in the group.
     """
+    _require_member(group)
     mean = op in MEANS or op == dist.ReduceOp.AVG
-    number = not isinstance(value, torch.Tensor)
-    # torch's default float would round what a Python number holds.
-    dtype = {float: torch.float64, int: torch.int64}.get(type(value)) if number else None
-    total = torch.as_tensor(value, dtype=dtype, device=_device(group) if number else None).detach().clone()
-    if mean and not total.is_floating_point() and not total.is_complex():
-        total = total.to(torch.float64 if number else torch.get_default_dtype())
+    operation = _operation("sum" if mean else op)
+    if isinstance(value, torch.Tensor):
+        total = value.detach().clone()
+        if mean and not total.is_floating_point() and not total.is_complex():
+            total = total.to(torch.get_default_dtype())
+    else:
+        total = torch.tensor(float(value), dtype=torch.float64, device=_device(group))
     if is_distributed():
         total = total.contiguous()
-        dist.all_reduce(total, _operation("sum" if mean else op), group)
+        dist.all_reduce(total, operation, group)
         if mean:  # gloo has no AVG
             total /= dist.get_world_size(group)
-    elif not mean:
-        _operation(op)
-    return total.item() if number else total  # type: ignore[return-value]
+    return total if isinstance(value, torch.Tensor) else total.item()  # type: ignore[return-value]
 
 
 def register_comm_hook(
@@ -114,6 +117,27 @@ def register_comm_hook(
         return
     if isinstance(model, DistributedDataParallel):
         model.register_comm_hook(state, wrapper(hook) if wrapper is not None else hook)
+
+
+class _AllGather(torch.autograd.Function):
+    """torch's own of this name takes ranks of a gloo subgroup for global ones on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        return tuple(_gathered(tensor, group))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """What all ranks' losses contribute to this rank's tensor."""
+        total = torch.stack(gradients)
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None
+
+
+def _require_member(group: dist.ProcessGroup | None) -> None:
+    if is_distributed() and dist.get_rank(group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in the group: only its members may call this")
 
 
 def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:

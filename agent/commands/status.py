@@ -24,7 +24,14 @@ from ..configuration.config import CONFIG_FILE, HELP, SCRIPT, ConfigError, Probl
 from ..configuration.reading.resolve import resolve_meeting_place
 from ..configuration.reading.settings import Settings
 from ..configuration.reading.sources import read_argv, read_environ
-from ..configuration.rendezvous import ENDPOINT, ETCD_OPTIONS, MEETING, STANDALONE, RendezvousConfig
+from ..configuration.rendezvous import (
+    ENDPOINT,
+    ETCD_OPTIONS,
+    MASTER_ADDR,
+    MEETING,
+    STANDALONE,
+    RendezvousConfig,
+)
 from ..configuration.types.option import Group, Option
 from ..configuration.types.parsers import Parser, duration, read_endpoint
 from ..observability.status.report import SCHEMA, JobReport, as_json, report
@@ -132,7 +139,9 @@ def choose_source(command_line: Settings, environ: Mapping[str, str]) -> Source:
     if agent is not None:
         return AgentsSource(lambda: [agent], timeout_s, here=False)
     here = AgentsSource(lambda: agents_here(run_directory_parents(), os.getuid()), timeout_s, here=True)
-    if ENDPOINT not in read_environ(environ):
+    given = read_environ(environ)
+    static = MASTER_ADDR in given and resolve_meeting_place(command_line, environ) is not None
+    if ENDPOINT not in given and not static:
         return here
     return _HereOrStore(here, lambda: resolve_meeting_place(command_line, environ), timeout_s)
 

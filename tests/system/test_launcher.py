@@ -64,12 +64,30 @@ def test_a_result_that_cannot_be_sent_is_an_error() -> None:
         elastic_launch(LaunchConfig(max_restarts=0, options=COLD), lambda: (n for n in ()))()
 
 
+def test_a_function_of_a_module_beside_the_script_is_found(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "functions.py").write_text("def seven(): return 7\n")
+    script = tmp_path / "mine" / "main.py"
+    script.write_text(
+        "from functions import seven\n"
+        "from elastic_agent.launcher import LaunchConfig, elastic_launch\n"
+        "print(elastic_launch(LaunchConfig(options={'preload': 'none'}), seven)())\n"
+    )
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
+    assert "{0: 7}" in done.stdout, done.stderr
+
+
 def test_a_program_gives_no_results() -> None:
     assert elastic_launch(LaunchConfig(options=COLD), "true")() == {}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_for_the_launching_process_stops_the_job(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 143)]
+)
+def test_a_signal_for_the_launching_process_stops_the_job(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
     program = tmp_path / "program.py"
     program.write_text(ENDLESS)
     with subprocess.Popen([sys.executable, str(program), str(tmp_path)]) as process:
@@ -79,7 +97,7 @@ def test_a_signal_for_the_launching_process_stops_the_job(number: signal.Signals
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(number)
-        assert process.wait(60) == 128 + number
+        assert process.wait(60) == code
 
 
 @pytest.mark.parametrize("module", ["launch", "run"])

@@ -30,7 +30,6 @@ KUBEFLOW = {
     [
         ({"RANK": "0", "WORLD_SIZE": "2"} | SLURM, None),
         ({}, Place("one process", 0, 1, 0)),
-        ({"RANK": "0"}, Place("one process", 0, 1, 0)),
         (SLURM, Place("Slurm", 3, 4, 1, "gpu07", 20000 + 4567)),
         (
             SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"},
@@ -40,7 +39,9 @@ KUBEFLOW = {
             {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
             Place("one process", 0, 1, 0),
         ),  # the shell of a batch job
-        (OPEN_MPI | {"MASTER_ADDR": "h1"}, Place("Open MPI", 1, 2, 1, "h1", 20000)),
+        (OPEN_MPI | {"MASTER_ADDR": "h1", "MASTER_PORT": "7"}, Place("Open MPI", 1, 2, 1, "h1", 7)),
+        # mpirun in a shell that srun started
+        (SLURM | OPEN_MPI | {"MASTER_ADDR": "h1", "MASTER_PORT": "7"}, Place("Open MPI", 1, 2, 1, "h1", 7)),
         ({"PMI_RANK": "0", "PMI_SIZE": "1"}, Place("an MPI launcher", 0, 1, 0)),
         (KUBEFLOW, Place("Kubeflow", 1, 2, 0, "job-master-0", 23456)),
         ({"PET_NNODES": "1", "PET_NODE_RANK": "0"}, Place("Kubeflow", 0, 1, 0)),
@@ -53,7 +54,10 @@ def test_the_launcher_says_which_rank_this_is(environ: dict[str, str], place: Pl
 @pytest.mark.parametrize(
     ("environ", "advice"),
     [
+        ({"RANK": "1"}, "WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"} | SLURM, "RANK is not"),
         (OPEN_MPI, "set MASTER_ADDR"),
+        (OPEN_MPI | {"MASTER_ADDR": "h1"}, "set MASTER_PORT"),
         (SLURM | {"SLURM_PROCID": "4"}, "rank 4 of 4"),
         (SLURM | {"SLURM_PROCID": "x"}, "SLURM_PROCID is 'x'"),
         (SLURM | {"SLURM_STEP_NODELIST": "[", "SLURM_JOB_NODELIST": "["}, "set MASTER_ADDR"),

@@ -39,6 +39,13 @@ def weighted_gradient(rank: int) -> torch.Tensor:
     return leaf.grad
 
 
+def upper_gradient(group: Any) -> torch.Tensor:
+    leaf = torch.ones(2, requires_grad=True)
+    all_gather(leaf, group, sync_grads=True).sum().backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
 def compressed(rank: int) -> torch.Tensor:
     model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
     torch.nn.init.ones_(model.module.weight)
@@ -58,7 +65,7 @@ def raises(call: Callable[[], object]) -> str:
 
 
 def results(rank: int) -> dict[str, Any]:
-    half = dist.new_group([0, 1])
+    half, upper = dist.new_group([0, 1]), dist.new_group([1, 2])
     return {
         "gathered": {form: gather_all_tensors(of_rank(form, rank)) for form in FORMS},
         "of two": gather_all_tensors(of_rank("uneven", rank), half) if rank < 2 else None,
@@ -73,6 +80,10 @@ def results(rank: int) -> dict[str, Any]:
         "torch's": reduce(torch.tensor(rank), op=dist.ReduceOp.MAX),
         "torch's mean": reduce(torch.tensor(float(rank)), op=dist.ReduceOp.AVG),
         "hook": compressed(rank),
+        "int and float": reduce(0 if rank == 0 else 0.5),
+        "outside": raises(lambda: reduce(1, {0: upper, 2: half}[rank], "mean")) if rank != 1 else "",
+        "upper gradient": upper_gradient(upper) if rank else None,
+        "conj": all_gather(torch.tensor([1j * rank]).conj()),
     }
 
 
@@ -123,12 +134,17 @@ def test_gradients_flow_back_from_every_rank(on_three_ranks: list[dict[str, Any]
         assert found["gradient"].tolist() == [of_all_losses * (rank + 1)] * 2
 
 
+def test_a_subgroup_has_gradients_too_and_others_are_refused(on_three_ranks: list[dict[str, Any]]) -> None:
+    assert [found["upper gradient"].tolist() for found in on_three_ranks[1:]] == [[2.0, 2.0]] * 2
+    assert ["not in the group" in found["outside"] for found in on_three_ranks] == [True, False, True]
+
+
 def test_reductions(on_three_ranks: list[dict[str, Any]]) -> None:
     for found in on_three_ranks:
         assert found["sum"].tolist() == torch.full((2, 3), 3.0).tolist()
         assert found["mean"].item() == 2.0
-        assert (found["number"], found["mean of numbers"]) == (3, 1.0)
-        assert isinstance(found["number"], int)
+        assert (found["number"], found["mean of numbers"], found["int and float"]) == (3.0, 1.0, 1.0)
+        assert found["conj"].flatten().tolist() == [0, -1j, -2j]
         assert (found["torch's"].item(), found["torch's mean"].item()) == (2, 1.0)
         assert found["hook"].item() == 1.0
 
@@ -142,7 +158,7 @@ def test_a_process_that_is_alone_gets_what_it_gave() -> None:
     )
     assert reduce(tensor).tolist() == [0, 1, 2]
     assert reduce(tensor) is not tensor
-    assert (reduce(3), reduce(3, op="mean"), reduce(0.1)) == (3, 3.0, 0.1)
+    assert (reduce(3), reduce(3, op="mean"), reduce(0.1)) == (3.0, 3.0, 0.1)
     model = torch.nn.Linear(1, 1)
     register_comm_hook(model, None, default_hooks.fp16_compress_hook)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.worker import fresh_init_file
+from elastic_agent.worker import ClusterEnvironmentError, fresh_init_file
 from elastic_agent.worker.wire.environment import NAMES
 
 
@@ -23,9 +23,17 @@ def test_no_file_is_named_twice_and_those_of_earlier_generations_go(
     monkeypatch.setenv(NAMES["generation"], "1")
     first, second = made(tmp_path), made(tmp_path)
     assert first != second
-    (tmp_path / "elastic-agent-init-other-1-0").touch()
+    others = [f"elastic-agent-init-{run}-1-0" for run in ("other", "mine-2", "min")]
+    for name in others:
+        (tmp_path / name).touch()
     monkeypatch.setenv(NAMES["generation"], "12")
     third = made(tmp_path / "." / ".")
-    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(
-        [third.name, "elastic-agent-init-other-1-0"]
-    )
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([third.name, *others])
+
+
+def test_without_an_agent_no_name_is_new_and_the_same_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(NAMES["run"], raising=False)
+    with pytest.raises(ClusterEnvironmentError, match="use env://"):
+        fresh_init_file(tmp_path)

@@ -19,6 +19,8 @@ from elastic_agent.launcher import LaunchConfig, elastic_launch
         ("--nproc_per_node=2 --use-env train.py --use-env", "--nproc_per_node=2 train.py --use-env"),
         ("-m --nnodes=1 pkg.mod", "-m --nnodes=1 pkg.mod '--local-rank=${local_rank}'"),
         ("--help", "--help"),
+        ("--use-env=1 x.py a", "x.py a"),
+        ("--use-env", ""),
         ("", ""),
     ],
 )
@@ -34,6 +36,10 @@ def test_launch_passes_the_local_rank_on(given: str, ours: str) -> None:
         ("--standalone -m pkg.mod -x", "--standalone -m -- pkg.mod -x"),
         ("--nnodes=2 --node_rank=1 --master_addr=h x.py", "--nnodes=2 --node-rank=1 --master-addr=h -- x.py"),
         ("--no-python --max-restarts=3 true", "--max-restarts=3 --no-python -- true"),
+        (
+            "--nnodes=2 --node_rank=0 --master_port=5 x.py",
+            "--nnodes=2 --node-rank=0 --master-port=5 -- x.py",
+        ),
     ],
 )
 def test_what_torchruns_parser_has_read(given: str, ours: str) -> None:
@@ -59,6 +65,25 @@ def test_what_torchruns_parser_has_read(given: str, ours: str) -> None:
 )
 def test_a_launch_config_of_ours_or_of_torch(config: object, ours: str) -> None:
     assert launcher.words_of(config) == ours.split()
+
+
+def test_the_rank_of_torchs_static_rendezvous_is_the_node_rank() -> None:
+    config = TorchConfig(
+        1, 1, 1, rdzv_endpoint="h:1", rdzv_backend="static", rdzv_configs={"rank": 0, "timeout": 9}
+    )
+    assert launcher.words_of(config)[5:] == ["--node-rank=0", "--rdzv-conf=timeout=9", "--max-restarts=3"]
+
+
+def test_main_passes_its_words_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[list[str]] = []
+    monkeypatch.setattr(run, "run_agent", passed.append)
+    run.main(["--nnodes=2", "--node-rank=0", "--max-restarts=0", "x.py"])
+    assert passed == [["--nnodes=2", "--node-rank=0", "--max-restarts=0", "x.py"]]
+
+
+def test_a_script_from_a_file_gets_no_local_rank_and_that_is_said() -> None:
+    with pytest.raises(ValueError, match="name it there"):
+        launch.words_of(["--config=job.toml"])
 
 
 def test_what_cannot_be_sent_to_workers_is_refused_before_anything_starts() -> None:

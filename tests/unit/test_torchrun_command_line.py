@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+from elastic_agent.agent.configuration.config import ConfigError
 from elastic_agent.agent.configuration.options import OPTIONS
 from elastic_agent.agent.configuration.reading.resolve import Resolved, resolve
 from elastic_agent.agent.configuration.reading.sources import read_argv
@@ -38,7 +39,6 @@ def run(line: str, script: str, **environ: str) -> Resolved:
         ("--nnodes=2 --node-rank=1 --master-addr=h --master-port=1234", {}, Endpoint("h", 1234), 1),
         ("--nnodes 2 --node_rank 0 --master_addr 10.0.0.1", {}, Endpoint("10.0.0.1", 29500), 0),
         ("--nnodes=1:4 --master-addr=::1", {}, Endpoint("::1", 29500), None),
-        ("--nnodes=2 --node-rank=0", {}, Endpoint("127.0.0.1", 29500), 0),
         ("--nnodes=2 --rdzv-backend=static", {}, Endpoint("127.0.0.1", 29500), None),
         (
             "",
@@ -57,6 +57,24 @@ def test_the_static_form_names_the_store(
     assert (rendezvous.backend, rendezvous.endpoints, rendezvous.job_id) == ("c10d", (endpoint,), "default")
     assert rendezvous.node_rank == node_rank
     assert resolved.warnings == ()
+
+
+def test_a_rank_alone_orders_nodes_and_names_no_store(script: str) -> None:
+    """The first node hosts the store, and prints where the others find it."""
+    rendezvous = run("--nnodes=2 --node-rank=0", script).config.rendezvous
+    assert (rendezvous.backend, rendezvous.endpoints, rendezvous.node_rank) == ("c10d", (), 0)
+
+
+@pytest.mark.parametrize("line", ["-m --no-python prog", "--no-python -m prog", "-m --no-python=prog"])
+def test_two_things_to_run_are_refused(line: str) -> None:
+    with pytest.raises(ConfigError, match="expected one thing to run"):
+        resolve(read_argv(shlex.split(line)), {}, lambda: "fresh")
+
+
+def test_torchruns_variables_for_modules_are_named(script: str) -> None:
+    assert run("", script, PET_MODULE="1", PET_NO_PYTHON="0").warnings == (
+        "PET_MODULE is ignored: write -m on the command line",
+    )
 
 
 @pytest.mark.parametrize(

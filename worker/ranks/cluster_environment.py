@@ -49,15 +49,19 @@ def detect(environ: Mapping[str, str]) -> Place | None:
 
     Raises ClusterEnvironmentError where a launcher was found whose variables do not suffice.
     """
-    if "RANK" in environ and "WORLD_SIZE" in environ:
+    torchs = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
+    if len(torchs) == 2:
         return None
-    if (
-        "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ
-    ):  # of `srun`; sbatch's own shell has one
-        return _slurm(environ)
+    if torchs:
+        missing = "WORLD_SIZE" if torchs == ["RANK"] else "RANK"
+        raise ClusterEnvironmentError(f"{torchs[0]} is set, and {missing} is not: set both, or neither")
+    # mpirun may have been started in a step of Slurm, whose variables its processes inherit.
     for launcher, rank, size, local_rank in _MPI:
         if rank in environ and size in environ:
             return _of_mpi(launcher, environ, rank, size, local_rank)
+    # srun sets both; the shell of a batch job has only the first.
+    if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
+        return _slurm(environ)
     if "PET_NNODES" in environ and "PET_NODE_RANK" in environ:
         return _kubeflow(environ)
     return Place("one process", 0, 1, 0)
@@ -113,7 +117,13 @@ def _place(
         raise ClusterEnvironmentError(f"{launcher} says that this is rank {rank} of {world_size} processes")
     if world_size == 1:
         return Place(launcher, 0, 1, local_rank)
-    port = _number(environ, "MASTER_PORT", port) or FIRST_PORT + job % PORTS
+    port = _number(environ, "MASTER_PORT", port)
+    if not port and not job:
+        raise ClusterEnvironmentError(
+            f"{launcher} started {world_size} processes, and names no port: set MASTER_PORT to one that is free where "
+            "rank 0 runs, the same for all"
+        )
+    port = port or FIRST_PORT + job % PORTS
     return Place(launcher, rank, world_size, local_rank, address, port)
 
 
@@ -123,12 +133,17 @@ def first_node(node_list: str) -> str:
     >>> first_node("gpu[07-09,12],cpu3")
     'gpu07'
     """
-    found = re.match(r"([^\[\],]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", node_list)
-    if found is None:
+    host, rest = "", node_list
+    while found := re.match(
+        r"([^\[\],]+)|\[(\w+)[-,\w]*\]", rest
+    ):  # each bracket begins with its first host's number
+        host += found[1] or found[2]
+        rest = rest[found.end() :]
+    if not host or (rest and not rest.startswith(",")):
         raise ClusterEnvironmentError(
             f"Slurm's list of nodes is {node_list!r}: set MASTER_ADDR to the host of rank 0"
         )
-    return "".join(part or "" for part in found.groups())
+    return host
 
 
 def _number(environ: Mapping[str, str], name: str, otherwise: int | None = None) -> int:

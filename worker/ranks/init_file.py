@@ -10,9 +10,13 @@ import atexit
 import contextlib
 import itertools
 import os
+import re
 from pathlib import Path
 
+from ..errors import ClusterEnvironmentError
 from ..wire.environment import WorkerEnv
+
+PREFIX = "elastic-agent-init"
 
 _calls = itertools.count()
 
@@ -22,18 +26,22 @@ def fresh_init_file(directory: str | os.PathLike[str]) -> str:
 
     Each call names another file, so every rank must call it equally often. The directory must be on a file system that
     all nodes share, with working locks. Files of earlier generations of the run are removed, and each file when the
-    process ends. Raises OSError.
+    process ends. Raises OSError, and ClusterEnvironmentError where no agent has started this process.
     """
     env = WorkerEnv.of(os.environ)
+    if not env.run:
+        raise ClusterEnvironmentError(
+            "no agent has started this process, so no name is known that is new and the same on all ranks: pass an "
+            "init_method of your own, or use env://"
+        )
     folder = Path(directory).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    run = env.run or os.environ.get("TORCHELASTIC_RUN_ID", f"process-{os.getpid()}")
-    restart = env.generation or os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    name = f"elastic-agent-init-{run}-"
-    for old in folder.glob(f"{name}*"):
-        if not old.name.startswith(f"{name}{restart}-"):
+    mine = re.compile(rf"{PREFIX}-{re.escape(env.run)}-(\d+)-\d+")
+    for old in folder.iterdir():
+        found = mine.fullmatch(old.name)
+        if found is not None and int(found[1]) < env.generation:
             _remove(old)
-    file = folder / f"{name}{restart}-{next(_calls)}"
+    file = folder / f"{PREFIX}-{env.run}-{env.generation}-{next(_calls)}"
     atexit.register(_remove, file)
     return f"file://{file}"
 

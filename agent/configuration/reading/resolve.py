@@ -178,7 +178,7 @@ def _derive_static(settings: Settings) -> list[str]:
     """torchrun's static form is a c10d store at its master's address. Returns what is ignored beside an endpoint."""
     host, port = settings[MASTER_ADDR], settings[MASTER_PORT]
     rank, backend = settings[NODE_RANK], settings[BACKEND]
-    given = any(setting.value is not None for setting in (host, port, rank))
+    given = any(setting.value is not None for setting in (host, port))  # a rank alone only orders the nodes
     if settings[STANDALONE].value or not (given or backend.text == "static"):
         return []
     for option in (MASTER_ADDR, MASTER_PORT):  # the endpoint has it from now on

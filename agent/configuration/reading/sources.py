@@ -75,9 +75,14 @@ def read_argv(argv: Sequence[str], more: Sequence[Option[object]] = ()) -> Setti
                 f"{written} is ignored: {IGNORED_TORCHRUN_FLAGS[flag.removeprefix('--')]}"
             )
             continue
-        if option is not None and option in TARGETS and not equals and words and words[0].startswith("-"):
-            target, target_origin = option, written
-            continue
+        if option is not None and option in TARGETS:
+            if target is not SCRIPT:
+                advice = f"keep either it or {target_origin}"
+                settings.problems.append(Problem(written, None, "one thing to run", advice))
+                settings.broken.add(SCRIPT.name)
+            if not equals and words and words[0].startswith("-"):
+                target, target_origin = option, written
+                continue
         if option is None and flag not in ignored:
             settings.unknown(written, flag, flags, "an option of elastic-agent")
             settings.broken.add(SCRIPT.name)
@@ -119,6 +124,9 @@ def read_environ(environ: Mapping[str, str]) -> Settings:
         name = _variable(TORCHRUN_ENV_PREFIX, option.torchrun)
         if option.torchrun and name in environ:
             settings.put(option, environ[name], name)
+    for name, written in (("PET_MODULE", "-m"), ("PET_NO_PYTHON", "--no-python")):
+        if environ.get(name, "0") not in ("", "0"):
+            settings.warnings.append(f"{name} is ignored: write {written} on the command line")
     for torchrun, reason in IGNORED_TORCHRUN_OPTIONS.items():
         name = _variable(TORCHRUN_ENV_PREFIX, torchrun)
         if name in environ:
