@@ -252,3 +252,134 @@ def test_a_template_keeps_no_tensor_alive() -> None:
     memory = StorageWeakRef(value.untyped_storage())
     del value
     assert memory.expired()
+
+
+def saved_by_torch(payload: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(payload, file)
+    return file.getvalue()
+
+
+def records_or_error(save: Callable[[Any], bytes], payload: Any) -> dict[str, bytes] | tuple[type, str]:
+    """All that the archive holds; or what was raised in its place."""
+    try:
+        file = save(payload)
+    except Exception as error:
+        return type(error), str(error)
+    reader = torch._C.PyTorchFileReader(io.BytesIO(file))
+    names = set(reader.get_all_records()) - {".data/serialization_id"}
+    return {name: reader.get_record(name) for name in names}
+
+
+class Attributed(torch.Tensor):
+    """A subclass, as scripts make them."""
+
+
+def floats() -> torch.Tensor:
+    return torch.arange(8.0)
+
+
+def with_attribute(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.note = "kept"  # type: ignore[attr-defined]
+    return tensor
+
+
+def with_hook(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.requires_grad_().register_hook(lambda gradient: gradient)
+    return tensor
+
+
+def emptied(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def of_one_array(first: str, second: str) -> list[torch.Tensor]:
+    """Two storages over the same bytes."""
+    array = bytearray(64)
+    return [torch.frombuffer(array, dtype=getattr(torch, dtype)) for dtype in (first, second)]
+
+
+def arranged(places: str) -> list[torch.Tensor]:
+    """Tensors over as many storages as there are letters, all of one size."""
+    storages = {letter: floats() * ord(letter) for letter in sorted(set(places))}
+    return [storages[letter].view(2, 4) for letter in places]
+
+
+def two_dtypes_of_one_storage() -> list[Any]:
+    first = floats()
+    numbers = torch.arange(4)
+    return [
+        {"w": first, "n": numbers, "v": first[:4]},
+        {"w": first, "n": numbers, "v": first.view(torch.int64)[:4]},
+        {"w": first, "n": numbers, "v": first[:4]},
+    ]
+
+
+SERIES: dict[str, Callable[[], list[Any]]] = {
+    "two dtypes of one storage": two_dtypes_of_one_storage,
+    "two dtypes of two storages with the same bytes": lambda: [
+        [*of_one_array("float32", "float32"), torch.zeros(8, dtype=torch.int64)],
+        [*of_one_array("float32", "int64"), torch.zeros(16)],
+        [*of_one_array("float32", "float32"), torch.zeros(8, dtype=torch.int64)],
+    ],
+    "two dtypes of one storage, one a parameter's": lambda: [
+        [torch.nn.Parameter(first := floats()), torch.zeros(8, dtype=torch.int32), first],
+        [torch.nn.Parameter(first := floats()), floats().int(), first.view(torch.int32)],
+    ],
+    "two dtypes without memory": lambda: [
+        [emptied(floats()), emptied(floats().int())],
+        [emptied(floats()), emptied(floats().int())],
+    ],
+    "memory that was given back": lambda: [[floats(), floats()], [emptied(floats()), floats()]] * 2,
+    "a storage": lambda: [[floats()], [floats().untyped_storage()], [floats()]],
+    "a storage of a tensor beside it": lambda: [[floats()], [it := floats(), it.untyped_storage()]],
+    "a typed storage": lambda: [[floats()], [floats()._typed_storage()], [floats()]],
+    "no device": lambda: [[floats()], [torch.zeros(8, device="meta")], [floats()]],
+    "a subclass": lambda: [[floats()], [floats().as_subclass(Attributed)], [floats()]],
+    "a subclass with an attribute": lambda: [
+        [floats()],
+        [with_attribute(floats().as_subclass(Attributed))],
+    ],
+    "an attribute": lambda: [[floats()], [with_attribute(floats())], [floats()]],
+    "a parameter's attribute": lambda: [
+        [torch.nn.Parameter(floats())],
+        [with_attribute(torch.nn.Parameter(floats()))],
+        [torch.nn.Parameter(floats())],
+    ],
+    "a hook": lambda: [[floats().requires_grad_()], [with_hook(floats())], [floats().requires_grad_()]],
+    "a parameter's hook": lambda: [
+        [torch.nn.Parameter(floats())],
+        [with_hook(torch.nn.Parameter(floats()))],
+    ],
+    "a buffer": lambda: [[floats()], [torch.nn.Buffer(floats())], [floats()]],
+    "zeros without memory": lambda: [[floats()], [torch._efficientzerotensor((8,))], [floats()]],
+    "a negated view": lambda: [[floats()], [torch.imag(torch.zeros(4, dtype=torch.complex64).conj())]],
+    "a tie that goes and comes": lambda: [arranged("aab"), arranged("abc"), arranged("aab")],
+    "another arrangement of as many storages": lambda: [
+        arranged("aab"),
+        arranged("aba"),
+        arranged("abb"),
+        arranged("aab"),
+    ],
+    "one object again": lambda: [
+        [one := floats(), one],
+        [one := floats(), one.view(8)],
+        [floats(), floats()],
+    ],
+    "more than ten storages": lambda: [
+        arranged("abcdefghijkla"),
+        arranged("abcdefghijkll"),
+        arranged("abcdefghijkaa"),
+    ],
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("series", SERIES.values(), ids=SERIES.keys())
+def test_each_of_a_series_is_what_torch_saves_or_its_error(series: Callable[[], list[Any]]) -> None:
+    states = series()
+    layouts = LayoutCache()
+    for payload in [states[0], states[0], *states]:
+        found = records_or_error(lambda one: file_of(layouts.lay_out(one)), payload)
+        assert found == records_or_error(saved_by_torch, payload)

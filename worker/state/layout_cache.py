@@ -6,7 +6,7 @@ torch does, but takes what torch says of a tensor from the state before, which i
 
 Nothing is taken for granted. A file serves as template only if torch has put into it, bit by bit, the pickle that is
 made here of the same state. A pickle of another length, storages of other sizes, and every state that holds a tensor
-of an unusual kind are laid out by torch.
+of an unusual kind are laid out by torch, and so is a state that torch refuses to save: torch raises its own error.
 
 Of the template one thing stays behind: torch's own `serialization_id`, which no reader uses.
 """
@@ -66,6 +66,8 @@ class _StatePickler(Pickler):
         self.storages: list[torch.UntypedStorage] = []
         self._before = reduced
         self._numbers: dict[int, int] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
+        """By the address of a storage's bytes."""
 
     def persistent_id(self, one: Any) -> Any:
         return one.persistent_id if type(one) is _Reference else None
@@ -92,12 +94,17 @@ class _StatePickler(Pickler):
             or tensor.is_nested
             or tensor.is_conj()
             or tensor.is_neg()
+            or tensor._is_zerotensor()
         ):
             raise _Unusual(f"a tensor of {tensor.dtype} and {tensor.layout} on {tensor.device}")
         storage = tensor.untyped_storage()
         number = self._numbers.setdefault(id(storage), len(self.storages))
         if number == len(self.storages):
             self.storages.append(storage)  # which also keeps its id from being another's
+        # torch refuses a second dtype, which a load would lose. It compares addresses, which two storages may share.
+        address = storage.data_ptr()
+        if address and self._dtypes.setdefault(address, tensor.dtype) != tensor.dtype:
+            raise _Unusual("tensors of several dtypes view the same bytes")
         form = (
             tensor.dtype,
             tensor.device,
