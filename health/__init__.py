@@ -1,1 +1,1 @@
-"""Metrics of a node, the comparison of nodes, and the HTTP server for both. Never steers by itself."""
+"""Metrics of a node, and the HTTP server for them and for probes. Never steers by itself."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.health.checks import MOST_NAMED, Comparison, differences
+from elastic_agent.agent.observability.checks import MOST_NAMED, Comparison, differences
 from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,

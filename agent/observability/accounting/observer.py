@@ -11,13 +11,13 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 
-from ....health.checks import Comparison
 from ....health.metrics import Metrics
 from ....rendezvous.node.node_actions import Refusal
 from ....rendezvous.node.participant import Participant
 from ....rendezvous.node.snapshot import NodeSnapshot
 from ....rendezvous.records import BadState, CauseKind, Failure, Member, NodeRecord, Phase, Result, World
 from ...workers.processes.workers import WorkerGroup
+from ..checks import Comparison
 from ..status.pages import StatusPages
 from .goodput import TrainingEvent
 from .membership_changes import MembershipWatch, because, reason

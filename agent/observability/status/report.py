@@ -11,10 +11,10 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from ....health.checks import other_limits
 from ....rendezvous.coordinator import blame
 from ....rendezvous.coordinator.restarts import RestartPolicy
 from ....rendezvous.records import CauseKind, Endpoint, Member, NodeRecord, Phase, Restarts, Result, World
+from ..checks import other_limits
 from .pages import Checkpoint, JobStatus, NodeStatus, worker_failure
 from .sources import Found, NodeAnswer, Unreachable
 

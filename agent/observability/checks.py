@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from ..rendezvous import terms
-from ..rendezvous.records import NodeRecord, World
+from ...rendezvous import terms
+from ...rendezvous.records import NodeRecord, World
 
 MOST_NAMED = 5
 """Of the nodes that have the same value; the others are counted."""
