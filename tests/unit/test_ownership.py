@@ -18,7 +18,7 @@ import pytest
 
 from elastic_agent.worker.disk import checkpoint_files, directory_claim, durable, former_runs, ownership
 from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
-from elastic_agent.worker.disk.manifests import Manifest
+from elastic_agent.worker.disk.manifests import Manifest, manifest_name
 from elastic_agent.worker.disk.ownership import Former, Ownership, settle, successor
 from elastic_agent.worker.errors import CheckpointError, Fenced, OtherRun, Unconfirmed
 from elastic_agent.worker.wire import files
@@ -455,6 +455,21 @@ def test_a_run_whose_state_is_elsewhere_goes_on_and_keeps_an_ended_runs_newer_ch
     del b
     assert Job(tmp_path, C).load() == 205
     assert Job(tmp_path / f"before-{A.id}", C).load() == 200
+
+
+def test_a_former_runs_checkpoint_is_not_moved_through_a_link(tmp_path: Path) -> None:
+    elsewhere = tmp_path.with_name(f"{tmp_path.name}-elsewhere")
+    elsewhere.mkdir()
+    job = Job(tmp_path, A)
+    job.load()
+    job.save(10)
+    (tmp_path / f"before-{A.id}").symlink_to(elsewhere)
+    with files.open_directory(str(tmp_path)) as dir_fd:
+        manifest = Manifest.from_json((tmp_path / manifest_name(10)).read_bytes())
+        with pytest.raises(NotADirectoryError):
+            former_runs.move_aside(dir_fd, manifest)
+    assert not list(elsewhere.iterdir())
+    assert steps(tmp_path) == {10: A.id}
 
 
 @pytest.mark.parametrize("step", [90, 195])

@@ -6,12 +6,13 @@ import fcntl
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from elastic_agent.worker.memory import slots as module
 from elastic_agent.worker.memory.copy_header import Header
 from elastic_agent.worker.memory.random_states import RandomState
 from elastic_agent.worker.memory.slots import Slots, SlotsBusy, room_for, sums_of
@@ -185,6 +186,26 @@ def test_no_memory_is_an_error_and_gives_back_what_there_was(
     assert (Path(slots.folder) / "a.pt").stat().st_size == 0
     monkeypatch.undo()
     assert write(slots, 3) == "a"
+
+
+def test_another_folder_that_becomes_a_link_is_not_emptied(
+    slots: Slots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Slots(str(tmp_path), "/runs/y")
+    write(other, 1)
+    elsewhere = tmp_path.with_name(f"{tmp_path.name}-elsewhere")
+    taken = module._taken
+
+    def replacing(folder: str, names: Iterable[str]) -> int:
+        found = taken(folder, names)
+        os.rename(folder, elsewhere)
+        os.symlink(elsewhere, folder)
+        return found
+
+    monkeypatch.setattr(module, "_taken", replacing)
+    assert not slots.empty_unused([slots.folder])
+    assert (elsewhere / "a.pt").stat().st_size == len(b"state")
+    other.close()
 
 
 def spoil_by_bit(path: Path) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from ..wire.files import open_directory
+from ..wire.files import open_own_directory
 from .manifests import Manifest, manifest_name
 
 
@@ -26,7 +26,7 @@ def move_aside(dir_fd: int, manifest: Manifest) -> str:
     with contextlib.suppress(FileExistsError):
         os.mkdir(name, dir_fd=dir_fd)
         os.fsync(dir_fd)
-    with open_directory(name, dir_fd) as there:
+    with open_own_directory(name, dir_fd) as there:
         with contextlib.suppress(FileNotFoundError):  # it is there already, or there is none
             os.rename(manifest.file, manifest.file, src_dir_fd=dir_fd, dst_dir_fd=there)
         os.fsync(there)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from ..state import rng
-from ..wire.files import open_directory, open_for_reading
+from ..wire.files import open_for_reading, open_own_directory
 from .node_memory import RankPlace
 
 MAGIC = int.from_bytes(b"erankst1", "little")
@@ -114,7 +114,7 @@ class RankStateFile:
 def find(folder: str, rank: int, world_size: int, generation: int, step: int) -> RankState | None:
     """What that rank knew at the end of that step; None when it has not written it down here, or has gone on since."""
     try:
-        with open_directory(folder) as dir_fd, open_for_reading(dir_fd, _name_of(rank)) as file:
+        with open_own_directory(folder) as dir_fd, open_for_reading(dir_fd, _name_of(rank)) as file:
             raw = file.read()
         magic, room = _FILE.unpack_from(raw)
         if magic != MAGIC:

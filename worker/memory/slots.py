@@ -37,7 +37,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from io import BufferedReader
 
-from ..wire.files import DIRECTORY, open_directory, open_for_reading, read_whole, remove, replace_file
+from ..wire.files import OWN_DIRECTORY, open_for_reading, open_own_directory, read_whole, remove, replace_file
 from .copy_header import Header
 from .random_states import RandomStates
 
@@ -94,7 +94,7 @@ class Slots:
         with contextlib.suppress(FileExistsError):
             os.mkdir(self.folder, 0o700)
         # All else is below what is open here, whatever takes its name later.
-        self._dir_fd = os.open(self.folder, DIRECTORY | os.O_NOFOLLOW)
+        self._dir_fd = os.open(self.folder, OWN_DIRECTORY)
         self.random_states = RandomStates(self._dir_fd)
 
     def close(self) -> None:
@@ -220,7 +220,7 @@ class Slots:
     @contextlib.contextmanager
     def _changing_headers(self) -> Iterator[None]:
         """One of all threads and processes at a time, for a few system calls. Raises OSError."""
-        with open_directory(".", self._dir_fd) as fd:
+        with open_own_directory(".", self._dir_fd) as fd:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield
 
@@ -275,7 +275,7 @@ class Slots:
                 entry.path for entry in os.scandir(self.memory) if entry.is_dir(follow_symlinks=False)
             ):
                 if folder not in used and _taken(folder, _SLOT_FILES):
-                    with open_directory(folder) as dir_fd:
+                    with open_own_directory(folder) as dir_fd:
                         for name in NAMES:
                             emptied |= _empty(dir_fd, name)
         return emptied

@@ -1,4 +1,7 @@
-"""Files below one open directory, never through a symbolic link: whatever takes the directory's name later.
+"""Files below one open directory, whatever takes its name later.
+
+Only the directory that a user names may be a symbolic link. What this library makes below it is never opened through
+one.
 
 Checkpoints on disk and copies in memory are read and replaced with these.
 """
@@ -10,13 +13,24 @@ import os
 from collections.abc import Iterator
 from io import BufferedReader
 
-DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+OWN_DIRECTORY = _DIRECTORY | os.O_NOFOLLOW
+
+
+def open_directory(path: str) -> contextlib.AbstractContextManager[int]:
+    """The descriptor of a directory that a user names, through a symbolic link too. Raises OSError."""
+    return _opened(path, _DIRECTORY)
+
+
+def open_own_directory(path: str, dir_fd: int | None = None) -> contextlib.AbstractContextManager[int]:
+    """The descriptor of a directory that this library has made. Raises OSError, also for a symbolic link."""
+    return _opened(path, OWN_DIRECTORY, dir_fd)
 
 
 @contextlib.contextmanager
-def open_directory(path: str, dir_fd: int | None = None) -> Iterator[int]:
-    """Its descriptor. Raises OSError."""
-    fd = os.open(path, DIRECTORY, dir_fd=dir_fd)
+def _opened(path: str, flags: int, dir_fd: int | None = None) -> Iterator[int]:
+    """Raises OSError."""
+    fd = os.open(path, flags, dir_fd=dir_fd)
     try:
         yield fd
     finally:
