@@ -48,13 +48,7 @@ def read_argv(argv: Sequence[str], more: Sequence[Option[object]] = ()) -> Setti
     none of the script.
     """
     settings = Settings()
-    flags = {
-        f"--{name}": option
-        for option in (*OPTIONS, *more)
-        if Source.CLI in option.sources
-        for name in option.names
-    }
-    flags |= {option.short: option for option in OPTIONS if option.short}
+    flags = _flags(more)
     ignored = {f"--{name}": name for name in IGNORED_TORCHRUN_OPTIONS} | IGNORED_TORCHRUN_SHORTS
     words = list(argv)
     target: Option[object] = SCRIPT
@@ -86,9 +80,8 @@ def read_argv(argv: Sequence[str], more: Sequence[Option[object]] = ()) -> Setti
         if option is None and flag not in ignored:
             settings.unknown(written, flag, flags, "an option of elastic-agent")
             settings.broken.add(SCRIPT.name)
-            guess = flags.get(closest(flag, flags))
-            if not equals and not (guess and guess.flag) and words and not words[0].startswith("-"):
-                words.pop(0)
+            if not equals:
+                _skip_value(flags.get(closest(flag, flags)), words)
             continue
         if option is not None and option.flag:
             settings.put(option, text if equals else "true", written)
@@ -108,6 +101,24 @@ def read_argv(argv: Sequence[str], more: Sequence[Option[object]] = ()) -> Setti
         else:
             settings.put(option, text, written)
     return settings
+
+
+def _flags(more: Sequence[Option[object]]) -> dict[str, Option[object]]:
+    """Each spelling on the command line."""
+    flags = {
+        f"--{name}": option
+        for option in (*OPTIONS, *more)
+        if Source.CLI in option.sources
+        for name in option.names
+    }
+    flags |= {option.short: option for option in OPTIONS if option.short}
+    return flags
+
+
+def _skip_value(guess: Option[object] | None, words: list[str]) -> None:
+    """Of a flag that is not known, and was probably meant to be `guess`: the next word may be its value."""
+    if not (guess and guess.flag) and words and not words[0].startswith("-"):
+        words.pop(0)
 
 
 def _put_command(
