@@ -39,10 +39,9 @@ _SHORTHANDS_FIRST = sorted(OPTIONS, key=lambda option: not option.shorthand)
 def read_argv(argv: Sequence[str], more: Sequence[Option[object]] = ()) -> Settings:
     """Options up to the first word that is none; that word is the script, and all after it are its arguments.
 
-    `more` are the options that a sub-command has besides.
-
-    `-m` and `--no-python` have what to run as their value, or, where an option or `--` follows them, stand alone as
-    under torchrun: then the first word that is no option is what to run.
+    `more` are the options that a sub-command has besides. `-m` and `--no-python` have what to run as their value, or,
+    where an option or `--` follows them, stand alone as under torchrun: then the first word that is no option is what
+    to run.
 
     After an unknown option it is not known which word is the script: the walk goes on to find further problems, but
     none of the script.
@@ -64,10 +63,8 @@ def read_argv(argv: Sequence[str], more: Sequence[Option[object]] = ()) -> Setti
         written, equals, text = word.partition("=")
         flag = written.replace("_", "-")
         option = flags.get(flag)
-        if flag.removeprefix("--") in IGNORED_TORCHRUN_FLAGS:
-            settings.warnings.append(
-                f"{written} is ignored: {IGNORED_TORCHRUN_FLAGS[flag.removeprefix('--')]}"
-            )
+        if reason := IGNORED_TORCHRUN_FLAGS.get(flag.removeprefix("--")):
+            settings.warnings.append(f"{written} is ignored: {reason}")
             continue
         if option is not None and option in TARGETS:
             if target is not SCRIPT:
