@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -69,6 +74,89 @@ def test_who_changes_a_slot_does_not_wait_for_its_checksums(
     assert not slots.headers()[name].sums
     assert write(slots, 2) != name
     assert write(slots, 3) == name, "nobody holds it"
+
+
+def test_where_copies_follow_each_other_at_once_every_fourth_gets_its_checksums(
+    slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+    run = checksums._ChecksumThread.run
+
+    def running(thread: checksums._ChecksumThread) -> None:
+        run(thread)
+        ended.set()
+
+    monkeypatch.setattr(checksums._ChecksumThread, "run", running)
+    threads, summed = ChecksumThreads(slots), []
+    for step in range(1, 13):
+        with checksums.undisturbed():
+            name = write(slots, step)
+            ended.clear()
+            threads.start(name)
+            if step % 4 == 0:  # it goes on, so the next copy cannot come too early for it
+                assert ended.wait(60)
+            threads.stop(name)
+        if slots.headers()[name].sums:
+            summed.append(step)
+    assert summed == [4, 8, 12]
+    for step in range(13, 16):
+        name = write(slots, step)
+        threads.start(name)
+        join_threads("memory-sums")
+        assert slots.headers()[name].sums
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_while_a_state_is_copied_lets_the_childs_checksums_be_computed() -> None:
+    copying, forked = threading.Event(), threading.Event()
+
+    def copy() -> None:
+        with checksums.undisturbed():
+            copying.set()
+            forked.wait()
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    copying.wait()
+    child = os.fork()
+    if not child:
+        os._exit(len(checksums._copying))
+    _, status = os.waitpid(child, 0)
+    forked.set()
+    thread.join()
+    assert status == 0
+
+
+def test_an_exception_out_of_a_signal_leaves_no_checksums_waiting() -> None:
+    """At each line up to the one at which the copy begins."""
+    code = inspect.unwrap(checksums.undisturbed).__code__
+    lines = []
+
+    def tracer_until(left: int) -> Any:
+        def trace(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal left
+            if frame.f_code is code and event == "line":
+                left -= 1
+                if left == 0:
+                    lines.append(frame.f_lineno)
+                    raise KeyboardInterrupt
+            return trace
+
+        return trace
+
+    before = sys.gettrace()
+    for left in range(1, 20):
+        sys.settrace(tracer_until(left))
+        try:
+            with checksums.undisturbed():
+                sys.settrace(before)
+                break
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        assert not checksums._copying
+    assert len(lines) > 2
 
 
 def test_a_header_that_went_meanwhile_does_not_come_back(slots: Slots) -> None:

@@ -10,12 +10,17 @@ Only a caller that is about to change the slot waits for the thread, for a milli
 While this process copies a state the thread stands still: training waits for the copy, which takes twice as long where
 the thread has one of the cores that copy. The price is that checksums come later by the time of the copies made
 meanwhile. The thread keeps its priority, for at a lower one it could be left without a core while it holds the GIL.
+
+Where steps are so short that several threads in a row had to give up, the next one does not stand still. So at most one
+copy in four is slowed, and only where copies would otherwise get no checksums. A copy whose slot is overwritten sooner
+than it can be read gets none, for training would have to wait, or the newest copy to be overwritten, to read it all.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import threading
 import zlib
 from collections.abc import Iterator
@@ -26,30 +31,27 @@ _STRIDE = 1 << 20
 """Bytes between two looks at whether to give up, or to stand still."""
 
 
-class _Copying:
-    """How many states this process copies now: several Checkpointers may copy in threads of their own."""
+_LOOK_S = 0.001
+"""Between two looks at whether a copy has been made."""
+_GIVEN_UP = 3
+"""So many threads in a row stood still and gave up: the next one goes on."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.changed = threading.Condition()
+_copying: set[object] = set()
+"""One for each state that this process copies now: several Checkpointers may copy in threads of their own."""
 
-    def add(self, number: int) -> None:
-        with self.changed:
-            self.count += number
-            self.changed.notify_all()
-
-
-_copying = _Copying()
+# A child of fork has no thread that would end the copies of its parent.
+os.register_at_fork(after_in_child=_copying.clear)
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """No checksums are computed in this process meanwhile, but for the stretch that has begun."""
-    _copying.add(1)
-    try:
+    """Checksums wait meanwhile in this process, but for the stretch that has begun."""
+    copy = object()
+    try:  # an exception may come from a signal handler at any moment
+        _copying.add(copy)
         yield
     finally:
-        _copying.add(-1)
+        _copying.discard(copy)
 
 
 class ChecksumThreads:
@@ -58,11 +60,14 @@ class ChecksumThreads:
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self._threads: dict[str, _ChecksumThread] = {}
+        self._given_up = 0
+        """How many in a row."""
 
     def start(self, name: str) -> None:
         """That slot was sealed, or its header changed."""
         self.stop(name)
-        thread = _ChecksumThread(self._slots, name)
+        stands_still = self._given_up % (_GIVEN_UP + 1) < _GIVEN_UP
+        thread = _ChecksumThread(self._slots, name, stands_still=stands_still)
         try:
             thread.start()
         except RuntimeError:  # no thread can be started now: this copy goes without
@@ -74,22 +79,21 @@ class ChecksumThreads:
         for name in names:
             thread = self._threads.pop(name, None)
             if thread is not None:
-                thread.give_up()
+                thread.given_up.set()
                 thread.join()
+                self._given_up = 0 if thread.finished else self._given_up + 1
 
 
 class _ChecksumThread(threading.Thread):
-    def __init__(self, slots: Slots, name: str) -> None:
+    def __init__(self, slots: Slots, name: str, *, stands_still: bool) -> None:
+        """`stands_still`: while a state is copied."""
         # The end of the process does not wait for it.
         super().__init__(name="memory-sums", daemon=True)
         self.given_up = threading.Event()
+        self.finished = False
+        self._stands_still = stands_still
         self._slots = slots
         self._slot = name
-
-    def give_up(self) -> None:
-        with _copying.changed:
-            self.given_up.set()
-            _copying.changed.notify_all()
 
     def run(self) -> None:
         try:
@@ -98,6 +102,7 @@ class _ChecksumThread(threading.Thread):
                 with mmap.mmap(held.stream.fileno(), size, prot=mmap.PROT_READ) as mapping:
                     sums = self._sums(mapping, size)
                 if sums:
+                    self.finished = True
                     self._slots.add_sums(held, sums)
         except (OSError, ValueError):
             pass  # the copy is gone, or there is no room for its checksums
@@ -117,7 +122,7 @@ class _ChecksumThread(threading.Thread):
         return tuple(sums)
 
     def _may_go_on(self) -> bool:
-        """Once no state is copied; False: it is to give up."""
-        with _copying.changed:
-            _copying.changed.wait_for(lambda: self.given_up.is_set() or not _copying.count)
+        """Once no state is copied, where it stands still for that; False: it is to give up."""
+        while self._stands_still and _copying and not self.given_up.wait(_LOOK_S):
+            pass
         return not self.given_up.is_set()
