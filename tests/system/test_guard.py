@@ -390,6 +390,21 @@ def test_the_command_blocks_nothing_and_ignores_only_what_people_let_it_ignore()
     assert masks == {"SigBlk:": 0, "SigIgn:": bit(signal.SIGHUP) | bit(signal.SIGUSR1)}
 
 
+def test_a_helper_ignores_no_other_signal_that_the_agent_was_started_with_blocked() -> None:
+    script = (
+        "import signal; print(signal.getsignal(signal.SIGCHLD), signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
+    )
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    try:
+        helper = start_helper(
+            [sys.executable, "-c", script], os.environ, subprocess.DEVNULL, stdout=subprocess.PIPE
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    output, _ = helper.communicate(timeout=PATIENCE_S)
+    assert output.decode().split() == [str(int(signal.SIG_DFL)), "set()"]
+
+
 @pytest.mark.parametrize("number", IGNORED)
 def test_no_signal_ends_a_helper_at_any_moment_of_its_start(number: signal.Signals) -> None:
     """Slurm and service managers signal everything that they started, and workers in their grace still need it."""

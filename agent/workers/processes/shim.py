@@ -1,6 +1,7 @@
 """What a worker process runs first: `python -I -S shim.py AGENT_PID CPUS CGROUP -- COMMAND...` gets ready and execs.
 
-With `--helper` in the place of `--` the command is a process of the agent's own: it ignores what was blocked.
+With `--helper` in the place of `--` the command is a process of the agent's own: it ignores `IGNORED`,
+which the agent has blocked until then.
 
 It ties the worker's life to the agent's (the kernel kills it when the thread that started it ends: start workers
 from the agent's main thread), enters CGROUP (empty: stays in the agent's), which will hold it and all that it starts,
@@ -20,6 +21,10 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""As in `guard`."""
+
 STAY_IGNORED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """What was ignored when the agent was started, as by nohup, its workers ignore, too: under torchrun they do."""
 
@@ -29,7 +34,7 @@ def main(agent_pid: int, cpus: str, cgroup: str, command: list[str], *, helper: 
     if problem := tie(agent_pid) or place(cpus, cgroup):
         return _refuse(f"{problem}; not starting {command[0]!r}", 1)
     if helper:
-        for number in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+        for number in IGNORED:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         return _become(command)
