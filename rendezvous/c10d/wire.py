@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from ...codec import Codec, Count, Invalid, Text, Within, from_plain, load_object, plain, shown
 from ..store.interface import Change, Compare, Delete, LeaseId, Outcome, Put, Revision, Snapshot
 
 SCHEMA = 3
+_PROGRAM = "elastic-agent"
 META_KEY = "elastic-agent/meta"
 REQUEST_QUEUE = "elastic-agent/requests"
 REQUEST_LIMIT_BYTES = 2 * 1024 * 1024
@@ -129,16 +130,10 @@ def reply_queue(client: str, link: int) -> str:
 class _Meta:
     """What a host publishes first of all. Every version has the first two fields."""
 
-    program: Literal["elastic-agent"]
-    schema: Annotated[int, _this_schema]
+    program: str
+    schema: Count
     job: str
     host: str
-
-
-def _this_schema(raw: Any) -> int:
-    if type(raw) is not int or raw != SCHEMA:
-        raise Invalid(f"{shown(raw)}, this version speaks {SCHEMA}")
-    return raw
 
 
 _CALLS: Codec[Call] = Codec((Grant, KeepAlive, Revoke, Transact, Read, LongPoll), SCHEMA, REQUEST_LIMIT_BYTES)
@@ -175,14 +170,20 @@ def decode_reply(raw: bytes) -> Reply:
 
 def encode_meta(job: str, host: str) -> bytes:
     """What a host publishes about itself; `host` is new in every life of a host."""
-    return _dump(plain(_Meta("elastic-agent", SCHEMA, job, host)))
+    return _dump(plain(_Meta(_PROGRAM, SCHEMA, job, host)))
 
 
 def decode_meta(raw: bytes, job: str) -> str:
     """The host's name for this life. Raises Invalid, with what was found, when it is not ours to join."""
     if len(raw) > REQUEST_LIMIT_BYTES:
         raise Invalid(f"{META_KEY!r} holds {len(raw)} bytes that elastic-agent did not write")
-    meta = from_plain(_Meta, load_object(raw, META_KEY))
+    body = load_object(raw, META_KEY)
+    program, schema = body.get("program"), body.get("schema")
+    if program != _PROGRAM:
+        raise Invalid(f"program {shown(program)}, expected {_PROGRAM!r}")
+    if type(schema) is not int or schema != SCHEMA:
+        raise Invalid(f"schema {shown(schema)}, this version of elastic-agent speaks schema {SCHEMA}")
+    meta = from_plain(_Meta, body)
     if meta.job != job:
         raise Invalid(f"job {meta.job!r}, expected {job!r}")
     return meta.host

@@ -462,10 +462,14 @@ OURS = {"schema": SCHEMA, "program": "elastic-agent", "job": "job", "host": "h"}
         (json.dumps(OURS | {"job": "other"}), "job 'other', expected 'job'"),
         (
             json.dumps(OURS | {"schema": SCHEMA + 1}),
-            f"meta.schema is {SCHEMA + 1}, this version speaks {SCHEMA}",
+            f"schema {SCHEMA + 1}, this version of elastic-agent speaks schema {SCHEMA}",
         ),
-        (json.dumps(OURS | {"schema": "1"}), "meta.schema is '1'"),
-        (json.dumps(OURS | {"program": "torchrun"}), "meta.program is 'torchrun'"),
+        (
+            json.dumps({"program": "elastic-agent", "schema": 2, "session": "h", "cluster": {}}),
+            f"schema 2, this version of elastic-agent speaks schema {SCHEMA}",
+        ),
+        (json.dumps(OURS | {"schema": "1"}), "schema '1', this version"),
+        (json.dumps({"program": "torchrun"}), "program 'torchrun', expected 'elastic-agent'"),
         (json.dumps({key: OURS[key] for key in ("schema", "program", "job")}), "meta.host is missing"),
         ("[]", "is a JSON list"),
         ("\x80\x05garbage", "not JSON"),
