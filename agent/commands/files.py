@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ... import __version__
@@ -47,16 +48,25 @@ def main(words: Sequence[str]) -> int:
         )
         return FilesCode.BAD_CONFIG
     try:
-        kept = write(contents_of(names[0]), Path(names[1]), replace="--force" in words)
+        contents = contents_of(names[0])
     except OSError as error:
         print(f"elastic-agent files: {error.filename}: {error.strerror}", file=sys.stderr)
         return FilesCode.NOT_WRITTEN
-    for file in kept:
+    outcome = write(contents, Path(names[1]), replace="--force" in words)
+    try:
+        print("".join(f"{file}\n" for file in outcome.there), end="", flush=True)
+    except OSError as error:
+        problem = f"the output cannot be written ({error.strerror}): the names of the files are not shown"
+        print(f"elastic-agent files: {problem}", file=sys.stderr)
+    if outcome.problem:
+        print(f"elastic-agent files: {outcome.problem}", file=sys.stderr)
+        return FilesCode.NOT_WRITTEN
+    for file in outcome.kept:
         print(
             f"elastic-agent files: {file} has another content and is kept; --force replaces it",
             file=sys.stderr,
         )
-    return FilesCode.KEPT if kept else FilesCode.WRITTEN
+    return FilesCode.KEPT if outcome.kept else FilesCode.WRITTEN
 
 
 def contents_of(kind: str) -> dict[Path, bytes]:
@@ -69,18 +79,32 @@ def contents_of(kind: str) -> dict[Path, bytes]:
     return {file.relative_to(source): file.read_bytes() for file in files}
 
 
-def write(contents: Mapping[Path, bytes], target: Path, *, replace: bool) -> list[Path]:
-    """Prints the name of each file that is there then, and returns those that were kept. Raises OSError."""
-    kept = []
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What `write` has done. After a problem, the remaining files were not tried."""
+
+    there: tuple[Path, ...]
+    kept: tuple[Path, ...]
+    problem: str = ""
+
+
+def write(contents: Mapping[Path, bytes], target: Path, *, replace: bool) -> Outcome:
+    there: list[Path] = []
+    kept: list[Path] = []
+    problem = ""
     for name, content in contents.items():
         place = target / name
-        if place.exists() and place.read_bytes() != content and not replace:
-            kept.append(place)
-            continue
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(content)
-        print(place)
-    return kept
+        try:
+            if place.exists() and place.read_bytes() != content and not replace:
+                kept.append(place)
+                continue
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(content)
+        except OSError as error:
+            problem = f"{error.filename or place}: {error.strerror}"  # a full disk is reported without a name
+            break
+        there.append(place)
+    return Outcome(tuple(there), tuple(kept), problem)
 
 
 def _help() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import subprocess
 from pathlib import Path
 
@@ -69,3 +71,36 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.
     (tmp_path / "file").touch()
     assert main(["helm", str(tmp_path / "file")]) == FilesCode.NOT_WRITTEN
     assert str(tmp_path / "file") in capsys.readouterr().err
+
+
+class Full(io.StringIO):
+    """A redirected output whose disk is full."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_an_output_that_cannot_be_written_is_named_and_the_files_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout", Full())
+    assert main(["shell", str(tmp_path)]) == FilesCode.WRITTEN
+    assert {file.name for file in tmp_path.iterdir()} == {"elastic-agent.1", "elastic-agent.bash"}
+    error = capsys.readouterr().err
+    assert "the output cannot be written" in error
+    assert "No space left on device" in error
+
+
+def test_a_file_that_the_disk_has_no_room_for_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write_bytes(path: Path, content: bytes) -> int:
+        if path.name == "elastic-agent.bash":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return len(content)
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    assert main(["shell", str(tmp_path)]) == FilesCode.NOT_WRITTEN
+    shown = capsys.readouterr()
+    assert f"{tmp_path / 'elastic-agent.bash'}: No space left on device" in shown.err
+    assert shown.out.split() == [str(tmp_path / "elastic-agent.1")], "what was written before is named"
