@@ -63,6 +63,19 @@ def test_what_comes_without_a_text_is_refused(channels: tuple[socket.socket, soc
         receive(channels[1])
 
 
+def test_descriptors_of_a_message_that_is_refused_are_closed(
+    channels: tuple[socket.socket, socket.socket],
+) -> None:
+    before = os.listdir("/proc/self/fd")
+    text = os.memfd_create("message")
+    os.write(text, b"no message")
+    socket.send_fds(channels[0], [b"."], [text, 0, 0])
+    os.close(text)
+    with pytest.raises(Invalid):
+        receive(channels[1])
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_the_command_is_what_python_is_given() -> None:
     assert START.command == ("-u", "train.py", "--lr", "0.1")
     module = BecomeWorker("module", "package.train", ("1",), {}, "/")

@@ -141,6 +141,11 @@ def receive(channel: socket.socket) -> tuple[Message, list[int]] | None:
     if not descriptors:
         raise Invalid("message without its text")
     text, *others = descriptors
-    with open(text, "rb") as file:
-        file.seek(0)
-        return CODEC.decode(file.read(LONGEST + 1)), others
+    try:
+        with open(text, "rb") as file:
+            file.seek(0)
+            return CODEC.decode(file.read(LONGEST + 1)), others
+    except (OSError, Invalid):
+        for descriptor in others:
+            os.close(descriptor)
+        raise
