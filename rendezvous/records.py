@@ -36,6 +36,8 @@ MAX_ASIDE_REASON = 512
 MAX_TEXT = 4096
 """Characters of a text for people; a longer one is refused, so its writer cuts it."""
 MAX_RDMA_PORTS = 64
+MAX_SEEN = 2**62
+"""Half of what a generation can be: however high a node says that it was, all nodes can read the next ones."""
 WORLD_KEY = "world"
 STOP_KEY = "stop_at"
 INTRODUCTION = "the answer of a peer"
@@ -176,7 +178,7 @@ class NodeRecord(_Record):
     step: Count = 0
     """Highest training step that this node's workers have reported (finished or saved); 0 when they do not."""
     progress: GenerationProgress | None = None
-    seen: Count = 0
+    seen: Annotated[int, Within(0, MAX_SEEN)] = 0
     """The highest generation that earlier incarnations have known, perhaps in a store that is no more. The next one is
     higher."""
 

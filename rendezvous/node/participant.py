@@ -28,6 +28,7 @@ from ..errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch
 from ..liveness.failure_detector import Finding, Peer
 from ..liveness.lease_validity import LeaseValidity
 from ..records import (
+    MAX_SEEN,
     NODES_PREFIX,
     TRANSITIONS,
     WORLD_KEY,
@@ -540,7 +541,7 @@ class Participant:
         was, incarnation = self._session.record, f"{self.identity.incarnation}.{self._joins}"
         self._known = newest(self._known, self.world)
         seen = self._known.generation if self._known is not None else self.identity.seen
-        again = replace(self.identity, incarnation=incarnation, seen=seen)
+        again = replace(self.identity, incarnation=incarnation, seen=min(seen, MAX_SEEN))
         self._session = self._new_session(replace(again, leaving=was.leaving, ready=was.ready, step=was.step))
         # A world that we never saw may have named our port as its master: no workers may meet there again.
         self.wants_port = True

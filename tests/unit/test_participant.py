@@ -28,6 +28,7 @@ from elastic_agent.rendezvous.node.requests import (
     WriteWorld,
 )
 from elastic_agent.rendezvous.records import (
+    MAX_SEEN,
     NODES_PREFIX,
     SCHEMA,
     WORLD_KEY,
@@ -174,6 +175,20 @@ def test_a_record_replaced_behind_our_back_means_that_the_lease_is_gone(bench: B
     assert b.part.incarnation == "b-1.1"
     assert b.generation == 0
     assert a.stops()[0].reason == "node b is gone: its lease ended"
+
+
+def test_a_node_that_has_known_the_highest_generation_joins_again_with_a_record_that_others_read(
+    bench: Bench,
+) -> None:
+    a, _ = bench.joined("a", "b")
+    world = bench.world()
+    assert world is not None
+    bench.put(WORLD_KEY, replace(world, generation=MAX_SEEN + 1).to_json())
+    bench.settle()
+    bench.delete(node_key("a"))
+    bench.settle()
+    assert a.record is not None
+    assert (a.record.incarnation, a.record.seen) == ("a-1.1", MAX_SEEN)
 
 
 @pytest.mark.parametrize("asked", [True, False], ids=["by its own write", "by its watch"])

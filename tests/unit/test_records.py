@@ -20,6 +20,7 @@ from elastic_agent.rendezvous.records import (
     MAX_MEMBERS_BYTES,
     MAX_RECORD_BYTES,
     MAX_ROW_BYTES,
+    MAX_SEEN,
     SCHEMA,
     WORLD_KEY,
     Aside,
@@ -213,7 +214,7 @@ nodes = st.builds(
     failure=st.none() | failures,
     step=numbers,
     progress=st.none() | progress,
-    seen=numbers,
+    seen=st.integers(0, MAX_SEEN),
 )
 
 
@@ -365,7 +366,7 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("progress", "generation"): number(),
         ("progress", "loaded"): number()[1:],
         ("progress", "reached"): number()[1:],
-        ("seen",): number(),
+        ("seen",): number(high=MAX_SEEN),
     },
     "world": {
         ("job",): NAME,
