@@ -4,8 +4,10 @@ An agent has one, `io`, for what its processes report by themselves: exits, sock
 calls must never wait: not for a disk, a network, a lock that is held over either, or another thread. What may wait has
 a thread of its own.
 
-All methods are for any thread. From another thread they take effect soon, in the order of the calls: a descriptor that
-is to be closed is forgotten first, and its function may still be called once more.
+All methods are for any thread. From another thread they take effect soon, in the order of the calls, and until then the
+function of a descriptor may still be called. So another thread never closes a descriptor that is watched, but passes
+`forget` what closes it: a number that was closed first may belong to a new descriptor when it is forgotten, and a
+descriptor of which a duplicate lives would be reported without end.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from ...rendezvous.threads import Thread
 
 class IoThread:
     def __init__(self, name: str = "io") -> None:
-        self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._posted: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._pauses: list[tuple[float, int, Callable[[], None]]] = []
         """A heap: the end of each pause, monotonic, and what follows it."""
         self._numbers = itertools.count()
@@ -34,6 +36,9 @@ class IoThread:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ, self._act)
         self._closing = False
+        self._closed = False
+        self._lock = threading.Lock()
+        """Held while something is posted, and for the end: nothing is written to `_wake` once it is closed."""
         self._thread = Thread(self._serve, name)
 
     def start(self) -> None:
@@ -43,42 +48,55 @@ class IoThread:
         """The thread ends when all is done that was posted."""
         self.post(self._stop)
         self._thread.join(timeout_s)
-        if not self._thread.is_alive():
+        if not self._thread.is_alive() and not self._closed:
+            self._stop()
+            self._closed = True
             self._selector.close()
             os.close(self._wake)
 
-    def post(self, action: Callable[[], None]) -> None:
-        """Have the thread call it, after all that was posted before. Nothing is done any more once it is closed."""
-        if not self._closing:
-            self._posted.put(action)
-            os.eventfd_write(self._wake, 1)
+    def post(self, action: Callable[[], object]) -> bool:
+        """Have the thread call it, after all that was posted before. False when the thread is ending, or has failed:
+        nothing is done then."""
+        with self._lock:
+            if not self._closing:
+                self._posted.put(action)
+                os.eventfd_write(self._wake, 1)
+            return not self._closing
 
     def watch(self, descriptor: int, then: Callable[[], object]) -> None:
         """From now on call `then` while there is something to read. It takes the place of what was called before."""
         self._do(partial(self._watch, descriptor, then))
 
-    def forget(self, descriptor: int) -> None:
-        self._do(partial(self._forget, descriptor))
+    def forget(self, descriptor: int, then: Callable[[], object] = lambda: None) -> None:
+        """Call nothing for it any more; `then` may close it. After the thread's end, `then` is called at once."""
+        if not self._do(partial(self._forget, descriptor, then)):
+            then()
 
     def later(self, pause_s: float, then: Callable[[], None]) -> None:
         self._do(partial(self._pause, time.monotonic() + pause_s, then))
 
-    def _do(self, action: Callable[[], None]) -> None:
-        if threading.get_ident() == self._thread.ident:
-            action()
-        else:
-            self.post(action)
+    def _do(self, action: Callable[[], object]) -> bool:
+        if threading.current_thread() is not self._thread:
+            return self.post(action)
+        action()
+        return True
 
     # Everything below runs in the thread.
 
     def _serve(self) -> None:
-        while not self._closing:
-            left_s = max(0.0, self._pauses[0][0] - time.monotonic()) if self._pauses else None
-            for key, _ in self._selector.select(left_s):
-                if self._selector.get_map().get(key.fd) is key:  # not forgotten by the one before
-                    key.data()
-            while self._pauses and self._pauses[0][0] <= time.monotonic():
-                heapq.heappop(self._pauses)[2]()
+        try:
+            while not self._closing:
+                self._turn()
+        finally:
+            self._stop()
+
+    def _turn(self) -> None:
+        left_s = max(0.0, self._pauses[0][0] - time.monotonic()) if self._pauses else None
+        for key, _ in self._selector.select(left_s):
+            if self._selector.get_map().get(key.fd) is key:  # not forgotten by the one before
+                key.data()
+        while self._pauses and self._pauses[0][0] <= time.monotonic():
+            heapq.heappop(self._pauses)[2]()
 
     def _act(self) -> None:
         os.eventfd_read(self._wake)
@@ -86,18 +104,23 @@ class IoThread:
             self._posted.get()()
 
     def _watch(self, descriptor: int, then: Callable[[], object]) -> None:
-        self._forget(descriptor)
+        self._remove(descriptor)
         try:
             self._selector.register(descriptor, selectors.EVENT_READ, then)
         except (OSError, ValueError):  # it was closed meanwhile, by the thread that will have it forgotten
             pass
 
-    def _forget(self, descriptor: int) -> None:
-        if descriptor >= 0 and descriptor in self._selector.get_map():  # less than 0: it is closed already
+    def _forget(self, descriptor: int, then: Callable[[], object]) -> None:
+        self._remove(descriptor)
+        then()
+
+    def _remove(self, descriptor: int) -> None:
+        if descriptor >= 0 and descriptor in self._selector.get_map():
             self._selector.unregister(descriptor)
 
     def _pause(self, until: float, then: Callable[[], None]) -> None:
         heapq.heappush(self._pauses, (until, next(self._numbers), then))
 
     def _stop(self) -> None:
-        self._closing = True
+        with self._lock:
+            self._closing = True

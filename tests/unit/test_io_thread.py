@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import queue
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -92,6 +94,69 @@ def test_a_descriptor_that_is_closed_before_it_is_watched_harms_nothing(
     scene.io.start()
     scene.io.forget(closed)
     scene.settle()
+
+
+def test_a_descriptor_that_another_thread_has_forgotten_is_closed_after_that(scene: Scene) -> None:
+    """Closed before, its number could be that of a new descriptor, and a duplicate would wake the thread for ever."""
+    ours, theirs = os.pipe()
+    duplicate = os.dup(ours)
+    watched: list[bool] = []
+
+    def close() -> None:
+        watched.append(ours in scene.io._selector.get_map())
+        os.close(ours)
+        scene.called.put(threading.current_thread().name)
+
+    scene.io.start()
+    scene.io.watch(ours, lambda: scene.called.put("called"))
+    scene.settle()
+    scene.io.forget(ours, close)
+    assert scene.next() == "io"
+    os.write(theirs, b"1")
+    scene.settle()
+    assert watched == [False]
+    assert scene.called.empty()
+    for end in (theirs, duplicate):
+        os.close(end)
+
+
+def test_what_is_forgotten_after_the_threads_end_is_closed_by_the_caller(
+    scene: Scene, pipe: tuple[int, int]
+) -> None:
+    scene.io.start()
+    scene.io.watch(pipe[0], lambda: None)
+    scene.io.close()
+    scene.io.forget(pipe[0], lambda: scene.called.put(threading.current_thread().name))
+    assert scene.next() == threading.current_thread().name
+
+
+def test_a_thread_that_posts_while_another_closes_writes_to_no_other_file(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands still between its look and its write."""
+    io, write = scene.io, os.eventfd_write
+    io.start()
+    looked, errors = threading.Event(), []
+
+    def late(descriptor: int, value: int) -> None:
+        if threading.current_thread() is posting:
+            looked.set()
+            time.sleep(0.2)
+        write(descriptor, value)
+
+    def post() -> None:
+        try:
+            io.post(lambda: None)
+        except OSError as error:
+            errors.append(error)
+
+    posting = threading.Thread(target=post)
+    monkeypatch.setattr(os, "eventfd_write", late)
+    posting.start()
+    assert looked.wait(PATIENCE_S)
+    io.close()
+    posting.join(PATIENCE_S)
+    assert errors == []
 
 
 def test_pauses_end_in_their_order(scene: Scene) -> None:

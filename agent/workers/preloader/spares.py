@@ -394,7 +394,7 @@ class Spares:
 
     def _end(self, preloaded: _Preloaded) -> None:
         """It has nothing to finish. There is no wait for its end, which a dead disk may delay."""
-        if preloaded.output.fileno() >= 0:
+        if preloaded.output.fileno() in self._owners:
             self._on_output(preloaded)  # its last words
         self._close(preloaded.output)
         self._close(preloaded.channel)
@@ -473,10 +473,8 @@ class Spares:
         self._await(channel.fileno())
 
     def _close(self, channel: socket.socket) -> None:
-        if channel.fileno() >= 0:
-            del self._owners[channel.fileno()]
-            self._io.forget(channel.fileno())
-            channel.close()
+        if self._owners.pop(channel.fileno(), None) is not None:
+            self._io.forget(channel.fileno(), channel.close)
 
     def _await(self, descriptor: int) -> None:
         self._io.watch(descriptor, partial(self._readable, descriptor))

@@ -169,8 +169,7 @@ class WorkerStore:
         assert self._holder is not None
         process = self._holder.process
         os.kill(process.pid, signal.SIGKILL)  # it is our child, and not yet reaped
-        self._io.forget(self._holder.channel.fileno())
-        self._holder.channel.close()
+        self._io.forget(self._holder.channel.fileno(), self._holder.channel.close)
         self._holder = None
         if ends_within(process.pid, KILL_WAIT_S):
             return process.wait()
