@@ -12,6 +12,7 @@ descriptor of which a duplicate lives would be reported without end.
 
 from __future__ import annotations
 
+import errno
 import heapq
 import itertools
 import os
@@ -105,10 +106,13 @@ class IoThread:
 
     def _watch(self, descriptor: int, then: Callable[[], object]) -> None:
         self._remove(descriptor)
+        if descriptor < 0:
+            return  # of a socket that is closed
         try:
             self._selector.register(descriptor, selectors.EVENT_READ, then)
-        except (OSError, ValueError):  # it was closed meanwhile, by the thread that will have it forgotten
-            pass
+        except OSError as error:  # without it an exit, or a connection, would never be noticed
+            if error.errno != errno.EBADF:  # closed before it was watched
+                raise
 
     def _forget(self, descriptor: int, then: Callable[[], object]) -> None:
         self._remove(descriptor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from elastic_agent.agent.common.io_thread import IoThread
+from elastic_agent.rendezvous import threads
 
 PATIENCE_S = 20.0
 
@@ -94,6 +96,25 @@ def test_a_descriptor_that_is_closed_before_it_is_watched_harms_nothing(
     scene.io.start()
     scene.io.forget(closed)
     scene.settle()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOMEM, errno.EPERM])
+def test_a_descriptor_that_cannot_be_watched_fails_the_thread(
+    scene: Scene, pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """An exit that is never noticed would be waited for without end."""
+
+    def refused(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(scene.io._selector, "register", refused)
+    threads.listen(lambda name, error: scene.called.put(f"{name} failed: {error}"))
+    try:
+        scene.io.start()
+        scene.io.watch(pipe[0], lambda: None)
+        assert scene.next() == f"io failed: [Errno {number}] {os.strerror(number)}"
+    finally:
+        threads.listen()
 
 
 def test_a_descriptor_that_another_thread_has_forgotten_is_closed_after_that(scene: Scene) -> None:
