@@ -136,12 +136,11 @@ class DiskWriter:
     def close(self) -> None:
         """The agent is ending; see `finish`, which may have been cut short."""
         self._closed = True
-        self._io.forget(self._socket.fileno())
         self._log_unsaved(round(time.monotonic() - self._finishing_since, 1))
         if self._process is not None:
             _end(self._process)
             self._process = None
-        self._socket.close()
+        self._io.forget(self._socket.fileno(), self._socket.close)
 
     def _launch(self) -> None:
         try:
@@ -164,6 +163,8 @@ class DiskWriter:
     def _await_end(self, pid: int) -> None:
         try:
             pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._post(WriterEnded())
         except OSError as error:  # no descriptor is left: a look now and then does as well
             log.warning("the disk writer is watched by looking now and then: %s", error)
             self._io.later(PAUSE_S, partial(self._look, pid))
@@ -177,7 +178,9 @@ class DiskWriter:
         self._post(WriterEnded())
 
     def _look(self, pid: int) -> None:
-        """In the io thread."""
+        """In the io thread. After `close` the number may be another process'."""
+        if self._closed:
+            return
         if has_ended(pid):
             self._post(WriterEnded())
         else:
