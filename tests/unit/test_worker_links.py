@@ -355,6 +355,15 @@ def test_a_connection_of_another_language_is_ended(scene: Scene, data: bytes) ->
     other.close()
 
 
+def test_a_guard_that_names_itself_again_is_hung_up_on_and_nothing_of_it_is_left(scene: Scene) -> None:
+    with scene.guard(0) as guard:
+        guard.sendall(encode(Guarding(7, 1)))
+        assert guard.recv(4096) == b""
+        scene.expect(JustInTimeMessage(7, 0, None))
+        settle_io()
+        assert scene.links._guards == {}
+
+
 # --- Reports
 
 

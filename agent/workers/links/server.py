@@ -95,7 +95,8 @@ class WorkerLinks:
         self._listen()
 
     def close(self) -> None:
-        self._io.post(self._end)
+        if not self._io.post(self._end):
+            self._end()
 
     def send(self, generation: int, local_rank: int, message: ToGuard) -> None:
         self._io.post(partial(self._send, (generation, local_rank), message))
@@ -154,6 +155,8 @@ class WorkerLinks:
 
     def _pass_on(self, client: _Client, message: FromGuard) -> None:
         if isinstance(message, Guarding):
+            if client.guards is not None:
+                raise Invalid("a second Guarding from a worker")
             client.guards = message.generation, message.local_rank
             self._guards[client.guards] = client.connection
         if client.guards is None:
