@@ -6,28 +6,42 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .. import errors
-from ..errors import CheckpointError
+from ..errors import BadCheckpoint, CheckpointError
 from ..wire.messages import MAX_REASON_CHARS, ErrorName, Reason
 from .group import Group
+
+_TYPES = {
+    name: kind
+    for name, kind in vars(errors).items()
+    # One that is made of more than a text is its base here.
+    if isinstance(kind, type) and issubclass(kind, CheckpointError) and kind is not BadCheckpoint
+}
 
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """What one rank raises; `error` is the name of its type, empty: nothing."""
+    """What one rank raises; `error` is the name of a type in `_TYPES`, empty: nothing."""
 
     error: ErrorName = ""
     reason: Reason = ""
 
 
 def raise_together(group: Group, error: CheckpointError | None) -> None:
-    """Raise on every rank when one has an error: its own there, and the first rank's on those without."""
-    own = _Refusal(type(error).__name__, str(error)[:MAX_REASON_CHARS]) if error else _Refusal()
+    """Raise on every rank when one has an error: its own there, and the first rank's on those without.
+
+    The others get the nearest type of `worker/errors.py`: they may not have a script's own.
+    """
+    own = _Refusal(_name_of(error), str(error)[:MAX_REASON_CHARS]) if error is not None else _Refusal()
     refusals = group.exchange(own)
     if error is not None:
         raise error
     for rank, refusal in enumerate(refusals):
         if refusal.error:
-            raise getattr(errors, refusal.error)(f"rank {rank}: {refusal.reason}")
+            raise _TYPES.get(refusal.error, CheckpointError)(f"rank {rank}: {refusal.reason}")
+
+
+def _name_of(error: CheckpointError) -> str:
+    return next(kind.__name__ for kind in type(error).__mro__ if _TYPES.get(kind.__name__) is kind)
 
 
 def together(group: Group, part: Callable[[], object], otherwise: str) -> None:
