@@ -11,11 +11,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from elastic_agent.agent.common.events import Event, JustInTimeMessage, Reported, WorkerKept
+from elastic_agent.agent.common.io_thread import IoThread
 from elastic_agent.agent.workers.links import reports as reports_module
 from elastic_agent.agent.workers.links import server
 from elastic_agent.agent.workers.links.commit_fence import CommitFence
@@ -323,6 +325,18 @@ def test_closed_it_leaves_commits_undecided(scene: Scene) -> None:
     settle_io()
     with pytest.raises(SaveFailed, match="refused"):
         scene.may_commit()
+
+
+def test_closed_after_the_io_threads_end_it_leaves_no_socket(scene: Scene, tmp_path: Path) -> None:
+    io = IoThread()
+    io.start()
+    env = replace(scene.env, socket=str(tmp_path / "other"))
+    reports = ReportReceiver(tmp_path / "others", scene.events.put, lambda: True, lambda: 1.0, lambda: None)
+    links = WorkerLinks(env, scene.links._commits, scene.links._steps, reports, io, scene.events.put)
+    links.start()
+    io.close()
+    links.close()
+    assert (links._listener.fileno(), reports.socket.fileno()) == (-1, -1)
 
 
 # --- Guards
