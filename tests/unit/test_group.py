@@ -1,9 +1,13 @@
-"""Nothing of a collective is left to torch's threads when it has returned."""
+"""What ranks exchange is of one version; nothing of a collective is left to torch's threads when it has returned."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +15,17 @@ import torch
 import torch.distributed as dist
 from torch.utils import dlpack
 
+from elastic_agent.worker.checkpointing import loader
+from elastic_agent.worker.checkpointing.checkpointer import Checkpointer
+from elastic_agent.worker.disk.directory_claim import Claim
+from elastic_agent.worker.disk.manifests import Manifest
+from elastic_agent.worker.errors import CheckpointError
+from elastic_agent.worker.loading.checkpoint_selection import Offer
+from elastic_agent.worker.loading.node_sharing import RankBytes
+from elastic_agent.worker.memory.copy_header import Copy, Header
 from elastic_agent.worker.ranks import group
-from elastic_agent.worker.ranks.group import Group
+from elastic_agent.worker.ranks.group import RECORDS, Group, records_of
+from elastic_agent.worker.ranks.refusals import _Refusal
 
 GROUP = Group(0, 2, torch.device("cpu"))
 
@@ -76,3 +89,68 @@ def test_an_error_of_a_collective_is_not_waited_for(monkeypatch: pytest.MonkeyPa
     with pytest.raises(RuntimeError, match="closed by peer"):
         GROUP.gather(b"abc")
     assert thread.holds
+
+
+def sent(record: object, **changes: Any) -> bytes:
+    return json.dumps({"v": RECORDS, "library": "1.0", "record": record, **changes}).encode()
+
+
+NOTHING = {"error": "", "reason": ""}
+
+
+def test_records_of_one_version_are_read_whatever_library_has_made_them() -> None:
+    assert records_of(_Refusal, [sent(NOTHING), sent(NOTHING, library="1.1")]) == [_Refusal(), _Refusal()]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "text"),
+    [
+        (sent(NOTHING, v=RECORDS + 1, library="2.0"), f"'2.0' (records {RECORDS + 1}) on rank 1"),
+        (sent({**NOTHING, "more": 1}, library="1.1"), "'1.1' (records 1) on rank 1"),
+        (json.dumps(NOTHING).encode(), "unknown (records None) on rank 1"),
+        (sent([]), "unknown (records None) on rank 1"),
+        (b"\xff", "unknown (records None) on rank 1"),
+    ],
+    ids=["newer", "of other fields", "before versions", "no object", "no JSON"],
+)
+def test_records_of_several_versions_are_refused_on_all_ranks_alike(theirs: bytes, text: str) -> None:
+    raw = [sent(NOTHING), theirs, theirs]
+    refusals = []
+    for _ in raw:
+        with pytest.raises(CheckpointError, match="Install the same version on all nodes") as refusal:
+            records_of(_Refusal, raw)
+        refusals.append(str(refusal.value))
+    assert len(set(refusals)) == 1
+    assert f"'1.0' (records {RECORDS}) on rank 0, {text}." in refusals[0]
+
+
+def test_a_change_of_what_ranks_exchange_is_a_new_version() -> None:
+    """A rank of another version must be told apart before its record is read: change both numbers together."""
+    kinds = (_Refusal, RankBytes, Offer, Manifest, Copy, Header)
+    form = [(kind.__name__, [(one.name, one.type) for one in dataclasses.fields(kind)]) for kind in kinds]
+    assert (RECORDS, hashlib.sha256(repr(form).encode()).hexdigest()[:12]) == (1, "5459b7bd8f44")
+
+
+@dataclasses.dataclass(frozen=True)
+class WithOlderPeer(Group):
+    """Rank 0 of two; the other rank's offer is of an older library, and all else as this rank's."""
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        return [payload, json.dumps({"manifest": None}).encode() if b"manifest" in payload else payload]
+
+
+def test_a_load_beside_another_version_gives_the_directory_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "current_group", lambda: WithOlderPeer(0, 2, torch.device("cpu")))
+    released = []
+    release = Claim.release_lock
+
+    def releasing(claim: Claim) -> None:
+        released.append(claim)
+        release(claim)
+
+    monkeypatch.setattr(Claim, "release_lock", releasing)
+    with pytest.raises(CheckpointError, match="Install the same version"):
+        Checkpointer(tmp_path, {}).load()
+    assert len(released) == 1

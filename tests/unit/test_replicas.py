@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch
 from elastic_agent.worker.checkpointing.checkpointer import Checkpointer
 from elastic_agent.worker.errors import NotPlainData, NotReplicated
 from elastic_agent.worker.ranks.fingerprint import difference, farthest, look_at
-from elastic_agent.worker.ranks.group import Group
+from elastic_agent.worker.ranks.group import RECORDS, Group
 from elastic_agent.worker.ranks.replicas import Replicas
 
 
@@ -78,6 +80,10 @@ def test_counters_do_not_drift(key: str, dtype: torch.dtype) -> None:
     assert one.digest_of_forms() != two.digest_of_forms()
 
 
+def records_of_a_rank(record: dict[str, Any]) -> bytes:
+    return json.dumps({"v": RECORDS, "library": "0.1.0", "record": record}).encode()
+
+
 @dataclass(frozen=True)
 class TwoRanks(Group):
     """Rank 0 of two."""
@@ -97,7 +103,11 @@ def test_a_save_of_what_has_drifted_apart_warns_once(
     here, there = (Replicas({"log": {"a": NUMBERS * one}}, ()) for one in (1.0, factor))
     for step in (1, 2):
         digests = [here.digest(), there.digest()]
-        theirs = [b'{"error": "", "reason": ""}', there._mine.digest_of_forms(), there._mine.sketches()]
+        theirs = [
+            records_of_a_rank({"error": "", "reason": ""}),
+            there._mine.digest_of_forms(),
+            there._mine.sketches(),
+        ]
         group = TwoRanks(0, 2, torch.device("cpu"), theirs)
         if refused:
             with pytest.raises(

@@ -13,17 +13,21 @@ import time
 import zlib
 from dataclasses import dataclass
 from io import BufferedRandom, BufferedReader
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ...codec import from_plain, load_object, plain
+from ... import __version__
+from ...codec import Invalid, from_plain, load_object, plain, shown
 from ..errors import CheckpointError
 
 _T = TypeVar("_T")
 
 CHUNK_BYTES = 64 << 20
+
+RECORDS = 1
+"""The version of all dataclasses that ranks exchange: it changes with the fields, or the bounds, of any of them."""
 
 LET_GO_S = 1.0
 """For gloo's thread to let go of a collective's tensors. It takes microseconds, unless this process gets no CPU."""
@@ -48,9 +52,9 @@ class Group:
         return [_bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
     def exchange(self, record: _T) -> list[_T]:
-        """As `gather`, of a frozen dataclass. Raises Invalid."""
-        raw = self.gather(json.dumps(plain(record)).encode())
-        return [from_plain(type(record), load_object(one, "record of a rank")) for one in raw]
+        """As `gather`, of a frozen dataclass. Raises CheckpointError, on all ranks, if they have different versions."""
+        enveloped = {"v": RECORDS, "library": __version__, "record": plain(record)}
+        return records_of(type(record), self.gather(json.dumps(enveloped).encode()))
 
     def send(self, stream: BufferedReader | BufferedRandom | None, size: int, *, source: int) -> int:
         """Copy the `size` bytes of the source rank's stream into that of every other rank which has one.
@@ -98,6 +102,35 @@ class Group:
         with _Lent([mine, *rows]):
             dist.all_gather(rows, mine)
         return [row.cpu() for row in rows]
+
+
+def records_of(kind: type[_T], raw: list[bytes]) -> list[_T]:
+    """By rank. Raises CheckpointError, the same on all ranks for the same bytes: none of them may go on alone."""
+    bodies = [_body(one) for one in raw]
+    problem = ""
+    if all(body.get("v") == bodies[0].get("v") for body in bodies):
+        try:
+            return [from_plain(kind, body.get("record", {})) for body in bodies]
+        except Invalid as error:
+            problem = f" ({error})"
+    first_ranks: dict[str, int] = {}
+    for rank, body in enumerate(bodies):
+        library = shown(body["library"]) if "library" in body else "unknown"
+        first_ranks.setdefault(f"{library} (records {shown(body.get('v'))})", rank)
+    found = ", ".join(f"{version} on rank {rank}" for version, rank in first_ranks.items())
+    raise CheckpointError(
+        f"ranks cannot read each other's records{problem}. Their versions of elastic-agent, each with the first rank "
+        f"that has it: {found}. Install the same version on all nodes and start the job again"
+    )
+
+
+def _body(raw: bytes) -> dict[str, Any]:
+    """What a rank has sent; empty where that is nothing that `exchange` makes."""
+    try:
+        body = load_object(raw, "record of a rank")
+    except Invalid:
+        return {}
+    return body if isinstance(body.get("record"), dict) else {}
 
 
 class _Lent:
