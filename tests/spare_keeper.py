@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from elastic_agent.agent.common.events import Event, SpareReadable
-from elastic_agent.agent.workers.preloader.spares import Spare, Spares
+from elastic_agent.agent.workers.preloader.spares import Interpreter, Spare, Spares
 from elastic_agent.agent.workers.processes.subreaper import PR_SET_CHILD_SUBREAPER, adopt_orphans
 from elastic_agent.worker.memory.available_memory import MIB, Memory
 
@@ -47,15 +47,13 @@ class SpareKeeper:
         self.memory = PLENTY
         self.late_s = 0.0
         self.spares = Spares(
-            python,
+            Interpreter(python, {**os.environ, **environment}, str(first_on_path or os.getcwd())),
             names,
             wanted,
-            {**os.environ, **environment},
             started_io(),
             self.events.put,
             self.clock,
             lambda: self.memory,
-            str(first_on_path or os.getcwd()),
         )
 
     def clock(self) -> float:

@@ -25,7 +25,7 @@ from ..machine.network.discovery import Network
 from ..observability.status.pages import StatusPages
 from ..output.console import Console
 from ..workers.links.reports import ReportReceiver
-from ..workers.preloader.spares import Spares
+from ..workers.preloader.spares import Interpreter, Spares
 from ..workers.processes.workers import first_on_path, job_python
 from .service_manager import ServiceManager
 
@@ -82,17 +82,13 @@ def metrics_of(agent: Agent, machine: Machine, network: Network) -> Metrics:
 
 def spares_of(agent: Agent, machine: Machine) -> Spares:
     """By its mark the guard finds the preloaded process, too."""
-    return Spares(
+    interpreter = Interpreter(
         job_python(agent.environment),
-        agent.config.preload.words,
-        machine.workers + 1,
         {**agent.environment, **WorkerEnv(incarnation=agent.incarnation).variables()},
-        agent.io,
-        agent.events.put,
-        agent.clock,
-        read_memory,
         first_on_path(agent.config.command, os.getcwd()),
     )
+    words, wanted = agent.config.preload.words, machine.workers + 1
+    return Spares(interpreter, words, wanted, agent.io, agent.events.put, agent.clock, read_memory)
 
 
 def pages_of(agent: Agent) -> StatusPages:

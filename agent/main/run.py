@@ -71,7 +71,7 @@ from ..workers.processes.run_files import (
 from ..workers.processes.subreaper import Subreaper, adopt_orphans
 from ..workers.processes.unkillable import await_end, file_for
 from ..workers.processes.worker_store import WorkerStore
-from ..workers.processes.workers import WorkerGroup
+from ..workers.processes.workers import GroupHelpers, WorkerGroup
 from ..workers.supervision.supervisor import Processes, Supervisor
 from ..workers.supervision.worker_spec import Node
 from .assembly import Agent, metrics_of, pages_of, policy_of, receiver_of, spares_of
@@ -360,8 +360,9 @@ def _serve_workers(
 
     def new_group(generation: int) -> WorkerGroup:
         cgroup = node.cgroup / f"generation-{generation}" if node.cgroup is not None else None
+        lasting = GroupHelpers(guard, logs, io)
         return WorkerGroup(
-            generation, node.incarnation, guard, logs, io, post, clock, cgroup, subreaper.unknown_children
+            generation, node.incarnation, lasting, post, clock, cgroup, subreaper.unknown_children
         )
 
     worker_store = WorkerStore(agent.environment, spares, io, post)

@@ -185,7 +185,8 @@ class Supervised:
 
     def new_group(self, generation: int) -> FakeWorkers:
         guard, logs = cast(Guard, Ignored()), cast(WorkerLogs, self.logs)
-        return FakeWorkers(generation, "a-1", guard, logs, IoThread(), self.events.append, self.clock)
+        helpers = workers.GroupHelpers(guard, logs, IoThread())
+        return FakeWorkers(generation, "a-1", helpers, self.events.append, self.clock)
 
     def clock(self) -> float:
         return self.now

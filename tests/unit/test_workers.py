@@ -19,7 +19,12 @@ from elastic_agent.agent.configuration.types.values import Command
 from elastic_agent.agent.output.worker_logs import WorkerLogs
 from elastic_agent.agent.workers.processes import workers
 from elastic_agent.agent.workers.processes.guard import Guard
-from elastic_agent.agent.workers.processes.workers import LEFTOVER_LONGEST_PAUSE_S, WorkerGroup, WorkerSpec
+from elastic_agent.agent.workers.processes.workers import (
+    LEFTOVER_LONGEST_PAUSE_S,
+    GroupHelpers,
+    WorkerGroup,
+    WorkerSpec,
+)
 from tests.io_threads import started_io
 
 PATIENCE_S = 20.0
@@ -55,7 +60,7 @@ def group_of(
     cgroup: Path | None = None,
 ) -> WorkerGroup:
     guard, logs = cast(Guard, Ignored()), cast(WorkerLogs, Logs())
-    return WorkerGroup(1, "an-incarnation", guard, logs, started_io(), post, clock, cgroup)
+    return WorkerGroup(1, "an-incarnation", GroupHelpers(guard, logs, started_io()), post, clock, cgroup)
 
 
 def specs(count: int = 3) -> list[WorkerSpec]:

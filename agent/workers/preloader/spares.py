@@ -108,30 +108,37 @@ class _Preloaded:
     phase: Phase = Phase.LOADING
 
 
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """What workers start with."""
+
+    python: str
+    """The job's, which need not be the agent's."""
+    environment: Mapping[str, str]
+    """What they inherit, with the mark of this agent."""
+    first_on_path: str
+    """The folder where they look first for modules."""
+
+
 class Spares:
     """The preloaded process and its spares. For the main thread: what it starts dies with the thread that starts it."""
 
     def __init__(
         self,
-        python: str,
+        interpreter: Interpreter,
         names: Sequence[str],
         wanted: int,
-        environment: Mapping[str, str],
         io: IoThread,
         post: Callable[[Event], None],
         clock: Callable[[], float],
         read_memory: Callable[[], tuple[Memory, ...]],
-        first_on_path: str,
     ) -> None:
-        """`python` is the job's, `environment` what its workers inherit, with the mark of this agent, `first_on_path`
-        the folder where they look first for modules. So many spares are `wanted`. Nothing is preloaded before `start`:
-        every start is cold."""
+        """So many spares are `wanted`, with the modules of these `names`. Nothing is preloaded before `start`: every
+        start is cold."""
         self.why_cold = "nothing is preloaded"
         """Where there is no spare."""
-        self._environment = {**environment, **ONE_THREAD}
-        self._python = python
+        self._interpreter = interpreter
         self._names = tuple(names)
-        self._first_on_path = first_on_path
         self._wanted = wanted
         self._io = io
         self._post = post
@@ -293,14 +300,14 @@ class Spares:
         try:
             with theirs, their_output:
                 process = subprocess.Popen(
-                    tied([self._python, "-u", str(PROCESS), str(os.getpid())]),
-                    env=self._environment,
+                    tied([self._interpreter.python, "-u", str(PROCESS), str(os.getpid())]),
+                    env={**self._interpreter.environment, **ONE_THREAD},
                     stdin=theirs.fileno(),
                     stdout=their_output.fileno(),
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-            wire.send(ours, wire.Preload(self._names, learned, self._first_on_path))
+            wire.send(ours, wire.Preload(self._names, learned, self._interpreter.first_on_path))
         except OSError as error:
             ours.close()
             output.close()

@@ -171,6 +171,15 @@ def _place(cpus: Sequence[int], cgroup: Path | None) -> tuple[str, str]:
     return ",".join(map(str, cpus)), str(cgroup) if cgroup is not None else ""
 
 
+@dataclass(frozen=True, slots=True)
+class GroupHelpers:
+    """What outlives a generation, and each group of workers uses."""
+
+    guard: Guard
+    logs: WorkerLogs
+    io: IoThread
+
+
 class WorkerGroup:
     """All methods are for the main thread."""
 
@@ -178,9 +187,7 @@ class WorkerGroup:
         self,
         generation: int,
         incarnation: str,
-        guard: Guard,
-        logs: WorkerLogs,
-        io: IoThread,
+        helpers: GroupHelpers,
         post: Callable[[Event], None],
         clock: Callable[[], float],
         cgroup: Path | None = None,
@@ -197,9 +204,9 @@ class WorkerGroup:
         self.killed = False
         """Those that were left after the grace, or after a start that failed, were sent SIGKILL."""
         self._incarnation = incarnation
-        self._guard = guard
-        self._logs = logs
-        self._io = io
+        self._guard = helpers.guard
+        self._logs = helpers.logs
+        self._io = helpers.io
         self._post = post
         self._clock = clock
         self._cgroup = cgroup
