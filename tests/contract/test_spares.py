@@ -402,8 +402,7 @@ def test_service_managers_signals_to_all_do_not_end_the_preloaded_process(agent:
 
 
 def test_an_interpreter_that_is_not_there_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    agent = SpareKeeper("json")
-    agent.spares._python = "/nonexistent/python"
+    agent = SpareKeeper("json", python="/nonexistent/python")
     agent.start()
     agent.run_until(lambda: "is gone: exit code 127" in caplog.text)
     assert "the preloaded process prints: elastic-agent: cannot run '/nonexistent/python'" in caplog.text
