@@ -32,7 +32,7 @@ undisturbed: dict[int, dict[str, str]] = {}
 class Run:
     """One training of the script, on one node with two workers or two with one each."""
 
-    def __init__(self, job: Job, name: str, nodes: int, steps: int) -> None:
+    def __init__(self, job: Job, name: str, nodes: int, steps: int, **environment: str) -> None:
         self.job = job
         self.steps = steps
         self.directory = job.folder / f"{name}-checkpoints"
@@ -45,7 +45,7 @@ class Run:
         self._options = (f"--min-nodes={nodes}", f"--max-nodes={nodes}", *options)
         self._more: dict[str, Any] = {
             "script": (SCRIPT, self.directory, str(steps)),
-            "environment": {"STEPS_FILE": str(self._file)},
+            "environment": {"STEPS_FILE": str(self._file), **environment},
         }
         start = self.join if nodes > 1 else self.start
         self.agents: list[Agent] = [start(f"{name}{node}") for node in range(nodes)]
@@ -128,3 +128,10 @@ def test_no_finished_step_is_done_again(job: Job, nodes: int) -> None:
         redone[generation] = (run.newest(generation), begins)
     assert all(begins == {finished} for finished, begins in redone.values()), redone
     assert end == undisturbed[steps]
+
+
+def test_a_step_that_only_the_dead_rank_had_finished_is_not_done_again(job: Job) -> None:
+    run = Run(job, "disturbed", 1, 20, RANK_0_DIES_AFTER="10")
+    run.ended()
+    assert run.newest(1) == 10
+    assert {note["step"] for note in run.notes(what="begun", generation=2)} == {10}

@@ -252,6 +252,48 @@ def test_no_update_begins_while_it_is_held(script: Script, agent: Agent) -> None
         assert not equal(script.model[0].weight, before["0.weight"])
 
 
+def test_a_step_that_another_rank_has_finished_is_waited_for(script: Script, agent: Agent) -> None:
+    """It was killed right after; this rank has the gradients of that step, and is about to change its weights."""
+    with script.checkpoints.just_in_time():
+        agent.accept()
+        script.train(1)
+        script.forward_and_backward()
+        agent.says(Hold(PATIENCE_S, 2))
+        assert agent.silent()
+        script.optimizer.step()
+        script.step()
+        assert agent.hears() == Held(2)
+        agent.says(Go())
+
+
+def test_a_step_that_does_not_come_here_is_waited_for_half_of_the_time(script: Script, agent: Agent) -> None:
+    with script.checkpoints.just_in_time():
+        agent.accept()
+        script.train(1)
+        assert agent.asks(Hold(0.2, 2)) == Held(1)
+        agent.says(Go())
+
+
+def test_a_step_whose_collective_raises_is_not_waited_for(script: Script, agent: Agent) -> None:
+    trained, lost = threading.Event(), threading.Event()
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError), script.checkpoints.just_in_time():
+            script.train(1)
+            trained.set()
+            lost.wait(PATIENCE_S)
+            raise GLOO
+
+    with elsewhere(run):
+        agent.accept()
+        assert trained.wait(PATIENCE_S)
+        agent.says(Hold(4 * PATIENCE_S, 2))
+        assert agent.silent()
+        lost.set()
+        assert {agent.hears(), agent.hears()} == {Broken(), Held(1)}
+        agent.says(Go())
+
+
 def test_an_update_that_does_not_end_is_not_waited_for(script: Script, agent: Agent) -> None:
     with script.checkpoints.just_in_time():
         agent.accept()

@@ -23,7 +23,7 @@ GRACE_S = 2.0
 
 
 def guarded(*local_ranks: int, grace_s: float = GRACE_S) -> JustInTimeState:
-    state = JustInTimeState(7, grace_s)
+    state = JustInTimeState(7, grace_s, lambda: 5)
     for local_rank in local_ranks:
         assert state.received(local_rank, Guarding(7, local_rank), 0.0) == []
     return state
@@ -38,7 +38,7 @@ def told(orders: Orders) -> dict[int, type[ToGuard]]:
 
 def test_the_newest_whole_step_is_kept_by_one_and_then_all_go() -> None:
     state = guarded(0, 1, 2)
-    assert state.begin(10.0) == [(0, Hold(1.0)), (1, Hold(1.0)), (2, Hold(1.0))]
+    assert state.begin(10.0) == [(0, Hold(1.0, 5)), (1, Hold(1.0, 5)), (2, Hold(1.0, 5))]
     assert state.under_way
     assert state.received(0, Held(4), 10.01) == []
     assert state.received(1, Held(5), 10.02) == []
@@ -50,7 +50,7 @@ def test_the_newest_whole_step_is_kept_by_one_and_then_all_go() -> None:
 
 
 def test_without_guards_there_is_no_wait() -> None:
-    state = JustInTimeState(7, GRACE_S)
+    state = JustInTimeState(7, GRACE_S, lambda: None)
     assert state.begin(10.0) == []
     assert not state.under_way
     assert state.over

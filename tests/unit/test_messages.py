@@ -107,11 +107,11 @@ def test_no_message_is_forgotten_here() -> None:
 
 def test_the_form_is_one_object_with_version_and_kind() -> None:
     assert json.loads(encode(SaveReport(7, 0, 120, "ok", 0.25, 4096))) == {
-        "v": 4, "kind": "save_report", "generation": 7, "local_rank": 0,
+        "v": 5, "kind": "save_report", "generation": 7, "local_rank": 0,
         "step": 120, "result": "ok", "duration_s": 0.25, "bytes": 4096, "tier": "local", "blocked_s": 0.0,
     }  # fmt: skip
     assert json.loads(encode(StepAnswer(Verdict.END_ALONE))) == {
-        "v": 4,
+        "v": 5,
         "kind": "step_answer",
         "verdict": "end alone",
     }
@@ -166,7 +166,7 @@ def test_whatever_is_wrong_in_a_message_is_found() -> None:
     [
         b"", b"\xff\xfe", b"1", b"[]", b"null", b'"x"', b"{", b"{}", b"[" * 4000,
         b'{"v":' * 1500, b" " * (MAX_BYTES + 1),
-        b'{"v": 4, "kind": "held", "step": ' + b"9" * 5000 + b"}", encode(Guarding(7, 1)) * 2,
+        b'{"v": 5, "kind": "held", "step": ' + b"9" * 5000 + b"}", encode(Guarding(7, 1)) * 2,
     ],
 )  # fmt: skip
 def test_bytes_that_are_no_message(codec: Codec[Any], raw: bytes) -> None:

@@ -8,9 +8,11 @@ states and buffers (see `rank_state`), and what plain dicts hold.
 
 When the generation fails, the agent says "hold" to a thread that has been waiting for nothing else. It takes the lock
 that an update needs, so that none can begin, and says which boundary the state is of; a rank in an update ends it
-first. One worker of a node, whose boundary is the newest, then gets the order to copy its state to memory. One whose
-collective has raised waits for that at the end of the guard; one whose collective never returns can be left where it
-is, for the copy is the thread's. The agent waits for all this no longer than `--just-in-time-grace`.
+first. One that is behind a step which another rank has finished is given time to come to it: it has that step's
+gradients already, or its collective raises. One worker of a node, whose boundary is the newest, then gets the order to
+copy its state to memory. One whose collective has raised waits for that at the end of the guard; one whose collective
+never returns can be left where it is, for the copy is the thread's. The agent waits for all this no longer than
+`--just-in-time-grace`.
 
 A process has one guard, for all Checkpointers that take part in training, and keeps all of them at one step or none.
 
@@ -24,6 +26,7 @@ import logging
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
@@ -121,6 +124,9 @@ class JustInTime:
         """Held through an update, and by the thread once the agent has said hold."""
         self._updating = False
         self._holding = False
+        self._moved = threading.Event()
+        """There is another boundary, or there will be none: the training loop was left."""
+        self._left = False
         self._lost = False
         """Something could not be put back: buffers have changed their size, or no rank state can be written."""
         self._go = threading.Event()
@@ -154,6 +160,8 @@ class JustInTime:
             self._socket.close()
             return
         _active = None
+        self._left = True
+        self._moved.set()
         if self._ends and error is not None and of_a_collective(error):
             self._end_update(whole=False)
             try:
@@ -190,6 +198,7 @@ class JustInTime:
             self._write_down(partial(one.finished, step))
         self._boundary = step if not self._lost else None
         self._end_update(whole=True)
+        self._moved.set()
 
     def _adopt(self) -> None:
         """Guard all that take part now."""
@@ -249,12 +258,26 @@ class JustInTime:
 
     def _handle(self, message: ToGuard) -> None:
         if isinstance(message, Hold):
-            self._holding = self._holding or self._update.acquire(timeout=message.within_s)
+            self._holding = self._holding or self._hold(message, time.monotonic())
             self._send(Held(self._boundary if self._holding else None))
         elif isinstance(message, Keep):
             self._send(Kept(self._copy()))
         else:
             self._release()
+
+    def _hold(self, order: Hold, now: float) -> bool:
+        """Whether no update can begin from here on."""
+        until, catch_up_until = now + order.within_s, now + order.within_s / 2
+        while True:
+            self._moved.clear()
+            if not self._update.acquire(timeout=max(0.0, until - time.monotonic())):
+                return False
+            behind = self._boundary is not None and self._boundary < (order.finished or 0)
+            left_s = catch_up_until - time.monotonic()
+            if not behind or self._left or left_s <= 0:
+                return True
+            self._update.release()
+            self._moved.wait(left_s)
 
     def _release(self) -> None:
         if self._holding:

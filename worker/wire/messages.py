@@ -24,7 +24,7 @@ from typing import Annotated, Literal
 
 from ...codec import Checked, Codec, Count, Seconds, Text, Within
 
-VERSION = 4
+VERSION = 5
 MAX_BYTES = 8192
 """Of one message."""
 MAX_UNSAVED_BYTES = 2**20
@@ -207,6 +207,8 @@ class Hold(Checked):
     """Let no optimizer step begin, and say which step was the last."""
 
     within_s: Seconds
+    finished: Count | None = None
+    """The newest that a worker of this node has finished, even one that is dead now: this one may be about to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,12 @@ class WorkerPages:
     def read(self) -> dict[int, Reading]:
         return {local_rank: page.read() for local_rank, page in self._pages.items()}
 
+    def newest_step(self) -> int | None:
+        """That any of them has finished, and None before the first."""
+        return max(
+            (reading.step for reading in self.read().values() if reading.step is not None), default=None
+        )
+
     def raise_flags(self) -> None:
         """A planned change waits for these workers."""
         for page in self._pages.values():

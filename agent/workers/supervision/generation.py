@@ -82,7 +82,7 @@ class Generation:
         self.pages = WorkerPages(number)
         self.hang = HangWatch(config.timeouts.hang_s)
         self.late_exits = LateExits(config.timeouts.exit_s or None)
-        self.just_in_time = JustInTimeState(number, config.stop.just_in_time_grace_s)
+        self.just_in_time = JustInTimeState(number, config.stop.just_in_time_grace_s, self.pages.newest_step)
         self.drain = DrainState(number)
 
     @property

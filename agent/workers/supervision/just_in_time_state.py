@@ -1,8 +1,9 @@
 """Which worker keeps the last finished step of a failed generation, and for how long the others are left alone.
 
-Workers that *guard* (`worker/checkpointing/just_in_time.py`) are asked to hold. When all have answered, or half of the
-time is over, one whose boundary is the newest is asked to keep its state, and another one when it fails or dies over
-it. Then, or when the time is over, all are let go, and the generation is stopped as if none guarded.
+Workers that *guard* (`worker/checkpointing/just_in_time.py`) are asked to hold, if they can after the newest step that
+any worker of this node has finished. When all have answered, or half of the time is over, one whose boundary is the
+newest is asked to keep its state, and another one when it fails or dies over it. Then, or when the time is over, all
+are let go, and the generation is stopped as if none guarded.
 
 No I/O: the messages to send are returned. Owned by the main thread.
 """
@@ -10,6 +11,7 @@ No I/O: the messages to send are returned. Owned by the main thread.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ....worker.wire.messages import Broken, FromGuard, Go, Guarding, Held, Hold, Keep, Kept, ToGuard
@@ -30,9 +32,11 @@ class _Guard:
 class JustInTimeState:
     """One generation's. Until `begin` it only learns who guards."""
 
-    def __init__(self, generation: int, grace_s: float) -> None:
+    def __init__(self, generation: int, grace_s: float, finished: Callable[[], int | None]) -> None:
+        """`finished()`: the newest step that a worker of this node has finished, dead or alive."""
         self.generation = generation
         self._grace_s = grace_s
+        self._finished = finished
         self._guards: dict[int, _Guard] = {}
         self._until: float | None = None
         self._keeping: int | None = None
@@ -56,7 +60,8 @@ class JustInTimeState:
             return self._end()
         self._until = now + self._grace_s
         log.info("generation %d: %d workers may hold its last step", self.generation, len(self._guards))
-        return [(local_rank, Hold(self._grace_s / 2)) for local_rank in sorted(self._guards)]
+        hold = Hold(self._grace_s / 2, self._finished())
+        return [(local_rank, hold) for local_rank in sorted(self._guards)]
 
     def received(self, local_rank: int, message: FromGuard, now: float) -> Orders:
         if isinstance(message, Guarding):
