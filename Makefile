@@ -56,6 +56,7 @@ sim: $(READY)  ## the long simulation: SEEDS=100000 seeds
 
 KILLS ?= 200
 SEED ?= 1
+JOBS ?= 64
 # In a virtual environment of its own: nothing of it is needed to run, test or develop.
 DOCS := build/docs-venv
 docs:  ## the documentation as a site, in build/site; fails for a link that leads nowhere
@@ -64,9 +65,9 @@ docs:  ## the documentation as a site, in build/site; fails for a link that lead
 	$(DOCS)/bin/pip install --quiet --disable-pip-version-check 'mkdocs-material>=9' 'mkdocstrings[python]>=1'
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
-soak: $(READY)  ## KILLS=200 kills of random workers, agents and nodes, with planned leaves between them, drawn from SEED=1; and a minute without etcd
+soak: $(READY)  ## KILLS=200 kills of random workers, agents and nodes, with planned leaves between them, drawn from SEED=1; JOBS=64 jobs at once; and a minute without etcd
 	@.ci/system-packages etcd
-	SOAK_KILLS=$(KILLS) SOAK_SEED=$(SEED) $(BIN)/python -m pytest tests/chaos -s
+	SOAK_KILLS=$(KILLS) SOAK_SEED=$(SEED) SOAK_JOBS=$(JOBS) $(BIN)/python -m pytest tests/chaos -s
 	STORE_OUTAGE_S=60 $(BIN)/python -m pytest tests/system/test_etcd_members.py -k gone_for_longer_than_a_lease
 
 benchmark: $(READY)  ## what faults cost, next to torchrun (and torchft, after `make torchft`), in one run

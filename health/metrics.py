@@ -15,7 +15,7 @@ from .families import Age, Counter, Gauge, Histogram, Level, Page, Row
 STATES = ("init", "joining", "starting", "running", "stopping", "draining", "backoff", "succeeded", "failed")
 NODE_STATES = ("active", "standby", "waiting", "lost")
 WORKER_STATES = ("running", "stopped", "failed")
-FAILURE_REASONS = ("exception", "signal", "oom", "hang", "nccl", "unknown")
+FAILURE_REASONS = ("exception", "signal", "oom", "hang", "nccl", "port", "unknown")
 EXIT_REASONS = ("ok", *FAILURE_REASONS)
 MEMBERSHIP_CHANGES = ("join", "leave", "lost")
 RESTART_REASONS = (*FAILURE_REASONS, *MEMBERSHIP_CHANGES)

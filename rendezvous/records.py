@@ -21,7 +21,7 @@ from .errors import RecordInvalid
 from .terms import Limits, Program
 from .text import NAME, Age, Name, clean, line
 
-SCHEMA = 8
+SCHEMA = 9
 """Version of all records. A reader refuses any other: half an understanding is worse than none."""
 
 MAX_RECORD_BYTES = 1024 * 1024
@@ -87,6 +87,7 @@ class Failure:
 
     `fingerprint` is the same text for the same failure in another generation; `summary` is for people and only
     passed on; `detail` is the agent's own JSON form of it, opaque here. `final`: no restart of the job helps.
+    `port_taken`: a port that it wanted to listen on was in use, and may be free at the next try.
     """
 
     generation: Positive
@@ -94,6 +95,7 @@ class Failure:
     summary: Annotated[str, line(MAX_TEXT)]
     detail: Annotated[str, line(16384)] = ""
     final: bool = False
+    port_taken: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +306,8 @@ class Restarts:
     """The node on which every failure since the last healthy generation began; empty when there are several."""
     blamed: Count = 0
     """How many these are."""
+    port_retries: Count = 0
+    """Failures of this job that cost no budget, because a port was taken."""
 
 
 @dataclass(frozen=True, slots=True)

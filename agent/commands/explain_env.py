@@ -50,6 +50,7 @@ GENERATION = "<generation>"
 OF_A_WORLD = frozenset(
     {"RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"}
     | {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", NAMES["generation"], NAMES["run"]}
+    | {NAMES["master_port"]}
 )
 """What no worker can know before there is a world."""
 
@@ -122,7 +123,7 @@ def _chosen(config: Config, machine: Machine, local_rank: int) -> tuple[Variable
     node = NodeRecord(config.node_id or "<node>", "<incarnation>", "", 0, machine.workers)
     members = line_up((node,))
     job, start = config.rendezvous.job_id, Cause(CauseKind.START)
-    world = World(job, 1, Phase.RUNNING, members, Endpoint("", 0), start, run="<run>")
+    world = World(job, 1, Phase.RUNNING, members, Endpoint("", 1), start, run="<run>")
     records = None
     if config.log_dir is not None and machine.software.has_nccl:
         folder = run_folder(config.log_dir.absolute(), config.rendezvous.job_id, "<run>")

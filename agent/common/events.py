@@ -96,6 +96,14 @@ class TailReady:
 
 
 @dataclass(frozen=True, slots=True)
+class MasterUnreachable:
+    """This node's workers cannot reach the port at which those of this generation meet."""
+
+    generation: int
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
 class StoreServerMessage:
     """A message of the process that serves the workers' stores. Empty: it has ended."""
 
@@ -205,7 +213,14 @@ class Signalled:
 
 
 GenerationEvent: TypeAlias = (
-    WorkerExited | TailReady | Reported | JustInTimeMessage | WorkerAnswered | WorkerKept | StopRead
+    WorkerExited
+    | TailReady
+    | Reported
+    | JustInTimeMessage
+    | WorkerAnswered
+    | WorkerKept
+    | StopRead
+    | MasterUnreachable
 )
 """What the workers of one generation do, and what follows from it."""
 

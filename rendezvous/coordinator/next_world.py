@@ -151,7 +151,8 @@ def _after_failure(basis: _Basis, world: World, view: View, policy: Policy, now:
         return end(replace(ended, restarts=basis.restarts), verdict.result, ended.cause)
     pause_ends = view.world_since + verdict.backoff_s
     if now < pause_ends:
-        return Wait(f"backing off {verdict.backoff_s:.1f} s: no progress", pause_ends, verdict.backoff_s)
+        why = "a port was taken" if verdict.free else "no progress"
+        return Wait(f"backing off {verdict.backoff_s:.1f} s: {why}", pause_ends, verdict.backoff_s)
     return basis
 
 
@@ -239,9 +240,13 @@ def _verdict(world: World, survivors: Sequence[NodeRecord], policy: Policy) -> R
     assert failure is not None, "a world stopped by a failure names it"
     progressed = _progressed(world, survivors)
     loaded = _loaded(world, survivors)
-    ended = Ended(world.generation, failure.fingerprint, progressed, loaded, failure.final)
+    ended = Ended(
+        world.generation, failure.fingerprint, progressed, loaded, failure.final, failure.port_taken
+    )
     rng = random.Random(f"{world.job}:{world.generation}")
     verdict = after_failure(world.restarts, ended, policy.restarts, rng)
+    if isinstance(verdict, Retry) and verdict.free:
+        return verdict
     before = replace(verdict.restarts, culprit=world.restarts.culprit, blamed=world.restarts.blamed)
     counted = blame.count(world, before, world.cause, survivors, progressed=progressed)
     return replace(verdict, restarts=counted)

@@ -7,12 +7,15 @@ than a minute. The budget's state travels in the world record, so that it surviv
 A state may end all who load it: weights that are not numbers, a copy that was damaged before its checksum was taken.
 After `BAD_STATE_AFTER` failures alike, all before any step beyond the state that was loaded, the next generation loads
 an older one, and after the next such failure one older again.
+
+A worker that found its port taken says nothing about script, state or node: the first `FREE_PORT_RETRIES` such failures
+of a job cost nothing.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..records import BadState, Restarts, Result
 
@@ -20,6 +23,10 @@ STABLE_AFTER_S = 60.0
 """Workers that have run for so long have made progress, if no worker of the job reports steps."""
 
 BAD_STATE_AFTER = 2
+
+FREE_PORT_RETRIES = 2
+PORT_BACKOFF_S = 1.0
+"""Before the second one: what held the port may need a moment to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,8 @@ class RestartPolicy:
 class Retry:
     restarts: Restarts
     backoff_s: float
+    free: bool = False
+    """It costs no budget, and no node is to blame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +73,15 @@ class Ended:
     """The step of the state that its workers had loaded, if none of them came to a step beyond it; None otherwise."""
     final: bool = False
     """No restart of the job helps."""
+    port_taken: bool = False
 
 
 def after_failure(used: Restarts, ended: Ended, policy: RestartPolicy, rng: random.Random) -> Retry | GiveUp:
     """What one more failure means for the job."""
+    if ended.port_taken and used.port_retries < FREE_PORT_RETRIES:
+        backoff_s = PORT_BACKOFF_S * rng.uniform(0.5, 1.0) if used.port_retries else 0.0
+        kept = Restarts(used.failures, fingerprint=used.fingerprint) if ended.progressed else used
+        return Retry(replace(kept, port_retries=used.port_retries + 1), backoff_s, free=True)
     now_used = _count(used, ended)
     if ended.final:
         return GiveUp(now_used, Result.FINAL_FAILURE, "no restart helps")
@@ -96,7 +110,7 @@ def after_failure(used: Restarts, ended: Ended, policy: RestartPolicy, rng: rand
 
 def _count(used: Restarts, ended: Ended) -> Restarts:
     if ended.progressed:
-        return Restarts(used.failures + 1, 0, ended.fingerprint)
+        return Restarts(used.failures + 1, 0, ended.fingerprint, port_retries=used.port_retries)
     same = ended.fingerprint == used.fingerprint
     at_load = (used.at_load if same else 0) + 1 if ended.loaded else 0
     bad = used.bad_state
@@ -109,4 +123,5 @@ def _count(used: Restarts, ended: Ended) -> Restarts:
         used.same_fingerprint + 1 if same else 1,
         at_load,
         bad,
+        port_retries=used.port_retries,
     )

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -32,7 +34,7 @@ from elastic_agent.agent.workers.processes.failures import (
     read_error_file,
     summarize,
 )
-from elastic_agent.agent.workers.supervision.failure_reports import show
+from elastic_agent.agent.workers.supervision.failure_reports import report_of, show
 from elastic_agent.health.metrics import EXIT_REASONS
 from elastic_agent.rendezvous.records import Failure
 from elastic_agent.worker.errors import CheckpointError, NotReplicated, NoUsableCheckpoint, OtherRun
@@ -226,7 +228,7 @@ def test_what_python_really_prints_is_understood(tmp_path: Path, script: str) ->
 
 
 def examined(
-    tmp_path: Path, returncode: int, log_tail: tuple[str, ...] = (), oom: bool = False
+    tmp_path: Path, returncode: int, log_tail: tuple[str, ...] = (), oom: bool = False, master_port: int = 0
 ) -> WorkerFailure:
     return describe_failure(
         rank=3,
@@ -238,6 +240,7 @@ def examined(
         log_tail=log_tail,
         log_file=tmp_path / "stderr.log",
         oom_killed=oom,
+        master_port=master_port,
     )
 
 
@@ -532,3 +535,83 @@ def test_the_watchdog_of_nccl_aborts_with_a_reason(tmp_path: Path) -> None:
     assert examined(tmp_path, -6, log_tail=("NCCL version 2.27.3", line)).reason == "nccl"
     assert examined(tmp_path, -6, log_tail=("NCCL version 2.27.3",)).reason == "signal"
     assert examined(tmp_path, -9, log_tail=(line,)).reason == "signal"
+
+
+def failed_with(tmp_path: Path, exception: str, master_port: int = 41213) -> WorkerFailure:
+    log = ("Traceback (most recent call last):", '  File "train.py", line 1, in <module>', exception)
+    return examined(tmp_path, 1, log, master_port=master_port)
+
+
+def of_torchs_server(port: int) -> str:
+    with pytest.raises(dist.DistNetworkError) as caught:
+        dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    return f"torch.distributed.DistNetworkError: {caught.value}".partition("\n")[0]
+
+
+def of_create_server(port: int) -> str:
+    with pytest.raises(OSError, match="in use") as caught:
+        socket.create_server(("127.0.0.1", port))
+    return f"OSError: {caught.value}"
+
+
+def of_older_torch(port: int) -> str:
+    said = "The server socket has failed to bind to [::]:{} (errno: 98 - Address already in use)."
+    return f"RuntimeError: {said.format(port)}"
+
+
+def of_zeromq(port: int) -> str:
+    return f"zmq.error.ZMQError: Address already in use (addr='tcp://*:{port}')"
+
+
+@pytest.mark.parametrize("said_by", [of_torchs_server, of_create_server, of_older_torch, of_zeromq])
+def test_a_port_that_is_taken_is_a_reason_of_its_own_with_its_owner(
+    tmp_path: Path, said_by: Callable[[int], str]
+) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", HOLD_A_PORT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with owner:
+        assert owner.stdout is not None
+        port = int(owner.stdout.readline())
+        failure = failed_with(tmp_path, said_by(port))
+        assert owner.stdin is not None
+        owner.stdin.close()
+    assert failure.reason == "port"
+    assert f"; port {port}: pid {owner.pid}, python" in failure.cause
+    assert report_of(failure).port_taken
+    assert WorkerFailure.from_json(failure.to_json()).cause == failure.cause
+
+
+HOLD_A_PORT = """
+import socket, sys
+server = socket.create_server(("0.0.0.0", 0))
+print(server.getsockname()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_taken_port_that_is_not_named_has_no_owner(tmp_path: Path) -> None:
+    failure = failed_with(tmp_path, "OSError: [Errno 98] Address already in use")
+    assert (failure.reason, failure.cause) == (
+        "port",
+        "exit code 1: OSError: [Errno 98] Address already in use",
+    )
+
+
+def test_the_agents_own_port_is_named_as_its_own(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as own:
+        port = own.getsockname()[1]
+        failure = failed_with(tmp_path, of_create_server(port), master_port=port)
+    assert f"port {port}: pid {os.getpid()}, the agent itself; it is MASTER_PORT, where" in failure.cause
+
+
+def test_a_port_of_the_scripts_own_is_told_beside_the_one_that_was_given(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(dist.DistNetworkError) as caught:
+        dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=0.5))
+    said = str(caught.value).partition("\n")[0]
+    told = f"the script has chosen port {port}, the agent had given it MASTER_PORT="
+    assert f"{told}41213" in failed_with(tmp_path, f"torch.distributed.DistNetworkError: {said}").cause
+    same = failed_with(tmp_path, f"torch.distributed.DistNetworkError: {said}", master_port=port)
+    assert "has chosen" not in same.cause

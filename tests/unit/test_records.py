@@ -317,6 +317,7 @@ FAILURE_FIELDS: dict[Path, list[Any]] = {
     ("failure", "summary"): text(4096),
     ("failure", "detail"): text(16384),
     ("failure", "final"): FLAG,
+    ("failure", "port_taken"): FLAG,
 }
 SECONDS: list[Any] = [None, *AGE]
 LIMITS_FIELDS: dict[Path, list[Any]] = {
@@ -398,6 +399,7 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("restarts", "bad_state", "step"): number(),
         ("restarts", "culprit"): text(128),
         ("restarts", "blamed"): number(),
+        ("restarts", "port_retries"): number(),
         ("step",): number(),
         ("result",): [1, True, [], {}, "", "other"],
         ("final_saver",): text(128),
@@ -477,7 +479,7 @@ def test_a_wrong_value_is_refused_by_the_fields_name(kind: str, path: Path, wron
 
 
 def test_the_largest_values_pass() -> None:
-    failure = Failure(BIG, "x" * 1024, "x" * 4096, "x" * 16384)
+    failure = Failure(BIG, "x" * 1024, "x" * 4096, "x" * 16384, True, True)
     endpoint = Endpoint("x" * 256, 65535)
     network = NetworkFacts("x" * 64, 2**31 - 1, 2**31 - 1, ("x" * 80,) * 64)
     node = NodeRecord(
@@ -508,7 +510,7 @@ def test_the_largest_values_pass() -> None:
         (Member("n" * 128, "i" * 128, 4096, 0, endpoint),),
         endpoint,
         Cause(CauseKind.FAILURE, "n" * 128, "x" * 4096, failure),
-        Restarts(BIG, BIG, "x" * 1024, BIG, BIG, BadState(BIG, BIG), "n" * 128, BIG),
+        Restarts(BIG, BIG, "x" * 1024, BIG, BIG, BadState(BIG, BIG), "n" * 128, BIG, BIG),
         BIG,
         Result.CRASH_LOOP,
         run="r" * 128,

@@ -6,7 +6,15 @@ import random
 
 import pytest
 
-from elastic_agent.rendezvous.coordinator.restarts import Ended, GiveUp, RestartPolicy, Retry, after_failure
+from elastic_agent.rendezvous.coordinator.restarts import (
+    FREE_PORT_RETRIES,
+    PORT_BACKOFF_S,
+    Ended,
+    GiveUp,
+    RestartPolicy,
+    Retry,
+    after_failure,
+)
 from elastic_agent.rendezvous.records import BadState, Restarts, Result
 
 CAPPED = RestartPolicy(max_failures=2)
@@ -177,3 +185,37 @@ def test_the_same_generator_gives_the_same_wait() -> None:
 def test_after_progress_there_is_no_wait() -> None:
     verdict = after_failure(Restarts(3, 3, "a", 3), Ended(1, "a", True), DEFAULT, random.Random(0))
     assert verdict == Retry(Restarts(4, 0, "a", 0), 0.0)
+
+
+def test_a_port_that_is_taken_costs_nothing_twice() -> None:
+    policy, rng, used = RestartPolicy(max_failures=0), random.Random(0), Restarts(0, 1, "other", 1)
+    waits = []
+    for _ in range(FREE_PORT_RETRIES):
+        verdict = after_failure(used, Ended(1, "port", False, port_taken=True), policy, rng)
+        assert isinstance(verdict, Retry)
+        assert verdict.free
+        waits.append(verdict.backoff_s)
+        used = verdict.restarts
+    assert used == Restarts(0, 1, "other", 1, port_retries=2)
+    assert waits[0] == 0.0
+    assert PORT_BACKOFF_S / 2 <= waits[1] <= PORT_BACKOFF_S
+    third = after_failure(used, Ended(1, "port", False, port_taken=True), policy, rng)
+    assert third == GiveUp(
+        Restarts(1, 2, "port", 1, port_retries=2),
+        Result.RESTARTS_EXHAUSTED,
+        "1 failures, --max-restarts allows 0",
+    )
+
+
+@pytest.mark.parametrize("progressed", [True, False])
+def test_no_progress_gives_these_retries_back(progressed: bool) -> None:
+    used = Restarts(1, 1, "a", 1, port_retries=2)
+    verdict = after_failure(used, Ended(1, "b", progressed, port_taken=True), DEFAULT, random.Random(0))
+    assert isinstance(verdict, Retry)
+    assert (verdict.free, verdict.restarts.failures, verdict.restarts.port_retries) == (False, 2, 2)
+
+
+def test_progress_before_a_taken_port_is_progress() -> None:
+    used = Restarts(3, 3, "a", 3)
+    verdict = after_failure(used, Ended(1, "b", True, port_taken=True), DEFAULT, random.Random(0))
+    assert verdict == Retry(Restarts(3, 0, "a", port_retries=1), 0.0, free=True)

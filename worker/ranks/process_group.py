@@ -11,10 +11,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.rendezvous import _rendezvous_handlers
 
 from ..errors import ClusterEnvironmentError
 from ..wire.environment import PROCESS_GROUP_TIMEOUT
 from .cluster_environment import detect
+from .meeting_port import watch
 
 
 def init_process_group(
@@ -43,4 +45,5 @@ def init_process_group(
             init_method, more = None, more | {"rank": 0, "world_size": 1, "store": dist.HashStore()}
         elif place is not None:
             os.environ.update(place.variables())
+    watch(_rendezvous_handlers)
     dist.init_process_group(backend, init_method, timeout, *args, **more)

@@ -23,6 +23,8 @@ class WorkerEnv:
     node: str = ""
     local_rank: int = -1
     """Where each worker sees one device, LOCAL_RANK is 0 for all."""
+    master_port: int = 0
+    """What the agent has chosen for MASTER_PORT, whatever the script has made of that."""
     incarnation: str = ""
     """The agent's: by this mark the guard finds what workers leave behind."""
     page: str = ""

@@ -120,6 +120,7 @@ def contract(place: WorkerPlace, max_restarts: int | None) -> tuple[Variable, ..
         run=world.run,
         node=member.node,
         local_rank=place.local_rank,
+        master_port=world.master.port,
         bad_state=f"{bad.generation}:{bad.step}" if bad is not None else "",
     ).variables()
     return tuple(

@@ -17,17 +17,19 @@ import os
 import re
 import signal
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ....codec import Codec, Count, Invalid, Text, Within
 from ....rendezvous.text import clean
+from ...common.port_owner import find_owner
 
-Reason = Literal["ok", "exception", "signal", "oom", "nccl", "hang", "unknown"]
+Reason = Literal["ok", "exception", "signal", "oom", "nccl", "port", "hang", "unknown"]
 """Some of the metric `worker_exits_total`'s values for `reason`. `nccl`: the network between the workers, or NCCL
-itself; `hang`: no exit at all, the agent had waited long enough."""
+itself; `port`: a port that the worker wanted to listen on is taken; `hang`: no exit at all, the agent had waited long
+enough."""
 
 HANG_SIGNAL = signal.SIGABRT
 """What ends a worker that hangs: PYTHONFAULTHANDLER makes it print where each of its threads stands."""
@@ -36,6 +38,8 @@ MAX_JSON = 4096
 _SCHEMA = 2
 _ERROR_FILE_MAX = 1024 * 1024
 _CAUSE_MAX = 500
+_NOTE_MAX = 250
+"""Of the cause's end, which says what the agent knows of it."""
 _EXCEPTION_MAX = 2048
 _TRACEBACK_MAX = 16 * 1024
 _FINGERPRINT_MAX = 300
@@ -70,6 +74,13 @@ _WATCHDOG = re.compile(
 # What the worker library raises on all ranks together, where the next generation would end in the same way. Ranks that
 # have other values may have them from a fault, which a restart mends; sharded state is the script's.
 _FINAL = re.compile(r"(elastic_agent\.worker\.errors\.)?(OtherRun|Sharded): ")
+# EADDRINUSE as torch, Python, gloo and ZeroMQ word it, and where these name the port.
+_PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use|\[Errno 98\]", re.IGNORECASE)
+_PORT = re.compile(r"\bport:? (\d{1,5})\b|(?:\]|\d|\*|localhost):(\d{1,5})\b|', (\d{1,5})[,)]")
+# Of torch's client that looks for the store of its ranks, or of the server that it wants to be.
+_STORE = re.compile(
+    r"client socket has .*connect to \(.*, (\d{1,5})\)|server socket has failed to listen.* port: (\d{1,5})"
+)
 _HEADER = "Traceback (most recent call last):"
 # What changes from run to run in a message: UUIDs, addresses and hashes, names of temporary files, numbers.
 _VARYING = re.compile(
@@ -157,12 +168,13 @@ def describe_failure(
     log_tail: Sequence[str],
     log_file: Path | None,
     oom_killed: bool = False,
+    master_port: int = 0,
 ) -> WorkerFailure:
-    """What is known about this worker's end."""
+    """What is known about this worker's end. `master_port`: where the agent has told it to meet the others."""
     ended = describe_exit(returncode, oom_killed)
     log_tail = tuple(map(_clean, log_tail))
     report = (None if error_file is None else read_error_file(error_file)) or ErrorReport()
-    note = f"; {report.note}" if report.note else ""
+    notes = [report.note] if report.note else []
     # A worker that a signal ended may have logged, and survived, any number of exceptions before.
     if report.exception is None and returncode > 0:
         report = find_traceback(log_tail) or report
@@ -170,7 +182,8 @@ def describe_failure(
     if report.exception is not None:
         cause += f": {_first_line(report.exception)}"
         if reason in ("unknown", "signal"):
-            reason = "nccl" if _NETWORK_EXCEPTION.search(report.exception) else "exception"
+            reason = _reason_of(report.exception)
+        notes += _of_ports(report.exception, master_port, taken=reason == "port")
     elif returncode == -signal.SIGABRT and any(_WATCHDOG.search(line) for line in log_tail):
         reason = "nccl"
     return WorkerFailure(
@@ -180,12 +193,42 @@ def describe_failure(
         generation,
         returncode,
         reason,
-        _cut(cause + note, _CAUSE_MAX),
+        _noted(cause, notes),
         report.exception,
         report.traceback,
         log_tail,
         _name_of(log_file),
     )
+
+
+def _reason_of(exception: str) -> Reason:
+    if _PORT_TAKEN.search(exception):
+        return "port"
+    return "nccl" if _NETWORK_EXCEPTION.search(exception) else "exception"
+
+
+def _of_ports(exception: str, master_port: int, *, taken: bool) -> Iterator[str]:
+    """Who holds the port that was taken, and whether the script had chosen it in place of the agent's."""
+    if taken and (port := _number_in(_PORT, exception)):
+        owner = find_owner("0.0.0.0", port)
+        agent = owner.pid == os.getpid()
+        yield f"port {port}: {f'pid {owner.pid}, the agent itself' if agent else owner.words}"
+        if port == master_port:
+            yield "it is MASTER_PORT, where the agent serves the store: use it as a client, or another port"
+    chosen = _number_in(_STORE, exception)
+    if chosen and master_port and chosen != master_port:
+        yield f"the script has chosen port {chosen}, the agent had given it MASTER_PORT={master_port}"
+
+
+def _number_in(pattern: re.Pattern[str], text: str) -> int:
+    """Of the port that the text names; 0: none."""
+    found = pattern.search(text)
+    return int(next(filter(None, found.groups()))) if found is not None else 0
+
+
+def _noted(cause: str, notes: Sequence[str]) -> str:
+    end = _cut("".join(f"; {note}" for note in notes), _NOTE_MAX)
+    return _cut(cause, _CAUSE_MAX - len(end)) + end
 
 
 def hang_failure(

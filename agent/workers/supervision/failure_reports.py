@@ -60,6 +60,7 @@ def report_of(failure: WorkerFailure, known_as: str = "") -> Failure:
         failure.cause,
         detail=failure.to_json(),
         final=is_final(failure),
+        port_taken=failure.reason == "port",
     )
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ....rendezvous.coordinator.restarts import STABLE_AFTER_S
 from ....rendezvous.records import World
 from ....worker.wire.shared_progress import Reading
+from ...common.events import Event
 from ...configuration.config import Config
 from ...configuration.timeouts import drain_timeout_s
 from ..environment.widening import WIDENING, widening
@@ -26,6 +27,7 @@ from .failure_reports import Crashes
 from .hang import HangWatch
 from .just_in_time_state import JustInTimeState
 from .late_exits import LateExits
+from .master_check import MasterCheck
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +78,7 @@ class Generation:
     failures: list[WorkerFailure] = field(init=False, default_factory=list)
     over: bool = field(init=False, default=False)
     """Nothing of it is left on this node."""
+    _master_check: MasterCheck | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         config, number = self.config, self.number
@@ -106,6 +109,11 @@ class Generation:
         if cold and self.config.preload:
             reasons = "; ".join(dict.fromkeys(cold.values()))
             log.info("generation %d: %d workers start cold: %s", self.number, len(cold), reasons)
+
+    def check_master(self, post: Callable[[Event], None]) -> None:
+        """Find out whether these workers can reach the node of rank 0."""
+        self._master_check = MasterCheck(self.world, post)
+        self._master_check.start()
 
     # ---------------------------------------------------------------- what the workers do
 
@@ -146,11 +154,22 @@ class Generation:
     # ---------------------------------------------------------------- how it ends
 
     def stop(self, how: HowToStop) -> None:
+        self._close_check()
         if self.just_in_time.under_way:
             self.group.expect_end()
             self.postponed = how
         else:
             self.group.stop(how.grace_s, gently=how.gently, asking=how.asking)
+
+    def finish(self) -> None:
+        """Nothing of it is left here."""
+        self._close_check()
+        self.pages.close()
+        self.over = True
+
+    def _close_check(self) -> None:
+        if self._master_check is not None:
+            self._master_check.close()
 
     def stop_if_kept(self) -> None:
         """What was postponed is due when the last step is in memory, or will not be."""

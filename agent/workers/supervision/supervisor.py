@@ -25,6 +25,7 @@ from ...common.events import (
     Event,
     GenerationEvent,
     JustInTimeMessage,
+    MasterUnreachable,
     Reported,
     StopRead,
     StoreServerMessage,
@@ -145,6 +146,8 @@ class Supervisor:
             for ended, returncode in group.returncodes.items():
                 self._observer.exited(ended, returncode, now, killed=True)
             self._fail(generation, problem)
+        elif world.members[0] != member:
+            generation.check_master(self._post)
 
     def turn(self, now: float) -> bool:
         """Do what is due. True: nothing of the generation is left here, and the participant knows."""
@@ -267,6 +270,8 @@ class Supervisor:
             self._answered(generation, event)
         elif isinstance(event, StopRead):
             self._stop_read(generation, event)
+        elif isinstance(event, MasterUnreachable):
+            self._fail(generation, event.problem)
 
     def store_server_message(self, event: StoreServerMessage) -> None:
         problem = self._processes.worker_store.handle(event)
@@ -393,8 +398,7 @@ class Supervisor:
             log.info("generation %d has ended here, %s", number, _STATE[kept])
             self._participant.workers_drained(number, kept=kept)
         self._processes.logs.detach_generation(number)
-        generation.pages.close()
-        generation.over = True
+        generation.finish()
         self._observer.gone(now, succeeded=succeeded)
         self._participant.workers_gone(number)
 
@@ -449,6 +453,7 @@ class Supervisor:
             log_tail=self._processes.logs.tail(number, rank),
             log_file=self._processes.logs.log_file(number, rank),
             oom_killed=self._oom_kills.lately(self._clock()),
+            master_port=generation.world.master.port,
         )
         generation.failures.append(failure)
         self._observer.ended(crash.local_rank, failure.reason, crash.at)

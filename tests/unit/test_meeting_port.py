@@ -1,0 +1,50 @@
+"""A script that meets at another port than the agent has bound is warned, on each rank, and does what it did before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch.distributed.rendezvous import _rendezvous_handlers
+
+from elastic_agent.worker.ranks.meeting_port import differs, watch
+from elastic_agent.worker.wire.environment import NAMES
+
+GIVEN = {NAMES["master_port"]: "41213", "RANK": "3"}
+
+
+@pytest.mark.parametrize(
+    ("url", "environ", "told"),
+    [
+        ("env://", GIVEN | {"MASTER_PORT": "41213"}, ""),
+        ("env://", {"MASTER_PORT": "29500"}, ""),  # no agent
+        ("env://", {NAMES["master_port"]: "x", "MASTER_PORT": "1"}, ""),
+        ("tcp://node0:41213", GIVEN, ""),
+        ("env://", GIVEN | {"MASTER_PORT": "29500"}, "rank 3 of this script meets at port 29500"),
+        ("env://?rank=0", GIVEN, "at port none"),
+        ("tcp://localhost:29500?rank=3", GIVEN, "has given it MASTER_PORT=41213"),
+    ],
+)
+def test_another_port_is_named_beside_the_one_that_was_given(
+    url: str, environ: dict[str, str], told: str
+) -> None:
+    found = differs(url, environ)
+    assert told in found if told else not found
+
+
+def test_torchs_handlers_are_called_with_what_they_were_called_with(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (GIVEN | {"MASTER_PORT": "29500"}).items():
+        monkeypatch.setenv(name, value)
+    handlers: dict[str, Callable[..., Any]] = {"env": lambda url, **more: iter([(url, more)])}
+    watch(handlers)
+    watch(handlers)
+    assert list(handlers["env"]("env://", timeout=5)) == [("env://", {"timeout": 5})]
+    assert capsys.readouterr().err.count("meets at port 29500") == 1
+
+
+def test_torch_has_the_handlers() -> None:
+    """`worker/ranks/meeting_port.py` and `agent/workers/preloader/process.py`: they lean on a private name."""
+    assert {"env", "tcp"} <= set(_rendezvous_handlers)
