@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick lint types check format sim docs soak benchmark torchft scale steps checkpoints gpu clean
+.PHONY: help demo test quick lint types check format sim docs frameworks soak benchmark torchft scale steps checkpoints gpu clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -64,6 +64,14 @@ docs:  ## the documentation as a site, in build/site; fails for a link that lead
 	$(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/pip install --quiet --disable-pip-version-check 'mkdocs-material>=9' 'mkdocstrings[python]>=1'
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+# In a virtual environment of its own, too: users need none of these libraries.
+FRAMEWORKS := build/frameworks-venv
+frameworks:  ## transformers, Lightning and Accelerate, unmodified: workers killed, nodes join and leave
+	@.ci/system-packages python
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[frameworks]'
+	$(FRAMEWORKS)/bin/python -m pytest -s --timeout 400 tests/frameworks
 
 soak: $(READY)  ## KILLS=200 kills of random workers, agents and nodes, with planned leaves between them, drawn from SEED=1; JOBS=64 jobs at once; and a minute without etcd
 	@.ci/system-packages etcd

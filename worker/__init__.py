@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         CheckpointMismatch,
         ClusterEnvironmentError,
         Fenced,
+        LibraryMissing,
         NotPlainData,
         NotReplicated,
         NoUsableCheckpoint,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         SaveFailed,
         Sharded,
         StepNotGrowing,
+        UnsupportedTraining,
     )
     from .ranks.init_file import fresh_init_file
     from .ranks.network_port import find_free_network_port, reserve_port
@@ -47,8 +49,8 @@ _NAMES = {
     "checkpointing.checkpointer": "Checkpointer",
     "steps.drain": "Drained",
     "errors": """
-        CheckpointError CheckpointMismatch ClusterEnvironmentError Fenced NoUsableCheckpoint NotPlainData NotReplicated
-        OtherRun SamplerError SamplerMismatch SaveFailed Sharded StepNotGrowing""",
+        CheckpointError CheckpointMismatch ClusterEnvironmentError Fenced LibraryMissing NoUsableCheckpoint NotPlainData
+        NotReplicated OtherRun SamplerError SamplerMismatch SaveFailed Sharded StepNotGrowing UnsupportedTraining""",
     "steps.sampler": "ElasticSampler",
     "ranks.network_port": "find_free_network_port reserve_port",
     "ranks.init_file": "fresh_init_file",
@@ -65,6 +67,7 @@ __all__ = [
     "Drained",
     "ElasticSampler",
     "Fenced",
+    "LibraryMissing",
     "NoUsableCheckpoint",
     "NotPlainData",
     "NotReplicated",
@@ -74,6 +77,7 @@ __all__ = [
     "SaveFailed",
     "Sharded",
     "StepNotGrowing",
+    "UnsupportedTraining",
     "find_free_network_port",
     "fresh_init_file",
     "init_process_group",

@@ -16,6 +16,8 @@
     ClusterEnvironmentError    the process cannot tell its rank: the text says which variable to set
     SamplerError               the training loop uses `ElasticSampler` in a way that loses samples: fix the loop
       SamplerMismatch          the state is of another dataset or order: give the sampler the same ones
+    UnsupportedTraining      a library's trainer is set up so that no callback can carry it: the text says what to set
+    LibraryMissing           the module is for a library that is not installed: install it
 
 All checkpoint errors but `BadCheckpoint` leave `Checkpointer` on every rank together, with the same type and the same
 reason.
@@ -93,3 +95,11 @@ class SamplerMismatch(SamplerError):
 
 class ClusterEnvironmentError(RuntimeError):
     """The variables of the launcher do not say which rank of which job this process is."""
+
+
+class UnsupportedTraining(RuntimeError):
+    """A library's trainer is set up in a way that cannot be carried through a restart; nothing was loaded."""
+
+
+class LibraryMissing(ImportError):
+    """The library that a module of ours is for is not installed."""

@@ -37,7 +37,13 @@ from elastic_agent.agent.workers.processes.failures import (
 from elastic_agent.agent.workers.supervision.failure_reports import report_of, show
 from elastic_agent.health.metrics import EXIT_REASONS
 from elastic_agent.rendezvous.records import Failure
-from elastic_agent.worker.errors import CheckpointError, NotReplicated, NoUsableCheckpoint, OtherRun
+from elastic_agent.worker.errors import (
+    CheckpointError,
+    NotReplicated,
+    NoUsableCheckpoint,
+    OtherRun,
+    UnsupportedTraining,
+)
 from elastic_agent.worker.ranks.replicas import refuse_sharded
 
 FAILURE = WorkerFailure(
@@ -325,6 +331,7 @@ def sharded() -> Exception:
     ("error", "final"),
     [
         (OtherRun("/ckpt is in use"), True),
+        (UnsupportedTraining("set max_steps"), True),
         (sharded(), True),
         (NotReplicated("'weight' of part 'model' has other values on rank 0 than on rank 1"), False),
         (CheckpointError("load again"), False),

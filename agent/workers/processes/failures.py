@@ -73,7 +73,7 @@ _WATCHDOG = re.compile(
 )
 # What the worker library raises on all ranks together, where the next generation would end in the same way. Ranks that
 # have other values may have them from a fault, which a restart mends; sharded state is the script's.
-_FINAL = re.compile(r"(elastic_agent\.worker\.errors\.)?(OtherRun|Sharded): ")
+_FINAL = re.compile(r"(elastic_agent\.worker\.errors\.)?(OtherRun|Sharded|UnsupportedTraining): ")
 # EADDRINUSE as torch, Python, gloo and ZeroMQ word it, and where these name the port.
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use|\[Errno 98\]", re.IGNORECASE)
 _PORT = re.compile(r"\bport:? (\d{1,5})\b|(?:\]|\d|\*|localhost):(\d{1,5})\b|', (\d{1,5})[,)]")

@@ -1,0 +1,137 @@
+"""The examples for other libraries lose no step in planned changes, little to a kill, and end as they must."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.system.harness import TORCH_PRELOADED, Agent, Generation, Job
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RECORDED = Path(__file__).with_name("recorded.py")
+TRAINED_S = 120.0
+"""Importing these libraries takes a worker seconds, on two busy cores."""
+
+pytestmark = pytest.mark.timeout(400)
+
+
+class Scene:
+    """A job of one example. Its files are in a folder of their own."""
+
+    def __init__(self, job: Job, example: str, name: str = "files") -> None:
+        self.job = job
+        self.example = EXAMPLES / example
+        self.folder = job.folder / name
+        self.folder.mkdir()
+        self.slow = job.folder / f"slow-{name}"
+        self.slow.touch()
+
+    def start(self, node: str, *options: str) -> Agent:
+        return self.job.start(node, *options, **self._worker())
+
+    def join(self, node: str) -> Agent:
+        return self.job.join(node, "--nnodes=1:3", TORCH_PRELOADED, **self._worker())
+
+    def _worker(self) -> dict[str, Any]:
+        environment = {
+            "TEST_FOLDER": str(self.folder),
+            "TEST_SLOW": str(self.slow),
+            # Each agent here believes that it has the machine for itself.
+            "OMP_NUM_THREADS": "1",
+        }
+        return {"script": (RECORDED, self.example), "environment": environment}
+
+    def trained(self, world: int, *, after: int = 0, steps: int = 5) -> Generation:
+        """The newest generation beyond `after`, when it has this size and has done so many steps."""
+
+        def found() -> Generation | None:
+            for generation in self.job.generations()[-1:]:
+                done = self.steps(generation.number)
+                if generation.number > after and len(generation.starts) == world and len(done) >= steps:
+                    return generation
+            return None
+
+        generation = self.job.wait_for(found, f"{world} workers to train after {after}", TRAINED_S)
+        assert generation is not None
+        return generation
+
+    def steps(self, generation: int) -> list[int]:
+        """Those that rank 0 has finished in that generation."""
+        return [record["step"] for record in self.job.history(what="step", rank=0, generation=generation)]
+
+    def redone(self, before: Generation, after: Generation) -> int:
+        """Steps that were done again in the second generation."""
+        return max(self.steps(before.number)) + 1 - min(self.steps(after.number))
+
+    def samples(self, batch: int) -> int:
+        """How many samples the steps that count had: of each step the last time that it was done."""
+        worlds = {record["step"]: record["world"] for record in self.job.history(what="step", rank=0)}
+        assert sorted(worlds) == list(range(1, len(worlds) + 1)), "a step is missing"
+        return sum(worlds.values()) * batch
+
+    def last_checkpoint(self) -> dict[str, Any]:
+        (*_, newest) = sorted(self.folder.rglob("step-*.pt"))
+        loaded: dict[str, Any] = torch.load(newest, weights_only=True)
+        return loaded
+
+
+def position(state: dict[str, Any], example: str) -> int:
+    """Samples that are finished, as the checkpoint has it."""
+    found: int = state["trainer"]["data"]["position"]
+    return found
+
+
+CASES = {"transformers_trainer.py": (120, 16)}
+"""Each example's steps, and samples of a batch of one rank."""
+
+
+@pytest.mark.parametrize("example", CASES)
+def test_a_kill_a_join_and_a_leave(job: Job, example: str, record_property: Any) -> None:
+    steps, batch = CASES[example]
+    scene = Scene(job, example)
+    agents = {node: scene.join(node) for node in ("a", "b")}
+    first = scene.trained(2)
+    victim = next(worker for worker in job.workers("b") if "RANK" in worker.environment)
+    os.kill(victim.pid, signal.SIGKILL)
+    second = scene.trained(2, after=first.number)
+    agents["c"] = scene.join("c")
+    third = scene.trained(3, after=second.number)
+    agents["b"].signal(signal.SIGTERM)
+    assert agents["b"].exit_code() == 128 + signal.SIGTERM
+    fourth = scene.trained(2, after=third.number)
+    scene.slow.unlink()
+    for node in ("a", "c"):
+        assert agents[node].exit_code(TRAINED_S) == 0
+    redone = scene.redone(first, second)
+    print(f"{example}: steps done again after the kill: {redone}")
+    assert redone <= 1
+    assert scene.redone(second, third) == 0
+    assert scene.redone(third, fourth) == 0
+    assert max(scene.steps(fourth.number)) == steps
+    last = scene.last_checkpoint()
+    assert last["step"] == steps
+    assert position(last["state"], example) == scene.samples(batch), "samples were repeated or lost"
+
+
+@pytest.mark.parametrize("example", CASES)
+def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
+    job: Job, second_job: Job, example: str
+) -> None:
+    undisturbed, disturbed = Scene(job, example), Scene(second_job, example)
+    agents = [scene.start("a", "--nproc-per-node=2", TORCH_PRELOADED) for scene in (undisturbed, disturbed)]
+    undisturbed.slow.unlink()
+    disturbed.trained(2, steps=25)
+    victim = next(worker for worker in second_job.workers() if worker.environment.get("RANK") == "1")
+    os.kill(victim.pid, signal.SIGKILL)
+    disturbed.trained(2, after=1)
+    disturbed.slow.unlink()
+    assert [agent.exit_code(TRAINED_S) for agent in agents] == [0, 0]
+    ends = [scene.last_checkpoint()["state"] for scene in (undisturbed, disturbed)]
+    for part in ("model", "optimizer", "scheduler"):
+        torch.testing.assert_close(ends[1][part], ends[0][part], rtol=0, atol=0)
+    assert position(ends[1], example) == position(ends[0], example)
