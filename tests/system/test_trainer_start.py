@@ -1,0 +1,196 @@
+"""Jobs of trainers that are started by a file: the class, its arguments, and what is left of the files."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path, PosixPath
+from typing import Any
+
+import pytest
+
+from elastic_agent.launcher import LaunchConfig
+from elastic_agent.trainer_start import FOLDER, StartFile, _class_at, _put_into
+
+SCRIPT = """
+import json, os, pathlib, signal, sys
+
+class Trainer:
+    def __init__(self, cfg=None, overrides=None):
+        self.overrides = overrides
+        self.save_dir = overrides["save_dir"]
+
+    def train(self):
+        generation = os.environ["ELASTIC_AGENT_GENERATION"]
+        if generation == "1" and self.overrides["kill"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen = {
+            "name": __name__,
+            "main": sys.modules["__main__"].Trainer is type(self),
+            "argv": sys.argv,
+            "types": {key: type(value).__name__ for key, value in self.overrides.items()},
+            "overrides": {key: repr(value) for key, value in self.overrides.items()},
+        }
+        (self.save_dir / f"seen-{generation}.json").write_text(json.dumps(seen))
+
+if __name__ == "__main__":
+    from elastic_agent.launcher import LaunchConfig
+    from elastic_agent.trainer_start import StartFile
+
+    save_dir = pathlib.Path(sys.argv[1])
+    overrides = {
+        "save_dir": save_dir, "name": "it's \\"quoted\\"; $(touch no) {x}", "names": {0: "a", 1: "b"},
+        "size": (640, 480.5), "freeze": None, "kill": "kill" in sys.argv, "resume": False,
+    }
+    with StartFile(Trainer(overrides=overrides), {"overrides": overrides},
+                   on_restart={"overrides": {"resume": True}}) as start:
+        start.run(LaunchConfig(options={"preload": "none"}))
+"""
+
+
+class OfThisModule:
+    class Inner:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the start files of a test are, and of no other one."""
+    place = tmp_path / "tmp"
+    place.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(place))
+    monkeypatch.setenv("TMPDIR", str(place))
+    return place / f"{FOLDER}{os.getuid()}"
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("start-*"))
+
+
+def test_a_trainer_of_the_script_itself_after_a_kill(tmp_path: Path, folder: Path) -> None:
+    """Its name and its folder need quoting; nothing of the folder is removed, and the second life resumes."""
+    place = tmp_path / 'it\'s "a" folder; $HOME'
+    place.mkdir()
+    script, save_dir = place / "train me.py", place / "runs"
+    save_dir.mkdir()
+    (save_dir / "last.pt").touch()
+    script.write_text(SCRIPT)
+    subprocess.run([sys.executable, script, save_dir, "kill"], check=True, cwd=place, timeout=60)
+    seen = json.loads((save_dir / "seen-2.json").read_text())
+    assert (seen["name"], seen["main"]) == ("__mp_main__", True)
+    assert Path(seen["argv"][0]).parent == folder
+    assert seen["types"]["save_dir"] == PosixPath.__name__
+    assert seen["overrides"] == {
+        "save_dir": repr(save_dir),
+        "name": repr('it\'s "quoted"; $(touch no) {x}'),
+        "names": "{0: 'a', 1: 'b'}",
+        "size": "(640, 480.5)",
+        "freeze": "None",
+        "kill": "True",
+        "resume": "True",
+    }
+    assert {file.name for file in save_dir.iterdir()} == {"last.pt", "seen-2.json"}
+    assert not files(folder)
+
+
+def test_the_file_is_private_and_the_command_a_list(folder: Path) -> None:
+    with StartFile(OfThisModule, {"lr": 0.1}) as start:
+        assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, start.path)] == [0o700, 0o600]
+        python, *words = start.command(LaunchConfig(nproc_per_node=2, run_id="it's mine"))
+        assert (python, words[:2], words[-1]) == (sys.executable, ["-m", "elastic_agent"], str(start.path))
+        assert "--rdzv-id=it's mine" in words
+    assert not files(folder)
+
+
+def test_two_at_once_and_what_others_have_put_there_stay(folder: Path) -> None:
+    with StartFile(OfThisModule) as one, StartFile(OfThisModule) as two:
+        (folder / "mine.py").touch()
+        one.remove()
+        one.remove()
+        with StartFile(OfThisModule):
+            assert two.path.exists()
+    assert [path.name for path in sorted(folder.iterdir())] == ["lock", "mine.py"]
+
+
+def test_a_fork_removes_nothing() -> None:
+    with StartFile(OfThisModule) as start:
+        if (child := os.fork()) == 0:
+            start.remove()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert start.path.exists()
+
+
+KILLED = """
+import sys, time
+import argparse
+from elastic_agent.trainer_start import StartFile
+start = StartFile(argparse.ArgumentParser)
+print(start.path, flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_next_start_removes_what_a_killed_one_has_left(folder: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        left = Path(owner.stdout.readline().strip())
+        with StartFile(OfThisModule):
+            assert left.exists(), "its owner lives"
+        owner.kill()
+    # An agent that goes on without the owner would start workers with it.
+    with subprocess.Popen([sys.executable, "-c", "input()", left], stdin=subprocess.PIPE) as agent:
+        with StartFile(OfThisModule):
+            assert left.exists(), "a process has it in its command"
+        agent.kill()
+    with StartFile(OfThisModule) as start:
+        assert files(folder) == [start.path]
+
+
+def test_a_folder_that_others_may_write_to_is_refused(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(PermissionError, match="not a folder of this user alone"):
+        StartFile(OfThisModule)
+    folder.rmdir()
+    folder.symlink_to("/")
+    with pytest.raises(PermissionError, match="name another in TMPDIR"):
+        StartFile(OfThisModule)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"overrides": {"model": object()}}, r"arguments\['overrides'\]\['model'\] is a object"),
+        ({"sizes": [1, {b"x"}]}, r"arguments\['sizes'\]\[1\]\[0\] is a bytes"),
+        ({"names": {(1, object): 2}}, r"a key of arguments\['names'\]\[1\] is a type"),
+    ],
+)
+def test_what_is_no_data_is_named(arguments: dict[str, Any], told: str, folder: Path) -> None:
+    with pytest.raises(TypeError, match=told):
+        StartFile(OfThisModule, arguments)
+    assert not folder.exists()
+
+
+def test_a_class_that_no_worker_could_import_is_refused() -> None:
+    class Local:
+        pass
+
+    for kind in (Local, Local()):
+        with pytest.raises(TypeError, match=r"<locals>.Local: define the class at the top of a module"):
+            StartFile(kind)
+
+
+def test_a_class_within_a_class_is_found() -> None:
+    place = {"module": __name__, "name": "OfThisModule.Inner"}
+    assert _class_at(place) is OfThisModule.Inner
+
+
+def test_what_a_restart_changes_is_put_in_dict_by_dict() -> None:
+    arguments = {"overrides": {"lr": 1, "resume": False}, "cfg": None}
+    changed = _put_into(arguments, {"overrides": {"resume": True}, "cfg": {"a": 1}})
+    assert changed == {"overrides": {"lr": 1, "resume": True}, "cfg": {"a": 1}}
+    assert arguments["overrides"] == {"lr": 1, "resume": False}
