@@ -44,6 +44,8 @@ INTRODUCTION = "the answer of a peer"
 """Takes the place of the key in the error of an introduction that cannot be read."""
 NODES_PREFIX = "nodes/"
 DRAIN_PREFIX = "drain/"
+DEFAULT_ROLE = "default"
+"""Of the workers of a node that names none, as under torchrun."""
 
 Port = Annotated[int, Within(0, 65535)]
 Slots = Annotated[int, Within(1, 4096)]
@@ -183,6 +185,8 @@ class NodeRecord(_Record):
     seen: Annotated[int, Within(0, MAX_SEEN)] = 0
     """The highest generation that earlier incarnations have known, perhaps in a store that is no more. The next one is
     higher."""
+    role: Name = DEFAULT_ROLE
+    """What its workers are called; those of one role are also counted by themselves."""
 
     def has(self, condition: Condition, generation: int) -> bool:
         """It holds for this node's workers of this generation."""
@@ -214,12 +218,14 @@ class Member(Row):
     slots: int
     first_rank: int
     http: Endpoint | None = None
+    role: str = DEFAULT_ROLE
 
     @property
     def row(self) -> tuple[str | int, ...]:
         """Its form in JSON: every node reads every member of every world. `first_rank` follows from the others."""
         http = (self.http.address, self.http.port) if self.http is not None else ()
-        return (self.node, self.incarnation, self.slots, *http)
+        role = self.role if self.role != DEFAULT_ROLE else ""  # thousands may have it
+        return (self.node, self.incarnation, self.slots, role, *http)
 
 
 class Phase(enum.Enum):
@@ -389,6 +395,9 @@ class World(_Record):
         """The job's; a world that names no limits leaves each node its own."""
         return own if self.limits is None else self.limits.max_restarts
 
+    def in_role(self, role: str) -> tuple[Member, ...]:
+        return tuple(member for member in self.members if member.role == role)
+
     def member(self, incarnation: str) -> Member | None:
         return next((member for member in self.members if member.incarnation == incarnation), None)
 
@@ -448,7 +457,7 @@ class Introduction(_Record):
 def row_bytes(node: NodeRecord) -> int:
     """At least as many as the node takes among the members of a world."""
     at = node.http.address if node.http is not None else ""
-    return len(node.node) + len(node.incarnation) + len(json.dumps(at)) + 40
+    return len(node.node) + len(node.incarnation) + len(json.dumps(at)) + len(node.role) + 43
 
 
 def line_up(nodes: tuple[NodeRecord, ...]) -> tuple[Member, ...]:
@@ -456,12 +465,12 @@ def line_up(nodes: tuple[NodeRecord, ...]) -> tuple[Member, ...]:
     members: list[Member] = []
     first_rank = 0
     for node in nodes:
-        members.append(Member(node.node, node.incarnation, node.slots, first_rank, node.http))
+        members.append(Member(node.node, node.incarnation, node.slots, first_rank, node.http, node.role))
         first_rank += node.slots
     return tuple(members)
 
 
-_ROW, _ROW_WITH_HTTP = [str, str, int], [str, str, int, str, int]
+_ROW, _ROW_WITH_HTTP = [str, str, int, str], [str, str, int, str, str, int]
 
 
 def _read_members(raw: Any) -> tuple[Member, ...]:
@@ -474,12 +483,13 @@ def _read_members(raw: Any) -> tuple[Member, ...]:
     for row in raw:
         types, http = [*map(type, row)] if type(row) is list else [], None
         fits = types in (_ROW, _ROW_WITH_HTTP) and is_name(row[0]) and is_name(row[1]) and 1 <= row[2] <= 4096
+        fits = fits and (not row[3] or is_name(row[3]))
         if fits and types == _ROW_WITH_HTTP:
-            http = Endpoint(clean(row[3]), row[4])
-            fits = len(row[3]) <= 256 and 0 <= http.port <= 65535
+            http = Endpoint(clean(row[4]), row[5])
+            fits = len(row[4]) <= 256 and 0 <= http.port <= 65535
         if not fits:
-            expected = "[name, incarnation, slots from 1 to 4096, and perhaps address and port]"
+            expected = "[name, incarnation, slots from 1 to 4096, role, and perhaps address and port]"
             raise Invalid(f"{shown(row)}, expected {expected}", f"[{len(members)}]")
-        members.append(Member(row[0], row[1], row[2], first_rank, http))
+        members.append(Member(row[0], row[1], row[2], first_rank, http, row[3] or DEFAULT_ROLE))
         first_rank += row[2]
     return tuple(members)

@@ -120,13 +120,13 @@ def _row(name: str, variables: Sequence[Variable]) -> Explained:
 
 
 def _chosen(config: Config, machine: Machine, local_rank: int) -> tuple[Variable, ...]:
-    node = NodeRecord(config.node_id or "<node>", "<incarnation>", "", 0, machine.workers)
+    node = NodeRecord(config.node_id or "<node>", "<incarnation>", "", 0, machine.workers, role=config.role)
     members = line_up((node,))
     job, start = config.rendezvous.job_id, Cause(CauseKind.START)
     world = World(job, 1, Phase.RUNNING, members, Endpoint("", 1), start, run="<run>")
     records = None
-    if config.log_dir is not None and machine.software.has_nccl:
-        folder = run_folder(config.log_dir.absolute(), config.rendezvous.job_id, "<run>")
+    if config.logs.directory is not None and machine.software.has_nccl:
+        folder = run_folder(config.logs.directory.absolute(), config.rendezvous.job_id, "<run>")
         records = folder / f"gen{GENERATION}" / "flight_records"
     memory = describe_folder(config.memory_checkpoints)
     place = WorkerPlace(

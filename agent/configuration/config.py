@@ -1,20 +1,20 @@
 """The configuration: one frozen `Config`, complete and checked before anything starts.
 
-Each option stands here, or in `stopping` or `rendezvous`, beside the part of `Config` that it fills. `types/option`
-defines a row, `types/parsers` the values; `reading/sources` reads file, environment and command line, and
-`reading/resolve` merges and checks them: every number of its `Config` is in range, and their relations hold. Durations
-are seconds; `None` has the meaning written beside the field.
+Each option stands here, or in `stopping`, `logs` or `rendezvous`, beside the part of `Config` that it fills.
+`types/option` defines a row, `types/parsers` the values; `reading/sources` reads file, environment and command line,
+and `reading/resolve` merges and checks them: every number of its `Config` is in range, and their relations hold.
+Durations are seconds; `None` has the meaning written beside the field.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ...rendezvous.records import Endpoint
 from ..common.exits import ExitCode
 from ..common.ports import PortRange
+from .logs import LogConfig
 from .rendezvous import RendezvousConfig
 from .stopping import MAX_RESTARTS, MEMORY_CHECKPOINTS, RUN_AGAIN, StopConfig, TimeoutConfig
 from .types.option import Group, Option, Source
@@ -24,7 +24,6 @@ from .types.parsers import (
     LISTEN_ADDRESS,
     MOST_NODES,
     MOST_WORKERS,
-    PATH,
     TEXT,
     Parser,
     duration,
@@ -112,6 +111,14 @@ DEVICE_PINNING: Option[DevicePinning] = NODES.option(
     metavar="HOW",
     default="index",
 )
+ROLE: Option[str] = NODES.option(
+    "role",
+    IDENTIFIER,
+    "ROLE_NAME of this node's workers: ROLE_RANK and ROLE_WORLD_SIZE count those of all nodes with the same one",
+    metavar="NAME",
+    default="default",
+    torchrun="role",
+)
 VIRTUAL_LOCAL_RANK = NODES.flag(
     "virtual-local-rank",
     "torchrun's name for --device-pinning mask",
@@ -152,7 +159,7 @@ NODE_ID: Option[str | None] = NODES.option(
     metavar="NAME",
 )
 
-NETWORK = Group("Network and logs")
+NETWORK = Group("Network")
 LOCAL_ADDR: Option[str | None] = NETWORK.option(
     "local-addr",
     Parser("a host name or an IP address, without port", read_host),
@@ -196,13 +203,6 @@ HTTP_ADDRESS: Option[Endpoint | None] = NETWORK.option(
     "metrics and health probes; port 0 is any free port, the log says which (default: a free port at"
     " 127.0.0.1, or at this node's own address when other nodes can join: they probe it after failures)",
 )
-LOG_DIR: Option[Path | None] = NETWORK.option(
-    "log-dir",
-    PATH,
-    "also write each worker's output into files below DIR (default: console only)",
-    metavar="DIR",
-    torchrun="log-dir",
-)
 
 ITSELF = Group("Configuration")
 CONFIG_FILE: Option[str | None] = ITSELF.option(
@@ -229,6 +229,7 @@ class Config:
     affinity: Affinity = AFFINITY.field()
     gpu_memory_wait_s: float = GPU_MEMORY_WAIT.field()  # 0: a restart does not wait for it
     preload: Preload = PRELOAD.field()
+    role: str = ROLE.field()
     rendezvous: RendezvousConfig = RendezvousConfig()
     node_id: str | None = NODE_ID.field()  # None: the agent makes one that no other agent has
     local_addr: str | None = LOCAL_ADDR.field()  # None: the address that other nodes reach is found out
@@ -244,7 +245,7 @@ class Config:
     network_profile: NetworkProfile = NETWORK_PROFILE.field()
     memory_checkpoints: int | None = MEMORY_CHECKPOINTS.field()
     """Bytes; 0: on disk only; None: a share of the shared memory."""
-    log_dir: Path | None = LOG_DIR.field()  # None: workers' output goes to the console only
+    logs: LogConfig = LogConfig()
     http_address: Endpoint | None = HTTP_ADDRESS.field()
     """None: where other nodes reach this one (memory: loopback), any free port."""
 

@@ -7,12 +7,12 @@ from .config import (
     CONFIG_FILE,
     HELP,
     HELP_ALL,
-    LOG_DIR,
     MAX_NODES,
     MIN_NODES,
     MODULE,
     NPROC_PER_NODE,
 )
+from .logs import LOG_DIR
 from .options import COMMANDS, GROUPS, OPTIONS
 from .rendezvous import ENDPOINT, JOB_ID
 from .stopping import MAX_RESTARTS

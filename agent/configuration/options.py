@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import chain
 
 from .config import ITSELF, MODULE, NETWORK, NO_PYTHON, NODES, RUNNING, SCRIPT
+from .logs import LOGS
 from .rendezvous import ETCD_OPTIONS, MEETING
 from .stopping import STOPPING, TIMEOUTS
 from .types.option import Option
@@ -19,7 +20,7 @@ COMMANDS = {
 }
 """First words that are no script, each with its line in `--help`. `agent/commands` has a module for each."""
 
-GROUPS = (RUNNING, NODES, MEETING, ETCD_OPTIONS, STOPPING, TIMEOUTS, NETWORK, ITSELF)
+GROUPS = (RUNNING, NODES, MEETING, ETCD_OPTIONS, STOPPING, TIMEOUTS, NETWORK, LOGS, ITSELF)
 """In the order of `--help`."""
 
 _SPELT = ", ".join(

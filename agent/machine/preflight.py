@@ -23,7 +23,7 @@ _NEVER = {
 def check_resources(config: Config, environ: Mapping[str, str]) -> None:
     """Raises ConfigError with all that cannot work."""
     problems = [
-        *_log_dir(config.log_dir),
+        *_log_dir(config.logs.directory),
         *_memory(config.memory_checkpoints),
         *_http(config.http_address),
         *_run_directory(environ),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import queue
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ... import __version__
@@ -19,15 +20,19 @@ from ...worker.wire.environment import WorkerEnv
 from ..common.events import Event
 from ..common.io_thread import IoThread
 from ..configuration.config import Config
+from ..configuration.logs import LogConfig
 from ..configuration.timeouts import drain_timeout_s
 from ..machine.inventory import Machine
 from ..machine.network.discovery import Network
 from ..observability.status.pages import StatusPages
 from ..output.console import Console
+from ..output.log_folders import temporary_directory
 from ..workers.links.reports import ReportReceiver
 from ..workers.preloader.spares import Interpreter, Spares
 from ..workers.processes.workers import first_on_path, job_python
 from .service_manager import ServiceManager
+
+log = logging.getLogger(__name__)
 
 MAX_WAITING_EVENTS = 10_000
 """Reports are dropped while so many events wait; everything else is bounded by what the loop itself has asked."""
@@ -51,6 +56,19 @@ class Agent:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "started_at", self.clock())
+
+
+def with_files(logs: LogConfig) -> LogConfig:
+    """With a directory, if one is needed and can be had."""
+    if logs.directory is not None or not logs.wants_files:
+        return logs
+    try:
+        directory = temporary_directory()
+    except OSError as error:
+        log.warning("all that workers print goes to the console, and none to files: %s; set --log-dir", error)
+        return logs
+    log.info("what workers print is in %s; --log-dir chooses another place", directory)
+    return replace(logs, directory=directory)
 
 
 def metrics_of(agent: Agent, machine: Machine, network: Network) -> Metrics:

@@ -74,7 +74,7 @@ from ..workers.processes.worker_store import WorkerStore
 from ..workers.processes.workers import GroupHelpers, WorkerGroup
 from ..workers.supervision.supervisor import Processes, Supervisor
 from ..workers.supervision.worker_spec import Node
-from .assembly import Agent, metrics_of, pages_of, policy_of, receiver_of, spares_of
+from .assembly import Agent, metrics_of, pages_of, policy_of, receiver_of, spares_of, with_files
 from .error_file import write_error_file
 from .heartbeat import Heartbeat
 from .listeners import Listeners, bind_all, binder
@@ -99,6 +99,7 @@ def run(config: Config, machine: Machine) -> int:
     listen(lambda thread, error: _thread_failed(events, thread, error))
     console = take_console(name)
     _log_to(console, name)
+    config = replace(config, logs=with_files(config.logs))
     # What a service manager ends because its main thread is stuck (SIGABRT) shows where that is.
     faulthandler.enable(2)
     manager = ServiceManager.take(os.environ, os.getpid(), time.monotonic)
@@ -329,6 +330,7 @@ def _make_rendezvous(
         program=program_of(agent.config, policy.store_outage_grace_s),
         node_rank=agent.config.rendezvous.node_rank,
         hosts_store=claimed.listeners.store is not None,
+        role=agent.config.role,
     )
     lease_ttl_s = agent.config.rendezvous.lease_ttl_s
     participant = Participant(identity, policy, lease_ttl_s=lease_ttl_s, rng=rng, now=clock())
@@ -368,7 +370,9 @@ def _serve_workers(
     worker_store = WorkerStore(agent.environment, spares, io, post)
     parts.callback(worker_store.end)
     lost = metrics.log_file_bytes_dropped_total.inc
-    logs = _started(parts, WorkerLogs(agent.config.log_dir, node.name, agent.console, metrics.printed, lost))
+    logs = _started(
+        parts, WorkerLogs(agent.config.logs.directory, node.name, agent.console, metrics.printed, lost)
+    )
     commits = CommitFence(store, latest, clock)
     last_steps = LastSteps(store, latest, post, clock)
     reports = receiver_of(agent, Path(env.reports), metrics)

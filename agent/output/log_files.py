@@ -38,6 +38,8 @@ class LogFile:
     fd: int = -1
     written: bool = False
     """It was made."""
+    failed: bool = False
+    """It is not written any more."""
     lost: int = 0
     """Bytes that are missing behind what was put last. Only who saves touches it."""
 
@@ -64,13 +66,17 @@ class LogFiles(Backlog[_Work]):
         self.do(partial(self._open, file))
         return file
 
-    def save(self, file: LogFile, data: bytes) -> None:
-        """May wait, see the module's docstring."""
+    def save(self, file: LogFile, data: bytes) -> bool:
+        """Whether it will be there, as far as that is known. May wait, see the module's docstring."""
+        if file.failed:
+            return False
         if time.monotonic() - self._busy_since > STILL_S:
             self._warn_still(file)
         work = _Work(partial(self._save, file, data, file.lost), file, len(data))
-        if self.put(work, work.size, QUEUE_MAX, PATIENCE_S):
+        kept = self.put(work, work.size, QUEUE_MAX, PATIENCE_S)
+        if kept:
             file.lost = 0
+        return kept
 
     def finish(self, file: LogFile) -> None:
         """It is closed when all is written."""
@@ -142,6 +148,7 @@ class LogFiles(Backlog[_Work]):
 
     def _complain(self, file: LogFile, error: OSError) -> None:
         """One warning for a generation: a full disk is one fact, not one for each rank and stream."""
+        file.failed = True
         if self._complained == file.generation:
             return
         self._complained = file.generation

@@ -2,12 +2,13 @@
 
 A worker's stdout and stderr are pipes that the thread `worker-logs` reads. The bytes go, as they are, to
 `gen<generation>/rank<rank>/{stdout,stderr}.log` in the folder of the run (`log_folders`, `log_files`); whole lines,
-prefixed, go to the agent's own stdout and stderr; the last lines stay in memory for the failure summary. Pipes, and not
-files that workers write themselves, because a full, read-only or dead disk must cost the files and nothing else: a
-worker never sees it.
+prefixed, go to the agent's own stdout and stderr; the last lines stay in memory for the failure summary. A `Route`
+says which of the first two a stream has; one without a console comes there all the same while its file is not written.
+Pipes, and not files that workers write themselves, because a full, read-only or dead disk must cost the files and
+nothing else: a worker never sees it.
 
-Words: the *console* is the agent's own stdout and stderr (`console`). A line is *redrawn* when a lone carriage return
-ended it, as progress bars do: on the console each state of the bar is a line, in memory the next one replaces it.
+Words: the *console* is the agent's own stdout and stderr (`console`). A *redrawn* line is a progress bar's (`lines`):
+on the console its newest state is a line every few seconds, in memory the next one replaces it.
 
 Invariants: neither the reading thread nor the main one writes to a disk or the console. A console or a disk that is
 slow slows the workers, as every terminal does; one that stands still costs them a second, once. Memory is bounded,
@@ -20,105 +21,56 @@ import contextlib
 import fcntl
 import logging
 import os
-import re
-import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from ...rendezvous.threads import Thread
 from ..common.io_thread import IoThread
 from .console import Console
+from .lines import Line, LineSplitter, Redrawn, Tail
 from .log_files import LogFile, LogFiles
 from .log_folders import RunFolder, run_folder
 
-LINE_MAX = 64 * 1024
-"""A longer line is cut into pieces of this size."""
-TAIL_LINES = 40
-_TAIL_LINE_MAX = 2048
+STREAMS = ("stdout", "stderr")
 _READ_MAX = 64 * 1024
-
-# A carriage return that ends what was read waits for the next byte: it may be half of "\r\n".
-_LINE_END = re.compile(rb"\r?\n|\r(?=[^\n])")
 
 _log = logging.getLogger(__name__)
 
 
-class Line(NamedTuple):
-    text: bytes
-    redrawn: bool = False
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where that goes which a worker prints on one stream, besides the memory."""
 
-
-class LineSplitter:
-    """Cuts a stream of bytes into lines of at most `LINE_MAX` bytes, and holds no more than one such line."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> list[Line]:
-        """The lines that `data` completes."""
-        searched = max(0, len(self._rest) - 1)
-        data = self._rest + data
-        lines: list[Line] = []
-        start = 0
-        for end in _LINE_END.finditer(data, searched):
-            text, redrawn = data[start : end.start()], end.group() == b"\r"
-            start = end.end()
-            if text or not redrawn:  # progress bars also begin with a carriage return: no line of its own
-                lines += _cut(text, redrawn)
-        begun = data[start:].removesuffix(b"\r")
-        *whole, last = _cut(begun, False)
-        self._rest = last.text + data[start + len(begun) :]
-        return lines + whole
-
-    def flush(self) -> list[Line]:
-        """The line that was begun, if any: nothing comes to complete it."""
-        rest, self._rest = self._rest.rstrip(b"\r"), b""
-        return [Line(rest)] if rest else []
-
-
-def _cut(text: bytes, redrawn: bool) -> list[Line]:
-    last = max(0, len(text) - 1) // LINE_MAX * LINE_MAX
-    pieces = [Line(text[at : at + LINE_MAX]) for at in range(0, last, LINE_MAX)]
-    return [*pieces, Line(text[last:], redrawn)]
-
-
-class Tail:
-    """The last `TAIL_LINES` lines as a terminal would show them. Filled by one thread, read by another."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lines: deque[bytes] = deque(maxlen=TAIL_LINES)
-        self._redrawn = False
-
-    def add(self, lines: list[Line]) -> None:
-        with self._lock:
-            for line in lines:
-                if self._redrawn:
-                    self._lines.pop()
-                self._lines.append(line.text[:_TAIL_LINE_MAX])
-                self._redrawn = line.redrawn
-
-    def lines(self) -> tuple[str, ...]:
-        with self._lock:
-            return tuple(line.decode(errors="backslashreplace") for line in self._lines)
+    prefix: str = ""
+    """Of each line, but in the worker's own file."""
+    file: bool = True
+    """The worker's own file, where there are any."""
+    console: bool = True
+    copied: tuple[str, ...] = ()
+    """Lines of the console that hold one of these also go to a file of this node, for all of its workers."""
 
 
 @dataclass(slots=True, eq=False)
 class _Stream:
     """One pipe of one worker. Only the reading thread touches it, `tail` excepted."""
 
-    generation: int
-    pipe: int  # -1 once it is closed
-    file: LogFile | None
-    prefix: bytes
     name: str
+    pipe: int  # -1 once it is closed
+    prefix: bytes
+    console: bool
+    file: LogFile | None
+    copied: tuple[bytes, ...]
+    copies: LogFile | None
     splitter: LineSplitter = field(default_factory=LineSplitter)
     tail: Tail = field(default_factory=Tail)
+    redrawn: Redrawn = field(default_factory=Redrawn)
+    filed: bool = True
+    """What was read last goes to the file."""
+    timed: bool = False
+    """`_redraw` comes."""
 
 
 class WorkerLogs:
@@ -141,7 +93,9 @@ class WorkerLogs:
         self._node = node
         self._console = console
         self._files = LogFiles(count_lost)
-        self._streams: dict[tuple[int, int], tuple[_Stream, _Stream]] = {}
+        self._streams: dict[tuple[int, int], tuple[_Stream, ...]] = {}
+        self._copies: dict[tuple[int, str], LogFile] = {}
+        """By generation and stream: of all workers here."""
         self._io = IoThread("worker-logs")
         """Of its own, because it waits for the console and for the files."""
         self._left_out: bytes | None = None
@@ -169,14 +123,15 @@ class WorkerLogs:
         """From now on lines that end so are in the files only: they would only mislead."""
         self._left_out = words
 
-    def attach(self, generation: int, rank: int, stdout_fd: int, stderr_fd: int) -> None:
-        """Reads these pipes from now on. They belong to this object, which closes them."""
+    def attach(self, generation: int, rank: int, pipes: Sequence[int], routes: Sequence[Route]) -> None:
+        """Reads these pipes, of stdout and stderr, from now on. They belong to this object, which closes them."""
         assert (generation, rank) not in self._streams, "a rank starts once in a generation"
-        prefix = f"[{self._node}/{rank}] ".encode()
-        stdout = _Stream(generation, stdout_fd, self._file(generation, rank, "stdout"), prefix, "stdout")
-        stderr = _Stream(generation, stderr_fd, self._file(generation, rank, "stderr"), prefix, "stderr")
-        self._streams[generation, rank] = (stdout, stderr)
-        for stream in (stdout, stderr):
+        streams = tuple(
+            self._stream(generation, rank, name, pipe, route)
+            for name, pipe, route in zip(STREAMS, pipes, routes, strict=True)
+        )
+        self._streams[generation, rank] = streams
+        for stream in streams:
             os.set_blocking(stream.pipe, False)
             self._io.watch(stream.pipe, partial(self._read, stream))
 
@@ -215,6 +170,9 @@ class WorkerLogs:
         for key in ended:
             for stream in self._streams.pop(key):
                 self._io.post(partial(self._finish, stream))
+        for name in STREAMS:
+            if (copies := self._copies.pop((generation, name), None)) is not None:
+                self._io.post(partial(self._files.finish, copies))
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Detaches everything; a stuck disk gets `timeout_s`, and no more. Once."""
@@ -226,11 +184,25 @@ class WorkerLogs:
         if not self._files.join(max(0.0, deadline - time.monotonic())):
             _log.warning("the last lines of the workers may be missing in their files: the disk stands still")
 
-    def _file(self, generation: int, rank: int, name: str) -> LogFile | None:
+    def _stream(self, generation: int, rank: int, name: str, pipe: int, route: Route) -> _Stream:
+        file = copies = None
+        if route.file:
+            file = self._file(generation, f"rank{rank}", f"{name}.log")
+        if route.copied:
+            key = generation, name
+            copies = self._copies.get(key) or self._file(
+                generation, f"node-{self._node}", f"filtered_{name}.log"
+            )
+            if copies is not None:
+                self._copies[key] = copies
+        needles = tuple(text.encode(errors="surrogateescape") for text in route.copied)
+        prefix = route.prefix.encode(errors="surrogateescape")
+        return _Stream(name, pipe, prefix, route.console, file, needles, copies)
+
+    def _file(self, generation: int, folder: str, name: str) -> LogFile | None:
         if self._run is None:
             return None
-        path = self._run.path / f"gen{generation}" / f"rank{rank}" / f"{name}.log"
-        return self._files.open(generation, path)
+        return self._files.open(generation, self._run.path / f"gen{generation}" / folder / name)
 
     # Everything below runs in the reading thread.
 
@@ -247,7 +219,7 @@ class WorkerLogs:
             return 0
         self._count(stream.name, 0, len(data))
         if stream.file is not None:
-            self._files.save(stream.file, data)
+            stream.filed = self._files.save(stream.file, data)
         self._show(stream, stream.splitter.feed(data))
         return len(data)
 
@@ -266,6 +238,8 @@ class WorkerLogs:
 
     def _close(self, stream: _Stream) -> None:
         self._show(stream, stream.splitter.flush())
+        if stream.redrawn.due_at is not None:
+            self._show(stream, [Line(b"")])  # the state of a bar that waits is its last one
         if stream.pipe >= 0:
             self._io.forget(stream.pipe)
             os.close(stream.pipe)
@@ -280,7 +254,19 @@ class WorkerLogs:
             lines = [line for line in lines if not line.text.endswith(self._left_out)]
         if lines:
             stream.tail.add(lines)
-            self._console.show(stream.name, b"".join(stream.prefix + text + b"\n" for text, _ in lines))
+        texts = stream.redrawn.show(lines, stream.splitter.drawn, time.monotonic())
+        if texts and (stream.console or not stream.filed):
+            self._console.show(stream.name, b"".join(stream.prefix + text + b"\n" for text in texts))
+        copied = [text for text in texts if any(needle in text for needle in stream.copied)]
+        if copied and stream.copies is not None:
+            self._files.save(stream.copies, b"".join(stream.prefix + text + b"\n" for text in copied))
+        if not stream.timed and (due_at := stream.redrawn.due_at) is not None and stream.pipe >= 0:
+            stream.timed = True
+            self._io.later(max(0.0, due_at - time.monotonic()), partial(self._redraw, stream))
+
+    def _redraw(self, stream: _Stream) -> None:
+        stream.timed = False
+        self._show(stream, [])
 
 
 def _make_folder(folder: Path) -> None:

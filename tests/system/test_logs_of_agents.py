@@ -42,6 +42,41 @@ def test_each_rank_has_its_file_and_its_prefix_on_the_console(job: Job) -> None:
     assert sum(text.endswith("at 10\n") for text in files.values()) >= 1, "of the rank that failed"
 
 
+def test_torchruns_flags_say_what_goes_where(job: Job) -> None:
+    """`-r`, `-t`, the filters and the template, for two workers that print on both streams."""
+    script = "echo out $LOCAL_RANK $ROLE_NAME; echo loss $LOCAL_RANK; printf '\\r1%%\\r2%%\\n' >&2"
+    agent = job.start(
+        "n",
+        "--nproc-per-node=2",
+        "-r1:2",
+        "--tee=0:1",
+        "--duplicate-stdout-filters=loss,nan",
+        "--role=reader",
+        script=("--no-python", "sh", "-c", script),
+        environment={
+            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${role_name} ${rank}> ",
+            "TMPDIR": str(job.folder),
+        },
+    )
+    assert agent.exit_code() == 0
+    shown = [line for line in agent.text.splitlines() if line.startswith("<")]
+    assert sorted(shown) == [
+        "<reader 0> 2%",
+        "<reader 0> loss 0",
+        "<reader 0> out 0 reader",
+        "<reader 1> loss 1",
+        "<reader 1> out 1 reader",
+    ]
+    [folder] = job.folder.glob("elastic_agent_logs_*")
+    assert agent.says(f"what workers print is in {folder}")
+    files = {"/".join(path.parts[-2:]): path.read_bytes() for path in folder.rglob("*.log")}
+    assert files == {
+        "rank0/stdout.log": b"out 0 reader\nloss 0\n",
+        "rank1/stderr.log": b"\r1%\r2%\n",
+        "node-n/filtered_stdout.log": b"<reader 0> loss 0\n",
+    }
+
+
 @pytest.mark.parametrize("line", ["short", "long" * 1000])
 def test_a_full_log_disk_stops_no_training(job: Job, small_disk: Path, line: str) -> None:
     script = (RECORDER, "--step-s=0.001", f"--say={line}")

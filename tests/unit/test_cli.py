@@ -157,12 +157,15 @@ def test_check_config_prints_and_starts_nothing(
     script: str, started: list[Config], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ELASTIC_AGENT_MAX_NODES", "4")
-    assert main(["--check-config", "--tee", "3", script]) == ExitCode.SUCCESS
+    assert main(["--check-config", "--start-method", "fork", script]) == ExitCode.SUCCESS
     out, err = capsys.readouterr()
     assert any(
         line.split() == ["max-nodes", "=", "4", "#", "ELASTIC_AGENT_MAX_NODES"] for line in out.splitlines()
     )
-    assert err == "elastic-agent: warning: --tee is ignored: the console always shows every worker's output\n"
+    assert (
+        err
+        == "elastic-agent: warning: --start-method is ignored: it only concerns functions as entry points\n"
+    )
     assert not started
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.common.ports import PortRange
 from elastic_agent.agent.configuration.config import Config, ConfigError
+from elastic_agent.agent.configuration.logs import LogConfig
 from elastic_agent.agent.configuration.options import GROUPS, OPTIONS
 from elastic_agent.agent.configuration.reading.resolve import Resolved, resolve
 from elastic_agent.agent.configuration.reading.sources import MOST_FILE_BYTES, read_argv
@@ -27,7 +28,14 @@ from elastic_agent.agent.configuration.reading.torchrun_spellings import (
 from elastic_agent.agent.configuration.rendezvous import ETCD_OPTIONS, EtcdConfig, RendezvousConfig
 from elastic_agent.agent.configuration.stopping import StopConfig, TimeoutConfig
 from elastic_agent.agent.configuration.types.option import Option, Source
-from elastic_agent.agent.configuration.types.values import Command, NodeCounts, Preload
+from elastic_agent.agent.configuration.types.values import (
+    Command,
+    LocalRanks,
+    NodeCounts,
+    Preload,
+    Streams,
+    Texts,
+)
 from elastic_agent.rendezvous.records import Endpoint
 from elastic_agent.worker.wire.environment import WORKER_VARIABLES
 
@@ -72,7 +80,14 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
     "network-wait": ("2m", "network_wait_s", 120.0),
     "port-range": ("2000-2010", "port_range", PortRange(2000, 2010)),
     "http-address": ("[::]:9090", "http_address", Endpoint("::", 9090)),
-    "log-dir": ("/var/log/x", "log_dir", Path("/var/log/x")),
+    "role": ("trainer", "role", "trainer"),
+    "log-dir": ("/var/log/x", "logs.directory", Path("/var/log/x")),
+    "redirects": ("10:1,2:3", "logs.redirects", Streams(0, ((2, 3), (10, 1)))),
+    "tee": ("3", "logs.tee", Streams(3)),
+    "local-ranks-filter": ("2,0", "logs.local_ranks", LocalRanks((0, 2))),
+    "duplicate-stdout-filters": ("loss,a,,b", "logs.stdout_filters", Texts(("loss", "a,b"))),
+    "duplicate-stderr-filters": ("Error", "logs.stderr_filters", Texts(("Error",))),
+    "log-line-prefix-template": ("${hostname}:${rank}: ", "logs.prefix_template", "${hostname}:${rank}: "),
 }
 
 # option: texts that must be refused
@@ -117,7 +132,14 @@ REFUSED: dict[str, Sequence[str]] = {
     "network-wait": ["-1", "long"],
     "port-range": ["0-10", "29600-29500", "1-65536", "a-b", ""],
     "http-address": ["127.0.0.1:99999", ":", "localhost", "node1:9407", "127.1"],
+    "role": ["", "a b"],
     "log-dir": ["", "a\0b"],
+    "redirects": ["", "4", "0:4", "0:", "1:1;2:2", "all", "33"],
+    "tee": ["", "-1", "0:1,"],
+    "local-ranks-filter": ["", "0,", "first", "-1"],
+    "duplicate-stdout-filters": ["a\0b"],
+    "duplicate-stderr-filters": ["a\0b"],
+    "log-line-prefix-template": ["two\nlines"],
     "script": ["", "a\0b", "no/such/file.py"],
     "module": [""],
     "no-python": [""],
@@ -187,7 +209,7 @@ def test_the_tables_of_this_test_know_every_option() -> None:
 def test_each_option_fills_at_most_one_field_and_gives_its_default() -> None:
     """So no default is declared a second time. The other options are read where the rest is put together."""
     filled: list[Option[object]] = []
-    for part in (Config, RendezvousConfig, EtcdConfig, StopConfig, TimeoutConfig):
+    for part in (Config, RendezvousConfig, EtcdConfig, StopConfig, TimeoutConfig, LogConfig):
         for field in fields(part):
             option = field.metadata.get("option")
             if option is not None:
@@ -219,7 +241,7 @@ def test_defaults(script: str) -> None:
         stop=StopConfig(30.0, 1.0),
         timeouts=TimeoutConfig(None, None, 300.0),
         network_profile="auto",
-        log_dir=None,
+        logs=LogConfig(None, None, None, None, Texts(()), Texts(()), "[${node}/${rank}] "),
         http_address=None,
     )
 

@@ -11,6 +11,7 @@ import pytest
 from elastic_agent.agent.commands.explain_env import OF_A_WORLD, Explained, explain, main
 from elastic_agent.agent.common.variables import USER
 from elastic_agent.agent.configuration.config import Config
+from elastic_agent.agent.configuration.logs import LogConfig
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.configuration.types.values import Command
 from elastic_agent.agent.machine import inventory as machines
@@ -51,7 +52,7 @@ def test_each_variable_has_its_value_who_chose_it_and_why(machine: Machine) -> N
 
 
 def test_the_dumps_are_below_the_log_directory(machine: Machine) -> None:
-    rows = by_name(explain(replace(CONFIG, log_dir=Path("/logs")), machine, {}))
+    rows = by_name(explain(replace(CONFIG, logs=LogConfig(Path("/logs"))), machine, {}))
     assert (
         rows["TORCH_FR_DUMP_TEMP_FILE"].value
         == f"/logs/{CONFIG.rendezvous.job_id}-<run>/gen<generation>/flight_records/rank_"
@@ -70,6 +71,29 @@ def test_what_differs_from_world_to_world_is_left_open() -> None:
 
     one, other = of("a", 1, 1, 0), of("bca", 2, 2, 2)
     assert {name for name in one if one[name] != other[name]} == OF_A_WORLD
+
+
+def test_ranks_within_a_role_count_the_workers_of_all_nodes_that_have_it() -> None:
+    roles = {"a": "trainer", "b": "reader", "c": "trainer"}
+    nodes = tuple(
+        NodeRecord(name, name * 2, "host", 1, slots, role=roles[name])
+        for name, slots in [("a", 1), ("b", 2), ("c", 3)]
+    )
+    world = World("job", 1, Phase.RUNNING, line_up(nodes), Endpoint("host", 1), Cause(CauseKind.START))
+    found = []
+    for member in world.members:
+        for local_rank in range(member.slots):
+            place = WorkerPlace(world, member, local_rank, Path("e"), worker_env("i", Path("r"), None))
+            values = {variable.name: variable.value for variable in contract(place, None)}
+            found.append([values[name] for name in ("RANK", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")])
+    assert [" ".join(row) for row in found] == [
+        "0 trainer 0 4",
+        "1 reader 0 2",
+        "2 reader 1 2",
+        "3 trainer 1 4",
+        "4 trainer 2 4",
+        "5 trainer 3 4",
+    ]
 
 
 def test_for_a_pipe_every_variable_is_a_line_and_for_a_terminal_none_is_wide(

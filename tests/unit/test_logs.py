@@ -6,22 +6,25 @@ import contextlib
 import logging
 import os
 import queue
-import random
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import elastic_agent.agent.output.console as console_module
+import elastic_agent.agent.output.lines as lines_module
 import elastic_agent.agent.output.log_files as log_files_module
 from elastic_agent.agent.output.console import Console
-from elastic_agent.agent.output.worker_logs import LINE_MAX, TAIL_LINES, Line, LineSplitter, WorkerLogs
+from elastic_agent.agent.output.lines import TAIL_LINES
+from elastic_agent.agent.output.worker_logs import Route, WorkerLogs
 
 PATIENCE_S = 20.0
+ROUTES = (Route("[n1/0] "),) * 2
 
 
 def eventually(condition: Callable[[], bool]) -> None:
@@ -66,9 +69,10 @@ class Rig:
         self.logs.close()
         self.shown.close(PATIENCE_S)
 
-    def worker(self, generation: int = 1, rank: int = 0) -> tuple[int, int]:
+    def worker(self, generation: int = 1, rank: int = 0, **route: Any) -> tuple[int, int]:
         (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
-        self.logs.attach(generation, rank, out_read, err_read)
+        routes = (Route(f"[n1/{rank}] ", **route),) * 2
+        self.logs.attach(generation, rank, (out_read, err_read), routes)
         return out_write, err_write
 
     def out(self) -> bytes:
@@ -90,47 +94,6 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     rig.close()
 
 
-@pytest.mark.parametrize(
-    ("reads", "lines", "rest"),
-    [
-        ([b"a\nb\n"], [Line(b"a"), Line(b"b")], []),
-        ([b"a", b"b", b"c\n"], [Line(b"abc")], []),
-        ([b"a\n\nb"], [Line(b"a"), Line(b"")], [Line(b"b")]),
-        ([b"a\r\nb\r", b"\nc"], [Line(b"a"), Line(b"b")], [Line(b"c")]),
-        ([b"\r 1%", b"\r 2%", b"\r 3%\n"], [Line(b" 1%", True), Line(b" 2%", True), Line(b" 3%")], []),
-        ([b"1%\r", b"2%\r", b"done\n"], [Line(b"1%", True), Line(b"2%", True), Line(b"done")], []),
-        ([b"1%\r"], [], [Line(b"1%")]),
-        ([b"\xff\x00\xfe\n\x80"], [Line(b"\xff\x00\xfe")], [Line(b"\x80")]),
-        ([b"x" * (LINE_MAX + 1) + b"\n"], [Line(b"x" * LINE_MAX), Line(b"x")], []),
-        ([b"x" * LINE_MAX, b"\n"], [Line(b"x" * LINE_MAX)], []),
-        ([b"x" * LINE_MAX + b"\r", b"\n"], [Line(b"x" * LINE_MAX)], []),
-        ([b""], [], []),
-    ],
-)
-def test_a_stream_is_cut_into_lines(reads: list[bytes], lines: list[Line], rest: list[Line]) -> None:
-    splitter = LineSplitter()
-    assert [line for read in reads for line in splitter.feed(read)] == lines
-    assert splitter.flush() == rest
-    assert splitter.flush() == []
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_cutting_does_not_depend_on_how_the_bytes_arrive_and_never_holds_more_than_a_line(seed: int) -> None:
-    rng = random.Random(seed)
-    text = bytes(rng.choice(b"ab\n\r") for _ in range(4000)) + b"z" * (3 * LINE_MAX) + b"\rend"
-    whole = LineSplitter()
-    expected = whole.feed(text) + whole.flush()
-    pieces = LineSplitter()
-    got: list[Line] = []
-    at = 0
-    while at < len(text):
-        step = rng.choice((1, 2, 7, 60_000 if at > 4000 else 3))
-        got += pieces.feed(text[at : at + step])
-        assert len(pieces._rest) <= LINE_MAX + 1
-        at += step
-    assert got + pieces.flush() == expected
-
-
 def test_each_stream_goes_to_its_file_as_it_is_and_to_its_console_with_the_prefix(rig: Rig) -> None:
     out, err = rig.worker(generation=3, rank=5)
     os.write(out, b"hello\nworld\n")
@@ -141,6 +104,47 @@ def test_each_stream_goes_to_its_file_as_it_is_and_to_its_console_with_the_prefi
     assert rig.file("stderr", 3, 5) == b"warning \xff\n"
     assert rig.logs.log_file(3, 5) == rig.directory / "gen3" / "rank5" / "stderr.log"  # type: ignore[operator]
     assert rig.logs.log_file(3, 6) is None
+
+
+def test_a_route_leaves_out_the_console_or_the_file(rig: Rig) -> None:
+    silent, _ = rig.worker(rank=0, console=False)
+    shown, _ = rig.worker(rank=1, file=False)
+    nowhere, _ = rig.worker(rank=2, file=False, console=False)
+    for out in (silent, shown, nowhere):
+        os.write(out, b"hello\n")
+    for rank in range(3):
+        assert drained(rig.logs, 1, rank)
+        assert rig.logs.tail(1, rank) == ("hello",), "the report of a failure has it in any case"
+    eventually(lambda: rig.out() == b"[n1/1] hello\n")
+    assert [rig.file("stdout", rank=rank) for rank in range(3)] == [b"hello\n", b"", b""]
+
+
+def test_lines_that_are_looked_for_are_copied_with_their_prefix(rig: Rig) -> None:
+    (zero, err), (one, _) = (rig.worker(generation=2, rank=rank, copied=("loss", "nan")) for rank in (0, 1))
+    os.write(zero, b"loss 1\nother\n")
+    assert drained(rig.logs, 2, 0)
+    os.write(one, b"is nan\n\r 1% loss 2")
+    os.write(err, b"loss of sleep\n")
+    assert drained(rig.logs, 2, 0)
+    assert drained(rig.logs, 2, 1)
+    folder = "node-n1"
+    assert rig.directory is not None
+    found = {path.name: path.read_bytes() for path in (rig.directory / "gen2" / folder).iterdir()}
+    assert found == {
+        "filtered_stdout.log": b"[n1/0] loss 1\n[n1/1] is nan\n[n1/1]  1% loss 2\n",
+        "filtered_stderr.log": b"[n1/0] loss of sleep\n",
+    }
+
+
+def test_the_state_of_a_bar_that_stands_still_is_shown(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines_module, "REDRAW_S", 0.2)
+    out, _ = rig.worker()
+    for percent in range(100):
+        os.write(out, b"\r%d%%" % percent)
+    eventually(lambda: rig.out().endswith(b"[n1/0] 99%\n"))
+    assert rig.out().count(b"\n") < 20
+    assert drained(rig.logs, 1, 0)
+    assert rig.file("stdout") == b"".join(b"\r%d%%" % percent for percent in range(100))
 
 
 def test_lines_and_bytes_are_counted_by_stream(rig: Rig) -> None:
@@ -195,7 +199,7 @@ def test_detach_closes_the_pipes_of_that_generation_only(rig: Rig) -> None:
 
 def test_drain_reads_what_a_dead_worker_wrote_though_a_grandchild_holds_the_pipe_open(rig: Rig) -> None:
     (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
-    rig.logs.attach(1, 0, out_read, err_read)
+    rig.logs.attach(1, 0, (out_read, err_read), ROUTES)
     script = "sleep 60 & echo $! >&1; for i in $(seq 500); do echo line $i >&2; done; printf last >&2"
     worker = subprocess.Popen(["sh", "-c", script], stdout=out_write, stderr=err_write)
     os.close(out_write)
@@ -232,7 +236,7 @@ def test_what_is_not_read_is_not_drained(tmp_path: Path) -> None:
         shown = Console("n1", console.fileno(), console.fileno())
         logs = WorkerLogs(None, "n1", shown)  # not started: nobody reads
         (out_read, _), (err_read, _) = os.pipe(), os.pipe()
-        logs.attach(1, 0, out_read, err_read)
+        logs.attach(1, 0, (out_read, err_read), ROUTES)
         assert not drained(logs, 1, 0, 0.01)
 
 
@@ -251,7 +255,7 @@ def test_the_tail_is_the_last_lines_of_stderr_as_a_terminal_shows_them(rig: Rig)
     assert len(tail) == TAIL_LINES
     assert tail[-5:-2] == (f"line {TAIL_LINES + 9}", "step 999", r"bad \xff byte")
     assert max(map(len, tail)) <= 2048
-    eventually(lambda: rig.err().count(b"step ") == 1000)  # the console loses no state of the bar
+    assert rig.err().count(b"step ") <= 3, "on the console, too, a state takes the place of the one before"
 
 
 def test_a_line_that_would_mislead_is_in_the_file_only(rig: Rig) -> None:
@@ -436,6 +440,18 @@ def test_a_full_or_read_only_disk_costs_the_files_and_one_warning(
         assert reason in warning
 
 
+def test_what_no_file_takes_is_shown_whatever_the_route(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "in-the-way").write_text("a file")
+    rig = Rig(tmp_path / "in-the-way" / "logs", tmp_path)
+    out, _ = rig.worker(console=False)
+    eventually(lambda: len(disk_warnings(caplog)) == 1)
+    os.write(out, b"not lost\n")
+    eventually(lambda: rig.out() == b"[n1/0] not lost\n")
+    rig.close()
+
+
 def test_a_disk_that_is_full_in_the_middle_of_the_last_write_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -444,7 +460,7 @@ def test_a_disk_that_is_full_in_the_middle_of_the_last_write_is_reported(
         rig = Rig(disk / "logs", tmp_path)
         (out_read, out), (err_read, _) = os.pipe(), os.pipe()
         os.write(out, b"x" * 60_000)
-        rig.logs.attach(1, 0, out_read, err_read)
+        rig.logs.attach(1, 0, (out_read, err_read), ROUTES)
         rig.close()
     assert len(disk_warnings(caplog)) == 1
 
@@ -487,7 +503,7 @@ def test_a_console_that_is_gone_costs_the_console_only(
         logs.start()
         logs.begin("job", "run", 1)
         (out_read, out), (err_read, errors) = os.pipe(), os.pipe()
-        logs.attach(1, 0, out_read, err_read)
+        logs.attach(1, 0, (out_read, err_read), ROUTES)
         os.write(out, b"one\n")
         os.write(out, b"two\n")
         os.write(errors, b"three\n")
@@ -518,7 +534,7 @@ def test_a_slow_console_slows_the_workers_and_loses_nothing(
         logs = WorkerLogs(None, "n1", started(Console("n1", slow.fileno(), slow.fileno())))
         logs.start()
         (out_read, out), (err_read, _) = os.pipe(), os.pipe()
-        logs.attach(1, 0, out_read, err_read)
+        logs.attach(1, 0, (out_read, err_read), ROUTES)
         write_numbered_lines(out)
         shown = bytearray()
         while not shown.endswith(b"%099d\n" % (NUMBERED - 1)):
@@ -539,7 +555,7 @@ def test_a_console_that_stands_still_does_not_stop_workers_and_gaps_are_marked_l
         logs.start()
         logs.begin("job", "run", 1)
         (out_read, out), (err_read, _) = os.pipe(), os.pipe()
-        logs.attach(1, 0, out_read, err_read)
+        logs.attach(1, 0, (out_read, err_read), ROUTES)
         writer = write_numbered_lines(out)
         writer.join(PATIENCE_S)
         assert not writer.is_alive(), "the worker waits for the console"

@@ -12,6 +12,7 @@ import pytest
 
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.config import Config, ConfigError, Problem
+from elastic_agent.agent.configuration.logs import LogConfig
 from elastic_agent.agent.configuration.types.values import Command
 from elastic_agent.agent.machine import preflight
 from elastic_agent.agent.machine.preflight import check_resources
@@ -33,17 +34,17 @@ def problems_of(**settings: object) -> list[Problem]:
 
 def test_a_log_directory_must_be_one_or_become_one(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert problems_of(log_dir=tmp_path) == []
-    assert problems_of(log_dir=tmp_path / "not" / "yet") == []
+    assert problems_of(logs=LogConfig(tmp_path)) == []
+    assert problems_of(logs=LogConfig(tmp_path / "not" / "yet")) == []
     for wrong in (tmp_path / "file", tmp_path / "file" / "below"):
-        [problem] = problems_of(log_dir=wrong)
+        [problem] = problems_of(logs=LogConfig(wrong))
         assert (problem.origin, problem.here) == ("--log-dir", True)
         assert f"{tmp_path / 'file'} is no folder" in str(problem)
 
 
 def test_a_log_directory_must_be_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight.os, "access", lambda path, mode: path != tmp_path)
-    [problem] = problems_of(log_dir=tmp_path / "logs")
+    [problem] = problems_of(logs=LogConfig(tmp_path / "logs"))
     assert f"this user may not write to {tmp_path}" in str(problem)
 
 

@@ -69,12 +69,13 @@ NODE = NodeRecord(
     step=17,
     progress=GenerationProgress(3, 12, 17),
     seen=2,
+    role="trainer",
 )
 WORLD = World(
     job="job",
     generation=3,
     phase=Phase.STOPPING,
-    members=(Member("a", "a-1", 2, 0), Member("b", "b-1", 3, 2, Endpoint("10.0.0.2", 9100))),
+    members=(Member("a", "a-1", 2, 0), Member("b", "b-1", 3, 2, Endpoint("10.0.0.2", 9100), "trainer")),
     master=Endpoint("10.0.0.1", 4711),
     cause=Cause(CauseKind.FAILURE, "a", "rank 1 raised", FAILURE),
     restarts=Restarts(2, 1, "ValueError in step", 1, 1, BadState(2, 12), "b", 2),
@@ -215,6 +216,7 @@ nodes = st.builds(
     step=numbers,
     progress=st.none() | progress,
     seen=st.integers(0, MAX_SEEN),
+    role=st.just("default") | names,
 )
 
 
@@ -368,6 +370,7 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("progress", "loaded"): number()[1:],
         ("progress", "reached"): number()[1:],
         ("seen",): number(high=MAX_SEEN),
+        ("role",): NAME,
     },
     "world": {
         ("job",): NAME,
@@ -377,8 +380,9 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("members", 1, 0): NAME,
         ("members", 1, 1): NAME,
         ("members", 1, 2): number(1, 4096),
-        ("members", 1, 3): text(256),
-        ("members", 1, 4): number(0, 65535),
+        ("members", 1, 3): [wrong for wrong in NAME if wrong != ""],
+        ("members", 1, 4): text(256),
+        ("members", 1, 5): number(0, 65535),
         ("master",): [None, *OBJECT],
         ("master", "address"): text(256),
         ("master", "port"): number(0, 65535),
@@ -507,7 +511,7 @@ def test_the_largest_values_pass() -> None:
         "j" * 128,
         BIG,
         Phase.ENDED,
-        (Member("n" * 128, "i" * 128, 4096, 0, endpoint),),
+        (Member("n" * 128, "i" * 128, 4096, 0, endpoint, "r" * 128),),
         endpoint,
         Cause(CauseKind.FAILURE, "n" * 128, "x" * 4096, failure),
         Restarts(BIG, BIG, "x" * 1024, BIG, BIG, BadState(BIG, BIG), "n" * 128, BIG, BIG),
@@ -534,8 +538,8 @@ def members(*places: Member) -> World:
     ("record", "change", "problem"),
     [
         (WORLD, {"members": []}, "it has no members"),
-        (WORLD, {"members": [["a", "a-1", 2], ["a", "a-2", 1]]}, "it lists a node twice"),
-        (WORLD, {"members": [["a", "a-1", 2], ["b", "a-1", 1]]}, "it lists a node twice"),
+        (WORLD, {"members": [["a", "a-1", 2, ""], ["a", "a-2", 1, ""]]}, "it lists a node twice"),
+        (WORLD, {"members": [["a", "a-1", 2, ""], ["b", "a-1", 1, ""]]}, "it lists a node twice"),
         (WORLD, {"result": "succeeded"}, "phase 'stopping' with result"),
         (ENDED, {"result": None}, "phase 'ended' with result None"),
         (WORLD, {"cause": tree(WORLD)["cause"] | {"failure": None}}, "a failure that it does not name"),

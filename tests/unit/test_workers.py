@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,7 +39,7 @@ class Ignored:
 
 
 class Logs(Ignored):
-    def attach(self, generation: int, rank: int, *pipes: int) -> None:
+    def attach(self, generation: int, rank: int, pipes: Sequence[int], routes: object) -> None:
         for pipe in pipes:
             os.close(pipe)
 

@@ -20,7 +20,6 @@ from ..config import (
     DEVICE_PINNING,
     HTTP_ADDRESS,
     LOCAL_ADDR,
-    LOG_DIR,
     MAX_NODES,
     MIN_NODES,
     MODULE,
@@ -33,6 +32,7 @@ from ..config import (
     ConfigError,
     Problem,
 )
+from ..logs import LOG_DIR
 from ..options import OPTIONS, TARGETS
 from ..rendezvous import (
     BACKEND,

@@ -16,7 +16,7 @@ from ..config import ARGS, SCRIPT, Problem
 from ..options import OPTIONS, TARGETS
 from ..types.option import Option, Source
 from .settings import Setting, Settings, closest, correction
-from .torchrun_spellings import IGNORED_TORCHRUN_FLAGS, IGNORED_TORCHRUN_OPTIONS, IGNORED_TORCHRUN_SHORTS
+from .torchrun_spellings import IGNORED_TORCHRUN_FLAGS, IGNORED_TORCHRUN_OPTIONS, VARIABLES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -48,7 +48,7 @@ def read_argv(argv: Sequence[str], more: Sequence[Option[object]] = ()) -> Setti
     """
     settings = Settings()
     flags = _flags(more)
-    ignored = {f"--{name}": name for name in IGNORED_TORCHRUN_OPTIONS} | IGNORED_TORCHRUN_SHORTS
+    ignored = {f"--{name}": name for name in IGNORED_TORCHRUN_OPTIONS}
     words = list(argv)
     target: Option[object] = SCRIPT
     target_origin = "command line: script"
@@ -60,7 +60,7 @@ def read_argv(argv: Sequence[str], more: Sequence[Option[object]] = ()) -> Setti
         if not word.startswith("-"):
             _put_command(settings, target, word, words, target_origin)
             break
-        written, equals, text = word.partition("=")
+        written, equals, text = _parted(word, flags)
         flag = written.replace("_", "-")
         option = flags.get(flag)
         if reason := IGNORED_TORCHRUN_FLAGS.get(flag.removeprefix("--")):
@@ -100,6 +100,15 @@ def read_argv(argv: Sequence[str], more: Sequence[Option[object]] = ()) -> Setti
     return settings
 
 
+def _parted(word: str, flags: Mapping[str, Option[object]]) -> tuple[str, bool, str]:
+    """The flag, whether its value is in the same word, and that value: `--tee=3`, or `-t3` for a short flag."""
+    written, equals, text = word.partition("=")
+    short = flags.get(word[:2])
+    if len(written) > 2 and short is not None and short not in TARGETS and not short.flag:
+        return word[:2], True, word[2:]
+    return written, bool(equals), text
+
+
 def _flags(more: Sequence[Option[object]]) -> dict[str, Option[object]]:
     """Each spelling on the command line."""
     flags = {
@@ -126,11 +135,18 @@ def _put_command(
 
 
 def read_environ(environ: Mapping[str, str]) -> Settings:
-    """`ELASTIC_AGENT_*`, and torchrun's `PET_*` where the two mean the same, the former being stronger."""
+    """`ELASTIC_AGENT_*`, and torchrun's `PET_*` where the two mean the same, the former being stronger.
+
+    A variable of torchrun's that is empty counts as one that is not there: so most of torchrun's defaults are written.
+    """
     settings = Settings()
-    for option in _SHORTHANDS_FIRST:
-        name = _variable(TORCHRUN_ENV_PREFIX, option.torchrun)
-        if option.torchrun and name in environ:
+    theirs = VARIABLES | {
+        _variable(TORCHRUN_ENV_PREFIX, option.torchrun): option
+        for option in _SHORTHANDS_FIRST
+        if option.torchrun
+    }
+    for name, option in theirs.items():
+        if environ.get(name):
             settings.put(option, environ[name], name)
     for name, written in (("PET_MODULE", "-m"), ("PET_NO_PYTHON", "--no-python")):
         if environ.get(name, "0") not in ("", "0"):

@@ -1,11 +1,20 @@
-"""torchrun's spellings that have no option of their own here: keys of `--rdzv-conf`, and what can be ignored."""
+"""torchrun's spellings that have no option of their own here: keys of `--rdzv-conf`, variables, what can be ignored."""
 
 from __future__ import annotations
 
+from ..logs import PREFIX_TEMPLATE
 from ..options import OPTIONS
+from ..stopping import STOP_GRACE
+from ..types.option import Option
 
 RDZV_CONF_KEYS = {key: option for option in OPTIONS for key in option.conf}
 """The first key of several for one option is the one to recommend."""
+
+VARIABLES: dict[str, Option[object]] = {
+    "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": PREFIX_TEMPLATE,
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": STOP_GRACE,
+}
+"""Besides `PET_*`, and weaker."""
 
 IGNORED_RDZV_CONF_KEYS = frozenset(
     {"timeout", "close_timeout", "heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt"}
@@ -14,18 +23,11 @@ IGNORED_RDZV_CONF_KEYS = frozenset(
 
 # Option, each with one value, and why it can be ignored. Training runs the same without them.
 IGNORED_TORCHRUN_OPTIONS = {
-    "role": "all workers have one role",
-    "redirects": "each worker's output goes to its own files with --log-dir",
-    "tee": "the console always shows every worker's output",
-    "local-ranks-filter": "the console always shows every worker's output",
     "monitor-interval": "a worker's end is noticed at once, nothing is polled",
     "start-method": "it only concerns functions as entry points",
     "event-log-handler": "events go to the agent's log",
     "signals-to-handle": "SIGTERM and SIGINT stop the agent in order",
-    "duplicate-stdout-filters": "each worker's output goes to its own files with --log-dir",
-    "duplicate-stderr-filters": "each worker's output goes to its own files with --log-dir",
-    "logs-specs": "each worker's output goes to its own files with --log-dir",
+    "logs-specs": "--log-dir, --redirects and --tee say where lines go",
 }
 # The same, without a value.
 IGNORED_TORCHRUN_FLAGS = {"run-path": "a script runs as `python SCRIPT` runs it"}
-IGNORED_TORCHRUN_SHORTS = {"-r": "redirects", "-t": "tee"}

@@ -2,8 +2,8 @@
 
 An option `min-nodes` is written `--min-nodes` or `--min_nodes`, `ELASTIC_AGENT_MIN_NODES`, and `min-nodes = 1` or
 `min_nodes = 1`. The command line, the environment, the TOML file, `--help`, `--check-config` and the table in
-`docs/configuration.md` follow the rows. A new option is a row in `config`, `stopping` or `rendezvous`, with the field
-of `Config` beside it that has its value.
+`docs/configuration.md` follow the rows. A new option is a row in `config`, `stopping`, `logs` or `rendezvous`, with
+the field of `Config` beside it that has its value.
 
 Words: a *parser* turns a text into a value (`parsers`). A *shorthand* has no setting of its own, it stands for others
 (`--nnodes 1:4`). An option with a *torchrun* name is also read under that name, and from torchrun's own variable

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar, cast, get_args
 from ....rendezvous.records import Endpoint
 from ...common.ports import PortConfigError, PortRange
 from .stores import STORES, in_words
-from .values import MASK, Affinity, NodeCounts, Preload, Secret, WorkerCount
+from .values import MASK, Affinity, LocalRanks, NodeCounts, Preload, Secret, Streams, Texts, WorkerCount
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -270,6 +270,35 @@ def _read_secret(text: str) -> Secret:
     except UnicodeEncodeError:
         raise ValueError("it is not UTF-8") from None  # the error's own words would quote a part of it
     return Secret(read_text(text))
+
+
+def read_streams(text: str) -> Streams:
+    if re.fullmatch("[0-3]", text):
+        return Streams(int(text))
+    pairs = [_matched("([0-9]{1,4}):([0-3])", part) for part in text.split(",")]
+    by_local_rank = {int(pair[1]): int(pair[2]) for pair in pairs}
+    return Streams(by_local_rank=tuple(sorted(by_local_rank.items())))
+
+
+def read_local_ranks(text: str) -> LocalRanks:
+    return LocalRanks(
+        tuple(sorted({int(_matched("[0-9]{1,4}", part.strip())[0]) for part in text.split(",")}))
+    )
+
+
+def read_texts(text: str) -> Texts:
+    """
+    >>> read_texts("loss,a,,b").texts
+    ('loss', 'a,b')
+    """
+    if "\0" in text:
+        raise ValueError
+    texts = (part.replace("\0", ",") for part in text.replace(",,", "\0").split(","))
+    return Texts(tuple(filter(None, texts)))
+
+
+def read_template(text: str) -> str:
+    return _matched(r"[^\n\r\0]*", text)[0]
 
 
 def read_port_range(text: str) -> PortRange:

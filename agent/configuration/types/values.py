@@ -48,6 +48,41 @@ class Preload:
 
 
 @dataclass(frozen=True, slots=True)
+class Streams:
+    """Some of the standard streams of a node's workers: each set is 1 for stdout, 2 for stderr, 3 for both or 0."""
+
+    default: int = 0
+    by_local_rank: tuple[tuple[int, int], ...] = ()
+    """In the place of `default`."""
+
+    def of(self, local_rank: int) -> int:
+        return dict(self.by_local_rank).get(local_rank, self.default)
+
+    @property
+    def any(self) -> bool:
+        return bool(self.default) or any(streams for _, streams in self.by_local_rank)
+
+    def __str__(self) -> str:
+        return ",".join(f"{rank}:{streams}" for rank, streams in self.by_local_rank) or str(self.default)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRanks:
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    texts: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return ",".join(text.replace(",", ",,") for text in self.texts)
+
+
+@dataclass(frozen=True, slots=True)
 class Command:
     """What every worker runs. `target` is a path, a module name or a program, by `kind`."""
 

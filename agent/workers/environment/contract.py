@@ -94,6 +94,7 @@ def contract(place: WorkerPlace, max_restarts: int | None) -> tuple[Variable, ..
     node_rank = str(world.members.index(member))
     limit = world.max_restarts(max_restarts)
     restarts = UNLIMITED_RESTARTS if limit is None else limit
+    role = world.in_role(member.role)
     torchrun = {
         "RANK": place.rank,
         "LOCAL_RANK": place.local_rank,
@@ -102,9 +103,9 @@ def contract(place: WorkerPlace, max_restarts: int | None) -> tuple[Variable, ..
         "NODE_RANK": node_rank,
         "GROUP_RANK": node_rank,
         "GROUP_WORLD_SIZE": len(world.members),
-        "ROLE_NAME": "default",
-        "ROLE_RANK": place.rank,
-        "ROLE_WORLD_SIZE": world.size,
+        "ROLE_NAME": member.role,
+        "ROLE_RANK": sum(each.slots for each in role[: role.index(member)]) + place.local_rank,
+        "ROLE_WORLD_SIZE": sum(each.slots for each in role),
         "MASTER_ADDR": world.master.address,
         "MASTER_PORT": world.master.port,
         "TORCHELASTIC_RUN_ID": world.job,

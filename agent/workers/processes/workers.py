@@ -25,7 +25,7 @@ from typing import Literal, Protocol
 from ...common.events import Event, WorkerExited
 from ...common.io_thread import IoThread
 from ...configuration.types.values import Command
-from ...output.worker_logs import WorkerLogs
+from ...output.worker_logs import Route, WorkerLogs
 from .guard import IGNORED, Guard
 from .proc import (
     KILL_WAIT_S,
@@ -98,6 +98,8 @@ class WorkerSpec:
     """Where it may run; empty for wherever the agent may."""
     cold: str = ""
     """Why no spare can be this worker; empty if one can."""
+    routes: tuple[Route, Route] = (Route(), Route())
+    """Of stdout and stderr."""
 
 
 def command_line(command: Command, local_rank: int) -> list[str]:
@@ -274,7 +276,7 @@ class WorkerGroup:
         os.close(err_end)
         self._processes[spec.local_rank] = process
         self.ranks[spec.local_rank] = spec.rank
-        self._logs.attach(self.generation, spec.rank, out, err)
+        self._logs.attach(self.generation, spec.rank, (out, err), spec.routes)
         self._guard.watch(process.pid, spec.rank)
 
     def _end_at_once(self) -> None:

@@ -6,8 +6,9 @@ Nothing is started here, and nothing written but the folder of a generation.
 from __future__ import annotations
 
 import shutil
+import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ....rendezvous.records import Member, World
@@ -17,6 +18,7 @@ from ...configuration.config import Config
 from ...machine.inventory import Machine
 from ..environment.contract import WorkerPlace, chosen_variables
 from ..processes.workers import WorkerSpec
+from .routes import routes
 
 KEPT_GENERATIONS = 3
 """In the run directory, for a person who looks."""
@@ -36,6 +38,7 @@ class Node:
     """Below it each generation's workers have one of their own."""
     environment: Mapping[str, str]
     """What the workers inherit: the agent's own, as it was before the agent changed anything for itself."""
+    hostname: str = field(default_factory=socket.gethostname)
 
 
 def worker_spec(
@@ -58,12 +61,21 @@ def worker_spec(
     )
     chosen = chosen_variables(config, node.machine, place)
     obstacle = "the command is a program of its own" if config.command.kind == "binary" else ""
+    words = {
+        "role_name": member.role,
+        "rank": place.rank,
+        "local_rank": local_rank,
+        "hostname": node.hostname,
+        "node": node.name,
+        "generation": world.generation,
+    }
     return WorkerSpec(
         place.rank,
         local_rank,
         compose(node.environment, chosen),
         node.machine.shares[local_rank].cpus,
         obstacle,
+        routes(config.logs, local_rank, words),
     )
 
 
