@@ -105,7 +105,7 @@ def words_of(config: Any) -> list[str]:
         words.append(f"--node-rank={configs.pop('rank')}")
     conf = ",".join(f"{key}={value}" for key, value in configs.items())
     words += [f"--rdzv-conf={conf}"] if conf else []
-    for option in ("max_restarts", "local_addr"):
+    for option in ("max_restarts", "local_addr", "role", "log_line_prefix_template"):
         value = getattr(config, option, None)
         words += [f"--{option.replace('_', '-')}={value}"] if value is not None else []
     return words + [f"--{name}={value}" for name, value in getattr(config, "options", {}).items()]

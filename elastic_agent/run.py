@@ -44,6 +44,8 @@ def words_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[
         if value == action.default and not first_node:
             continue
         name = max(action.option_strings, key=len).replace("_", "-")
+        if isinstance(value, list):  # of texts to look for
+            value = ",".join(text.replace(",", ",,") for text in value)
         words += [name] if value is True else [f"{name}={value}"]
     switch = (
         "-m" if getattr(args, "module", False) else "--no-python" if getattr(args, "no_python", False) else ""

@@ -37,7 +37,16 @@ from .types.parsers import (
     read_worker_count,
     whole_number,
 )
-from .types.values import Affinity, Command, DevicePinning, NetworkProfile, NodeCounts, Preload, WorkerCount
+from .types.values import (
+    Affinity,
+    Command,
+    DevicePinning,
+    NetworkProfile,
+    NodeCounts,
+    Preload,
+    Shell,
+    WorkerCount,
+)
 
 RUNNING = Group("What to run")
 SCRIPT: Option[str | None] = RUNNING.option(
@@ -211,6 +220,14 @@ CONFIG_FILE: Option[str | None] = ITSELF.option(
 CHECK_CONFIG = ITSELF.flag(
     "check-config",
     "print every setting with its source and what follows from them on this machine, start nothing",
+    sources=Source.CLI,
+)
+PRINT_COMPLETION: Option[str | None] = ITSELF.option(
+    "print-completion",
+    one_of(Shell),
+    "print what this shell needs to complete the command's options",
+    metavar="SHELL",
+    torchrun="print-completion",
     sources=Source.CLI,
 )
 VERSION = ITSELF.flag("version", "print the version", sources=Source.CLI)

@@ -1,4 +1,4 @@
-"""The `elastic-agent` command: parse, answer `--help`, `--version` and `--check-config`, or call `run`.
+"""The `elastic-agent` command: parse, answer `--help`, `--version`, `--check-config` and the like, or call `run`.
 
 Nothing is decided here: `options` has the table, `sources` reads, `resolve` merges and checks, `machine` finds what
 follows on this machine, `run` does the work and returns the exit code. A configuration with problems ends with 78,
@@ -19,8 +19,8 @@ from collections.abc import Sequence
 
 from ... import __version__
 from ..common.exits import ExitCode
-from ..configuration.config import CHECK_CONFIG, HELP, HELP_ALL, VERSION, ConfigError
-from ..configuration.help import full_help, short_help
+from ..configuration.config import CHECK_CONFIG, HELP, HELP_ALL, PRINT_COMPLETION, VERSION, ConfigError
+from ..configuration.help import bash_completion, full_help, short_help
 from ..configuration.options import COMMANDS
 from ..configuration.reading.resolve import Resolved
 from ..configuration.reading.settings import comment
@@ -45,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.SUCCESS
     if VERSION in command_line:
         print(f"elastic-agent {__version__}")
+        return ExitCode.SUCCESS
+    if PRINT_COMPLETION in command_line:
+        print(bash_completion(), end="")
         return ExitCode.SUCCESS
     try:
         resolved, machine = prepare(command_line, os.environ, _fresh_id)

@@ -15,7 +15,7 @@ import pytest
 from elastic_agent import __version__
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.config import Config
-from elastic_agent.agent.configuration.help import full_help, short_help
+from elastic_agent.agent.configuration.help import bash_completion, full_help, short_help
 from elastic_agent.agent.configuration.options import COMMANDS, OPTIONS
 from elastic_agent.agent.configuration.reading.log_level import log_level
 from elastic_agent.agent.configuration.types.option import Source
@@ -361,6 +361,12 @@ def test_each_subcommand_has_a_module_that_answers_for_help(capsys: pytest.Captu
     for name in COMMANDS:
         assert main([name, "--help"]) == 0
         assert f"elastic-agent {name}" in capsys.readouterr().out
+
+
+def test_torchruns_print_completion_prints_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--print-completion", "bash"]) == ExitCode.SUCCESS
+    assert capsys.readouterr().out == bash_completion()
+    assert main(["--print-completion", "tcsh"]) == ExitCode.BAD_CONFIG
 
 
 def test_exit_codes_are_plain_numbers_with_a_meaning() -> None:

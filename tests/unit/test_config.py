@@ -221,7 +221,7 @@ def test_each_option_fills_at_most_one_field_and_gives_its_default() -> None:
         *("script", "module", "no-python", "args", "min-nodes", "max-nodes"),
         *("rdzv-backend", "rdzv-endpoint", "rdzv-id", "standalone", "etcd-insecure", "service-stop-limit"),
         *("master-addr", "master-port"),
-        *("config", "check-config", "version", "help", "help-all"),
+        *("config", "check-config", "print-completion", "version", "help", "help-all"),
     }
 
 

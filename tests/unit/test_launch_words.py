@@ -37,6 +37,10 @@ def test_launch_passes_the_local_rank_on(given: str, ours: str) -> None:
         ("--nnodes=2 --node_rank=1 --master_addr=h x.py", "--nnodes=2 --node-rank=1 --master-addr=h -- x.py"),
         ("--no-python --max-restarts=3 true", "--max-restarts=3 --no-python -- true"),
         (
+            "-t3 -r 0:1 --role=a --duplicate-stdout-filters=loss,a,,b x.py",
+            "--role=a --redirects=0:1 --tee=3 --duplicate-stdout-filters=loss,a,,b -- x.py",
+        ),
+        (
             "--nnodes=2 --node_rank=0 --master_port=5 x.py",
             "--nnodes=2 --node-rank=0 --master-port=5 -- x.py",
         ),
@@ -50,6 +54,11 @@ def test_what_torchruns_parser_has_read(given: str, ours: str) -> None:
 @pytest.mark.parametrize(
     ("config", "ours"),
     [
+        (
+            TorchConfig(1, 1, 1, role="reader", log_line_prefix_template="${rank}:", max_restarts=0),
+            "--min-nodes=1 --max-nodes=1 --nproc-per-node=1 --rdzv-conf=timeout=900 --max-restarts=0 --role=reader"
+            " --log-line-prefix-template=${rank}:",
+        ),
         (LaunchConfig(), "--min-nodes=1 --max-nodes=1 --nproc-per-node=1"),
         (
             LaunchConfig(1, 4, "gpu", "job", "etcd", "h:1", {"lease_ttl": 3}, 0, "h2", {"preload": "none"}),
@@ -59,7 +68,7 @@ def test_what_torchruns_parser_has_read(given: str, ours: str) -> None:
         (
             TorchConfig(1, 2, 4, run_id="none", rdzv_endpoint="h:1", rdzv_backend="c10d"),
             "--min-nodes=1 --max-nodes=2 --nproc-per-node=4 --rdzv-endpoint=h:1 --rdzv-backend=c10d --rdzv-id=none"
-            " --rdzv-conf=timeout=900 --max-restarts=3",
+            " --rdzv-conf=timeout=900 --max-restarts=3 --role=default_role",
         ),
     ],
 )
@@ -71,7 +80,7 @@ def test_the_rank_of_torchs_static_rendezvous_is_the_node_rank() -> None:
     config = TorchConfig(
         1, 1, 1, rdzv_endpoint="h:1", rdzv_backend="static", rdzv_configs={"rank": 0, "timeout": 9}
     )
-    assert launcher.words_of(config)[5:] == ["--node-rank=0", "--rdzv-conf=timeout=9", "--max-restarts=3"]
+    assert launcher.words_of(config)[5:8] == ["--node-rank=0", "--rdzv-conf=timeout=9", "--max-restarts=3"]
 
 
 def test_main_passes_its_words_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.run import get_args_parser
 
 from elastic_agent.agent.configuration.config import ConfigError
 from elastic_agent.agent.configuration.options import OPTIONS
+from elastic_agent.agent.configuration.reading.installed_torchrun import flags_in, installed_flags
 from elastic_agent.agent.configuration.reading.resolve import Resolved, resolve
 from elastic_agent.agent.configuration.reading.sources import read_argv
 from elastic_agent.agent.configuration.reading.torchrun_spellings import (
@@ -131,6 +132,55 @@ def test_module_and_no_python_may_stand_alone(
 def test_flags_without_meaning_here_are_ignored_aloud(name: str, script: str) -> None:
     written = f"--{name.replace('-', '_')}"
     assert run(written, script).warnings == (f"{written} is ignored: {IGNORED_TORCHRUN_FLAGS[name]}",)
+
+
+def test_a_flag_that_only_the_installed_torchrun_has_is_ignored_aloud(script: str) -> None:
+    later = {"--new-thing": True, "--new-switch": False}
+    words = ["--new_thing", "7", "--new-switch", "--new-thing=8", "--nproc-per-node=2", script, "--new-thing"]
+    resolved = resolve(read_argv(words, of_torchrun=lambda: later), {}, lambda: "fresh")
+    assert resolved.config.nproc_per_node == 2
+    assert (resolved.config.command.target, resolved.config.command.args) == (script, ("--new-thing",))
+    assert resolved.warnings == tuple(
+        f"{written} is ignored: only the installed torchrun has it"
+        for written in ("--new_thing", "--new-switch", "--new-thing")
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "advice"),
+    [
+        ("--redirect=3", "did you mean --redirects?"),
+        ("--nproc_per_nod=2", "did you mean --nproc-per-node?"),
+        ("--lease-tll=3", "did you mean --lease-ttl?"),
+        ("--print-completions=bash", "did you mean --print-completion?"),
+        ("--frobnicate", "see elastic-agent --help-all"),
+    ],
+)
+def test_what_no_torchrun_has_is_a_mistake(written: str, advice: str, script: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"{written.partition('=')[0]}: expected an option.*{re.escape(advice)}"
+    ):
+        run(written, script)
+
+
+def test_the_source_of_torchrun_shows_its_flags() -> None:
+    theirs = {
+        spelling.replace("_", "-"): action.nargs != 0
+        for action in get_args_parser()._actions
+        for spelling in action.option_strings
+        if action.dest != "help"  # argparse's own
+    }
+    assert installed_flags() == theirs
+
+
+@pytest.mark.parametrize("source", ["", "parser.add_argument(name)", "add_argument('--x')"])
+def test_a_source_of_another_kind_shows_none(source: str) -> None:
+    assert dict(flags_in(source)) == {}
+
+
+def test_without_torch_no_flag_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert installed_flags() == {}
 
 
 def test_every_flag_of_the_installed_torchrun_is_known() -> None:

@@ -9,6 +9,7 @@ Affinity = Literal["none", "numa", "cores"]
 CommandKind = Literal["script", "module", "binary"]
 DevicePinning = Literal["index", "mask", "none"]
 NetworkProfile = Literal["auto", "ethernet", "infiniband", "roce", "efa", "debug"]
+Shell = Literal["bash"]
 WorkerCount = int | Literal["auto", "gpu", "cpu"]
 
 MASK = "***"
