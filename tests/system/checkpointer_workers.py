@@ -26,8 +26,8 @@ import unequal_states
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_agent.worker import Checkpointer, CheckpointError
+from elastic_agent.worker.checkpointing.loading import restore
 from elastic_agent.worker.disk import checkpoint_files, directory_claim, durable
-from elastic_agent.worker.loading import restore
 from elastic_agent.worker.memory import slots
 from elastic_agent.worker.ranks import group
 from elastic_agent.worker.state import archive_layout

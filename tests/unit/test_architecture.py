@@ -34,9 +34,9 @@ worker/steps: worker/errors worker/wire
 worker/ranks: worker/errors worker/wire worker/state worker/steps
 worker/memory: worker/wire worker/state
 worker/disk: worker/errors worker/wire worker/steps worker/memory
-worker/loading: worker/errors worker/wire worker/state worker/ranks worker/memory worker/disk
+worker/checkpointing/loading: worker/errors worker/wire worker/state worker/ranks worker/memory worker/disk
 worker/checkpointing: worker/errors worker/wire worker/state worker/steps worker/ranks worker/memory worker/disk \
-    worker/loading
+    worker/checkpointing/loading
 worker: worker/errors worker/steps worker/ranks worker/checkpointing
 health:
 rendezvous:

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.worker.disk.manifests import Manifest
-from elastic_agent.worker.errors import NoUsableCheckpoint
-from elastic_agent.worker.loading.checkpoint_selection import (
+from elastic_agent.worker.checkpointing.loading.checkpoint_selection import (
     BadState,
     Offer,
     Source,
     choose_source,
     nodes_with,
 )
+from elastic_agent.worker.disk.manifests import Manifest
+from elastic_agent.worker.errors import NoUsableCheckpoint
 from elastic_agent.worker.memory.copy_header import Copy, Header
 from elastic_agent.worker.ranks.group import current_group
 from elastic_agent.worker.wire.environment import WorkerEnv

@@ -21,11 +21,16 @@ from elastic_agent.worker import (
     OtherRun,
     StepNotGrowing,
 )
+from elastic_agent.worker.checkpointing.loading import restore
+from elastic_agent.worker.checkpointing.loading.checkpoint_selection import (
+    BadState,
+    Offer,
+    Source,
+    choose_source,
+)
 from elastic_agent.worker.disk import async_save, commit_permission, directory_claim
 from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.disk.manifests import Manifest
-from elastic_agent.worker.loading import restore
-from elastic_agent.worker.loading.checkpoint_selection import BadState, Offer, Source, choose_source
 from elastic_agent.worker.ranks.group import current_group
 from elastic_agent.worker.state import rng
 from elastic_agent.worker.steps import progress

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.worker.loading.checkpoint_selection import Offer, choose_source
+from elastic_agent.worker.checkpointing.loading.checkpoint_selection import Offer, choose_source
 from elastic_agent.worker.memory import checksums
 from elastic_agent.worker.memory.checksums import ChecksumThreads
 from elastic_agent.worker.memory.copy_header import Copy, Header

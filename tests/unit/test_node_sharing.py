@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_agent.worker.loading.node_sharing import RankBytes, Route, first_ranks, routes
+from elastic_agent.worker.checkpointing.loading.node_sharing import RankBytes, Route, first_ranks, routes
 
 HAS, FILLS, MAPS, RECEIVES = Route.HAS, Route.FILLS, Route.MAPS, Route.RECEIVES
 

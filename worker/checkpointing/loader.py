@@ -9,9 +9,6 @@ from collections.abc import Callable
 
 from ..disk.checkpoint_files import CheckpointFiles
 from ..errors import BadCheckpoint, CheckpointError, NotSaved, Unconfirmed
-from ..loading.checkpoint_selection import BadState, Source
-from ..loading.restore import Restore
-from ..loading.resume import apply
 from ..memory.copy_header import Header
 from ..memory.node_memory import NodeMemory
 from ..ranks.group import Group, current_group
@@ -21,6 +18,9 @@ from ..steps import progress
 from ..wire.environment import WorkerEnv
 from ..wire.messages import LoadResult, Tier
 from .contents import Contents
+from .loading.checkpoint_selection import BadState, Source
+from .loading.restore import Restore
+from .loading.resume import apply
 
 logger = logging.getLogger(__name__)
 

@@ -25,10 +25,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..disk.manifests import Manifest
-from ..errors import NoUsableCheckpoint
-from ..memory.copy_header import Copy, Header
-from ..wire.environment import WorkerEnv
+from ...disk.manifests import Manifest
+from ...errors import NoUsableCheckpoint
+from ...memory.copy_header import Copy, Header
+from ...wire.environment import WorkerEnv
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 import torch
 
-from ..errors import CheckpointMismatch
-from ..memory import rank_state
-from ..memory.node_memory import NodeMemory
-from ..ranks.group import Group
-from ..state import rng
-from ..state.state_dicts import Part, load_into, modules_in
+from ...errors import CheckpointMismatch
+from ...memory import rank_state
+from ...memory.node_memory import NodeMemory
+from ...ranks.group import Group
+from ...state import rng
+from ...state.state_dicts import Part, load_into, modules_in
 from .restore import Loaded
 
 logger = logging.getLogger(__name__)

@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import BufferedRandom, BufferedReader
 
-from ..errors import CheckpointError
-from ..memory.copy_header import Header
-from ..memory.node_memory import NodeMemory
-from ..memory.slots import NoRoom, OpenSlot, SlotsBusy
-from ..ranks.group import Group
-from ..ranks.refusals import because, raise_together
+from ...errors import CheckpointError
+from ...memory.copy_header import Header
+from ...memory.node_memory import NodeMemory
+from ...memory.slots import NoRoom, OpenSlot, SlotsBusy
+from ...ranks.group import Group
+from ...ranks.refusals import because, raise_together
 
 logger = logging.getLogger(__name__)
 
