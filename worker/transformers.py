@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from .checkpointing.checkpointer import Checkpointer
 from .errors import LibraryMissing, UnsupportedTraining
 from .steps.progress import step
-from .steps.stream import Order, Rhythm, StreamSampler
+from .steps.stream import Order, StreamSampler
 
 try:
     from accelerate.data_loader import DataLoaderShard
@@ -98,12 +98,14 @@ class ElasticCallback(TrainerCallback):
         self._finished = self._checkpoints.load()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        done = state.global_step
-        state.epoch = self._stream.epoch(done)
+        self._stream.batch_is_done()
+        state.epoch = self._stream.epoch
         every = self._save_every
-        self._save_is_due = (
-            control.should_save if every is None else done % every == 0
-        ) or control.should_training_stop
+        due = control.should_save if every is None else state.global_step % every == 0
+        self._save_is_due = due or control.should_training_stop
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._stream.batch_is_done()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._end_step(state.global_step)
@@ -147,7 +149,7 @@ class _Progress:
             "stopped": control.should_training_stop and state.global_step < state.max_steps,
         }
         # As the Trainer writes it into its own checkpoints.
-        return {"data": self._stream.state_dict(state.global_step), "trainer": json.dumps(own)}
+        return {"data": self._stream.state_dict(), "trainer": json.dumps(own)}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         own, trainer = json.loads(saved["trainer"]), self._trainer
@@ -157,8 +159,8 @@ class _Progress:
         for name in _LOGGED_SINCE:
             if hasattr(trainer, name):
                 setattr(trainer, name, done)
-        self._stream.load_state_dict(saved["data"], done)
-        trainer.state.epoch = self._stream.epoch(done)
+        self._stream.load_state_dict(saved["data"])
+        trainer.state.epoch = self._stream.epoch
         self._stream.is_over = own["stopped"] or done >= trainer.state.max_steps
         left = list(own["callbacks"])
         for name, callback in self._stateful():
@@ -233,5 +235,5 @@ def _refuse_data(loader: Any) -> str | None:
 def _stream(args: Any, loader: Any) -> StreamSampler:
     seed = args.seed if args.data_seed is None else args.data_seed
     shuffle = not isinstance(loader.get_sampler(), SequentialSampler)
-    rhythm = Rhythm(len(loader), loader.total_batch_size, args.gradient_accumulation_steps)
-    return StreamSampler(Order(len(loader.dataset), seed, shuffle), rhythm)
+    order = Order(len(loader.dataset), seed, shuffle)
+    return StreamSampler(order, batches=len(loader), samples=loader.total_batch_size)

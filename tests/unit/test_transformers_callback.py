@@ -107,6 +107,8 @@ class Trainer:
                 callback.on_step_begin(self.args, state, control)
                 if state.global_step == until:
                     return
+                for _ in batches[1:]:
+                    callback.on_substep_end(self.args, state, control)
                 state.global_step += 1
                 control.should_training_stop = state.global_step >= state.max_steps
                 callback.on_step_end(self.args, state, control)

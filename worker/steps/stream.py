@@ -7,7 +7,7 @@ takes larger or smaller batches from there on, so no sample is repeated and none
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,29 +15,6 @@ import torch
 from torch.utils.data import Sampler
 
 from ..errors import SamplerMismatch
-
-
-@dataclass(frozen=True, slots=True)
-class Rhythm:
-    """How a library's loop takes samples: iterations of `batches`, and a step after every `per_step` of them.
-
-    batches: of one rank in one iteration over its loader. The last step of an iteration has what is left of them.
-    samples: of one batch, over all ranks together.
-    """
-
-    batches: int
-    samples: int
-    per_step: int = 1
-
-    @property
-    def per_iteration(self) -> int:
-        """Samples."""
-        return self.batches * self.samples
-
-    def finished(self, steps: int) -> int:
-        """How many samples have been taken by so many steps."""
-        iterations, rest = divmod(steps, math.ceil(self.batches / self.per_step))
-        return iterations * self.per_iteration + rest * self.per_step * self.samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,65 +26,80 @@ class Order:
     shuffle: bool
 
     def of_epoch(self, epoch: int) -> torch.Tensor:
-        if not self.shuffle:
-            return torch.arange(self.length)
-        return torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + epoch))
+        return _of_epoch(self, epoch)
 
-    def between(self, start: int, end: int) -> Iterator[int]:
+    def between(self, start: int, end: int) -> list[int]:
         """The samples at these positions of the stream."""
+        found = []
         while start < end:
             epoch, offset = divmod(start, self.length)
             count = min(self.length - offset, end - start)
-            yield from self.of_epoch(epoch)[offset : offset + count].tolist()
+            found += self.of_epoch(epoch)[offset : offset + count].tolist()
             start += count
+        return found
+
+
+@functools.lru_cache(maxsize=2)
+def _of_epoch(order: Order, epoch: int) -> torch.Tensor:
+    if not order.shuffle:
+        return torch.arange(order.length)
+    return torch.randperm(order.length, generator=torch.Generator().manual_seed(order.seed + epoch))
 
 
 class StreamSampler(Sampler[int]):
-    """The next samples of the stream with every iteration, for all ranks together: a library gives each its batches."""
+    """Gives an iteration of a library's loop the next samples of the stream. Whoever trains says `batch_is_done`.
 
-    def __init__(self, order: Order, rhythm: Rhythm) -> None:
+    batches: of one rank in each iteration.
+    samples: of one batch, over all ranks together.
+    share: of each batch, what is this rank's. All, where the library gives each rank its own.
+    """
+
+    def __init__(self, order: Order, *, batches: int, samples: int, share: slice = slice(None)) -> None:
         self._order = order
-        self._rhythm = rhythm
-        self._begun_at = 0
-        self._steps_before = 0
-        self._iterations = 0
+        self._batches = batches
+        self._samples = samples
+        self._share = share
+        self.position = 0
+        """Samples of the stream that are finished. It moves by whole batches, and not when they are drawn."""
         self.is_over = False
         """The training was finished when it was loaded: there is no more to draw."""
 
-    def position(self, steps: int) -> int:
-        """Samples of the stream that are finished after `steps` steps of the training."""
-        return self._begun_at + self._rhythm.finished(steps - self._steps_before)
+    @property
+    def epoch(self) -> float:
+        """Epochs that are finished."""
+        return self.position / self._order.length
 
-    def epoch(self, steps: int) -> float:
-        """Epochs that are finished after `steps` steps."""
-        return self.position(steps) / self._order.length
+    def batch_is_done(self) -> None:
+        """On all ranks."""
+        self.position += self._samples
 
-    def state_dict(self, steps: int) -> dict[str, int | bool]:
+    def state_dict(self) -> dict[str, int | bool]:
         order = self._order
         return {
-            "position": self.position(steps),
+            "position": self.position,
             "length": order.length,
             "seed": order.seed,
             "shuffle": order.shuffle,
         }
 
-    def load_state_dict(self, state: dict[str, int | bool], steps: int) -> None:
-        """Go on at the position of `state`, after `steps` steps. Raises SamplerMismatch."""
-        own = self.state_dict(steps)
+    def load_state_dict(self, state: dict[str, int | bool]) -> None:
+        """Go on at the position of `state`. Raises SamplerMismatch."""
+        own = self.state_dict()
         if differing := sorted(name for name in own if name != "position" and state.get(name) != own[name]):
             raise SamplerMismatch(
                 f"the data is in another order than before, so samples would be repeated and lost: "
                 f"{', '.join(f'{name} was {state.get(name)} and is {own[name]}' for name in differing)}. Give the "
                 "training the same dataset, shuffling and seed, or another directory"
             )
-        self._begun_at, self._steps_before, self._iterations = int(state["position"]), steps, 0
+        self.position = int(state["position"])
 
     def __len__(self) -> int:
-        return self._rhythm.per_iteration
+        return self._batches * len(range(self._samples)[self._share])
 
     def __iter__(self) -> Iterator[int]:
-        if self.is_over:
-            return iter(())
-        start = self._begun_at + self._iterations * self._rhythm.per_iteration
-        self._iterations += 1
-        return self._order.between(start, start + self._rhythm.per_iteration)
+        return iter(()) if self.is_over else self._deal(self.position)
+
+    def _deal(self, start: int) -> Iterator[int]:
+        for batch in range(self._batches):
+            begun_at = start + batch * self._samples
+            yield from self._order.between(begun_at, begun_at + self._samples)[self._share]
