@@ -78,6 +78,12 @@ ARGS: Option[tuple[str, ...]] = RUNNING.option(
     default="",
     sources=Source.ENV | Source.FILE,
 )
+RUN_PATH = RUNNING.flag(
+    "run-path",
+    "run the script by runpy.run_path, after an import of torch: Python looks first in the current folder, and not in"
+    " the script's, and any error of the script is in its error file",
+    torchrun="run-path",
+)
 ALLOW_OTHER_SCRIPT = RUNNING.flag(
     "allow-other-script",
     "let this node join though its script is not, byte for byte, that of the job's other nodes; without, it says which"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .types.option import Group, Option
-from .types.parsers import SIZE, Parser, duration, read_restarts, time_limit
+from .types.parsers import SIZE, Parser, duration, read_restarts, read_signals, time_limit
+from .types.values import Signals
 
 STOPPING = Group("Restarts and stopping")
 MAX_RESTARTS: Option[int | None] = STOPPING.option(
@@ -65,6 +66,17 @@ MEMORY_CHECKPOINTS: Option[int | None] = STOPPING.option(
     " on disk, and training waits for it (default: half of /dev/shm)",
     metavar="SIZE",
 )
+SIGNALS_TO_HANDLE: Option[Signals] = STOPPING.option(
+    "signals-to-handle",
+    Parser(
+        "names of signals with commas between, like SIGTERM,SIGXCPU, that a process may handle", read_signals
+    ),
+    "signals that let this node leave the job; SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 do so in any case."
+    " Workers get SIGTERM, whichever it was, and only if they do not end by themselves",
+    metavar="NAMES",
+    default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    torchrun="signals-to-handle",
+)
 SERVICE_STOP_LIMIT: Option[float | None] = STOPPING.option(
     "service-stop-limit",
     duration(1.0),
@@ -108,6 +120,8 @@ class StopConfig:
     """Before `failure_grace_s`, for workers that guard their last step."""
     drain_timeout_s: float | None = DRAIN_TIMEOUT.field()
     """Of `grace_s`: workers end by themselves. None: `timeouts` knows."""
+    signals: Signals = SIGNALS_TO_HANDLE.field()
+    """Besides those that the agent handles in any case."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ def spares_of(agent: Agent, machine: Machine) -> Spares:
     interpreter = Interpreter(
         job_python(agent.environment),
         {**agent.environment, **WorkerEnv(incarnation=agent.incarnation).variables()},
-        first_on_path(agent.config.command, os.getcwd()),
+        first_on_path(agent.config.command.started, os.getcwd()),
     )
     words, wanted = agent.config.preload.words, machine.workers + 1
     return Spares(interpreter, words, wanted, agent.io, agent.events.put, agent.clock, read_memory)

@@ -53,8 +53,12 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 """The loop turns at least this often, so that liveness can tell a waiting loop from a stuck one."""
 
+ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""What ends the agent: the second one cuts the workers' grace short."""
+
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
-"""What a scheduler sends some time before it ends the job, like Slurm's --signal: leave by plan, and take the time."""
+"""What a scheduler sends some time before it ends the job, like Slurm's --signal: leave by plan, and take the time. So
+are those that only --signals-to-handle names."""
 
 DRAIN_COMMAND = "elastic-agent drain"
 """How an operator asks a node to leave, other than by a signal to its agent."""
@@ -275,7 +279,7 @@ class Loop:
                 self._departing = self._fatal  # the last saves may not be on disk
 
     def _signalled(self, event: Signalled, now: float) -> None:
-        if event.number in WARNINGS:
+        if event.number not in ENDINGS:
             self._warned(signal.Signals(event.number).name, now)
             return
         self._signals.append(signal.Signals(event.number))

@@ -17,7 +17,7 @@ import socket
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -78,7 +78,7 @@ from .assembly import Agent, metrics_of, pages_of, policy_of, receiver_of, spare
 from .error_file import write_error_file
 from .heartbeat import Heartbeat
 from .listeners import Listeners, bind_all, binder
-from .loop import WARNINGS, Ending, Loop, Services
+from .loop import ENDINGS, WARNINGS, Ending, Loop, Services
 from .probes import Probes
 from .program import program_of
 from .service_manager import ServiceManager
@@ -88,8 +88,6 @@ log = logging.getLogger(__name__)
 HOST_LINGERS_S = 15.0
 """How long the node that hosts the store keeps it up for the others to read how the job ended: above their lease's
 time to live, after which a silent one is known to be gone."""
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *WARNINGS)
 
 
 def run(config: Config, machine: Machine) -> int:
@@ -172,7 +170,7 @@ class Rendezvous:
 
 def _run(agent: Agent, machine: Machine) -> Ending:
     """In the order that the module's docstring explains."""
-    _catch_signals(agent.events)
+    _catch_signals(agent.events, agent.config.stop.signals.numbers)
     subreaper = Subreaper()
     if alone := adopt_orphans():
         log.warning("what workers leave behind is not adopted: %s", alone)
@@ -488,12 +486,12 @@ def _end_stuck(problem: str, guard: Guard, console: Console) -> None:
     os._exit(ExitCode.LOOP_STUCK)
 
 
-def _catch_signals(events: queue.SimpleQueue[Event]) -> None:
+def _catch_signals(events: queue.SimpleQueue[Event], more: Collection[signal.Signals]) -> None:
     """A handler runs between any two bytecodes: it may only put an event, which SimpleQueue allows at any moment.
 
     A signal that this process was started to ignore stays ignored: `nohup` and a shell's `trap '' USR1` mean it.
     """
-    for number in SIGNALS:
+    for number in {*ENDINGS, *WARNINGS, *more}:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _frame: events.put(Signalled(number)))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)  # blocked since the process began

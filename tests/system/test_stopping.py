@@ -106,7 +106,8 @@ def test_a_schedulers_warning_to_all_processes_is_one_planned_leave(job: Job) ->
     """Slurm's --signal reaches each process of the step, and may come again; it cuts nothing short."""
     state = job.folder / "state"
     state.mkdir()
-    agent = job.start("a", "--stop-grace=1h", script=(LOCKSTEP, state, "--keep-s=1"))
+    options = ("--stop-grace=1h", "--signals-to-handle=SIGTERM,SIGXCPU")
+    agent = job.start("a", *options, script=(LOCKSTEP, state, "--keep-s=1"))
     job.wait_for_training(world=1)
     job.wait_for(lambda: job.history(what="step"), "a step")
     for process in processes_of(job.id):
@@ -114,11 +115,13 @@ def test_a_schedulers_warning_to_all_processes_is_one_planned_leave(job: Job) ->
     job.wait_for(lambda: job.history(what="keep"), "the last step to be kept")
     agent.signal(signal.SIGUSR1)
     agent.signal(signal.SIGUSR2)
+    agent.signal(signal.SIGXCPU)
     assert agent.exit_code() == 143
     (kept,) = job.history(what="drained")
     assert kept["step"] == job.history(what="step")[-1]["step"]
     assert agent.says("SIGUSR1: leaving the job before something ends it")
-    assert agent.says("SIGUSR2: leaving the job already, because of SIGUSR1")
+    for more in ("SIGUSR2", "SIGXCPU"):
+        assert agent.says(f"{more}: leaving the job already, because of SIGUSR1")
     assert agent.says("ended with exit code 143: stopped by SIGUSR1")
     assert "again: killing" not in agent.text
 

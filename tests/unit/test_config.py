@@ -33,6 +33,7 @@ from elastic_agent.agent.configuration.types.values import (
     LocalRanks,
     NodeCounts,
     Preload,
+    Signals,
     Streams,
     Texts,
 )
@@ -49,6 +50,7 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
     "nproc-per-node": ("8", "nproc_per_node", 8),
     "device-pinning": ("mask", "device_pinning", "mask"),
     "allow-other-script": ("true", "allow_other_script", True),
+    "run-path": ("true", "command.by_runpy", True),
     "virtual-local-rank": ("true", "device_pinning", "mask"),
     "affinity": ("exclusive", "affinity", "cores"),
     "gpu-memory-wait": ("1m", "gpu_memory_wait_s", 60.0),
@@ -70,6 +72,7 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
     "failure-grace": ("0", "stop.failure_grace_s", 0.0),
     "kill-timeout": ("5m", "stop.kill_timeout_s", 300.0),
     "just-in-time-grace": ("0", "stop.just_in_time_grace_s", 0.0),
+    "signals-to-handle": ("SIGTERM, SIGXCPU", "stop.signals", Signals(("SIGTERM", "SIGXCPU"))),
     "memory-checkpoints": ("1.5GiB", "memory_checkpoints", 3 * 2**29),
     "hang-timeout": ("5m", "timeouts.hang_s", 300.0),
     "exit-timeout": ("none", "timeouts.exit_s", 0.0),
@@ -98,6 +101,8 @@ REFUSED: dict[str, Sequence[str]] = {
     "nproc-per-node": ["0", "-2", "all", "4097"],
     "device-pinning": ["masked", "Index"],
     "allow-other-script": ["perhaps"],
+    "run-path": ["perhaps"],
+    "signals-to-handle": ["", "TERM", "SIGKILL", "SIGSEGV", "SIGTERM,", "15"],
     "virtual-local-rank": ["maybe"],
     "affinity": ["socket", "core-complex", "Numa"],
     "gpu-memory-wait": ["-1s", "forever"],
@@ -221,7 +226,7 @@ def test_each_option_fills_at_most_one_field_and_gives_its_default() -> None:
         *("script", "module", "no-python", "args", "min-nodes", "max-nodes"),
         *("rdzv-backend", "rdzv-endpoint", "rdzv-id", "standalone", "etcd-insecure", "service-stop-limit"),
         *("master-addr", "master-port"),
-        *("config", "check-config", "print-completion", "version", "help", "help-all"),
+        *("run-path", "config", "check-config", "print-completion", "version", "help", "help-all"),
     }
 
 

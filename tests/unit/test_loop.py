@@ -285,7 +285,7 @@ def test_a_second_signal_cuts_the_grace_short() -> None:
     assert (0.0, False, "a second signal") in scene.training.stops
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU])
 def test_a_warning_may_be_repeated(number: signal.Signals) -> None:
     scene = Scene()
     for after_s in (10.0, 10.5, 11.0):

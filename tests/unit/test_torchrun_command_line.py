@@ -14,10 +14,7 @@ from elastic_agent.agent.configuration.options import OPTIONS
 from elastic_agent.agent.configuration.reading.installed_torchrun import flags_in, installed_flags
 from elastic_agent.agent.configuration.reading.resolve import Resolved, resolve
 from elastic_agent.agent.configuration.reading.sources import read_argv
-from elastic_agent.agent.configuration.reading.torchrun_spellings import (
-    IGNORED_TORCHRUN_FLAGS,
-    IGNORED_TORCHRUN_OPTIONS,
-)
+from elastic_agent.agent.configuration.reading.torchrun_spellings import IGNORED_TORCHRUN_OPTIONS
 from elastic_agent.rendezvous.records import Endpoint
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "migrating.md"
@@ -128,10 +125,10 @@ def test_module_and_no_python_may_stand_alone(
     assert (command.kind, command.target, command.args) == (kind, target, args)
 
 
-@pytest.mark.parametrize("name", IGNORED_TORCHRUN_FLAGS)
-def test_flags_without_meaning_here_are_ignored_aloud(name: str, script: str) -> None:
-    written = f"--{name.replace('-', '_')}"
-    assert run(written, script).warnings == (f"{written} is ignored: {IGNORED_TORCHRUN_FLAGS[name]}",)
+@pytest.mark.parametrize("target", ["-m pkg.mod", "--no-python true"])
+def test_run_path_is_for_scripts(target: str) -> None:
+    with pytest.raises(ConfigError, match="--run-path 'true': expected a script, and not"):
+        resolve(read_argv(shlex.split(f"--run-path {target}")), {}, lambda: "fresh")
 
 
 def test_a_flag_that_only_the_installed_torchrun_has_is_ignored_aloud(script: str) -> None:
@@ -184,10 +181,7 @@ def test_without_torch_no_flag_is_known(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_every_flag_of_the_installed_torchrun_is_known() -> None:
-    ours = {name for option in OPTIONS for name in option.names} | {
-        *IGNORED_TORCHRUN_OPTIONS,
-        *IGNORED_TORCHRUN_FLAGS,
-    }
+    ours = {name for option in OPTIONS for name in option.names} | {*IGNORED_TORCHRUN_OPTIONS}
     theirs = [
         {spelling.lstrip("-").replace("_", "-") for spelling in action.option_strings}
         for action in get_args_parser()._actions
@@ -203,7 +197,7 @@ def test_the_document_has_every_flag_of_the_installed_torchrun() -> None:
     }
     known = {flag for flag in flags if f"`{flag.replace('_', '-')}`" in text}
     assert flags - known == {"--help"}
-    ignored = [f"--{name}" for name in (*IGNORED_TORCHRUN_OPTIONS, *IGNORED_TORCHRUN_FLAGS)]
+    ignored = [f"--{name}" for name in IGNORED_TORCHRUN_OPTIONS]
     rows = [line for line in text.splitlines() if line.startswith("| `--") and "| ignored |" in line]
     assert sorted(flag for row in rows for flag in re.findall(r"`(--[a-z-]+)`", row.split("|")[1])) == sorted(
         ignored

@@ -27,6 +27,7 @@ from ..config import (
     NETWORK_PROFILE,
     NO_PYTHON,
     NPROC_PER_NODE,
+    RUN_PATH,
     SCRIPT,
     Config,
     ConfigError,
@@ -233,7 +234,8 @@ def _command(settings: Settings) -> Command | None:
     for target in TARGETS:
         text = settings[target].value
         if text is not None:
-            return Command(COMMAND_KINDS[target.name], text, settings[ARGS].value)
+            by_runpy = settings[RUN_PATH].value
+            return Command(COMMAND_KINDS[target.name], text, settings[ARGS].value, by_runpy)
     return None
 
 

@@ -17,7 +17,7 @@ from ..options import OPTIONS, TARGETS
 from ..types.option import Option, Source
 from .installed_torchrun import installed_flags
 from .settings import Setting, Settings, closest, correction
-from .torchrun_spellings import IGNORED_TORCHRUN_FLAGS, IGNORED_TORCHRUN_OPTIONS, VARIABLES
+from .torchrun_spellings import IGNORED_TORCHRUN_OPTIONS, VARIABLES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -69,9 +69,6 @@ def read_argv(
         written, equals, text = _parted(word, flags)
         flag = written.replace("_", "-")
         option = flags.get(flag)
-        if reason := IGNORED_TORCHRUN_FLAGS.get(flag.removeprefix("--")):
-            settings.warnings.append(f"{written} is ignored: {reason}")
-            continue
         if option is not None and option in TARGETS:
             if target is not SCRIPT:
                 advice = f"keep either it or {target_origin}"

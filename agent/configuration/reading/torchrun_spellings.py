@@ -27,8 +27,5 @@ IGNORED_TORCHRUN_OPTIONS = {
     "start-method": "it only concerns functions as entry points",
     "event-log-handler": "events go to the agent's log",
     "exit-barrier-timeout": "an agent waits for no other at its end; --exit-timeout is for ranks that do not end",
-    "signals-to-handle": "SIGTERM and SIGINT stop the agent in order",
     "logs-specs": "--log-dir, --redirects and --tee say where lines go",
 }
-# The same, without a value.
-IGNORED_TORCHRUN_FLAGS = {"run-path": "a script runs as `python SCRIPT` runs it"}

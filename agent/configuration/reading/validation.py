@@ -18,7 +18,7 @@ from typing import Any
 
 from ....rendezvous.etcd.kind import ETCD
 from ....rendezvous.records import Endpoint
-from ..config import HTTP_ADDRESS, MAX_NODES, MIN_NODES, SCRIPT, Problem
+from ..config import HTTP_ADDRESS, MAX_NODES, MIN_NODES, MODULE, NO_PYTHON, RUN_PATH, SCRIPT, Problem
 from ..options import COMMANDS
 from ..rendezvous import (
     BACKEND,
@@ -60,6 +60,14 @@ def check_relations(settings: Settings, environ: Mapping[str, str]) -> list[tupl
     if settings[BACKEND].value == ETCD.name:
         _check_etcd_endpoints(rules)
         _check_etcd_credentials(rules)
+    for target in (MODULE, NO_PYTHON):
+        rules.expect(
+            settings[target].value is None or not settings[RUN_PATH].value,
+            RUN_PATH,
+            f"a script, and not {settings[target].origin}",
+            "leave out one of them",
+            target,
+        )
     script = settings[SCRIPT].value
     if script is not None:
         found, advice = _script_problem(script)

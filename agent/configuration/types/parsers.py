@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import shlex
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,18 @@ from typing import Any, Generic, TypeVar, cast, get_args
 from ....rendezvous.records import Endpoint
 from ...common.ports import PortConfigError, PortRange
 from .stores import STORES, in_words
-from .values import MASK, Affinity, LocalRanks, NodeCounts, Preload, Secret, Streams, Texts, WorkerCount
+from .values import (
+    MASK,
+    Affinity,
+    LocalRanks,
+    NodeCounts,
+    Preload,
+    Secret,
+    Signals,
+    Streams,
+    Texts,
+    WorkerCount,
+)
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -295,6 +307,35 @@ def read_texts(text: str) -> Texts:
         raise ValueError
     texts = (part.replace("\0", ",") for part in text.replace(",,", "\0").split(","))
     return Texts(tuple(filter(None, texts)))
+
+
+_NO_REQUESTS = frozenset(
+    f"SIG{name}"
+    for name in [
+        "KILL",
+        "STOP",
+        "CHLD",
+        "CLD",
+        "PIPE",
+        "SEGV",
+        "BUS",
+        "FPE",
+        "ILL",
+        "TRAP",
+        "ABRT",
+        "IOT",
+        "SYS",
+        "STKFLT",
+    ]
+)
+"""Those that cannot be handled, tell of a fault, or come by themselves."""
+
+
+def read_signals(text: str) -> Signals:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    if not all(name in signal.Signals.__members__ and name not in _NO_REQUESTS for name in names):
+        raise ValueError
+    return Signals(names)
 
 
 def read_template(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +12,8 @@ DevicePinning = Literal["index", "mask", "none"]
 NetworkProfile = Literal["auto", "ethernet", "infiniband", "roce", "efa", "debug"]
 Shell = Literal["bash"]
 WorkerCount = int | Literal["auto", "gpu", "cpu"]
+
+RUN_SCRIPT = "elastic_agent.run_script"
 
 MASK = "***"
 """What is shown in place of a secret."""
@@ -76,6 +79,18 @@ class LocalRanks:
 
 
 @dataclass(frozen=True, slots=True)
+class Signals:
+    names: tuple[str, ...]
+
+    @property
+    def numbers(self) -> tuple[signal.Signals, ...]:
+        return tuple(signal.Signals[name] for name in self.names)
+
+    def __str__(self) -> str:
+        return ",".join(self.names)
+
+
+@dataclass(frozen=True, slots=True)
 class Texts:
     texts: tuple[str, ...]
 
@@ -90,3 +105,10 @@ class Command:
     kind: CommandKind
     target: str
     args: tuple[str, ...] = ()
+    by_runpy: bool = False
+    """The target is a script that `run_script` runs."""
+
+    @property
+    def started(self) -> Command:
+        """What Python is started with, if it is Python."""
+        return Command("module", RUN_SCRIPT, (self.target, *self.args)) if self.by_runpy else self

@@ -422,7 +422,7 @@ class Supervisor:
             ]
             if world.members[0] == member:
                 self._processes.worker_store.serve(listener)
-            generation.group.start(self._config.command, specs, self._processes.spares)
+            generation.group.start(self._config.command.started, specs, self._processes.spares)
             for spec in specs:
                 pages.process_made(spec.local_rank, self._clock())
         except OSError as error:
