@@ -92,5 +92,5 @@ class LogConfig:
     @property
     def wants_files(self) -> bool:
         """Also without a directory."""
-        asked = any(streams is not None and streams.any for streams in (self.redirects, self.tee))
+        asked = any(streams is not None and streams.of_any(3) for streams in (self.redirects, self.tee))
         return asked or bool(self.stdout_filters.texts or self.stderr_filters.texts)

@@ -62,8 +62,9 @@ class LineSplitter:
 
     def flush(self) -> list[Line]:
         """The line that was begun, if any: nothing comes to complete it."""
+        wiped = self.drawn.isspace()
         rest, self._rest, self._redraws = self._rest.rstrip(b"\r"), b"", False
-        return [Line(rest)] if rest else []
+        return [Line(rest)] if rest and not wiped else []
 
 
 def _cut(text: bytes, redrawn: bool) -> list[Line]:

@@ -71,6 +71,16 @@ def test_a_line_that_is_drawn_anew_is_known_before_it_ends(reads: list[bytes], d
     assert splitter.drawn == b""
 
 
+@pytest.mark.parametrize(
+    ("data", "rest"),
+    [(b"\r100%\r     \r", []), (b"\r100%\r     ", []), (b"   ", [Line(b"   ")]), (b"\n   ", [Line(b"   ")])],
+)
+def test_a_bar_that_was_wiped_out_at_the_end_leaves_no_line(data: bytes, rest: list[Line]) -> None:
+    splitter = LineSplitter()
+    splitter.feed(data)
+    assert splitter.flush() == rest
+
+
 def shown(*reads: tuple[float, bytes]) -> list[tuple[float, bytes]]:
     """What is shown when, if nothing but these reads and `due_at` makes it so."""
     splitter, redrawn, found = LineSplitter(), Redrawn(), []

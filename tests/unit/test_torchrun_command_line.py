@@ -69,10 +69,35 @@ def test_two_things_to_run_are_refused(line: str) -> None:
         resolve(read_argv(shlex.split(line)), {}, lambda: "fresh")
 
 
-def test_torchruns_variables_for_modules_are_named(script: str) -> None:
-    assert run("", script, PET_MODULE="1", PET_NO_PYTHON="0").warnings == (
-        "PET_MODULE is ignored: write -m on the command line",
-    )
+@pytest.mark.parametrize(
+    ("line", "environ", "kind"),
+    [
+        ("prog -x", {"PET_MODULE": "1", "PET_NO_PYTHON": "0"}, "module"),
+        ("prog -x", {"PET_NO_PYTHON": "1", "PET_MODULE": ""}, "binary"),
+        ("--no-python prog -x", {"PET_MODULE": "1"}, "binary"),
+        ("-m prog -x", {"PET_MODULE": "1"}, "module"),
+    ],
+)
+def test_torchruns_variables_say_what_the_script_is(line: str, environ: dict[str, str], kind: str) -> None:
+    resolved = resolve(read_argv(shlex.split(line)), environ, lambda: "fresh")
+    command = resolved.config.command
+    assert (command.kind, command.target, command.args) == (kind, "prog", ("-x",))
+    assert resolved.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "warnings"),
+    [
+        ("--duplicate-stdout-filters=a", 0),
+        ("--duplicate-stdout-filters=a -t 0:1", 0),
+        ("--duplicate-stderr-filters=a -t 1", 1),
+        ("--duplicate-stdout-filters=a --duplicate-stderr-filters=b -r 3", 2),
+    ],
+)
+def test_filters_that_copy_nothing_say_so(line: str, warnings: int, script: str) -> None:
+    found = run(line, script).warnings
+    assert len(found) == warnings
+    assert all("copies nothing: add --tee" in warning for warning in found)
 
 
 @pytest.mark.parametrize(

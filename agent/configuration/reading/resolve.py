@@ -10,7 +10,7 @@ that a stronger one replaces. Nothing is started, written or opened but the conf
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar, cast
 
 from ....rendezvous.etcd.kind import ETCD
@@ -33,7 +33,7 @@ from ..config import (
     ConfigError,
     Problem,
 )
-from ..logs import LOG_DIR
+from ..logs import LOG_DIR, REDIRECTS, STDERR_FILTERS, STDOUT_FILTERS, TEE
 from ..options import OPTIONS, TARGETS
 from ..rendezvous import (
     BACKEND,
@@ -56,8 +56,9 @@ from ..types.parsers import StoreAddress
 from ..types.stores import ALONE, DEFAULT, STORES
 from ..types.values import Command, CommandKind, NodeCounts
 from .log_level import check_log_level
-from .settings import Settings
+from .settings import Setting, Settings
 from .sources import read_environ, read_file
+from .torchrun_spellings import TARGET_SWITCHES
 from .validation import check_relations
 
 T = TypeVar("T")
@@ -115,7 +116,8 @@ def resolve(command_line: Settings, environ: Mapping[str, str], fresh_id: Callab
         unclear = settings.broken.union(*(involved for involved, _ in rules))
         raise ConfigError(problems, _what_is_clear(settings, command, unclear))
     assert command is not None, "else it is a problem"
-    return Resolved(_config(settings, command), settings, (*settings.warnings, *_misplaced(command)))
+    warnings = (*settings.warnings, *_copies_nothing(settings), *_misplaced(command))
+    return Resolved(_config(settings, command), settings, warnings)
 
 
 def resolve_meeting_place(command_line: Settings, environ: Mapping[str, str]) -> RendezvousConfig | None:
@@ -149,9 +151,19 @@ def _merged(command_line: Settings, environ: Mapping[str, str], fresh_id: Callab
             merged.problems.append(
                 extra.problem("one thing to run", f"keep either it or {targets[0].origin}")
             )
-        merged.given |= source.given
+        merged.given |= source.given if source is not command_line else _meant(command_line, environ)
     _derive(merged, fresh_id)
     return merged
+
+
+def _meant(command_line: Settings, environ: Mapping[str, str]) -> dict[str, Setting[object]]:
+    """What the first word that is no option is, torchrun's PET_MODULE and PET_NO_PYTHON say, too."""
+    given = dict(command_line.given)
+    for name, target in TARGET_SWITCHES.items():
+        if environ.get(name, "0") not in ("", "0") and SCRIPT.name in given:
+            script = given.pop(SCRIPT.name)
+            given[target.name] = replace(script, origin=f"{script.origin} ({name})")
+    return given
 
 
 def _derive(settings: Settings, fresh_id: Callable[[], str]) -> None:
@@ -217,6 +229,15 @@ def _derive_meeting_place(settings: Settings, fresh_id: Callable[[], str]) -> No
             settings.derive(JOB_ID, fresh_id(), "default: new for every start")
         else:
             settings.derive(JOB_ID, "default", "default: the store belongs to one job")
+
+
+def _copies_nothing(settings: Settings) -> Iterator[str]:
+    """Warnings of filters without any line to copy: they are for what goes to a file and to the console."""
+    redirects, tee = settings[REDIRECTS].value, settings[TEE].value
+    for option, stream in ((STDOUT_FILTERS, 1), (STDERR_FILTERS, 2)):
+        teed = redirects is None if tee is None else tee.of_any(stream)
+        if settings[option].value.texts and not teed:
+            yield f"--{option.name} copies nothing: add --tee {stream} for lines to copy"
 
 
 def _misplaced(command: Command) -> Iterator[str]:

@@ -156,9 +156,6 @@ def read_environ(environ: Mapping[str, str]) -> Settings:
     for name, option in theirs.items():
         if environ.get(name):
             settings.put(option, environ[name], name)
-    for name, written in (("PET_MODULE", "-m"), ("PET_NO_PYTHON", "--no-python")):
-        if environ.get(name, "0") not in ("", "0"):
-            settings.warnings.append(f"{name} is ignored: write {written} on the command line")
     for torchrun, reason in IGNORED_TORCHRUN_OPTIONS.items():
         name = _variable(TORCHRUN_ENV_PREFIX, torchrun)
         if name in environ:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..config import MODULE, NO_PYTHON
 from ..logs import PREFIX_TEMPLATE
 from ..options import OPTIONS
 from ..stopping import STOP_GRACE
@@ -15,6 +16,9 @@ VARIABLES: dict[str, Option[object]] = {
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": STOP_GRACE,
 }
 """Besides `PET_*`, and weaker."""
+
+TARGET_SWITCHES: dict[str, Option[str | None]] = {"PET_MODULE": MODULE, "PET_NO_PYTHON": NO_PYTHON}
+"""Variables that take the place of a switch on the command line; 0 is off."""
 
 IGNORED_RDZV_CONF_KEYS = frozenset(
     {"timeout", "close_timeout", "heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt"}

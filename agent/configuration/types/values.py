@@ -62,9 +62,10 @@ class Streams:
     def of(self, local_rank: int) -> int:
         return dict(self.by_local_rank).get(local_rank, self.default)
 
-    @property
-    def any(self) -> bool:
-        return bool(self.default) or any(streams for _, streams in self.by_local_rank)
+    def of_any(self, streams: int) -> bool:
+        """Some worker's set has one of these."""
+        sets = (self.default, *(each for _, each in self.by_local_rank))
+        return any(each & streams for each in sets)
 
     def __str__(self) -> str:
         return ",".join(f"{rank}:{streams}" for rank, streams in self.by_local_rank) or str(self.default)
