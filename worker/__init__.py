@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         NotReplicated,
         NoUsableCheckpoint,
         OtherRun,
+        OtherWorldSize,
         SamplerError,
         SamplerMismatch,
         SaveFailed,
@@ -50,7 +51,8 @@ _NAMES = {
     "steps.drain": "Drained",
     "errors": """
         CheckpointError CheckpointMismatch ClusterEnvironmentError Fenced LibraryMissing NoUsableCheckpoint NotPlainData
-        NotReplicated OtherRun SamplerError SamplerMismatch SaveFailed Sharded StepNotGrowing UnsupportedTraining""",
+        NotReplicated OtherRun OtherWorldSize SamplerError SamplerMismatch SaveFailed Sharded StepNotGrowing
+        UnsupportedTraining""",
     "steps.sampler": "ElasticSampler",
     "ranks.network_port": "find_free_network_port reserve_port",
     "ranks.init_file": "fresh_init_file",
@@ -72,6 +74,7 @@ __all__ = [
     "NotPlainData",
     "NotReplicated",
     "OtherRun",
+    "OtherWorldSize",
     "SamplerError",
     "SamplerMismatch",
     "SaveFailed",

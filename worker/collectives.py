@@ -17,6 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from .state.hook_state import HookState
+
 _V = TypeVar("_V", torch.Tensor, int, float)
 
 MEANS = ("avg", "mean")
@@ -104,19 +106,28 @@ def register_comm_hook(
     state: object = None,
     hook: Callable[..., Any] | None = None,
     wrapper: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
-) -> None:
+) -> HookState:
     """Have DDP reduce its gradients by `hook`, inside `wrapper` if there is one (fp16 or bf16 compression).
 
     Both are torch's, of `torch.distributed.algorithms.ddp_comm_hooks`, or in their form. `state` is the hook's, like a
     `PowerSGDState`. Does nothing for a module that is not in DDP, so that one script runs with one process, too.
     Raises ValueError where there is a wrapper or a state, and no hook.
+
+    What is returned is the hook's state as a part for a Checkpointer, which each rank has for itself:
+
+        hook = register_comm_hook(model, PowerSGDState(None), powerSGD_hook)
+        checkpoints = Checkpointer(directory, {"model": model, "hook": hook}, of_each_rank=["hook"])
+
+    A state of another type than torch's is carried by its `state_dict` and `load_state_dict`, or as a dict.
     """
     if hook is None:
         if wrapper is not None or state is not None:
             raise ValueError("a wrapper or a state goes with a hook: pass hook=")
-        return
+        return HookState(None, ())
+    hook_state = HookState(state, model.parameters())
     if isinstance(model, DistributedDataParallel):
-        model.register_comm_hook(state, wrapper(hook) if wrapper is not None else hook)
+        model.register_comm_hook(state, hook_state.watching(wrapper(hook) if wrapper is not None else hook))
+    return hook_state
 
 
 class _AllGather(torch.autograd.Function):

@@ -3,6 +3,7 @@
     CheckpointError            something about checkpoints is wrong; the text says what and what to do next
       NoUsableCheckpoint       checkpoints exist, none verifies: a person decides, training must not start at step 0
       CheckpointMismatch       the file is whole but is not a checkpoint of this script: fix the script or the directory
+        OtherWorldSize         it holds what each rank has for itself, of another number of ranks: start as many again
       StepNotGrowing           `save` was asked for a step that is already committed: fix the training loop
       NotReplicated            the state is not the same on all ranks: save it by other means, or declare it rank 0's
       Sharded                  parts of the state are spread over ranks: save them by other means
@@ -36,6 +37,10 @@ class NoUsableCheckpoint(CheckpointError):
 
 class CheckpointMismatch(CheckpointError):
     """The checkpoint is whole, but its names or shapes are not those of this script's state."""
+
+
+class OtherWorldSize(CheckpointMismatch):
+    """The checkpoint holds each rank's own state, of another number of ranks, and no rule says how to reshape it."""
 
 
 class StepNotGrowing(CheckpointError):

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import each_rank_states
 import numpy
 import torch
 import torch._dynamo  # what DDP imports at its first use: a second less for each forked rank
@@ -366,7 +367,7 @@ def run_rank(request: dict[str, Any], rank: int, answer_fd: int) -> None:
         "gloo", init_method=f"file://{request['store']}", rank=rank, world_size=len(request["args"])
     )
     seed(rank + 1000)
-    scenarios = {**vars(unequal_states), **globals()}
+    scenarios = {**vars(unequal_states), **vars(each_rank_states), **globals()}
     answer = scenarios[request["scenario"]](rank, **request["args"][rank])
     os.write(answer_fd, json.dumps(answer).encode())
 

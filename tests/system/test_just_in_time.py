@@ -32,6 +32,8 @@ undisturbed: dict[int, dict[str, str]] = {}
 class Run:
     """One training of the script, on one node with two workers or two with one each."""
 
+    script = SCRIPT
+
     def __init__(self, job: Job, name: str, nodes: int, steps: int, **environment: str) -> None:
         self.job = job
         self.steps = steps
@@ -44,7 +46,7 @@ class Run:
             options += (TORCH_PRELOADED,)
         self._options = (f"--min-nodes={nodes}", f"--max-nodes={nodes}", *options)
         self._more: dict[str, Any] = {
-            "script": (SCRIPT, self.directory, str(steps)),
+            "script": (self.script, self.directory, str(steps)),
             "environment": {"STEPS_FILE": str(self._file), **environment},
         }
         start = self.join if nodes > 1 else self.start

@@ -37,7 +37,7 @@ worker/disk: worker/errors worker/wire worker/steps worker/memory
 worker/checkpointing/loading: worker/errors worker/wire worker/state worker/ranks worker/memory worker/disk
 worker/checkpointing: worker/errors worker/wire worker/state worker/steps worker/ranks worker/memory worker/disk \
     worker/checkpointing/loading
-worker: worker/errors worker/steps worker/ranks worker/checkpointing
+worker: worker/errors worker/state worker/steps worker/ranks worker/checkpointing
 health:
 rendezvous:
 rendezvous/liveness: rendezvous

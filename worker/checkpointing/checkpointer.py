@@ -6,9 +6,9 @@ still while others took its place changes none of their checkpoints (see `commit
 and restarted with the same world size ends with the very bits of a run that was not.
 
 It is for state that is the same on every rank, as in data-parallel training: rank 0's model, optimizer, scheduler
-and sampler position are what is saved, and whatever is not the same is refused (see `replicas`). Only the random state
-is kept per rank. Nothing loaded is ever code: files are opened with `weights_only=True`, and a state that could not be
-opened so is refused when it is saved.
+and sampler position are what is saved, and whatever is not the same is refused (see `replicas`). Kept per rank are the
+random state, and the parts that are declared to be each rank's own (see `rank_parts`). Nothing loaded is ever code:
+files are opened with `weights_only=True`, and a state that could not be opened so is refused when it is saved.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ..errors import CheckpointError
 from ..memory.copy_header import Header
 from ..memory.node_memory import memory_of
 from ..ranks.group import current_group
+from ..state.rank_parts import Reshape, rules_of
 from ..state.state_dicts import Stateful
 from ..steps import progress
 from ..wire.environment import WorkerEnv
@@ -52,6 +53,9 @@ class Checkpointer:
         the order given here.
     of_rank_0: names of parts whose tensors may differ between ranks, because rank 0's are meant for all. Whatever else
         differs is refused at the first save.
+    of_each_rank: names of parts that each rank has for itself, such as the error feedback of PowerSGD: all are saved,
+        and each rank loads its own. A world of another size is refused, unless a part's name comes with a rule
+        (see `Reshape`): `of_each_rank={"hook": lambda states, rank, world_size: states.get(rank, {})}`.
     keep: how many good checkpoints to retain, at least 1; with 1 a bit flip on disk loses everything.
     max_failed_saves: a full or read-only disk does not end training: `save` warns and returns False, until this
         many saves in a row have failed. 1 means raise at the first. Saves that fail because the rendezvous store is
@@ -74,6 +78,7 @@ class Checkpointer:
         state: Mapping[str, Stateful | dict[str, Any]],
         *,
         of_rank_0: Collection[str] = (),
+        of_each_rank: Collection[str] | Mapping[str, Reshape | None] = (),
         keep: int = 2,
         max_failed_saves: int = 10,
         memory_every: int | None = None,
@@ -81,17 +86,20 @@ class Checkpointer:
     ) -> None:
         if max_failed_saves < 1:
             raise ValueError(f"max_failed_saves is {max_failed_saves}, expected at least 1")
+        rules = rules_of(of_each_rank, state, of_rank_0)
         self._read_only = read_only
         self._files = CheckpointFiles(directory, keep=keep, run=this_run(os.environ), lend=progress.lend)
         memory = memory_of(os.environ, self._files.directory) if not read_only else None
         # All ranks show that they have the same state, also those that do not have what is rank 0's: a copy of their
         # node would be another state.
-        self._contents = Contents(state, of_rank_0, is_compared=memory is not None)
+        self._contents = Contents(state, of_rank_0, rules, is_compared=memory is not None)
         if of_rank_0 and memory is not None and not memory.place.is_on_node_of_rank_0:
             memory = None
         self._memory = memory
         self._env = WorkerEnv.of(os.environ)
         self._disk = AsyncSaver(self._files, self._env)
+        if memory_every is not None:
+            self._refuse_of_each_rank("memory_every")
         copies = Copies(memory, self._disk)
         self._saver = Saver(self._files, self._contents, copies, self._disk, max_failed_saves)
         self._loader = Loader(self._files, self._contents, memory, self._env, read_only=read_only)
@@ -111,6 +119,7 @@ class Checkpointer:
         Raises NotReplicated when the state is sharded; what `wait` raises, of a save that was under way;
         NoUsableCheckpoint when checkpoints exist and none verifies (delete them to start again from step 0);
         CheckpointMismatch when the checkpoint does not fit `state` (some of it may have been changed by then);
+        OtherWorldSize when it holds each rank's own state of another number of ranks, without a rule;
         OtherRun when another run has the directory or has left something newer there; CheckpointError when it broke on
         its way from the rank that has it.
         """
@@ -165,6 +174,7 @@ class Checkpointer:
         Raises NotReplicated when the ranks do not have the same state; NotPlainData when some part's state could not
         be loaded again.
         """
+        self._refuse_of_each_rank("remember()")
         return self._saver.remember(operator.index(step))
 
     def just_in_time(self) -> contextlib.AbstractContextManager[None]:
@@ -178,6 +188,7 @@ class Checkpointer:
         the loop: see `just_in_time`. One guards all Checkpointers that were loaded. Without an agent, or without room
         in its memory, this does nothing.
         """
+        self._refuse_of_each_rank("just_in_time()")
         memory, address = self._memory, self._env.socket
         if memory is None or not address:
             return contextlib.nullcontext()
@@ -186,3 +197,10 @@ class Checkpointer:
 
     def _remember(self, step: int) -> None:
         self.remember(step)
+
+    def _refuse_of_each_rank(self, what: str) -> None:
+        if self._contents.rules:
+            raise CheckpointError(
+                f"{what} keeps no parts that are of_each_rank, as {sorted(self._contents.rules)}: leave it out and "
+                "call save() more often, which waits for a copy in memory only"
+            )

@@ -73,8 +73,12 @@ class Loader:
                 if source is not None:
                     step = source.what.step
                     self._warn_if_set_back(source)
-                    directory, parts = self._files.directory, self._contents.parts
-                    restore.load(lambda loaded: apply(loaded, parts, group, directory, self._memory))
+                    directory, parts, rules = (
+                        self._files.directory,
+                        self._contents.parts,
+                        self._contents.rules,
+                    )
+                    restore.load(lambda loaded: apply(loaded, parts, rules, group, directory, self._memory))
             related = restore.related_runs()
             self._on_rank_0(
                 group, lambda: self._files.claim.take(step, related, elsewhere=restore.is_elsewhere)

@@ -72,7 +72,7 @@ class PlannedSaves:
 
     @property
     def saves_alone(self) -> bool:
-        return self._copies.memory is not None and not self._contents.of_rank_0
+        return self._copies.memory is not None and not self._contents.of_rank_0 and not self._contents.rules
 
     def save_last_step(self, step: int) -> bool:
         """Every rank: let the state after `step` outlive this process, which is about to end. False: it does not.
@@ -83,12 +83,12 @@ class PlannedSaves:
         if self._is_beyond(step):
             return True
         group = current_group()
-        random_states = self._contents.gather(step, group)
+        brought = self._contents.gather(step, group)
         self._contents.share_buffers(group)
         plan = self._copies.plan(Occasion.LAST_STEP, group.rank)
         copied = self._copies.memory is not None
         if plan.copies:
-            copied = self._copies.make(self._contents.payload(step, random_states), plan)
+            copied = self._copies.make(self._contents.payload(step, brought), plan)
             copied = self._copies.settled() and copied
         floor = self._saver.floor
         if all(group.gather(b"copied" if copied else b"")):
@@ -150,6 +150,9 @@ class PlannedSaves:
                 memory.place.rank,
                 sorted(self._contents.of_rank_0),
             )
+            return False
+        if self._contents.rules:
+            logger.warning("step %d is not kept: %s are each rank's own", step, sorted(self._contents.rules))
             return False
         if self._copies.settled() and memory.mark_partial(step):
             return True

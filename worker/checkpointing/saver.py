@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from ..state import rng
 from ..state.state_dicts import prove_loadable
 from ..steps import progress
 from ..wire.messages import SaveResult
-from .contents import Contents
+from .contents import Brought, Contents
 from .copies import Copies
 from .save_plan import Occasion, ToDisk
 
@@ -55,8 +55,8 @@ class Saver:
 
     def save(self, step: int) -> bool:
         group = current_group()
-        random_states = self._contents.gather(step, group)
-        if not _unless_refused(lambda: self._save(step, random_states, group)):
+        brought = self._contents.gather(step, group)
+        if not _unless_refused(lambda: self._save(step, brought, group)):
             return False
         self.floor = step
         return True
@@ -111,13 +111,13 @@ class Saver:
         except (OSError, ValueError) as error:
             logger.warning("the loaded state is not brought to disk: step=%d reason=%s", header.step, error)
 
-    def _save(self, step: int, random_states: Sequence[bytes], group: Group) -> None:
+    def _save(self, step: int, brought: Brought, group: Group) -> None:
         """This rank's part of a save. Rank 0 reports its end to the agent; of a background write the writer does."""
         started_s, self._copies.blocked_s = time.monotonic(), 0.0
         result: SaveResult = "error"
         size: int | None = 0
         try:
-            size = self._copy_and_commit(step, random_states, group)
+            size = self._copy_and_commit(step, brought, group)
             result = "ok"
         finally:
             blocked_s = time.monotonic() - started_s
@@ -126,7 +126,7 @@ class Saver:
                     step, result, blocked_s, size, blocked_s=blocked_s - self._copies.blocked_s
                 )
 
-    def _copy_and_commit(self, step: int, random_states: Sequence[bytes], group: Group) -> int | None:
+    def _copy_and_commit(self, step: int, brought: Brought, group: Group) -> int | None:
         """The size of the checkpoint that is on disk now; None if that is up to others."""
         plan = self._copies.plan(Occasion.SAVE, group.rank)
         if plan.does_nothing:
@@ -138,7 +138,7 @@ class Saver:
                 self.finish_last_write()
             except (NotSaved, Unconfirmed):
                 pass  # the log has it; this one may fare better
-        payload = self._contents.payload(step, random_states)
+        payload = self._contents.payload(step, brought)
         if plan.disk is ToDisk.BEHIND:
             self._disk.promise(step)
         copied = plan.copies and self._copies.make(payload, plan)

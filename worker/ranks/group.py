@@ -46,10 +46,18 @@ class Group:
         if self.world_size == 1:
             return [payload]
         sizes = [int(size) for size in self._all_gather(torch.tensor([len(payload)], dtype=torch.int64))]
-        padded = bytearray(max(1, *sizes))
-        padded[: len(payload)] = payload
-        rows = self._all_gather(torch.frombuffer(padded, dtype=torch.uint8))
-        return [_bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+        found = [bytearray() for _ in sizes]
+        most = max(1, *sizes)
+        # Of all ranks together no more at once: these are on the GPU where the backend needs that.
+        length = max(1, CHUNK_BYTES // self.world_size)
+        for offset in range(0, most, length):
+            padded = bytearray(min(length, most - offset))
+            mine = payload[offset : offset + length]
+            padded[: len(mine)] = mine
+            rows = self._all_gather(torch.frombuffer(padded, dtype=torch.uint8))
+            for have, row, size in zip(found, rows, sizes, strict=True):
+                have += _bytes(row[: max(0, size - offset)])
+        return list(map(bytes, found))
 
     def exchange(self, record: _T) -> list[_T]:
         """As `gather`, of a frozen dataclass. Raises CheckpointError, on all ranks, if they have different versions."""

@@ -2,6 +2,7 @@
 
 State that is sharded (FSDP, DTensor, tensor parallelism, ZeRO) or that each rank has for itself (PowerSGD's error
 feedback) must never be saved so: the other ranks would go on with a part that is not theirs, and nothing would show it.
+What the script declares to be each rank's own is saved by each rank, and not compared.
 Two checks refuse it, by name:
 
 1. By type, before any `state_dict()` is called: some are collectives, which one rank alone would never leave.
@@ -383,7 +384,10 @@ class _StoreComparison:
 
 
 def _refusal(part: str, what: str) -> str:
-    return f"{what}: {_CARRIED}. Where rank 0's is meant for all, declare it: Checkpointer(..., of_rank_0=[{part!r}])"
+    return (
+        f"{what}: {_CARRIED}. Where rank 0's is meant for all, declare it: Checkpointer(..., of_rank_0=[{part!r}]); "
+        f"where each rank goes on with its own: of_each_rank=[{part!r}]"
+    )
 
 
 def _first_other(digests: Sequence[Any]) -> int:

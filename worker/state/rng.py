@@ -22,7 +22,7 @@ def capture() -> bytes:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch left it without annotations
         state["cuda"] = torch.cuda.get_rng_state_all()
     if "numpy" in sys.modules:
-        state["numpy"] = _plain(sys.modules["numpy"].random.get_state(legacy=False))
+        state["numpy"] = plain(sys.modules["numpy"].random.get_state(legacy=False))
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
@@ -40,10 +40,10 @@ def restore(captured: bytes) -> None:
         importlib.import_module("numpy").random.set_state(state["numpy"])
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """numpy's state with its arrays as lists: the generator's `set_state` takes both."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -106,10 +106,10 @@ def is_plain(state: Any) -> bool:
     return kind in _PLAIN
 
 
-def prove_loadable(path: str, step: int) -> None:
+def prove_loadable(file: str | BinaryIO, step: int) -> None:
     """Map the file, with the very rules that a load obeys, and read none of its gigabytes. Raises NotPlainData."""
     try:
-        torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        torch.load(file, map_location="cpu", mmap=isinstance(file, str), weights_only=True)
     except OSError:
         raise
     except Exception as error:

@@ -12,6 +12,7 @@ from ...memory import rank_state
 from ...memory.node_memory import NodeMemory
 from ...ranks.group import Group
 from ...state import rng
+from ...state.rank_parts import Rules, states_for
 from ...state.state_dicts import Part, load_into, modules_in
 from .restore import Loaded
 
@@ -19,18 +20,34 @@ logger = logging.getLogger(__name__)
 
 
 def apply(
-    loaded: Loaded, state: Mapping[str, Part], group: Group, directory: str, memory: NodeMemory | None
+    loaded: Loaded,
+    state: Mapping[str, Part],
+    rules: Rules,
+    group: Group,
+    directory: str,
+    memory: NodeMemory | None,
 ) -> None:
-    """Raises CheckpointMismatch; some parts may have been changed by then."""
+    """`rules` names the parts that each rank has for itself.
+
+    Raises OtherWorldSize, and has changed nothing then; CheckpointMismatch, and some parts may have been changed.
+    """
     saved, step = loaded.payload["state"], loaded.payload["step"]
-    if saved.keys() != state.keys():
+    shared = {name: part for name, part in state.items() if name not in rules}
+    if saved.keys() != shared.keys():
         raise CheckpointMismatch(
             f"the checkpoint of step {step} in {directory} holds {sorted(saved)}, this script's state is "
-            f"{sorted(state)}: give Checkpointer the same names, or use another directory"
+            f"{sorted(shared)}: give Checkpointer the same names, or use another directory"
         )
+    own = states_for(
+        group.rank,
+        group.world_size,
+        loaded.payload.get("ranks", ()),
+        rules,
+        f"the checkpoint of step {step} in {directory}",
+    )
     for name, part in state.items():
         try:
-            load_into(part, saved[name])
+            load_into(part, own[name] if name in rules else saved[name])
         except Exception as error:
             raise CheckpointMismatch(
                 f"{name!r} of step {step} in {directory} does not fit this script: {error}"
@@ -42,7 +59,7 @@ def apply(
             loaded.world_size,
             group.world_size,
         )
-    elif loaded.partial and memory is not None and _restore_own(loaded, state, group, memory.folder):
+    elif loaded.partial and memory is not None and _restore_own(loaded, shared, group, memory.folder):
         pass
     elif loaded.random_state is not None:
         rng.restore(loaded.random_state)

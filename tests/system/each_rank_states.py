@@ -1,0 +1,78 @@
+"""Scenarios of `checkpointer_workers` with a part that each rank has for itself."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from elastic_agent.worker import Checkpointer, CheckpointError
+
+
+def save_own(
+    rank: int, directory: str, steps: list[int], declares: bool = True, code: bool = False, memory: str = ""
+) -> dict[str, Any]:
+    """Save steps of a state of which each rank has a part for itself; the part grows from step to step."""
+    use_memory(memory, rank)
+    text: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    state = {"text": text, **({"own": own} if declares else {})}
+    checkpoints = Checkpointer(directory, state, of_each_rank=["own"] if declares else [])
+    try:
+        for step in steps:
+            text["step"] = step
+            own.update(of=rank, error=torch.full((step + 10 * rank,), float(rank)))
+            if code:
+                own["code"] = random.Random()
+            assert checkpoints.save(step)
+        assert checkpoints.wait()
+    except CheckpointError as error:
+        return {"raised": type(error).__name__, "text": str(error)}
+    return {"raised": ""}
+
+
+def load_own(
+    rank: int,
+    directory: str,
+    rule: str = "",
+    own: list[str] | None = None,
+    shared: list[str] | None = None,
+    memory: str = "",
+) -> dict[str, Any]:
+    """Load with these parts, by default those of `save_own`."""
+    use_memory(memory, rank)
+    each = ["own"] if own is None else own
+    parts: dict[str, dict[str, Any]] = {
+        name: {"as": "the script set it"} for name in (*(shared or ["text"]), *each)
+    }
+
+    def merge(states: Mapping[int, Any], new_rank: int, world_size: int) -> dict[str, Any]:
+        assert rule != "breaks" or new_rank != 1, "a bug in the rule"
+        total = sum(len(state["error"]) for state in states.values())
+        return {"of": [new_rank, world_size], "error": torch.zeros(total)}
+
+    rules = dict.fromkeys(each, merge if rule else None)
+    try:
+        step = Checkpointer(directory, parts, of_each_rank=rules).load()
+    except CheckpointError as error:
+        return {
+            "raised": type(error).__name__,
+            "text": str(error),
+            "as": [part.get("as") for part in parts.values()],
+        }
+    mine = parts[each[0]] if each else {}
+    return {"raised": "", "step": step, "of": mine.get("of"), "length": len(mine.get("error", ()))}
+
+
+def use_memory(memory: str, rank: int) -> None:
+    if memory:
+        os.makedirs(memory, exist_ok=True)
+        os.environ.update(
+            ELASTIC_AGENT_MEMORY=memory,
+            ELASTIC_AGENT_MEMORY_BYTES=str(1 << 30),
+            ELASTIC_AGENT_NODE=os.path.basename(memory),
+            ELASTIC_AGENT_LOCAL_RANK="0" if memory.endswith(str(rank)) else str(rank),
+        )

@@ -1,0 +1,71 @@
+"""A DDP script whose gradients are compressed by PowerSGD: what a rank has not sent yet is its own, and no one else's.
+
+The model has several of DDP's buckets, and other ones in the first step of a process than later.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic_agent.worker import Checkpointer, step
+from elastic_agent.worker.collectives import register_comm_hook
+
+
+def main(directory: str, steps: int) -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)  # what several add up depends on how many they are
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+        seed(0)
+    network = torch.nn.Sequential(
+        torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32), torch.nn.Linear(32, 4)
+    )
+    model = DistributedDataParallel(network)
+    power = PowerSGDState(None, 1, start_powerSGD_iter=3, min_compression_rate=1)
+    hook = register_comm_hook(model, power, powerSGD_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    torch.manual_seed(1 + dist.get_rank())  # each rank draws its own samples
+    state = {"model": model, "optimizer": optimizer, "hook": hook}
+    checkpoints = Checkpointer(directory, state, of_each_rank=["hook"])
+    done = begun = checkpoints.load()
+    note("begun", done)
+    while done < steps:
+        optimizer.zero_grad()
+        model(torch.randn(8, 16)).sub(1).square().mean().backward()
+        optimizer.step()
+        done += 1
+        step(done)
+        note("finished", done)
+        if done % 10 == 0:
+            checkpoints.save(done)
+        if done == int(os.environ.get("RANK_1_DIES_AFTER", "0")) and dist.get_rank() == 1 and begun == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(float(os.environ.get("STEP_S", "0")))
+    checkpoints.save(done)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def note(what: str, number: int) -> None:
+    record = {
+        "what": what,
+        "step": number,
+        "rank": dist.get_rank(),
+        "generation": int(os.environ["ELASTIC_AGENT_GENERATION"]),
+    }
+    with open(os.environ["STEPS_FILE"], "a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
