@@ -3,7 +3,8 @@
     from elastic_agent.launcher import LaunchConfig
     from elastic_agent.trainer_start import StartFile
 
-    with StartFile(Trainer, {"overrides": vars(args)}, on_restart={"overrides": {"resume": True}}) as start:
+    resume = {"overrides": {"resume": str(last)}}
+    with StartFile(Trainer, {"overrides": vars(args)}, on_restart=resume, if_exists=last) as start:
         start.run(LaunchConfig(nproc_per_node=2))
 
 Each worker makes `Trainer(**arguments)` and calls its `train()`. The file has plain data, and no code of the caller's:
@@ -64,11 +65,13 @@ class StartFile:
         *,
         method: str = "train",
         on_restart: Mapping[str, Any] | None = None,
+        if_exists: Path | None = None,
     ) -> None:
         """`trainer` is a class, or an object of it; `arguments` are for its constructor, by name.
 
         They may be None, numbers, texts, paths, and lists, tuples, sets and dicts of these. From the second generation
-        on `on_restart` is put into them, dict by dict: so a trainer resumes there instead of beginning anew.
+        on `on_restart` is put into them, dict by dict: so a trainer resumes there instead of beginning anew. With
+        `if_exists`, only where that file is there: a worker may die before its first checkpoint.
         Raises TypeError for what cannot be written, and OSError.
         """
         kind = trainer if isinstance(trainer, type) else type(trainer)
@@ -77,6 +80,7 @@ class StartFile:
             "method": method,
             "arguments": _plain(dict(arguments or {}), "arguments"),
             "on_restart": _plain(dict(on_restart or {}), "on_restart"),
+            "if_exists": str(if_exists.absolute()) if if_exists is not None else None,
             "path": [entry or os.getcwd() for entry in sys.path],
         }
         text = _TEXT.format(start=json.dumps(start))
@@ -121,13 +125,17 @@ def begin(start: Mapping[str, Any]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
 
     def train() -> None:
-        arguments = _value(start["arguments"])
-        if int(os.environ.get("ELASTIC_AGENT_GENERATION", "1")) > 1:
-            arguments = _put_into(arguments, _value(start["on_restart"]))
+        arguments = _arguments(start, int(os.environ.get("ELASTIC_AGENT_GENERATION", "1")))
         trainer = _class_at(start["trainer"])(**arguments)
         getattr(trainer, start["method"])()
 
     record(train)()
+
+
+def _arguments(start: Mapping[str, Any], generation: int) -> dict[str, Any]:
+    arguments: dict[str, Any] = _value(start["arguments"])
+    resumes = generation > 1 and (start["if_exists"] is None or os.path.exists(start["if_exists"]))
+    return _put_into(arguments, _value(start["on_restart"])) if resumes else arguments
 
 
 # ---------------------------------------------------------------- classes by name

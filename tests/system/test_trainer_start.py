@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from elastic_agent.launcher import LaunchConfig
-from elastic_agent.trainer_start import FOLDER, StartFile, _class_at, _put_into
+from elastic_agent.trainer_start import FOLDER, StartFile, _arguments, _class_at, _put_into
 
 SCRIPT = """
 import json, os, pathlib, signal, sys
@@ -43,10 +45,10 @@ if __name__ == "__main__":
     save_dir = pathlib.Path(sys.argv[1])
     overrides = {
         "save_dir": save_dir, "name": "it's \\"quoted\\"; $(touch no) {x}", "names": {0: "a", 1: "b"},
-        "size": (640, 480.5), "freeze": None, "kill": "kill" in sys.argv, "resume": False,
+        "size": (640, 480.5), "freeze": None, "kill": True, "resume": False,
     }
     with StartFile(Trainer(overrides=overrides), {"overrides": overrides},
-                   on_restart={"overrides": {"resume": True}}) as start:
+                   on_restart={"overrides": {"resume": True}}, if_exists=save_dir / sys.argv[2]) as start:
         start.run(LaunchConfig(options={"preload": "none"}))
 """
 
@@ -78,7 +80,7 @@ def test_a_trainer_of_the_script_itself_after_a_kill(tmp_path: Path, folder: Pat
     save_dir.mkdir()
     (save_dir / "last.pt").touch()
     script.write_text(SCRIPT)
-    subprocess.run([sys.executable, script, save_dir, "kill"], check=True, cwd=place, timeout=60)
+    subprocess.run([sys.executable, script, save_dir, "last.pt"], check=True, cwd=place, timeout=60)
     seen = json.loads((save_dir / "seen-2.json").read_text())
     assert (seen["name"], seen["main"]) == ("__mp_main__", True)
     assert Path(seen["argv"][0]).parent == folder
@@ -187,6 +189,18 @@ def test_a_class_that_no_worker_could_import_is_refused() -> None:
 def test_a_class_within_a_class_is_found() -> None:
     place = {"module": __name__, "name": "OfThisModule.Inner"}
     assert _class_at(place) is OfThisModule.Inner
+
+
+def test_a_trainer_resumes_only_after_its_first_checkpoint(tmp_path: Path) -> None:
+    last = tmp_path / "last.pt"
+    more = {"overrides": {"resume": True}}
+    with StartFile(OfThisModule, {"overrides": {"resume": False}}, on_restart=more, if_exists=last) as start:
+        words = ast.literal_eval(re.search(r"json.loads\((.*)\)", start.path.read_text())[1])  # type: ignore[index]
+        given = json.loads(words)
+    seen = [_arguments(given, generation)["overrides"]["resume"] for generation in (1, 2)]
+    last.touch()
+    seen += [_arguments(given, generation)["overrides"]["resume"] for generation in (1, 2)]
+    assert seen == [False, False, False, True]
 
 
 def test_what_a_restart_changes_is_put_in_dict_by_dict() -> None:

@@ -1,0 +1,296 @@
+"""What becomes of a job under torchrun and under elastic-agent, with the same words on the command line.
+
+    python benchmarks/comparison.py             all rows of docs/comparison.md
+    python benchmarks/comparison.py lost-node   one of them
+
+Every agent is a node of its own by name, on this machine. The commands are printed as they are run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+JOB = Path(__file__).with_name("comparison_job.py")
+LAUNCHERS = {
+    "torchrun": ("-m", "torch.distributed.run"),
+    "elastic-agent": ("-m", "elastic_agent"),
+}
+ANSWERS_WITHIN_S = 90.0
+
+
+class Run:
+    """One scenario under one launcher."""
+
+    def __init__(self, launcher: str) -> None:
+        self.launcher = launcher
+        self.folder = Path(tempfile.mkdtemp(prefix="comparison-"))
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.variables: dict[str, str] = {}
+        self._endpoint = f"127.0.0.1:{free_port()}"
+
+    def join(self, node: str, nodes: str, *options: str, mode: str = "wait") -> None:
+        """An agent of a job on several nodes, whose store the first one hosts."""
+        meeting = ("--rdzv-backend=c10d", f"--rdzv-endpoint={self._endpoint}", "--rdzv-id=job")
+        own = (f"--node-id={node}",) if self.launcher == "elastic-agent" else ()
+        self.start(node, f"--nnodes={nodes}", *meeting, "--local-addr=127.0.0.1", *own, *options, mode=mode)
+        if len(self.agents) == 1:
+            host, _, port = self._endpoint.partition(":")
+            self.wait_for(lambda: answers(host, int(port)), "the store")
+
+    def start(self, node: str, *options: str, mode: str = "wait") -> None:
+        words = [*options, str(JOB), str(self.folder), mode]
+        own = {"NODE": node, "TORCHELASTIC_ERROR_FILE": f"{self.folder}/error-{node}"} | self.variables
+        shown = " ".join(f"{name}={value}" for name, value in own.items())
+        print(f"    {shown} {self.launcher} {shlex.join(words)}", flush=True)
+        environment = os.environ | own
+        with open(self.folder / f"{node}.log", "wb") as log:
+            self.agents[node] = subprocess.Popen(
+                [sys.executable, *LAUNCHERS[self.launcher], *words],
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def log(self, node: str) -> str:
+        return (self.folder / f"{node}.log").read_text(errors="replace")
+
+    def history(self, what: str = "start", after: float = 0.0, **wanted: Any) -> list[dict[str, Any]]:
+        try:
+            lines = (self.folder / "history").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        records: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        wanted["what"] = what
+        return [one for one in records if one["at"] > after and wanted.items() <= one.items()]
+
+    def whole(self, world: int, after: float = 0.0) -> list[dict[str, Any]]:
+        """The newest start of each rank, when a world of this size is there."""
+        starts = {one["RANK"]: one for one in self.history(after=after, WORLD_SIZE=str(world))}
+        return [starts[rank] for rank in sorted(starts)] if len(starts) == world else []
+
+    def wait_for(self, condition: Callable[[], Any], what: str, within_s: float = ANSWERS_WITHIN_S) -> Any:
+        """None if that does not come."""
+        deadline = time.monotonic() + within_s
+        while not (found := condition()):
+            if time.monotonic() > deadline:
+                print(f"    {self.launcher}: no {what} within {within_s:g} s")
+                return None
+            time.sleep(0.01)
+        return found
+
+    def close(self) -> None:
+        (self.folder / "enough").touch()
+        for agent in self.agents.values():
+            agent.kill()
+        for one in self.history():
+            if alive(one["pid"]):
+                os.kill(one["pid"], signal.SIGKILL)
+        for agent in self.agents.values():
+            agent.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), 1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+# ---------------------------------------------------------------- rows
+
+
+def killed_worker(run: Run) -> str:
+    """A worker is killed on one node of two, three times."""
+    for node in "ab":
+        run.join(node, "2", "--max-restarts=3")
+    workers = run.wait_for(lambda: run.whole(2), "first world")
+    took = []
+    for _ in range(3):
+        victim = next(one for one in workers if one["NODE"] == "b")
+        killed_at = time.monotonic()
+        os.kill(victim["pid"], signal.SIGKILL)
+        workers = run.wait_for(lambda at=killed_at: run.whole(2, at), "new world", 60.0)
+        if workers is None:
+            return f"no new world after {len(took)} restarts"
+        took.append(max(one["at"] for one in workers) - killed_at)
+    counts = {one["NODE"]: one["TORCHELASTIC_RESTART_COUNT"] for one in workers}
+    times = ", ".join(f"{one:.2f}" for one in took)
+    return f"new workers after {times} s; TORCHELASTIC_RESTART_COUNT at the end: {counts}"
+
+
+def lost_node(run: Run) -> str:
+    """One node of three is lost with its worker; 1 to 3 nodes may train."""
+    for node in "abc":
+        run.join(node, "1:3")
+    workers = run.wait_for(lambda: run.whole(3), "first world")
+    lost_at = time.monotonic()
+    run.agents["c"].kill()
+    for one in workers:
+        if one["NODE"] == "c" and alive(one["pid"]):
+            os.kill(one["pid"], signal.SIGKILL)
+    found = run.wait_for(lambda: run.whole(2, lost_at), "world of two", 60.0)
+    return f"a world of two after {time.monotonic() - lost_at:.2f} s" if found else "the others wait"
+
+
+def planned_leave(run: Run) -> str:
+    """One node of two gets SIGTERM; a checkpoint is made each 50 steps."""
+    for node in "ab":
+        run.join(node, "1:2", "--max-restarts=3", mode="train")
+    run.wait_for(lambda: len(run.history("step")) >= 2 * 80, "steps")
+    asked_at = time.monotonic()
+    run.agents["b"].terminate()
+    if not run.wait_for(lambda: run.history("load", asked_at), "new world"):
+        return "no new world"
+    load = run.history("load", asked_at)[0]
+    before = max(one["step"] for one in run.history("step") if one["at"] < load["at"])
+    stood_s = load["at"] - max(one["at"] for one in run.history("step") if one["at"] < load["at"])
+    return f"{before - load['step']} steps done again, training stood still for {stood_s:.1f} s"
+
+
+def orphans(run: Run) -> str:
+    """The agent is killed with SIGKILL."""
+    run.start("a", "--nproc-per-node=2")
+    workers = run.wait_for(lambda: run.whole(2), "world")
+    run.agents["a"].kill()
+    time.sleep(5.0)
+    return f"{sum(alive(one['pid']) for one in workers)} of 2 workers live 5 s later"
+
+
+def crash_loop(run: Run) -> str:
+    """The script fails at once, each time, and 10 restarts are allowed."""
+    return _crashes(run, "--max-restarts=10")
+
+
+def crash_loop_by_default(run: Run) -> str:
+    """The same with the launcher's own default."""
+    return _crashes(run)
+
+
+def _crashes(run: Run, *options: str) -> str:
+    run.start("a", *options, mode="crash")
+    run.wait_for(lambda: run.agents["a"].poll() is not None, "end")
+    starts = [one["at"] for one in run.history()]
+    return f"{len(starts)} starts in {starts[-1] - starts[0]:.1f} s, exit code {run.agents['a'].poll()}"
+
+
+def joining_node(run: Run) -> str:
+    """A second node joins a job of 1 to 2 nodes that trains."""
+    run.join("a", "1:2")
+    run.wait_for(lambda: run.whole(1), "world of one")
+    asked_at = time.monotonic()
+    run.join("b", "1:2")
+    if not run.wait_for(lambda: run.whole(2), "world of two"):
+        return f"exit codes of the agents { ({node: agent.poll() for node, agent in run.agents.items()}) }"
+    return f"a world of two {time.monotonic() - asked_at:.1f} s after its agent began"
+
+
+def logs(run: Run) -> str:
+    """A second node joins; what the first node's worker had written to its log before."""
+    run.variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else no node can join under torchrun 2.13
+    options = (f"--log-dir={run.folder / 'logs'}", "--redirects=3")
+    run.join("a", "1:2", *options)
+    first = run.wait_for(lambda: run.whole(1), "world of one")[0]["pid"]
+    run.join("b", "1:2", *options)
+    run.wait_for(lambda: run.whole(2), "world of two")
+    kept = any(
+        f"worker {first} " in file.read_text(errors="replace")
+        for file in (run.folder / "logs").rglob("*")
+        if file.is_file()
+    )
+    return "its lines are there" if kept else "its lines are gone"
+
+
+def second_job(run: Run) -> str:
+    """A second job is started on the same host with the same command, which names a port."""
+    run.start("a", "--master-port=29500")
+    run.wait_for(run.history, "worker")
+    run.start("b", "--master-port=29500")
+    run.wait_for(lambda: run.history(NODE="b") or run.agents["b"].poll() is not None, "second job")
+    if run.history(NODE="b"):
+        return "both train"
+    said = next((line for line in run.log("b").splitlines() if "EADDRINUSE" in line), "")
+    return f"the second one ends with exit code {run.agents['b'].poll()}: {said.strip()[:160]}"
+
+
+def error_file(run: Run) -> str:
+    """A worker of node b raises; what TORCHELASTIC_ERROR_FILE says of it on each node."""
+    for node in "ab":
+        run.join(node, "2", "--max-restarts=0", mode="crash-on-b")
+    run.wait_for(lambda: run.agents["b"].poll() is not None, "end of b")
+    run.wait_for(lambda: run.agents["a"].poll() is not None, "end of a", 60.0)
+    said = {}
+    for node in "ab":
+        file = run.folder / f"error-{node}"
+        text = file.read_text() if file.exists() else ""
+        said[node] = "the ValueError" if "the data is not there" in text else (text[:100] or "nothing")
+    codes = {node: agent.poll() for node, agent in run.agents.items()}
+    return f"{said}, exit codes {codes}"
+
+
+def uneven_nodes(run: Run) -> str:
+    """Three nodes with 1, 2 and 3 workers."""
+    for count, node in enumerate("abc", 1):
+        run.join(node, "3", f"--nproc-per-node={count}")
+    workers = run.wait_for(lambda: run.whole(6), "world of six")
+    if not workers:
+        return "no world of six"
+    dense = [one["RANK"] for one in workers] == [one["ROLE_RANK"] for one in workers] == list("012345")
+    return f"ranks and role ranks 0 to 5: {dense}"
+
+
+ROWS = {
+    "killed-worker": killed_worker,
+    "lost-node": lost_node,
+    "planned-leave": planned_leave,
+    "orphans": orphans,
+    "crash-loop": crash_loop,
+    "crash-loop-by-default": crash_loop_by_default,
+    "joining-node": joining_node,
+    "logs": logs,
+    "second-job": second_job,
+    "error-file": error_file,
+    "uneven-nodes": uneven_nodes,
+}
+
+
+def main(names: list[str]) -> None:
+    for name in names or ROWS:
+        print(f"{name}: {ROWS[name].__doc__}")
+        for launcher in LAUNCHERS:
+            run = Run(launcher)
+            try:
+                print(f"  {launcher}: {ROWS[name](run)}", flush=True)
+            finally:
+                run.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
