@@ -1,7 +1,7 @@
 """Lines out of a stream of bytes, and what a terminal would show of those that a progress bar redraws.
 
 A line is *redrawn* when a lone carriage return ended it, as progress bars do: on a terminal the next one takes its
-place.
+place. So it is with a bar below others, which is drawn behind newlines and ends by going up again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ REDRAW_S = 5.0
 """A line that is redrawn is shown as often at most, for each stream: eight ranks with a bar are fewer than two lines a
 second."""
 
-# A carriage return that ends what was read waits for the next byte: it may be half of "\r\n".
-_LINE_END = re.compile(rb"\r?\n|\r(?=[^\n])")
+_NEWLINES = (b"\n", b"\r\n")
+_UP = b"\x1b[A"
+# A carriage return that ends what was read waits for the next byte: it may be half of "\r\n". Newlines behind a way up
+# only lead to where the next bar is drawn.
+_LINE_END = re.compile(rb"(?:\x1b\[A)+\n+|\r?\n|\r(?=[^\n])")
+_LONGEST_BEGUN_END = len(_UP)
 
 
 class Line(NamedTuple):
@@ -35,26 +39,37 @@ class LineSplitter:
     def __init__(self) -> None:
         self._rest = b""
         self._redraws = False
-        """The end of the last line was a lone carriage return."""
+        """The last line was redrawn."""
+        self._moves = False
+        """Newlines were the last that was read, and if more come they belong to them."""
 
     @property
     def drawn(self) -> bytes:
         """What there is of a line that is drawn anew; empty when there is none, or it is not known to be one."""
         drawn = self._rest.removesuffix(b"\r")
-        return drawn if self._redraws or len(drawn) < len(self._rest) else b""
+        return _without_ups(drawn) if self._redraws or len(drawn) < len(self._rest) else b""
 
     def feed(self, data: bytes) -> list[Line]:
         """The lines that `data` completes."""
-        searched = max(0, len(self._rest) - 1)
+        if self._moves:
+            data = data.lstrip(b"\n")
+        searched = max(0, len(self._rest) - _LONGEST_BEGUN_END)
         data = self._rest + data
         lines: list[Line] = []
         start = 0
+        ending = b""
         for end in _LINE_END.finditer(data, searched):
-            text, redrawn = data[start : end.start()], end.group() == b"\r"
+            text, ending = data[start : end.start()], end.group()
             start = end.end()
-            self._redraws = redrawn
+            redrawn = ending not in _NEWLINES
+            if redrawn:
+                text = _without_ups(text)
             if text or not redrawn:  # progress bars also begin with a carriage return: no line of its own
                 lines += _cut(text, redrawn)
+        if ending:
+            self._redraws = ending not in _NEWLINES
+            self._moves = ending.startswith(_UP)
+        self._moves = self._moves and start == len(data)
         begun = data[start:].removesuffix(b"\r")
         *whole, last = _cut(begun, False)
         self._rest = last.text + data[start + len(begun) :]
@@ -63,8 +78,14 @@ class LineSplitter:
     def flush(self) -> list[Line]:
         """The line that was begun, if any: nothing comes to complete it."""
         wiped = self.drawn.isspace()
-        rest, self._rest, self._redraws = self._rest.rstrip(b"\r"), b"", False
+        rest, self._rest, self._redraws = _without_ups(self._rest.rstrip(b"\r")), b"", False
         return [Line(rest)] if rest and not wiped else []
+
+
+def _without_ups(text: bytes) -> bytes:
+    while text.endswith(_UP):
+        text = text[: -len(_UP)]
+    return text
 
 
 def _cut(text: bytes, redrawn: bool) -> list[Line]:

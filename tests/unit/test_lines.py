@@ -24,6 +24,12 @@ from elastic_agent.agent.output.lines import LINE_MAX, REDRAW_S, Line, LineSplit
         ([b"x" * LINE_MAX, b"\n"], [Line(b"x" * LINE_MAX)], []),
         ([b"x" * LINE_MAX + b"\r", b"\n"], [Line(b"x" * LINE_MAX)], []),
         ([b"a\r\r\n"], [Line(b"a", True), Line(b"")], []),
+        # Bars below each other: down, drawn, and up again.
+        (
+            [b"\rall 0\n\rone 0\x1b[A\n\n", b"\n\rtwo 0\x1b[A\x1b[", b"A\n\rone 1\x1b[A"],
+            [Line(b"all 0"), Line(b"one 0", True), Line(b"two 0", True)],
+            [Line(b"one 1")],
+        ),
         ([b""], [], []),
     ],
 )
@@ -37,7 +43,8 @@ def test_a_stream_is_cut_into_lines(reads: list[bytes], lines: list[Line], rest:
 @pytest.mark.parametrize("seed", range(5))
 def test_cutting_does_not_depend_on_how_the_bytes_arrive_and_never_holds_more_than_a_line(seed: int) -> None:
     rng = random.Random(seed)
-    text = bytes(rng.choice(b"ab\n\r") for _ in range(4000)) + b"z" * (3 * LINE_MAX) + b"\rend"
+    tokens = (b"a", b"b", b"\n", b"\r", b"\x1b[A")
+    text = b"".join(rng.choice(tokens) for _ in range(4000)) + b"z" * (3 * LINE_MAX) + b"\rend"
     whole = LineSplitter()
     expected = whole.feed(text) + whole.flush()
     pieces = LineSplitter()
@@ -103,6 +110,11 @@ def shown(*reads: tuple[float, bytes]) -> list[tuple[float, bytes]]:
         # It stands still: its newest state comes, once.
         ([(0, b"\r1"), (1, b"\r2"), (2, b"\r3")], [(0, b"1"), (REDRAW_S, b"3")]),
         ([(0, b"1\r"), (1, b"2\r"), (2, b"3\r")], [(0, b"1"), (REDRAW_S, b"3")]),
+        # One below another, which ends.
+        (
+            [(0, b"\rall 0\n\r1\x1b[A"), (1, b"\n\r2\x1b[A"), (2, b"\n\r \r\x1b[A"), (2, b"\rall 1\nend\n")],
+            [(0, b"all 0"), (0, b"1"), (2, b"all 1"), (2, b"end")],
+        ),
         # Another line in its place, and behind it.
         ([(0, b"\r1"), (1, b"\r2"), (2, b"\rwarning\n\r3")], [(0, b"1"), (2, b"warning"), (REDRAW_S, b"3")]),
         ([(0, b"\r1"), (1, b" warning\n")], [(0, b"1"), (1, b"1 warning")]),

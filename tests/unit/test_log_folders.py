@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.output.log_folders import KEPT_GENERATIONS, KEPT_RUNS, MARK, RunFolder, run_folder
+from elastic_agent.agent.configuration.logs import LogConfig
+from elastic_agent.agent.configuration.types.values import Streams
+from elastic_agent.agent.main.assembly import with_files
+from elastic_agent.agent.output.log_folders import (
+    KEPT_GENERATIONS,
+    KEPT_RUNS,
+    MARK,
+    RunFolder,
+    run_folder,
+    temporary_directory,
+)
 
 
 def a_run(directory: Path, number: int) -> RunFolder:
@@ -74,3 +85,30 @@ def test_the_newest_generations_are_kept(tmp_path: Path, generation: int) -> Non
     run.prune(generation)
     kept = {f"gen{n}" for n in range(max(1, generation - KEPT_GENERATIONS + 1), generation + 1)}
     assert set(names(run.path)) == {MARK, *kept}
+
+
+def test_a_run_without_a_directory_has_one_of_this_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = temporary_directory()
+    assert path == temporary_directory() == tmp_path / f"elastic_agent_logs_{os.geteuid()}"
+    assert path.stat().st_mode & 0o777 == 0o700
+    path.chmod(0o770)
+    with pytest.raises(PermissionError, match="not a folder of this user's alone"):
+        temporary_directory()
+    path.rmdir()
+    (tmp_path / "elsewhere").mkdir(0o700)
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match=path.name):
+        temporary_directory()
+
+
+def test_where_no_file_can_be_everything_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    logs = LogConfig(redirects=Streams(3))
+    assert with_files(logs) == logs
+    assert "goes to the console, and none to files" in caplog.text
+    assert with_files(LogConfig()) == LogConfig()

@@ -86,6 +86,35 @@ def test_torchruns_variables_say_what_the_script_is(line: str, environ: dict[str
 
 
 @pytest.mark.parametrize(
+    ("line", "environ", "prefix"),
+    [
+        ("", {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "a"}, "a"),
+        ("", {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "a", "PET_LOG_LINE_PREFIX_TEMPLATE": "b"}, "b"),
+        (
+            "",
+            {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "a", "ELASTIC_AGENT_LOG_LINE_PREFIX_TEMPLATE": ""},
+            "",
+        ),
+        ("--log_line_prefix_template=c", {"PET_LOG_LINE_PREFIX_TEMPLATE": "b"}, "c"),
+        (
+            "",
+            {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "", "PET_TEE": "", "PET_ROLE": ""},
+            "[${node}/${rank}] ",
+        ),
+    ],
+)
+def test_torchruns_variable_of_the_prefix_is_the_weakest(
+    line: str, environ: dict[str, str], prefix: str, script: str
+) -> None:
+    assert run(line, script, **environ).config.logs.prefix_template == prefix
+
+
+@pytest.mark.parametrize(("line", "grace_s"), [("", 7.0), ("--shutdown-timeout=9", 9.0)])
+def test_torchruns_variable_of_the_shutdown_is_read(line: str, grace_s: float, script: str) -> None:
+    assert run(line, script, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").config.stop.grace_s == grace_s
+
+
+@pytest.mark.parametrize(
     ("line", "warnings"),
     [
         ("--duplicate-stdout-filters=a", 0),
