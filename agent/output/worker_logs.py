@@ -141,10 +141,10 @@ class WorkerLogs:
         return stderr.tail.lines() or stdout.tail.lines()
 
     def log_file(self, generation: int, rank: int) -> Path | None:
-        """Where the stderr of a worker that is attached is written, if it is."""
-        _, stderr = self._streams.get((generation, rank), (None, None))
-        file = stderr.file if stderr is not None else None
-        return file.path if file is not None and file.written else None
+        """Where the stderr of a worker that is attached is written, or else its stdout, if it is."""
+        streams = self._streams.get((generation, rank), ())
+        files = [stream.file for stream in streams if stream.file is not None and stream.file.written]
+        return files[-1].path if files else None
 
     def folder(self, generation: int, name: str) -> Path | None:
         """For what others write beside the logs of a generation, made soon; None when there are no files."""

@@ -109,6 +109,7 @@ def test_each_stream_goes_to_its_file_as_it_is_and_to_its_console_with_the_prefi
 def test_a_route_leaves_out_the_console_or_the_file(rig: Rig) -> None:
     silent, _ = rig.worker(rank=0, console=False)
     shown, _ = rig.worker(rank=1, file=False)
+    assert rig.logs.log_file(1, 1) is None
     nowhere, _ = rig.worker(rank=2, file=False, console=False)
     for out in (silent, shown, nowhere):
         os.write(out, b"hello\n")
