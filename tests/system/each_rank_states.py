@@ -13,7 +13,13 @@ from elastic_agent.worker import Checkpointer, CheckpointError
 
 
 def save_own(
-    rank: int, directory: str, steps: list[int], declares: bool = True, code: bool = False, memory: str = ""
+    rank: int,
+    directory: str,
+    steps: list[int],
+    declares: bool = True,
+    code: bool = False,
+    memory: str = "",
+    remembers: bool = False,
 ) -> dict[str, Any]:
     """Save steps of a state of which each rank has a part for itself; the part grows from step to step."""
     use_memory(memory, rank)
@@ -27,11 +33,14 @@ def save_own(
             own.update(of=rank, error=torch.full((step + 10 * rank,), float(rank)))
             if code:
                 own["code"] = random.Random()
-            assert checkpoints.save(step)
+            if remembers:
+                text["remembered"] = checkpoints.remember(step)
+            else:
+                assert checkpoints.save(step)
         assert checkpoints.wait()
     except CheckpointError as error:
         return {"raised": type(error).__name__, "text": str(error)}
-    return {"raised": ""}
+    return {"raised": "", "remembered": text.get("remembered")}
 
 
 def load_own(

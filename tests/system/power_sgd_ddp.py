@@ -35,8 +35,9 @@ def main(directory: str, steps: int) -> None:
     hook = register_comm_hook(model, power, powerSGD_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     torch.manual_seed(1 + dist.get_rank())  # each rank draws its own samples
+    memory_every = int(os.environ.get("MEMORY_EVERY", "0")) or None
     state = {"model": model, "optimizer": optimizer, "hook": hook}
-    checkpoints = Checkpointer(directory, state, of_each_rank=["hook"])
+    checkpoints = Checkpointer(directory, state, of_each_rank=["hook"], memory_every=memory_every)
     done = begun = checkpoints.load()
     note("begun", done)
     while done < steps:

@@ -36,9 +36,9 @@ class CompressedRun(Run):
 def test_power_sgd_ends_as_if_it_had_not_been_disturbed(job: Job) -> None:
     steps = 65
     beside = CompressedRun(job, "undisturbed", 1, steps)
-    run = CompressedRun(job, "disturbed", 1, steps, RANK_1_DIES_AFTER="25", STEP_S="0.03")
-    job.wait_for(lambda: run.newest(2) > 22, "steps after the kill")
-    assert run.begun(2) == 20
+    run = CompressedRun(job, "disturbed", 1, steps, RANK_1_DIES_AFTER="27", MEMORY_EVERY="4", STEP_S="0.03")
+    job.wait_for(lambda: run.newest(2) > 26, "steps after the kill")
+    assert run.begun(2) == 24
     (first,) = run.agents
     first.signal(signal.SIGTERM)
     assert first.exit_code() == 143
@@ -66,14 +66,14 @@ def test_each_rank_gets_its_own_wherever_the_file_is(worlds: Worlds, tmp_path: P
         assert [(one["step"], one["of"], one["length"]) for one in answers] == [(6, 0, 6), (6, 1, 16)]
 
 
+@pytest.mark.parametrize("remembers", [False, True])
 @pytest.mark.parametrize("lost", [(), (0,), (1,)], ids=str)
 def test_each_rank_gets_its_own_from_memory_also_of_a_node_that_was_lost(
-    worlds: Worlds, tmp_path: Path, lost: tuple[int, ...]
+    worlds: Worlds, tmp_path: Path, lost: tuple[int, ...], remembers: bool
 ) -> None:
     args = in_directories(tmp_path / "a", tmp_path / "b")
-    before = [
-        {**one, "steps": [5], "memory": str(tmp_path / f"node-{rank}")} for rank, one in enumerate(args)
-    ]
+    more = {"steps": [4, 5], "remembers": remembers}
+    before = [{**one, **more, "memory": str(tmp_path / f"node-{rank}")} for rank, one in enumerate(args)]
     assert [answer["raised"] for answer in worlds.answers("save_own", before)] == ["", ""]
     for directory in ("a", "b"):
         for file in (tmp_path / directory).glob("step-*"):
@@ -158,3 +158,18 @@ def test_what_one_rank_cannot_save_is_refused_on_all(
     assert [answer["raised"] for answer in answers] == [raised] * 2
     assert all(text in answer["text"] for answer in answers)
     assert not list(tmp_path.glob("step-*"))
+
+
+@pytest.mark.parametrize("with_memory", [(), (0,), (1,)], ids=str)
+def test_ranks_remember_together_also_where_a_node_has_no_memory(
+    worlds: Worlds, tmp_path: Path, with_memory: tuple[int, ...]
+) -> None:
+    args = [{**one, "steps": [5, 6], "remembers": True} for one in in_directories(tmp_path, tmp_path)]
+    for rank in with_memory:
+        args[rank]["memory"] = str(tmp_path / f"node-{rank}")
+    answers = worlds.answers("save_own", args)
+    assert [answer["remembered"] for answer in answers] == [rank in with_memory for rank in range(2)]
+    after = [{"directory": str(tmp_path), "memory": str(tmp_path / f"node-{rank}")} for rank in range(2)]
+    answers = worlds.answers("load_own", after, ELASTIC_AGENT_GENERATION="2")
+    found = [(one["step"], one["of"], one["length"]) for one in answers]
+    assert found == ([(6, 0, 6), (6, 1, 16)] if with_memory else [(0, None, 0)] * 2)

@@ -11,6 +11,7 @@ import torch
 
 from elastic_agent.worker import Checkpointer, CheckpointError, NotPlainData
 from elastic_agent.worker.state.rank_parts import pack, rules_of, states_for, unpack
+from elastic_agent.worker.steps import progress
 
 
 @pytest.mark.parametrize(
@@ -57,30 +58,54 @@ def test_a_rule_sees_all_ranks_and_is_not_asked_in_a_world_of_the_same_size() ->
 
 
 @pytest.mark.usefixtures("only_worker")
-def test_ways_to_keep_a_state_without_the_other_ranks_are_refused(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"of_each_rank": ["own"]}
-    with pytest.raises(
-        CheckpointError, match=r"memory_every keeps no parts that are of_each_rank, as \['own'\]"
-    ):
-        Checkpointer(tmp_path, {"own": {}}, memory_every=2, **options)
-    checkpoints = Checkpointer(tmp_path, {"own": {}}, **options)
+def test_no_rank_keeps_a_state_without_the_others(tmp_path: Path) -> None:
+    checkpoints = Checkpointer(tmp_path, {"own": {}, "text": {}}, of_each_rank=["own"])
     checkpoints.load()
-    with pytest.raises(CheckpointError, match="remember\\(\\) keeps no parts"):
-        checkpoints.remember(1)
-    with pytest.raises(CheckpointError, match="just_in_time\\(\\) keeps no parts"):
+    with pytest.raises(CheckpointError, match=r"just_in_time\(\) cannot keep \['own'\]"):
         checkpoints.just_in_time()
-    assert not checkpoints._planned.saves_alone
-    assert not checkpoints._planned.save_just_in_time(1, {}), "beside another Checkpointer that is guarded"
+    planned = checkpoints._planned
+    assert not planned.saves_alone
+    assert not planned.save_last_step_alone(1)
+    assert set(planned.parts) == {"text"}, "what the guard of another Checkpointer looks after"
+    assert not planned.save_just_in_time(1, {})
+    assert checkpoints.remember(1)
+    assert planned.save_just_in_time(1, {}), "the copy of that step has all ranks' own states already"
+    assert not planned.save_just_in_time(2, {})
 
 
 @pytest.mark.usefixtures("only_worker")
-def test_what_was_saved_comes_back_from_memory_and_from_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["save", "remember", "memory_every"])
+def test_what_was_copied_to_memory_comes_back(tmp_path: Path, way: str) -> None:
     own = {"error": torch.arange(3.0)}
-    checkpoints = Checkpointer(tmp_path / "disk", {"own": own, "text": {}}, of_each_rank=["own"])
-    assert checkpoints.save(1)
-    assert checkpoints.wait()
-    own["error"] = torch.zeros(5)
-    assert checkpoints.save(2)
+    every = 1 if way == "memory_every" else None
+    checkpoints = Checkpointer(
+        tmp_path / "disk", {"own": own, "text": {}}, of_each_rank=["own"], memory_every=every
+    )
+    for step in (1, 2):
+        own["error"] = torch.full((step + 3,), float(step))
+        if way == "memory_every":
+            progress.step(step)
+        else:
+            assert getattr(checkpoints, way)(step)
     back: dict[str, Any] = {}
     assert Checkpointer(tmp_path / "disk", {"own": back, "text": {}}, of_each_rank=["own"]).load() == 2
-    assert back["error"].tolist() == [0.0] * 5
+    assert back["error"].tolist() == [2.0] * 5
+
+
+def test_modules_and_optimizers_may_be_each_ranks_own(tmp_path: Path) -> None:
+    """As with post-local SGD, whose ranks have other weights between two averages."""
+
+    def made() -> tuple[torch.nn.Linear, torch.optim.Optimizer, Checkpointer]:
+        model = torch.nn.Linear(3, 3)
+        optimizer = torch.optim.Adam(model.parameters())
+        state = {"model": model, "optimizer": optimizer}
+        return model, optimizer, Checkpointer(tmp_path, state, of_each_rank=state.keys())
+
+    model, optimizer, checkpoints = made()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert checkpoints.save(1)
+    loaded, its_optimizer, again = made()
+    assert again.load() == 1
+    assert str(loaded.state_dict()) == str(model.state_dict())
+    assert str(its_optimizer.state_dict()) == str(optimizer.state_dict())

@@ -98,8 +98,6 @@ class Checkpointer:
         self._memory = memory
         self._env = WorkerEnv.of(os.environ)
         self._disk = AsyncSaver(self._files, self._env)
-        if memory_every is not None:
-            self._refuse_of_each_rank("memory_every")
         copies = Copies(memory, self._disk)
         self._saver = Saver(self._files, self._contents, copies, self._disk, max_failed_saves)
         self._loader = Loader(self._files, self._contents, memory, self._env, read_only=read_only)
@@ -171,10 +169,12 @@ class Checkpointer:
         for that step. Only the first one waits until all have come there and shown that they have the same state; False
         if they have not. What is remembered outlives this process, and is lost with the agent.
 
+        With parts that are of_each_rank all ranks must call it for the same step, and wait for each other: a copy holds
+        the states of all.
+
         Raises NotReplicated when the ranks do not have the same state; NotPlainData when some part's state could not
         be loaded again.
         """
-        self._refuse_of_each_rank("remember()")
         return self._saver.remember(operator.index(step))
 
     def just_in_time(self) -> contextlib.AbstractContextManager[None]:
@@ -187,8 +187,14 @@ class Checkpointer:
         The survivors then save the state of the last `step()` to memory before they leave; how, and what it asks of
         the loop: see `just_in_time`. One guards all Checkpointers that were loaded. Without an agent, or without room
         in its memory, this does nothing.
+
+        Raises CheckpointError where parts are of_each_rank: survivors do not have what the other rank had for itself.
         """
-        self._refuse_of_each_rank("just_in_time()")
+        if self._contents.rules:
+            raise CheckpointError(
+                f"just_in_time() cannot keep {sorted(self._contents.rules)}, of which a rank that dies has its own: "
+                "leave it out and give Checkpointer memory_every=1"
+            )
         memory, address = self._memory, self._env.socket
         if memory is None or not address:
             return contextlib.nullcontext()
@@ -197,10 +203,3 @@ class Checkpointer:
 
     def _remember(self, step: int) -> None:
         self.remember(step)
-
-    def _refuse_of_each_rank(self, what: str) -> None:
-        if self._contents.rules:
-            raise CheckpointError(
-                f"{what} keeps no parts that are of_each_rank, as {sorted(self._contents.rules)}: leave it out and "
-                "call save() more often, which waits for a copy in memory only"
-            )

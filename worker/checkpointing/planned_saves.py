@@ -122,7 +122,7 @@ class PlannedSaves:
 
     @property
     def parts(self) -> Mapping[str, Part]:
-        return self._contents.parts
+        return self._contents.shared
 
     @property
     def folder(self) -> str:
@@ -151,11 +151,11 @@ class PlannedSaves:
                 sorted(self._contents.of_rank_0),
             )
             return False
+        if self._copies.settled() and memory.mark_partial(step):
+            return True
         if self._contents.rules:
             logger.warning("step %d is not kept: %s are each rank's own", step, sorted(self._contents.rules))
             return False
-        if self._copies.settled() and memory.mark_partial(step):
-            return True
         # On a GPU in a stream of its own: the usual one waits for a collective that never ends.
         on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch left it without annotations
         beside = torch.cuda.stream(torch.cuda.Stream()) if on_gpu else contextlib.nullcontext()  # type: ignore[no-untyped-call]

@@ -52,6 +52,8 @@ class Saver:
         self._disk = disk
         self._max_failed_saves = max_failed_saves
         self._failed_saves = 0
+        self._any_has_memory: bool | None = None
+        """Some rank's node has memory for copies; None: the ranks have not asked each other yet."""
 
     def save(self, step: int) -> bool:
         group = current_group()
@@ -70,6 +72,8 @@ class Saver:
     @undisturbed()
     def remember(self, step: int, *, alone: bool = False) -> bool:
         """`alone`: some rank will not call it for this step, and the copy counts without that rank's random state."""
+        if self._contents.rules:
+            return not alone and self._remember_together(step)
         memory = self._copies.memory
         if memory is None:
             if self._contents.is_compared:  # the node of rank 0 waits for this rank
@@ -85,6 +89,23 @@ class Saver:
         if plan.copies:
             payload = {"step": step, "state": self._contents.states()}
             return self._copies.make(payload, plan, like=random_state)
+        self._copies.log_copied(step)
+        return True
+
+    def _remember_together(self, step: int) -> bool:
+        """All ranks at once: only together they have what each has for itself."""
+        group, memory = current_group(), self._copies.memory
+        if self._any_has_memory is None:
+            self._any_has_memory = any(group.gather(b"memory" if memory is not None else b""))
+        if not self._any_has_memory:
+            return False
+        brought = self._contents.gather(step, group)
+        if memory is None:
+            return False
+        self._disk.take_note()
+        plan = self._copies.plan(Occasion.REMEMBER, memory.place.rank)
+        if plan.copies:
+            return self._copies.make(self._contents.payload(step, brought), plan)
         self._copies.log_copied(step)
         return True
 
