@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils._pytree import tree_map
 
 from tests.system.harness import TORCH_PRELOADED, Agent, Generation, Job
 
@@ -79,10 +81,15 @@ class Scene:
             done = min(end, (done // case.epoch + 1) * case.epoch) if case.epoch else end
         return done
 
-    def last_checkpoint(self) -> dict[str, Any]:
+    def last_checkpoint(self) -> tuple[int, dict[str, Any]]:
+        """Its step, and the state."""
+        if whole := sorted(self.folder.rglob("step-*/.metadata")):
+            dcp_to_torch_save(whole[-1].parent, self.folder / "whole.pt")
+            state: dict[str, Any] = torch.load(self.folder / "whole.pt", weights_only=True)
+            return state["done"], state
         (*_, newest) = sorted(self.folder.rglob("step-*.pt"))
-        loaded: dict[str, Any] = torch.load(newest, weights_only=True)
-        return loaded
+        loaded = torch.load(newest, weights_only=True)
+        return loaded["step"], loaded["state"]
 
 
 @dataclass(frozen=True)
@@ -92,12 +99,20 @@ class Case:
     """Of one rank."""
     epoch: int | None = None
     """The samples of an epoch, whose last step ends with it."""
+    lost: int = 1
+    """Steps that a kill costs at most. 1: the copies of a step are not made by all nodes at one instant."""
+
+
+def numbers(state: Any) -> Any:
+    """To the last bit."""
+    return tree_map(lambda leaf: leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf, state)
 
 
 CASES = {
     "transformers_trainer.py": Case(120, 16),
     "lightning_fit.py": Case(120, 16),
     "accelerate_loop.py": Case(120, 16, epoch=1024),
+    "fsdp2_dcp.py": Case(120, 16, epoch=1024, lost=20),
 }
 
 
@@ -129,12 +144,12 @@ def test_a_kill_a_join_and_a_leave(job: Job, example: str) -> None:
         assert agents[node].exit_code(TRAINED_S) == 0
     redone = scene.redone(first, second)
     print(f"{example}: steps done again after the kill: {redone}")
-    assert redone <= 1
+    assert redone <= case.lost
     assert scene.redone(second, third) == 0
     assert scene.redone(third, fourth) == 0
-    last = scene.last_checkpoint()
-    assert last["step"] == case.steps
-    assert position(last["state"], case) == scene.samples(case), "samples were repeated or lost"
+    step, state = scene.last_checkpoint()
+    assert step == case.steps
+    assert position(state, case) == scene.samples(case), "samples were repeated or lost"
 
 
 @pytest.mark.parametrize("example", CASES)
@@ -150,7 +165,7 @@ def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
     disturbed.trained(2, after=1)
     disturbed.slow.unlink()
     assert [agent.exit_code(TRAINED_S) for agent in agents] == [0, 0]
-    ends = [scene.last_checkpoint()["state"] for scene in (undisturbed, disturbed)]
+    ends = [scene.last_checkpoint()[1] for scene in (undisturbed, disturbed)]
     for part in [name for name in ends[0] if name.startswith(("model", "optimizer", "scheduler"))]:
-        torch.testing.assert_close(ends[1][part], ends[0][part], rtol=0, atol=0)
+        assert numbers(ends[1][part]) == numbers(ends[0][part])
     assert position(ends[1], CASES[example]) == position(ends[0], CASES[example])

@@ -1,0 +1,106 @@
+"""Train a small network with FSDP2 and torch.distributed.checkpoint, through kills and changing worlds.
+
+Its state is spread over the ranks, which a Checkpointer refuses. So the script saves it itself: every 20 steps, and
+after the last step before a planned change. Each world takes what it needs of the newest checkpoint.
+
+    elastic-agent --nproc-per-node 2 examples/fsdp2_dcp.py
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+from elastic_agent.worker import Drained, ElasticSampler, init_process_group, step
+
+STEPS, BATCH = 120, 16
+FOLDER = Path("runs/fsdp2")
+
+
+def main() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    init_process_group("nccl" if device == "cuda" else "gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)).to(device)
+    fully_shard(model, mesh=init_device_mesh(device, (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    dataset = examples()
+    sampler = ElasticSampler(dataset, batch_size=BATCH)
+    loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler, generator=torch.Generator())
+    training = Training(model, optimizer, sampler)
+    training.load()
+    while training.done < STEPS:
+        sampler.set_epoch(sampler.epoch + (len(sampler) == 0))
+        for inputs, targets in loader:
+            loss = nn.functional.mse_loss(model(inputs.to(device)), targets.to(device))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            training.done += 1
+            try:
+                step(training.done)
+            except Drained:
+                training.save()
+                raise
+            if training.done % 20 == 0:
+                training.save()
+                if dist.get_rank() == 0:
+                    print(f"step {training.done}: loss {loss.item():.6f}", flush=True)
+            if training.done == STEPS:
+                break
+    dist.destroy_process_group()
+
+
+class Training:
+    """What is saved, and where."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, sampler: ElasticSampler) -> None:
+        self.model, self.optimizer, self.sampler = model, optimizer, sampler
+        self.done = 0
+
+    def state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "sampler": self.sampler.state_dict(),
+            "done": self.done,
+        }
+
+    def save(self) -> None:
+        """All ranks call it. The file .metadata, which comes last, makes the checkpoint a whole one."""
+        dcp.save(self.state(), checkpoint_id=FOLDER / f"step-{self.done:06}")
+
+    def load(self) -> None:
+        """Go on from the newest checkpoint that is whole, if there is one."""
+        found = sorted(path.parent for path in FOLDER.glob("step-*/.metadata"))
+        newest = [str(found[-1]) if found else None]
+        dist.broadcast_object_list(newest)
+        if newest[0] is None:
+            return
+        state = self.state()
+        dcp.load(state, checkpoint_id=newest[0])
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        self.sampler.load_state_dict(state["sampler"])
+        self.done = state["done"]
+
+
+def examples() -> TensorDataset:
+    inputs = torch.randn(1024, 16, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+
+
+if __name__ == "__main__":
+    main()
