@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick lint types check format sim docs frameworks soak benchmark torchft scale steps checkpoints gpu clean
+.PHONY: help demo test quick lint types check format sim docs frameworks soak slurm benchmark torchft scale steps checkpoints gpu clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -77,6 +77,11 @@ soak: $(READY)  ## KILLS=200 kills of random workers, agents and nodes, with pla
 	@.ci/system-packages etcd
 	SOAK_KILLS=$(KILLS) SOAK_SEED=$(SEED) SOAK_JOBS=$(JOBS) $(BIN)/python -m pytest tests/chaos -s
 	STORE_OUTAGE_S=60 $(BIN)/python -m pytest tests/system/test_etcd_members.py -k gone_for_longer_than_a_lease
+
+# As root. Slurm's daemons are the tests' own, on ports of this machine, without munge.
+slurm: $(READY)  ## a real Slurm on this machine: srun, scancel, --signal, the time limit, 20 preemptions; SLURM_PREEMPTIONS=20
+	@.ci/system-packages slurm
+	SLURM_TESTS=1 $(BIN)/python -m pytest tests/slurm -v
 
 benchmark: $(READY)  ## what faults cost, next to torchrun (and torchft, after `make torchft`), in one run
 	@.ci/system-packages etcd

@@ -6,6 +6,7 @@ in the main, 128 + n is a shell's way to say "ended by signal n". `docs/configur
 
 from __future__ import annotations
 
+import signal
 from enum import IntEnum
 from typing import TypeVar
 
@@ -66,8 +67,46 @@ class ExitCode(Code):
         "no machine could run this: bad value, settings that contradict each other, nothing to run, etcd refuses us",
     )
     LOOP_STUCK = 79, "the agent's main loop stood still, so that it could no longer answer for its workers"
+    LEFT_IN_TIME = (
+        80,
+        "with --slurm: left by plan after a scheduler's warning (SIGUSR1, SIGUSR2, --job-ends-at); the job is not done"
+        " and goes on from its checkpoint when it is started again",
+    )
     STOPPED_BY_SIGINT = 130, "stopped by SIGINT (Ctrl-C), after the workers were stopped"
     STOPPED_BY_SIGTERM = 143, "stopped by SIGTERM, after the workers were stopped"
+
+
+REQUEUE = frozenset(
+    {
+        ExitCode.STORE_LOST,
+        ExitCode.AGENT_FAILED,
+        ExitCode.NO_NETWORK,
+        ExitCode.NOT_HERE,
+        ExitCode.UNKILLABLE,
+        ExitCode.JOIN_TIMEOUT,
+        ExitCode.LOOP_STUCK,
+        ExitCode.LEFT_IN_TIME,
+    }
+)
+"""Another start of the job, there or on other nodes, goes on. A person wanted the end of the others, or has to look."""
+
+
+TIME_IS_OVER = signal.SIGALRM
+"""Of the agent's own timer: the job ends soon (--job-ends-at)."""
+
+ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""What ends the agent: the second one cuts the workers' grace short."""
+
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+"""What a scheduler sends some time before it ends the job, like Slurm's --signal: leave by plan, and take the time. So
+are the agent's own timer, and those that only --signals-to-handle names."""
+
+
+def code_of_leave(number: int, *, requeues: bool) -> ExitCode:
+    """Of an agent that leaves by this signal. `requeues`: the scheduler may start the job again."""
+    if requeues and number not in ENDINGS:
+        return ExitCode.LEFT_IN_TIME
+    return ExitCode.STOPPED_BY_SIGINT if number == signal.SIGINT else ExitCode.STOPPED_BY_SIGTERM
 
 
 class StatusCode(Code):

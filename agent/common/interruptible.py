@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import signal
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -11,7 +10,7 @@ from typing import TypeVar
 
 from ...rendezvous.threads import Thread
 from .events import MORE_THREADS, Event, Signalled, ThreadFailed
-from .exits import CannotStart, ExitCode
+from .exits import CannotStart, ExitCode, code_of_leave
 
 T = TypeVar("T")
 
@@ -21,10 +20,13 @@ def unless_stopped(
     events: queue.SimpleQueue[Event],
     doing: str,
     on_wait: Callable[[], None] = lambda: None,
+    *,
+    requeues: bool = False,
 ) -> T:
     """What `work` returns or raises; CannotStart as soon as a signal is among the events.
 
-    The others stay for the main loop. `on_wait` is called all the while, ten times a second.
+    The others stay for the main loop. `on_wait` is called all the while, ten times a second. `requeues` as in
+    `code_of_leave`.
     """
     done: Future[T] = Future()
 
@@ -48,13 +50,9 @@ def unless_stopped(
                     if isinstance(event, ThreadFailed):
                         raise CannotStart(ExitCode.AGENT_FAILED, event.reason) from None
                     if isinstance(event, Signalled):
-                        raise CannotStart(_stopped_by(event), f"stopped while {doing}") from None
+                        code = code_of_leave(event.number, requeues=requeues)
+                        raise CannotStart(code, f"stopped while {doing}") from None
                     kept.append(event)
     finally:
         for event in kept:
             events.put(event)
-
-
-def _stopped_by(event: Signalled) -> ExitCode:
-    interrupted = event.number == signal.SIGINT
-    return ExitCode.STOPPED_BY_SIGINT if interrupted else ExitCode.STOPPED_BY_SIGTERM

@@ -15,7 +15,7 @@ COMMANDS = {
     "explain-env": "which variables a worker would see, who chose each and why; same options as a run",
     "status": "how a job is, and why: elastic-agent status --help",
     "drain": "let a node leave its job without losing a step: elastic-agent drain --help",
-    "files": "write the files for systemd, Helm, Grafana, Prometheus, Docker or a shell: elastic-agent files --help",
+    "files": "write the files for systemd, Slurm, Helm, Grafana, Prometheus, Docker or a shell: --help lists them",
     "forget": "delete what an ended job left in etcd: elastic-agent forget --help",
 }
 """First words that are no script, each with its line in `--help`. `agent/commands` has a module for each."""

@@ -82,6 +82,12 @@ STANDALONE = MEETING.flag(
     "this node alone, whatever is said of nodes and rendezvous: one node, memory store",
     torchrun="standalone",
 )
+SLURM = MEETING.flag(
+    "slurm",
+    "srun has started one agent on each node of a job of Slurm: endpoint, job id, --min-nodes and --max-nodes,"
+    " --node-rank, workers per node (its GPUs, else tasks), --stop-grace and --job-ends-at follow from Slurm's"
+    " environment where they are not given, and a leave after a warning (SIGUSR1, SIGUSR2) ends with exit code 80",
+)
 JOIN_TIMEOUT: Option[float] = MEETING.option(
     "join-timeout",
     duration(1.0),

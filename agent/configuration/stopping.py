@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .rendezvous import SLURM
 from .types.option import Group, Option
-from .types.parsers import SIZE, Parser, duration, read_restarts, read_signals, time_limit
+from .types.parsers import SIZE, UNIX_TIME, Parser, duration, read_restarts, read_signals, time_limit
 from .types.values import Signals
 
 STOPPING = Group("Restarts and stopping")
@@ -85,6 +86,13 @@ SERVICE_STOP_LIMIT: Option[float | None] = STOPPING.option(
     " bring to disk what only this node has, and 5 s to leave (default: no limit)",
 )
 
+JOB_ENDS_AT: Option[int | None] = STOPPING.option(
+    "job-ends-at",
+    UNIX_TIME,
+    "a scheduler ends this job then: the node leaves by plan, as after a warning, so early that a whole stop"
+    " fits in (default: never; with --slurm SLURM_JOB_END_TIME)",
+)
+
 TIMEOUTS = Group("Timeouts of training")
 HANG_TIMEOUT: Option[float | None] = TIMEOUTS.option(
     "hang-timeout",
@@ -122,6 +130,10 @@ class StopConfig:
     """Of `grace_s`: workers end by themselves. None: `timeouts` knows."""
     signals: Signals = SIGNALS_TO_HANDLE.field()
     """Besides those that the agent handles in any case."""
+    job_ends_at: int | None = JOB_ENDS_AT.field()
+    """Unix time; the only instant here that is not monotonic: another machine has named it."""
+    requeues: bool = SLURM.field()
+    """The scheduler starts again what ends with an exit code that says so, and repeats SIGTERM."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,16 @@ def whole_stop_s(grace_s: float) -> float:
     return grace_s + last_save_s(grace_s, rescues=True) + LEAVING_S
 
 
+def longest_grace_s(limit_s: float) -> float:
+    """The stop grace whose `whole_stop_s` is this limit; 0 where the limit is too short for any."""
+    return max(0.0, min((limit_s - LEAVING_S) / 2, limit_s - LEAVING_S - LAST_SAVE_S))
+
+
+def leaves_in_s(left_s: float, grace_s: float) -> float:
+    """When to begin a whole stop, of the time that is left of a job; never before its half."""
+    return max(left_s - whole_stop_s(grace_s), left_s / 2, 0.0)
+
+
 def watchdog_s(process_group_s: float) -> int:
     return math.ceil(process_group_s * WATCHDOG_PER_PROCESS_GROUP)
 

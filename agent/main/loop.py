@@ -34,9 +34,9 @@ from ..common.events import (
     WriterEnded,
     WriterWanted,
 )
-from ..common.exits import ExitCode
+from ..common.exits import ENDINGS, TIME_IS_OVER, ExitCode, code_of_leave
 from ..common.ports import OfferedPort, PortError
-from ..configuration.stopping import StopConfig
+from ..configuration.stopping import JOB_ENDS_AT, StopConfig
 from ..configuration.timeouts import last_save_s
 from ..machine.gpu_memory import GpuMemory
 from ..observability.accounting.observer import Observer
@@ -53,12 +53,7 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 """The loop turns at least this often, so that liveness can tell a waiting loop from a stuck one."""
 
-ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""What ends the agent: the second one cuts the workers' grace short."""
-
-WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
-"""What a scheduler sends some time before it ends the job, like Slurm's --signal: leave by plan, and take the time. So
-are those that only --signals-to-handle names."""
+JOB_ENDS_AT_OPTION = f"--{JOB_ENDS_AT.name}"
 
 DRAIN_COMMAND = "elastic-agent drain"
 """How an operator asks a node to leave, other than by a signal to its agent."""
@@ -126,6 +121,8 @@ class Loop:
         self._signals: list[signal.Signals] = []
         self._left_as: str = ""
         """What made this node leave the job, once something has."""
+        self._left_with = ExitCode.STOPPED_BY_SIGTERM
+        """How this agent ends then."""
         self._departing: Ending | None = None
         """How this agent ends, as soon as the last saves are on disk."""
         self._ending: Ending | None = None
@@ -239,9 +236,7 @@ class Loop:
         if world is not None and world.cause.failure is not None and action.why is not Result.SUCCEEDED:
             failure = self._supervisor.show_failure(world.cause.failure)
         if self._left_as and action.why is not Result.SUCCEEDED:
-            interrupted = self._left_as == signal.SIGINT.name
-            code = ExitCode.STOPPED_BY_SIGINT if interrupted else ExitCode.STOPPED_BY_SIGTERM
-            return Ending(code, f"stopped by {self._left_as}")
+            return Ending(self._left_with, f"stopped by {self._left_as}")
         return Ending(_EXITS[action.why], action.reason, failure)
 
     # ---------------------------------------------------------------- events
@@ -280,30 +275,40 @@ class Loop:
 
     def _signalled(self, event: Signalled, now: float) -> None:
         if event.number not in ENDINGS:
-            self._warned(signal.Signals(event.number).name, now)
+            self._warned(event.number, now)
             return
         self._signals.append(signal.Signals(event.number))
         name = self._signals[-1].name
         if len(self._signals) == 1:
-            log.info("%s: leaving the job; a second signal cuts the workers' grace short", name)
-            self._leave(name, now)
+            cut = "" if self._repeated(name) else "; a second signal cuts the workers' grace short"
+            log.info("%s: leaving the job%s", name, cut)
+            self._leave(name, now, event.number)
+        elif self._repeated(name):
+            log.info("%s again: leaving the job already", name)
         else:
             log.info("%s again: killing the workers now", name)
             self._supervisor.stop(0.0, gently=False, reason="a second signal")
             self._ending = self._departing
 
-    def _warned(self, name: str, now: float) -> None:
+    def _repeated(self, name: str) -> bool:
+        """Slurm sends SIGTERM at the beginning and at the end of a preemption's grace, and kills by itself."""
+        return self._stop.requeues and name == signal.SIGTERM.name
+
+    def _warned(self, number: int, now: float) -> None:
         """It may be repeated, and the real end follows it: neither cuts anything short."""
+        ours = number == TIME_IS_OVER and self._stop.job_ends_at is not None
+        name = JOB_ENDS_AT_OPTION if ours else signal.Signals(number).name
         if self._left_as:
             log.info("%s: leaving the job already, because of %s", name, self._left_as)
             return
         log.info("%s: leaving the job before something ends it", name)
-        self._leave(name, now)
+        self._leave(name, now, number)
 
-    def _leave(self, asked_by: str, now: float) -> None:
+    def _leave(self, asked_by: str, now: float, number: int = signal.SIGTERM) -> None:
+        """`number`: of the signal that it was, or counts as."""
         if self._left_as:
             return
-        self._left_as = asked_by
+        self._left_as, self._left_with = asked_by, code_of_leave(number, requeues=self._stop.requeues)
         self._participant.leave(now)
         self._services.observer.leaving()
         self._services.manager.stopping(f"leaving the job, as {asked_by} asks")

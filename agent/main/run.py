@@ -33,13 +33,15 @@ from ...rendezvous.threads import Thread, listen
 from ..checkpoints.disk_writer import DiskWriter
 from ..checkpoints.folder import MemoryFolder, make_folder
 from ..common.events import Event, Signalled, ThreadFailed
-from ..common.exits import CannotStart, ExitCode
+from ..common.exits import ENDINGS, TIME_IS_OVER, WARNINGS, CannotStart, ExitCode
 from ..common.interruptible import unless_stopped
 from ..common.io_thread import IoThread
 from ..common.ports import OfferedPort
 from ..configuration.config import Config
 from ..configuration.options import SECRET_VARIABLES
 from ..configuration.reading.log_level import log_level
+from ..configuration.stopping import StopConfig
+from ..configuration.timeouts import leaves_in_s
 from ..machine.cgroups import claim_cgroup
 from ..machine.gpu_memory import GpuMemory
 from ..machine.inventory import Machine
@@ -78,7 +80,7 @@ from .assembly import Agent, metrics_of, pages_of, policy_of, receiver_of, spare
 from .error_file import write_error_file
 from .heartbeat import Heartbeat
 from .listeners import Listeners, bind_all, binder
-from .loop import ENDINGS, WARNINGS, Ending, Loop, Services
+from .loop import Ending, Loop, Services
 from .probes import Probes
 from .program import program_of
 from .service_manager import ServiceManager
@@ -171,6 +173,7 @@ class Rendezvous:
 def _run(agent: Agent, machine: Machine) -> Ending:
     """In the order that the module's docstring explains."""
     _catch_signals(agent.events, agent.config.stop.signals.numbers)
+    _end_in_time(agent.config.stop)
     subreaper = Subreaper()
     if alone := adopt_orphans():
         log.warning("what workers leave behind is not adopted: %s", alone)
@@ -225,7 +228,8 @@ def _wait_for_network(agent: Agent, machine: Machine) -> Network:
 
 
 def _wait(agent: Agent, doing: str, work: Callable[[], _T]) -> _T:
-    return unless_stopped(work, agent.events, doing, lambda: agent.manager.turn(doing))
+    requeues = agent.config.stop.requeues
+    return unless_stopped(work, agent.events, doing, lambda: agent.manager.turn(doing), requeues=requeues)
 
 
 def _claim(
@@ -486,12 +490,20 @@ def _end_stuck(problem: str, guard: Guard, console: Console) -> None:
     os._exit(ExitCode.LOOP_STUCK)
 
 
+def _end_in_time(stop: StopConfig) -> None:
+    """Sets the timer that warns this agent before its job's end."""
+    if stop.job_ends_at is not None:
+        in_s = leaves_in_s(stop.job_ends_at - time.time(), stop.grace_s)
+        log.info("leaving the job in %.0f s, before its end (--job-ends-at)", in_s)
+        signal.setitimer(signal.ITIMER_REAL, max(in_s, 0.001))  # 0 would set none
+
+
 def _catch_signals(events: queue.SimpleQueue[Event], more: Collection[signal.Signals]) -> None:
     """A handler runs between any two bytecodes: it may only put an event, which SimpleQueue allows at any moment.
 
     A signal that this process was started to ignore stays ignored: `nohup` and a shell's `trap '' USR1` mean it.
     """
-    for number in {*ENDINGS, *WARNINGS, *more}:
+    for number in {*ENDINGS, *WARNINGS, TIME_IS_OVER, *more}:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _frame: events.put(Signalled(number)))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)  # blocked since the process began

@@ -94,7 +94,8 @@ def open_store(
         return _host(rendezvous, listener, str(hosted_at) if endpoint is not None else None)
 
     try:
-        store = unless_stopped(find, events, "looking for the store", on_wait)
+        requeues = config.stop.requeues
+        store = unless_stopped(find, events, "looking for the store", on_wait, requeues=requeues)
     except StoreMismatch as error:
         raise CannotStart(ExitCode.STORE_MISMATCH, str(error)) from error
     except StoreRefused as error:

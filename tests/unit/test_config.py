@@ -73,6 +73,7 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
     "kill-timeout": ("5m", "stop.kill_timeout_s", 300.0),
     "just-in-time-grace": ("0", "stop.just_in_time_grace_s", 0.0),
     "signals-to-handle": ("SIGTERM, SIGXCPU", "stop.signals", Signals(("SIGTERM", "SIGXCPU"))),
+    "job-ends-at": ("1900000000", "stop.job_ends_at", 1900000000),
     "memory-checkpoints": ("1.5GiB", "memory_checkpoints", 3 * 2**29),
     "hang-timeout": ("5m", "timeouts.hang_s", 300.0),
     "exit-timeout": ("none", "timeouts.exit_s", 0.0),
@@ -115,6 +116,7 @@ REFUSED: dict[str, Sequence[str]] = {
     "node-rank": ["-1", "first"],
     "rdzv-id": ["", "a/b", "x" * 65],
     "standalone": ["perhaps"],
+    "slurm": ["perhaps"],
     "join-timeout": ["0", "0.5", "-1", "10 years", "inf", "nan", "1e3", "200h", "4s"],
     "last-call": ["-1", "soon", "700s"],
     "lease-ttl": ["0.9", "999ms", "700"],
@@ -128,6 +130,7 @@ REFUSED: dict[str, Sequence[str]] = {
     "just-in-time-grace": ["-1"],
     "memory-checkpoints": ["2 GB", "-1GiB", "most", "9999999TiB"],
     "service-stop-limit": ["0", "never", "34s"],
+    "job-ends-at": ["0", "soon", "10m", "19000000000"],
     "hang-timeout": ["0", "never"],
     "exit-timeout": ["0.5", "never"],
     "process-group-timeout": ["0.5", "-1"],
@@ -207,6 +210,7 @@ def test_the_tables_of_this_test_know_every_option() -> None:
     assert set(REFUSED) == settable
     assert set(LANDINGS) == settable - {
         *("script", "module", "no-python", "args", "service-stop-limit"),
+        "slurm",  # with its environment: `test_slurm_config`
         *("master-addr", "master-port"),  # with more than one node: `test_torchrun_config`
     }
 

@@ -31,15 +31,21 @@ def test_events_that_are_no_signals_stay_for_the_main_loop_in_their_order() -> N
 
 
 @pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, ExitCode.STOPPED_BY_SIGINT), (signal.SIGTERM, ExitCode.STOPPED_BY_SIGTERM)],
+    ("number", "requeues", "code"),
+    [
+        (signal.SIGINT, False, ExitCode.STOPPED_BY_SIGINT),
+        (signal.SIGTERM, False, ExitCode.STOPPED_BY_SIGTERM),
+        (signal.SIGTERM, True, ExitCode.STOPPED_BY_SIGTERM),
+        (signal.SIGUSR1, False, ExitCode.STOPPED_BY_SIGTERM),
+        (signal.SIGUSR1, True, ExitCode.LEFT_IN_TIME),
+    ],
 )
-def test_a_signal_behind_other_events_ends_the_wait(number: int, code: ExitCode) -> None:
+def test_a_signal_behind_other_events_ends_the_wait(number: int, requeues: bool, code: ExitCode) -> None:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     for event in (SpareReadable(4), Signalled(number)):
         events.put(event)
     never = threading.Event()
     with pytest.raises(CannotStart, match="stopped while looking") as refusal:
-        unless_stopped(lambda: never.wait(30), events, "looking")
+        unless_stopped(lambda: never.wait(30), events, "looking", requeues=requeues)
     assert refusal.value.code is code
     never.set()

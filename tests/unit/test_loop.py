@@ -50,6 +50,7 @@ from elastic_agent.rendezvous.store.kv_state import KvState
 from tests.policies import PLAIN_POLICY
 
 POLICY = replace(PLAIN_POLICY, last_call_s=0.0)
+STOP = StopConfig(grace_s=30.0, failure_grace_s=5.0)
 TTL_S = 5.0
 MOST_TURNS = 2000
 
@@ -179,6 +180,7 @@ class Scene:
     now: float = 100.0
     policy: Policy = POLICY
     kv: KvState = field(default_factory=KvState)
+    stop: StopConfig = STOP
     plan: dict[float, Callable[[], object]] = field(default_factory=dict)
     """What happens at which instant."""
 
@@ -210,9 +212,8 @@ class Scene:
         )
         self.probes = Probes(Introduction("a", "a-1", generation=0), lambda: self.now)
         self.probes.begin(self.participant, services.heartbeat, services.gpu_memory)
-        stop = StopConfig(grace_s=30.0, failure_grace_s=5.0)
         self.loop = Loop(
-            stop,
+            self.stop,
             self.participant,
             self.training,  # type: ignore[arg-type]
             services,
@@ -292,6 +293,35 @@ def test_a_warning_may_be_repeated(number: signal.Signals) -> None:
         scene.at(after_s, Signalled(number))
     assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, f"stopped by {number.name}")
     assert all(grace_s for grace_s, _, _ in scene.training.stops)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "asked_by"),
+    [
+        (signal.SIGUSR1, ExitCode.LEFT_IN_TIME, "SIGUSR1"),
+        (signal.SIGALRM, ExitCode.LEFT_IN_TIME, "--job-ends-at"),
+        (signal.SIGTERM, ExitCode.STOPPED_BY_SIGTERM, "SIGTERM"),
+        (signal.SIGINT, ExitCode.STOPPED_BY_SIGINT, "SIGINT"),
+    ],
+)
+def test_under_slurm_a_warnings_exit_code_asks_for_another_start(
+    number: signal.Signals, code: ExitCode, asked_by: str
+) -> None:
+    scene = Scene(stop=StopConfig(requeues=True, job_ends_at=1))
+    scene.at(10.0, Signalled(number))
+    assert scene.loop.run() == Ending(code, f"stopped by {asked_by}")
+
+
+def test_under_slurm_sigterm_may_be_repeated() -> None:
+    """A preemption sends it at the beginning and at the end of its grace."""
+    scene = Scene(stop=StopConfig(requeues=True))
+    scene.training.undying = "worker 0 writes its last state"
+    scene.training.unkillable = lambda: ""  # type: ignore[method-assign]
+    for after_s in (10.0, 20.0, 21.0):
+        scene.at(after_s, Signalled(signal.SIGTERM))
+    scene.plan[scene.now + 30.0] = lambda: setattr(scene.training, "undying", "")
+    assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
+    assert "a second signal" not in [reason for _, _, reason in scene.training.stops]
 
 
 def test_an_operator_may_let_this_node_leave() -> None:

@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import ClusterEnvironmentError
-
-FIRST_PORT, PORTS = 20000, 10000
-"""Where no master port is given: a port of the job's number, the same on all ranks."""
+from .slurm import first_node, port_of
 
 _MPI = (
     ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -70,7 +68,11 @@ def detect(environ: Mapping[str, str]) -> Place | None:
 def _slurm(environ: Mapping[str, str]) -> Place:
     rank, size = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_STEP_NUM_TASKS")
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-    address = environ.get("MASTER_ADDR") or first_node(nodes)
+    address = environ.get("MASTER_ADDR", "")
+    try:
+        address = address or first_node(nodes)
+    except ValueError as error:
+        raise ClusterEnvironmentError(f"{error}: set MASTER_ADDR to the host of rank 0") from None
     job = _number(environ, "SLURM_JOB_ID", 0)
     return _place("Slurm", environ, rank, size, _number(environ, "SLURM_LOCALID", 0), address, job)
 
@@ -123,27 +125,7 @@ def _place(
             f"{launcher} started {world_size} processes, and names no port: set MASTER_PORT to one that is free where "
             "rank 0 runs, the same for all"
         )
-    port = port or FIRST_PORT + job % PORTS
-    return Place(launcher, rank, world_size, local_rank, address, port)
-
-
-def first_node(node_list: str) -> str:
-    """The first host in Slurm's short form.
-
-    >>> first_node("gpu[07-09,12],cpu3")
-    'gpu07'
-    """
-    host, rest = "", node_list
-    while found := re.match(
-        r"([^\[\],]+)|\[(\w+)[-,\w]*\]", rest
-    ):  # each bracket begins with its first host's number
-        host += found[1] or found[2]
-        rest = rest[found.end() :]
-    if not host or (rest and not rest.startswith(",")):
-        raise ClusterEnvironmentError(
-            f"Slurm's list of nodes is {node_list!r}: set MASTER_ADDR to the host of rank 0"
-        )
-    return host
+    return Place(launcher, rank, world_size, local_rank, address, port or port_of(job))
 
 
 def _number(environ: Mapping[str, str], name: str, otherwise: int | None = None) -> int:

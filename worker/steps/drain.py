@@ -25,6 +25,7 @@ from ..wire.channel import ask
 from ..wire.environment import WorkerEnv
 from ..wire.messages import STEP_ANSWERS, StepEnded, StepStatus, Verdict
 from .registry import DrainSaver, give_up
+from .signals import script_handles_sigterm
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ def _ask(step: int, savers: Sequence[DrainSaver], status: StepStatus) -> None:
 
 def _end(step: int, savers: Sequence[DrainSaver], reporter: _StepReporter, *, alone: bool) -> None:
     """Keep the state and raise Drained; or, where only the script can keep it, let the script do as for a SIGTERM."""
-    if not savers and callable(signal.getsignal(signal.SIGTERM)):
+    if not savers and script_handles_sigterm():
         global _left_to_script
         _left_to_script = True
         logger.info("step %d is the last one: calling the script's handler of SIGTERM", step)

@@ -13,12 +13,10 @@ No torch here: a script that only calls `step` need not have it.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import logging
 import multiprocessing
 import os
-import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,10 +27,12 @@ from ..wire.channel import Reporter
 from ..wire.environment import WorkerEnv
 from ..wire.messages import LentLock, LoadReport, LoadResult, SaveReport, SaveResult, Tier
 from ..wire.shared_progress import (
+    ALL_SIGNALLED,
     ATTACHED,
     CHOSEN_STEP,
     FIRST_AT,
     FIRST_STEP,
+    LEAVES_SIGTERM,
     LOAD_AT,
     LOADED_AT,
     LOADED_STEP,
@@ -45,6 +45,7 @@ from ..wire.shared_progress import (
     private_words,
 )
 from .registry import Checkpointers
+from .signals import leave_nothing_to_agent, leave_sigterm_to_agent, leave_warnings_to_agent
 
 logger = logging.getLogger(__name__)
 
@@ -256,19 +257,10 @@ def _words_of(environ: Mapping[str, str]) -> memoryview:
     if speaker not in (0, os.getpid()) and _lives(speaker):
         return private_words()
     words[ATTACHED] = os.getpid()
-    _leave_warnings_to_agent()
+    leave_warnings_to_agent()
+    if words[ALL_SIGNALLED] and leave_sigterm_to_agent():
+        words[LEAVES_SIGTERM] = 1
     return words
-
-
-def _leave_warnings_to_agent() -> None:
-    """Slurm sends the signal that says "your end is near" to all processes, and it would end this one.
-
-    The agent makes a planned change of it. A script's own handler stays.
-    """
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        if signal.getsignal(number) is signal.SIG_DFL:
-            with contextlib.suppress(ValueError):  # only the main thread may
-                signal.signal(number, signal.SIG_IGN)
 
 
 def _lives(pid: int) -> bool:
@@ -285,6 +277,7 @@ def _forked() -> None:
     """A child of a worker is none. A spare becomes one, but only after it was forked."""
     global _words, _listeners
     if _words is not None:
+        leave_nothing_to_agent()
         _words, _listeners = private_words(), ()
         checkpointers.clear()
 

@@ -1,7 +1,8 @@
 """The memory that one worker shares with its node's agent: a few words, each written by one of them.
 
-    agent    generation, pending, and script_at of a worker that it started as a new process
-    worker   attached, step, stepped_at, first_step, first_at, load_at, chosen_step, loaded_at, loaded_step
+    agent    generation, pending, all_signalled, and script_at of a worker that it started as a new process
+    worker   attached, step, stepped_at, first_step, first_at, load_at, chosen_step, loaded_at, loaded_step,
+             leaves_sigterm
     spare    script_at, when it becomes a worker and the user's script begins
 
 A *word* is a signed number of 8 bytes, written and read whole. An *instant* is nanoseconds of CLOCK_MONOTONIC, which
@@ -22,7 +23,7 @@ import mmap
 import os
 from dataclasses import dataclass
 
-VERSION = 2
+VERSION = 3
 MAGIC = int.from_bytes(b"e-page" + VERSION.to_bytes(2, "little"), "little")
 SIZE = 192
 """Bytes: the first cache line is the agent's, so that what a worker writes at every step is not in what it reads."""
@@ -32,6 +33,8 @@ _MAGIC = 0
 GENERATION = 1
 PENDING = 2
 """1 while a planned change waits for this worker to stop between two steps."""
+ALL_SIGNALLED = 3
+"""1 where a scheduler sends its signals to the agent and to its workers alike."""
 ATTACHED = 8
 """The pid of the process that uses the page as the worker; 0 while none does."""
 STEP = 9
@@ -49,6 +52,8 @@ LOADED_STEP = 16
 """What it returned."""
 CHOSEN_STEP = 17
 """The step of the state that it is about to load, or NO_STEP: what loads it may end this process."""
+LEAVES_SIGTERM = 18
+"""1 while a SIGTERM does nothing to this worker, which without a handler of its own would end by it."""
 
 
 class SharedProgressError(RuntimeError):

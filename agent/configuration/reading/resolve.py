@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 from ....rendezvous.etcd.kind import ETCD
@@ -57,6 +58,7 @@ from ..types.stores import ALONE, DEFAULT, STORES
 from ..types.values import Command, CommandKind, NodeCounts
 from .log_level import check_log_level
 from .settings import Setting, Settings
+from .slurm import derive_slurm, started_apart
 from .sources import read_environ, read_file
 from .torchrun_spellings import TARGET_SWITCHES
 from .validation import check_relations
@@ -116,7 +118,8 @@ def resolve(command_line: Settings, environ: Mapping[str, str], fresh_id: Callab
         unclear = settings.broken.union(*(involved for involved, _ in rules))
         raise ConfigError(problems, _what_is_clear(settings, command, unclear))
     assert command is not None, "else it is a problem"
-    warnings = (*settings.warnings, *_copies_nothing(settings), *_misplaced(command))
+    found = (_copies_nothing(settings), _misplaced(command), _alone_under_srun(settings, environ))
+    warnings = (*settings.warnings, *chain.from_iterable(found))
     return Resolved(_config(settings, command), settings, warnings)
 
 
@@ -152,6 +155,7 @@ def _merged(command_line: Settings, environ: Mapping[str, str], fresh_id: Callab
                 extra.problem("one thing to run", f"keep either it or {targets[0].origin}")
             )
         merged.given |= source.given if source is not command_line else _meant(command_line, environ)
+    derive_slurm(merged, environ)
     _derive(merged, fresh_id)
     return merged
 
@@ -249,6 +253,16 @@ def _misplaced(command: Command) -> Iterator[str]:
                 f"{written} behind {command.target} is an argument of its own: if elastic-agent is meant, write it "
                 "before the script"
             )
+
+
+def _alone_under_srun(settings: Settings, environ: Mapping[str, str]) -> Iterator[str]:
+    """Nothing is taken from Slurm without being asked for: many trainings, one on each node, may be meant."""
+    nodes = started_apart(environ)
+    if nodes and settings[MAX_NODES].value == 1 and not settings[STANDALONE].value:
+        yield (
+            f"srun has started this on {nodes} nodes, and each of them trains alone: --slurm makes one job of them, "
+            "--standalone says that this is meant"
+        )
 
 
 def _command(settings: Settings) -> Command | None:

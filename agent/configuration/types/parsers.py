@@ -385,4 +385,9 @@ LISTEN_ADDRESS = Parser(
 )
 SECRET = Parser("a text that is not empty", _read_secret, lambda _: MASK)
 USER = Parser("1 to 128 printable ASCII characters without blanks", _matching(r"[!-~]{1,128}"))
+UNIX_TIME = Parser(
+    "a Unix time: seconds since 1970, ten digits",
+    lambda text: int(_matched("[0-9]{10}", text)[0]),
+    metavar="SECONDS",
+)
 YES_OR_NO = Parser("true or false", _yes_or_no)

@@ -6,19 +6,29 @@ workers, so that what one did last is there when it has exited.
 
 from __future__ import annotations
 
-from ....worker.wire.shared_progress import PENDING, SCRIPT_AT, Reading, SharedProgress
+from ....worker.wire.shared_progress import (
+    ALL_SIGNALLED,
+    LEAVES_SIGTERM,
+    PENDING,
+    SCRIPT_AT,
+    Reading,
+    SharedProgress,
+)
 
 
 class WorkerPages:
     """Those of one generation's workers on this node, by local rank. For the main thread."""
 
-    def __init__(self, generation: int) -> None:
+    def __init__(self, generation: int, *, all_signalled: bool = False) -> None:
+        """`all_signalled`: workers get the signals of the agent's scheduler, too."""
         self._generation = generation
+        self._all_signalled = all_signalled
         self._pages: dict[int, SharedProgress] = {}
 
     def make(self, local_rank: int) -> str:
         """The page of a worker that is to be started; returns its path, for `WorkerEnv.page`. Raises OSError."""
         page = self._pages[local_rank] = SharedProgress.make(self._generation)
+        page.words[ALL_SIGNALLED] = self._all_signalled
         return page.path
 
     def process_made(self, local_rank: int, at: float) -> None:
@@ -33,6 +43,10 @@ class WorkerPages:
         return max(
             (reading.step for reading in self.read().values() if reading.step is not None), default=None
         )
+
+    def leave_sigterm(self) -> frozenset[int]:
+        """The local ranks of those that a SIGTERM does not end, and only because they leave it to the agent."""
+        return frozenset(rank for rank, page in self._pages.items() if page.words[LEAVES_SIGTERM])
 
     def raise_flags(self) -> None:
         """A planned change waits for these workers."""

@@ -322,8 +322,17 @@ class WorkerGroup:
         """The generation is over, and a worker that ends from now on has not failed; none is asked to, yet."""
         self.stopping = True
 
-    def stop(self, grace_s: float, *, gently: bool, asking: signal.Signals = signal.SIGTERM) -> None:
+    def stop(
+        self,
+        grace_s: float,
+        *,
+        gently: bool,
+        asking: signal.Signals = signal.SIGTERM,
+        at_once: Collection[int] = (),
+    ) -> None:
         """Ask the workers to end, and kill their groups after `grace_s`. Again with less grace: sooner.
+
+        Those `at_once` are local ranks that get SIGKILL in place of a signal that they leave to the agent.
 
         A gentle stop signals only the workers themselves, not their children: a data loader that dies of the
         same SIGTERM would fail the very checkpoint that the grace is for.
@@ -334,8 +343,10 @@ class WorkerGroup:
         self.stopping = True
         if not self._asked:
             self._asked = True
+            unasked = {self._processes[local_rank].pid for local_rank in at_once}
             for process in self._unreaped():
-                self._signal(process, asking, group=not gently)
+                number = signal.SIGKILL if process.pid in unasked else asking
+                self._signal(process, number, group=not gently)
 
     def gone(self) -> bool:
         """Drive the stop on. Whether nothing of this generation is left on this node."""

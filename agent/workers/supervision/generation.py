@@ -82,7 +82,7 @@ class Generation:
 
     def __post_init__(self) -> None:
         config, number = self.config, self.number
-        self.pages = WorkerPages(number)
+        self.pages = WorkerPages(number, all_signalled=config.stop.requeues)
         self.hang = HangWatch(config.timeouts.hang_s)
         self.late_exits = LateExits(config.timeouts.exit_s or None)
         self.just_in_time = JustInTimeState(number, config.stop.just_in_time_grace_s, self.pages.newest_step)
@@ -159,7 +159,8 @@ class Generation:
             self.group.expect_end()
             self.postponed = how
         else:
-            self.group.stop(how.grace_s, gently=how.gently, asking=how.asking)
+            at_once = self.pages.leave_sigterm() if how.asking is signal.SIGTERM else ()
+            self.group.stop(how.grace_s, gently=how.gently, asking=how.asking, at_once=at_once)
 
     def finish(self) -> None:
         """Nothing of it is left here."""

@@ -1,0 +1,183 @@
+"""Jobs of a real Slurm: started by srun, warned, cancelled, preempted, over their time. No step is done twice.
+
+`make slurm` runs them: they take minutes. The batch script is `deploy/slurm/requeue.sbatch`, without the lines for
+GPUs and times that this machine cannot give.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.system.needs import skip_without
+
+from .cluster import NODES, TOOLS, SlurmCluster, slurm_cluster
+
+DEPLOY = Path(__file__).parents[2] / "deploy" / "slurm"
+TRAINING = Path(__file__).with_name("training.py")
+PREEMPTIONS = int(os.environ.get("SLURM_PREEMPTIONS", "20"))
+STEP_S = "0.05"
+FOR_EVER = "1000000"
+NOT_HERE = ("--gpus-per-node", "--time", "--signal")
+
+pytestmark = [
+    pytest.mark.skipif("SLURM_TESTS" not in os.environ, reason="make slurm starts a Slurm for these"),
+    pytest.mark.timeout(900),
+]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    skip_without(TOOLS, "slurm", "only root can give each slurmd an /etc/hosts of its own")
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+class Training:
+    """One job, and what its workers have written."""
+
+    def __init__(self, slurm: SlurmCluster, folder: Path, *options: str, steps: str = FOR_EVER) -> None:
+        self.slurm = slurm
+        self.folder = folder
+        lines = (DEPLOY / "requeue.sbatch").read_text().splitlines(keepends=True)
+        left_out = tuple(f"#SBATCH {option}" for option in NOT_HERE)
+        script = folder / "requeue.sbatch"
+        script.write_text("".join(line for line in lines if not line.startswith(left_out)))
+        arguments = (str(TRAINING), str(folder), steps, STEP_S)
+        self.number = slurm.submit(script, *options, arguments=arguments)
+
+    def history(self, **wanted: object) -> list[dict[str, Any]]:
+        file = self.folder / "history"
+        lines = file.read_text().splitlines() if file.exists() else []
+        records = [json.loads(line) for line in lines]
+        return [r for r in records if all(r[name] == value for name, value in wanted.items())]
+
+    def steps_of(self, run: int) -> list[int]:
+        return [record["step"] for record in self.history(what="step", rank=0, run=run)]
+
+    def wait_for_steps(self, run: int, count: int = 10) -> None:
+        self.slurm.wait_for(lambda: len(self.steps_of(run)) >= count, f"steps of run {run}", self.number)
+
+    def wait_for_end(self, state: str) -> None:
+        self.slurm.wait_for(lambda: self.slurm.state(self.number) == state, state, self.number)
+
+    def wait_for_requeue(self, times: int) -> None:
+        def requeued() -> bool:
+            shown = self.slurm.shows(self.number)
+            return shown["Restarts"] == str(times) and shown["JobState"] in ("PENDING", "RUNNING")
+
+        self.slurm.wait_for(requeued, f"requeue number {times}", self.number)
+
+    def cancel(self) -> None:
+        self.slurm.run("scancel", str(self.number))
+        self.wait_for_end("CANCELLED")
+        self.slurm.wait_for(lambda: not self.slurm.run("squeue", "-h").strip(), "idle nodes", self.number)
+
+    def is_on_disk(self, step: int) -> bool:
+        return (self.folder / "checkpoints" / f"step-{step:012d}.json").exists()
+
+    def assert_no_step_lost(self, runs: int) -> None:
+        """Each rank did each step once, over all runs."""
+        for rank in range(len(NODES)):
+            steps = [record["step"] for record in self.history(what="step", rank=rank)]
+            assert steps == list(range(1, len(steps) + 1)), self.slurm.output(self.number)
+        assert {record["run"] for record in self.history(what="load")} == set(range(runs))
+
+
+def preempt(slurm: SlurmCluster, folder: Path) -> None:
+    """By a job that needs all of both nodes, and is soon done."""
+    script = folder / "urgent.sbatch"
+    script.write_text("#!/bin/bash\ntrue\n")
+    job = slurm.submit(script, "--partition=high", f"--nodes={len(NODES)}", "--exclusive")
+    slurm.wait_for(lambda: slurm.state(job) == "COMPLETED", "the urgent job's end", job)
+
+
+def test_srun_makes_one_job_of_two_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
+    words = ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "elastic-agent", "--slurm"]
+    slurm.run(*words, str(TRAINING), str(tmp_path), "20", "0.01")
+    records = [json.loads(line) for line in (tmp_path / "history").read_text().splitlines()]
+    ends = [record for record in records if record["what"] == "end"]
+    assert sorted((end["rank"], end["world"], end["step"]) for end in ends) == [(0, 2, 20), (1, 2, 20)]
+    loads = {record["rank"]: record["node"] for record in records if record["what"] == "load"}
+    assert loads == dict(enumerate(NODES)), "ranks follow SLURM_NODEID"
+
+
+def test_the_environment_of_a_task_says_all_that_slurm_needs(slurm: SlurmCluster) -> None:
+    done = slurm.run(
+        "srun", "--nodes=2", "--ntasks=2", "elastic-agent", "--slurm", "--check-config", str(TRAINING)
+    )
+    assert len(re.findall(r'rdzv-endpoint = "n1:2[0-9]{4}"', done)) == 2
+    assert sorted(re.findall("node-rank = ([01])", done)) == ["0", "1"]
+    assert len(re.findall(r'rdzv-id = "slurm-[0-9]+\.0"', done)) == 2
+    wrong = subprocess.run(
+        ["srun", "--nodes=2", "--ntasks=4", "elastic-agent", "--slurm", str(TRAINING)],
+        env=slurm.environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert wrong.returncode == 78
+    assert "SLURM_STEP_NUM_TASKS '4': expected one task on each of the step's 2 nodes" in wrong.stderr
+
+
+def test_scancel_leaves_the_newest_state_on_disk_and_is_not_requeued(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    """Its SIGTERM reaches the workers, too, here: they leave it to their agent."""
+    training = Training(slurm, tmp_path)
+    training.wait_for_steps(run=0)
+    training.cancel()
+    assert training.is_on_disk(training.steps_of(0)[-1])
+    assert "ended with exit code 143: stopped by SIGTERM" in slurm.output(training.number)
+    assert "killed by SIGTERM" not in slurm.output(training.number)
+    assert slurm.shows(training.number)["Restarts"] == "0"
+    training.assert_no_step_lost(runs=1)
+
+
+def test_a_warning_before_the_end_is_a_leave_and_a_requeue(slurm: SlurmCluster, tmp_path: Path) -> None:
+    training = Training(slurm, tmp_path, "--time=2", "--signal=USR1@30")  # it comes up to 30 s earlier
+    training.wait_for_steps(run=0)
+    slurm.wait_for(lambda: "SIGUSR1" in slurm.output(training.number), "the warning", training.number, 240)
+    training.wait_for_requeue(times=1)
+    assert "SIGUSR1: leaving the job before something ends it" in slurm.output(training.number)
+    assert "exit code 80: requeue number 1" in slurm.output(training.number)
+    training.wait_for_steps(run=1)
+    training.cancel()
+    training.assert_no_step_lost(runs=2)
+
+
+def test_the_time_limit_is_a_leave_and_a_requeue_without_any_warning(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    training = Training(slurm, tmp_path, "--time=1")
+    training.wait_for_steps(run=0)
+    slurm.wait_for(lambda: "SIGTERM" in slurm.output(training.number), "the time limit", training.number, 180)
+    training.wait_for_requeue(times=1)
+    assert "exit code 143: requeue number 1" in slurm.output(training.number)
+    training.wait_for_steps(run=1)
+    training.cancel()
+    training.assert_no_step_lost(runs=2)
+
+
+def test_preemptions_lose_no_step(slurm: SlurmCluster, tmp_path: Path) -> None:
+    training = Training(slurm, tmp_path)
+    for run in range(PREEMPTIONS):
+        training.wait_for_steps(run)
+        preempt(slurm, tmp_path)
+        training.wait_for_requeue(times=run + 1)
+    training.wait_for_steps(PREEMPTIONS)
+    training.cancel()
+    training.assert_no_step_lost(runs=PREEMPTIONS + 1)
+    output = slurm.output(training.number)
+    assert output.count("exit code 143: requeue number") == PREEMPTIONS
+    assert "killed by SIGTERM" not in output
