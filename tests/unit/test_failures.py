@@ -622,3 +622,25 @@ def test_a_port_of_the_scripts_own_is_told_beside_the_one_that_was_given(tmp_pat
     assert f"{told}41213" in failed_with(tmp_path, f"torch.distributed.DistNetworkError: {said}").cause
     same = failed_with(tmp_path, f"torch.distributed.DistNetworkError: {said}", master_port=port)
     assert "has chosen" not in same.cause
+
+
+UVICORN = (
+    "ERROR:    [Errno 98] error while attempting to bind on address ('127.0.0.1', 9): address already in use"
+)
+
+
+@pytest.mark.parametrize(
+    ("returncode", "lines", "reason"),
+    [
+        (1, ("INFO: started", UVICORN, "INFO: bye"), "port"),
+        (1, (UVICORN, "trying another", "port 10 it is", "step 1", "step 2"), "unknown"),
+        (-9, (UVICORN,), "signal"),
+        (1, (UVICORN, *TRACEBACK), "exception"),
+    ],
+)
+def test_a_program_without_a_traceback_has_a_port_taken_by_its_last_words(
+    tmp_path: Path, returncode: int, lines: tuple[str, ...], reason: str
+) -> None:
+    failure = examined(tmp_path, returncode, lines)
+    assert failure.reason == reason
+    assert ("address already in use; port 9: owner unknown" in failure.cause) == (reason == "port")

@@ -81,6 +81,7 @@ _PORT = re.compile(r"\bport:? (\d{1,5})\b|(?:\]|\d|\*|localhost):(\d{1,5})\b|', 
 _STORE = re.compile(
     r"client socket has .*connect to \(.*, (\d{1,5})\)|server socket has failed to listen.* port: (\d{1,5})"
 )
+_LAST_WORDS = 3
 _HEADER = "Traceback (most recent call last):"
 # What changes from run to run in a message: UUIDs, addresses and hashes, names of temporary files, numbers.
 _VARYING = re.compile(
@@ -184,6 +185,10 @@ def describe_failure(
         if reason in ("unknown", "signal"):
             reason = _reason_of(report.exception)
         notes += _of_ports(report.exception, master_port, taken=reason == "port")
+    elif returncode > 0 and (said := _says_port_taken(log_tail)):
+        reason = "port"
+        cause += f": {said}"
+        notes += _of_ports(said, master_port, taken=True)
     elif returncode == -signal.SIGABRT and any(_WATCHDOG.search(line) for line in log_tail):
         reason = "nccl"
     return WorkerFailure(
@@ -205,6 +210,12 @@ def _reason_of(exception: str) -> Reason:
     if _PORT_TAKEN.search(exception):
         return "port"
     return "nccl" if _NETWORK_EXCEPTION.search(exception) else "exception"
+
+
+def _says_port_taken(log_tail: Sequence[str]) -> str:
+    """The line in which a program without a traceback gives that as its last words; empty if it has others."""
+    last = [line for line in log_tail if line.strip()][-_LAST_WORDS:]
+    return next((line for line in last if _PORT_TAKEN.search(line)), "")
 
 
 def _of_ports(exception: str, master_port: int, *, taken: bool) -> Iterator[str]:
