@@ -164,7 +164,7 @@ def planned_leave(run: Run) -> str:
     """One node of two gets SIGTERM; a checkpoint is made each 50 steps."""
     for node in "ab":
         run.join(node, "1:2", "--max-restarts=3", mode="train")
-    run.wait_for(lambda: len(run.history("step")) >= 2 * 80, "steps")
+    run.wait_for(lambda: len(run.history("step", WORLD_SIZE="2")) >= 2 * 80, "steps")
     asked_at = time.monotonic()
     run.agents["b"].terminate()
     if not run.wait_for(lambda: run.history("load", asked_at), "new world"):

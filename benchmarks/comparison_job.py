@@ -59,6 +59,7 @@ def train(folder: Path) -> None:
     from elastic_agent.worker import Checkpointer, step
 
     dist.init_process_group("gloo")
+    torch.manual_seed(0)  # the same on every rank
     weights = torch.nn.Linear(4, 4)
     checkpoints = Checkpointer(folder / "checkpoints", {"model": weights})
     done = checkpoints.load()
