@@ -144,7 +144,10 @@ def test_the_next_start_removes_what_a_killed_one_has_left(folder: Path) -> None
             assert left.exists(), "its owner lives"
         owner.kill()
     # An agent that goes on without the owner would start workers with it.
-    with subprocess.Popen([sys.executable, "-c", "input()", left], stdin=subprocess.PIPE) as agent:
+    waiting = [sys.executable, "-c", "input('begun\\n')", left]
+    with subprocess.Popen(waiting, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None
+        assert agent.stdout.readline() == b"begun\n"
         with StartFile(OfThisModule):
             assert left.exists(), "a process has it in its command"
         agent.kill()
@@ -208,3 +211,26 @@ def test_what_a_restart_changes_is_put_in_dict_by_dict() -> None:
     changed = _put_into(arguments, {"overrides": {"resume": True}, "cfg": {"a": 1}})
     assert changed == {"overrides": {"lr": 1, "resume": True}, "cfg": {"a": 1}}
     assert arguments["overrides"] == {"lr": 1, "resume": False}
+
+
+def test_a_class_of_a_module_that_python_runs_by_name_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "trains.py").write_text(
+        "import json\n"
+        "class Trainer:\n"
+        "    pass\n"
+        "if __name__ == '__main__':\n"
+        "    from elastic_agent.trainer_start import _place_of\n"
+        "    print(json.dumps(_place_of(Trainer)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "trains"], cwd=tmp_path, check=True, capture_output=True, text=True
+    )
+    place = json.loads(done.stdout)
+    assert place == {"main_module": "trains", "name": "Trainer"}
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("__main__", "__mp_main__"):
+        monkeypatch.setitem(sys.modules, name, sys.modules["__main__"])
+    found: Any = _class_at(place)
+    assert (found.__module__, found is sys.modules["__main__"].Trainer) == ("__mp_main__", True)  # type: ignore[attr-defined]
