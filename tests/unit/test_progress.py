@@ -234,3 +234,45 @@ def test_a_pending_change_without_anybody_who_follows_it_changes_nothing(ours: S
     ours.words[shared_progress.PENDING] = 1
     progress.step(1)
     assert ours.read().step == 1
+
+
+LEFT_TO_AGENT = """
+import os, signal, subprocess, sys
+from elastic_agent.worker.steps.signals import script_handles_sigterm
+step(1)
+signal.raise_signal(signal.SIGTERM)
+assert not script_handles_sigterm()
+child = os.fork()
+if not child:
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+itself = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"]
+assert subprocess.run(itself).returncode == -signal.SIGTERM
+"""
+OWN_HANDLER = """
+import signal
+from elastic_agent.worker.steps.signals import script_handles_sigterm
+called = []
+signal.signal(signal.SIGTERM, lambda *_: called.append(1))
+step(1)
+signal.raise_signal(signal.SIGTERM)
+assert called
+assert script_handles_sigterm()
+"""
+
+
+@pytest.mark.parametrize(("program", "left"), [(LEFT_TO_AGENT, 1), (OWN_HANDLER, 0)])
+def test_a_sigterm_to_all_processes_is_left_to_the_agent_but_by_children_and_own_handlers(
+    program: str, left: int, ours: SharedProgress
+) -> None:
+    ours.words[shared_progress.ALL_SIGNALLED] = 1
+    run(program, ours)
+    assert ours.words[shared_progress.LEAVES_SIGTERM] == left
+
+
+def test_elsewhere_a_sigterm_ends_a_worker_at_once(ours: SharedProgress) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as ended:
+        run("import signal\nstep(1)\nsignal.raise_signal(signal.SIGTERM)", ours)
+    assert ended.value.returncode == -15
+    assert not ours.words[shared_progress.LEAVES_SIGTERM]

@@ -22,6 +22,7 @@ from elastic_agent.rendezvous.node.drain import End
 from elastic_agent.rendezvous.node.node_actions import Drain
 from elastic_agent.worker.steps.drain import DRAINED
 from elastic_agent.worker.wire.messages import Go, Guarding, Held, Hold, Keep, Kept, SaveReport
+from elastic_agent.worker.wire.shared_progress import LEAVES_SIGTERM
 
 from .supervised import Supervised
 
@@ -208,3 +209,25 @@ def test_workers_that_do_not_move_are_ended_by_the_signal_that_shows_where_they_
     node.exit(1, -signal.SIGABRT)
     assert node.turn()
     assert len(node.reported) == 1
+
+
+def test_a_worker_that_leaves_sigterm_to_the_agent_is_killed_where_sigterm_would_have_ended_it(
+    node: Supervised,
+) -> None:
+    generation = node.supervisor._generation
+    assert generation is not None
+    generation.pages._pages[2].words[LEAVES_SIGTERM] = 1
+    node.supervisor.stop(30.0, gently=True, reason="a planned change")
+    asked = dict(node.group.signals)
+    assert asked == {rank: signal.SIGKILL if rank == 2 else signal.SIGTERM for rank in range(8)}
+
+
+def test_a_stuck_worker_shows_where_it_stands_also_if_it_leaves_sigterm_to_the_agent(tmp_path: Path) -> None:
+    node = Supervised(tmp_path, 1, TimeoutConfig(hang_s=10.0))
+    node.start()
+    generation = node.supervisor._generation
+    assert generation is not None
+    generation.pages._pages[0].words[LEAVES_SIGTERM] = 1
+    generation.hang.stepped(0, 3, node.now)
+    node.turn(10.1)
+    assert node.group.signals == [(0, signal.SIGABRT)]
