@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from elastic_agent.worker.steps.registry import Checkpointers
 from elastic_agent.worker.wire.environment import WORKER_VARIABLES
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_before() -> Iterator[None]:
+    """A worker leaves signals to its agent: agents that later tests start here must not inherit that."""
+    numbers = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        if handler is not None and signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture
