@@ -6,12 +6,12 @@ torch's default unless they are given a timeout, also where the default group ha
 
 from __future__ import annotations
 
+import importlib
 import os
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.rendezvous import _rendezvous_handlers
 
 from ..errors import ClusterEnvironmentError
 from ..wire.environment import PROCESS_GROUP_TIMEOUT
@@ -45,5 +45,8 @@ def init_process_group(
             init_method, more = None, more | {"rank": 0, "world_size": 1, "store": dist.HashStore()}
         elif place is not None:
             os.environ.update(place.variables())
-    watch(_rendezvous_handlers)
+    rendezvous: Any = importlib.import_module(
+        "torch.distributed.rendezvous"
+    )  # some builds of torch have none
+    watch(rendezvous._rendezvous_handlers)
     dist.init_process_group(backend, init_method, timeout, *args, **more)
