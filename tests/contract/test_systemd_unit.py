@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.common.exits import ExitCode
+from elastic_agent.agent.common.exits import REQUEUE, ExitCode
 from elastic_agent.agent.configuration.stopping import STOP_GRACE
 from elastic_agent.agent.configuration.timeouts import whole_stop_s
 from elastic_agent.agent.configuration.types.parsers import duration
@@ -108,8 +108,7 @@ def test_every_exit_code_is_a_success_worth_another_start_or_a_persons() -> None
     assert setting("Restart") == "on-failure"
     fine = {ExitCode.SUCCESS, *map(int, setting("SuccessExitStatus").split())}
     hopeless = {*map(int, setting("RestartPreventExitStatus").split())}
-    again = {ExitCode.STORE_LOST, ExitCode.NO_NETWORK, ExitCode.NOT_HERE, ExitCode.JOIN_TIMEOUT}
-    again |= {ExitCode.AGENT_FAILED, ExitCode.UNKILLABLE, ExitCode.LOOP_STUCK, ExitCode.UNLIKE_THE_JOB}
+    again = {*REQUEUE, ExitCode.UNLIKE_THE_JOB}
     assert fine == {ExitCode.SUCCESS, ExitCode.STOPPED_BY_SIGINT, ExitCode.STOPPED_BY_SIGTERM}
     assert sorted([*fine, *hopeless, *again]) == sorted(ExitCode)
 
