@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -45,12 +46,21 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 class Training:
     """One job, and what its workers have written."""
 
-    def __init__(self, slurm: SlurmCluster, folder: Path, *options: str, steps: str = FOR_EVER) -> None:
+    def __init__(
+        self,
+        slurm: SlurmCluster,
+        folder: Path,
+        *options: str,
+        file: str = "requeue.sbatch",
+        steps: str = FOR_EVER,
+    ) -> None:
         self.slurm = slurm
         self.folder = folder
-        lines = (DEPLOY / "requeue.sbatch").read_text().splitlines(keepends=True)
+        lines = (
+            (DEPLOY / file).read_text().replace("--min-nodes 2", "--min-nodes 1").splitlines(keepends=True)
+        )
         left_out = tuple(f"#SBATCH {option}" for option in NOT_HERE)
-        script = folder / "requeue.sbatch"
+        script = folder / file
         script.write_text("".join(line for line in lines if not line.startswith(left_out)))
         arguments = (str(TRAINING), str(folder), steps, STEP_S)
         self.number = slurm.submit(script, *options, arguments=arguments)
@@ -181,3 +191,30 @@ def test_preemptions_lose_no_step(slurm: SlurmCluster, tmp_path: Path) -> None:
     output = slurm.output(training.number)
     assert output.count("exit code 143: requeue number") == PREEMPTIONS
     assert "killed by SIGTERM" not in output
+
+
+def agent_on(node: str, job: int) -> int:
+    """The pid of the task itself."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (entry / "cmdline").read_bytes().split(b"\0")
+            environment = (entry / "environ").read_bytes().split(b"\0")
+            parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+            started_by = Path("/proc", parent, "comm").read_text()
+        except OSError:
+            continue
+        wanted = {f"SLURMD_NODENAME={node}".encode(), f"SLURM_JOB_ID={job}".encode()}
+        if started_by.startswith("slurmstepd") and b"--slurm" in command and wanted <= set(environment):
+            return int(entry.name)
+    raise AssertionError(f"no agent of job {job} on {node}")
+
+
+def test_a_job_that_may_goes_on_without_a_lost_agent(slurm: SlurmCluster, tmp_path: Path) -> None:
+    training = Training(slurm, tmp_path, "--nodes=2", file="elastic.sbatch")
+    training.wait_for_steps(run=0)
+    assert {record["world"] for record in training.history(what="load")} == {2}
+    os.kill(agent_on(NODES[1], training.number), signal.SIGKILL)
+    slurm.wait_for(lambda: training.history(what="step", world=1), "steps on one node", training.number)
+    assert slurm.state(training.number) == "RUNNING"
+    training.cancel()
+    assert training.is_on_disk(training.history(what="step", world=1)[-1]["step"])
