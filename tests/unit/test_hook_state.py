@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    powerSGD_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
 
 from elastic_agent.worker import CheckpointError
 from elastic_agent.worker.collectives import register_comm_hook
+from elastic_agent.worker.ranks.fingerprint import tensors_in
 from elastic_agent.worker.state.hook_state import HookState, _Bucket
 
 pytest.importorskip("numpy")
@@ -163,3 +170,54 @@ def test_a_state_of_an_unknown_kind_is_refused_when_it_is_saved_and_no_sooner() 
     hook = register_comm_hook(torch.nn.Linear(1, 1), object(), lambda *_: torch.futures.Future())
     with pytest.raises(CheckpointError, match="is a object, of which it is not known what to keep"):
         hook.state_dict()
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Training:
+    """By torch's own DDP, which has one bucket in its first step and several from then on."""
+
+    def __init__(self, wrapper: Any = None, bucket_cap_mb: float = 0.008) -> None:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(32, 32) for _ in range(4)]
+        self.model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=bucket_cap_mb)
+        power = PowerSGDState(None, 1, start_powerSGD_iter=3, min_compression_rate=1)
+        self.hook = register_comm_hook(self.model, power, powerSGD_hook, wrapper)
+        self.parts: dict[str, Any] = {"model": self.model.module, "hook": self.hook}
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def train(self, first: int, end: int) -> list[tuple[str, Any]]:
+        for step in range(first, end):
+            self.optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(step)
+            self.model(torch.randn(4, 32, generator=generator)).square().mean().backward()
+            self.optimizer.step()
+        states = {name: part.state_dict() for name, part in self.parts.items()}
+        return [(key, tensor.tolist()) for key, tensor in tensors_in(states, "")]
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("wrapper", [None, default_hooks.fp16_compress_wrapper], ids=["", "fp16"])
+@pytest.mark.parametrize("restarted_after", [2, 5])
+def test_ddp_goes_on_with_the_buckets_that_it_had(wrapper: Any, restarted_after: int) -> None:
+    before, after = Training(wrapper), Training(wrapper)
+    before.train(0, restarted_after)
+    for name, part in after.parts.items():
+        part.load_state_dict(before.parts[name].state_dict())
+    assert len(after.hook.state_dict()["buckets"]) > 1
+    assert after.train(restarted_after, 9) == Training(wrapper).train(0, 9)
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_ddp_with_other_buckets_raises_in_backward() -> None:
+    before, after = Training(), Training(bucket_cap_mb=0.001)
+    before.train(0, 5)
+    after.hook.load_state_dict(before.hook.state_dict())
+    after.train(5, 6)
+    with pytest.raises(CheckpointError, match="belongs to other buckets than DDP has now"):
+        after.train(6, 7)
