@@ -22,8 +22,7 @@ from elastic_agent.worker import Checkpointer, step
 from elastic_agent.worker.collectives import register_comm_hook
 
 
-def main(directory: str, steps: int) -> None:
-    dist.init_process_group("gloo")
+def train(directory: str, steps: int) -> None:
     torch.set_num_threads(1)  # what several add up depends on how many they are
     for seed in (torch.manual_seed, random.seed, numpy.random.seed):
         seed(0)
@@ -54,7 +53,6 @@ def main(directory: str, steps: int) -> None:
         time.sleep(float(os.environ.get("STEP_S", "0")))
     checkpoints.save(done)
     dist.barrier()
-    dist.destroy_process_group()
 
 
 def note(what: str, number: int) -> None:
@@ -69,4 +67,6 @@ def note(what: str, number: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    dist.init_process_group("gloo")
+    train(sys.argv[1], int(sys.argv[2]))
+    dist.destroy_process_group()

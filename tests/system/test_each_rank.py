@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 from pathlib import Path
 from typing import Any
@@ -19,23 +20,22 @@ __all__ = ["worlds"]
 class CompressedRun(Run):
     script = Path(__file__).with_name("power_sgd_ddp.py")
 
-    def end(self) -> dict[str, str]:
-        """The digest of each part of the final state, and of each rank's own."""
-        found = self.ended()
-        (newest,) = self.directory.glob(f"step-{self.steps:012d}-*.pt")
-        for rank, row in enumerate(torch.load(newest, weights_only=True)["ranks"]):
-            path = self.job.folder / "row.pt"
-            path.write_bytes(row.numpy().tobytes())
-            own: Any = torch.load(path, weights_only=True)["hook"]
-            assert own["error_dict"], "PowerSGD has begun"
-            found |= {f"rank {rank} {name}": digest(value) for name, value in own.items()}
-        return found
+
+def end(directory: Path, steps: int) -> dict[str, str]:
+    """The digest of each part of the final state, and of each rank's own."""
+    (newest,) = directory.glob(f"step-{steps:012d}-*.pt")
+    saved = torch.load(newest, weights_only=True)
+    found = {name: digest(part) for name, part in saved["state"].items()} | {"rng": digest(saved["rng"])}
+    for rank, row in enumerate(saved["ranks"]):
+        own = torch.load(io.BytesIO(row.numpy().data), weights_only=True)["hook"]
+        assert own["error_dict"], "PowerSGD has begun"
+        found |= {f"rank {rank} {name}": digest(value) for name, value in own.items()}
+    return found
 
 
 @pytest.mark.timeout(120)
-def test_power_sgd_ends_as_if_it_had_not_been_disturbed(job: Job) -> None:
+def test_power_sgd_ends_as_if_it_had_not_been_disturbed(job: Job, worlds: Worlds, tmp_path: Path) -> None:
     steps = 65
-    beside = CompressedRun(job, "undisturbed", 1, steps)
     run = CompressedRun(job, "disturbed", 1, steps, RANK_1_DIES_AFTER="27", MEMORY_EVERY="4", STEP_S="0.03")
     job.wait_for(lambda: run.newest(2) > 26, "steps after the kill")
     assert run.begun(2) == 24
@@ -45,9 +45,14 @@ def test_power_sgd_ends_as_if_it_had_not_been_disturbed(job: Job) -> None:
     last = run.newest(2) + 1
     assert last < steps
     run.agents = [run.start("again")]
-    undisturbed = beside.end()
+    args = [
+        {**one, "steps": steps} for one in in_directories(tmp_path / "undisturbed", tmp_path / "undisturbed")
+    ]
+    worlds.answers("power_sgd", args, STEPS_FILE=str(tmp_path / "steps of no interest"))
+    undisturbed = end(tmp_path / "undisturbed", steps)
     assert undisturbed["rank 0 error_dict"] != undisturbed["rank 1 error_dict"]
-    assert run.end() == undisturbed
+    assert run.agents[0].exit_code(120) == 0
+    assert end(run.directory, steps) == undisturbed
     assert run.notes(what="begun")[-1]["step"] == last, "a planned change loses no step"
 
 
