@@ -96,14 +96,6 @@ class TailReady:
 
 
 @dataclass(frozen=True, slots=True)
-class MasterUnreachable:
-    """This node's workers cannot reach the port at which those of this generation meet."""
-
-    generation: int
-    problem: str
-
-
-@dataclass(frozen=True, slots=True)
 class StoreServerMessage:
     """A message of the process that serves the workers' stores. Empty: it has ended."""
 
@@ -213,14 +205,7 @@ class Signalled:
 
 
 GenerationEvent: TypeAlias = (
-    WorkerExited
-    | TailReady
-    | Reported
-    | JustInTimeMessage
-    | WorkerAnswered
-    | WorkerKept
-    | StopRead
-    | MasterUnreachable
+    WorkerExited | TailReady | Reported | JustInTimeMessage | WorkerAnswered | WorkerKept | StopRead
 )
 """What the workers of one generation do, and what follows from it."""
 

@@ -35,6 +35,7 @@ from elastic_agent.rendezvous.node.participant import Participant
 from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,
+    Condition,
     Endpoint,
     Failure,
     Member,
@@ -131,6 +132,11 @@ class RecordingParticipant(Participant):
     """Keeps what it was given after it has begun anew."""
 
     failures: list[Failure]
+    others: tuple[NodeRecord, ...] = ()
+
+    @property
+    def known_nodes(self) -> tuple[NodeRecord, ...]:
+        return self.others
 
     def workers_failed(self, failure: Failure) -> None:
         self.failures.append(failure)
@@ -209,10 +215,12 @@ class Supervised:
         assert isinstance(group, FakeWorkers)
         return group
 
-    def start(self, generation: int = 1) -> None:
-        member = Member("a", "a-1", self.participant.identity.slots, 0)
+    def start(self, generation: int = 1, first: str | None = None) -> None:
+        """`first`: another node, of one worker, which has rank 0."""
+        others = (Member(first, f"{first}-1", 1, 0),) if first is not None else ()
+        member = Member("a", "a-1", self.participant.identity.slots, len(others))
         master = Endpoint("host-a", 1000)
-        world = World("job", generation, Phase.RUNNING, (member,), master, Cause(CauseKind.START))
+        world = World("job", generation, Phase.RUNNING, (*others, member), master, Cause(CauseKind.START))
         self.supervisor.start(world, member, cast(socket.socket, Ignored()), self.now)
 
     def turn(self, after_s: float = 0.0) -> bool:
@@ -227,6 +235,11 @@ class Supervised:
     def exit(self, local_rank: int, returncode: int) -> None:
         self.group.codes[local_rank] = returncode
         self.events.append(WorkerExited(self.group.generation, local_rank, self.now))
+
+    def others_succeed(self) -> None:
+        generation = self.group.generation
+        other = NodeRecord("b", "b-1", "host-b", 1000, 1, generation=generation)
+        self.participant.others = (replace(other, conditions=frozenset({Condition.SUCCEEDED})),)
 
     def stop_was(self, stop: StopAt | None) -> None:
         self.events.append(StopRead(self.group.generation, stop))

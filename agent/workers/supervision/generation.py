@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ....rendezvous.coordinator.restarts import STABLE_AFTER_S
 from ....rendezvous.records import World
 from ....worker.wire.shared_progress import Reading
-from ...common.events import Event
 from ...configuration.config import Config
 from ...configuration.timeouts import drain_timeout_s
 from ..environment.widening import WIDENING, widening
@@ -110,10 +109,19 @@ class Generation:
             reasons = "; ".join(dict.fromkeys(cold.values()))
             log.info("generation %d: %d workers start cold: %s", self.number, len(cold), reasons)
 
-    def check_master(self, post: Callable[[Event], None]) -> None:
-        """Find out whether these workers can reach the node of rank 0."""
-        self._master_check = MasterCheck(self.world, post)
+    def check_master(self, node: str) -> None:
+        """Warn where these workers, on node `node`, cannot reach the node of rank 0."""
+        self._master_check = MasterCheck(self.world, node)
         self._master_check.start()
+
+    @property
+    def checks_master(self) -> bool:
+        return self._master_check is not None and self._master_check.under_way
+
+    def master_may_close(self) -> None:
+        """Workers end, so the port where they meet may close on its node."""
+        if self._master_check is not None:
+            self._master_check.close()
 
     # ---------------------------------------------------------------- what the workers do
 
@@ -148,13 +156,14 @@ class Generation:
     def exited(self, local_rank: int, returncode: int, at: float) -> Exit:
         kind = self.drain.exited(local_rank, returncode, at, stopping=self.stopping, hung=self.hung)
         if kind is Exit.ENDED:
+            self.master_may_close()
             self.late_exits.ended(self.group.ranks[local_rank], at)
         return kind
 
     # ---------------------------------------------------------------- how it ends
 
     def stop(self, how: HowToStop) -> None:
-        self._close_check()
+        self.master_may_close()
         if self.just_in_time.under_way:
             self.group.expect_end()
             self.postponed = how
@@ -164,13 +173,9 @@ class Generation:
 
     def finish(self) -> None:
         """Nothing of it is left here."""
-        self._close_check()
+        self.master_may_close()
         self.pages.close()
         self.over = True
-
-    def _close_check(self) -> None:
-        if self._master_check is not None:
-            self._master_check.close()
 
     def stop_if_kept(self) -> None:
         """What was postponed is due when the last step is in memory, or will not be."""

@@ -19,13 +19,12 @@ from ....rendezvous.coordinator.restarts import STABLE_AFTER_S
 from ....rendezvous.node.drain import Beyond
 from ....rendezvous.node.node_actions import Drain
 from ....rendezvous.node.participant import Participant
-from ....rendezvous.records import Failure, Member, World
+from ....rendezvous.records import Condition, Failure, Member, World
 from ....worker.wire.messages import SaveReport
 from ...common.events import (
     Event,
     GenerationEvent,
     JustInTimeMessage,
-    MasterUnreachable,
     Reported,
     StopRead,
     StoreServerMessage,
@@ -147,7 +146,7 @@ class Supervisor:
                 self._observer.exited(ended, returncode, now, killed=True)
             self._fail(generation, problem)
         elif world.members[0] != member:
-            generation.check_master(self._post)
+            generation.check_master(member.node)
 
     def turn(self, now: float) -> bool:
         """Do what is due. True: nothing of the generation is left here, and the participant knows."""
@@ -270,8 +269,6 @@ class Supervisor:
             self._answered(generation, event)
         elif isinstance(event, StopRead):
             self._stop_read(generation, event)
-        elif isinstance(event, MasterUnreachable):
-            self._fail(generation, event.problem)
 
     def store_server_message(self, event: StoreServerMessage) -> None:
         problem = self._processes.worker_store.handle(event)
@@ -374,6 +371,8 @@ class Supervisor:
         """Undisturbed workers: have they lasted, do they hang, do some live on after others have ended?"""
         if now >= generation.started_at + STABLE_AFTER_S:
             self._participant.workers_stable(generation.number)
+        if generation.checks_master and self._some_node_succeeded(generation):
+            generation.master_may_close()
         hang, drain, group = generation.hang, generation.drain, generation.group
         silent = group.running and not drain.finished
         if silent and hang.due_at is not None and now >= hang.due_at:
@@ -384,6 +383,11 @@ class Supervisor:
                 generation.late_exits.others_ended(now)
             if cause := generation.late_cause(now):
                 self._end_stuck(generation, min(generation.running), cause, "hang at the end")
+
+    def _some_node_succeeded(self, generation: Generation) -> bool:
+        """As far as this node follows the others."""
+        done = Condition.SUCCEEDED, generation.number
+        return any(node.has(*done) for node in self._participant.known_nodes)
 
     def _finish(self, generation: Generation, now: float) -> None:
         """Nothing of the generation is left here."""
