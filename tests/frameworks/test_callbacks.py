@@ -169,3 +169,23 @@ def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
     for part in [name for name in ends[0] if name.startswith(("model", "optimizer", "scheduler"))]:
         assert numbers(ends[1][part]) == numbers(ends[0][part])
     assert position(ends[1], CASES[example]) == position(ends[0], CASES[example])
+
+
+@pytest.mark.parametrize("script", ["fuller_transformers.py", "fuller_lightning.py"])
+def test_evaluations_accumulation_and_other_callbacks_go_on(job: Job, second_job: Job, script: str) -> None:
+    """Early stopping and the choice of the best model, too, come to the same end as if there had been no kill."""
+    ends = []
+    for one, killed in ((job, False), (second_job, True)):
+        scene = Scene(one, str(RECORDED.with_name(script)))
+        agent = scene.start("a", "--nproc-per-node=2", TORCH_PRELOADED)
+        if killed:
+            scene.trained(2, steps=45)
+            victim = next(worker for worker in one.workers() if worker.environment.get("RANK") == "1")
+            os.kill(victim.pid, signal.SIGKILL)
+            scene.trained(2, after=1)
+        scene.slow.unlink()
+        assert agent.exit_code(TRAINED_S) == 0
+        end = agent.says(r"the end: .*")
+        assert end is not None
+        ends.append(end[0])
+    assert ends[1] == ends[0]
