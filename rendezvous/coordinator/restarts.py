@@ -9,7 +9,7 @@ After `BAD_STATE_AFTER` failures alike, all before any step beyond the state tha
 an older one, and after the next such failure one older again.
 
 A worker that found its port taken says nothing about script, state or node: the first `FREE_PORT_RETRIES` such failures
-of a job cost nothing.
+of a job cost nothing, unless the job allows no restart at all.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Ended:
 
 def after_failure(used: Restarts, ended: Ended, policy: RestartPolicy, rng: random.Random) -> Retry | GiveUp:
     """What one more failure means for the job."""
-    if ended.port_taken and used.port_retries < FREE_PORT_RETRIES:
+    if ended.port_taken and policy.max_failures != 0 and used.port_retries < FREE_PORT_RETRIES:
         backoff_s = PORT_BACKOFF_S * rng.uniform(0.5, 1.0) if used.port_retries else 0.0
         kept = Restarts(used.failures, fingerprint=used.fingerprint) if ended.progressed else used
         return Retry(replace(kept, port_retries=used.port_retries + 1), backoff_s, free=True)

@@ -43,7 +43,7 @@ def test_a_port_that_is_taken_is_retried_twice_without_budget_and_its_owner_name
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        agent = job.start("a", "--max-restarts=0", script=(script(tmp_path, SERVER), str(port)))
+        agent = job.start("a", "--max-restarts=1", script=(script(tmp_path, SERVER), str(port)))
         failed = rf"rank 0 failed: .*port {port}: pid {os.getpid()}, "
         job.wait_for(lambda: len(re.findall(failed, agent.text)) == 2, "a second failure")
     assert agent.exit_code() == 0

@@ -844,11 +844,11 @@ def test_a_failure_that_others_had_too_neither_blames_nor_clears() -> None:
 
 
 def test_who_is_put_aside_is_named_and_its_failures_cost_the_job_nothing() -> None:
-    used = replace(ONCE, failures=8)
+    used = replace(ONCE, failures=8, port_retries=1)
     decision = blamed(replace(JOINED, cause=OF_C, restarts=used), SA, SB, SC)
     assert isinstance(decision, Publish)
     world = decision.world
-    assert world.restarts == Restarts(7)
+    assert world.restarts == Restarts(7, port_retries=1)
     assert world.aside == (
         Aside(
             "c",
@@ -859,6 +859,15 @@ def test_who_is_put_aside_is_named_and_its_failures_cost_the_job_nothing() -> No
     )
     assert world.cause.detail.startswith("node c is put aside: all 2 failures")
     assert world.proven == 2
+
+
+def test_a_taken_port_that_costs_nothing_blames_no_node() -> None:
+    taken = replace(OF_C, failure=replace(CRASH, port_taken=True))
+    for used in (Restarts(), ONCE):
+        decision = blamed(replace(JOINED, cause=taken, restarts=used), SA, SB, SC)
+        assert short(decision) == "running 5 [a b c] failure c"
+        assert isinstance(decision, Publish)
+        assert decision.world.restarts == replace(used, port_retries=1)
 
 
 PUT = replace(AB, aside=(Aside("c", "c-1", "its workers fail"),), limits=LIMITS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import socket
@@ -21,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from elastic_agent.agent.common.port_owner import find_owner
 from elastic_agent.agent.workers.processes.failures import (
     MAX_JSON,
     ErrorReport,
@@ -233,6 +235,9 @@ def test_what_python_really_prints_is_understood(tmp_path: Path, script: str) ->
     assert found.traceback.startswith("Traceback (most recent call last):")
 
 
+OWNER_OF = functools.partial(find_owner, "0.0.0.0")
+
+
 def examined(
     tmp_path: Path, returncode: int, log_tail: tuple[str, ...] = (), oom: bool = False, master_port: int = 0
 ) -> WorkerFailure:
@@ -247,6 +252,7 @@ def examined(
         log_file=tmp_path / "stderr.log",
         oom_killed=oom,
         master_port=master_port,
+        owner_of=OWNER_OF,
     )
 
 
@@ -349,7 +355,7 @@ def test_what_no_restart_helps_is_known_from_what_a_worker_left(
     lines = "".join(traceback.format_exception(_raised(error))).splitlines()
     failure = describe_failure(
         rank=3, local_rank=1, node="a", generation=2, returncode=1, error_file=tmp_path / "error.json",
-        log_tail=[f"[rank3]: {line}" for line in lines], log_file=None,
+        log_tail=[f"[rank3]: {line}" for line in lines], log_file=None, owner_of=OWNER_OF,
     )  # fmt: skip
     assert is_final(failure) == final
     assert not is_final(dataclasses.replace(failure, exception=None))
@@ -420,6 +426,7 @@ def test_whatever_a_worker_prints_the_failure_can_be_sent(
         error_file=None,
         log_tail=[*log_tail, '  File "x", line 1, in f', message],
         log_file=None,
+        owner_of=OWNER_OF,
     )
     small = WorkerFailure.from_json(failure.to_json())
     assert small.returncode == returncode
@@ -589,6 +596,29 @@ def test_a_port_that_is_taken_is_a_reason_of_its_own_with_its_owner(
     assert WorkerFailure.from_json(failure.to_json()).cause == failure.cause
 
 
+GLOO = "RuntimeError: [enforce fail at /build/gloo/transport/tcp/listener.cc:48] bind: Address already in use"
+
+
+@pytest.mark.parametrize(
+    ("exception", "reason"),
+    [
+        ("OSError: [Errno 98] Address already in use", "port"),
+        (
+            "OSError: [Errno 98] error while attempting to bind on address ('::', 8, 0, 0): address already in use",
+            "port",
+        ),
+        (GLOO, "port"),
+        ("RuntimeError: Address already in use", "port"),
+        ("RuntimeError: the log said: Address already in use [Errno 98] port: 22", "exception"),
+        ("ValueError: OSError: [Errno 98] Address already in use", "exception"),
+        ("OSError: [Errno 98] Address '/run/x.sock' is already in use", "exception"),
+        ("zmq.error.ZMQError: Address already in use (addr='ipc:///tmp/x')", "exception"),
+    ],
+)
+def test_only_who_wanted_a_port_found_one_taken(tmp_path: Path, exception: str, reason: str) -> None:
+    assert failed_with(tmp_path, exception).reason == reason
+
+
 HOLD_A_PORT = """
 import socket, sys
 server = socket.create_server(("0.0.0.0", 0))
@@ -634,6 +664,7 @@ UVICORN = (
     [
         (1, ("INFO: started", UVICORN, "INFO: bye"), "port"),
         (1, (UVICORN, "trying another", "port 10 it is", "step 1", "step 2"), "unknown"),
+        (1, ("unix socket /run/x.sock: address already in use",), "unknown"),
         (-9, (UVICORN,), "signal"),
         (1, (UVICORN, *TRACEBACK), "exception"),
     ],

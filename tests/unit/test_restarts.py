@@ -188,7 +188,7 @@ def test_after_progress_there_is_no_wait() -> None:
 
 
 def test_a_port_that_is_taken_costs_nothing_twice() -> None:
-    policy, rng, used = RestartPolicy(max_failures=0), random.Random(0), Restarts(0, 1, "other", 1)
+    policy, rng, used = RestartPolicy(max_failures=1), random.Random(0), Restarts(1, 1, "other", 1)
     waits = []
     for _ in range(FREE_PORT_RETRIES):
         verdict = after_failure(used, Ended(1, "port", False, port_taken=True), policy, rng)
@@ -196,15 +196,22 @@ def test_a_port_that_is_taken_costs_nothing_twice() -> None:
         assert verdict.free
         waits.append(verdict.backoff_s)
         used = verdict.restarts
-    assert used == Restarts(0, 1, "other", 1, port_retries=2)
+    assert used == Restarts(1, 1, "other", 1, port_retries=2)
     assert waits[0] == 0.0
     assert PORT_BACKOFF_S / 2 <= waits[1] <= PORT_BACKOFF_S
     third = after_failure(used, Ended(1, "port", False, port_taken=True), policy, rng)
     assert third == GiveUp(
-        Restarts(1, 2, "port", 1, port_retries=2),
+        Restarts(2, 2, "port", 1, port_retries=2),
         Result.RESTARTS_EXHAUSTED,
-        "1 failures, --max-restarts allows 0",
+        "2 failures, --max-restarts allows 1",
     )
+
+
+def test_no_restart_is_none_for_a_taken_port_either() -> None:
+    once = Ended(1, "port", False, port_taken=True)
+    verdict = after_failure(Restarts(), once, RestartPolicy(max_failures=0), random.Random(0))
+    assert isinstance(verdict, GiveUp)
+    assert verdict.reason == "1 failures, --max-restarts allows 0"
 
 
 @pytest.mark.parametrize("progressed", [True, False])

@@ -17,14 +17,14 @@ import os
 import re
 import signal
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ....codec import Codec, Count, Invalid, Text, Within
 from ....rendezvous.text import clean
-from ...common.port_owner import find_owner
+from ...common.port_owner import PortOwner
 
 Reason = Literal["ok", "exception", "signal", "oom", "nccl", "port", "hang", "unknown"]
 """Some of the metric `worker_exits_total`'s values for `reason`. `nccl`: the network between the workers, or NCCL
@@ -74,8 +74,19 @@ _WATCHDOG = re.compile(
 # What the worker library raises on all ranks together, where the next generation would end in the same way. Ranks that
 # have other values may have them from a fault, which a restart mends; sharded state is the script's.
 _FINAL = re.compile(r"(elastic_agent\.worker\.errors\.)?(OtherRun|Sharded|UnsupportedTraining): ")
-# EADDRINUSE as torch, Python, gloo and ZeroMQ word it, and where these name the port.
-_PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use|\[Errno 98\]", re.IGNORECASE)
+# EADDRINUSE of a TCP port, as Python and asyncio, torch, gloo, and ZeroMQ word it in an exception that says nothing
+# else first; as any program does; and where these name the port.
+_PORT_TAKEN = re.compile(
+    r"""(?:[\w.]+\.)?(?:
+        OSError:\ \[Errno\ 98\]\ (?:error\ while\ attempting\ to\ bind\ .*)?address\ already\ in\ use
+      | (?:DistNetworkError|RuntimeError):\ The\ server\ socket\ has\ failed\ .*(?:EADDRINUSE|address\ already\ in\ use)
+      | RuntimeError:\ (?:\[[^]]*gloo[^]]*\].*)?address\ already\ in\ use
+      | ZMQError:\ address\ already\ in\ use
+    )""",
+    re.IGNORECASE | re.VERBOSE,
+)
+_SAYS_PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use|\[Errno 98\]", re.IGNORECASE)
+_OF_UNIX = re.compile(r"""\bipc:|\b(AF_)?UNIX\b|['"]/""", re.IGNORECASE)
 _PORT = re.compile(r"\bport:? (\d{1,5})\b|(?:\]|\d|\*|localhost):(\d{1,5})\b|', (\d{1,5})[,)]")
 # Of torch's client that looks for the store of its ranks, or of the server that it wants to be.
 _STORE = re.compile(
@@ -170,8 +181,12 @@ def describe_failure(
     log_file: Path | None,
     oom_killed: bool = False,
     master_port: int = 0,
+    owner_of: Callable[[int], PortOwner],
 ) -> WorkerFailure:
-    """What is known about this worker's end. `master_port`: where the agent has told it to meet the others."""
+    """What is known about this worker's end.
+
+    `master_port`: the MASTER_PORT that the agent has given it. `owner_of` is asked about a port that it found taken.
+    """
     ended = describe_exit(returncode, oom_killed)
     log_tail = tuple(map(_clean, log_tail))
     report = (None if error_file is None else read_error_file(error_file)) or ErrorReport()
@@ -184,11 +199,11 @@ def describe_failure(
         cause += f": {_first_line(report.exception)}"
         if reason in ("unknown", "signal"):
             reason = _reason_of(report.exception)
-        notes += _of_ports(report.exception, master_port, taken=reason == "port")
+        notes += _of_ports(report.exception, master_port, owner_of if reason == "port" else None)
     elif returncode > 0 and (said := _says_port_taken(log_tail)):
         reason = "port"
         cause += f": {said}"
-        notes += _of_ports(said, master_port, taken=True)
+        notes += _of_ports(said, master_port, owner_of)
     elif returncode == -signal.SIGABRT and any(_WATCHDOG.search(line) for line in log_tail):
         reason = "nccl"
     return WorkerFailure(
@@ -207,7 +222,7 @@ def describe_failure(
 
 
 def _reason_of(exception: str) -> Reason:
-    if _PORT_TAKEN.search(exception):
+    if _PORT_TAKEN.match(exception) and not _OF_UNIX.search(_first_line(exception)):
         return "port"
     return "nccl" if _NETWORK_EXCEPTION.search(exception) else "exception"
 
@@ -215,18 +230,19 @@ def _reason_of(exception: str) -> Reason:
 def _says_port_taken(log_tail: Sequence[str]) -> str:
     """The line in which a program without a traceback gives that as its last words; empty if it has others."""
     last = [line for line in log_tail if line.strip()][-_LAST_WORDS:]
-    return next((line for line in last if _PORT_TAKEN.search(line)), "")
+    return next((line for line in last if _SAYS_PORT_TAKEN.search(line) and not _OF_UNIX.search(line)), "")
 
 
-def _of_ports(exception: str, master_port: int, *, taken: bool) -> Iterator[str]:
-    """Who holds the port that was taken, and whether the script had chosen it in place of the agent's."""
-    if taken and (port := _number_in(_PORT, exception)):
-        owner = find_owner("0.0.0.0", port)
+def _of_ports(said: str, master_port: int, owner_of: Callable[[int], PortOwner] | None) -> Iterator[str]:
+    """Who holds the port that was taken, if one was and `said` names it; and whether the script had chosen another than
+    the agent."""
+    if owner_of is not None and (port := _number_in(_PORT, said)):
+        owner = owner_of(port)
         agent = owner.pid == os.getpid()
         yield f"port {port}: {f'pid {owner.pid}, the agent itself' if agent else owner.words}"
         if port == master_port:
             yield "it is MASTER_PORT, where the agent serves the store: use it as a client, or another port"
-    chosen = _number_in(_STORE, exception)
+    chosen = _number_in(_STORE, said)
     if chosen and master_port and chosen != master_port:
         yield f"the script has chosen port {chosen}, the agent had given it MASTER_PORT={master_port}"
 

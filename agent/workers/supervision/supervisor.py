@@ -14,6 +14,7 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from ....rendezvous.coordinator.restarts import STABLE_AFTER_S
 from ....rendezvous.node.drain import Beyond
@@ -33,6 +34,7 @@ from ...common.events import (
     WorkerExited,
     WorkerKept,
 )
+from ...common.port_owner import find_owner
 from ...configuration.config import Config
 from ...machine.memory.oom import OomKills, find_counter
 from ...observability.accounting.observer import Observer
@@ -458,6 +460,7 @@ class Supervisor:
             log_file=self._processes.logs.log_file(number, rank),
             oom_killed=self._oom_kills.lately(self._clock()),
             master_port=generation.world.master.port,
+            owner_of=partial(find_owner, "0.0.0.0"),
         )
         generation.failures.append(failure)
         self._observer.ended(crash.local_rank, failure.reason, crash.at)
