@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -179,6 +180,14 @@ def group_of_one() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@functools.wraps(powerSGD_hook)
+def one_by_one(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """The callbacks of several buckets at once wait in gloo's threads for collectives that need these threads."""
+    future = powerSGD_hook(state, bucket)
+    future.wait()
+    return future
+
+
 class Training:
     """By torch's own DDP, which has one bucket in its first step and several from then on."""
 
@@ -187,7 +196,7 @@ class Training:
         layers = [torch.nn.Linear(32, 32) for _ in range(4)]
         self.model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=bucket_cap_mb)
         power = PowerSGDState(None, 1, start_powerSGD_iter=3, min_compression_rate=1)
-        self.hook = register_comm_hook(self.model, power, powerSGD_hook, wrapper)
+        self.hook = register_comm_hook(self.model, power, one_by_one, wrapper)
         self.parts: dict[str, Any] = {"model": self.model.module, "hook": self.hook}
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
