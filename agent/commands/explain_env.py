@@ -123,7 +123,8 @@ def _chosen(config: Config, machine: Machine, local_rank: int) -> tuple[Variable
     node = NodeRecord(config.node_id or "<node>", "<incarnation>", "", 0, machine.workers, role=config.role)
     members = line_up((node,))
     job, start = config.rendezvous.job_id, Cause(CauseKind.START)
-    world = World(job, 1, Phase.RUNNING, members, Endpoint("", 1), start, run="<run>")
+    some_port = Endpoint("", 1)  # a worker without one has no ELASTIC_AGENT_MASTER_PORT to explain
+    world = World(job, 1, Phase.RUNNING, members, some_port, start, run="<run>")
     records = None
     if config.logs.directory is not None and machine.software.has_nccl:
         folder = run_folder(config.logs.directory.absolute(), config.rendezvous.job_id, "<run>")

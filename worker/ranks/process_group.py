@@ -6,7 +6,6 @@ torch's default unless they are given a timeout, also where the default group ha
 
 from __future__ import annotations
 
-import importlib
 import os
 from datetime import timedelta
 from typing import Any
@@ -15,8 +14,8 @@ import torch.distributed as dist
 
 from ..errors import ClusterEnvironmentError
 from ..wire.environment import PROCESS_GROUP_TIMEOUT
+from . import master_port
 from .cluster_environment import detect
-from .meeting_port import watch
 
 
 def init_process_group(
@@ -45,8 +44,5 @@ def init_process_group(
             init_method, more = None, more | {"rank": 0, "world_size": 1, "store": dist.HashStore()}
         elif place is not None:
             os.environ.update(place.variables())
-    rendezvous: Any = importlib.import_module(
-        "torch.distributed.rendezvous"
-    )  # some builds of torch have none
-    watch(rendezvous._rendezvous_handlers)
+    master_port.watch()
     dist.init_process_group(backend, init_method, timeout, *args, **more)

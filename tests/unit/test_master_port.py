@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch.distributed.rendezvous import _rendezvous_handlers
 
-from elastic_agent.worker.ranks.meeting_port import differs, watch
+from elastic_agent.worker.ranks.master_port import problem_of, watch
 from elastic_agent.worker.wire.environment import NAMES
+
+rendezvous = importlib.import_module("torch.distributed.rendezvous")
 
 GIVEN = {NAMES["master_port"]: "41213", "RANK": "3"}
 
@@ -21,6 +24,7 @@ GIVEN = {NAMES["master_port"]: "41213", "RANK": "3"}
         ("env://", {"MASTER_PORT": "29500"}, ""),  # no agent
         ("env://", {NAMES["master_port"]: "x", "MASTER_PORT": "1"}, ""),
         ("tcp://node0:41213", GIVEN, ""),
+        ("tcp://node0", GIVEN, ""),  # torch refuses it
         ("env://", GIVEN | {"MASTER_PORT": "29500"}, "rank 3 of this script meets at port 29500"),
         ("env://?rank=0", GIVEN, "at port none"),
         ("tcp://localhost:29500?rank=3", GIVEN, "has given it MASTER_PORT=41213"),
@@ -29,7 +33,7 @@ GIVEN = {NAMES["master_port"]: "41213", "RANK": "3"}
 def test_another_port_is_named_beside_the_one_that_was_given(
     url: str, environ: dict[str, str], told: str
 ) -> None:
-    found = differs(url, environ)
+    found = problem_of(url, environ)
     assert told in found if told else not found
 
 
@@ -39,12 +43,20 @@ def test_torchs_handlers_are_called_with_what_they_were_called_with(
     for name, value in (GIVEN | {"MASTER_PORT": "29500"}).items():
         monkeypatch.setenv(name, value)
     handlers: dict[str, Callable[..., Any]] = {"env": lambda url, **more: iter([(url, more)])}
-    watch(handlers)
-    watch(handlers)
+    monkeypatch.setattr(rendezvous, "_rendezvous_handlers", handlers)
+    watch()
+    watch()
     assert list(handlers["env"]("env://", timeout=5)) == [("env://", {"timeout": 5})]
     assert capsys.readouterr().err.count("meets at port 29500") == 1
 
 
 def test_torch_has_the_handlers() -> None:
-    """`worker/ranks/meeting_port.py` and `agent/workers/preloader/process.py`: they lean on a private name."""
-    assert {"env", "tcp"} <= set(_rendezvous_handlers)
+    """`worker/ranks/master_port.py` leans on a private name."""
+    assert {"env", "tcp"} <= set(rendezvous._rendezvous_handlers)
+
+
+def test_a_torch_without_them_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(rendezvous, "_rendezvous_handlers")
+    watch()
+    monkeypatch.delitem(sys.modules, "torch.distributed.rendezvous")
+    watch()

@@ -22,15 +22,18 @@ from ..wire.environment import WorkerEnv
 _SCHEMES = ("env", "tcp")
 
 
-def differs(url: str, environ: Mapping[str, str]) -> str:
-    """What was given, what was set, and on which rank; empty if they are the same, and without an agent."""
+def problem_of(url: str, environ: Mapping[str, str]) -> str:
+    """What was given, what was set, and on which rank; empty if they are the same, and without an agent.
+
+    Also of a `tcp://` without a port, which torch refuses.
+    """
     try:
         given = WorkerEnv.of(environ).master_port
         address = urlparse(url)
-        own = environ.get("MASTER_PORT", "") if address.scheme == "env" else str(address.port)
+        own = environ.get("MASTER_PORT", "") if address.scheme == "env" else address.port
     except (Invalid, ValueError):
         return ""
-    if not given or own == str(given):
+    if not given or own is None or str(own) == str(given):
         return ""
     return (
         f"rank {environ.get('RANK', '?')} of this script meets at port {own or 'none'}; the agent has given it "
@@ -39,8 +42,11 @@ def differs(url: str, environ: Mapping[str, str]) -> str:
     )
 
 
-def watch(handlers: dict[str, Callable[..., Any]]) -> None:
-    """`handlers` are torch's, by the scheme of the URL."""
+def watch() -> None:
+    """Nothing where torch is not imported, or keeps its handlers elsewhere."""
+    handlers = getattr(sys.modules.get("torch.distributed.rendezvous"), "_rendezvous_handlers", None)
+    if not isinstance(handlers, dict):
+        return
     for scheme in _SCHEMES:
         handler = handlers.get(scheme)
         if handler is not None and not hasattr(handler, "__wrapped__"):
@@ -50,7 +56,7 @@ def watch(handlers: dict[str, Callable[..., Any]]) -> None:
 def _warning(handler: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(handler)
     def warn_first(url: str, *args: Any, **more: Any) -> Any:
-        if problem := differs(url, os.environ):
+        if problem := problem_of(url, os.environ):
             print(f"elastic-agent: {problem}", file=sys.stderr, flush=True)
         return handler(url, *args, **more)
 
