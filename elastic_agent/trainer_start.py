@@ -11,9 +11,12 @@ Each worker makes `Trainer(**arguments)` and calls its `train()`. The file has p
 a class is found by its module, and one of the script itself by the script's path, which is run again with another
 `__name__` than `__main__`, as `multiprocessing` does it.
 
-The files lie in one folder that is private to the user. Who has written one holds a lock on it, which ends with its
-process however that ends: the next start removes what has neither lock nor a process that names it in its command.
-Nothing else is ever removed, and of a trainer's own folders nothing at all.
+The files lie in one folder of the temporary directory that is private to the user. Who has written one holds a lock on
+it, which ends with its process however that ends: the next start removes what has neither lock nor a process that names
+it in its command. Nothing else is ever removed, and of a trainer's own folders nothing at all.
+
+Each restart reads the file again, and cleaners remove what lies long in temporary directories: while its process lives,
+a thread there renews the file's time, and writes the file again where it is gone.
 """
 
 from __future__ import annotations
@@ -21,22 +24,33 @@ from __future__ import annotations
 import fcntl
 import importlib
 import json
+import logging
 import os
 import runpy
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePath
+from multiprocessing import process
+from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+from .agent.common.own_folder import own_folder
 from .launcher import run_agent, words_of
+from .plain_data import merged, plain_arguments, value_of
+from .worker.wire.environment import WorkerEnv
+
+log = logging.getLogger(__name__)
 
 FOLDER = "elastic-agent-starts-"
+KEEP_EVERY_S = 5.0
+"""Between two looks whether the file is still there."""
+RENEW_AFTER_S = 3600.0
 _PREFIX, _SUFFIX = "start-", ".py"
-_AS_THEY_ARE = (type(None), bool, int, float, str)
 _MAIN = "__mp_main__"
 """What a script is called in a process that is not its own, as `multiprocessing` has it."""
 
@@ -47,7 +61,7 @@ if __name__ == "__main__":
     import sys
 
     start = json.loads({start!r})
-    sys.path[:] = start["path"]
+    sys.path[:], sys.argv[:] = start["path"], start["argv"]
 
     from elastic_agent.trainer_start import begin
 
@@ -65,32 +79,44 @@ class StartFile:
         *,
         method: str = "train",
         on_restart: Mapping[str, Any] | None = None,
-        if_exists: Path | None = None,
+        if_exists: str | os.PathLike[str] | None = None,
     ) -> None:
         """`trainer` is a class, or an object of it; `arguments` are for its constructor, by name.
 
         They may be None, numbers, texts, paths, and lists, tuples, sets and dicts of these. From the second generation
-        on `on_restart` is put into them, dict by dict: so a trainer resumes there instead of beginning anew. With
-        `if_exists`, only where that file is there: a worker may die before its first checkpoint.
+        on `on_restart` is put into them, dict by dict, where the file `if_exists` is there: so a trainer resumes, and
+        does not begin anew. A second generation alone says nothing: a node that joins, or a port that is taken, comes
+        before the first checkpoint, too.
         Raises TypeError for what cannot be written, and OSError.
         """
         kind = trainer if isinstance(trainer, type) else type(trainer)
+        if not callable(getattr(trainer, method, None)):
+            raise TypeError(f"trainer is {trainer!r:.200}, which has no method {method!r}")
+        if on_restart and if_exists is None:
+            raise TypeError(
+                "on_restart needs if_exists, the checkpoint to resume from: a second generation may begin before there "
+                "is any"
+            )
         start = {
             "trainer": _place_of(kind),
             "method": method,
-            "arguments": _plain(dict(arguments or {}), "arguments"),
-            "on_restart": _plain(dict(on_restart or {}), "on_restart"),
-            "if_exists": str(if_exists.absolute()) if if_exists is not None else None,
-            "path": [entry or os.getcwd() for entry in sys.path],
+            "arguments": plain_arguments(arguments or {}, "arguments"),
+            "on_restart": plain_arguments(on_restart or {}, "on_restart"),
+            "if_exists": os.path.abspath(if_exists) if if_exists is not None else None,
+            "path": absolute_entries(sys.path, (process.ORIGINAL_DIR, os.getcwd())),  # type: ignore[attr-defined]
+            "argv": sys.argv,
         }
-        text = _TEXT.format(start=json.dumps(start))
+        self._text = _TEXT.format(start=json.dumps(start))
         self._owner = os.getpid()
-        self._held, self.path = _new_file(_private_folder())
+        self._change = threading.Lock()
+        self._removed = threading.Event()
+        self._held, self.path = _new_file(own_folder(FOLDER))
         try:
-            self.path.write_text(text)
+            self.path.write_text(self._text)
         except OSError:
             self.remove()
             raise
+        threading.Thread(target=self._keep_on, name="elastic-agent-start-file", daemon=True).start()
 
     def command(self, config: Any) -> list[str]:
         """What starts the job, for `subprocess`. `config` is a `LaunchConfig`, of `launcher` or of torch."""
@@ -105,11 +131,49 @@ class StartFile:
 
     def remove(self) -> None:
         """This file and nothing else. In a fork of the process that has written it: nothing."""
-        if self._held < 0 or os.getpid() != self._owner:
+        if os.getpid() != self._owner:
             return
-        self.path.unlink(missing_ok=True)
-        os.close(self._held)
-        self._held = -1
+        self._removed.set()
+        with self._change:
+            if self._held < 0:
+                return
+            self.path.unlink(missing_ok=True)
+            os.close(self._held)
+            self._held = -1
+
+    def _keep_on(self) -> None:
+        warned = False
+        while not self._removed.wait(KEEP_EVERY_S):
+            try:
+                self.keep(time.time())
+            except OSError as error:
+                if not warned:
+                    log.warning(
+                        "%s is gone, which restarts need, and cannot be written again: %s", self.path, error
+                    )
+                warned = True
+
+    def keep(self, now: float) -> None:
+        """So that restarts find the file, and cleaners no old one. Raises OSError."""
+        with self._change:
+            if self._held < 0:
+                return
+            try:
+                if self.path.stat().st_mtime < now - RENEW_AFTER_S:
+                    os.utime(self.path)
+                return
+            except FileNotFoundError:
+                pass
+            held, path = _new_file(own_folder(FOLDER))
+            try:
+                path.write_text(self._text)
+                path.rename(self.path)
+            except OSError:
+                path.unlink(missing_ok=True)
+                os.close(held)
+                raise
+            os.close(self._held)
+            self._held = held
 
     def __enter__(self) -> StartFile:
         return self
@@ -125,7 +189,7 @@ def begin(start: Mapping[str, Any]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
 
     def train() -> None:
-        arguments = _arguments(start, int(os.environ.get("ELASTIC_AGENT_GENERATION", "1")))
+        arguments = _arguments(start, WorkerEnv.of(os.environ).generation)
         trainer = _class_at(start["trainer"])(**arguments)
         getattr(trainer, start["method"])()
 
@@ -133,9 +197,21 @@ def begin(start: Mapping[str, Any]) -> None:
 
 
 def _arguments(start: Mapping[str, Any], generation: int) -> dict[str, Any]:
-    arguments: dict[str, Any] = _value(start["arguments"])
-    resumes = generation > 1 and (start["if_exists"] is None or os.path.exists(start["if_exists"]))
-    return _put_into(arguments, _value(start["on_restart"])) if resumes else arguments
+    arguments: dict[str, Any] = value_of(start["arguments"])
+    resumes = generation > 1 and start["if_exists"] is not None and os.path.exists(start["if_exists"])
+    return merged(arguments, value_of(start["on_restart"])) if resumes else arguments
+
+
+def absolute_entries(path: Iterable[Any], folders: Iterable[str | None]) -> list[str]:
+    """Of `sys.path`, in which a relative entry means one in the current folder: with those in each of `folders`, which
+    have been that. What is no text Python does not look at."""
+    entries: dict[str, None] = {}
+    for entry in path:
+        if isinstance(entry, str):
+            entries.update(
+                (os.path.join(folder, entry) if entry else folder, None) for folder in folders if folder
+            )
+    return list(entries)
 
 
 # ---------------------------------------------------------------- classes by name
@@ -183,67 +259,7 @@ def _as_main(names: Mapping[str, Any]) -> ModuleType:
     return module
 
 
-# ---------------------------------------------------------------- arguments as data
-
-
-def _plain(value: Any, where: str) -> Any:
-    """In JSON: what it has no form for is an object with one key that names the type."""
-    if type(value) in _AS_THEY_ARE:
-        return value
-    if isinstance(value, PurePath):
-        return {"path": str(value)}
-    if isinstance(value, dict):
-        return {
-            "dict": [
-                [_plain(key, f"a key of {where}"), _plain(one, f"{where}[{key!r}]")]
-                for key, one in value.items()
-            ]
-        }
-    for kind in (list, tuple, set):
-        if type(value) is kind:
-            found = [_plain(one, f"{where}[{number}]") for number, one in enumerate(value)]
-            return found if kind is list else {kind.__name__: found}
-    raise TypeError(
-        f"{where} is a {type(value).__name__}, and a start file holds numbers, texts, paths, lists, tuples, sets and "
-        "dicts: name a file instead, or make the object in the trainer"
-    )
-
-
-def _value(plain: Any) -> Any:
-    if isinstance(plain, list):
-        return [_value(one) for one in plain]
-    if not isinstance(plain, dict):
-        return plain
-    ((kind, content),) = plain.items()
-    if kind == "path":
-        return Path(content)
-    if kind == "dict":
-        return {_value(key): _value(one) for key, one in content}
-    return {"tuple": tuple, "set": set}[kind](map(_value, content))
-
-
-def _put_into(arguments: dict[Any, Any], more: Mapping[Any, Any]) -> dict[Any, Any]:
-    together = dict(arguments)
-    for key, value in more.items():
-        both = isinstance(value, dict) and isinstance(together.get(key), dict)
-        together[key] = _put_into(together[key], value) if both else value
-    return together
-
-
 # ---------------------------------------------------------------- files
-
-
-def _private_folder() -> Path:
-    """Raises OSError where another user has made one by this name, or may write to it."""
-    folder = Path(tempfile.gettempdir(), f"{FOLDER}{os.getuid()}")
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(
-            f"{folder} is not a folder of this user alone: remove it, or name another in TMPDIR"
-        )
-    return folder
 
 
 def _new_file(folder: Path) -> tuple[int, Path]:
@@ -268,13 +284,14 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 def _remove_leftovers(folder: Path) -> None:
     for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
-        if not _is_held(path) and not _is_in_a_command(path):
-            path.unlink(missing_ok=True)
+        with suppress(OSError):
+            if stat.S_ISREG(path.lstat().st_mode) and not _is_held(path) and not _is_in_a_command(path):
+                path.unlink(missing_ok=True)
 
 
 def _is_held(path: Path) -> bool:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return True  # not for us to judge
     try:

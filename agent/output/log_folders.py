@@ -10,15 +10,14 @@ folder of another user's, or a run that goes on, however old it is, stays.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import logging
 import os
 import re
 import shutil
-import stat
-import tempfile
 from pathlib import Path
+
+from ..common.own_folder import own_folder
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +32,7 @@ _GENERATION = re.compile(r"gen([0-9]{1,18})")
 def temporary_directory() -> Path:
     """For runs without a --log-dir that are to have files: one of this user's alone, the same each time, so that old
     runs are deleted there, too. Raises OSError."""
-    path = Path(tempfile.gettempdir(), f"elastic_agent_logs_{os.geteuid()}")
-    path.mkdir(0o700, exist_ok=True)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
-        raise PermissionError(errno.EPERM, "it is not a folder of this user's alone", str(path))
-    return path
+    return own_folder("elastic_agent_logs_", readable=True)
 
 
 def run_folder(directory: Path, job: str, run: str) -> Path:

@@ -6,21 +6,26 @@ import ast
 import json
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path, PosixPath
 from typing import Any
 
 import pytest
 
+from elastic_agent import trainer_start
 from elastic_agent.launcher import LaunchConfig
-from elastic_agent.trainer_start import FOLDER, StartFile, _arguments, _class_at, _put_into
+from elastic_agent.trainer_start import FOLDER, StartFile, _arguments, _class_at, absolute_entries
 
 SCRIPT = """
 import json, os, pathlib, signal, sys
 
 class Trainer:
+    assert len(sys.argv) == 3, "of the script that has written the start file"
+
     def __init__(self, cfg=None, overrides=None):
         self.overrides = overrides
         self.save_dir = overrides["save_dir"]
@@ -57,6 +62,9 @@ class OfThisModule:
     class Inner:
         pass
 
+    def train(self) -> None:
+        pass
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -83,7 +91,7 @@ def test_a_trainer_of_the_script_itself_after_a_kill(tmp_path: Path, folder: Pat
     subprocess.run([sys.executable, script, save_dir, "last.pt"], check=True, cwd=place, timeout=60)
     seen = json.loads((save_dir / "seen-2.json").read_text())
     assert (seen["name"], seen["main"]) == ("__mp_main__", True)
-    assert Path(seen["argv"][0]).parent == folder
+    assert seen["argv"] == [str(script), str(save_dir), "last.pt"]
     assert seen["types"]["save_dir"] == PosixPath.__name__
     assert seen["overrides"] == {
         "save_dir": repr(save_dir),
@@ -117,6 +125,7 @@ def test_two_at_once_and_what_others_have_put_there_stay(folder: Path) -> None:
     assert [path.name for path in sorted(folder.iterdir())] == ["lock", "mine.py"]
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_removes_nothing() -> None:
     with StartFile(OfThisModule) as start:
         if (child := os.fork()) == 0:
@@ -130,7 +139,7 @@ KILLED = """
 import sys, time
 import argparse
 from elastic_agent.trainer_start import StartFile
-start = StartFile(argparse.ArgumentParser)
+start = StartFile(argparse.ArgumentParser, method="parse_args")
 print(start.path, flush=True)
 time.sleep(600)
 """
@@ -158,31 +167,37 @@ def test_the_next_start_removes_what_a_killed_one_has_left(folder: Path) -> None
 def test_a_folder_that_others_may_write_to_is_refused(folder: Path) -> None:
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(PermissionError, match="not a folder of this user alone"):
+    with pytest.raises(PermissionError, match="not a folder of this user's alone"):
         StartFile(OfThisModule)
     folder.rmdir()
     folder.symlink_to("/")
-    with pytest.raises(PermissionError, match="name another in TMPDIR"):
+    with pytest.raises(PermissionError, match="name another place in TMPDIR"):
         StartFile(OfThisModule)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("trainer", "more", "told"),
     [
-        ({"overrides": {"model": object()}}, r"arguments\['overrides'\]\['model'\] is a object"),
-        ({"sizes": [1, {b"x"}]}, r"arguments\['sizes'\]\[1\]\[0\] is a bytes"),
-        ({"names": {(1, object): 2}}, r"a key of arguments\['names'\]\[1\] is a type"),
+        (OfThisModule, {"arguments": {"model": object()}}, r"arguments\['model'\] is a object"),
+        (OfThisModule, {"on_restart": {"a": b""}, "if_exists": "x"}, r"on_restart\['a'\] is a bytes"),
+        (OfThisModule, {"on_restart": {"resume": True}}, "on_restart needs if_exists"),
+        (OfThisModule, {"method": "fit"}, r"trainer is <class .*OfThisModule'>, which has no method 'fit'"),
+        (OfThisModule.Inner, {}, "which has no method 'train'"),
+        (5, {}, "trainer is 5, which has no method 'train'"),
     ],
 )
-def test_what_is_no_data_is_named(arguments: dict[str, Any], told: str, folder: Path) -> None:
+def test_what_no_worker_could_start_is_named(
+    trainer: Any, more: dict[str, Any], told: str, folder: Path
+) -> None:
     with pytest.raises(TypeError, match=told):
-        StartFile(OfThisModule, arguments)
+        StartFile(trainer, **more)
     assert not folder.exists()
 
 
 def test_a_class_that_no_worker_could_import_is_refused() -> None:
     class Local:
-        pass
+        def train(self) -> None:
+            pass
 
     for kind in (Local, Local()):
         with pytest.raises(TypeError, match=r"<locals>.Local: define the class at the top of a module"):
@@ -206,11 +221,46 @@ def test_a_trainer_resumes_only_after_its_first_checkpoint(tmp_path: Path) -> No
     assert seen == [False, False, False, True]
 
 
-def test_what_a_restart_changes_is_put_in_dict_by_dict() -> None:
-    arguments = {"overrides": {"lr": 1, "resume": False}, "cfg": None}
-    changed = _put_into(arguments, {"overrides": {"resume": True}, "cfg": {"a": 1}})
-    assert changed == {"overrides": {"lr": 1, "resume": True}, "cfg": {"a": 1}}
-    assert arguments["overrides"] == {"lr": 1, "resume": False}
+def test_relative_entries_of_the_path_are_those_of_both_folders() -> None:
+    """A script that has changed its folder: where it began, and where it is."""
+    entries = absolute_entries(["", "lib", "/abs", Path("/not/looked/at"), "/abs"], ("/began", "/is"))
+    assert entries == ["/began", "/is", "/began/lib", "/is/lib", "/abs"]
+    assert absolute_entries(["lib"], (None, "/is")) == ["/is/lib"]
+
+
+def test_a_file_that_a_cleaner_has_removed_is_written_again(folder: Path) -> None:
+    with StartFile(OfThisModule) as start:
+        text, now = start.path.read_text(), time.time()
+        os.utime(start.path, (0, 0))
+        start.keep(now)
+        assert start.path.stat().st_mtime > now - 60, "else a cleaner would take it for old"
+        shutil.rmtree(folder)
+        start.keep(now)
+        assert start.path.read_text() == text
+        assert stat.S_IMODE(start.path.stat().st_mode) == 0o600
+        with StartFile(OfThisModule) as other:
+            assert files(folder) == sorted([start.path, other.path]), "it is locked, too"
+    start.keep(now)
+    assert not files(folder)
+
+
+def test_a_thread_looks_whether_the_file_is_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_start, "KEEP_EVERY_S", 0.01)
+    with StartFile(OfThisModule) as start:
+        start.path.unlink()
+        deadline = time.monotonic() + 10.0
+        while not start.path.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert start.path.exists()
+
+
+def test_what_is_no_file_is_left_alone(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    (folder / "start-folder.py").mkdir()
+    os.mkfifo(folder / "start-fifo.py")
+    with StartFile(OfThisModule):
+        pass
+    assert {path.name for path in files(folder)} == {"start-folder.py", "start-fifo.py"}
 
 
 def test_a_class_of_a_module_that_python_runs_by_name_is_found(

@@ -73,7 +73,7 @@ main: common output configuration configuration/types configuration/reading mach
     observability/accounting workers/supervision workers/links
 torchrun: rendezvous/etcd common configuration configuration/types configuration/reading machine/network \
     rendezvous_io main
-start: common configuration configuration/reading configuration/types workers/processes main
+start: worker/wire common configuration configuration/reading configuration/types workers/processes main
 """
 """From the bottom up: each folder, and those above it in this table that it may import; `codec` is for all. Names
 without a library before them are folders of agent; each of these may import `LIBRARIES` besides, but not the stores in
