@@ -145,6 +145,12 @@ class Redrawn:
             self._shown, self._shown_at = self._state, now
         return texts
 
+    def end(self) -> list[bytes]:
+        """Nothing comes any more: the state that waits, if any, is the last one."""
+        texts = [self._state] if self._waits else []
+        self._state = self._shown = b""
+        return texts
+
     @property
     def due_at(self) -> float | None:
         """When a state that waits is to be shown."""

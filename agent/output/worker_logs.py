@@ -3,7 +3,7 @@
 A worker's stdout and stderr are pipes that the thread `worker-logs` reads. The bytes go, as they are, to
 `gen<generation>/rank<rank>/{stdout,stderr}.log` in the folder of the run (`log_folders`, `log_files`); whole lines,
 prefixed, go to the agent's own stdout and stderr; the last lines stay in memory for the failure summary. A `Route`
-says which of the first two a stream has; one without a console comes there all the same while its file is not written.
+says which of the first two a stream has; of one without a console that is shown which its file does not take (`spill`).
 Pipes, and not files that workers write themselves, because a full, read-only or dead disk must cost the files and
 nothing else: a worker never sees it.
 
@@ -33,6 +33,7 @@ from .console import Console
 from .lines import Line, LineSplitter, Redrawn, Tail
 from .log_files import LogFile, LogFiles
 from .log_folders import RunFolder, run_folder
+from .spill import Spill
 
 STREAMS = ("stdout", "stderr")
 _READ_MAX = 64 * 1024
@@ -67,8 +68,6 @@ class _Stream:
     splitter: LineSplitter = field(default_factory=LineSplitter)
     tail: Tail = field(default_factory=Tail)
     redrawn: Redrawn = field(default_factory=Redrawn)
-    filed: bool = True
-    """What was read last goes to the file."""
     timed: bool = False
     """`_redraw` comes."""
 
@@ -197,12 +196,21 @@ class WorkerLogs:
                 self._copies[key] = copies
         needles = tuple(text.encode(errors="surrogateescape") for text in route.copied)
         prefix = route.prefix.encode(errors="surrogateescape")
+        if file is not None and not route.console:
+            file.spill = Spill(partial(self._print, name, prefix), self._misleads)
         return _Stream(name, pipe, prefix, route.console, file, needles, copies)
 
     def _file(self, generation: int, folder: str, name: str) -> LogFile | None:
         if self._run is None:
             return None
         return self._files.open(generation, self._run.path / f"gen{generation}" / folder / name)
+
+    def _misleads(self, line: Line) -> bool:
+        return self._left_out is not None and line.text.endswith(self._left_out)
+
+    def _print(self, name: str, prefix: bytes, texts: list[bytes]) -> None:
+        if texts:
+            self._console.show(name, b"".join(prefix + text + b"\n" for text in texts))
 
     # Everything below runs in the reading thread.
 
@@ -219,7 +227,7 @@ class WorkerLogs:
             return 0
         self._count(stream.name, 0, len(data))
         if stream.file is not None:
-            stream.filed = self._files.save(stream.file, data)
+            self._files.save(stream.file, data)
         self._show(stream, stream.splitter.feed(data))
         return len(data)
 
@@ -238,8 +246,8 @@ class WorkerLogs:
 
     def _close(self, stream: _Stream) -> None:
         self._show(stream, stream.splitter.flush())
-        if stream.redrawn.due_at is not None:
-            self._show(stream, [Line(b"")])  # the state of a bar that waits is its last one
+        if stream.console:
+            self._print(stream.name, stream.prefix, stream.redrawn.end())
         if stream.pipe >= 0:
             self._io.forget(stream.pipe)
             os.close(stream.pipe)
@@ -250,13 +258,12 @@ class WorkerLogs:
     def _show(self, stream: _Stream, lines: list[Line]) -> None:
         if lines:
             self._count(stream.name, len(lines), 0)
-        if self._left_out is not None:
-            lines = [line for line in lines if not line.text.endswith(self._left_out)]
+        lines = [line for line in lines if not self._misleads(line)]
         if lines:
             stream.tail.add(lines)
         texts = stream.redrawn.show(lines, stream.splitter.drawn, time.monotonic())
-        if texts and (stream.console or not stream.filed):
-            self._console.show(stream.name, b"".join(stream.prefix + text + b"\n" for text in texts))
+        if stream.console:
+            self._print(stream.name, stream.prefix, texts)
         copied = [text for text in texts if any(needle in text for needle in stream.copied)]
         if copied and stream.copies is not None:
             self._files.save(stream.copies, b"".join(stream.prefix + text + b"\n" for text in copied))

@@ -453,6 +453,46 @@ def test_what_no_file_takes_is_shown_whatever_the_route(
     rig.close()
 
 
+def test_what_a_full_disk_does_not_take_of_a_redirected_stream_is_on_the_console_line_by_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console_module, "PATIENCE_S", PATIENCE_S)
+    monkeypatch.setattr(log_files_module, "PATIENCE_S", PATIENCE_S)
+    disk = tmp_path / "disk"
+    with tiny_disk(disk, "size=1m"):
+        rig = Rig(disk / "logs", tmp_path)
+        out, _ = rig.worker(console=False)
+        writer = write_numbered_lines(out)
+        writer.join(PATIENCE_S)
+        rig.close()
+        kept = rig.file("stdout")
+    whole, _, cut = kept.rpartition(b"\n")
+    filed, shown = whole.splitlines(), rig.out().splitlines()
+    assert [*filed, *(line.removeprefix(b"[n1/0] ") for line in shown)] == [
+        b"%099d" % i for i in range(NUMBERED)
+    ]
+    assert shown[0].removeprefix(b"[n1/0] ").startswith(cut), (
+        "the line that is cut in the file is shown whole"
+    )
+
+
+def test_the_halves_of_a_line_that_found_room_in_turn_are_in_the_file_or_on_the_console(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_files_module, "PATIENCE_S", 0.01)
+    rig = Rig(tmp_path / "logs", tmp_path)
+    out, _ = rig.worker(console=False)
+    assert drained(rig.logs, 1, 0)
+    monkeypatch.setattr(log_files_module, "QUEUE_MAX", 0)
+    os.write(out, b"ERROR: the first half, ")
+    assert drained(rig.logs, 1, 0)
+    monkeypatch.setattr(log_files_module, "QUEUE_MAX", 1000)
+    os.write(out, b"the second half\n")
+    eventually(lambda: rig.out() == b"[n1/0] ERROR: the first half, \n")
+    rig.close()
+    assert rig.file("stdout").endswith(b"23 bytes missing here]\nthe second half\n")
+
+
 def test_a_disk_that_is_full_in_the_middle_of_the_last_write_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
