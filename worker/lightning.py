@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,6 +49,10 @@ except ImportError as error:
     raise LibraryMissing(
         f"elastic_agent.worker.lightning needs lightning, and there is no {error.name}: pip install lightning"
     ) from error
+
+
+_NUMBER = "number of a tensor"
+"""The key of a tensor of one number in the states of callbacks."""
 
 
 class ElasticEnvironment(TorchElasticEnvironment):
@@ -142,6 +147,7 @@ class ElasticCallback(Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._epoch_ended = True
+        self._progress.epoch_ended()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._end_step(trainer, last=True)
@@ -176,12 +182,33 @@ class _Callbacks:
         self._by_key = {one.state_key: one for one in trainer.callbacks if one is not own}
 
     def state_dict(self) -> dict[str, Any]:
-        return {key: state for key, one in self._by_key.items() if (state := one.state_dict())}
+        return {key: _plain(state) for key, one in self._by_key.items() if (state := one.state_dict())}
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
         for key, state in states.items():
             if key in self._by_key:
-                self._by_key[key].load_state_dict(state)
+                self._by_key[key].load_state_dict(_restored(state))
+
+
+def _plain(value: Any) -> Any:
+    """The same with plain numbers for tensors of one number, such as the best score of a metric.
+
+    A Checkpointer refuses tensors that differ between ranks. A score differs where each rank logs its own.
+    """
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        return {_NUMBER: value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if type(value) is list else value
+
+
+def _restored(value: Any) -> Any:
+    """What `_plain` was given."""
+    if isinstance(value, Mapping):
+        if _NUMBER in value:
+            return torch.tensor(value[_NUMBER], dtype=getattr(torch, value["dtype"]))
+        return {key: _restored(one) for key, one in value.items()}
+    return [_restored(one) for one in value] if type(value) is list else value
 
 
 class _Progress:
@@ -191,7 +218,9 @@ class _Progress:
         self._trainer = trainer
         self._loaded: dict[str, Any] | None = None
         self._fed = False
-        self._batches = 0
+        self._epoch = Epoch(0, 0, 0, drop_last=False)
+        self._epoch_began = 0
+        """The position of the stream."""
 
     def feed(self, loader: Any) -> Any:
         """Let this loader deal out the stream, from where the training has been loaded."""
@@ -200,7 +229,7 @@ class _Progress:
         if problem := _refuse_data(loader):
             raise UnsupportedTraining(problem)
         self._fed = True
-        self.stream, self._batches = _stream(loader, self._trainer)
+        self.stream, self._epoch = _stream(loader, self._trainer)
         loader.batch_sampler.sampler = self.stream
         # An iteration draws a seed, from the global random numbers if there is no generator. A training that goes on
         # within an epoch has one iteration more.
@@ -209,34 +238,63 @@ class _Progress:
         loader.state_dict, loader.load_state_dict = self.stream.state_dict, self.stream.load_state_dict
         if self._loaded is not None:
             self.stream.load_state_dict(self._loaded["data"])
-            before = self._loaded["batches"]
-            self._trainer.fit_loop.load_state_dict(at_boundary(self._loaded["loops"], before, self._batches))
+            self._epoch_began = self._loaded["epoch_began"]
+            loops, before = self._loaded["loops"], self._loaded["batches"]
+            done = loops[_BATCHES]["current"]["completed"]
+            if before == done:
+                done = self._epoch.batches
+            elif before != self._epoch.batches:
+                done = self._epoch.batches_done(self.stream.position - self._epoch_began)
+            self._trainer.fit_loop.load_state_dict(at_boundary(loops, done))
         return loader
 
+    def epoch_ended(self) -> None:
+        """Lightning's epoch has ended, or the training within it."""
+        if self._trainer.fit_loop.state_dict()[_BATCHES]["current"]["completed"] >= self._epoch.batches:
+            self._epoch_began = self.stream.position
+
     def state_dict(self) -> dict[str, Any]:
-        loops = self._trainer.fit_loop.state_dict()
-        return {"data": self.stream.state_dict(), "batches": self._batches, "loops": loops}
+        return {
+            "data": self.stream.state_dict(),
+            "epoch_began": self._epoch_began,
+            "batches": self._epoch.batches,
+            "loops": self._trainer.fit_loop.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The loops come to know of it when they have a loader, whose length they count."""
         self._loaded = state
 
 
-def at_boundary(loops: dict[str, Any], before: int, now: int) -> dict[str, Any]:
-    """The state of Lightning's loops as it is between two batches, when an epoch has `now` batches and had `before`.
+@dataclass(frozen=True)
+class Epoch:
+    """An epoch in this world: `batches` of `samples` over all ranks together, of a dataset of `length`."""
+
+    length: int
+    samples: int
+    batches: int
+    drop_last: bool
+
+    def batches_done(self, done: int) -> int:
+        """How many of the epoch's batches count as completed when `done` samples of it are, in batches of any size."""
+        left = self.length - done
+        count = left // self.samples if self.drop_last else -(-left // self.samples)
+        return self.batches - min(max(1, count), self.batches)
+
+
+_BATCHES = "epoch_loop.batch_progress"
+
+
+def at_boundary(loops: dict[str, Any], done: int) -> dict[str, Any]:
+    """The state of Lightning's loops as it is between two batches, when `done` of this epoch's are completed.
 
     The state was taken while the next batch was about to begin: that one is to come again.
     """
     loops = dict(loops)
-    progress = loops["epoch_loop.batch_progress"]
-    current = dict.fromkeys(progress["current"], progress["current"]["completed"] * now // before)
+    progress = loops[_BATCHES]
+    current = dict.fromkeys(progress["current"], done)
     total = dict.fromkeys(progress["total"], progress["total"]["completed"])
-    loops["epoch_loop.batch_progress"] = {
-        **progress,
-        "total": total,
-        "current": current,
-        "is_last_batch": False,
-    }
+    loops[_BATCHES] = {**progress, "total": total, "current": current, "is_last_batch": False}
     # What the loaders of Lightning's own checkpoints hold; ours has its state already.
     loops["state_dict"] = {}
     return loops
@@ -250,6 +308,16 @@ def refuse(trainer: Any) -> None:
         problem = (
             f"{type(strategy).__name__} may spread the state over the ranks: only strategy='ddp' is carried, and a "
             "single device"
+        )
+    elif getattr(strategy, "_ddp_comm_state", None) is not None:
+        problem = (
+            "DDPStrategy(ddp_comm_state=...) has what each rank remembers of its gradients, which is not carried: "
+            "leave it out, and with it a ddp_comm_hook that needs it"
+        )
+    elif getattr(strategy, "_model_averaging_period", None) is not None:
+        problem = (
+            "DDPStrategy(model_averaging_period=...) lets the ranks' models differ, and only one is carried: leave it "
+            "out"
         )
     elif trainer.ckpt_path is not None:
         problem = "call fit() without ckpt_path: the callback loads what is newest by itself"
@@ -276,22 +344,25 @@ def _refuse_data(loader: Any) -> str | None:
     if type(loader.batch_sampler) is not BatchSampler:
         return f"{type(loader.batch_sampler).__name__} makes batches of its own: give the loader a batch_size"
     sampler = loader.batch_sampler.sampler
-    if isinstance(sampler, SequentialSampler | DistributedSampler) or (
-        isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(dataset)
+    # Not a subclass: its order may be any, as Lightning's wrapper of other samplers has.
+    if type(sampler) in (SequentialSampler, DistributedSampler) or (
+        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset)
     ):
         return None
-    return f"the order of {type(sampler).__name__} cannot be continued: give the loader shuffle=True or False"
+    wrapped = getattr(getattr(sampler, "dataset", None), "_sampler", sampler)
+    return f"the order of {type(wrapped).__name__} cannot be continued: give the loader shuffle=True or False"
 
 
-def _stream(loader: Any, trainer: Any) -> tuple[StreamSampler, int]:
-    """And how many batches of one rank make an epoch."""
+def _stream(loader: Any, trainer: Any) -> tuple[StreamSampler, Epoch]:
     batches, sampler = loader.batch_sampler, loader.batch_sampler.sampler
-    shuffle = (
-        sampler.shuffle if isinstance(sampler, DistributedSampler) else isinstance(sampler, RandomSampler)
-    )
-    order = Order(len(loader.dataset), int(os.environ.get("PL_GLOBAL_SEED", "0")), shuffle)
+    if type(sampler) is DistributedSampler:
+        shuffle, seed = sampler.shuffle, sampler.seed
+    else:
+        shuffle, seed = type(sampler) is RandomSampler, int(os.environ.get("PL_GLOBAL_SEED", "0"))
+    order = Order(len(loader.dataset), seed, shuffle)
     size, rank = batches.batch_size, trainer.global_rank
     samples = size * trainer.world_size
     count = max(1, order.length // samples if batches.drop_last else -(-order.length // samples))
     share = slice(rank * size, (rank + 1) * size)
-    return StreamSampler(order, batches=count, samples=samples, share=share), count
+    stream = StreamSampler(order, batches=count, samples=samples, share=share)
+    return stream, Epoch(order.length, samples, count, batches.drop_last)

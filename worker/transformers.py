@@ -28,7 +28,7 @@ from .steps.progress import step
 from .steps.stream import Order, StreamSampler
 
 try:
-    from accelerate.data_loader import DataLoaderShard
+    from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
     from transformers import Trainer, TrainerCallback
 except ImportError as error:
     raise LibraryMissing(
@@ -80,6 +80,8 @@ class ElasticCallback(TrainerCallback):
         self._checkpoints: Checkpointer | None = None
         self._finished = 0
         """The newest step whose boundary was reported."""
+        self._saved = 0
+        """The newest step that was saved, or loaded."""
         self._save_is_due = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
@@ -95,35 +97,47 @@ class ElasticCallback(TrainerCallback):
         # within an epoch has one iteration more.
         loader.base_dataloader.generator = torch.Generator()
         self._checkpoints = Checkpointer(self._directory, self._contents(**parts), **self._options)
-        self._finished = self._checkpoints.load()
+        self._finished = self._saved = self._checkpoints.load()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._stream.batch_is_done()
         state.epoch = self._stream.epoch
-        every = self._save_every
-        due = control.should_save if every is None else state.global_step % every == 0
-        self._save_is_due = due or control.should_training_stop
+        self._save_is_due = self._save_every is not None and state.global_step % self._save_every == 0
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._stream.batch_is_done()
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The Trainer has saved. What the evaluation decides, such as save_strategy="best", is known only here."""
+        if self._save_every is None:
+            self._save_is_due = True
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._end_step(state.global_step)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        # The end of the training comes from anywhere: max_steps, an evaluation, another callback.
+        self._save_is_due |= control.should_training_stop
         self._end_step(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        # A callback behind this one may have ended the training at the end of the epoch.
+        self._save_is_due = True
+        self._save(state.global_step)
         if self._checkpoints is not None:
             self._checkpoints.wait()
 
     def _end_step(self, done: int) -> None:
-        if done == self._finished or self._checkpoints is None:
-            return
-        self._finished = done
-        step(done)
-        if self._save_is_due:
+        if done != self._finished:
+            self._finished = done
+            step(done)
+        self._save(done)
+
+    def _save(self, done: int) -> None:
+        if self._save_is_due and done > self._saved and self._checkpoints is not None:
+            self._saved = done
             self._checkpoints.save(done)
+        self._save_is_due = False
 
     def _contents(self, model: Any, optimizer: Any, lr_scheduler: Any, **_: Any) -> dict[str, Any]:
         inner = getattr(optimizer, "optimizer", optimizer)
@@ -220,8 +234,9 @@ def _refuse_data(loader: Any) -> str | None:
     if not isinstance(loader, DataLoaderShard):
         return f"{type(loader).__name__} deals out batches from rank 0: set dispatch_batches to False"
     sampler = loader.get_sampler()
-    if isinstance(sampler, SequentialSampler) or (
-        isinstance(sampler, RandomSampler)
+    # Not a subclass: its order may be any.
+    if type(sampler) is SequentialSampler or (
+        type(sampler) in (RandomSampler, SeedableRandomSampler)
         and not sampler.replacement
         and sampler.num_samples == len(loader.dataset)
     ):
@@ -234,6 +249,6 @@ def _refuse_data(loader: Any) -> str | None:
 
 def _stream(args: Any, loader: Any) -> StreamSampler:
     seed = args.seed if args.data_seed is None else args.data_seed
-    shuffle = not isinstance(loader.get_sampler(), SequentialSampler)
+    shuffle = type(loader.get_sampler()) is not SequentialSampler
     order = Order(len(loader.dataset), seed, shuffle)
     return StreamSampler(order, batches=len(loader), samples=loader.total_batch_size)

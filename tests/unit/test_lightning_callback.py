@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from elastic_agent.worker import ClusterEnvironmentError, Drained, LibraryMissing, UnsupportedTraining
 from elastic_agent.worker.steps import progress
@@ -21,6 +30,10 @@ COUNTERS = ("ready", "started", "processed", "completed")
 
 
 class DDPStrategy:
+    def __init__(self, comm_state: object = None, averaging_period: int | None = None) -> None:
+        self._ddp_comm_state = comm_state
+        self._model_averaging_period = averaging_period
+
     def process_dataloader(self, loader: Any) -> Any:
         return loader
 
@@ -75,12 +88,12 @@ class Stopper:
     state_key = "Stopper"
 
     def __init__(self) -> None:
-        self.waited = 0
+        self.waited: Any = 0
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         return {"waited": self.waited}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.waited = state["waited"]
 
 
@@ -190,6 +203,45 @@ def test_the_same_world_gets_the_very_batches_of_an_undisturbed_run(
     assert [step for part in parts for step in part.epoch_ends] == whole.epoch_ends
 
 
+@pytest.mark.parametrize(
+    ("drop_last", "length", "before", "until", "now", "ends"),
+    [
+        (False, 33, 16, 1, 1, 1 + 1),  # 1 sample is left, not half of the epoch
+        (False, 33, 1, 16, 8, 16 + 1),
+        (True, 33, 1, 15, 8, 15 + 1),  # what is left fills no batch: one that reaches into the next epoch
+        (True, 35, 8, 1, 1, 1 + 9),
+    ],
+)
+def test_an_epoch_ends_where_its_samples_end(
+    library: Any, tmp_path: Path, drop_last: bool, length: int, before: int, until: int, now: int, ends: int
+) -> None:
+    """In worlds of `before` and `now` ranks, with batches of 2."""
+    loader = {"length": length, "drop_last": drop_last}
+    trainer = Trainer(library.ElasticCallback(str(tmp_path), save_every=until), world_size=before)
+    trainer.fit(loader_of(**loader), until=until)
+    after = Trainer(library.ElasticCallback(str(tmp_path)), world_size=now)
+    after.fit(loader_of(**loader), epochs=1)
+    assert after.epoch_ends == [ends]
+
+
+def test_a_distributed_sampler_keeps_its_own_seed(library: Any, tmp_path: Path) -> None:
+    sampler = DistributedSampler(range(24), num_replicas=1, rank=0, seed=9)
+    trainer = Trainer(library.ElasticCallback(str(tmp_path)))
+    trainer.fit(loader_of(shuffle=None, sampler=sampler), epochs=1)
+    assert trainer.trained == list(sampler)
+
+
+def test_scores_that_differ_between_ranks_are_carried_as_plain_numbers(library: Any, tmp_path: Path) -> None:
+    trainer = Trainer(library.ElasticCallback(str(tmp_path), save_every=3))
+    trainer.callbacks[0].waited = {"best": torch.tensor(0.1), "all": [torch.tensor(3), "x"]}
+    saved = library._Callbacks(trainer, trainer.callback).state_dict()
+    assert not [one for one in tree_leaves(saved) if isinstance(one, torch.Tensor)]
+    trainer.fit(loader_of(), until=3)
+    waited = run(library, tmp_path, until=4).callbacks[0].waited
+    assert repr(waited) == "{'best': tensor(0.1000), 'all': [tensor(3), 'x']}"
+    assert waited["best"].item() == torch.tensor(0.1).item()
+
+
 def test_the_states_of_others_go_on(library: Any, tmp_path: Path) -> None:
     trainer = Trainer(library.ElasticCallback(str(tmp_path), save_every=3))
     trainer.callbacks[0].waited = 7
@@ -219,6 +271,23 @@ def test_a_planned_change_comes_after_the_end_of_the_epoch(library: Any, tmp_pat
     assert seen == [[12]]
 
 
+class Wrapped(list[int]):
+    def __init__(self, sampler: Any) -> None:
+        super().__init__(sampler)
+        self._sampler = sampler
+
+
+class Wrapper(DistributedSampler[int]):
+    """As Lightning's around a sampler that it does not know, under ddp."""
+
+    def __init__(self, sampler: Any) -> None:
+        super().__init__(Wrapped(sampler), num_replicas=1, rank=0)  # type: ignore[arg-type]
+
+
+class Backwards(SequentialSampler):
+    pass
+
+
 class Endless(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(())
@@ -228,6 +297,8 @@ class Endless(IterableDataset[int]):
     ("name", "value", "text"),
     [
         ("strategy", FSDPStrategy(), "FSDPStrategy may spread the state"),
+        ("strategy", DDPStrategy(comm_state=object()), "ddp_comm_state"),
+        ("strategy", DDPStrategy(averaging_period=4), "model_averaging_period"),
         ("ckpt_path", "last", "without ckpt_path"),
         ("limit_train_batches", 0.5, r"limit_train_batches=0\.5"),
         ("overfit_batches", 2, "overfit_batches=2"),
@@ -250,6 +321,11 @@ def test_what_cannot_be_carried_is_refused_by_name(
         (DataLoader(Endless()), "IterableDataset"),
         (loader_of(batch_size=None), "NoneType makes batches of its own"),
         (loader_of(shuffle=None, sampler=WeightedRandomSampler([1.0], 3)), "order of WeightedRandomSampler"),
+        (
+            loader_of(shuffle=None, sampler=Wrapper(WeightedRandomSampler([1.0], 3))),
+            "order of WeightedRandomSampler",
+        ),
+        (loader_of(shuffle=None, sampler=Backwards(range(9))), "order of Backwards"),
         (
             loader_of(shuffle=None, sampler=RandomSampler(range(9), replacement=True)),
             "order of RandomSampler",

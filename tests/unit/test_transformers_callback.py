@@ -56,6 +56,10 @@ class Loader:
             yield [index for batch in of_all_ranks for index in batch]
 
 
+class Seedable(RandomSampler):
+    """As accelerate's."""
+
+
 class Patience:
     """A callback with a state, such as EarlyStoppingCallback."""
 
@@ -85,10 +89,12 @@ class Trainer:
         self.state = State(self.args.max_steps if self.args.max_steps > 0 else 15)
         self.callback_handler = SimpleNamespace(callbacks=[Patience()])
         dataset = TensorDataset(torch.arange(samples))
-        sampler = RandomSampler(dataset) if shuffle else SequentialSampler(dataset)
+        sampler = Seedable(dataset) if shuffle else SequentialSampler(dataset)
         self.loader = Loader(dataset, sampler, batch=2, size=size)
         self.model = torch.nn.Linear(1, 1)
         self._globalstep_last_logged = 0
+        self.stops_at = self.stops_late_at = -1
+        self.saves_at: tuple[int, ...] = ()
         self.trained: dict[int, list[int]] = {}
         """The samples of each step, over all ranks."""
 
@@ -113,10 +119,15 @@ class Trainer:
                 control.should_training_stop = state.global_step >= state.max_steps
                 callback.on_step_end(self.args, state, control)
                 state.log_history.append({"step": state.global_step})
+                # The evaluation, which comes after our on_step_end, stops early or finds the best.
+                control.should_training_stop |= state.global_step == self.stops_at
+                if state.global_step in self.saves_at:
+                    callback.on_save(self.args, state, control)
                 self.trained[state.global_step] = [index for batch in batches for index in batch]
                 if control.should_training_stop:
                     break
             callback.on_epoch_end(self.args, state, control)
+            control.should_training_stop |= state.global_step == self.stops_late_at
         callback.on_train_end(self.args, state, control)
 
 
@@ -132,7 +143,7 @@ def library(monkeypatch: pytest.MonkeyPatch, only_worker: Path) -> Any:
     fakes = {"transformers": ModuleType("transformers"), "accelerate": ModuleType("accelerate")}
     fakes["accelerate.data_loader"] = ModuleType("accelerate.data_loader")
     fakes["transformers"].__dict__.update(Trainer=Trainer, TrainerCallback=object)
-    fakes["accelerate.data_loader"].__dict__.update(DataLoaderShard=Loader)
+    fakes["accelerate.data_loader"].__dict__.update(DataLoaderShard=Loader, SeedableRandomSampler=Seedable)
     for name, fake in fakes.items():
         monkeypatch.setitem(sys.modules, name, fake)
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
@@ -200,6 +211,25 @@ def test_a_finished_training_does_no_more_step(library: Any, tmp_path: Path) -> 
     assert run(library, tmp_path, max_steps=14).trained.keys() == {13, 14}
 
 
+@pytest.mark.parametrize("way", ["stops_at", "stops_late_at"])
+def test_the_end_is_saved_whatever_stopped_the_training(library: Any, tmp_path: Path, way: str) -> None:
+    """Late: by a callback that comes after ours, at the end of an epoch of 10 steps."""
+    trainer = Trainer()
+    setattr(trainer, way, 10)
+    trainer.callback_handler.callbacks.append(library.ElasticCallback(trainer, str(tmp_path)))
+    trainer.train()
+    again = run(library, tmp_path)
+    assert (again.state.global_step, again.trained) == (10, {})
+
+
+def test_without_save_every_each_save_of_the_trainer_is_one_of_ours(library: Any, tmp_path: Path) -> None:
+    trainer = Trainer()
+    trainer.saves_at = (3, 10)
+    trainer.callback_handler.callbacks.append(library.ElasticCallback(trainer, str(tmp_path), keep=9))
+    trainer.train()
+    assert sorted(int(path.name.split("-")[1]) for path in tmp_path.glob("step-*.pt")) == [3, 10, 12]
+
+
 def test_a_planned_change_comes_after_all_that_belongs_to_the_step(
     library: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +269,10 @@ def test_other_data_is_refused(library: Any, tmp_path: Path) -> None:
         (
             lambda one: one.loader.set_sampler(RandomSampler(range(9), replacement=True)),
             "order of RandomSampler cannot be continued",
+        ),
+        (
+            lambda one: one.loader.set_sampler(type("Sorted", (RandomSampler,), {})(one.loader.dataset)),
+            "order of Sorted cannot be continued",
         ),
         (lambda one: setattr(one.loader, "dataset", Endless()), "IterableDataset"),
         (lambda one: setattr(one, "loader", SimpleNamespace(dataset=one.loader.dataset)), "dispatch_batches"),
