@@ -26,6 +26,10 @@ _UP = b"\x1b[A"
 # only lead to where the next bar is drawn.
 _LINE_END = re.compile(rb"(?:\x1b\[A)+\n+|\r?\n|\r(?=[^\n])")
 _LONGEST_BEGUN_END = len(_UP)
+_ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+_ERASES = re.compile(rb"\x1b\[[0-9]*[JK]")
+_WORD = re.compile(r"[^\W\d_]{2,}")
+_PROGRESS = re.compile(r"\d\s*%|\d\s*/\s*\d")
 
 
 class Line(NamedTuple):
@@ -88,6 +92,39 @@ def _without_ups(text: bytes) -> bytes:
     return text
 
 
+def replaces(new: bytes, old: bytes) -> bool:
+    """Whether nothing is lost when only `new` is shown, which a carriage return put in the place of `old`.
+
+    So it is when `new` has all words of `old`, where numbers, single letters and the characters of bars are no words;
+    when both show progress, as a percentage or like 3/10, and begin with the same word; or when blanks
+    wipe out progress.
+
+    >>> replaces(b"Epoch 1:  20%|##   | loss=0.3", b"Epoch 1:  10%|#    |")
+    True
+    >>> replaces(b"1%", b"ERROR: device 3 has fallen off the bus")
+    False
+    """
+    before, after = _plain(old), _plain(new)
+    lost, kept = _WORD.findall(before), _WORD.findall(after)
+    if not before.strip():
+        return True
+    if not lost:
+        return bool(re.search(r"\d", before)) or not re.search(r"\w", before)
+    if not after.strip():
+        return bool(_PROGRESS.search(before))
+    both = _PROGRESS.search(before) and _PROGRESS.search(after)
+    return set(lost) <= set(kept) or bool(both and kept[:1] == lost[:1])
+
+
+def _plain(text: bytes) -> str:
+    return _ESCAPE.sub(b"", text).decode(errors="replace")
+
+
+def _draws(text: bytes) -> bool:
+    """Not only escape sequences that leave what is seen as it is, like one for the cursor."""
+    return bool(_ESCAPE.sub(b"", text) or _ERASES.search(text))
+
+
 def _cut(text: bytes, redrawn: bool) -> list[Line]:
     last = max(0, len(text) - 1) // LINE_MAX * LINE_MAX
     pieces = [Line(text[at : at + LINE_MAX]) for at in range(0, last, LINE_MAX)]
@@ -105,8 +142,14 @@ class Tail:
     def add(self, lines: list[Line]) -> None:
         with self._lock:
             for line in lines:
-                state = self._lines.pop() if self._redrawn else b""
-                self._lines.append(line.text[:_TAIL_LINE_MAX] or state)
+                text = line.text[:_TAIL_LINE_MAX]
+                if self._redrawn:
+                    if not _draws(text):
+                        self._redrawn = line.redrawn
+                        continue
+                    if replaces(text, self._lines[-1]):
+                        self._lines.pop()
+                self._lines.append(text)
                 self._redrawn = line.redrawn
 
     def lines(self) -> tuple[str, ...]:
@@ -117,7 +160,7 @@ class Tail:
 class Redrawn:
     """What to show of one stream: each line when it ends, and of one that is redrawn the newest state now and then.
 
-    A state that another one has replaced is not shown, as it is not seen on a terminal. Blanks wipe a state out.
+    A state that is a mere earlier one of the same bar is not shown, see `replaces`; every other one is.
     """
 
     def __init__(self) -> None:
@@ -131,19 +174,25 @@ class Redrawn:
         texts: list[bytes] = []
         for line in lines:
             if line.redrawn:
-                self._state = line.text
+                texts += self._replace(line.text)
                 continue
-            text = line.text or (
-                self._state if self._state.strip() else b""
-            )  # an end alone leaves the state standing
-            if not text or text != self._shown:
-                texts.append(text)
-            self._state = self._shown = b""
-        self._state = drawn or self._state
+            if self._state:
+                texts += self._replace(line.text) + self.end()  # an end alone leaves the state standing
+            else:
+                texts.append(line.text)
+        if drawn and drawn != self._state:
+            texts += self._replace(drawn)
         if self._waits and now >= self._shown_at + REDRAW_S:
             texts.append(self._state)
             self._shown, self._shown_at = self._state, now
         return texts
+
+    def _replace(self, state: bytes) -> list[bytes]:
+        """The state before, if it would be lost."""
+        if not _draws(state):
+            return []
+        before, self._state = self._state, state
+        return [before] if before != self._shown and not replaces(state, before) else []
 
     def end(self) -> list[bytes]:
         """Nothing comes any more: the state that waits, if any, is the last one."""
@@ -158,4 +207,4 @@ class Redrawn:
 
     @property
     def _waits(self) -> bool:
-        return self._state != self._shown and bool(self._state.strip())
+        return self._state != self._shown and bool(_plain(self._state).strip())

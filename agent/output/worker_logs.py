@@ -51,7 +51,8 @@ class Route:
     """The worker's own file, where there are any."""
     console: bool = True
     copied: tuple[str, ...] = ()
-    """Lines of the console that hold one of these also go to a file of this node, for all of its workers."""
+    """Lines, and all states of those that are redrawn, that hold one of these also go to a file of this node, for all
+    of its workers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -264,7 +265,7 @@ class WorkerLogs:
         texts = stream.redrawn.show(lines, stream.splitter.drawn, time.monotonic())
         if stream.console:
             self._print(stream.name, stream.prefix, texts)
-        copied = [text for text in texts if any(needle in text for needle in stream.copied)]
+        copied = [line.text for line in lines if any(needle in line.text for needle in stream.copied)]
         if copied and stream.copies is not None:
             self._files.save(stream.copies, b"".join(stream.prefix + text + b"\n" for text in copied))
         if not stream.timed and (due_at := stream.redrawn.due_at) is not None and stream.pipe >= 0:

@@ -122,6 +122,25 @@ def shown(*reads: tuple[float, bytes]) -> list[tuple[float, bytes]]:
         ([(0, b"a\r\r\n")], [(0, b"a")]),
         ([(0, b"\r1"), (1, b"\r2"), (2, b"\n")], [(0, b"1"), (2, b"2")]),
         ([(0, b"\r1"), (1, b"\n"), (1, b"1\n")], [(0, b"1"), (1, b"1")]),
+        # What is no earlier state of the same bar is shown, whatever takes its place.
+        (
+            [(0, b"ERROR: cuda device 3 has fallen off the bus\r"), (0, b"1%\r2%\n")],
+            [(0, b"ERROR: cuda device 3 has fallen off the bus"), (0, b"2%")],
+        ),
+        ([(0, b"important line\rX\n")], [(0, b"important line"), (0, b"X")]),
+        (
+            [(0, b"\r1%"), (1, b"\rWARNING: loss is nan\r2%"), (2, b"\n")],
+            [(0, b"1%"), (1, b"WARNING: loss is nan"), (2, b"2%")],
+        ),
+        ([(0, b"\r1%"), (1, b"\rloading\r   \r"), (2, b"log\n")], [(0, b"1%"), (1, b"loading"), (2, b"log")]),
+        (
+            [(0, b"\rfoo 1/9"), (1, b"\rfoo of a 2/9"), (2, b"\rfoo of bb 3/9\n")],
+            [(0, b"foo 1/9"), (2, b"foo of bb 3/9")],
+        ),
+        # Blanks at the end are no line, and what only moves the cursor is no state.
+        ([(0, b"\r1%"), (1, b"\r2%\r    \n"), (2, b"log\n")], [(0, b"1%"), (2, b"log")]),
+        ([(0, b"\r1%"), (1, b"\r2%\r\x1b[2K"), (9, b"\rlog\n")], [(0, b"1%"), (9, b"log")]),
+        ([(0, b"\r1%"), (1, b"\r2%\r\x1b[?25h"), (2, b"\n")], [(0, b"1%"), (2, b"2%")]),
         # Blanks wipe it out, and are not shown.
         ([(0, b"\r1"), (1, b"\r2"), (2, b"\r   \r"), (3, b"log\n")], [(0, b"1"), (3, b"log")]),
     ],
@@ -149,3 +168,5 @@ def test_the_tail_keeps_a_state_that_only_an_end_follows() -> None:
     tail = Tail()
     tail.add([Line(b"a"), Line(b"1%", True), Line(b"2%", True), Line(b""), Line(b"b")])
     assert tail.lines() == ("a", "2%", "b")
+    tail.add([Line(b"ERROR", True), Line(b"1%", True), Line(b"\x1b[?25h", True), Line(b"2%")])
+    assert tail.lines() == ("a", "2%", "b", "ERROR", "2%")

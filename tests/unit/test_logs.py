@@ -124,7 +124,7 @@ def test_lines_that_are_looked_for_are_copied_with_their_prefix(rig: Rig) -> Non
     (zero, err), (one, _) = (rig.worker(generation=2, rank=rank, copied=("loss", "nan")) for rank in (0, 1))
     os.write(zero, b"loss 1\nother\n")
     assert drained(rig.logs, 2, 0)
-    os.write(one, b"is nan\n\r 1% loss 2")
+    os.write(one, b"is nan\n\r 1% loss 2\r 2% loss 3\r 3%\n")
     os.write(err, b"loss of sleep\n")
     assert drained(rig.logs, 2, 0)
     assert drained(rig.logs, 2, 1)
@@ -132,7 +132,7 @@ def test_lines_that_are_looked_for_are_copied_with_their_prefix(rig: Rig) -> Non
     assert rig.directory is not None
     found = {path.name: path.read_bytes() for path in (rig.directory / "gen2" / folder).iterdir()}
     assert found == {
-        "filtered_stdout.log": b"[n1/0] loss 1\n[n1/1] is nan\n[n1/1]  1% loss 2\n",
+        "filtered_stdout.log": b"[n1/0] loss 1\n[n1/1] is nan\n[n1/1]  1% loss 2\n[n1/1]  2% loss 3\n",
         "filtered_stderr.log": b"[n1/0] loss of sleep\n",
     }
 
@@ -146,6 +146,15 @@ def test_the_state_of_a_bar_that_stands_still_is_shown(rig: Rig, monkeypatch: py
     assert rig.out().count(b"\n") < 20
     assert drained(rig.logs, 1, 0)
     assert rig.file("stdout") == b"".join(b"\r%d%%" % percent for percent in range(100))
+
+
+def test_the_last_state_of_a_bar_that_waits_is_shown_when_its_stream_ends(rig: Rig) -> None:
+    out, _ = rig.worker()
+    os.write(out, b"\r1%")
+    eventually(lambda: rig.out() == b"[n1/0] 1%\n")
+    os.write(out, b"\r2%\r3%\r\x1b[?25h")
+    os.close(out)
+    eventually(lambda: rig.out() == b"[n1/0] 1%\n[n1/0] 3%\n")
 
 
 def test_lines_and_bytes_are_counted_by_stream(rig: Rig) -> None:
