@@ -70,7 +70,8 @@ FRAMEWORKS := build/frameworks-venv
 frameworks:  ## transformers, Lightning and Accelerate, unmodified: workers killed, nodes join and leave
 	@.ci/system-packages python
 	$(PYTHON) -m venv $(FRAMEWORKS)
-	$(FRAMEWORKS)/bin/pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[frameworks]'
+	$(FRAMEWORKS)/bin/pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[frameworks]' \
+	    pytest pytest-timeout
 	$(FRAMEWORKS)/bin/python -m pytest -s --timeout 400 tests/frameworks
 
 soak: $(READY)  ## KILLS=200 kills of random workers, agents and nodes, with planned leaves between them, drawn from SEED=1; JOBS=64 jobs at once; and a minute without etcd
