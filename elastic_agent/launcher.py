@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -22,12 +24,15 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from .agent.common.exits import ExitCode
+from .agent.configuration.types.values import Texts
 from .agent.workers.processes.workers import tied
+
+_log = logging.getLogger(__name__)
 
 WORKER = "elastic_agent.launched_function"
 FUNCTION, PATH = "function.pickle", "path.json"
@@ -105,10 +110,94 @@ def words_of(config: Any) -> list[str]:
         words.append(f"--node-rank={configs.pop('rank')}")
     conf = ",".join(f"{key}={value}" for key, value in configs.items())
     words += [f"--rdzv-conf={conf}"] if conf else []
-    for option in ("max_restarts", "local_addr", "role", "log_line_prefix_template"):
-        value = getattr(config, option, None)
-        words += [f"--{option.replace('_', '-')}={value}"] if value is not None else []
+    for name, (option, text_of) in _OPTIONS.items():
+        value = getattr(config, name, None)
+        if value is None or (name in _UNSET and value == _UNSET[name]):
+            continue
+        text = text_of(value)
+        if text is None:
+            _log.warning("LaunchConfig.%s=%r is ignored: elastic-agent has nothing like it", name, value)
+            continue
+        words.append(f"--{option}={text}")
+        if isinstance(value, str) and text != value:
+            _log.warning("LaunchConfig.%s=%r is taken as %r", name, value, text)
+    words += _words_of_logs(getattr(config, "logs_specs", None))
+    _warn_of_others(config)
     return words + [f"--{name}={value}" for name, value in getattr(config, "options", {}).items()]
+
+
+def _words_of_logs(specs: Any) -> list[str]:
+    """torch's logs_specs, which has its settings in private attributes. One of another class is ignored."""
+    if specs is None:
+        return []
+    if type(specs).__name__ != "DefaultLogsSpecs":
+        _log.warning("LaunchConfig.logs_specs=%r is ignored: elastic-agent writes its own log files", specs)
+        return []
+    words = []
+    folder = getattr(specs, "_root_log_dir", None)
+    if (
+        folder and folder != os.devnull and not Path(folder).name.startswith("torchelastic_")
+    ):  # torch's own choice
+        words.append(f"--log-dir={folder}")
+    for name in ("redirects", "tee"):
+        streams = getattr(specs, f"_{name}", 0)
+        if isinstance(streams, Mapping):
+            text = ",".join(f"{rank}:{int(each)}" for rank, each in streams.items())
+        else:
+            text = str(int(streams)) if streams else ""
+        words += [f"--{name}={text}"] if text else []
+    ranks = getattr(specs, "_local_ranks_filter", None)
+    return words + ([f"--local-ranks-filter={','.join(map(str, sorted(ranks)))}"] if ranks else [])
+
+
+def _warn_of_others(config: Any) -> None:
+    """Of fields that have no option here, and are set."""
+    for field_ in fields(config) if is_dataclass(config) else ():
+        if field_.name in _READ or field_.name in _OPTIONS:
+            continue
+        default = field_.default_factory() if field_.default_factory is not MISSING else field_.default
+        value = getattr(config, field_.name)
+        if value != default:
+            _log.warning(
+                "LaunchConfig.%s=%r is ignored: elastic-agent has no such option", field_.name, value
+            )
+
+
+def _identifier(text: str) -> str | None:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", text)[:64] or None
+
+
+def _numa_binding(options: Any) -> str | None:
+    mode = getattr(options.affinity_mode, "value", options.affinity_mode)
+    return mode if mode in ("node", "exclusive") else None
+
+
+_OPTIONS: Mapping[str, tuple[str, Callable[[Any], str | None]]] = {
+    "max_restarts": ("max-restarts", str),
+    "local_addr": ("local-addr", str),
+    "role": ("role", _identifier),
+    "log_line_prefix_template": ("log-line-prefix-template", lambda text: re.sub(r"[\n\r\0]", " ", text)),
+    "signals_to_handle": ("signals-to-handle", str),
+    "duplicate_stdout_filters": ("duplicate-stdout-filters", lambda texts: str(Texts(tuple(texts)))),
+    "duplicate_stderr_filters": ("duplicate-stderr-filters", lambda texts: str(Texts(tuple(texts)))),
+    "virtual_local_rank": ("virtual-local-rank", lambda value: str(value).lower()),
+    "shutdown_timeout": ("shutdown-timeout", str),
+    "numa_options": ("numa-binding", _numa_binding),
+}
+"""By the field of torch's LaunchConfig: the option that means the same, and its text, None if it cannot be."""
+
+_UNSET: Mapping[str, object] = {
+    "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    "virtual_local_rank": False,
+    "shutdown_timeout": 30,
+}
+"""What torch has there when nothing was set."""
+
+_READ = {
+    *("min_nodes", "max_nodes", "nproc_per_node", "run_id", "rdzv_endpoint", "rdzv_backend", "rdzv_configs"),
+    *("rdzv_timeout", "logs_specs", "options"),
+}
+"""Fields that `words_of` reads without the table."""
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

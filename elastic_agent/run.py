@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from .agent.configuration.types.values import Texts
 from .launcher import run_agent
 
 _ELSEWHERE = ("help", "module", "no_python")
@@ -45,7 +46,7 @@ def words_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[
             continue
         name = max(action.option_strings, key=len).replace("_", "-")
         if isinstance(value, list):  # of texts to look for
-            value = ",".join(text.replace(",", ",,") for text in value)
+            value = str(Texts(tuple(value)))
         words += [name] if value is True else [f"{name}={value}"]
     switch = (
         "-m" if getattr(args, "module", False) else "--no-python" if getattr(args, "no_python", False) else ""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shlex
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig as TorchConfig
+from torch.numa.binding import AffinityMode, NumaOptions
 
 from elastic_agent import launch, launcher, run
 from elastic_agent.launcher import LaunchConfig, elastic_launch
@@ -74,6 +77,53 @@ def test_what_torchruns_parser_has_read(given: str, ours: str) -> None:
 )
 def test_a_launch_config_of_ours_or_of_torch(config: object, ours: str) -> None:
     assert launcher.words_of(config) == ours.split()
+
+
+@pytest.mark.parametrize(
+    ("given", "ours", "warned"),
+    [
+        ({"role": "my trainer"}, ["--role=my_trainer"], ["role"]),
+        (
+            {"log_line_prefix_template": "a\nb"},
+            ["--role=default_role", "--log-line-prefix-template=a b"],
+            ["log_line_prefix_template"],
+        ),
+        (
+            {"signals_to_handle": "SIGXCPU", "virtual_local_rank": True, "shutdown_timeout": 7},
+            [
+                "--role=default_role",
+                "--signals-to-handle=SIGXCPU",
+                "--virtual-local-rank=true",
+                "--shutdown-timeout=7",
+            ],
+            [],
+        ),
+        (
+            {"duplicate_stdout_filters": ["a,b", "c"], "duplicate_stderr_filters": ["d"]},
+            ["--role=default_role", "--duplicate-stdout-filters=a,,b,c", "--duplicate-stderr-filters=d"],
+            [],
+        ),
+        (
+            {"numa_options": NumaOptions(AffinityMode.NODE)},
+            ["--role=default_role", "--numa-binding=node"],
+            [],
+        ),
+        ({"numa_options": NumaOptions(AffinityMode.SOCKET)}, ["--role=default_role"], ["numa_options"]),
+        (
+            {"logs_specs": DefaultLogsSpecs("/dev/null", Std.ALL, {0: Std.OUT}, {1, 0})},
+            ["--role=default_role", "--redirects=3", "--tee=0:1", "--local-ranks-filter=0,1"],
+            [],
+        ),
+        ({"start_method": "fork", "monitor_interval": 0.1}, ["--role=default_role"], ["start_method"]),
+    ],
+)
+def test_each_field_of_torchs_config_is_an_option_or_a_warning(
+    given: dict[str, Any], ours: list[str], warned: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert launcher.words_of(TorchConfig(1, 1, 1, **given))[5:] == ours
+    assert [record.getMessage().split("=")[0] for record in caplog.records] == [
+        f"LaunchConfig.{name}" for name in warned
+    ]
 
 
 def test_the_rank_of_torchs_static_rendezvous_is_the_node_rank() -> None:
