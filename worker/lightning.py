@@ -38,8 +38,9 @@ from torch.utils.data import (
 
 from .checkpointing.checkpointer import Checkpointer
 from .errors import ClusterEnvironmentError, LibraryMissing, UnsupportedTraining
+from .steps.order import Order
 from .steps.progress import step
-from .steps.stream import Order, StreamSampler
+from .steps.stream import StreamSampler
 
 try:
     from lightning.pytorch import Callback
@@ -359,7 +360,7 @@ def _stream(loader: Any, trainer: Any) -> tuple[StreamSampler, Epoch]:
         shuffle, seed = sampler.shuffle, sampler.seed
     else:
         shuffle, seed = type(sampler) is RandomSampler, int(os.environ.get("PL_GLOBAL_SEED", "0"))
-    order = Order(len(loader.dataset), seed, shuffle)
+    order = Order(len(loader.dataset), shuffle, seed)
     size, rank = batches.batch_size, trainer.global_rank
     samples = size * trainer.world_size
     count = max(1, order.length // samples if batches.drop_last else -(-order.length // samples))

@@ -24,8 +24,9 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
 from .checkpointing.checkpointer import Checkpointer
 from .errors import LibraryMissing, UnsupportedTraining
+from .steps.order import Order
 from .steps.progress import step
-from .steps.stream import Order, StreamSampler
+from .steps.stream import StreamSampler
 
 try:
     from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
@@ -250,5 +251,5 @@ def _refuse_data(loader: Any) -> str | None:
 def _stream(args: Any, loader: Any) -> StreamSampler:
     seed = args.seed if args.data_seed is None else args.data_seed
     shuffle = type(loader.get_sampler()) is not SequentialSampler
-    order = Order(len(loader.dataset), seed, shuffle)
+    order = Order(len(loader.dataset), shuffle, seed)
     return StreamSampler(order, batches=len(loader), samples=loader.total_batch_size)

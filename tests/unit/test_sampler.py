@@ -355,8 +355,8 @@ GOOD = {"epoch": 1, "position": 4, "length": 10, "shuffle": True, "seed": 0}
         ({"position": -1}, "position"),
         ({"position": True}, "position"),
         ({"epoch": "1"}, "epoch"),
-        ({"more": 1}, "no state of an ElasticSampler"),
-        (None, "no state of an ElasticSampler"),
+        ({"more": 1}, "no state of ElasticSampler"),
+        (None, "no state of ElasticSampler"),
     ],
 )
 def test_a_state_that_does_not_fit_changes_nothing(change: dict[str, Any] | None, said: str) -> None:

@@ -250,7 +250,7 @@ def test_a_planned_change_comes_after_all_that_belongs_to_the_step(
 
 def test_other_data_is_refused(library: Any, tmp_path: Path) -> None:
     run(library, tmp_path, until=3)
-    with pytest.raises(RuntimeError, match="length was 20 and is 22") as raised:
+    with pytest.raises(RuntimeError, match="had 20 samples, this sampler has 22") as raised:
         run(library, tmp_path, samples=22)
     assert isinstance(raised.value.__cause__, SamplerMismatch)
 

@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from ..errors import SamplerError, SamplerMismatch
+from ..errors import SamplerError
 from . import progress
+from .order import Order
 
 logger = logging.getLogger(__name__)
 
@@ -84,10 +85,8 @@ class ElasticSampler(Sampler[int]):
             raise ValueError(
                 f"rank is {rank}, expected 0 to {num_replicas - 1}: num_replicas is {num_replicas}"
             )
-        self._length = len(dataset)
+        self._order = Order(len(dataset), shuffle, seed)
         self._step_samples = num_replicas * batch_size * batches_per_step
-        self._shuffle = shuffle
-        self._seed = seed
         self._drop_last = drop_last
         self._world_size = num_replicas
         self._rank = rank
@@ -119,12 +118,16 @@ class ElasticSampler(Sampler[int]):
 
     def __len__(self) -> int:
         """Samples that are left for this rank in this epoch, counted from the last finished step."""
-        left = self._length - self._position
+        left = self._order.length - self._position
         return left // self._world_size if self._drop_last else -(-left // self._world_size)
 
     def __iter__(self) -> Iterator[int]:
         before = self._pass
-        if before is not None and before.complete and self._length - self._position < self._step_samples:
+        if (
+            before is not None
+            and before.complete
+            and self._order.length - self._position < self._step_samples
+        ):
             raise SamplerError(
                 f"epoch {self._epoch} is over, and a second iteration would find nothing left of it: call "
                 "set_epoch(epoch) at the beginning of each epoch"
@@ -141,13 +144,7 @@ class ElasticSampler(Sampler[int]):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data: the place in the epoch after the last finished step, and what its order is made of."""
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "length": self._length,
-            "shuffle": self._shuffle,
-            "seed": self._seed,
-        }
+        return self._order.state_at(epoch=self._epoch, position=self._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken, in a world of any size and with batches of any size.
@@ -155,39 +152,24 @@ class ElasticSampler(Sampler[int]):
         Raises SamplerMismatch, and changes nothing, when the order of the epoch is another here: then it is unknown
         which samples are left.
         """
-        own = self.state_dict()
-        if not isinstance(state, Mapping) or state.keys() != own.keys():
-            raise SamplerMismatch(
-                f"this is no state of an ElasticSampler, which has {sorted(own)}: {state!r}"
-            )
-        for name, meaning in (("length", "samples"), ("shuffle", "as shuffle"), ("seed", "as seed")):
-            if state[name] != own[name]:
-                raise SamplerMismatch(
-                    f"the epoch that was under way had {state[name]} {meaning}, this sampler has {own[name]}: its "
-                    "order would be another, so that samples would be repeated and lost. Give ElasticSampler the same "
-                    "dataset, shuffle and seed, or leave the sampler out of the state to begin an epoch anew"
-                )
-        for name, most in (("epoch", 2**63 - 1), ("position", self._length)):
-            value = state[name]
-            if type(value) is not int or not 0 <= value <= most:
-                raise SamplerMismatch(f"{name} of the sampler's state is {value!r}, expected 0 to {most}")
+        self._order.check(
+            state,
+            {"epoch": 2**63 - 1, "position": self._order.length},
+            owner="ElasticSampler",
+            otherwise="leave the sampler out of the state to begin an epoch anew",
+        )
         self._epoch, self._position, self._pass = state["epoch"], state["position"], None
 
     def _deal(self, part: _Pass) -> Iterator[int]:
         """This rank's indices of what is left."""
         if not part.count:
             return
-        if self._shuffle:
-            generator = torch.Generator()
-            generator.manual_seed(self._seed + self._epoch)
-            order = torch.randperm(self._length, generator=generator)
-        else:
-            order = torch.arange(self._length)
+        order = self._order.of_epoch(self._epoch)
         first = part.begun_at + self._rank
         for start in range(0, part.count, _CHUNK):
             turns = torch.arange(start, min(start + _CHUNK, part.count))
             # Only the last turn can go beyond the end, and begins the order again there.
-            yield from order[(first + turns * self._world_size) % self._length].tolist()
+            yield from order[(first + turns * self._world_size) % self._order.length].tolist()
 
     def _advance(self) -> None:
         """One optimizer step is finished."""
@@ -199,12 +181,12 @@ class ElasticSampler(Sampler[int]):
             self._warn(
                 f"step() finishes {self._step_samples} samples over all ranks, and {drawn - self._position} were drawn"
             )
-        self._position = min(wanted, drawn, self._length)
+        self._position = min(wanted, drawn, self._order.length)
 
     def _warn_of_missing_steps(self) -> None:
         if self._pass is None or not self._pass.complete:
             return
-        drawn = min(self._length, self._pass.begun_at + self._world_size * self._pass.drawn)
+        drawn = min(self._order.length, self._pass.begun_at + self._world_size * self._pass.drawn)
         if drawn - self._position >= self._step_samples:
             self._warn(
                 f"epoch {self._epoch} ended after {drawn} samples over all ranks, and step() has finished "

@@ -8,42 +8,25 @@ takes larger or smaller batches from there on, so no sample is repeated and none
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-import torch
 from torch.utils.data import Sampler
 
-from ..errors import SamplerMismatch
+from .order import Order
+
+_of_epoch = functools.lru_cache(maxsize=2)(Order.of_epoch)
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """The order of each epoch of a dataset of `length` samples: that of DistributedSampler with the same seed."""
-
-    length: int
-    seed: int
-    shuffle: bool
-
-    def of_epoch(self, epoch: int) -> torch.Tensor:
-        return _of_epoch(self, epoch)
-
-    def between(self, start: int, end: int) -> list[int]:
-        """The samples at these positions of the stream."""
-        found = []
-        while start < end:
-            epoch, offset = divmod(start, self.length)
-            count = min(self.length - offset, end - start)
-            found += self.of_epoch(epoch)[offset : offset + count].tolist()
-            start += count
-        return found
-
-
-@functools.lru_cache(maxsize=2)
-def _of_epoch(order: Order, epoch: int) -> torch.Tensor:
-    if not order.shuffle:
-        return torch.arange(order.length)
-    return torch.randperm(order.length, generator=torch.Generator().manual_seed(order.seed + epoch))
+def samples_between(order: Order, start: int, end: int) -> list[int]:
+    """The samples at these positions of the stream."""
+    found = []
+    while start < end:
+        epoch, offset = divmod(start, order.length)
+        count = min(order.length - offset, end - start)
+        found += _of_epoch(order, epoch)[offset : offset + count].tolist()
+        start += count
+    return found
 
 
 class StreamSampler(Sampler[int]):
@@ -73,25 +56,13 @@ class StreamSampler(Sampler[int]):
         """On all ranks."""
         self.position += self._samples
 
-    def state_dict(self) -> dict[str, int | bool]:
-        order = self._order
-        return {
-            "position": self.position,
-            "length": order.length,
-            "seed": order.seed,
-            "shuffle": order.shuffle,
-        }
+    def state_dict(self) -> dict[str, Any]:
+        return self._order.state_at(position=self.position)
 
-    def load_state_dict(self, state: dict[str, int | bool]) -> None:
-        """Go on at the position of `state`. Raises SamplerMismatch."""
-        own = self.state_dict()
-        if differing := sorted(name for name in own if name != "position" and state.get(name) != own[name]):
-            raise SamplerMismatch(
-                f"the data is in another order than before, so samples would be repeated and lost: "
-                f"{', '.join(f'{name} was {state.get(name)} and is {own[name]}' for name in differing)}. Give the "
-                "training the same dataset, shuffling and seed, or another directory"
-            )
-        self.position = int(state["position"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at the position of `state`. Raises SamplerMismatch, and changes nothing, in another order."""
+        self._order.check(state, {"position": 2**63 - 1}, owner="the training", otherwise="another directory")
+        self.position = state["position"]
 
     def __len__(self) -> int:
         return self._batches * len(range(self._samples)[self._share])
@@ -102,4 +73,4 @@ class StreamSampler(Sampler[int]):
     def _deal(self, start: int) -> Iterator[int]:
         for batch in range(self._batches):
             begun_at = start + batch * self._samples
-            yield from self._order.between(begun_at, begun_at + self._samples)[self._share]
+            yield from samples_between(self._order, begun_at, begun_at + self._samples)[self._share]
