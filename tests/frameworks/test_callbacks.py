@@ -149,7 +149,7 @@ def test_a_kill_a_join_and_a_leave(job: Job, example: str) -> None:
     assert scene.redone(third, fourth) == 0
     step, state = scene.last_checkpoint()
     assert step == case.steps
-    assert position(state, case) == scene.samples(case), "samples were repeated or lost"
+    assert position(state, case) == scene.samples(case), "the position is not that of the steps"
 
 
 @pytest.mark.parametrize("example", CASES)
