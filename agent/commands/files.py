@@ -25,7 +25,7 @@ KINDS = {
     "prometheus": "alert and recording rules, their tests, and a scrape configuration",
     "docker": "the Dockerfile",
     "slurm": "batch scripts: a job that is queued again, and one that goes on without a lost node",
-    "shell": "the manual page elastic-agent.1, and completion for bash (zsh: by bashcompinit)",
+    "shell": "the manual page elastic-agent.1, and completion for bash",
 }
 
 _USAGE = """\

@@ -112,7 +112,7 @@ def _roff(text: str) -> str:
 
 
 def bash_completion() -> str:
-    """Completes options, sub-commands as the first word, and files everywhere else. zsh reads it by bashcompinit."""
+    """Completes options, sub-commands as the first word, and files everywhere else."""
     flags = [f"--{name}" for option in OPTIONS if Source.CLI in option.sources for name in option.names]
     return f"""\
 # bash completion for elastic-agent

@@ -224,6 +224,41 @@ def test_the_source_of_torchrun_shows_its_flags() -> None:
     assert installed_flags() == theirs
 
 
+NEWER = """
+p.add_argument("--maybe", nargs="?")
+p.add_argument("--often", action="append_const", const=1)
+p.add_argument("--fast", action=argparse.BooleanOptionalAction)
+p.add_argument("--value")
+"""
+
+
+def test_a_flag_of_a_newer_torch_takes_no_other_option_away(script: str) -> None:
+    flags = dict(flags_in(NEWER))
+    assert flags == {
+        "--maybe": False,
+        "--often": False,
+        "--fast": False,
+        "--no-fast": False,
+        "--value": True,
+    }
+    line = ["--value", "--role=a", "--maybe", "--often", "--no-fast", "--value", "x"]
+    settings = read_argv([*line, script], of_torchrun=lambda: flags)
+    assert settings.given["role"].value == "a"
+    assert settings.given["script"].value == script
+    assert settings.problems == []
+
+
+def test_one_dash_too_few_is_seen(script: str) -> None:
+    [problem] = read_argv(["-rdzv-endpoint=x", script]).problems
+    assert "did you mean --rdzv-endpoint?" in str(problem)
+
+
+def test_a_text_that_is_not_utf_8_is_refused(script: str) -> None:
+    [problem] = read_argv(["--duplicate-stdout-filters=\udcff", script]).problems
+    assert "a text in UTF-8" in str(problem)
+    str(problem).encode()
+
+
 @pytest.mark.parametrize("source", ["", "parser.add_argument(name)", "add_argument('--x')"])
 def test_a_source_of_another_kind_shows_none(source: str) -> None:
     assert dict(flags_in(source)) == {}

@@ -12,8 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 _WITHOUT_VALUE = frozenset(
-    {"check_env", "store_true", "store_false", "store_const", "count", "help", "version"}
+    {"check_env", "store_true", "store_false", "store_const", "append_const", "count", "help", "version"}
+    | {"BooleanOptionalAction"}
 )
+_MAYBE_VALUE = ("?", "*")
+"""`nargs` of a flag that may stand alone: a word behind it is taken for what to run, which can never be lost."""
 
 
 def installed_flags() -> Mapping[str, bool]:
@@ -33,7 +36,18 @@ def flags_in(source: str) -> Iterator[tuple[str, bool]]:
         if not isinstance(node, ast.Call) or getattr(node.func, "attr", "") != "add_argument":
             continue
         action = next((word.value for word in node.keywords if word.arg == "action"), None)
-        kind = action.value if isinstance(action, ast.Constant) else getattr(action, "id", "")
+        kind = action.value if isinstance(action, ast.Constant) else _name(action)
+        alone = any(
+            word.arg == "nargs" and getattr(word.value, "value", "") in _MAYBE_VALUE for word in node.keywords
+        )
         for name in node.args:
             if isinstance(name, ast.Constant) and str(name.value).startswith("-"):
-                yield str(name.value).replace("_", "-"), kind not in _WITHOUT_VALUE
+                flag = str(name.value).replace("_", "-")
+                yield flag, kind not in _WITHOUT_VALUE and not alone
+                if kind == "BooleanOptionalAction" and flag.startswith("--"):
+                    yield f"--no-{flag[2:]}", False
+
+
+def _name(action: ast.expr | None) -> str:
+    """Of a class, by itself or in its module."""
+    return str(getattr(action, "id", getattr(action, "attr", "")))

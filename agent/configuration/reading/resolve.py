@@ -161,7 +161,7 @@ def _merged(command_line: Settings, environ: Mapping[str, str], fresh_id: Callab
 
 
 def _meant(command_line: Settings, environ: Mapping[str, str]) -> dict[str, Setting[object]]:
-    """What the first word that is no option is, torchrun's PET_MODULE and PET_NO_PYTHON say, too."""
+    """PET_MODULE and PET_NO_PYTHON turn the script word into a module or a program."""
     given = dict(command_line.given)
     for name, target in TARGET_SWITCHES.items():
         if environ.get(name, "0") not in ("", "0") and SCRIPT.name in given:

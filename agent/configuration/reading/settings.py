@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Generic, TypeVar, cast
 
-from ..config import DEVICE_PINNING, MAX_NODES, MIN_NODES, NNODES, VIRTUAL_LOCAL_RANK, Problem
+from ..config import DEVICE_PINNING, MAX_NODES, MIN_NODES, NNODES, SCRIPT, VIRTUAL_LOCAL_RANK, Problem
 from ..options import OPTIONS, RDZV_CONF
 from ..rendezvous import ETCD_PASSWORD
 from ..types.option import Option, Source
@@ -67,6 +67,11 @@ class Settings:
 
     def put(self, option: Option[object], text: str, origin: str) -> None:
         """Read one written value. A later one for the same option replaces it."""
+        if option is not SCRIPT and any("\ud800" <= character <= "\udfff" for character in text):
+            self.broken.add(option.name)
+            shown = ascii(option.parser.shown(text))
+            self.problems.append(Problem(origin, shown, "a text in UTF-8", correction(option)))
+            return
         try:
             value = option.parser.parse(text)
         except ValueError as error:

@@ -80,10 +80,11 @@ def read_argv(
         if option is None and flag not in ignored:
             if (has_value := of_torchrun().get(flag)) is not None:
                 settings.warnings.append(f"{written} is ignored: only the installed torchrun has it")
-                if has_value and not equals:
-                    del words[:1]
+                if has_value and not equals and words and not words[0].startswith("-"):
+                    words.pop(0)
                 continue
-            settings.unknown(written, flag, flags, "an option of elastic-agent")
+            meant = f"-{flag}" if f"-{flag}" in flags else flag  # with one dash
+            settings.unknown(written, meant, flags, "an option of elastic-agent")
             settings.broken.add(SCRIPT.name)
             if not equals:
                 _skip_value(flags.get(closest(flag, flags)), words)
@@ -112,7 +113,14 @@ def _parted(word: str, flags: Mapping[str, Option[object]]) -> tuple[str, bool, 
     """The flag, whether its value is in the same word, and that value: `--tee=3`, or `-t3` for a short flag."""
     written, equals, text = word.partition("=")
     short = flags.get(word[:2])
-    if len(written) > 2 and short is not None and short not in TARGETS and not short.flag:
+    with_one_dash = f"-{written}".replace("_", "-") in flags
+    if (
+        len(written) > 2
+        and not with_one_dash
+        and short is not None
+        and short not in TARGETS
+        and not short.flag
+    ):
         return word[:2], True, word[2:]
     return written, bool(equals), text
 
