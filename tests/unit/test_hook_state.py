@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from elastic_agent.worker import CheckpointError
 from elastic_agent.worker.collectives import register_comm_hook
 from elastic_agent.worker.ranks.fingerprint import tensors_in
-from elastic_agent.worker.state.hook_state import HookState, _Bucket
+from elastic_agent.worker.state.hook_buckets import Bucket, Layout, due
+from elastic_agent.worker.state.hook_state import HookState
 
 pytest.importorskip("numpy")
 
@@ -49,14 +50,18 @@ class Model:
     def backward(self, *buckets: Sequence[int]) -> dict[int, float]:
         """The gradients that the optimizer gets, by parameter: before, a parameter's is one more than its number."""
         self.called.clear()
-        found = {}
+        results = []
         for index, numbers in enumerate(buckets):
             gradients = [torch.full((2,), float(number + 1)) for number in numbers]
-            bucket: Any = _Bucket(index, gradients, is_last=index + 1 == len(buckets))
+            bucket: Any = Bucket(index, gradients, is_last=index + 1 == len(buckets))
             bucket.parameters = lambda order=numbers: [self.parameters[number] for number in order]
-            result = self._hook(self.power, bucket).wait()
-            found.update(zip(numbers, result[::2].tolist(), strict=True))
-        return found
+            results.append(self._hook(self.power, bucket))
+        assert all(result.done() for result in results), "DDP waits for them, and brings no more buckets"
+        return {
+            number: value
+            for numbers, result in zip(buckets, results, strict=True)
+            for number, value in zip(numbers, result.wait()[::2].tolist(), strict=True)
+        }
 
 
 FIRST = [[0, 1, 2, 3]]
@@ -86,11 +91,11 @@ def test_buckets_that_stay_as_they_are_are_torchs_own() -> None:
     restarted = Model()
     restarted.state.load_state_dict(model.state.state_dict())
     assert restarted.backward(*LATER) == model.backward(*LATER)
-    assert restarted.state._buckets == dict(enumerate(LATER))
+    assert restarted.state._buckets.layout == dict(enumerate(LATER))
 
 
 @pytest.mark.parametrize(
-    "buckets", [[[0, 1], [2, 3]], [[0, 2], [3, 1]], [[0, 1, 2], [3]], [[3], [1], [0, 2]]], ids=str
+    "buckets", [[[0, 1], [2, 3]], [[0, 1, 2], [3]], [[3], [1], [0, 2]], [[3, 1]]], ids=str
 )
 def test_other_buckets_are_refused_where_the_state_belongs_to_them(buckets: list[list[int]]) -> None:
     restarted = Model()
@@ -99,8 +104,8 @@ def test_other_buckets_are_refused_where_the_state_belongs_to_them(buckets: list
         restarted.backward(*buckets)
     before = Model()
     before.state.load_state_dict(trained(2).state.state_dict())
-    before.power.iter = 0
     before.backward(*buckets)  # nothing belongs to any bucket yet
+    assert not before.power.error_dict, "DDP may make others after this step"
     independent = Model(use_error_feedback=False, warm_start=False)
     independent.state.load_state_dict(
         trained(4, use_error_feedback=False, warm_start=False).state.state_dict()
@@ -108,12 +113,69 @@ def test_other_buckets_are_refused_where_the_state_belongs_to_them(buckets: list
     independent.backward(*buckets)
 
 
-def test_what_was_saved_before_ddp_had_its_buckets_cannot_be_compressed_at_once() -> None:
+@pytest.mark.parametrize("iter_", [1, 2, 5])
+def test_what_was_saved_before_ddp_had_its_buckets_is_compressed_when_it_has_them(iter_: int) -> None:
+    """As by generations of one step each, the last of which had nothing left to wait for."""
     saved, restarted = trained(1), Model()
+    saved.power.iter = iter_
     restarted.state.load_state_dict(saved.state.state_dict())
-    restarted.power.iter = 2
-    with pytest.raises(CheckpointError, match="start from another checkpoint"):
-        restarted.backward(*FIRST)
+    restarted.backward(*FIRST)
+    assert not restarted.power.error_dict
+    restarted.backward(*LATER)
+    assert restarted.power.error_dict.keys() == {0, 1}
+    restarted.backward(*LATER)
+    again = Model()
+    again.state.load_state_dict(restarted.state.state_dict())
+    assert again.backward(*FIRST) == restarted.backward(*LATER)
+
+
+ALTERNATING = [[3], [2], [1], [0]]
+
+
+@pytest.mark.parametrize("first", [[[0, 2], [3, 1]], [[1, 3], [0, 2]]], ids=str)
+@pytest.mark.parametrize("saved_after", [2, 3, 5])
+def test_buckets_of_two_dtypes_take_their_turns(saved_after: int, first: list[list[int]]) -> None:
+    undisturbed, restarted = Model(), Model()
+    for buckets in [first, *[ALTERNATING] * (saved_after - 1)]:
+        undisturbed.backward(*buckets)
+    restarted.state.load_state_dict(undisturbed.state.state_dict())
+    for buckets in (first, ALTERNATING, ALTERNATING):
+        now = restarted.backward(*buckets)
+        assert now == undisturbed.backward(*ALTERNATING)
+        assert restarted.called[-4:] == undisturbed.called
+        assert restarted.power.iter == undisturbed.power.iter
+        assert str(restarted.power.error_dict) == str(undisturbed.power.error_dict)
+
+
+def test_a_bucket_that_waits_when_the_rest_does_not_fit_is_sent_as_it_is() -> None:
+    saved, restarted = Model(), Model()
+    for buckets in [FIRST, [[2], [3], [1], [0]]]:
+        saved.backward(*buckets)
+    restarted.state.load_state_dict(saved.state.state_dict())
+    assert restarted.backward([3], [2, 1], [0]) == {3: 4, 2: 3, 1: 2, 0: 1}
+
+
+@pytest.mark.parametrize(
+    ("layout", "called", "arrived", "is_last", "expected"),
+    [
+        ({0: [1], 1: [0]}, 0, [[1]], False, [0]),
+        ({0: [1], 1: [0]}, 1, [[1], [0]], True, [1]),
+        ({0: [1], 1: [0]}, 0, [[0]], False, []),
+        ({0: [1], 1: [0]}, 0, [[0], [1]], True, [0, 1]),
+        ({0: [1], 1: [0]}, 0, [[0, 1]], True, [0, 1]),
+        ({0: [3], 1: [2], 2: [1], 3: [0]}, 0, [[1, 3]], False, [0]),
+        ({0: [3], 1: [2], 2: [1], 3: [0]}, 1, [[1, 3], [0, 2]], True, [1, 2, 3]),
+        ({0: [1, 0]}, 0, [[1]], False, None),
+        ({0: [1], 1: [0]}, 0, [[1, 2]], True, None),
+        ({0: [2], 1: [1], 2: [0]}, 1, [[2], [1]], True, None),
+    ],
+    ids=str,
+)
+def test_which_buckets_are_due(
+    layout: Layout, called: int, arrived: list[list[int]], is_last: bool, expected: list[int] | None
+) -> None:
+    found = due(layout, called, arrived, is_last=is_last)
+    assert (None if found is None else list(found)) == expected
 
 
 def test_without_a_checkpoint_the_hook_gets_what_ddp_has() -> None:
@@ -188,12 +250,19 @@ def one_by_one(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     return future
 
 
+class Linear(torch.nn.Linear):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows.to(self.weight.dtype))
+
+
 class Training:
     """By torch's own DDP, which has one bucket in its first step and several from then on."""
 
-    def __init__(self, wrapper: Any = None, bucket_cap_mb: float = 0.008) -> None:
+    def __init__(
+        self, wrapper: Any = None, bucket_cap_mb: float = 0.008, second: torch.dtype = torch.float32
+    ) -> None:
         torch.manual_seed(0)
-        layers = [torch.nn.Linear(32, 32) for _ in range(4)]
+        layers = [Linear(32, 32, dtype=(torch.float32, second)[place % 2]) for place in range(4)]
         self.model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=bucket_cap_mb)
         power = PowerSGDState(None, 1, start_powerSGD_iter=3, min_compression_rate=1)
         self.hook = register_comm_hook(self.model, power, one_by_one, wrapper)
@@ -220,6 +289,15 @@ def test_ddp_goes_on_with_the_buckets_that_it_had(wrapper: Any, restarted_after:
         part.load_state_dict(before.parts[name].state_dict())
     assert len(after.hook.state_dict()["buckets"]) > 1
     assert after.train(restarted_after, 9) == Training(wrapper).train(0, 9)
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_ddp_goes_on_with_buckets_of_two_dtypes() -> None:
+    before, after = Training(second=torch.float64), Training(second=torch.float64)
+    before.train(0, 5)
+    for name, part in after.parts.items():
+        part.load_state_dict(before.parts[name].state_dict())
+    assert after.train(5, 8) == Training(second=torch.float64).train(0, 8)
 
 
 @pytest.mark.usefixtures("group_of_one")

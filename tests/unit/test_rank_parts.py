@@ -58,7 +58,7 @@ def test_a_rule_sees_all_ranks_and_is_not_asked_in_a_world_of_the_same_size() ->
 
 
 @pytest.mark.usefixtures("only_worker")
-def test_no_rank_keeps_a_state_without_the_others(tmp_path: Path) -> None:
+def test_no_rank_keeps_a_state_without_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints = Checkpointer(tmp_path, {"own": {}, "text": {}}, of_each_rank=["own"])
     checkpoints.load()
     with pytest.raises(CheckpointError, match=r"just_in_time\(\) cannot keep \['own'\]"):
@@ -66,6 +66,7 @@ def test_no_rank_keeps_a_state_without_the_others(tmp_path: Path) -> None:
     planned = checkpoints._planned
     assert not planned.saves_alone
     assert not planned.save_last_step_alone(1)
+    assert "step 1 is not kept: ['own'] are each rank's own" in caplog.text
     assert set(planned.parts) == {"text"}, "what the guard of another Checkpointer looks after"
     assert not planned.save_just_in_time(1, {})
     assert checkpoints.remember(1)

@@ -115,6 +115,9 @@ class PlannedSaves:
         """The same in this node's memory, when other ranks will not call it."""
         if self._is_beyond(step):
             return True
+        if self._contents.rules:
+            logger.warning("step %d is not kept: %s are each rank's own", step, sorted(self._contents.rules))
+            return False
         kept = self._saver.remember(step, alone=True)
         return self._copies.settled() and kept
 

@@ -73,7 +73,8 @@ class Saver:
     def remember(self, step: int, *, alone: bool = False) -> bool:
         """`alone`: some rank will not call it for this step, and the copy counts without that rank's random state."""
         if self._contents.rules:
-            return not alone and self._remember_together(step)
+            assert not alone, "one rank does not have what the others have for themselves"
+            return self._remember_together(step)
         memory = self._copies.memory
         if memory is None:
             if self._contents.is_compared:  # the node of rank 0 waits for this rank
