@@ -76,7 +76,7 @@ PREFIX_TEMPLATE: Option[str] = LOGS.option(
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
-    """What `supervision.routes` decides by."""
+    """What `supervision.output_routes` decides by."""
 
     directory: Path | None = LOG_DIR.field()
     """None: there are no files, unless others of these want some."""

@@ -2,8 +2,9 @@
 
 A worker's stdout and stderr are pipes that the thread `worker-logs` reads. The bytes go, as they are, to
 `gen<generation>/rank<rank>/{stdout,stderr}.log` in the folder of the run (`log_folders`, `log_files`); whole lines,
-prefixed, go to the agent's own stdout and stderr; the last lines stay in memory for the failure summary. A `Route`
-says which of the first two a stream has; of one without a console that is shown which its file does not take (`spill`).
+prefixed, go to the agent's own stdout and stderr; the last lines stay in memory for the failure summary. An
+`OutputRoute` says which of the first two a stream has; what the file does not take of one without a console is shown
+there (`spill`).
 Pipes, and not files that workers write themselves, because a full, read-only or dead disk must cost the files and
 nothing else: a worker never sees it.
 
@@ -42,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class OutputRoute:
     """Where that goes which a worker prints on one stream, besides the memory."""
 
     prefix: str = ""
@@ -123,7 +124,7 @@ class WorkerLogs:
         """From now on lines that end so are in the files only: they would only mislead."""
         self._left_out = words
 
-    def attach(self, generation: int, rank: int, pipes: Sequence[int], routes: Sequence[Route]) -> None:
+    def attach(self, generation: int, rank: int, pipes: Sequence[int], routes: Sequence[OutputRoute]) -> None:
         """Reads these pipes, of stdout and stderr, from now on. They belong to this object, which closes them."""
         assert (generation, rank) not in self._streams, "a rank starts once in a generation"
         streams = tuple(
@@ -184,7 +185,7 @@ class WorkerLogs:
         if not self._files.join(max(0.0, deadline - time.monotonic())):
             _log.warning("the last lines of the workers may be missing in their files: the disk stands still")
 
-    def _stream(self, generation: int, rank: int, name: str, pipe: int, route: Route) -> _Stream:
+    def _stream(self, generation: int, rank: int, name: str, pipe: int, route: OutputRoute) -> _Stream:
         file = copies = None
         if route.file:
             file = self._file(generation, f"rank{rank}", f"{name}.log")

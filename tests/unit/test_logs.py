@@ -21,10 +21,10 @@ import elastic_agent.agent.output.lines as lines_module
 import elastic_agent.agent.output.log_files as log_files_module
 from elastic_agent.agent.output.console import Console
 from elastic_agent.agent.output.lines import TAIL_LINES
-from elastic_agent.agent.output.worker_logs import Route, WorkerLogs
+from elastic_agent.agent.output.worker_logs import OutputRoute, WorkerLogs
 
 PATIENCE_S = 20.0
-ROUTES = (Route("[n1/0] "),) * 2
+ROUTES = (OutputRoute("[n1/0] "),) * 2
 
 
 def eventually(condition: Callable[[], bool]) -> None:
@@ -71,7 +71,7 @@ class Rig:
 
     def worker(self, generation: int = 1, rank: int = 0, **route: Any) -> tuple[int, int]:
         (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
-        routes = (Route(f"[n1/{rank}] ", **route),) * 2
+        routes = (OutputRoute(f"[n1/{rank}] ", **route),) * 2
         self.logs.attach(generation, rank, (out_read, err_read), routes)
         return out_write, err_write
 

@@ -9,8 +9,8 @@ import pytest
 
 from elastic_agent.agent.configuration.logs import LogConfig
 from elastic_agent.agent.configuration.types.parsers import read_local_ranks, read_streams, read_texts
-from elastic_agent.agent.output.worker_logs import Route
-from elastic_agent.agent.workers.supervision.routes import routes
+from elastic_agent.agent.output.worker_logs import OutputRoute
+from elastic_agent.agent.workers.supervision.output_routes import routes
 
 FOLDER = Path("logs")
 WORDS = {"role_name": "trainer", "rank": 9, "local_rank": 1, "hostname": "h", "node": "n", "generation": 3}
@@ -28,7 +28,7 @@ def config(line: str, directory: Path | None = FOLDER) -> LogConfig:
     )
 
 
-def places(route: Route) -> str:
+def places(route: OutputRoute) -> str:
     places = {"file": route.file, "console": route.console, "copy": bool(route.copied)}
     return " ".join(name for name, there in places.items() if there)
 

@@ -311,22 +311,7 @@ def read_texts(text: str) -> Texts:
 
 _NO_REQUESTS = frozenset(
     f"SIG{name}"
-    for name in [
-        "KILL",
-        "STOP",
-        "CHLD",
-        "CLD",
-        "PIPE",
-        "SEGV",
-        "BUS",
-        "FPE",
-        "ILL",
-        "TRAP",
-        "ABRT",
-        "IOT",
-        "SYS",
-        "STKFLT",
-    ]
+    for name in "KILL STOP CHLD CLD PIPE SEGV BUS FPE ILL TRAP ABRT IOT SYS STKFLT".split()  # noqa: SIM905
 )
 """Those that cannot be handled, tell of a fault, or come by themselves."""
 

@@ -25,7 +25,7 @@ from typing import Literal, Protocol
 from ...common.events import Event, WorkerExited
 from ...common.io_thread import IoThread
 from ...configuration.types.values import Command
-from ...output.worker_logs import Route, WorkerLogs
+from ...output.worker_logs import OutputRoute, WorkerLogs
 from .guard import IGNORED, Guard
 from .proc import (
     KILL_WAIT_S,
@@ -98,7 +98,7 @@ class WorkerSpec:
     """Where it may run; empty for wherever the agent may."""
     cold: str = ""
     """Why no spare can be this worker; empty if one can."""
-    routes: tuple[Route, Route] = (Route(), Route())
+    routes: tuple[OutputRoute, OutputRoute] = (OutputRoute(), OutputRoute())
     """Of stdout and stderr."""
 
 

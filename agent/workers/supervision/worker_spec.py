@@ -18,7 +18,7 @@ from ...configuration.config import Config
 from ...machine.inventory import Machine
 from ..environment.contract import WorkerPlace, chosen_variables
 from ..processes.workers import WorkerSpec
-from .routes import routes
+from .output_routes import routes
 
 KEPT_GENERATIONS = 3
 """In the run directory, for a person who looks."""

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from string import Template
 
 from ...configuration.logs import LogConfig
-from ...output.worker_logs import Route
+from ...output.worker_logs import OutputRoute
 
 
-def routes(logs: LogConfig, local_rank: int, words: Mapping[str, object]) -> tuple[Route, Route]:
+def routes(logs: LogConfig, local_rank: int, words: Mapping[str, object]) -> tuple[OutputRoute, OutputRoute]:
     """Of stdout and stderr; `words` are those that the template of the prefix may have."""
     prefix = Template(logs.prefix_template).safe_substitute(words)
     redirects = logs.redirects.of(local_rank) if logs.redirects is not None else 0
@@ -22,9 +22,9 @@ def routes(logs: LogConfig, local_rank: int, words: Mapping[str, object]) -> tup
     files = logs.directory is not None
     seen = logs.local_ranks is None or local_rank in logs.local_ranks.ranks
 
-    def route(stream: int, filters: tuple[str, ...]) -> Route:
+    def route(stream: int, filters: tuple[str, ...]) -> OutputRoute:
         file = files and (not chosen or bool((redirects | tee) & stream))
         console = seen and (not files or bool(tee & stream) or not redirects & stream)
-        return Route(prefix, file, console, filters if file and console else ())
+        return OutputRoute(prefix, file, console, filters if file and console else ())
 
     return route(1, logs.stdout_filters.texts), route(2, logs.stderr_filters.texts)
