@@ -25,7 +25,7 @@ from ..errors import CheckpointError
 from ..memory.copy_header import Header
 from ..memory.node_memory import memory_of
 from ..ranks.group import current_group
-from ..state.rank_parts import Reshape, rules_of
+from ..state.rank_parts import Reshard, rules_of
 from ..state.state_dicts import Stateful
 from ..steps import progress
 from ..wire.environment import WorkerEnv
@@ -55,7 +55,7 @@ class Checkpointer:
         differs is refused at the first save.
     of_each_rank: names of parts that each rank has for itself, such as the error feedback of PowerSGD: all are saved,
         and each rank loads its own. A world of another size is refused, unless a part's name comes with a rule
-        (see `Reshape`): `of_each_rank={"hook": lambda states, rank, world_size: states.get(rank, {})}`.
+        (see `Reshard`): `of_each_rank={"hook": lambda states, rank, world_size: states.get(rank, {})}`.
     keep: how many good checkpoints to retain, at least 1; with 1 a bit flip on disk loses everything.
     max_failed_saves: a full or read-only disk does not end training: `save` warns and returns False, until this
         many saves in a row have failed. 1 means raise at the first. Saves that fail because the rendezvous store is
@@ -78,7 +78,7 @@ class Checkpointer:
         state: Mapping[str, Stateful | dict[str, Any]],
         *,
         of_rank_0: Collection[str] = (),
-        of_each_rank: Collection[str] | Mapping[str, Reshape | None] = (),
+        of_each_rank: Collection[str] | Mapping[str, Reshard | None] = (),
         keep: int = 2,
         max_failed_saves: int = 10,
         memory_every: int | None = None,

@@ -1,7 +1,7 @@
 """Parts of the state that each rank has for itself, such as the error feedback of PowerSGD.
 
 Each rank's are one row of bytes: what torch writes of `{name of the part: its state}`. A checkpoint holds the rows of
-all ranks, and a rank loads its own. In a world of another size no row is any rank's own: only a part's `Reshape` can
+all ranks, and a rank loads its own. In a world of another size no row is any rank's own: only a part's `Reshard` can
 say what its ranks go on with.
 """
 
@@ -16,17 +16,17 @@ import torch
 from ..errors import CheckpointMismatch, OtherWorldSize
 from .state_dicts import Part, is_plain, prove_loadable, state_of
 
-Reshape = Callable[[Mapping[int, Any], int, int], Any]
+Reshard = Callable[[Mapping[int, Any], int, int], Any]
 """The part's states by rank when they were saved, this process's rank, and the size of the world now; what this rank
 loads. It is called on each rank, where the world's size has changed."""
 
-Rules = Mapping[str, Reshape | None]
+Rules = Mapping[str, Reshard | None]
 """By the name of the part; None: its state cannot be reshaped."""
 
 
 def rules_of(
     of_each_rank: Collection[str] | Rules, parts: Collection[str], of_rank_0: Collection[str]
-) -> dict[str, Reshape | None]:
+) -> dict[str, Reshard | None]:
     """Raises ValueError for what is no part of the state, or rank 0's."""
     rules = dict(of_each_rank) if isinstance(of_each_rank, Mapping) else dict.fromkeys(of_each_rank)
     if unknown := set(rules) - set(parts):
