@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from .ranks.init_file import fresh_init_file
     from .ranks.network_port import find_free_network_port, reserve_port
     from .ranks.process_group import init_process_group
+    from .state.hook_state import HookState
+    from .state.rank_parts import Reshard
     from .steps.drain import Drained
     from .steps.progress import poll, step
     from .steps.sampler import ElasticSampler
@@ -57,6 +59,8 @@ _NAMES = {
     "ranks.network_port": "find_free_network_port reserve_port",
     "ranks.init_file": "fresh_init_file",
     "ranks.process_group": "init_process_group",
+    "state.hook_state": "HookState",
+    "state.rank_parts": "Reshard",
     "steps.progress": "poll step",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -69,12 +73,14 @@ __all__ = [
     "Drained",
     "ElasticSampler",
     "Fenced",
+    "HookState",
     "LibraryMissing",
     "NoUsableCheckpoint",
     "NotPlainData",
     "NotReplicated",
     "OtherRun",
     "OtherWorldSize",
+    "Reshard",
     "SamplerError",
     "SamplerMismatch",
     "SaveFailed",

@@ -274,6 +274,7 @@ def test_a_job_ends_by_the_agents_exit_codes() -> None:
         ExitCode.UNKILLABLE,
         ExitCode.JOIN_TIMEOUT,
         ExitCode.LOOP_STUCK,
+        ExitCode.LEFT_IN_TIME,
     }
 
 

@@ -40,6 +40,7 @@ ELSEWHERE = (
     "peer",
     "doing.replace(' ', '-')",
     "error-file",
+    "master-port",
     "name",
     "orders",
     "rendezvous",
