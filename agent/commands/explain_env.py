@@ -123,7 +123,7 @@ def _chosen(config: Config, machine: Machine, local_rank: int) -> tuple[Variable
     node = NodeRecord(config.node_id or "<node>", "<incarnation>", "", 0, machine.workers, role=config.role)
     members = line_up((node,))
     job, start = config.rendezvous.job_id, Cause(CauseKind.START)
-    some_port = Endpoint("", 1)  # a worker without one has no ELASTIC_AGENT_MASTER_PORT to explain
+    some_port = Endpoint("", 1)  # a worker without one has not all variables that are to be explained
     world = World(job, 1, Phase.RUNNING, members, some_port, start, run="<run>")
     records = None
     if config.logs.directory is not None and machine.software.has_nccl:

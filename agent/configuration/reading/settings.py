@@ -67,17 +67,16 @@ class Settings:
 
     def put(self, option: Option[object], text: str, origin: str) -> None:
         """Read one written value. A later one for the same option replaces it."""
-        if option is not SCRIPT and any("\ud800" <= character <= "\udfff" for character in text):
-            self.broken.add(option.name)
-            shown = ascii(option.parser.shown(text))
-            self.problems.append(Problem(origin, shown, "a text in UTF-8", correction(option)))
-            return
         try:
             value = option.parser.parse(text)
         except ValueError as error:
             self.broken.add(option.name)
             advice = str(error) or correction(option)
             self.problems.append(Problem(origin, option.parser.shown(text), option.parser.expects, advice))
+            return
+        if option is not SCRIPT and any("\ud800" <= character <= "\udfff" for character in text):
+            self.broken.add(option.name)
+            self.problems.append(Problem(origin, ascii(text), "a text in UTF-8", correction(option)))
             return
         if option is NNODES:
             counts = cast(NodeCounts, value)
