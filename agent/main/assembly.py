@@ -58,8 +58,8 @@ class Agent:
         object.__setattr__(self, "started_at", self.clock())
 
 
-def with_files(logs: LogConfig) -> LogConfig:
-    """With a directory, if one is needed and can be had."""
+def choose_log_directory(logs: LogConfig) -> LogConfig:
+    """Takes one of this user's, where files are wanted and no directory is given."""
     if logs.directory is not None or not logs.wants_files:
         return logs
     try:

@@ -76,7 +76,7 @@ from ..workers.processes.worker_store import WorkerStore
 from ..workers.processes.workers import GroupHelpers, WorkerGroup
 from ..workers.supervision.supervisor import Processes, Supervisor
 from ..workers.supervision.worker_spec import Node
-from .assembly import Agent, metrics_of, pages_of, policy_of, receiver_of, spares_of, with_files
+from .assembly import Agent, choose_log_directory, metrics_of, pages_of, policy_of, receiver_of, spares_of
 from .error_file import write_error_file
 from .heartbeat import Heartbeat
 from .listeners import Listeners, bind_all, binder
@@ -99,7 +99,7 @@ def run(config: Config, machine: Machine) -> int:
     listen(lambda thread, error: _thread_failed(events, thread, error))
     console = take_console(name)
     _log_to(console, name)
-    config = replace(config, logs=with_files(config.logs))
+    config = replace(config, logs=choose_log_directory(config.logs))
     # What a service manager ends because its main thread is stuck (SIGABRT) shows where that is.
     faulthandler.enable(2)
     manager = ServiceManager.take(os.environ, os.getpid(), time.monotonic)

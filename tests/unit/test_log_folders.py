@@ -10,7 +10,7 @@ import pytest
 
 from elastic_agent.agent.configuration.logs import LogConfig
 from elastic_agent.agent.configuration.types.values import Streams
-from elastic_agent.agent.main.assembly import with_files
+from elastic_agent.agent.main.assembly import choose_log_directory
 from elastic_agent.agent.output.log_folders import (
     KEPT_GENERATIONS,
     KEPT_RUNS,
@@ -109,6 +109,6 @@ def test_where_no_file_can_be_everything_is_shown(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     logs = LogConfig(redirects=Streams(3))
-    assert with_files(logs) == logs
+    assert choose_log_directory(logs) == logs
     assert "goes to the console, and none to files" in caplog.text
-    assert with_files(LogConfig()) == LogConfig()
+    assert choose_log_directory(LogConfig()) == LogConfig()

@@ -190,9 +190,9 @@ class Checkpointer:
 
         Raises CheckpointError where parts are of_each_rank: survivors do not have what the other rank had for itself.
         """
-        if self._contents.rules:
+        if own := sorted(self._contents.of_each_rank):
             raise CheckpointError(
-                f"just_in_time() cannot keep {sorted(self._contents.rules)}, of which a rank that dies has its own: "
+                f"just_in_time() cannot keep {own}, of which a rank that dies has its own: "
                 "leave it out and give Checkpointer memory_every=1"
             )
         memory, address = self._memory, self._env.socket

@@ -41,20 +41,19 @@ class Contents:
         self,
         parts: Mapping[str, Part],
         of_rank_0: Collection[str],
-        rules: Rules,
+        of_each_rank: Rules,
         *,
         is_compared: bool = False,
     ) -> None:
-        """`rules` names the parts that each rank has for itself. `is_compared`: copies in memory are made somewhere, of
-        a state that all ranks have shown to be the same."""
+        """`is_compared`: copies in memory are made somewhere, of a state that all ranks have shown to be the same."""
         self.is_compared = is_compared
         self.parts = dict(parts)
         self.of_rank_0 = frozenset(of_rank_0)
-        self.rules = rules
-        self.shared = {name: part for name, part in self.parts.items() if name not in rules}
+        self.of_each_rank = of_each_rank
+        self.shared = {name: part for name, part in self.parts.items() if name not in of_each_rank}
         """The parts of which one rank's state is for all."""
-        self._own = {name: part for name, part in self.parts.items() if name in rules}
-        self.replicas = Replicas(self.parts, {*of_rank_0, *rules})
+        self._own = {name: part for name, part in self.parts.items() if name in of_each_rank}
+        self.replicas = Replicas(self.parts, {*of_rank_0, *of_each_rank})
 
     def states(self) -> dict[str, Any]:
         return {name: state_of(part) for name, part in self.shared.items()}

@@ -73,12 +73,9 @@ class Loader:
                 if source is not None:
                     step = source.what.step
                     self._warn_if_set_back(source)
-                    directory, parts, rules = (
-                        self._files.directory,
-                        self._contents.parts,
-                        self._contents.rules,
-                    )
-                    restore.load(lambda loaded: apply(loaded, parts, rules, group, directory, self._memory))
+                    parts, of_each_rank = self._contents.parts, self._contents.of_each_rank
+                    directory, memory = self._files.directory, self._memory
+                    restore.load(lambda loaded: apply(loaded, parts, of_each_rank, group, directory, memory))
             related = restore.related_runs()
             self._on_rank_0(
                 group, lambda: self._files.claim.take(step, related, elsewhere=restore.is_elsewhere)

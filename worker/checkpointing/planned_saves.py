@@ -72,7 +72,11 @@ class PlannedSaves:
 
     @property
     def saves_alone(self) -> bool:
-        return self._copies.memory is not None and not self._contents.of_rank_0 and not self._contents.rules
+        return (
+            self._copies.memory is not None
+            and not self._contents.of_rank_0
+            and not self._contents.of_each_rank
+        )
 
     def save_last_step(self, step: int) -> bool:
         """Every rank: let the state after `step` outlive this process, which is about to end. False: it does not.
@@ -115,8 +119,10 @@ class PlannedSaves:
         """The same in this node's memory, when other ranks will not call it."""
         if self._is_beyond(step):
             return True
-        if self._contents.rules:
-            logger.warning("step %d is not kept: %s are each rank's own", step, sorted(self._contents.rules))
+        if self._contents.of_each_rank:
+            logger.warning(
+                "step %d is not kept: %s are each rank's own", step, sorted(self._contents.of_each_rank)
+            )
             return False
         kept = self._saver.remember(step, alone=True)
         return self._copies.settled() and kept
@@ -156,8 +162,10 @@ class PlannedSaves:
             return False
         if self._copies.settled() and memory.mark_partial(step):
             return True
-        if self._contents.rules:
-            logger.warning("step %d is not kept: %s are each rank's own", step, sorted(self._contents.rules))
+        if self._contents.of_each_rank:
+            logger.warning(
+                "step %d is not kept: %s are each rank's own", step, sorted(self._contents.of_each_rank)
+            )
             return False
         # On a GPU in a stream of its own: the usual one waits for a collective that never ends.
         on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch left it without annotations

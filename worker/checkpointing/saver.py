@@ -72,7 +72,7 @@ class Saver:
     @undisturbed()
     def remember(self, step: int, *, alone: bool = False) -> bool:
         """`alone`: some rank will not call it for this step, and the copy counts without that rank's random state."""
-        if self._contents.rules:
+        if self._contents.of_each_rank:
             assert not alone, "one rank does not have what the others have for themselves"
             return self._remember_together(step)
         memory = self._copies.memory

@@ -22,17 +22,14 @@ logger = logging.getLogger(__name__)
 def apply(
     loaded: Loaded,
     state: Mapping[str, Part],
-    rules: Rules,
+    of_each_rank: Rules,
     group: Group,
     directory: str,
     memory: NodeMemory | None,
 ) -> None:
-    """`rules` names the parts that each rank has for itself.
-
-    Raises OtherWorldSize, and has changed nothing then; CheckpointMismatch, and some parts may have been changed.
-    """
+    """Raises OtherWorldSize, and has changed nothing then; CheckpointMismatch, and some parts may have been changed."""
     saved, step = loaded.payload["state"], loaded.payload["step"]
-    shared = {name: part for name, part in state.items() if name not in rules}
+    shared = {name: part for name, part in state.items() if name not in of_each_rank}
     if saved.keys() != shared.keys():
         raise CheckpointMismatch(
             f"the checkpoint of step {step} in {directory} holds {sorted(saved)}, this script's state is "
@@ -42,12 +39,13 @@ def apply(
         group.rank,
         group.world_size,
         loaded.payload.get("ranks", ()),
-        rules,
+        of_each_rank,
         f"the checkpoint of step {step} in {directory}",
     )
+    states = {**saved, **own}
     for name, part in state.items():
         try:
-            load_into(part, own[name] if name in rules else saved[name])
+            load_into(part, states[name])
         except Exception as error:
             raise CheckpointMismatch(
                 f"{name!r} of step {step} in {directory} does not fit this script: {error}"
