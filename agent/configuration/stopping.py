@@ -72,10 +72,10 @@ SIGNALS_TO_HANDLE: Option[Signals] = STOPPING.option(
     Parser(
         "names of signals with commas between, like SIGTERM,SIGXCPU, that a process may handle", read_signals
     ),
-    "signals that let this node leave the job; SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 do so in any case."
-    " Workers get SIGTERM, whichever it was, and only if they do not end by themselves",
+    "further signals that let this node leave the job; SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 do so in"
+    " any case. Workers get SIGTERM, whichever it was, and only if they do not end by themselves",
     metavar="NAMES",
-    default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    default="",
     torchrun="signals-to-handle",
 )
 SERVICE_STOP_LIMIT: Option[float | None] = STOPPING.option(
@@ -128,8 +128,8 @@ class StopConfig:
     """Before `failure_grace_s`, for workers that guard their last step."""
     drain_timeout_s: float | None = DRAIN_TIMEOUT.field()
     """Of `grace_s`: workers end by themselves. None: `timeouts` knows."""
-    signals: Signals = SIGNALS_TO_HANDLE.field()
-    """Besides those that the agent handles in any case."""
+    more_signals: Signals = SIGNALS_TO_HANDLE.field()
+    """Besides those that the agent handles in any case, of which some may be named here, too."""
     job_ends_at: int | None = JOB_ENDS_AT.field()
     """Unix time; the only instant here that is not monotonic: another machine has named it."""
     requeues: bool = SLURM.field()

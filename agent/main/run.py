@@ -172,7 +172,7 @@ class Rendezvous:
 
 def _run(agent: Agent, machine: Machine) -> Ending:
     """In the order that the module's docstring explains."""
-    _catch_signals(agent.events, agent.config.stop.signals.numbers)
+    _catch_signals(agent.events, agent.config.stop.more_signals.numbers)
     _end_in_time(agent.config.stop)
     subreaper = Subreaper()
     if alone := adopt_orphans():

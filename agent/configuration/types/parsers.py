@@ -317,7 +317,7 @@ _NO_REQUESTS = frozenset(
 
 
 def read_signals(text: str) -> Signals:
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(","))) if text else ()
     if not all(name in signal.Signals.__members__ and name not in _NO_REQUESTS for name in names):
         raise ValueError
     return Signals(names)
