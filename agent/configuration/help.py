@@ -5,22 +5,21 @@ from __future__ import annotations
 from .config import (
     CHECK_CONFIG,
     CONFIG_FILE,
-    HELP,
     HELP_ALL,
     MAX_NODES,
     MIN_NODES,
     MODULE,
     NPROC_PER_NODE,
 )
-from .logs import LOG_DIR
+from .logs import LOG_DIR, QUIET
 from .options import COMMANDS, GROUPS, OPTIONS
 from .rendezvous import ENDPOINT, JOB_ID
 from .stopping import MAX_RESTARTS
 from .types.option import Option, Source
 
 FIRST: tuple[Option[object], ...] = (
-    *(MIN_NODES, MAX_NODES, NPROC_PER_NODE, ENDPOINT, JOB_ID, MODULE, MAX_RESTARTS, LOG_DIR, CONFIG_FILE),
-    *(CHECK_CONFIG, HELP, HELP_ALL),
+    *(MIN_NODES, MAX_NODES, NPROC_PER_NODE, ENDPOINT, JOB_ID, MODULE, MAX_RESTARTS, LOG_DIR, QUIET),
+    *(CONFIG_FILE, CHECK_CONFIG, HELP_ALL),
 )
 """What most people need first."""
 

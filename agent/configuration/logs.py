@@ -1,4 +1,4 @@
-"""Where that goes which workers print: the console, files, or both, and how a line on the console begins."""
+"""Where the output of workers goes (console, files), how a line on the console begins, and the agent's own log."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .types.option import Group, Option
-from .types.parsers import PATH, Parser, read_local_ranks, read_streams, read_template, read_texts
-from .types.values import LocalRanks, Streams, Texts
+from .types.parsers import (
+    PATH,
+    Parser,
+    read_local_ranks,
+    read_log_level,
+    read_streams,
+    read_template,
+    read_texts,
+)
+from .types.values import LocalRanks, LogLevel, Streams, Texts
 
-LOGS = Group("What workers print")
+LOGS = Group("Logs")
 LOG_DIR: Option[Path | None] = LOGS.option(
     "log-dir",
     PATH,
@@ -72,11 +80,24 @@ PREFIX_TEMPLATE: Option[str] = LOGS.option(
     default="[${node}/${rank}] ",
     torchrun="log-line-prefix-template",
 )
+LOG_LEVEL: Option[LogLevel] = LOGS.option(
+    "log-level",
+    Parser("debug, info, warning, error or critical, in any case, or a number", read_log_level),
+    "the agent's own lines on stderr, from this level on; also in the variable LOGLEVEL, as torchrun has it. Output of"
+    " workers is not concerned",
+    metavar="LEVEL",
+    default="info",
+)
+QUIET = LOGS.flag(
+    "quiet",
+    "short for --log-level warning: the workers' own output, and of the agent only warnings and errors",
+    shorthand=True,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
-    """What `supervision.output_routes` decides by."""
+    """What `supervision.output_routes` decides by, and the level of the agent's own log."""
 
     directory: Path | None = LOG_DIR.field()
     """None: there are no files, unless others of these want some."""
@@ -88,6 +109,7 @@ class LogConfig:
     stdout_filters: Texts = STDOUT_FILTERS.field()
     stderr_filters: Texts = STDERR_FILTERS.field()
     prefix_template: str = PREFIX_TEMPLATE.field()
+    level: LogLevel = LOG_LEVEL.field()
 
     @property
     def wants_files(self) -> bool:

@@ -39,7 +39,6 @@ from ..common.io_thread import IoThread
 from ..common.ports import OfferedPort
 from ..configuration.config import Config
 from ..configuration.options import SECRET_VARIABLES
-from ..configuration.reading.log_level import log_level
 from ..configuration.stopping import StopConfig
 from ..configuration.timeouts import leaves_in_s
 from ..machine.cgroups import claim_cgroup
@@ -98,7 +97,7 @@ def run(config: Config, machine: Machine) -> int:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     listen(lambda thread, error: _thread_failed(events, thread, error))
     console = take_console(name)
-    _log_to(console, name)
+    _log_to(console, name, config.logs.level.number)
     config = replace(config, logs=choose_log_directory(config.logs))
     # What a service manager ends because its main thread is stuck (SIGABRT) shows where that is.
     faulthandler.enable(2)
@@ -466,12 +465,12 @@ def _take_environment() -> Mapping[str, str]:
     return environment
 
 
-def _log_to(console: Console, name: str) -> None:
+def _log_to(console: Console, name: str, level: int) -> None:
     handler = ConsoleHandler(console)
     handler.setFormatter(logging.Formatter(f"%(asctime)s.%(msecs)03d [{name}] %(message)s", "%H:%M:%S"))
     root = logging.getLogger("elastic_agent")
     root.handlers[:] = [handler]
-    root.setLevel(log_level(os.environ) or logging.INFO)
+    root.setLevel(level)
     root.propagate = False
 
 

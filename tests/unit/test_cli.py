@@ -17,7 +17,6 @@ from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.help import bash_completion, full_help, short_help
 from elastic_agent.agent.configuration.options import COMMANDS, OPTIONS
-from elastic_agent.agent.configuration.reading.log_level import log_level
 from elastic_agent.agent.configuration.types.option import Source
 from elastic_agent.agent.configuration.types.values import Command, NodeCounts
 from elastic_agent.agent.machine import inventory as machine
@@ -44,6 +43,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     for name in os.environ:
         if name.startswith(("ELASTIC_AGENT_", "PET_")):
             monkeypatch.delenv(name)
+    monkeypatch.delenv("LOGLEVEL", raising=False)
     calls: list[Config] = []
 
     def run(config: Config, machine: Machine) -> int:
@@ -192,23 +192,45 @@ def test_what_does_not_fit_this_machine_is_refused_like_any_other_problem() -> N
         assert problem.startswith("  1. --nproc-per-node 'gpu': expected a CUDA device")
 
 
-@pytest.mark.parametrize("level", ["verbose", "trace", "1.5", "Level 20"])
-def test_a_log_level_that_logging_does_not_know_is_refused_by_name(
-    level: str, script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("variables", "words", "level"),
+    [
+        ({}, [], 20),
+        ({"LOGLEVEL": ""}, [], 20),
+        ({"LOGLEVEL": " Debug "}, [], 10),
+        ({"LOGLEVEL": "7"}, [], 7),
+        ({"LOGLEVEL": "error", "ELASTIC_AGENT_LOG_LEVEL": "info"}, [], 20),
+        ({"LOGLEVEL": "DEBUG"}, ["--quiet"], 30),
+        ({"LOGLEVEL": "debug", "ELASTIC_AGENT_QUIET": "true"}, [], 30),
+        ({"ELASTIC_AGENT_LOG_LEVEL": "error", "ELASTIC_AGENT_QUIET": "true"}, [], 40),
+        ({"ELASTIC_AGENT_QUIET": "true"}, ["--log-level=warn"], 30),
+        ({"ELASTIC_AGENT_QUIET": "true"}, ["--log-level=debug"], 10),
+        ({}, ["--log-level=debug", "--quiet"], 30),
+        ({}, ["--quiet", "--log-level=debug"], 10),
+    ],
+)
+def test_the_log_level_is_that_of_the_strongest_source_and_of_two_the_last(
+    variables: dict[str, str],
+    words: list[str],
+    level: int,
+    script: str,
+    started: list[Config],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("LOGLEVEL", level)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    main([*words, script])
+    assert [config.logs.level.number for config in started] == [level]
+
+
+def test_a_log_level_that_logging_does_not_know_is_refused_by_name(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOGLEVEL", "verbose")
     assert main(["--min-nodes=0", script]) == ExitCode.BAD_CONFIG
     said = capsys.readouterr().err
     assert "2 problems" in said
-    assert f"LOGLEVEL {level!r}: expected DEBUG, INFO, WARNING" in said
-
-
-@pytest.mark.parametrize(
-    ("level", "number"), [("", 20), ("20", 20), ("Debug", 10), ("warn", 30), (" error ", 40), ("7", 7)]
-)
-def test_a_log_level_is_one_of_loggings_names_in_any_case_or_a_number(level: str, number: int) -> None:
-    assert log_level({"LOGLEVEL": level}) == number
-    assert log_level({}) == 20
+    assert "LOGLEVEL 'verbose': expected debug, info, warning" in said
 
 
 def test_what_is_refused_is_in_the_error_file_unless_it_was_only_a_check(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from elastic_agent.agent.configuration.types.option import Option, Source
 from elastic_agent.agent.configuration.types.values import (
     Command,
     LocalRanks,
+    LogLevel,
     NodeCounts,
     Preload,
     Signals,
@@ -92,6 +93,8 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
     "duplicate-stdout-filters": ("loss,a,,b", "logs.stdout_filters", Texts(("loss", "a,b"))),
     "duplicate-stderr-filters": ("Error", "logs.stderr_filters", Texts(("Error",))),
     "log-line-prefix-template": ("${hostname}:${rank}: ", "logs.prefix_template", "${hostname}:${rank}: "),
+    "log-level": ("error", "logs.level", LogLevel(40)),
+    "quiet": ("true", "logs.level", LogLevel(30)),
 }
 
 # option: texts that must be refused
@@ -148,6 +151,8 @@ REFUSED: dict[str, Sequence[str]] = {
     "duplicate-stdout-filters": ["a\0b"],
     "duplicate-stderr-filters": ["a\0b"],
     "log-line-prefix-template": ["two\nlines"],
+    "log-level": ["", "verbose", "trace", "1.5", "Level 20", "-1"],
+    "quiet": ["very"],
     "script": ["", "a\0b", "no/such/file.py"],
     "module": [""],
     "no-python": [""],

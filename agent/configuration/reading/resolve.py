@@ -56,7 +56,6 @@ from ..types.option import Option
 from ..types.parsers import StoreAddress
 from ..types.stores import ALONE, DEFAULT, STORES
 from ..types.values import Command, CommandKind, NodeCounts
-from .log_level import check_log_level
 from .settings import Setting, Settings
 from .slurm import derive_slurm, started_apart
 from .sources import read_environ, read_file
@@ -107,7 +106,7 @@ def resolve(command_line: Settings, environ: Mapping[str, str], fresh_id: Callab
     """
     settings = _merged(command_line, environ, fresh_id)
     rules = check_relations(settings, environ)
-    problems = [*settings.problems, *(problem for _, problem in rules), *check_log_level(environ)]
+    problems = [*settings.problems, *(problem for _, problem in rules)]
     command = _command(settings)
     if command is None and not settings.broken & {target.name for target in TARGETS}:
         advice = (

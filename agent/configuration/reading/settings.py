@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from typing import Generic, TypeVar, cast
 
 from ..config import DEVICE_PINNING, MAX_NODES, MIN_NODES, NNODES, SCRIPT, VIRTUAL_LOCAL_RANK, Problem
+from ..logs import LOG_LEVEL, QUIET
 from ..options import OPTIONS, RDZV_CONF
 from ..rendezvous import ETCD_PASSWORD
 from ..types.option import Option, Source
@@ -20,6 +21,12 @@ from ..types.values import NodeCounts, Secret
 from .torchrun_spellings import IGNORED_RDZV_CONF_KEYS, RDZV_CONF_KEYS
 
 T = TypeVar("T")
+
+SWITCHES: dict[str, tuple[Option[object], str]] = {
+    VIRTUAL_LOCAL_RANK.name: (DEVICE_PINNING, "mask"),
+    QUIET.name: (LOG_LEVEL, "warning"),
+}
+"""Shorthands without a value: the option and the value that each stands for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +92,9 @@ class Settings:
         elif option is RDZV_CONF:
             for key, part in cast("tuple[tuple[str, str], ...]", value):
                 self._put_rdzv_conf(key, part, f"{origin} {key}")
-        elif option is VIRTUAL_LOCAL_RANK:
+        elif option.name in SWITCHES:
             if value:
-                self.put(DEVICE_PINNING, "mask", origin)
+                self.put(*SWITCHES[option.name], origin)
         else:
             self.given[option.name] = Setting(value, origin, option.parser.shown(text))
 

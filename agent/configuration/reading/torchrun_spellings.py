@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..config import MODULE, NO_PYTHON
-from ..logs import PREFIX_TEMPLATE
+from ..logs import LOG_LEVEL, PREFIX_TEMPLATE
 from ..options import OPTIONS
 from ..stopping import STOP_GRACE
 from ..types.option import Option
@@ -14,6 +14,7 @@ RDZV_CONF_KEYS = {key: option for option in OPTIONS for key in option.conf}
 VARIABLES: dict[str, Option[object]] = {
     "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": PREFIX_TEMPLATE,
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": STOP_GRACE,
+    "LOGLEVEL": LOG_LEVEL,
 }
 """Besides `PET_*`, and weaker."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import re
 import shlex
 import signal
@@ -18,6 +19,7 @@ from .values import (
     MASK,
     Affinity,
     LocalRanks,
+    LogLevel,
     NodeCounts,
     Preload,
     Secret,
@@ -296,6 +298,18 @@ def read_local_ranks(text: str) -> LocalRanks:
     return LocalRanks(
         tuple(sorted({int(_matched("[0-9]{1,4}", part.strip())[0]) for part in text.split(",")}))
     )
+
+
+def read_log_level(text: str) -> LogLevel:
+    """
+    >>> [str(read_log_level(text)) for text in ("Debug", " warn ", "20", "15")]
+    ['debug', 'warning', 'info', '15']
+    """
+    word = text.strip().upper()
+    level = int(word) if re.fullmatch("[0-9]{1,9}", word) else logging.getLevelName(word)
+    if not isinstance(level, int):
+        raise ValueError
+    return LogLevel(level)
 
 
 def read_texts(text: str) -> Texts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from dataclasses import dataclass
 from typing import Literal
@@ -89,6 +90,17 @@ class Signals:
 
     def __str__(self) -> str:
         return ",".join(self.names)
+
+
+@dataclass(frozen=True, slots=True)
+class LogLevel:
+    """A level of Python's logging."""
+
+    number: int
+
+    def __str__(self) -> str:
+        name = logging.getLevelName(self.number)
+        return str(self.number) if " " in name else name.lower()
 
 
 @dataclass(frozen=True, slots=True)
