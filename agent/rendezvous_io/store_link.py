@@ -74,7 +74,8 @@ class StoreLink:
         self._post = post
         self._clock = clock
         self._rng = rng
-        self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        """None is the last one."""
         self._wanted = threading.Condition()
         self._lease: LeaseId | None = None
         self._confirm_at = 0.0
@@ -111,6 +112,7 @@ class StoreLink:
     def close(self) -> None:
         """End the threads; the store stays open."""
         self._closed.set()
+        self._requests.put(None)
         with self._wanted:
             self._lease = None
             self._wanted.notify_all()
@@ -119,8 +121,7 @@ class StoreLink:
     # ---------------------------------------------------------------- store-requests
 
     def _serve(self) -> None:
-        while True:
-            request = self._requests.get()
+        while (request := self._requests.get()) is not None:
             try:
                 self._post(Answered(request, self._carry_out(request)))
             except StoreError as error:

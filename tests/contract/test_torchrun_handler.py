@@ -73,10 +73,8 @@ class SharedStore(MemoryStore):
 
 def parameters(nnodes: str = "1:3", endpoint: str = "127.0.0.1:1", **conf: object) -> RendezvousParameters:
     least, _, most = nnodes.partition(":")
-    conf = {"timeout": 900, "last_call_timeout": 0, **conf}
-    return RendezvousParameters(
-        BACKEND, endpoint, "job", int(least), int(most or least), local_addr="127.0.0.1", **conf
-    )
+    conf = {"timeout": 900, "last_call_timeout": 0, "local_addr": "127.0.0.1", **conf}
+    return RendezvousParameters(BACKEND, endpoint, "job", int(least), int(most or least), **conf)
 
 
 class Node:
@@ -184,6 +182,40 @@ def test_a_node_joins_and_nothing_of_the_old_world_is_left(new_node: Callable[..
     assert new.bootstrap_store_info.master_port != old.bootstrap_store_info.master_port
     assert not new.store.check(["key"])
     assert a.handler.num_nodes_waiting() == b.handler.num_nodes_waiting() == 0
+
+
+def test_who_comes_later_stands_behind_those_who_were_there_and_the_first_ones_address_is_the_masters(
+    new_node: Callable[..., Node],
+) -> None:
+    """torchrun's own backends sort by address: there the one at 127.0.0.1 would become rank 0."""
+    nodes: list[Node] = []
+    for number in (3, 2, 1):
+        newcomer = new_node("1:3", local_addr=f"127.0.0.{number}")
+        joining = newcomer.meet()
+        for node in nodes:
+            node.await_stop()
+        infos = [future.result(PATIENCE_S) for future in (*(node.meet() for node in nodes), joining)]
+        nodes.append(newcomer)
+        assert [info.rank for info in infos] == list(range(len(nodes)))
+        assert {info.world_size for info in infos} == {len(nodes)}
+        assert {info.bootstrap_store_info.master_addr for info in infos} == {"127.0.0.3"}
+    again = {node: node.meet() for node in reversed(nodes)}
+    assert [again[node].result(PATIENCE_S).rank for node in nodes] == [0, 1, 2]
+
+
+def test_a_node_beyond_the_limit_stands_by_without_end_and_takes_the_first_free_place(
+    new_node: Callable[..., Node],
+) -> None:
+    a, b, spare = (new_node("1:2", last_call_timeout=1, lease_ttl=1, join_timeout=2) for _ in range(3))
+    met(a.meet(), b.meet())
+    standing_by = spare.meet()
+    wait([standing_by], 2.5)  # beyond its join timeout
+    assert not standing_by.done()
+    assert [node.handler.num_nodes_waiting() for node in (a, b, spare)] == [0, 0, 0]
+    b.do(b.handler._leave)
+    a.await_stop()
+    met(a.meet(), standing_by)
+    assert a.handler.num_nodes_waiting() == 0
 
 
 def test_a_lost_worker_restarts_all_nodes_and_names_its_own(
@@ -313,6 +345,48 @@ def test_a_rendezvous_can_be_closed_before_anybody_came(
     with pytest.raises(RendezvousClosedError):
         a.meet().result(PATIENCE_S)
     a.do(a.handler.set_closed).result(PATIENCE_S)
+
+
+def test_who_waits_for_others_hears_that_the_rendezvous_is_closed(
+    new_node: Callable[..., Node], store: SharedStore
+) -> None:
+    waiting, closing = new_node("3"), new_node("3")
+    refused = waiting.meet()
+    wait_for(store.nodes)
+    closing.do(closing.handler.set_closed).result(PATIENCE_S)
+    with pytest.raises(RendezvousClosedError, match="gave up"):
+        refused.result(PATIENCE_S)
+    assert waiting.handler.is_closed()
+
+
+def test_a_shutdown_may_be_repeated_and_leaves_nothing_to_call(new_node: Callable[..., Node]) -> None:
+    node = new_node("1")
+    node.do(lambda: None).result()  # so that its own thread is there
+    before = set(threading.enumerate())
+    met(node.meet())
+    assert len(set(threading.enumerate()) - before) > 1
+    assert [node.finish().result(PATIENCE_S) for _ in range(2)] == [True, True]
+    assert node.handler.is_closed()
+    assert node.handler.num_nodes_waiting() == 0
+    with pytest.raises(RendezvousClosedError, match="has left"):
+        node.meet().result(PATIENCE_S)
+    wait_for(lambda: set(threading.enumerate()) <= before)
+
+
+def test_a_shutdown_that_could_not_close_the_rendezvous_says_so(
+    new_node: Callable[..., Node], store: SharedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = new_node("1")
+    met(node.meet())
+    store.away = True
+
+    def fail() -> bool:
+        try:
+            raise RuntimeError("no restart is left")
+        except RuntimeError:
+            return node.handler.shutdown()
+
+    assert node.do(fail).result(PATIENCE_S) is False
 
 
 def test_a_restart_is_never_refused_by_us(new_node: Callable[..., Node], store: SharedStore) -> None:

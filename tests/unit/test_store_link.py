@@ -166,3 +166,15 @@ def test_each_thread_posts_that_the_store_is_another_jobs_and_none_fails(
     told = event.error if isinstance(event, Unanswered) else event
     assert isinstance(told, StoreMismatch if thread == "requests" else StoreMismatched)
     assert failed == []
+
+
+def test_none_of_the_threads_outlives_the_link() -> None:
+    before = set(threading.enumerate())
+    link = StoreLink(MemoryStore(), LEASE_S, lambda event: None, time.monotonic, random.Random(1))
+    link.start()
+    started = set(threading.enumerate()) - before
+    assert {thread.name for thread in started} == {"store-requests", "store-lease", "store-watch"}
+    link.close()
+    for thread in started:
+        thread.join(1.0)
+    assert not [thread.name for thread in started if thread.is_alive()]
