@@ -67,7 +67,7 @@ docs:  ## the documentation as a site, in build/site; fails for a link that lead
 
 # In a virtual environment of its own, too: users need none of these libraries.
 FRAMEWORKS := build/frameworks-venv
-frameworks:  ## transformers, Lightning and Accelerate, unmodified: workers killed, nodes join and leave
+frameworks:  ## transformers, Lightning, Accelerate and TorchX, unmodified: workers killed, nodes join and leave
 	@.ci/system-packages python
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[frameworks]' \

@@ -5,91 +5,17 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import tree_map
 
-from tests.system.harness import TORCH_PRELOADED, Agent, Generation, Job
+from tests.system.harness import TORCH_PRELOADED, Job
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-RECORDED = Path(__file__).with_name("recorded.py")
-TRAINED_S = 120.0
-"""Importing these libraries takes a worker seconds, on two busy cores."""
+from .scene import RECORDED, TRAINED_S, Scene
 
 pytestmark = pytest.mark.timeout(400)
-
-
-class Scene:
-    """A job of one example. Its files are in a folder of their own."""
-
-    def __init__(self, job: Job, example: str, name: str = "files") -> None:
-        self.job = job
-        self.example = EXAMPLES / example
-        self.folder = job.folder / name
-        self.folder.mkdir()
-        self.slow = job.folder / f"slow-{name}"
-        self.slow.touch()
-
-    def start(self, node: str, *options: str) -> Agent:
-        return self.job.start(node, *options, **self._worker())
-
-    def join(self, node: str) -> Agent:
-        return self.job.join(node, "--nnodes=1:3", TORCH_PRELOADED, **self._worker())
-
-    def _worker(self) -> dict[str, Any]:
-        environment = {
-            "TEST_FOLDER": str(self.folder),
-            "TEST_SLOW": str(self.slow),
-            # Each agent here believes that it has the machine for itself.
-            "OMP_NUM_THREADS": "1",
-        }
-        return {"script": (RECORDED, self.example), "environment": environment}
-
-    def trained(self, world: int, *, after: int = 0, steps: int = 5) -> Generation:
-        """The newest generation beyond `after`, when it has this size and has done so many steps."""
-
-        def found() -> Generation | None:
-            for generation in self.job.generations()[-1:]:
-                done = self.steps(generation.number)
-                if generation.number > after and len(generation.starts) == world and len(done) >= steps:
-                    return generation
-            return None
-
-        generation = self.job.wait_for(found, f"{world} workers to train after {after}", TRAINED_S)
-        assert generation is not None
-        return generation
-
-    def steps(self, generation: int) -> list[int]:
-        """Those that rank 0 has finished in that generation."""
-        return [record["step"] for record in self.job.history(what="step", rank=0, generation=generation)]
-
-    def redone(self, before: Generation, after: Generation) -> int:
-        """Steps that were done again in the second generation."""
-        return max(self.steps(before.number)) + 1 - min(self.steps(after.number))
-
-    def samples(self, case: Case) -> int:
-        """How many samples the steps that count had: of each step the last time that it was done."""
-        worlds = {record["step"]: record["world"] for record in self.job.history(what="step", rank=0)}
-        assert sorted(worlds) == list(range(1, case.steps + 1)), "a step is missing"
-        done = 0
-        for number in sorted(worlds):
-            end = done + worlds[number] * case.batch
-            done = min(end, (done // case.epoch + 1) * case.epoch) if case.epoch else end
-        return done
-
-    def last_checkpoint(self) -> tuple[int, dict[str, Any]]:
-        """Its step, and the state."""
-        if whole := sorted(self.folder.rglob("step-*/.metadata")):
-            dcp_to_torch_save(whole[-1].parent, self.folder / "whole.pt")
-            state: dict[str, Any] = torch.load(self.folder / "whole.pt", weights_only=True)
-            return state["done"], state
-        (*_, newest) = sorted(self.folder.rglob("step-*.pt"))
-        loaded = torch.load(newest, weights_only=True)
-        return loaded["step"], loaded["state"]
 
 
 @dataclass(frozen=True)
@@ -125,6 +51,17 @@ def position(state: dict[str, Any], case: Case) -> int:
     return sampler["epoch"] * case.epoch + sampler["position"]
 
 
+def samples(scene: Scene, case: Case) -> int:
+    """How many samples the steps that count had: of each step the last time that it was done."""
+    worlds = {record["step"]: record["world"] for record in scene.job.history(what="step", rank=0)}
+    assert sorted(worlds) == list(range(1, case.steps + 1)), "a step is missing"
+    done = 0
+    for number in sorted(worlds):
+        end = done + worlds[number] * case.batch
+        done = min(end, (done // case.epoch + 1) * case.epoch) if case.epoch else end
+    return done
+
+
 @pytest.mark.parametrize("example", CASES)
 def test_a_kill_a_join_and_a_leave(job: Job, example: str) -> None:
     case = CASES[example]
@@ -149,7 +86,7 @@ def test_a_kill_a_join_and_a_leave(job: Job, example: str) -> None:
     assert scene.redone(third, fourth) == 0
     step, state = scene.last_checkpoint()
     assert step == case.steps
-    assert position(state, case) == scene.samples(case), "the position is not that of the steps"
+    assert position(state, case) == samples(scene, case), "the position is not that of the steps"
 
 
 @pytest.mark.parametrize("example", CASES)
