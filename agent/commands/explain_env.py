@@ -135,7 +135,10 @@ def _chosen(config: Config, machine: Machine, local_rank: int) -> tuple[Variable
         members[0],
         local_rank,
         error_file=RUN_DIR / f"gen{GENERATION}" / "error-<local rank>.json",
-        env=replace(worker_env("<incarnation>", RUN_DIR, memory), page="/proc/<agent>/fd/<page>"),
+        env=replace(
+            worker_env("<incarnation>", RUN_DIR, memory, config.devices_per_worker),
+            page="/proc/<agent>/fd/<page>",
+        ),
         flight_records=records,
     )
     return chosen_variables(config, machine, place)

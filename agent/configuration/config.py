@@ -118,6 +118,13 @@ NPROC_PER_NODE: Option[WorkerCount] = NODES.option(
     default="1",
     torchrun="nproc-per-node",
 )
+DEVICES_PER_WORKER: Option[int] = NODES.option(
+    "devices-per-worker",
+    whole_number(1, MOST_WORKERS, "devices"),
+    "each worker has N devices, for a model that is spread over them: cuda:(LOCAL_RANK * N) and the next ones."
+    " --nproc-per-node gpu is then one worker for N GPUs",
+    default="1",
+)
 DEVICE_PINNING: Option[DevicePinning] = NODES.option(
     "device-pinning",
     one_of(DevicePinning),
@@ -248,6 +255,7 @@ class Config:
     command: Command
     nodes: NodeCounts = read_node_counts(str(MIN_NODES.default))
     nproc_per_node: WorkerCount = NPROC_PER_NODE.field()
+    devices_per_worker: int = DEVICES_PER_WORKER.field()
     device_pinning: DevicePinning = DEVICE_PINNING.field()
     affinity: Affinity = AFFINITY.field()
     gpu_memory_wait_s: float = GPU_MEMORY_WAIT.field()  # 0: a restart does not wait for it

@@ -1,15 +1,16 @@
-"""Devices: how many workers this node runs, and which CUDA device each of them sees.
+"""Devices: how many workers this node runs, and which CUDA devices each of them has.
 
 `probe` reads once what the node has; `resolve_workers` and `pin` then decide, as pure functions over that
 `Inventory`, before anything starts. CUDA devices are found without torch and without a call into the driver
 (which hangs on a sick GPU), and named as in CUDA_VISIBLE_DEVICES.
 
-Words: *pinning* `index`: a worker sees all devices and LOCAL_RANK selects one. `mask`: it sees only its own, as
-cuda:0, with LOCAL_RANK 0 (torchrun's --virtual-local-rank). `none`: nothing is set, and workers may share devices.
+Words: *pinning* `index`: a worker sees all devices and LOCAL_RANK selects its own. `mask`: it sees only its own, from
+cuda:0 on, with LOCAL_RANK 0 (torchrun's --virtual-local-rank). `none`: nothing is set, and workers may share devices.
+*each*: the devices of one worker (--devices-per-worker); its first one is cuda:(LOCAL_RANK * each).
 
-Invariants: under `index` and `mask`, on a node with devices, each worker has one and no two have the same. An entry
-of an outer CUDA_VISIBLE_DEVICES that can be seen not to exist is an error: CUDA would go on with the entries before
-it, without an error.
+Invariants: under `index` and `mask`, on a node with devices, each worker has `each` of them and no two have the same
+one. An entry of an outer CUDA_VISIBLE_DEVICES that can be seen not to exist is an error: CUDA would go on with the
+entries before it, without an error.
 """
 
 from __future__ import annotations
@@ -52,12 +53,17 @@ class Inventory:
 
 
 @dataclass(frozen=True, slots=True)
-class PinnedDevice:
-    """The device of one worker and what its environment needs for it; `reason` is the sentence for --check-config."""
+class PinnedDevices:
+    """Of one worker, and what its environment needs for them; `reason` is the sentence for --check-config."""
 
     reason: str
-    device: Device | None = None
+    devices: tuple[Device, ...] = ()
     variables: tuple[Variable, ...] = ()
+
+    @property
+    def first(self) -> Device | None:
+        """Beside which the worker runs."""
+        return self.devices[0] if self.devices else None
 
 
 def probe(environ: Mapping[str, str], proc: Path = Path("/proc"), dev: Path = Path("/dev")) -> Inventory:
@@ -78,8 +84,8 @@ def probe(environ: Mapping[str, str], proc: Path = Path("/proc"), dev: Path = Pa
     return Inventory(cuda, cpus, believed)
 
 
-def resolve_workers(nproc: WorkerCount, inventory: Inventory) -> int:
-    """The number of workers that --nproc-per-node asks for: at least 1, or ConfigError."""
+def resolve_workers(nproc: WorkerCount, each: int, inventory: Inventory) -> int:
+    """The number of workers that --nproc-per-node asks for, with `each` devices: at least 1, or ConfigError."""
     if nproc == "gpu" and not inventory.cuda:
         raise _wrong(
             "--nproc-per-node",
@@ -87,47 +93,59 @@ def resolve_workers(nproc: WorkerCount, inventory: Inventory) -> int:
             "a CUDA device, but this node has no CUDA device (no /dev/nvidia<N>, or CUDA_VISIBLE_DEVICES hides them)",
             "check `nvidia-smi -L`, or use --nproc-per-node auto, cpu or a number",
         )
-    if nproc == "auto":
-        return len(inventory.cuda) or inventory.cpus
-    if nproc == "gpu":
-        return len(inventory.cuda)
-    if nproc == "cpu":
+    if nproc == "cpu" or (nproc == "auto" and not inventory.cuda):
         return inventory.cpus
-    return nproc
+    if isinstance(nproc, int):
+        return nproc
+    there = len(inventory.cuda)
+    if there % each:
+        expected = f"a number that divides this node's CUDA devices, because of --nproc-per-node {nproc}"
+        divisors = ", ".join(str(number) for number in range(1, there + 1) if there % number == 0)
+        whole = f", or --nproc-per-node {there // each} to leave {there % each} idle" if there > each else ""
+        raise _wrong(
+            "--devices-per-worker",
+            each,
+            f"{expected}: {_listed(inventory)}",
+            f"use {divisors}{whole}",
+        )
+    return there // each
 
 
-def pin(pinning: DevicePinning, local_rank: int, workers: int, inventory: Inventory) -> PinnedDevice:
-    """The device of worker `local_rank` of `workers`; ConfigError if the node has devices, but not for all."""
+def pin(
+    pinning: DevicePinning, local_rank: int, workers: int, each: int, inventory: Inventory
+) -> PinnedDevices:
+    """The `each` devices of worker `local_rank` of `workers`; ConfigError if the node has devices, but too few."""
     assert 0 <= local_rank < workers, (local_rank, workers)
-    devices = inventory.cuda
+    there = inventory.cuda
     if pinning == "none":
-        return PinnedDevice("none: devices are left to the script, the environment is not touched")
-    if not devices:
+        return PinnedDevices("none: devices are left to the script, the environment is not touched")
+    if not there:
         mask = " (there is nothing to mask: the same as index)" if pinning == "mask" else ""
-        return PinnedDevice(
+        return PinnedDevices(
             f"{pinning}: this node has no CUDA device, worker {local_rank} runs on the CPU{mask}"
         )
-    if workers > len(devices):
+    if workers * each > len(there):
+        raise _too_few(workers, each, inventory)
+    own = there[local_rank * each : (local_rank + 1) * each]
+    if each > 1 and any(device.entry.startswith("MIG-") for device in own):
         raise _wrong(
-            "--nproc-per-node",
-            workers,
-            f"at most as many workers as there are CUDA devices: {len(devices)} "
-            f"({','.join(device.entry for device in devices)})",
-            f"lower --nproc-per-node to {len(devices)}, or let workers share devices with --device-pinning none",
+            "--devices-per-worker",
+            each,
+            "1 where the devices are MIG devices: CUDA shows one process only the first of them",
+            "leave it out, or train on whole GPUs",
         )
-    device = devices[local_rank]
     ordered = "the driver's order is by speed, not the one that nvidia-smi shows"
     order = Variable(ORDER, BY_ADDRESS, ordered, by="devices")
     if pinning == "mask":
-        reason = (
-            f"mask: worker {local_rank} sees only CUDA device {device.entry}, as cuda:0 with LOCAL_RANK 0"
-        )
-        masked = {VISIBLE: device.entry, "LOCAL_RANK": "0"}
+        entries = ",".join(device.entry for device in own)
+        seen = f"CUDA {_devices(entries, each)}, as {_cuda(0, each)}"
+        reason = f"mask: worker {local_rank} sees only {seen} with LOCAL_RANK 0"
+        masked = {VISIBLE: entries, "LOCAL_RANK": "0"}
         overruled = (
             Variable(name, value, reason, yielding=False, by="devices") for name, value in masked.items()
         )
-        return PinnedDevice(reason, device, (order, *overruled))
-    if workers > 1 and device.entry.startswith("MIG-"):
+        return PinnedDevices(reason, own, (order, *overruled))
+    if workers > 1 and own[0].entry.startswith("MIG-"):
         raise _wrong(
             "--device-pinning",
             pinning,
@@ -135,11 +153,38 @@ def pin(pinning: DevicePinning, local_rank: int, workers: int, inventory: Invent
             "CUDA_VISIBLE_DEVICES",
             "use --device-pinning mask",
         )
-    return PinnedDevice(
-        f"index: worker {local_rank} sees {len(devices)} CUDA devices and LOCAL_RANK selects cuda:{local_rank}",
-        device,
+    return PinnedDevices(
+        f"index: worker {local_rank} sees {len(there)} CUDA devices and LOCAL_RANK selects "
+        f"{_cuda(local_rank * each, each)}",
+        own,
         (order,),
     )
+
+
+def _too_few(workers: int, each: int, inventory: Inventory) -> ConfigError:
+    there = len(inventory.cuda)
+    if each > there:
+        expected = f"at most as many devices of a worker as there are CUDA devices: {_listed(inventory)}"
+        return _wrong("--devices-per-worker", each, expected, f"lower --devices-per-worker to {there}")
+    most, of_each = there // each, f" with {each} devices of its own for each" if each > 1 else ""
+    return _wrong(
+        "--nproc-per-node",
+        workers,
+        f"at most as many workers{of_each} as there are CUDA devices: {_listed(inventory)}",
+        f"lower --nproc-per-node to {most}, or let workers share devices with --device-pinning none",
+    )
+
+
+def _listed(inventory: Inventory) -> str:
+    return f"{len(inventory.cuda)} ({','.join(device.entry for device in inventory.cuda)})"
+
+
+def _devices(entries: str, each: int) -> str:
+    return f"device {entries}" if each == 1 else f"devices {entries}"
+
+
+def _cuda(first: int, each: int) -> str:
+    return f"cuda:{first}" if each == 1 else f"cuda:{first} to cuda:{first + each - 1}"
 
 
 def _wrong(origin: str, value: object, expected: str, advice: str) -> ConfigError:

@@ -20,7 +20,7 @@ from ..configuration.reading.resolve import Resolved, resolve
 from ..configuration.reading.settings import Settings
 from ..configuration.timeouts import ladder
 from .affinity import CpuShare, probe_cpus, share
-from .devices import Inventory, PinnedDevice, pin, probe, resolve_workers
+from .devices import Inventory, PinnedDevices, pin, probe, resolve_workers
 from .gpu_memory import watched
 from .network.choice import NotReady
 from .network.discovery import Network, discover_network
@@ -41,7 +41,7 @@ class Machine:
     """
 
     inventory: Inventory
-    pinned: tuple[PinnedDevice, ...]
+    pinned: tuple[PinnedDevices, ...]
     shares: tuple[CpuShare, ...]
     network: Network | NotReady
     facts: tuple[str, ...] = ()
@@ -84,12 +84,11 @@ def inspect_machine(config: Config, environ: Mapping[str, str]) -> Machine:
     _ask(lambda: check_target(config.command, environ), problems)
     if problems or inventory is None or pinned is None or profile is None or network is None:
         raise ConfigError(problems)
-    devices = [each.device for each in pinned]
-    layout = probe_cpus([device.address for device in devices if device and device.address])
-    shares = share(config.affinity, devices, layout)
-    names, memory = watched(
-        [device for device in devices if device] or inventory.cuda, config.gpu_memory_wait_s
-    )
+    first = [worker.first for worker in pinned]
+    layout = probe_cpus([device.address for device in first if device and device.address])
+    shares = share(config.affinity, first, layout)
+    taken = [device for worker in pinned for device in worker.devices]
+    names, memory = watched(taken or inventory.cuda, config.gpu_memory_wait_s)
     software = find_software(environ)
     facts = (
         *_device_facts(environ, inventory, pinned, shares),
@@ -111,23 +110,25 @@ def _ask(step: Callable[[], T], problems: list[Problem]) -> T | None:
         return None
 
 
-def _pinned(config: Config, inventory: Inventory) -> tuple[PinnedDevice, ...]:
-    workers = resolve_workers(config.nproc_per_node, inventory)
-    return tuple(pin(config.device_pinning, local_rank, workers, inventory) for local_rank in range(workers))
+def _pinned(config: Config, inventory: Inventory) -> tuple[PinnedDevices, ...]:
+    each = config.devices_per_worker
+    workers = resolve_workers(config.nproc_per_node, each, inventory)
+    pinning = config.device_pinning
+    return tuple(pin(pinning, local_rank, workers, each, inventory) for local_rank in range(workers))
 
 
 def _device_facts(
     environ: Mapping[str, str],
     inventory: Inventory,
-    pinned: Sequence[PinnedDevice],
+    pinned: Sequence[PinnedDevices],
     shares: Sequence[CpuShare],
 ) -> Iterator[str]:
     cuda = [f"{device.entry} ({device.address or 'at an unknown address'})" for device in inventory.cuda]
     yield f"devices: {', '.join(cuda) or 'no CUDA device'}; {inventory.cpus} CPUs"
     if inventory.believed:
         yield f"  not verified, only the driver knows whether they exist: {', '.join(inventory.believed)}"
-    for local_rank, (device, cpus) in enumerate(zip(pinned, shares, strict=True)):
-        yield f"worker {local_rank}: {device.reason}"
+    for local_rank, (devices, cpus) in enumerate(zip(pinned, shares, strict=True)):
+        yield f"worker {local_rank}: {devices.reason}"
         yield f"  {cpus.reason}"
         for variable in settle(environ, cpus.variables):
             yield f"  {variable.name}={variable.value} ({variable.by}: {variable.reason})"

@@ -246,7 +246,7 @@ def _claim(
     if memory is not None:
         parts.callback(memory.close)
     listeners = bind_all(agent.config, network.endpoint, network.choice.address, bind)
-    env = worker_env(agent.incarnation, run_dir, memory)
+    env = worker_env(agent.incarnation, run_dir, memory, agent.config.devices_per_worker)
     cgroup = claim_cgroup(agent.incarnation)
     node = Node(agent.name, agent.incarnation, machine, run_dir, env, cgroup, agent.environment)
     address = network.choice.address

@@ -212,6 +212,7 @@ def _invite(config: Config, hosted_at: Endpoint) -> None:
         f"--min-nodes={nodes.min}",
         f"--max-nodes={nodes.max}",
         f"--nproc-per-node={config.nproc_per_node}",
+        *[f"--devices-per-worker={config.devices_per_worker}"] * (config.devices_per_worker > 1),
         f"--rdzv-endpoint={hosted_at}",
         f"--rdzv-id={rendezvous.job_id}",
         *how,

@@ -90,6 +90,14 @@ def test_the_schemas_refuse_what_kubernetes_would() -> None:
         kubernetes_validate.validate(job, KUBERNETES[-1], strict=True)
 
 
+@pytest.mark.parametrize("spelling", ["devices-per-worker", "devices_per_worker"])
+def test_a_worker_for_some_of_the_pod_s_gpus(spelling: str, tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text(yaml.safe_dump({"run": {"script": "a"}, "gpu": {"count": 8}, "config": {spelling: 2}}))
+    lines = configuration(render(values)).splitlines()
+    assert {"nproc-per-node = 4", "devices-per-worker = 2"} <= set(lines)
+
+
 def test_chart_and_package_have_one_version() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["version"] == chart["appVersion"] == __version__
@@ -303,6 +311,10 @@ def test_the_pods_of_a_job_meet_at_the_first_of_them() -> None:
         ({"run": {"script": "a", "args": [0.1]}}, "/run/args/0"),
         ({"workersPerNode": "all"}, "/workersPerNode"),
         ({"gpu": {"count": -1}}, "/gpu/count"),
+        (
+            {"gpu": {"count": 8}, "config": {"devices-per-worker": 3}},
+            "gpu.count is 8, which config.devices-per-worker, 3, does not divide",
+        ),
         ({"sharedMemory": "8 GB"}, "/sharedMemory"),
         ({"config": {"min_nodes": 2}}, "config.min_nodes: the chart sets this option itself"),
         ({"config": {"etcd-user": "x"}}, "config.etcd-user: the chart sets this option itself"),

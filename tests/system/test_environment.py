@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,7 +14,11 @@ import pytest
 
 from elastic_agent.agent.machine.affinity import probe_cpus, share
 
+from .fake_gpus import ADDRESS
 from .harness import C_LIBRARY_SIGNALS, MARKER, RECORDER, Job
+
+ON_GPUS = (sys.executable, str(Path(__file__).with_name("fake_gpus.py")))
+FAKE_NVML = Path(__file__).parents[1] / "fake_nvml"
 
 ONE_NODE = {
     0: {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "ROLE_RANK": "0", "NODE_RANK": "0"},
@@ -200,6 +205,68 @@ def test_a_device_that_does_not_exist_is_refused(job: Job) -> None:
     assert agent.exit_code() == 73
     assert agent.says("CUDA_VISIBLE_DEVICES '0,999': expected devices of this node")
     assert not job.history()
+
+
+@pytest.mark.parametrize(
+    ("pinning", "local_ranks", "visible"),
+    [("mask", ["0", "0"], ["0,1", "2,3"]), ("index", ["0", "1"], [None, None])],
+)
+def test_each_worker_has_two_devices_before_and_after_a_kill(
+    job: Job, monkeypatch: pytest.MonkeyPatch, pinning: str, local_ranks: list[str], visible: list[str | None]
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    options = ("--nproc-per-node=gpu", "--devices-per-worker=2", f"--device-pinning={pinning}")
+    job.start("a", *options, enter=ON_GPUS, environment={"FAKE_GPUS": "4"})
+    first = job.wait_for_training(world=2)
+    os.kill(first.pid(1), signal.SIGKILL)
+    for generation in (first, job.wait_for_training(world=2, after=first.number)):
+        seen = [generation.starts[rank]["env"] for rank in range(2)]
+        assert [each["LOCAL_RANK"] for each in seen] == local_ranks
+        assert [each.get("CUDA_VISIBLE_DEVICES") for each in seen] == visible
+        assert {each["ELASTIC_AGENT_DEVICES"] for each in seen} == {"2"}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            "--nproc-per-node=gpu --devices-per-worker=3",
+            "because of --nproc-per-node gpu: 4 (0,1,2,3); use 1, 2, 4",
+        ),
+        ("--nproc-per-node=3 --devices-per-worker=2", "lower --nproc-per-node to 2"),
+        ("--devices-per-worker=5", "lower --devices-per-worker to 4"),
+    ],
+)
+def test_devices_that_do_not_suffice_or_are_left_over_start_nothing(
+    job: Job, words: str, expected: str
+) -> None:
+    agent = job.start("a", *words.split(), enter=ON_GPUS, environment={"FAKE_GPUS": "4"})
+    assert agent.exit_code() == 73
+    assert expected in agent.text
+    assert not job.history()
+
+
+@pytest.mark.parametrize("command", [["--check-config"], ["explain-env"]])
+def test_a_worker_s_devices_are_shown_before_a_run(command: list[str]) -> None:
+    words = [
+        *command,
+        "--nproc-per-node=auto",
+        "--devices-per-worker=2",
+        "--device-pinning=mask",
+        str(RECORDER),
+    ]
+    shown = subprocess.check_output(
+        [*ON_GPUS, sys.executable, "-m", "elastic_agent", *words],
+        env={**os.environ, "FAKE_GPUS": "4", "PYTHONPATH": str(FAKE_NVML)},
+        text=True,
+    )
+    assert "worker 0 sees only CUDA devices 0,1, as cuda:0 to cuda:1 with LOCAL_RANK 0" in shown
+    if command == ["--check-config"]:
+        addresses = f"{ADDRESS}, 0000:40:00.0, 0000:41:00.0, 0000:42:00.0"
+        assert f"a restart waits up to 30 s until {addresses} have it back" in shown
+    else:
+        assert "CUDA_VISIBLE_DEVICES=0,1, 2,3" in shown
+        assert "ELASTIC_AGENT_DEVICES=2 " in shown
 
 
 def test_workers_keep_to_their_cores_and_their_threads_match(job: Job) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.common.variables import compose
 from elastic_agent.agent.configuration.config import ConfigError
 from elastic_agent.agent.configuration.types.values import DevicePinning, WorkerCount
@@ -195,24 +196,51 @@ def test_only_the_cpus_of_our_affinity_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nproc", "inventory", "workers"),
+    ("nproc", "each", "inventory", "workers"),
     [
-        ("auto", FOUR_GPUS, 4),
-        ("auto", CPU_ONLY, 6),
-        ("gpu", FOUR_GPUS, 4),
-        ("cpu", FOUR_GPUS, 64),
-        ("cpu", CPU_ONLY, 6),
-        (3, FOUR_GPUS, 3),
-        (9, CPU_ONLY, 9),
+        ("auto", 1, FOUR_GPUS, 4),
+        ("auto", 1, CPU_ONLY, 6),
+        ("gpu", 1, FOUR_GPUS, 4),
+        ("cpu", 1, FOUR_GPUS, 64),
+        ("cpu", 1, CPU_ONLY, 6),
+        (3, 1, FOUR_GPUS, 3),
+        (9, 1, CPU_ONLY, 9),
+        ("auto", 2, FOUR_GPUS, 2),
+        ("gpu", 2, FOUR_GPUS, 2),
+        ("gpu", 4, FOUR_GPUS, 1),
+        ("gpu", 2, UUIDS, 1),
+        ("auto", 2, CPU_ONLY, 6),
+        ("cpu", 2, FOUR_GPUS, 64),
+        (1, 3, FOUR_GPUS, 1),
     ],
 )
-def test_number_of_workers(nproc: WorkerCount, inventory: Inventory, workers: int) -> None:
-    assert resolve_workers(nproc, inventory) == workers
+def test_number_of_workers(nproc: WorkerCount, each: int, inventory: Inventory, workers: int) -> None:
+    assert resolve_workers(nproc, each, inventory) == workers
+
+
+@pytest.mark.parametrize(
+    ("each", "advice"),
+    [
+        (3, "use 1, 2, 4, or --nproc-per-node 1 to leave 1 idle"),
+        (5, "use 1, 2, 4"),
+        (8, "use 1, 2, 4"),
+    ],
+)
+@pytest.mark.parametrize("nproc", ["gpu", "auto"])
+def test_devices_that_would_be_left_over_are_an_error(nproc: WorkerCount, each: int, advice: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_workers(nproc, each, FOUR_GPUS)
+    (problem,) = caught.value.problems
+    assert str(problem) == (
+        f"--devices-per-worker '{each}': expected a number that divides this node's CUDA devices, because of "
+        f"--nproc-per-node {nproc}: 4 (0,1,2,3); {advice}"
+    )
+    assert caught.value.code == ExitCode.NOT_HERE
 
 
 def test_one_worker_per_gpu_without_any_says_what_to_do() -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve_workers("gpu", CPU_ONLY)
+        resolve_workers("gpu", 1, CPU_ONLY)
     expected = ["--nproc-per-node 'gpu'", "no CUDA device", "--nproc-per-node auto"]
     assert all(text in str(caught.value) for text in expected)
 
@@ -222,65 +250,117 @@ def masked(entry: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("pinning", "local_rank", "workers", "inventory", "overrides", "defaults", "reason"),
+    ("pinning", "local_rank", "workers", "each", "inventory", "overrides", "defaults", "reason"),
     [
-        ("index", 2, 4, FOUR_GPUS, {}, DEVICE_ORDER, "selects cuda:2"),
-        ("index", 0, 1, FOUR_GPUS, {}, DEVICE_ORDER, "sees 4 CUDA devices"),
-        ("index", 0, 1, MIGS, {}, DEVICE_ORDER, "selects cuda:0"),
-        ("index", 7, 8, CPU_ONLY, {}, {}, "worker 7 runs on the CPU"),
-        ("mask", 2, 4, FOUR_GPUS, masked("2"), DEVICE_ORDER, "sees only CUDA device 2"),
-        ("mask", 1, 2, UUIDS, masked("GPU-bb"), DEVICE_ORDER, "sees only CUDA device GPU-bb"),
-        ("mask", 1, 2, MIGS, masked("MIG-bb"), DEVICE_ORDER, "as cuda:0 with LOCAL_RANK 0"),
-        ("mask", 7, 8, CPU_ONLY, {}, {}, "the same as index"),
-        ("none", 8, 9, FOUR_GPUS, {}, {}, "left to the script"),
-        ("none", 8, 9, CPU_ONLY, {}, {}, "left to the script"),
+        ("index", 2, 4, 1, FOUR_GPUS, {}, DEVICE_ORDER, "selects cuda:2"),
+        ("index", 0, 1, 1, FOUR_GPUS, {}, DEVICE_ORDER, "sees 4 CUDA devices"),
+        ("index", 0, 1, 1, MIGS, {}, DEVICE_ORDER, "selects cuda:0"),
+        ("index", 7, 8, 1, CPU_ONLY, {}, {}, "worker 7 runs on the CPU"),
+        ("mask", 2, 4, 1, FOUR_GPUS, masked("2"), DEVICE_ORDER, "sees only CUDA device 2"),
+        ("mask", 1, 2, 1, UUIDS, masked("GPU-bb"), DEVICE_ORDER, "sees only CUDA device GPU-bb"),
+        ("mask", 1, 2, 1, MIGS, masked("MIG-bb"), DEVICE_ORDER, "as cuda:0 with LOCAL_RANK 0"),
+        ("mask", 7, 8, 1, CPU_ONLY, {}, {}, "the same as index"),
+        (
+            "index",
+            1,
+            2,
+            2,
+            FOUR_GPUS,
+            {},
+            DEVICE_ORDER,
+            "sees 4 CUDA devices and LOCAL_RANK selects cuda:2 to cuda:3",
+        ),
+        ("index", 0, 1, 3, FOUR_GPUS, {}, DEVICE_ORDER, "LOCAL_RANK selects cuda:0 to cuda:2"),
+        (
+            "mask",
+            1,
+            2,
+            2,
+            FOUR_GPUS,
+            masked("2,3"),
+            DEVICE_ORDER,
+            "only CUDA devices 2,3, as cuda:0 to cuda:1 with",
+        ),
+        (
+            "mask",
+            0,
+            1,
+            2,
+            UUIDS,
+            masked("GPU-aa,GPU-bb"),
+            DEVICE_ORDER,
+            "sees only CUDA devices GPU-aa,GPU-bb",
+        ),
+        ("index", 7, 8, 2, CPU_ONLY, {}, {}, "worker 7 runs on the CPU"),
+        ("mask", 7, 8, 2, CPU_ONLY, {}, {}, "the same as index"),
+        ("none", 8, 9, 2, FOUR_GPUS, {}, {}, "left to the script"),
+        ("none", 8, 9, 1, FOUR_GPUS, {}, {}, "left to the script"),
+        ("none", 8, 9, 1, CPU_ONLY, {}, {}, "left to the script"),
     ],
 )
 def test_pinning(
     pinning: DevicePinning,
     local_rank: int,
     workers: int,
+    each: int,
     inventory: Inventory,
     overrides: dict[str, str],
     defaults: dict[str, str],
     reason: str,
 ) -> None:
-    pinned = pin(pinning, local_rank, workers, inventory)
+    pinned = pin(pinning, local_rank, workers, each, inventory)
     assert compose({}, pinned.variables) == {**overrides, **defaults}
     assert {each.name for each in pinned.variables if each.yielding} == defaults.keys()
     assert reason in pinned.reason
 
 
 @pytest.mark.parametrize(
-    ("pinning", "workers", "inventory", "expected"),
+    ("pinning", "workers", "each", "inventory", "expected"),
     [
-        ("index", 5, FOUR_GPUS, ["'5'", "CUDA devices: 4", "0,1,2,3", "pinning none", "per-node to 4"]),
-        ("mask", 3, UUIDS, ["'3'", "CUDA devices: 2", "GPU-aa,GPU-bb", "pinning none"]),
-        ("index", 2, MIGS, ["2 workers", "only the first MIG", "--device-pinning mask"]),
+        ("index", 5, 1, FOUR_GPUS, ["'5'", "CUDA devices: 4", "0,1,2,3", "pinning none", "per-node to 4"]),
+        ("mask", 3, 1, UUIDS, ["'3'", "CUDA devices: 2", "GPU-aa,GPU-bb", "pinning none"]),
+        ("index", 2, 1, MIGS, ["2 workers", "only the first MIG", "--device-pinning mask"]),
+        (
+            "index",
+            3,
+            2,
+            FOUR_GPUS,
+            ["-node '3'", "2 devices of its own for each", "devices: 4", "per-node to 2"],
+        ),
+        ("mask", 1, 5, FOUR_GPUS, ["-worker '5'", "CUDA devices: 4 (0,1,2,3)", "--devices-per-worker to 4"]),
+        ("mask", 1, 2, MIGS, ["-worker '2'", "MIG devices", "only the first"]),
+        ("index", 1, 2, MIGS, ["-worker '2'", "MIG devices", "only the first"]),
     ],
 )
 def test_more_workers_than_devices_is_refused_for_every_worker(
-    pinning: DevicePinning, workers: int, inventory: Inventory, expected: list[str]
+    pinning: DevicePinning, workers: int, each: int, inventory: Inventory, expected: list[str]
 ) -> None:
     for local_rank in range(workers):
         with pytest.raises(ConfigError) as caught:
-            pin(pinning, local_rank, workers, inventory)
+            pin(pinning, local_rank, workers, each, inventory)
         assert all(text in str(caught.value) for text in expected)
 
 
 def test_what_the_user_set_beats_the_defaults_but_not_the_mask() -> None:
     users = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST", "CUDA_VISIBLE_DEVICES": "0,1,2,3", "LOCAL_RANK": "3"}
-    assert compose(users, pin("mask", 3, 4, FOUR_GPUS).variables) == {
+    assert compose(users, pin("mask", 3, 4, 1, FOUR_GPUS).variables) == {
         "CUDA_DEVICE_ORDER": "FASTEST_FIRST",
         "CUDA_VISIBLE_DEVICES": "3",
         "LOCAL_RANK": "0",
     }
     own = {"LOCAL_RANK": "3"}
-    assert compose(own, pin("index", 3, 4, FOUR_GPUS).variables) == {**own, **DEVICE_ORDER}
+    assert compose(own, pin("index", 3, 4, 1, FOUR_GPUS).variables) == {**own, **DEVICE_ORDER}
 
 
 def test_no_two_masked_workers_share_a_device() -> None:
     seen = [
-        compose({}, pin("mask", rank, 4, FOUR_GPUS).variables)["CUDA_VISIBLE_DEVICES"] for rank in range(4)
+        compose({}, pin("mask", rank, 4, 1, FOUR_GPUS).variables)["CUDA_VISIBLE_DEVICES"] for rank in range(4)
     ]
     assert sorted(seen) == ["0", "1", "2", "3"]
+
+
+def test_all_devices_of_the_workers_are_theirs_alone() -> None:
+    pinned = [pin("index", rank, 2, 2, FOUR_GPUS) for rank in range(2)]
+    assert [[device.entry for device in worker.devices] for worker in pinned] == [["0", "1"], ["2", "3"]]
+    assert [worker.first for worker in pinned] == [FOUR_GPUS.cuda[0], FOUR_GPUS.cuda[2]]
+    assert pin("none", 0, 2, 2, FOUR_GPUS).first is None

@@ -154,3 +154,23 @@ def test_a_load_beside_another_version_gives_the_directory_back(
     with pytest.raises(CheckpointError, match="Install the same version"):
         Checkpointer(tmp_path, {}).load()
     assert len(released) == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "device"),
+    [
+        ({"LOCAL_RANK": "1"}, "cuda:1"),
+        ({"LOCAL_RANK": "1", "ELASTIC_AGENT_DEVICES": "2"}, "cuda:2"),
+        ({"LOCAL_RANK": "0", "ELASTIC_AGENT_DEVICES": "2"}, "cuda:0"),
+    ],
+)
+def test_checkpoints_travel_over_the_first_of_the_worker_s_own_devices(
+    environ: dict[str, str], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert group.current_group().device == torch.device(device)

@@ -109,12 +109,25 @@ def test_how_many_nodes(words: str, nodes: NodeCounts, last_call_s: float, scrip
         ("", BATCH | GPUS, 8),
         ("", BATCH | {"SLURM_GPUS_ON_NODE": "0"}, 4),
         ("--nproc-per-node 2", TASK | GPUS, 2),
+        ("--devices-per-worker 2", TASK | GPUS, 4),
+        ("--devices-per-worker 2", BATCH, 4),
+        ("--devices-per-worker 3 --nproc-per-node 2", TASK | GPUS, 2),
     ],
 )
 def test_workers_follow_from_gpus_else_tasks(
     words: str, environ: dict[str, str], workers: int, script: str
 ) -> None:
     assert config_of(f"--slurm {words}", environ, script).nproc_per_node == workers
+
+
+def test_gpus_that_would_be_left_over_are_a_problem(script: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved("--slurm --devices-per-worker 3", TASK | GPUS, script)
+    (problem,) = caught.value.problems
+    assert str(problem) == (
+        "SLURM_GPUS_ON_NODE '8': expected a multiple of 3, which is --devices-per-worker; ask Slurm for such a number "
+        "of GPUs, or name the workers: --nproc-per-node 2"
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from elastic_agent.worker.wire.environment import NAMES, WORKER_VARIABLES, Worke
 
 ROOT = Path(__file__).parents[2]
 FULL = WorkerEnv(
-    master_port=41213,
+    master_port=41213, devices=2,
     generation=7, run="3f2a", node="a", local_rank=0, incarnation="i", page="/proc/1/fd/5", reports="/r/reports",
     socket="/r/socket", memory="/dev/shm/\udcff", memory_bytes=1 << 30,
     writes="/r/writes", bad_state="6:120",

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ... import __version__
 from ...codec import Invalid, from_plain, load_object, plain, shown
 from ..errors import CheckpointError
+from ..wire.environment import WorkerEnv
 
 _T = TypeVar("_T")
 
@@ -189,5 +190,7 @@ def _bytes(row: torch.Tensor) -> bytes:
 def _device() -> torch.device:
     if "cpu:" in dist.get_backend_config():
         return torch.device("cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
-    return torch.device("cuda", local_rank)
+    local_rank = os.environ.get("LOCAL_RANK")
+    if local_rank is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", int(local_rank) * WorkerEnv.of(os.environ).devices)

@@ -22,7 +22,9 @@ class WorkerEnv:
     """The same for all generations of the job, and no other job's."""
     node: str = ""
     local_rank: int = -1
-    """Where each worker sees one device, LOCAL_RANK is 0 for all."""
+    """Where each worker sees its own devices alone, LOCAL_RANK is 0 for all."""
+    devices: int = 1
+    """How many the worker has; the first is LOCAL_RANK times that."""
     master_port: int = 0
     """What the agent has chosen for MASTER_PORT, whatever the script has made of that."""
     incarnation: str = ""

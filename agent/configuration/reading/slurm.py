@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ....worker.ranks.slurm import first_node, port_of
-from ..config import MAX_NODES, MIN_NODES, NPROC_PER_NODE, Problem
+from ..config import DEVICES_PER_WORKER, MAX_NODES, MIN_NODES, NPROC_PER_NODE, Problem
 from ..rendezvous import (
     BACKEND,
     ENDPOINT,
@@ -53,9 +53,9 @@ class Step:
     tasks: int
     first_node: str
     node_rank: int
-    workers: int | None
-    """None: Slurm says nothing of GPUs or tasks."""
-    workers_origin: str
+    gpus: int
+    """Of this node; 0: Slurm says nothing of any."""
+    tasks_of_node: int
     ends_at: int | None
 
     def run_id(self, *, outlives_job: bool) -> str:
@@ -128,8 +128,8 @@ def read_step(environ: Mapping[str, str]) -> tuple[Step | None, list[Problem]]:
         tasks=tasks,
         first_node=host,
         node_rank=number("SLURM_NODEID") or 0,
-        workers=gpus or tasks_of_node,
-        workers_origin="SLURM_GPUS_ON_NODE" if gpus else "SLURM_NTASKS_PER_NODE",
+        gpus=gpus or 0,
+        tasks_of_node=tasks_of_node or 0,
         ends_at=number("SLURM_JOB_END_TIME") or None,
     )
     return (None if reader.problems else found), reader.problems
@@ -147,8 +147,8 @@ def derive_slurm(settings: Settings, environ: Mapping[str, str]) -> None:
     if not alone:
         _derive_nodes(settings, step)
         _derive_meeting(settings, step)
-    if NPROC_PER_NODE not in settings and step.workers:
-        settings.derive(NPROC_PER_NODE, step.workers, step.workers_origin)
+    if NPROC_PER_NODE not in settings:
+        _derive_workers(settings, step)
     if STOP_GRACE not in settings:
         limit = settings[SERVICE_STOP_LIMIT]
         within_s = limit.value if limit.value is not None else KILL_WAIT_S
@@ -156,6 +156,19 @@ def derive_slurm(settings: Settings, environ: Mapping[str, str]) -> None:
         settings.derive(STOP_GRACE, longest_grace_s(within_s), f"{origin}: a whole stop fits in")
     if JOB_ENDS_AT not in settings and step.ends_at is not None:
         settings.derive(JOB_ENDS_AT, step.ends_at, "SLURM_JOB_END_TIME")
+
+
+def _derive_workers(settings: Settings, step: Step) -> None:
+    each, name = settings[DEVICES_PER_WORKER].value or 1, "SLURM_GPUS_ON_NODE"
+    workers, rest = divmod(step.gpus, each)
+    if rest:
+        expected = f"a multiple of {each}, which is --devices-per-worker"
+        advice = f"ask Slurm for such a number of GPUs, or name the workers: --nproc-per-node {workers or 1}"
+        settings.problems.append(Problem(name, str(step.gpus), expected, advice))
+    elif workers:
+        settings.derive(NPROC_PER_NODE, workers, name)
+    elif step.tasks_of_node:
+        settings.derive(NPROC_PER_NODE, step.tasks_of_node, "SLURM_NTASKS_PER_NODE")
 
 
 def _derive_nodes(settings: Settings, step: Step) -> None:

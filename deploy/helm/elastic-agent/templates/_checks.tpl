@@ -13,6 +13,11 @@
 {{- fail (printf "nodes.min is %v, more than nodes.max, which is %v" $values.nodes.min $values.nodes.max) -}}
 {{- end -}}
 
+{{- $each := include "elastic-agent.devices-per-worker" . | int -}}
+{{- if and $values.gpu.count (not $values.workersPerNode) (mod $values.gpu.count $each) -}}
+{{- fail (printf "gpu.count is %v, which config.devices-per-worker, %v, does not divide: correct one of them, or set workersPerNode to leave the rest idle" $values.gpu.count $each) -}}
+{{- end -}}
+
 {{- if and $etcd.deploy $etcd.endpoints -}}
 {{- fail "etcd.deploy makes an etcd, and etcd.endpoints names another: keep one of them" -}}
 {{- end -}}

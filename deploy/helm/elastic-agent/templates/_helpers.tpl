@@ -54,14 +54,19 @@ etcd://{{ join "," .Values.etcd.endpoints }}{{ .Values.etcd.prefix }}
 {{ add .Values.stopGraceSeconds (max 10 .Values.stopGraceSeconds) 20 }}
 {{- end -}}
 
+{{- define "elastic-agent.devices-per-worker" -}}
+{{ index .Values.config "devices-per-worker" | default (index .Values.config "devices_per_worker") | default 1 }}
+{{- end -}}
+
 {{/* The options that this chart sets, as a table in TOML; a JSON value is one of TOML, too. */}}
 {{- define "elastic-agent.toml" -}}
 {{- $values := .Values -}}
+{{- $workers := div ($values.gpu.count | default 1) (include "elastic-agent.devices-per-worker" . | int) | max 1 -}}
 {{- $options := dict
       "args" $values.run.args
       "min-nodes" $values.nodes.min
       "max-nodes" $values.nodes.max
-      "nproc-per-node" ($values.workersPerNode | default ($values.gpu.count | default 1))
+      "nproc-per-node" ($values.workersPerNode | default $workers)
       "rdzv-id" ($values.jobId | default (include "elastic-agent.fullname" .))
       "rdzv-endpoint" (include "elastic-agent.endpoint" .)
       "network-wait" $values.networkWaitSeconds
