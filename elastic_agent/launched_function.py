@@ -1,4 +1,4 @@
-"""What a worker of `elastic_agent.launcher` runs: `python -m elastic_agent.launched_function FOLDER`.
+"""What a worker of `elastic_agent.launcher` runs, with the folder of function and results in its environment.
 
 The folder is private to the user who called the launcher, who also wrote what is unpickled here.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from .launcher import FUNCTION, PATH, RESULTS
+from .launcher import FOLDER, FUNCTION, PATH, RESULTS
 
 
 @record
@@ -36,4 +36,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(os.environ[FOLDER]))

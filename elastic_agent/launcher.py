@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from .agent.common.exits import ExitCode
@@ -36,6 +37,8 @@ _log = logging.getLogger(__name__)
 
 WORKER = "elastic_agent.launched_function"
 FUNCTION, PATH = "function.pickle", "path.json"
+FOLDER = "LAUNCHED_FUNCTION_FOLDER"
+"""The variable by which workers find it: an argument would differ from node to node, and agents compare these."""
 RESULTS = "results-"
 """A folder for each generation, with a file for each rank of this node."""
 
@@ -90,8 +93,8 @@ class elastic_launch:
             else:
                 (folder / FUNCTION).write_bytes(_pickled(self.entrypoint, args))
                 (folder / PATH).write_text(json.dumps(sys.path))
-                target = ["-m", WORKER, name]
-            run_agent([*words_of(self.config), *target])
+                target = ["-m", WORKER]
+            run_agent([*words_of(self.config), *target], {FOLDER: name})
             return _results(folder)
 
 
@@ -216,15 +219,17 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         raise TypeError(f"{function} and its arguments cannot be sent to other processes: {error}") from error
 
 
-def run_agent(words: list[str]) -> None:
+def run_agent(words: list[str], variables: Mapping[str, str] = MappingProxyType({})) -> None:
     """Runs `elastic-agent` with these words beside this process. Raises LaunchError when it ends with a code but 0.
+
+    `variables` are added to the environment of agent and workers.
 
     A signal or Ctrl-C for this process is one for the agent.
     """
     with tempfile.TemporaryDirectory(prefix="elastic-agent-launch-") as folder:
         error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or f"{folder}/error.json")
         error_file.unlink(missing_ok=True)
-        code = _exit_code(words, {**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file)})
+        code = _exit_code(words, {**os.environ, **variables, "TORCHELASTIC_ERROR_FILE": str(error_file)})
         if code != ExitCode.SUCCESS:
             raise LaunchError(_why(code, error_file), code)
 
