@@ -28,6 +28,7 @@ from ..configuration.config import HELP, Config, ConfigError
 from ..configuration.options import SECRET_VARIABLES
 from ..configuration.reading.sources import read_argv
 from ..configuration.types.option import Group, Source
+from ..machine.devices import default_backend
 from ..machine.inventory import Machine, prepare
 from ..machine.network.choice import NotReady
 from ..output.log_folders import run_folder
@@ -36,8 +37,9 @@ from ..workers.environment.contract import WorkerPlace, chosen_variables, worker
 _USAGE = """\
 usage: elastic-agent explain-env [--json] [options of a run] SCRIPT [arguments]
 
-Prints the variables that you or the agent choose for a worker, each with its value, who chose it and why. Starts
-nothing; --json prints a list of objects. docs/tuning.md explains how to use it.
+Prints the variables that you or the agent choose for a worker, each with its value, who chose it and why, and before
+them the backend that elastic_agent.worker.init_process_group takes where the script names none. Starts
+nothing; --json prints a list of objects, of the variables alone. docs/tuning.md explains how to use it.
 """
 
 OWN_OPTIONS = Group("explain-env")
@@ -89,7 +91,8 @@ def main(words: Sequence[str]) -> int:
         print(f"elastic-agent explain-env: without the network's: {machine.network.missing}", file=sys.stderr)
     rows = explain(resolved.config, machine, environ)
     with contextlib.suppress(BrokenPipeError):  # the reader has closed the pipe
-        print(_json(rows) if command_line[JSON].value else _text(rows), flush=True)
+        backend = default_backend(machine.inventory.cuda, machine.software)
+        print(_json(rows) if command_line[JSON].value else f"# backend: {backend}\n{_text(rows)}", flush=True)
     return ExitCode.SUCCESS
 
 

@@ -25,6 +25,7 @@ from ..common.kernel_files import read
 from ..common.variables import Variable
 from ..configuration.config import ConfigError, Problem
 from ..configuration.types.values import DevicePinning, WorkerCount
+from .software import Software
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
@@ -161,6 +162,16 @@ def pin(
     )
 
 
+def default_backend(cuda: Sequence[Device], software: Software) -> str:
+    """The sentence on the backend that the worker library's `init_process_group` takes if the script names none."""
+    if not cuda:
+        return "gloo: no CUDA device"
+    listed = f"CUDA {_devices(','.join(device.entry for device in cuda), len(cuda))}"
+    if not software.has_nccl:
+        return f"gloo: {software} cannot use {listed}"
+    return f"nccl, because of {listed}"
+
+
 def _too_few(workers: int, each: int, inventory: Inventory) -> ConfigError:
     there = len(inventory.cuda)
     if each > there:
@@ -179,8 +190,8 @@ def _listed(inventory: Inventory) -> str:
     return f"{len(inventory.cuda)} ({','.join(device.entry for device in inventory.cuda)})"
 
 
-def _devices(entries: str, each: int) -> str:
-    return f"device {entries}" if each == 1 else f"devices {entries}"
+def _devices(entries: str, count: int) -> str:
+    return f"device {entries}" if count == 1 else f"devices {entries}"
 
 
 def _cuda(first: int, each: int) -> str:

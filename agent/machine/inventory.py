@@ -20,7 +20,7 @@ from ..configuration.reading.resolve import Resolved, resolve
 from ..configuration.reading.settings import Settings
 from ..configuration.timeouts import ladder
 from .affinity import CpuShare, probe_cpus, share
-from .devices import Inventory, PinnedDevices, pin, probe, resolve_workers
+from .devices import Inventory, PinnedDevices, default_backend, pin, probe, resolve_workers
 from .gpu_memory import watched
 from .network.choice import NotReady
 from .network.discovery import Network, discover_network
@@ -96,6 +96,7 @@ def inspect_machine(config: Config, environ: Mapping[str, str]) -> Machine:
         _network_fact(config, network),
         f"network profile {profile.transport}: {profile.reason}",
         f"workers use {software}",
+        f"backend: {default_backend(inventory.cuda, software)}",
         f"timeouts of training: {ladder(config.timeouts)}",
     )
     return Machine(inventory, pinned, shares, network, facts, names, software, profile)

@@ -13,7 +13,15 @@ from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.common.variables import compose
 from elastic_agent.agent.configuration.config import ConfigError
 from elastic_agent.agent.configuration.types.values import DevicePinning, WorkerCount
-from elastic_agent.agent.machine.devices import Device, Inventory, pin, probe, resolve_workers
+from elastic_agent.agent.machine.devices import (
+    Device,
+    Inventory,
+    default_backend,
+    pin,
+    probe,
+    resolve_workers,
+)
+from elastic_agent.agent.machine.software import Software
 
 CPU_ONLY = Inventory(cuda=(), cpus=6)
 FOUR_GPUS = Inventory(cuda=tuple(map(Device, "0123")), cpus=64)
@@ -364,3 +372,17 @@ def test_all_devices_of_the_workers_are_theirs_alone() -> None:
     assert [[device.entry for device in worker.devices] for worker in pinned] == [["0", "1"], ["2", "3"]]
     assert [worker.first for worker in pinned] == [FOUR_GPUS.cuda[0], FOUR_GPUS.cuda[2]]
     assert pin("none", 0, 2, 2, FOUR_GPUS).first is None
+
+
+@pytest.mark.parametrize(
+    ("inventory", "torch", "sentence"),
+    [
+        (CPU_ONLY, "2.13.0", "gloo: no CUDA device"),
+        (CPU_ONLY, "2.13.0+cpu", "gloo: no CUDA device"),
+        (FOUR_GPUS, "2.13.0+cpu", "gloo: torch 2.13.0+cpu cannot use CUDA devices 0,1,2,3"),
+        (FOUR_GPUS, "2.13.0", "nccl, because of CUDA devices 0,1,2,3"),
+        (Inventory((Device("GPU-aa"),), 1), None, "nccl, because of CUDA device GPU-aa"),
+    ],
+)
+def test_the_backend_is_said_with_its_reason(inventory: Inventory, torch: str | None, sentence: str) -> None:
+    assert default_backend(inventory.cuda, Software(torch)) == sentence

@@ -15,6 +15,7 @@ from elastic_agent.agent.configuration.logs import LogConfig
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.configuration.types.values import Command
 from elastic_agent.agent.machine import inventory as machines
+from elastic_agent.agent.machine.devices import Device, Inventory
 from elastic_agent.agent.machine.inventory import Machine, inspect_machine
 from elastic_agent.agent.machine.network.profiles import TCP
 from elastic_agent.agent.machine.software import Software
@@ -26,9 +27,12 @@ CONFIG = Config(Command("script", "train.py"), nproc_per_node=2, timeouts=Timeou
 
 @pytest.fixture(scope="module")
 def machine() -> Machine:
-    """This one, with another torch and a network to talk about."""
+    """This one, with GPUs, another torch and a network to talk about."""
     found = inspect_machine(CONFIG, {})
-    return replace(found, software=Software("2.13.0+cu130", "2.30.7"), profile=replace(TCP, debug=True))
+    gpus = Inventory((Device("0"), Device("1")), 8)
+    return replace(
+        found, inventory=gpus, software=Software("2.13.0+cu130", "2.30.7"), profile=replace(TCP, debug=True)
+    )
 
 
 def by_name(rows: tuple[Explained, ...]) -> dict[str, Explained]:
@@ -120,7 +124,8 @@ def test_for_a_pipe_every_variable_is_a_line_and_for_a_terminal_none_is_wide(
     monkeypatch.setenv("NCCL_ODD", "two\nlines \x1b[2J")
     monkeypatch.setattr(machines, "inspect_machine", lambda config, environ: machine)
     assert main([str(script)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "# backend: nccl, because of CUDA devices 0,1"
     assert "NCCL_ODD=two\\x0alines \\x1b[2J" in {line.split("  ")[0] for line in lines}
     assert all(" # " in line for line in lines)
     assert main(["--nproc-per-node", "2", "--json", str(script)]) == 0

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_agent.worker import ClusterEnvironmentError, init_process_group
+from elastic_agent.worker.ranks.process_group import default_backend
 from elastic_agent.worker.wire.environment import PROCESS_GROUP_TIMEOUT
 
 OWN = timedelta(seconds=7)
@@ -56,3 +57,46 @@ def test_a_torch_without_torch_distributed_is_refused_by_its_own_error(
     module = importlib.import_module("elastic_agent.worker.ranks.process_group")
     with pytest.raises(ClusterEnvironmentError, match="install another one"):
         module.init_process_group("gloo")
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "available", "backend"),
+    [
+        (None, True, "gloo"),
+        ("cuda", True, "nccl"),
+        ("cuda", False, "gloo"),
+        ("xpu", True, "xccl"),
+        ("mps", True, "gloo"),
+    ],
+)
+def test_the_backend_is_that_of_the_accelerator_that_is_there(
+    accelerator: str | None, available: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def current(check_available: bool = False) -> torch.device | None:
+        asked.append(check_available)
+        return torch.device(accelerator) if accelerator is not None else None
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current)
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: available)
+    assert default_backend() == backend
+    assert asked == [True], "a build for CUDA on a host without a GPU must take gloo"
+
+
+@pytest.mark.parametrize(
+    ("given", "passed"),
+    [
+        ({}, "gloo"),
+        ({"backend": "gloo"}, "gloo"),
+        ({"device_id": torch.device("cpu", 0)}, None),
+    ],
+)
+def test_torch_gets_a_backend_unless_it_chooses_by_the_device(
+    given: dict[str, Any], passed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **more: calls.append(args))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    init_process_group(**given, rank=0, world_size=1, store=dist.HashStore())
+    assert [call[0] for call in calls] == [passed]

@@ -10,6 +10,7 @@ import os
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..errors import ClusterEnvironmentError
@@ -27,6 +28,7 @@ def init_process_group(
 ) -> None:
     """`torch.distributed.init_process_group`, where no `timeout` means that of --process-group-timeout.
 
+    No `backend` means `default_backend()`, or with a `device_id` the one of that device.
     Where neither rank, world size, store nor another method than `env://` is given, and no agent or torchrun has set
     RANK and WORLD_SIZE, the variables of Slurm, MPI or Kubeflow say which rank this is, and those of torch are set from
     them; without any it is a group of one. Other arguments go to torch as they are.
@@ -44,5 +46,20 @@ def init_process_group(
             init_method, more = None, more | {"rank": 0, "world_size": 1, "store": dist.HashStore()}
         elif place is not None:
             os.environ.update(place.variables())
+    if backend is None and more.get("device_id") is None:
+        backend = default_backend()
     master_port.watch()
     dist.init_process_group(backend, init_method, timeout, *args, **more)
+
+
+def default_backend() -> str:
+    """That of the accelerator which this process sees, such as nccl; gloo where it sees none, or torch lacks that one.
+
+    torch itself goes by what it was built for: on a host without a GPU a build for CUDA takes nccl, and the first
+    collective of a tensor on the CPU fails.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return "gloo"
+    backend = dist.get_default_backend_for_device(accelerator)
+    return backend if dist.is_backend_available(backend) else "gloo"
