@@ -76,6 +76,7 @@ from ..workers.processes.workers import GroupHelpers, WorkerGroup
 from ..workers.supervision.supervisor import Processes, Supervisor
 from ..workers.supervision.worker_spec import Node
 from .assembly import Agent, choose_log_directory, metrics_of, pages_of, policy_of, receiver_of, spares_of
+from .error_file import VARIABLE as ERROR_FILE
 from .error_file import write_error_file
 from .heartbeat import Heartbeat
 from .listeners import Listeners, bind_all, binder
@@ -459,7 +460,8 @@ def _take_environment() -> Mapping[str, str]:
     """What the workers inherit; then this process changes its own."""
     for secret in SECRET_VARIABLES:
         os.environ.pop(secret, None)  # neither the guard nor any worker inherits it (I15)
-    environment = dict(os.environ)
+    # The error file is this process's own; each worker has another one.
+    environment = {name: value for name, value in os.environ.items() if name != ERROR_FILE}
     # A store that ends makes torch write pages of C++ frames; our log has what happened in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return environment

@@ -173,6 +173,19 @@ def test_a_worker_starts_like_from_a_shell(job: Job, preload: str) -> None:
     }
 
 
+def test_the_agents_own_error_file_costs_no_warm_start(job: Job) -> None:
+    """A scheduler such as TorchX names it; a library that copies the environment while it is loaded has read it."""
+    (job.folder / "copying.py").write_text("import os\nseen = dict(os.environ)\n")
+    error_file = job.folder / "error.json"
+    environment = {"PYTHONPATH": str(job.folder), "TORCHELASTIC_ERROR_FILE": str(error_file)}
+    script = (RECORDER, "--steps=3")
+    agent = job.start("a", "--preload=copying", script=script, environment=environment)
+    assert agent.exit_code() == 0
+    assert not agent.says("is no fork")
+    (start,) = job.history(what="start")
+    assert start["env"]["TORCHELASTIC_ERROR_FILE"] != str(error_file), "the worker has one of its own"
+
+
 @WARM_AND_COLD
 def test_a_closed_standard_input_is_an_empty_one(job: Job, preload: str) -> None:
     """And none of the files that the agent opens takes its place."""
