@@ -30,7 +30,7 @@ NODES = 3
 
 FIRST_STEP = re.compile(r"generation (\d+): first step is (\d+)(?:, after ([\d.]+) s without training)?")
 LAST_STEP = re.compile(r"step (\d+) is the last one of generation")
-GENERATION = re.compile(r"generation (\d+) \((\w+)\): (\d+) nodes")
+GENERATION = re.compile(r"generation (\d+) \((\w+)\): (\d+) nodes?")
 STORE = re.compile(r"--rdzv-endpoint=(\S+)")
 EXITS = {"a": 0, "b": 128 + signal.SIGTERM, "c": 0}
 ACCURACY = re.compile(r"test accuracy.*: ([\d.]+)%")

@@ -42,6 +42,15 @@ def line(most_chars: int) -> Text:
     return Text(most_chars, clean=clean)
 
 
+def counted(number: int, noun: str) -> str:
+    """
+    >>> counted(1, "node"), counted(2, "node"), counted(2, "process")
+    ('1 node', '2 nodes', '2 processes')
+    """
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
 def shortened(names: Iterable[str], separator: str = ", ") -> str:
     """The first few, and how many more there are.
 

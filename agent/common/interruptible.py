@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,6 +15,11 @@ from .exits import CannotStart, ExitCode, code_of_leave
 
 T = TypeVar("T")
 
+TURN_S = 0.1
+ANNOUNCED_AFTER_S = 1.0
+
+log = logging.getLogger(__name__)
+
 
 def unless_stopped(
     work: Callable[[], T],
@@ -22,11 +28,12 @@ def unless_stopped(
     on_wait: Callable[[], None] = lambda: None,
     *,
     requeues: bool = False,
+    announced: str = "",
 ) -> T:
     """What `work` returns or raises; CannotStart as soon as a signal is among the events.
 
     The others stay for the main loop. `on_wait` is called all the while, ten times a second. `requeues` as in
-    `code_of_leave`.
+    `code_of_leave`. `announced` is logged when the work takes longer than `ANNOUNCED_AFTER_S`.
     """
     done: Future[T] = Future()
 
@@ -40,11 +47,15 @@ def unless_stopped(
     Thread(run, doing.replace(" ", "-"), lambda: done.set_exception(failed)).start()
     kept: list[Event] = []
     try:
+        turns = 0
         while True:
             try:
-                return done.result(timeout=0.1)
+                return done.result(timeout=TURN_S)
             except FutureTimeout:
                 on_wait()
+                turns += 1
+                if announced and turns == round(ANNOUNCED_AFTER_S / TURN_S):
+                    log.info("%s", announced)
                 while not events.empty():
                     event = events.get()
                     if isinstance(event, ThreadFailed):

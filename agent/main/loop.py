@@ -11,7 +11,7 @@ import logging
 import queue
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from ...rendezvous.node.driver import Driver
@@ -118,6 +118,8 @@ class Loop:
         self._driver = Driver(participant, services.link, services.peers.ask, self)
         self.handlers = self._table()
         """Which part handles which event."""
+        self._start_waits_for = ""
+        """Before the workers of the present world can be started here."""
         self._signals: list[signal.Signals] = []
         self._left_as: str = ""
         """What made this node leave the job, once something has."""
@@ -151,8 +153,11 @@ class Loop:
             self._leave(DRAIN_COMMAND, now)
         observer.compare(participant)
         again_at = self._driver.turn(now)
-        observer.update(participant.snapshot, supervisor.group, now)
-        manager.turn(observer.status(participant.snapshot, supervisor.group))
+        snapshot = participant.snapshot
+        if self._start_waits_for:
+            snapshot = replace(snapshot, waiting_for=self._start_waits_for)
+        observer.update(snapshot, supervisor.group, now)
+        manager.turn(observer.status(snapshot, supervisor.group))
         self._services.heartbeat.turned(supervisor.stops_at(now))
         wake_at = (
             again_at,
@@ -184,6 +189,7 @@ class Loop:
 
     def carry_out(self, action: Action, now: float) -> bool:
         supervisor, grace_s = self._supervisor, self._stop.failure_grace_s
+        self._start_waits_for = ""
         if self._departing is not None:
             return False
         if unkillable := supervisor.unkillable():
@@ -194,7 +200,8 @@ class Loop:
             if supervisor.group is None:
                 self._ending = self._fatal
         elif isinstance(action, Start):
-            if self._services.gpu_memory.waiting or not supervisor.prepared(action.world, action.member, now):
+            self._start_waits_for = self._not_ready_for(action, now)
+            if self._start_waits_for:
                 return False
             supervisor.start(action.world, action.member, self._port.listener, now)
             return True
@@ -208,6 +215,14 @@ class Loop:
         elif isinstance(action, Leave):
             self._finish_saves(action)
         return False
+
+    def _not_ready_for(self, start: Start, now: float) -> str:
+        """What keeps this node from starting its workers; empty where nothing does."""
+        if self._services.gpu_memory.waiting:
+            return "the killed workers' GPU memory to be free"
+        if not self._supervisor.prepared(start.world, start.member, now):
+            return "the imports that all workers start with (--preload)"
+        return ""
 
     def _show_failure_elsewhere(self) -> None:
         """Log why this node's workers are stopped. The node of the failed one has logged it already."""

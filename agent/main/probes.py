@@ -43,7 +43,7 @@ class Probes:
             return Probe(False, "waiting for the killed workers' GPU memory to be free")
         if world is not None and world.trains and snapshot.lease_good(self._clock()):
             return Probe(True, f"standing by: generation {world.generation} is running")
-        return Probe(False, f"waiting: {snapshot.waiting_for}")
+        return Probe(False, snapshot.wait)
 
     def introduction(self) -> str:
         """The answer to a peer that asks who this node is."""

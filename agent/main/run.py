@@ -12,12 +12,11 @@ import logging
 import os
 import queue
 import random
-import signal
 import socket
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -29,18 +28,16 @@ from ...rendezvous.node.participant import Participant
 from ...rendezvous.node.snapshot import NodeSnapshot
 from ...rendezvous.records import NODES_PREFIX, Endpoint, Introduction, NodeRecord
 from ...rendezvous.store.interface import Store
+from ...rendezvous.text import counted
 from ...rendezvous.threads import Thread, listen
 from ..checkpoints.disk_writer import DiskWriter
 from ..checkpoints.folder import MemoryFolder, make_folder
-from ..common.events import Event, Signalled, ThreadFailed
-from ..common.exits import ENDINGS, TIME_IS_OVER, WARNINGS, CannotStart, ExitCode
-from ..common.interruptible import unless_stopped
+from ..common.events import Event, ThreadFailed
+from ..common.exits import CannotStart, ExitCode
+from ..common.interruptible import ANNOUNCED_AFTER_S, unless_stopped
 from ..common.io_thread import IoThread
 from ..common.ports import OfferedPort
 from ..configuration.config import Config
-from ..configuration.options import SECRET_VARIABLES
-from ..configuration.stopping import StopConfig
-from ..configuration.timeouts import leaves_in_s
 from ..machine.cgroups import claim_cgroup
 from ..machine.gpu_memory import GpuMemory
 from ..machine.inventory import Machine
@@ -51,7 +48,6 @@ from ..machine.network.discovery import Network, wait_for_network
 from ..observability.accounting.measured_store import MeasuredStore
 from ..observability.accounting.observer import Observer
 from ..observability.status.pages import JOB_PATH, STATUS_PATH, StatusPages
-from ..output.console import Console, ConsoleHandler
 from ..output.console import take as take_console
 from ..output.worker_logs import WorkerLogs
 from ..rendezvous_io.peer_link import PeerLink
@@ -76,12 +72,12 @@ from ..workers.processes.workers import GroupHelpers, WorkerGroup
 from ..workers.supervision.supervisor import Processes, Supervisor
 from ..workers.supervision.worker_spec import Node
 from .assembly import Agent, choose_log_directory, metrics_of, pages_of, policy_of, receiver_of, spares_of
-from .error_file import VARIABLE as ERROR_FILE
 from .error_file import write_error_file
 from .heartbeat import Heartbeat
 from .listeners import Listeners, bind_all, binder
 from .loop import Ending, Loop, Services
 from .probes import Probes
+from .process import catch_signals, end_in_time, end_stuck, log_to, take_environment
 from .program import program_of
 from .service_manager import ServiceManager
 
@@ -98,12 +94,12 @@ def run(config: Config, machine: Machine) -> int:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     listen(lambda thread, error: _thread_failed(events, thread, error))
     console = take_console(name)
-    _log_to(console, name, config.logs.level.number)
+    log_to(console, name, config.logs.level.number)
     config = replace(config, logs=choose_log_directory(config.logs))
     # What a service manager ends because its main thread is stuck (SIGABRT) shows where that is.
     faulthandler.enable(2)
     manager = ServiceManager.take(os.environ, os.getpid(), time.monotonic)
-    environment = _take_environment()
+    environment = take_environment()
     incarnation, clock = uuid.uuid4().hex[:12], time.monotonic
     agent = Agent(config, name, incarnation, environment, events, IoThread(), manager, console, clock)
     try:
@@ -172,8 +168,8 @@ class Rendezvous:
 
 def _run(agent: Agent, machine: Machine) -> Ending:
     """In the order that the module's docstring explains."""
-    _catch_signals(agent.events, agent.config.stop.more_signals.numbers)
-    _end_in_time(agent.config.stop)
+    catch_signals(agent.events, agent.config.stop.more_signals.numbers)
+    end_in_time(agent.config.stop)
     subreaper = Subreaper()
     if alone := adopt_orphans():
         log.warning("what workers leave behind is not adopted: %s", alone)
@@ -339,7 +335,7 @@ def _make_rendezvous(
     heartbeat = Heartbeat(
         lease_ttl_s,
         lambda: link.confirmed_at + LEASE_MARGIN * lease_ttl_s,
-        lambda problem: _end_stuck(problem, helpers.guard, agent.console),
+        lambda problem: end_stuck(problem, helpers.guard, agent.console),
         clock,
     )
     link = StoreLink(store, lease_ttl_s, agent.events.put, clock, rng, lambda: heartbeat.turning)
@@ -445,66 +441,18 @@ def _depart(store: Store, participant: Participant, ending: Ending, *, stays_for
             return
         snapshot = store.read((NODES_PREFIX,))
         watch = store.watch((NODES_PREFIX,), snapshot.revision)
-        deadline = time.monotonic() + HOST_LINGERS_S
-        while snapshot.entries and time.monotonic() < deadline:
-            watch.next(deadline - time.monotonic())
+        began_at, said = time.monotonic(), False
+        while snapshot.entries and (waited_s := time.monotonic() - began_at) < HOST_LINGERS_S:
+            if waited_s >= ANNOUNCED_AFTER_S and not said:
+                said = True
+                others = counted(len(snapshot.entries), "node")
+                log.info("the store stays up for %s to leave, up to %g s", others, HOST_LINGERS_S)
+            watch.next(HOST_LINGERS_S - waited_s if said else ANNOUNCED_AFTER_S)
             snapshot = store.read((NODES_PREFIX,))
     except Exception as error:  # whatever it is, it does not change how this agent has ended
         log.warning("left without giving up the lease: %s", error)
 
 
-# ---------------------------------------------------------------- of the process as a whole
-
-
-def _take_environment() -> Mapping[str, str]:
-    """What the workers inherit; then this process changes its own."""
-    for secret in SECRET_VARIABLES:
-        os.environ.pop(secret, None)  # neither the guard nor any worker inherits it (I15)
-    # The error file is this process's own; each worker has another one.
-    environment = {name: value for name, value in os.environ.items() if name != ERROR_FILE}
-    # A store that ends makes torch write pages of C++ frames; our log has what happened in one line.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    return environment
-
-
-def _log_to(console: Console, name: str, level: int) -> None:
-    handler = ConsoleHandler(console)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s.%(msecs)03d [{name}] %(message)s", "%H:%M:%S"))
-    root = logging.getLogger("elastic_agent")
-    root.handlers[:] = [handler]
-    root.setLevel(level)
-    root.propagate = False
-
-
 def _thread_failed(events: queue.SimpleQueue[Event], name: str, error: BaseException) -> None:
     events.put(ThreadFailed(name, repr(error)))
     log.error("the thread %s has failed", name, exc_info=error)
-
-
-def _end_stuck(problem: str, guard: Guard, console: Console) -> None:
-    """In the thread that watches the main one, which can do none of this any more."""
-    guard.release()
-    log.critical("%s\nended with exit code %d", problem, ExitCode.LOOP_STUCK)
-    # Its disk may be what holds the main thread.
-    write_error_file(os.environ, ExitCode.LOOP_STUCK, problem, None, time.time())
-    console.close()
-    os._exit(ExitCode.LOOP_STUCK)
-
-
-def _end_in_time(stop: StopConfig) -> None:
-    """Sets the timer that warns this agent before its job's end."""
-    if stop.job_ends_at is not None:
-        in_s = leaves_in_s(stop.job_ends_at - time.time(), stop.grace_s)
-        log.info("leaving the job in %.0f s, before its end (--job-ends-at)", in_s)
-        signal.setitimer(signal.ITIMER_REAL, max(in_s, 0.001))  # 0 would set none
-
-
-def _catch_signals(events: queue.SimpleQueue[Event], more: Collection[signal.Signals]) -> None:
-    """A handler runs between any two bytecodes: it may only put an event, which SimpleQueue allows at any moment.
-
-    A signal that this process was started to ignore stays ignored: `nohup` and a shell's `trap '' USR1` mean it.
-    """
-    for number in {*ENDINGS, *WARNINGS, TIME_IS_OVER, *more}:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _frame: events.put(Signalled(number)))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)  # blocked since the process began

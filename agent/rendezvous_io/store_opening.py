@@ -81,12 +81,9 @@ def open_store(
     # Asked for now: the store takes the socket over.
     hosted_at = Endpoint(*listener.getsockname()[:2]) if listener is not None else None
     places = (endpoint,) if endpoint is not None else rendezvous.endpoints
-    if listener is None:
-        log.info(
-            "looking for the rendezvous store at %s, for up to %.0f s",
-            ", ".join(map(str, places)),
-            rendezvous.join_timeout_s,
-        )
+    where = ", ".join(map(str, places))
+    looking = f"looking for the rendezvous store at {where}, for up to {rendezvous.join_timeout_s:.0f} s"
+    doing = looking if listener is None else "preparing to host the rendezvous store: importing torch"
 
     def find() -> Store:
         if listener is None:
@@ -95,7 +92,9 @@ def open_store(
 
     try:
         requeues = config.stop.requeues
-        store = unless_stopped(find, events, "looking for the store", on_wait, requeues=requeues)
+        store = unless_stopped(
+            find, events, "looking for the store", on_wait, requeues=requeues, announced=doing
+        )
     except StoreMismatch as error:
         raise CannotStart(ExitCode.STORE_MISMATCH, str(error)) from error
     except StoreRefused as error:

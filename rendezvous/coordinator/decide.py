@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..records import Cause, CauseKind, Condition, NodeRecord, Phase, Result, World
+from ..text import counted
 from .candidates import first_that_fit, last_call_ends, named, newcomers
 from .next_world import best_step, close, end, host_left, leaving_host, lost, only_leavers_keep
 from .view import Decision, Policy, Publish, View, Wait, in_force
@@ -107,7 +108,7 @@ def _invite(world: World, view: View, present: Sequence[NodeRecord], policy: Pol
     """Everything is well: is there a newcomer to make room for?"""
     waiting = newcomers(view)
     if not waiting:
-        return Wait(f"generation {world.generation} is running on {len(world.members)} nodes")
+        return Wait(f"generation {world.generation} is running on {counted(len(world.members), 'node')}")
     room = policy.max_nodes - len(world.members)
     if room <= 0:
         full = f"the world has all {policy.max_nodes} nodes of --max-nodes"

@@ -32,7 +32,7 @@ from ..records import (
     life_of,
     line_up,
 )
-from ..text import shortened
+from ..text import counted, shortened
 from . import blame
 from .candidates import aside, first_that_fit, last_call_ends, named, newcomers
 from .restarts import Ended, GiveUp, Retry, after_failure
@@ -167,13 +167,15 @@ def _form(basis: _Basis, view: View, policy: Policy, now: float, least: int) -> 
         last = f"; last: {world.cause.detail}" if world is not None and world.cause.detail else ""
         left_out = f"; put aside: {shortened(one.node for one in basis.aside)}" if basis.aside else ""
         return Wait(
-            f"waiting for {policy.min_nodes - len(chosen)} more of at least {policy.min_nodes} nodes "
+            f"waiting for {policy.min_nodes - len(chosen)} more of at least {counted(policy.min_nodes, 'node')} "
             f"(here: {named(chosen) or 'none'}{left_out}{last})",
             short_of_nodes=True,
         )
     quiet_at = last_call_ends(joining, view.arrivals, policy)
     if joining and not goes_on and len(chosen) < policy.max_nodes and now < quiet_at:
-        return Wait(f"last call: {len(chosen)} nodes are here, up to {policy.max_nodes} may come", quiet_at)
+        return Wait(
+            f"last call: {counted(len(chosen), 'node')} here, up to {policy.max_nodes} may come", quiet_at
+        )
     if len(chosen) > len(survivors):  # no failure so far can clear a node that comes now
         restarts = replace(restarts, culprit="", blamed=0)
     next_world = World(

@@ -105,7 +105,7 @@ def test_no_process_escapes_into_the_next_generation(job: Job, delegated: Path) 
         "it lived when the next generation started"
     )
     assert not alive(first)
-    assert agent.says("generation 1 left 1 processes behind")
+    assert agent.says("generation 1 left 1 process behind")
     assert [name.partition("/")[2] for name in below(delegated)] == ["", "generation-2"]
 
 

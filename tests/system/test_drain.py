@@ -190,7 +190,7 @@ def test_a_node_is_replaced_without_a_trace(job: Job, etcd: EtcdCluster, leaves:
     run = Run(job, "replaced", 2, steps)
     run.agents.append(run.join("replaced2"))
     job.wait_for(lambda: run.newest(1) > 2, "three steps")
-    victim = next(agent for agent in run.agents if agent.says(f"generation 1 .*ranks {leaves}-{leaves} here"))
+    victim = next(agent for agent in run.agents if agent.says(f"generation 1 .*rank {leaves} here"))
     victim.signal(signal.SIGTERM)
     run.agents.remove(victim)
     assert run.ended() == undisturbed[steps]

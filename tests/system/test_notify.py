@@ -77,7 +77,7 @@ def test_the_status_shows_what_trains_and_no_worker_can_send_for_the_agent(job: 
     agent = job.start("a", "--nproc-per-node=2", script=recorder, environment=ear.environment)
     environment = job.wait_for_training(world=2).starts[0]["env"]
     assert not set(ear.environment) & set(environment)
-    job.wait_for(ear.heard("STATUS=running: generation 1, 1 nodes, world size 2, step 10"), "a step")
+    job.wait_for(ear.heard("STATUS=running: generation 1, 1 node, world size 2, step 10"), "a step")
     assert ear.listen()[0] == "READY=1"
     agent.signal(signal.SIGTERM)
     assert agent.exit_code() == 143

@@ -125,7 +125,7 @@ class Service:
         seen = self.machine.path(f"{self.state}/seen")
         seen.unlink(missing_ok=True)
         self.wait_for(
-            lambda: self["StatusText"].startswith("starting: generation 1, 1 nodes"), "generation 1"
+            lambda: self["StatusText"].startswith("starting: generation 1, 1 node,"), "generation 1"
         )
         self.wait_for(seen.exists, "the workers")
 

@@ -39,7 +39,7 @@ def test_a_failure_on_one_node_restarts_all_nodes_and_counts_once_everywhere(job
     assert sorted(new.nodes) == ["a", "b"]
     assert {start["env"]["TORCHELASTIC_RESTART_COUNT"] for start in new.starts.values()} == {"1"}
     for agent in agents:
-        assert agent.says(r"generation 2 \(failure\): 2 nodes, 4 workers.* 1 failures so far")
+        assert agent.says(r"generation 2 \(failure\): 2 nodes, 4 workers.* 1 failure so far")
     for rank in range(3):
         assert job.history(what="sigterm", generation=1, rank=rank), f"rank {rank} was asked to stop"
     killed = new.pid(0)

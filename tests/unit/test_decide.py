@@ -116,7 +116,7 @@ def check(view: View, policy: Policy, short_decision: str, reason: str) -> None:
         (view(None), "wait", "waiting for 2 more of at least 2 nodes (here: none)"),
         (view(None, A), "wait", "waiting for 1 more of at least 2 nodes (here: a)"),
         (view(None, A, replace(B, leaving=True)), "wait", "waiting for 1 more"),
-        (view(None, A, B, b=99.5), "wait until 100.5", "last call: 2 nodes are here, up to 3 may come"),
+        (view(None, A, B, b=99.5), "wait until 100.5", "last call: 2 nodes here, up to 3 may come"),
         (view(None, A, B, a=99.5), "wait until 100.5", "last call"),
         (view(None, A, B, b=99.0), "running 1 [a b] start", "2 nodes are ready"),
         (view(None, A, B, C, c=NOW), "running 1 [a b c] start", "3 nodes are ready"),
@@ -462,7 +462,7 @@ def test_a_world_that_can_go_on_does_not_wait() -> None:
         # newcomers have their last call unless the world is full
         (view(stopping(A, B), SA, SB, C, c=99.5), "running 5 [a b c] join a", ""),
         (view(stopping(A, B), SA, SB, replace(C, node_rank=0), c=99.5), "running 5 [a b c] join a", ""),
-        (view(stopping(A, B), SA, D, d=99.5), "wait until 100.5", "last call: 2 nodes are here"),
+        (view(stopping(A, B), SA, D, d=99.5), "wait until 100.5", "last call: 2 nodes here"),
         # below the minimum it waits, and says for whom and since what
         (
             view(stopping(A, B, kind=CauseKind.LOST), SA),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import signal
 import threading
+import time
 
 import pytest
 
@@ -28,6 +29,15 @@ def test_events_that_are_no_signals_stay_for_the_main_loop_in_their_order() -> N
     events.put(SpareReadable(5))
     assert unless_stopped(lambda: found.wait(30), events, "looking", look)
     assert [events.get_nowait(), events.get_nowait()] == [SpareReadable(4), SpareReadable(5)]
+
+
+@pytest.mark.parametrize(("takes_s", "lines"), [(0.0, 0), (1.4, 1)])
+def test_only_what_takes_long_is_announced_and_once(
+    takes_s: float, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    unless_stopped(lambda: time.sleep(takes_s), queue.SimpleQueue(), "looking", announced="looking for it")
+    assert [record.getMessage() for record in caplog.records] == ["looking for it"] * lines
 
 
 @pytest.mark.parametrize(

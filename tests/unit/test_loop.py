@@ -83,6 +83,7 @@ class Training:
         self.kill_at: float | None = None
         self.started: list[int] = []
         self.stops: list[tuple[float, bool, str | None]] = []
+        self.prepared_at = 0.0
         self.undying = ""
         self.shown: list[Failure] = []
 
@@ -120,7 +121,7 @@ class Training:
         self.shown.append(failure)
 
     def prepared(self, world: World, member: Member, now: float) -> bool:
-        return True
+        return now >= self.prepared_at
 
     def planned_grace_s(self) -> float:
         return 30.0
@@ -224,9 +225,10 @@ class Scene:
 
     def observer(self) -> object:
         self.seen_to_leave: list[object] = []
+        self.waits: list[str] = []
         return SimpleNamespace(
             compare=lambda participant: None,
-            update=lambda snapshot, group, now: None,
+            update=lambda snapshot, group, now: self.waits.append(snapshot.waiting_for),
             status=lambda snapshot, group: "",
             left=self.seen_to_leave.append,
             leaving=lambda: None,
@@ -456,6 +458,17 @@ def test_readiness_names_what_is_waited_for() -> None:
         (False, "waiting for the killed workers' GPU memory to be free"),
         (True, "running generation 1"),
     ]
+
+
+def test_a_start_that_waits_for_imports_says_so() -> None:
+    scene = Scene()
+    scene.training.prepared_at = scene.now + 5.0
+    scene.at(10.0, Signalled(signal.SIGTERM))
+    scene.loop.run()
+    imports = "the imports that all workers start with (--preload)"
+    assert scene.waits.count(imports) >= 4
+    assert scene.training.started == [1]
+    assert imports not in scene.waits[-3:]
 
 
 def test_every_event_has_its_place_in_the_table() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from elastic_agent.agent.observability.accounting.observer import Observer
 from elastic_agent.agent.observability.status.pages import StatusPages
 from elastic_agent.health.metrics import Build, Metrics, Place
+from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.records import (
     BadState,
     Cause,
@@ -22,8 +25,9 @@ MEMBER = Member("a", "a-1", 1, 0)
 WORLD = World("job", 1, Phase.RUNNING, (MEMBER,), Endpoint("h", 1), Cause(CauseKind.START))
 
 
-def test_a_state_that_is_passed_over_is_counted_once() -> None:
-    metrics = Metrics(
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics(
         "job",
         "a",
         Build(version="1"),
@@ -33,11 +37,38 @@ def test_a_state_that_is_passed_over_is_counted_once() -> None:
         started_at_s=0.0,
         clock=lambda: 0.0,
     )
+
+
+@pytest.fixture
+def observer(metrics: Metrics) -> Observer:
     pages = StatusPages("job", "a", "a-1", "1", lease_ttl_s=5.0, max_restarts=None, clock=lambda: 0.0)
-    observer = Observer(metrics, pages, None, 0.0, lambda: 0.0)
+    return Observer(metrics, pages, None, 0.0, lambda: 0.0)
+
+
+def test_a_state_that_is_passed_over_is_counted_once(metrics: Metrics, observer: Observer) -> None:
     counted = []
     for bad in (None, BadState(3, 5), BadState(3, 5), BadState(5, 4), None, None):
         observer.starting(replace(WORLD, restarts=Restarts(bad_state=bad)), MEMBER, 0.0)
         [(_, _, value)] = metrics.checkpoint_set_backs_total.samples()
         counted.append(value)
     assert counted == [0, 1, 1, 2, 2, 2]
+
+
+def test_what_a_node_waits_for_is_logged_once_it_lasts(
+    observer: Observer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    for now, reason in (
+        (0.0, "the rendezvous store"),
+        (0.9, "last call: 1 node here, up to 3 may come"),
+        (1.8, "last call: 1 node here, up to 3 may come"),
+        (2.0, "last call: 1 node here, up to 3 may come"),
+        (3.0, "last call: 1 node here, up to 3 may come"),
+        (4.0, "waiting for a to stop generation 1"),
+        (5.0, "waiting for a to stop generation 1"),
+    ):
+        observer.update(NodeSnapshot("a", "a-1", waiting_for=reason), None, now)
+    assert [record.getMessage() for record in caplog.records] == [
+        "waiting: last call: 1 node here, up to 3 may come",
+        "waiting for a to stop generation 1",
+    ]

@@ -140,7 +140,7 @@ def test_nothing_is_started_before_all_that_can_be_refused_has_been_asked_for(
 
         monkeypatch.setattr(life, name, take)
 
-    for name in ("_catch_signals", "_refuse_beside_remains", "_start_helpers", "_serve_http", "_find_store"):
+    for name in ("catch_signals", "_refuse_beside_remains", "_start_helpers", "_serve_http", "_find_store"):
         step(name)
     step("adopt_orphans", "")
     step("_wait_for_network", machine.network)
@@ -148,7 +148,7 @@ def test_nothing_is_started_before_all_that_can_be_refused_has_been_asked_for(
     with pytest.raises(CannotStart):
         life._run(agent, machine)
     assert steps == [
-        "_catch_signals",
+        "catch_signals",
         "adopt_orphans",
         "_refuse_beside_remains",
         "_wait_for_network",
@@ -178,7 +178,7 @@ def test_http_answers_while_the_store_is_looked_for(
         assert '"a-1"' in probes.introduction()
         raise CannotStart(ExitCode.STORE_LOST, "no store")
 
-    for name in ("_catch_signals", "_refuse_beside_remains"):
+    for name in ("catch_signals", "_refuse_beside_remains"):
         monkeypatch.setattr(life, name, lambda *_: None)
     monkeypatch.setattr(life, "adopt_orphans", lambda: "")
     monkeypatch.setattr(life, "_wait_for_network", lambda *_: machine.network)

@@ -16,6 +16,7 @@ from ....rendezvous.node.node_actions import Refusal
 from ....rendezvous.node.participant import Participant
 from ....rendezvous.node.snapshot import NodeSnapshot
 from ....rendezvous.records import BadState, CauseKind, Failure, Member, NodeRecord, Phase, Result, World
+from ....rendezvous.text import counted
 from ...workers.processes.workers import WorkerGroup
 from ..checks import Comparison
 from ..status.pages import StatusPages
@@ -24,6 +25,9 @@ from .membership_changes import MembershipWatch, because, reason
 from .training_account import TrainingAccount
 
 log = logging.getLogger(__name__)
+
+EXPLAINED_AFTER_S = 1.0
+"""What a node has waited for so long is in its log."""
 
 _RENDEZVOUS_ENDS: Mapping[Result | Refusal, str] = {
     Refusal.JOIN_TIMEOUT: "timeout",
@@ -74,7 +78,9 @@ class Observer:
         self._comparison = Comparison()
         self._other_limits: tuple[str, ...] = ()
         self._leaving = False
-        self._described = ""
+        self._waits_for = ""
+        self._waits_since = started_at
+        self._explained = False
         self._state = ""
 
     def compare(self, participant: Participant) -> None:
@@ -98,7 +104,7 @@ class Observer:
         metrics = self._metrics
         self._enter(self._state_of(snapshot, group))
         self._pages.update(snapshot, group, self._state, now)
-        self._explain_waiting(snapshot, group)
+        self._explain_waiting(snapshot, group, now)
         running = group.running if group is not None else 0
         stopping = group is not None and group.stopping
         metrics.count_workers(
@@ -151,12 +157,16 @@ class Observer:
         step = f", step {newest.number}" if newest is not None else ""
         return f"{self._state}: {self._generation.described}{step}"
 
-    def _explain_waiting(self, snapshot: NodeSnapshot, group: WorkerGroup | None) -> None:
+    def _explain_waiting(self, snapshot: NodeSnapshot, group: WorkerGroup | None, now: float) -> None:
+        """One line for each reason that lasts."""
         world = snapshot.world
         over = world is not None and world.phase is Phase.ENDED
-        if group is None and not over and snapshot.waiting_for != self._described:
-            self._described = snapshot.waiting_for
-            log.info("waiting: %s", self._described)
+        waits_for = "" if group is not None or over else snapshot.waiting_for
+        if waits_for != self._waits_for:
+            self._waits_for, self._waits_since, self._explained = waits_for, now, False
+        if waits_for and not self._explained and now - self._waits_since >= EXPLAINED_AFTER_S:
+            self._explained = True
+            log.info("%s", snapshot.wait)
 
     def _state_of(self, snapshot: NodeSnapshot, group: WorkerGroup | None) -> str:
         world = snapshot.world
@@ -181,7 +191,9 @@ class Observer:
 
     def starting(self, world: World, member: Member, now: float) -> None:
         metrics, restarts = self._metrics, world.restarts
-        described = f"generation {world.generation}, {len(world.members)} nodes, world size {world.size}"
+        described = (
+            f"generation {world.generation}, {counted(len(world.members), 'node')}, world size {world.size}"
+        )
         if restarts.bad_state not in (None, self._generation.bad_state):
             metrics.checkpoint_set_backs_total.inc()
         self._generation = _Generation(
@@ -201,16 +213,15 @@ class Observer:
         metrics.restart_budget_remaining.set(remaining, kind="failure")
         first, last = member.first_rank, member.first_rank + member.slots - 1
         log.info(
-            "generation %d (%s): %d nodes, %d workers, ranks %d-%d here, master %s:%d, %d failures so far%s",
+            "generation %d (%s): %s, %s, %s here, master %s:%d, %s so far%s",
             world.generation,
             world.cause.kind.value,
-            len(world.members),
-            world.size,
-            first,
-            last,
+            counted(len(world.members), "node"),
+            counted(world.size, "worker"),
+            f"rank {first}" if first == last else f"ranks {first}-{last}",
             world.master.address,
             world.master.port,
-            restarts.failures,
+            counted(restarts.failures, "failure"),
             f"; because {self._generation.because}" if self._generation.because else "",
         )
 

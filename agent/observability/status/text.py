@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ....rendezvous.text import counted
 from .report import JobReport, NodeReport, RestartReport
 from .sources import Unreachable
 
@@ -96,12 +97,12 @@ def _head(report: JobReport, screen: Screen) -> list[str]:
 
 def _world(report: JobReport) -> str:
     master = f", master {report.master}" if report.master is not None else ""
-    nodes = _count(report.group_world_size, "node")
-    return f"{nodes}, {_count(report.world_size, 'worker')}{master}"
+    nodes = counted(report.group_world_size, "node")
+    return f"{nodes}, {counted(report.world_size, 'worker')}{master}"
 
 
 def _restarts(restarts: RestartReport) -> str:
-    used = f"{_count(restarts.failures, 'failure')} so far"
+    used = f"{counted(restarts.failures, 'failure')} so far"
     pause = f"; the next start waits {span(restarts.backoff_s)}" if restarts.backoff_s else ""
     if not restarts.limit_known:
         return f"{used}; the limit is not known, no agent answers"
@@ -133,7 +134,7 @@ def _table(nodes: Sequence[NodeReport], screen: Screen, room: int | None) -> lis
             padded[2] = _paint(row[2], shown[number - 1].state, screen) + " " * (widths[2] - len(row[2]))
         out.append("  ".join(padded).rstrip())
     if left_out:
-        out.append(f"... and {_count(left_out, 'node')} more; a pipe shows all: elastic-agent status | less")
+        out.append(f"... and {counted(left_out, 'node')} more; a pipe shows all: elastic-agent status | less")
     return out
 
 
@@ -220,10 +221,6 @@ def _wrapped(first: str, text: str, screen: Screen) -> Iterable[str]:
 
 def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _bold(text: str, screen: Screen) -> str:

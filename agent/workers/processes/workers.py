@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
+from ....rendezvous.text import counted
 from ...common.events import Event, WorkerExited
 from ...common.io_thread import IoThread
 from ...configuration.types.values import Command
@@ -364,7 +365,9 @@ class WorkerGroup:
             kill(pid)
         held = cgroup_members(self._cgroup) if self._cgroup is not None else ()
         if (behind := {*leftovers, *held}) and behind != self._behind:
-            log.info("generation %d left %d processes behind; killing them", self.generation, len(behind))
+            log.info(
+                "generation %d left %s behind; killing them", self.generation, counted(len(behind), "process")
+            )
         self._behind = behind
         empty = self._cgroup is None or empty_cgroup(self._cgroup)
         if leftovers or not empty:

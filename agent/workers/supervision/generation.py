@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from ....rendezvous.coordinator.restarts import STABLE_AFTER_S
 from ....rendezvous.records import World
+from ....rendezvous.text import counted
 from ....worker.wire.shared_progress import Reading
 from ...configuration.config import Config
 from ...configuration.timeouts import drain_timeout_s
@@ -104,10 +105,13 @@ class Generation:
         cold = self.group.cold
         warm = len(self.group.ranks) - len(cold)
         if warm:
-            log.info("generation %d: %d workers from spares in %.3f s", self.number, warm, took_s)
+            log.info("generation %d: %s from spares in %.3f s", self.number, counted(warm, "worker"), took_s)
         if cold and self.config.preload:
+            start = "starts" if len(cold) == 1 else "start"
             reasons = "; ".join(dict.fromkeys(cold.values()))
-            log.info("generation %d: %d workers start cold: %s", self.number, len(cold), reasons)
+            log.info(
+                "generation %d: %s %s cold: %s", self.number, counted(len(cold), "worker"), start, reasons
+            )
 
     def check_master(self, node: str) -> None:
         """Warn where these workers, on node `node`, cannot reach the node of rank 0."""

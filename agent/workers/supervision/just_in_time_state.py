@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ....rendezvous.text import counted
 from ....worker.wire.messages import Broken, FromGuard, Go, Guarding, Held, Hold, Keep, Kept, ToGuard
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,9 @@ class JustInTimeState:
         if not self._guards or self._grace_s == 0:
             return self._end()
         self._until = now + self._grace_s
-        log.info("generation %d: %d workers may hold its last step", self.generation, len(self._guards))
+        log.info(
+            "generation %d: %s may hold its last step", self.generation, counted(len(self._guards), "worker")
+        )
         hold = Hold(self._grace_s / 2, self._finished())
         return [(local_rank, hold) for local_rank in sorted(self._guards)]
 

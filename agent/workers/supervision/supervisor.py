@@ -21,6 +21,7 @@ from ....rendezvous.node.drain import Beyond
 from ....rendezvous.node.node_actions import Drain
 from ....rendezvous.node.participant import Participant
 from ....rendezvous.records import Condition, Failure, Member, World
+from ....rendezvous.text import counted
 from ....worker.wire.messages import SaveReport
 from ...common.events import (
     Event,
@@ -397,7 +398,8 @@ class Supervisor:
         self._processes.worker_store.close()
         succeeded = generation.succeeded
         if succeeded:
-            log.info("generation %d: all %d workers here ended with success", number, len(group.ranks))
+            ended = counted(len(group.ranks), "worker")
+            log.info("generation %d: %s here ended with success", number, ended)
             self._participant.workers_succeeded(number)
         elif generation.drained:
             kept = generation.drain.keeps_all(group.returncodes)
