@@ -2,8 +2,8 @@
 
 Each slurmd has its own /etc/hosts (a mount namespace), in which the nodes' names lead to this machine, as DNS does in a
 cluster. A requeued job waits until its credentials have expired: two minutes elsewhere, some seconds here. Proctrack is
-`linuxproc`, the worst case for workers: each signal to a step reaches every process that descends from its tasks, where
-`cgroup`, Slurm's default, signals the tasks alone.
+`linuxproc` unless a test asks for another, the worst case for workers: each signal to a step reaches every process that
+descends from its tasks, where `cgroup`, Slurm's default, signals the tasks alone.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "squeue
 NODES = ("n1", "n2")
 PATIENCE_S = 90.0
 KILL_WAIT_S = 10
+FREEZER = Path("/sys/fs/cgroup/freezer")
+"""In which proctrack/cgroup keeps the processes of a step, where the kernel's cgroups are of version 1."""
 
 CONF = """\
 ClusterName=test
@@ -41,7 +43,7 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/{proctrack}
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
@@ -61,6 +63,7 @@ PartitionName=high Nodes=ALL PriorityTier=2 PreemptMode=OFF
 @dataclass
 class SlurmCluster:
     folder: Path
+    proctrack: str = "linuxproc"
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
@@ -136,8 +139,10 @@ class SlurmCluster:
             folder=self.folder,
             nodes=nodes,
             kill_wait_s=KILL_WAIT_S,
+            proctrack=self.proctrack,
         )
         (self.folder / "slurm.conf").write_text(text)
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         self._daemon("slurmctld", "-D")
         own_hosts = f'mount --bind "{hosts}" /etc/hosts && exec "$@"'
         for node in NODES:
@@ -175,11 +180,15 @@ class SlurmCluster:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        for node in NODES if self.proctrack == "cgroup" else ():
+            for folder, _, _ in os.walk(FREEZER / f"slurm_{node}", topdown=False):
+                with contextlib.suppress(OSError):
+                    os.rmdir(folder)
 
 
 @contextlib.contextmanager
-def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
-    cluster = SlurmCluster(folder)
+def slurm_cluster(folder: Path, proctrack: str = "linuxproc") -> Iterator[SlurmCluster]:
+    cluster = SlurmCluster(folder, proctrack)
     try:
         cluster.start()
         yield cluster

@@ -18,9 +18,11 @@ from typing import Any
 
 import pytest
 
+from elastic_agent.worker.ranks.slurm import port_of
+from tests.system.harness import listening_ports, port_for_a_store
 from tests.system.needs import skip_without
 
-from .cluster import NODES, TOOLS, SlurmCluster, slurm_cluster
+from .cluster import FREEZER, NODES, TOOLS, SlurmCluster, slurm_cluster
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "slurm"
 TRAINING = Path(__file__).with_name("training.py")
@@ -35,11 +37,26 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def commands() -> Iterator[None]:
+    """Those of this environment are found by jobs, too."""
+    skip_without(TOOLS, "slurm", "only root can give each slurmd an /etc/hosts of its own")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        yield
+
+
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    skip_without(TOOLS, "slurm", "only root can give each slurmd an /etc/hosts of its own")
-    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def slurm_with_cgroups(tmp_path: Path) -> Iterator[SlurmCluster]:
+    if not os.access(FREEZER, os.W_OK):
+        pytest.skip(f"proctrack/cgroup of this Slurm wants {FREEZER}")
+    with slurm_cluster(tmp_path, "cgroup") as cluster:
         yield cluster
 
 
@@ -119,6 +136,41 @@ def test_srun_makes_one_job_of_two_nodes(slurm: SlurmCluster, tmp_path: Path) ->
     assert sorted((end["rank"], end["world"], end["step"]) for end in ends) == [(0, 2, 20), (1, 2, 20)]
     loads = {record["rank"]: record["node"] for record in records if record["what"] == "load"}
     assert loads == dict(enumerate(NODES)), "ranks follow SLURM_NODEID"
+
+
+TUTORIAL = """\
+#!/bin/bash
+export MASTER_ADDR=$(scontrol show hostname ${SLURM_NODELIST} | head -n 1)
+elastic-agent --nnodes=2 --nproc_per_node=1 --rdzv_id=100 --rdzv_backend=c10d --rdzv_endpoint=$MASTER_ADDR:PORT "$@"
+"""
+"""As in torch's tutorial of DistributedDataParallel, with another command and port."""
+
+
+def test_the_script_of_torchs_tutorial_is_one_job(slurm: SlurmCluster, tmp_path: Path) -> None:
+    script = tmp_path / "torchrun_script.sh"
+    script.write_text(TUTORIAL.replace("PORT", str(port_for_a_store())))
+    script.chmod(0o755)
+    slurm.run("srun", "--nodes=2", "--ntasks=2", str(script), str(TRAINING), str(tmp_path), "5", "0.01")
+    records = [json.loads(line) for line in (tmp_path / "history").read_text().splitlines()]
+    ends = [record for record in records if record["what"] == "end"]
+    assert sorted((end["rank"], end["world"], end["step"]) for end in ends) == [(0, 2, 5), (1, 2, 5)]
+
+
+WITHOUT_AGENT = """\
+import torch, torch.distributed as dist
+from elastic_agent.worker import init_process_group
+init_process_group("gloo")
+total = torch.tensor([10.0 ** dist.get_rank()])
+dist.all_reduce(total)
+print("rank", dist.get_rank(), "of", dist.get_world_size(), "sum", total.item(), flush=True)
+"""
+
+
+def test_workers_that_srun_starts_itself_are_one_group(slurm: SlurmCluster, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WITHOUT_AGENT)
+    done = slurm.run("srun", "--nodes=2", "--ntasks=2", sys.executable, str(script))
+    assert sorted(done.splitlines()) == ["rank 0 of 2 sum 11.0", "rank 1 of 2 sum 11.0"]
 
 
 def test_the_environment_of_a_task_says_all_that_slurm_needs(slurm: SlurmCluster) -> None:
@@ -213,8 +265,28 @@ def test_a_job_that_may_goes_on_without_a_lost_agent(slurm: SlurmCluster, tmp_pa
     training = Training(slurm, tmp_path, "--nodes=2", file="elastic.sbatch")
     training.wait_for_steps(run=0)
     assert {record["world"] for record in training.history(what="load")} == {2}
-    os.kill(agent_on(NODES[1], training.number), signal.SIGKILL)
+    # Both nodes' addresses are this machine's, so the agent that came first hosts the store.
+    agents = [agent_on(node, training.number) for node in NODES]
+    (lost,) = [pid for pid in agents if port_of(training.number) not in listening_ports(pid)]
+    os.kill(lost, signal.SIGKILL)
     slurm.wait_for(lambda: training.history(what="step", world=1), "steps on one node", training.number)
     assert slurm.state(training.number) == "RUNNING"
     training.cancel()
     assert training.is_on_disk(training.history(what="step", world=1)[-1]["step"])
+
+
+def test_where_slurm_signals_tasks_alone_a_preemption_loses_no_step(
+    slurm_with_cgroups: SlurmCluster, tmp_path: Path
+) -> None:
+    slurm = slurm_with_cgroups
+    training = Training(slurm, tmp_path)
+    training.wait_for_steps(run=0)
+    agent = agent_on(NODES[0], training.number)
+    assert f"/job_{training.number}/" in Path(f"/proc/{agent}/cgroup").read_text()
+    preempt(slurm, tmp_path)
+    training.wait_for_requeue(times=1)
+    training.wait_for_steps(run=1)
+    training.cancel()
+    assert training.is_on_disk(training.steps_of(1)[-1])
+    assert "killed by SIGTERM" not in slurm.output(training.number)
+    training.assert_no_step_lost(runs=2)
