@@ -111,6 +111,8 @@ def words_of(config: Any) -> list[str]:
     configs = dict(getattr(config, "rdzv_configs", None) or {})
     if "rank" in configs:  # of torch's static rendezvous
         words.append(f"--node-rank={configs.pop('rank')}")
+    if configs.get("timeout") == _RDZV_TIMEOUT_S:
+        del configs["timeout"]
     conf = ",".join(f"{key}={value}" for key, value in configs.items())
     words += [f"--rdzv-conf={conf}"] if conf else []
     for name, (option, text_of) in _OPTIONS.items():
@@ -174,6 +176,9 @@ def _numa_binding(options: Any) -> str | None:
     mode = getattr(options.affinity_mode, "value", options.affinity_mode)
     return mode if mode in ("node", "exclusive") else None
 
+
+_RDZV_TIMEOUT_S = 900
+"""What torch's LaunchConfig writes into `rdzv_configs` where its user has given no timeout."""
 
 _OPTIONS: Mapping[str, tuple[str, Callable[[Any], str | None]]] = {
     "max_restarts": ("max-restarts", str),

@@ -59,7 +59,7 @@ def test_what_torchruns_parser_has_read(given: str, ours: str) -> None:
     [
         (
             TorchConfig(1, 1, 1, role="reader", log_line_prefix_template="${rank}:", max_restarts=0),
-            "--min-nodes=1 --max-nodes=1 --nproc-per-node=1 --rdzv-conf=timeout=900 --max-restarts=0 --role=reader"
+            "--min-nodes=1 --max-nodes=1 --nproc-per-node=1 --max-restarts=0 --role=reader"
             " --log-line-prefix-template=${rank}:",
         ),
         (LaunchConfig(), "--min-nodes=1 --max-nodes=1 --nproc-per-node=1"),
@@ -71,7 +71,7 @@ def test_what_torchruns_parser_has_read(given: str, ours: str) -> None:
         (
             TorchConfig(1, 2, 4, run_id="none", rdzv_endpoint="h:1", rdzv_backend="c10d"),
             "--min-nodes=1 --max-nodes=2 --nproc-per-node=4 --rdzv-endpoint=h:1 --rdzv-backend=c10d --rdzv-id=none"
-            " --rdzv-conf=timeout=900 --max-restarts=3 --role=default_role",
+            " --max-restarts=3 --role=default_role",
         ),
     ],
 )
@@ -120,7 +120,7 @@ def test_a_launch_config_of_ours_or_of_torch(config: object, ours: str) -> None:
 def test_each_field_of_torchs_config_is_an_option_or_a_warning(
     given: dict[str, Any], ours: list[str], warned: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert launcher.words_of(TorchConfig(1, 1, 1, **given))[5:] == ours
+    assert launcher.words_of(TorchConfig(1, 1, 1, **given))[4:] == ours
     assert [record.getMessage().split("=")[0] for record in caplog.records] == [
         f"LaunchConfig.{name}" for name in warned
     ]
