@@ -11,6 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_agent.worker.collectives import all_gather, gather_all_tensors, reduce, register_comm_hook
@@ -39,6 +43,12 @@ def weighted_gradient(rank: int) -> torch.Tensor:
     return leaf.grad
 
 
+def passes_gradcheck() -> bool:
+    """With the same input on each rank, as all move theirs at the same time, and a result in which all count alike."""
+    leaf = torch.tensor([0.5, -2.0], dtype=torch.float64, requires_grad=True)
+    return torch.autograd.gradcheck(lambda x: all_gather(x**2, sync_grads=True).pow(3).sum(0), (leaf,))
+
+
 def upper_gradient(group: Any) -> torch.Tensor:
     leaf = torch.ones(2, requires_grad=True)
     all_gather(leaf, group, sync_grads=True).sum().backward()
@@ -46,20 +56,37 @@ def upper_gradient(group: Any) -> torch.Tensor:
     return leaf.grad
 
 
-def compressed(rank: int) -> torch.Tensor:
+HOOKS: dict[str, tuple[Any, Any]] = {
+    "fp16": (default_hooks.fp16_compress_hook, None),
+    "in fp16": (default_hooks.allreduce_hook, default_hooks.fp16_compress_wrapper),
+}
+"""torch lets bf16 be used with NCCL only, and says so."""
+
+
+def gradients(rank: int, hook: Any, wrapper: Any = None, state: Any = None, steps: int = 1) -> list[float]:
+    """Of each step, in which each rank's loss weighs the one weight by its rank."""
     model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
     torch.nn.init.ones_(model.module.weight)
-    register_comm_hook(model, None, default_hooks.allreduce_hook, default_hooks.fp16_compress_wrapper)
-    model(torch.tensor([[float(rank)]])).sum().backward()
-    gradient = model.module.weight.grad
-    assert gradient is not None
-    return gradient
+    register_comm_hook(model, state, hook, wrapper)
+    found = []
+    for _ in range(steps):
+        model.zero_grad()
+        model(torch.tensor([[float(rank)]])).sum().backward()
+        found.append(model.module.weight.grad.item())
+    return found
+
+
+def local_gradients(rank: int, wrapper: Any) -> list[float]:
+    """Of post-local SGD: in the first step all ranks', then those of the ranks of one machine, here of each alone."""
+    alone, _ = dist.new_subgroups(1)
+    state = PostLocalSGDState(None, alone, start_localSGD_iter=1)
+    return gradients(rank, post_localSGD_hook, wrapper, state, steps=3)
 
 
 def raises(call: Callable[[], object]) -> str:
     try:
         call()
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return str(error)
     return ""
 
@@ -73,13 +100,17 @@ def results(rank: int) -> dict[str, Any]:
         "unlike": raises(lambda: gather_all_tensors(torch.zeros((1,) * (rank + 1)))),
         "stacked": all_gather(of_rank("even", rank).requires_grad_()),
         "gradient": weighted_gradient(rank),
+        "gradcheck": passes_gradcheck(),
         "sum": reduce(of_rank("even", rank)),
         "mean": reduce(torch.tensor(rank + 1), op="mean"),
         "number": reduce(rank, op="sum"),
         "mean of numbers": reduce(rank, op="avg"),
         "torch's": reduce(torch.tensor(rank), op=dist.ReduceOp.MAX),
         "torch's mean": reduce(torch.tensor(float(rank)), op=dist.ReduceOp.AVG),
-        "hook": compressed(rank),
+        "hooks": {name: gradients(rank, *hook) for name, hook in HOOKS.items()},
+        "bf16": raises(lambda: gradients(rank, default_hooks.bf16_compress_hook)),
+        "local": local_gradients(rank, None),
+        "local in fp16": local_gradients(rank, default_hooks.fp16_compress_wrapper),
         "int and float": reduce(0 if rank == 0 else 0.5),
         "outside": raises(lambda: reduce(1, {0: upper, 2: half}[rank], "mean")) if rank != 1 else "",
         "upper gradient": upper_gradient(upper) if rank else None,
@@ -132,6 +163,7 @@ def test_gradients_flow_back_from_every_rank(on_three_ranks: list[dict[str, Any]
     for rank, found in enumerate(on_three_ranks):
         of_all_losses = sum(rank + 10 * other for other in range(RANKS))
         assert found["gradient"].tolist() == [of_all_losses * (rank + 1)] * 2
+        assert found["gradcheck"]
 
 
 def test_a_subgroup_has_gradients_too_and_others_are_refused(on_three_ranks: list[dict[str, Any]]) -> None:
@@ -146,7 +178,13 @@ def test_reductions(on_three_ranks: list[dict[str, Any]]) -> None:
         assert (found["number"], found["mean of numbers"], found["int and float"]) == (3.0, 1.0, 1.0)
         assert found["conj"].flatten().tolist() == [0, -1j, -2j]
         assert (found["torch's"].item(), found["torch's mean"].item()) == (2, 1.0)
-        assert found["hook"].item() == 1.0
+
+
+def test_ddp_reduces_by_the_hook_that_was_given(on_three_ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(on_three_ranks):
+        assert found["hooks"] == {name: [1.0] for name in HOOKS}
+        assert "BF16 all reduce communication hook required" in found["bf16"]
+        assert found["local"] == found["local in fp16"] == [1.0, rank, rank]
 
 
 def test_a_process_that_is_alone_gets_what_it_gave() -> None:

@@ -63,6 +63,16 @@ def test_a_rank_alone_orders_nodes_and_names_no_store(script: str) -> None:
     assert (rendezvous.backend, rendezvous.endpoints, rendezvous.node_rank) == ("c10d", (), 0)
 
 
+def test_what_ultralytics_writes_for_torchrun_is_one_job_of_this_node(script: str) -> None:
+    """The list of its `generate_ddp_command`, behind the module's name."""
+    resolved = resolve(
+        read_argv(["--nproc_per_node", "2", "--master_port", "41213", script]), {}, lambda: "fresh"
+    )
+    config = resolved.config
+    assert (config.nproc_per_node, config.rendezvous.backend, config.command.target) == (2, "memory", script)
+    assert resolved.warnings == ("--master_port is ignored: one node meets no other",)
+
+
 @pytest.mark.parametrize("line", ["-m --no-python prog", "--no-python -m prog", "-m --no-python=prog"])
 def test_two_things_to_run_are_refused(line: str) -> None:
     with pytest.raises(ConfigError, match="expected one thing to run"):
