@@ -26,9 +26,8 @@ from .network.choice import NotReady
 from .network.discovery import Network, discover_network
 from .network.interfaces import rdma_ports
 from .network.profiles import TCP, Profile, choose_profile
-from .preflight import check_resources
+from .preflight import check_resources, check_target
 from .software import CURRENT, Software, find_software
-from .target import check_target
 
 T = TypeVar("T")
 

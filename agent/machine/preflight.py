@@ -1,17 +1,29 @@
-"""Folders, memory and addresses of this machine that settings name: found wanting at once, and not hours later."""
+"""What settings name on this machine, found wanting at once, and not hours later: folders, memory, addresses, and the
+module or program that workers are to run.
+
+That one is looked for where they will look, and nothing of it is run. Where the answer is not certain, as with an
+interpreter that is not ours or a package that changes its own path, it counts as found. A script is a file, which
+`configuration.reading.validation` checks.
+"""
 
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
+import shutil
 import socket
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from ...rendezvous.records import Endpoint
 from ..checkpoints.folder import SHARED_MEMORY
 from ..configuration.config import Config, ConfigError, Problem
+from ..configuration.types.values import Command
 from ..workers.processes.run_files import MAX_PARENT_BYTES, run_directory_parent
+from ..workers.processes.workers import job_python
 
 _NEVER = {
     errno.EADDRNOTAVAIL: "an address of this node, as `ip address` lists them",
@@ -79,3 +91,51 @@ def _run_directory(environ: Mapping[str, str]) -> Iterator[Problem]:
         expected = f"a folder that this user may write to, of at most {MAX_PARENT_BYTES} bytes, for the agent's sockets"
         advice = "name one in TMPDIR, or let this user write to /tmp"
         yield Problem("TMPDIR", environ.get("TMPDIR"), expected, advice, here=True)
+
+
+def check_target(command: Command, environ: Mapping[str, str]) -> None:
+    """Raises ConfigError: no restart helps what is not there."""
+    if command.kind == "binary" and shutil.which(command.target, path=environ.get("PATH")) is None:
+        expected = "a program that exists and may be run"
+        advice = f"check its name and PATH, or write its path, seen from {os.getcwd()}"
+        raise ConfigError([Problem("--no-python", command.target, expected, advice)])
+    ours = job_python(environ) == sys.executable
+    if command.kind == "module" and ours and (missing := _missing(command.target)):
+        advice = (
+            f"check its name; Python looks in {os.getcwd()}, in PYTHONPATH and among what is installed for it"
+        )
+        raise ConfigError([Problem("-m", command.target, f"a module, but {missing}", advice)])
+
+
+def _missing(module: str) -> str:
+    """What is not there; empty when all is, or when that is not certain."""
+    top, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top) or PathFinder.find_spec(top, [os.getcwd()])
+    except (ImportError, ValueError, AttributeError):
+        return ""
+    if spec is None:
+        return f"there is no {top}"
+    for name in [*rest, "__main__"]:
+        folders = _search_path(spec)
+        if folders is None or (name == "__main__" and not folders):  # a module that is no package
+            return ""
+        inner = PathFinder.find_spec(f"{spec.name}.{name}", folders)
+        if inner is None:
+            main = name == "__main__"
+            return f"{spec.name} is a package without __main__" if main else f"{spec.name} has no {name}"
+        spec = inner
+    return ""
+
+
+def _search_path(spec: ModuleSpec) -> Sequence[str] | None:
+    """Where its submodules are; None when only the package itself knows."""
+    if spec.origin is not None and spec.submodule_search_locations:
+        try:
+            with open(spec.origin, encoding="utf-8", errors="replace") as file:
+                text = file.read()
+        except OSError:
+            return None
+        if "__path__" in text or "sys.modules" in text:
+            return None
+    return list(spec.submodule_search_locations or ())

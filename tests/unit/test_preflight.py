@@ -15,8 +15,7 @@ from elastic_agent.agent.configuration.config import Config, ConfigError, Proble
 from elastic_agent.agent.configuration.logs import LogConfig
 from elastic_agent.agent.configuration.types.values import Command
 from elastic_agent.agent.machine import preflight
-from elastic_agent.agent.machine.preflight import check_resources
-from elastic_agent.agent.machine.target import check_target
+from elastic_agent.agent.machine.preflight import check_resources, check_target
 from elastic_agent.agent.workers.processes import run_files
 from elastic_agent.agent.workers.processes.run_files import run_directory_parent
 from elastic_agent.rendezvous.records import Endpoint
