@@ -161,6 +161,15 @@ class Metrics(Page):
         "coordinate.",
     )
 
+    notices_total = Row(
+        Counter,
+        "Notices that this machine goes away, and changes of their deadline, that the agent has read (--notice).",
+    )
+    notice_deadline_timestamp_seconds = Row(
+        Gauge,
+        "When this machine goes away by the newest notice, in seconds since the epoch; absent without one.",
+    )
+
     detection_duration_seconds = Row(
         Histogram,
         "Seconds from the exit of a worker of this node that failed to the order to stop its generation.",

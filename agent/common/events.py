@@ -204,6 +204,19 @@ class Signalled:
     number: int
 
 
+@dataclass(frozen=True, slots=True)
+class NoticeGiven:
+    """This machine goes away at `deadline`, or earlier than was known, or later. The text says who says so."""
+
+    text: str
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeWithdrawn:
+    """It does not go away."""
+
+
 GenerationEvent: TypeAlias = (
     WorkerExited | TailReady | Reported | JustInTimeMessage | WorkerAnswered | WorkerKept | StopRead
 )
@@ -228,6 +241,8 @@ Event: TypeAlias = (
     | SavesFinished
     | ThreadFailed
     | Signalled
+    | NoticeGiven
+    | NoticeWithdrawn
 )
 
 _E = TypeVar("_E")

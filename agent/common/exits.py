@@ -69,7 +69,7 @@ class ExitCode(Code):
     LOOP_STUCK = 79, "the agent's main loop stood still, so that it could no longer answer for its workers"
     LEFT_IN_TIME = (
         80,
-        "with --slurm: left by plan after a scheduler's warning (SIGUSR1, SIGUSR2, --job-ends-at); the job is not done"
+        "with --slurm: left by plan after a warning (SIGUSR1, SIGUSR2, --job-ends-at, --notice); the job is not done"
         " and goes on from its checkpoint when it is started again",
     )
     STOPPED_BY_SIGINT = 130, "stopped by SIGINT (Ctrl-C), after the workers were stopped"

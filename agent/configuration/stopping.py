@@ -6,8 +6,17 @@ from dataclasses import dataclass
 
 from .rendezvous import SLURM
 from .types.option import Group, Option
-from .types.parsers import SIZE, UNIX_TIME, Parser, duration, read_restarts, read_signals, time_limit
-from .types.values import Signals
+from .types.parsers import (
+    SIZE,
+    UNIX_TIME,
+    Parser,
+    duration,
+    read_notice,
+    read_restarts,
+    read_signals,
+    time_limit,
+)
+from .types.values import NoticeSource, Signals
 
 STOPPING = Group("Restarts and stopping")
 MAX_RESTARTS: Option[int | None] = STOPPING.option(
@@ -93,6 +102,20 @@ JOB_ENDS_AT: Option[int | None] = STOPPING.option(
     " fits in (default: never; with --slurm SLURM_JOB_END_TIME)",
 )
 
+NOTICE: Option[NoticeSource] = STOPPING.option(
+    "notice",
+    Parser(
+        "auto, aws, aws-rebalance, gcp, azure, off, file:PATH or command:PATH with a path from / on",
+        read_notice,
+    ),
+    "who says that this machine goes away, as spot machines do: then the node leaves by plan, within the time there is."
+    " auto: the metadata server of the cloud that the firmware names (aws, gcp or azure), none elsewhere;"
+    " aws-rebalance: also when AWS recommends to replace the machine. A file that is there, or a command that ends with"
+    " exit code 0, is a notice; its contents, or what it prints, are seconds or an instant (RFC 3339), else 30 s",
+    metavar="SOURCE",
+    default="auto",
+)
+
 TIMEOUTS = Group("Timeouts of training")
 HANG_TIMEOUT: Option[float | None] = TIMEOUTS.option(
     "hang-timeout",
@@ -132,6 +155,7 @@ class StopConfig:
     """Besides those that the agent handles in any case, of which some may be named here, too."""
     job_ends_at: int | None = JOB_ENDS_AT.field()
     """Unix time; the only instant here that is not monotonic: another machine has named it."""
+    notice: NoticeSource = NOTICE.field()
     requeues: bool = SLURM.field()
     """The scheduler starts again what ends with an exit code that says so, and repeats SIGTERM."""
 

@@ -68,6 +68,15 @@ def leaves_in_s(left_s: float, grace_s: float) -> float:
     return max(left_s - whole_stop_s(grace_s), left_s / 2, 0.0)
 
 
+NOTICE_S = 120.0
+"""A notice that comes earlier is not acted on before: the machine is paid for, and the notice may be withdrawn."""
+
+
+def obeys_before_s(grace_s: float) -> float:
+    """So long before the end of this machine a stop begins, if the notice comes in time."""
+    return max(NOTICE_S, whole_stop_s(grace_s))
+
+
 def watchdog_s(process_group_s: float) -> int:
     return math.ceil(process_group_s * WATCHDOG_PER_PROCESS_GROUP)
 

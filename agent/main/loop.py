@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import get_args
 
+from ...rendezvous.node.deadlines import NO_HURRY, leave_times
 from ...rendezvous.node.driver import Driver
 from ...rendezvous.node.node_actions import Action, Drain, Leave, Refusal, Start, Stop
 from ...rendezvous.node.participant import Participant
@@ -25,6 +26,8 @@ from ..common.events import (
     GenerationEvent,
     GpuMemoryMessage,
     Handlers,
+    NoticeGiven,
+    NoticeWithdrawn,
     SavesFinished,
     Signalled,
     SpareReadable,
@@ -37,7 +40,7 @@ from ..common.events import (
 from ..common.exits import ENDINGS, TIME_IS_OVER, ExitCode, code_of_leave
 from ..common.ports import OfferedPort, PortError
 from ..configuration.stopping import JOB_ENDS_AT, StopConfig
-from ..configuration.timeouts import last_save_s
+from ..configuration.timeouts import last_save_s, obeys_before_s
 from ..machine.gpu_memory import GpuMemory
 from ..observability.accounting.observer import Observer
 from ..rendezvous_io.peer_link import PeerLink
@@ -107,7 +110,9 @@ class Loop:
         port: OfferedPort,
         events: queue.SimpleQueue[Event],
         clock: Callable[[], float],
+        wall_clock: Callable[[], float],
     ) -> None:
+        """`wall_clock` is for --job-ends-at alone."""
         self._stop = stop
         self._participant = participant
         self._supervisor = supervisor
@@ -115,6 +120,7 @@ class Loop:
         self._port = port
         self._events = events
         self._clock = clock
+        self._wall_clock = wall_clock
         self._driver = Driver(participant, services.link, services.peers.ask, self)
         self.handlers = self._table()
         """Which part handles which event."""
@@ -125,6 +131,10 @@ class Loop:
         """What made this node leave the job, once something has."""
         self._left_with = ExitCode.STOPPED_BY_SIGTERM
         """How this agent ends then."""
+        self._notice: NoticeGiven | None = None
+        """This machine goes away, as far as is known now."""
+        self._leave_by = NO_HURRY
+        """How the time that a leave may take is divided."""
         self._departing: Ending | None = None
         """How this agent ends, as soon as the last saves are on disk."""
         self._ending: Ending | None = None
@@ -151,6 +161,9 @@ class Loop:
         if participant.wanted_to_leave and not self._left_as:
             log.info("%s: leaving the job", DRAIN_COMMAND)
             self._leave(DRAIN_COMMAND, now)
+        notice, obey_at = self._notice, self._obey_at()
+        if notice is not None and obey_at is not None and now >= obey_at:
+            self._leave(f"a notice: {notice.text}", now, TIME_IS_OVER, notice.deadline)
         observer.compare(participant)
         again_at = self._driver.turn(now)
         snapshot = participant.snapshot
@@ -161,6 +174,7 @@ class Loop:
         self._services.heartbeat.turned(supervisor.stops_at(now))
         wake_at = (
             again_at,
+            obey_at,
             manager.next_beat,
             self._services.gpu_memory.turn(now),
             *supervisor.wake_at(),
@@ -210,6 +224,8 @@ class Loop:
         elif isinstance(action, Stop):
             if action.planned:
                 grace_s = supervisor.planned_grace_s()
+                self._say_what_is_lost(now)
+            grace_s = min(grace_s, max(0.0, self._leave_by.stopped_by - now))
             self._show_failure_elsewhere()
             supervisor.stop(grace_s, gently=action.planned, reason=action.reason)
         elif isinstance(action, Leave):
@@ -231,13 +247,24 @@ class Loop:
         if failure is not None and failure.generation == self._supervisor.undisturbed:
             self._supervisor.show_failure(failure)
 
+    def _say_what_is_lost(self, now: float) -> None:
+        """Before it is: the workers here have not come to a common last step while there was time."""
+        if self._supervisor.undisturbed and now >= self._leave_by.drained_by:
+            log.error(
+                "%s: the workers have not ended between two steps in time, and are stopped now. The job goes on from "
+                "the newest state that another node has in memory, or that is on disk, and does again what came after "
+                "it",
+                self._left_as,
+            )
+
     def _finish_saves(self, action: Leave) -> None:
         """Nothing is left to do here but what the disk writer does. The lease is kept meanwhile: a commit needs it."""
         self._services.observer.left(action.why)
         self._departing = self._end(action)
         world = self._participant.world
         rescues = world is not None and world.final_saver == self._participant.incarnation
-        within_s = last_save_s(self._stop.grace_s, rescues=rescues)
+        left_s = max(0.0, self._leave_by.saved_by - self._clock())
+        within_s = round(min(last_save_s(self._stop.grace_s, rescues=rescues), left_s), 1)
 
         def finish() -> None:
             self._services.disk_writer.finish(within_s)
@@ -271,6 +298,8 @@ class Loop:
         on(SavesFinished, self._saves_finished)
         on(ThreadFailed, self._thread_failed)
         on(Signalled, self._signalled)
+        on(NoticeGiven, self._notice_given)
+        on(NoticeWithdrawn, self._notice_withdrawn)
         return handlers
 
     def _writer(self, event: WriterWanted | WriterEnded, _: float) -> None:
@@ -317,13 +346,48 @@ class Loop:
             log.info("%s: leaving the job already, because of %s", name, self._left_as)
             return
         log.info("%s: leaving the job before something ends it", name)
-        self._leave(name, now, number)
+        job_ends_at = self._stop.job_ends_at if ours else None
+        left_s = job_ends_at - self._wall_clock() if job_ends_at is not None else 0.0
+        self._leave(name, now, number, now + left_s if left_s > 0 else None)
 
-    def _leave(self, asked_by: str, now: float, number: int = signal.SIGTERM) -> None:
-        """`number`: of the signal that it was, or counts as."""
+    def _notice_given(self, event: NoticeGiven, now: float) -> None:
+        self._notice = event
+        self._services.observer.noticed(event.text, event.deadline, now)
+        log.warning("%s: %.1f s are left, %s", event.text, event.deadline - now, self._consequence(now))
+        if self._left_as:
+            self._leave_by = leave_times(now, event.deadline)
+            self._participant.leave(now, self._leave_by)
+
+    def _consequence(self, now: float) -> str:
+        if self._left_as:
+            return f"and this node leaves already, because of {self._left_as}"
+        wait_s = (self._obey_at() or now) - now
+        return (
+            "this node leaves the job now" if wait_s <= 0 else f"this node leaves the job in {wait_s:.0f} s"
+        )
+
+    def _notice_withdrawn(self, _: NoticeWithdrawn, __: float) -> None:
+        log.warning(
+            "the notice is withdrawn: this node %s", "leaves all the same" if self._left_as else "stays"
+        )
+        self._notice = None
+        self._services.observer.notice_withdrawn()
+
+    def _obey_at(self) -> float | None:
+        """When this node leaves because of the notice; None: there is none, or it leaves already."""
+        if self._notice is None or self._left_as:
+            return None
+        return self._notice.deadline - obeys_before_s(self._stop.grace_s)
+
+    def _leave(
+        self, asked_by: str, now: float, number: int = signal.SIGTERM, ends_at: float | None = None
+    ) -> None:
+        """`number`: of the signal that it was, or counts as. `ends_at`: of this machine, or of the job here."""
         if self._left_as:
             return
         self._left_as, self._left_with = asked_by, code_of_leave(number, requeues=self._stop.requeues)
-        self._participant.leave(now)
+        if ends_at is not None:
+            self._leave_by = leave_times(now, ends_at)
+        self._participant.leave(now, self._leave_by)
         self._services.observer.leaving()
         self._services.manager.stopping(f"leaving the job, as {asked_by} asks")

@@ -45,6 +45,8 @@ from ..machine.memory.oom import warn_of_group_kill
 from ..machine.network.addresses import reachable_at, unique_node_id
 from ..machine.network.choice import NotReady
 from ..machine.network.discovery import Network, wait_for_network
+from ..machine.notices.choice import choose, read_dmi
+from ..machine.notices.watch import NoticeWatch
 from ..observability.accounting.measured_store import MeasuredStore
 from ..observability.accounting.observer import Observer
 from ..observability.status.pages import JOB_PATH, STATUS_PATH, StatusPages
@@ -191,6 +193,7 @@ def _run(agent: Agent, machine: Machine) -> Ending:
         services = _serve_workers(agent, claimed, helpers, rendezvous.participant, store, metrics, parts)
         rendezvous.link.start()
         observer = Observer(metrics, pages, agent.config.max_restarts, agent.started_at, time.time)
+        _watch_for_notices(agent, parts)
         loop = _make_loop(agent, claimed, helpers, rendezvous, observer, *services)
         probes.begin(rendezvous.participant, rendezvous.heartbeat, helpers.gpu_memory)
         return _live(agent, loop, rendezvous, store, hosts_store=claimed.listeners.store is not None)
@@ -416,7 +419,16 @@ def _make_loop(
         heartbeat=rendezvous.heartbeat,
     )
     port = OfferedPort(claimed.listeners.workers, claimed.new_port)
-    return Loop(config.stop, participant, supervisor, services, port, events, clock)
+    return Loop(config.stop, participant, supervisor, services, port, events, clock, time.time)
+
+
+def _watch_for_notices(agent: Agent, parts: contextlib.ExitStack) -> None:
+    """Not before this node is about to join: until then it has nothing to lose."""
+    wanted = agent.config.stop.notice
+    source = choose(wanted, read_dmi(), agent.environment, agent.clock)
+    if source is not None:
+        expected = wanted.kind != "auto"
+        _started(parts, NoticeWatch(source, agent.events.put, agent.clock, time.time, expected=expected))
 
 
 def _live(agent: Agent, loop: Loop, rendezvous: Rendezvous, store: Store, *, hosts_store: bool) -> Ending:

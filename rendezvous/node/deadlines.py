@@ -5,7 +5,8 @@ Three clocks, all started by what this node itself sees, and so never compared w
 - nothing trains here and no world is known to run: after `join_timeout_s` the node gives up;
 - a drain is under way: after `drain_timeout_s` the workers are signalled;
 - the node was asked to leave: it waits a little for the coordinator to stop everybody, then stops its workers alone,
-  and when it has none, it stays a little longer than the others' drain may take.
+  and when it has none, it stays a little longer than the others' drain may take. Where its machine goes away at a known
+  instant, `leave_times` divides what is left, and none of these waits is longer.
 
 Instants are seconds on this node's monotonic clock; infinity is never.
 """
@@ -13,6 +14,7 @@ Instants are seconds on this node's monotonic clock; infinity is never.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from ..coordinator.view import Policy
 from ..records import World
@@ -24,6 +26,28 @@ LINGER_S = 1.0
 """How long a leaving node whose workers have ended waits for the others beyond the time of a drain."""
 
 
+@dataclass(frozen=True, slots=True)
+class LeaveTimes:
+    """By when the parts of a leave are over, where the machine goes away. Without such an end: never."""
+
+    drained_by: float = math.inf
+    """The workers have ended by themselves, or are signalled."""
+    stopped_by: float = math.inf
+    """Those that are left are killed, and the other nodes are waited for no longer."""
+    saved_by: float = math.inf
+    """What only this node has is on disk, or is said to be lost."""
+
+
+NO_HURRY = LeaveTimes()
+
+
+def leave_times(now: float, ends_at: float) -> LeaveTimes:
+    """Two thirds of the time for a common last step, a sixth for those who have not come to one, and the rest for the
+    disk and the goodbye."""
+    left_s = max(0.0, ends_at - now)
+    return LeaveTimes(now + left_s * 2 / 3, now + left_s * 5 / 6, ends_at - min(1.0, left_s / 10))
+
+
 class Deadlines:
     """The three clocks of one agent, in all its incarnations. Call `look` before you read any of them."""
 
@@ -32,13 +56,15 @@ class Deadlines:
         self._idle_since = now
         """Infinity while something trains."""
         self._leaving_since = math.inf
+        self._leave = NO_HURRY
         self._drain = 0, math.inf
         """The newest generation that drains or has drained, and the instant at which this node first saw so."""
         self._drains = False
 
-    def leave(self, now: float) -> None:
-        """This node was asked to leave; it counts from the first time."""
+    def leave(self, now: float, by: LeaveTimes) -> None:
+        """This node was asked to leave; it counts from the first time, `by` from the newest."""
         self._leaving_since = min(self._leaving_since, now)
+        self._leave = by
 
     def look(self, world: World | None, *, busy: bool, lease_good: bool, now: float) -> None:
         """What there is to wait for. `busy`: workers run here."""
@@ -58,19 +84,20 @@ class Deadlines:
     @property
     def leave_alone_at(self) -> float:
         """When a leaving node no longer waits for the others to stop with it."""
-        return self._leaving_since + LEAVE_TOGETHER_S
+        return min(self._leaving_since + LEAVE_TOGETHER_S, self._leave.drained_by)
 
     @property
     def drain_over_at(self) -> float:
         """When the workers have had the whole time of the drain that is under way to end by themselves."""
-        return self._drain[1] + self._policy.drain_timeout_s if self._drains else math.inf
+        if not self._drains:
+            return math.inf
+        return min(self._drain[1] + self._policy.drain_timeout_s, self._leave.drained_by)
 
     @property
     def wait_over_at(self) -> float:
         """When a leaving node without workers no longer stays for the others."""
-        if self._drains:
-            return self.drain_over_at + LINGER_S
-        return self.leave_alone_at + self._policy.drain_timeout_s + LINGER_S
+        since = self.drain_over_at if self._drains else self.leave_alone_at + self._policy.drain_timeout_s
+        return min(since + LINGER_S, self._leave.stopped_by)
 
     @property
     def instants(self) -> tuple[float, ...]:

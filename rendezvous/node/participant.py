@@ -43,7 +43,7 @@ from ..records import (
     node_key,
 )
 from ..store.interface import Change, Compare, Entry, LeaseId, Outcome, Snapshot
-from .deadlines import Deadlines
+from .deadlines import NO_HURRY, Deadlines, LeaveTimes
 from .membership_view import MembershipView
 from .node_actions import Action, Leave, LocalState, Refusal, Stay, Stop, next_action
 from .requests import (
@@ -524,9 +524,9 @@ class Participant:
         self._settle(self._started_world)
         self._rejoin_if_idle()
 
-    def leave(self, now: float) -> None:
-        """This node was asked to stop: report it, stop with the others, then leave."""
-        self._deadlines.leave(now)
+    def leave(self, now: float, by: LeaveTimes = NO_HURRY) -> None:
+        """This node was asked to stop: report it, stop with the others, then leave, in the time there is."""
+        self._deadlines.leave(now, by)
         self._session.record = replace(self._session.record, leaving=True)
 
     def _new_session(self, record: NodeRecord) -> Session:

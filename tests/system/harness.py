@@ -358,12 +358,14 @@ class Job:
         """An agent with just these options. `script` is what its workers run, with arguments.
 
         Nothing is preloaded unless an option says what: most scripts here need no torch, which would be imported
-        beside them. `enter` are words before its command that bring it to another place, and keep its pid.
+        beside them. Nor is anybody asked whether this machine goes away. `enter` are words before its command that
+        bring it to another place, and keep its pid.
         """
         log = self.folder / f"{name}-{len(self.agents)}.log"
         interpreter = [*enter, sys.executable, "-m", "elastic_agent"]
         cold = () if any(option.startswith("--preload") for option in options) else ("--preload=none",)
-        command = [*interpreter, f"--node-id={name}", *cold, *options, *map(str, script)]
+        quiet = () if any(option.startswith("--notice") for option in options) else ("--notice=off",)
+        command = [*interpreter, f"--node-id={name}", *cold, *quiet, *options, *map(str, script)]
         surroundings = {**os.environ, MARKER: self.id, "SYSTEM_TEST_HISTORY": str(self._history)}
         agent = Agent(name, command, {**surroundings, **(environment or {})}, log, console, stdin)
         self.agents.append(agent)

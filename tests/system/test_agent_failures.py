@@ -30,8 +30,8 @@ THREADS = (
 )
 """All that every agent has; those of stores die in tests/unit/test_threads.py."""
 
-SOME = ("last-saves", "log-files", "log-folders")
-"""Those of agents at the end of a job, and with --log-dir."""
+SOME = ("last-saves", "log-files", "log-folders", "notices")
+"""Those of agents at the end of a job, with --log-dir, and with a source of notices."""
 
 ELSEWHERE = (
     "directory-locks",
@@ -95,6 +95,7 @@ def test_an_agent_without_a_thread_that_only_some_have_ends_with_its_own_code(jo
     agent = job.start(
         "a",
         f"--log-dir={job.folder / 'logs'}",
+        f"--notice=file:{job.folder / 'leave'}",
         *(("--no-python",) if name == "last-saves" else ()),
         script=("true",) if name == "last-saves" else (RECORDER,),
         environment=planted(f"dies {name}"),

@@ -28,8 +28,12 @@ class Scene:
         self.state = job.folder / "state"
         self.state.mkdir()
 
+    @property
+    def script(self) -> tuple[str | Path, ...]:
+        return LOCKSTEP, self.state
+
     def join(self, name: str, *options: str, worker: tuple[str, ...] = (), **more: Any) -> Any:
-        return self.job.join(name, "--nnodes=1:3", *options, script=(LOCKSTEP, self.state, *worker), **more)
+        return self.job.join(name, "--nnodes=1:3", *options, script=(*self.script, *worker), **more)
 
     def last_step(self, generation: Generation) -> int:
         return max(record["step"] for record in self.job.history(what="step", generation=generation.number))

@@ -58,6 +58,7 @@ checkpoints: common workers/processes
 machine: common configuration configuration/types configuration/reading machine/network workers/processes checkpoints
 workers/links: common
 workers/environment: common configuration machine/network workers/processes checkpoints machine
+machine/notices: common configuration/types
 workers/preloader/fidelity:
 workers/preloader: common workers/preloader/fidelity workers/processes machine/memory
 rendezvous_io: common configuration configuration/types machine/network
@@ -69,8 +70,8 @@ workers/supervision: common output configuration machine/memory workers/processe
 commands: common output configuration configuration/types configuration/reading machine/network workers/processes \
     checkpoints machine workers/environment rendezvous_io observability/status
 main: common output configuration configuration/types configuration/reading machine/network machine/memory \
-    workers/processes checkpoints machine workers/environment workers/preloader rendezvous_io observability/status \
-    observability/accounting workers/supervision workers/links
+    machine/notices workers/processes checkpoints machine workers/environment workers/preloader rendezvous_io \
+    observability/status observability/accounting workers/supervision workers/links
 torchrun: rendezvous/etcd common configuration configuration/types configuration/reading machine/network \
     rendezvous_io main
 start: worker/wire common configuration configuration/reading configuration/types workers/processes main

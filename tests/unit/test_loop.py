@@ -19,6 +19,8 @@ import pytest
 from elastic_agent.agent.common.events import (
     Answered,
     Event,
+    NoticeGiven,
+    NoticeWithdrawn,
     SavesFinished,
     Signalled,
     ThreadFailed,
@@ -109,6 +111,7 @@ class Training:
 
     def stop(self, grace_s: float, *, gently: bool, reason: str | None) -> None:
         if self.group is not None:
+            self.scene.stopped.append((self.scene.now, grace_s))
             self.stops.append((grace_s, gently, reason))
             self.kill_at = self.scene.now + grace_s
             self.group.stopping = True
@@ -199,6 +202,8 @@ class Scene:
         self.due: list[float | None] = []
         """What the heartbeat was told: when the loop is to do the next thing to end its workers."""
         self.saves_end_at = 0.0
+        self.stopped: list[tuple[float, float]] = []
+        """When the workers were to stop, and with which grace."""
         self.finished: list[float] = []
         self.port: Any = OfferedPort(self.listener(), self.listener)
         services: Any = Services(
@@ -221,6 +226,7 @@ class Scene:
             self.port,
             self.events,
             lambda: self.now,
+            lambda: self.now,
         )
 
     def observer(self) -> object:
@@ -232,6 +238,8 @@ class Scene:
             status=lambda snapshot, group: "",
             left=self.seen_to_leave.append,
             leaving=lambda: None,
+            noticed=lambda *_: None,
+            notice_withdrawn=lambda: None,
         )
 
     def listener(self) -> Any:
@@ -324,6 +332,74 @@ def test_under_slurm_sigterm_may_be_repeated() -> None:
     scene.plan[scene.now + 30.0] = lambda: setattr(scene.training, "undying", "")
     assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
     assert "a second signal" not in [reason for _, _, reason in scene.training.stops]
+
+
+def noticed(scene: Scene, left_s: float, after_s: float = 10.0) -> None:
+    scene.at(after_s, NoticeGiven("the cloud", scene.now + after_s + left_s))
+
+
+def test_a_notice_is_a_leave_with_the_exit_code_of_a_warning() -> None:
+    for requeues, code in ((False, ExitCode.STOPPED_BY_SIGTERM), (True, ExitCode.LEFT_IN_TIME)):
+        scene = Scene(stop=StopConfig(requeues=requeues))
+        noticed(scene, 30.0)
+        assert scene.loop.run() == Ending(code, "stopped by a notice: the cloud")
+        assert scene.training.stops
+        assert len(scene.finished) == 1
+
+
+@pytest.mark.parametrize("left_s", [2.0, 10.0, 30.0, 100.0])
+def test_a_notice_bounds_each_part_of_the_leave(left_s: float) -> None:
+    """Workers that come to no common last step, and a disk that takes all the time it is given."""
+    scene = Scene()
+    began = scene.now + 10.0
+    noticed(scene, left_s)
+    scene.loop.run()
+    stopped_at, grace_s = scene.stopped[0]
+    assert stopped_at <= began + min(left_s * 2 / 3, 3.0) + 0.01
+    assert stopped_at + grace_s <= began + left_s * 5 / 6 + 0.01
+    [within_s] = scene.finished
+    assert scene.now + within_s <= began + left_s - min(1.0, left_s / 10) + 0.06
+
+
+def test_a_notice_long_before_is_obeyed_two_minutes_before() -> None:
+    scene = Scene()
+    begun = scene.now + 10.0
+    noticed(scene, 150.0)
+    assert scene.loop.run().code is ExitCode.STOPPED_BY_SIGTERM
+    assert begun + 30.0 <= scene.now < begun + 40.0
+
+
+def test_a_notice_that_is_withdrawn_in_time_is_none() -> None:
+    scene = Scene()
+    noticed(scene, 150.0)
+    scene.at(30.0, NoticeWithdrawn())
+    scene.at(60.0, Signalled(signal.SIGTERM))
+    assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
+    assert scene.now >= 160.0
+
+
+def test_a_notice_hurries_a_leave_that_is_under_way() -> None:
+    scene = Scene()
+    scene.training.undying = "a long save"
+    scene.training.unkillable = lambda: ""  # type: ignore[method-assign]
+    scene.at(10.0, Signalled(signal.SIGTERM))
+    noticed(scene, 6.0, after_s=15.0)
+    scene.plan[scene.now + 25.0] = lambda: setattr(scene.training, "undying", "")
+    assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
+    assert min(at + grace_s for at, grace_s in scene.stopped) <= 115.0 + 5.0
+    assert scene.finished == [0.0]
+
+
+@pytest.mark.parametrize(("ends_in_s", "killed_in_s"), [(30.0, 25.0), (-5.0, 30.0)])
+def test_the_end_of_the_job_bounds_its_leave_unless_it_is_over(ends_in_s: float, killed_in_s: float) -> None:
+    scene = Scene(stop=replace(STOP, job_ends_at=int(110.0 + ends_in_s)))
+    scene.training.undying = "worker 0 is at work"
+    scene.training.unkillable = lambda: ""  # type: ignore[method-assign]
+    scene.at(10.0, Signalled(signal.SIGALRM))
+    scene.plan[scene.now + 60.0] = lambda: setattr(scene.training, "undying", "")
+    scene.loop.run()
+    at, grace_s = scene.stopped[0]
+    assert at + grace_s == pytest.approx(110.0 + killed_in_s, abs=3.1)
 
 
 def test_an_operator_may_let_this_node_leave() -> None:

@@ -58,6 +58,8 @@ STATUS = NodeStatus(
     lease_ttl_s=5.0,
     max_restarts=None,
     backoff_s=0.0,
+    notice="",
+    notice_s=None,
 )
 WORKER = WorkerFailure(
     rank=3,
@@ -159,6 +161,8 @@ HOSTILE: list[tuple[str, Any]] = [
     ("max_restarts", -1),
     ("max_restarts", "auto"),
     ("backoff_s", None),
+    ("notice", None),
+    ("notice_s", "soon"),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import os
 import re
 import shlex
 import signal
@@ -21,6 +22,7 @@ from .values import (
     LocalRanks,
     LogLevel,
     NodeCounts,
+    NoticeSource,
     Preload,
     Secret,
     Signals,
@@ -335,6 +337,14 @@ def read_signals(text: str) -> Signals:
     if not all(name in signal.Signals.__members__ and name not in _NO_REQUESTS for name in names):
         raise ValueError
     return Signals(names)
+
+
+def read_notice(text: str) -> NoticeSource:
+    match = _matched(r"(auto|aws|aws-rebalance|gcp|azure|off)|(file|command):([^\0]+)", text)
+    kind, path = match[1] or match[2], match[3] or ""
+    if path and not os.path.isabs(path):
+        raise ValueError("write the whole path, from / on")
+    return NoticeSource(cast(Any, kind), path)
 
 
 def read_template(text: str) -> str:

@@ -104,6 +104,18 @@ class LogLevel:
 
 
 @dataclass(frozen=True, slots=True)
+class NoticeSource:
+    """Where a notice that this machine goes away comes from."""
+
+    kind: Literal["auto", "aws", "aws-rebalance", "gcp", "azure", "file", "command", "off"]
+    path: str = ""
+    """Of the file or command."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.path}" if self.path else self.kind
+
+
+@dataclass(frozen=True, slots=True)
 class Texts:
     texts: tuple[str, ...]
 

@@ -69,6 +69,7 @@ class Observer:
         self._metrics = metrics
         self._pages = pages
         self._max_failures = max_failures
+        self._wall_clock = wall_clock
         self.training = TrainingAccount(metrics, pages, started_at, wall_clock)
         self._worlds = MembershipWatch()
         self._shown: Failure | None = None
@@ -270,6 +271,16 @@ class Observer:
         self._seeking_since = now
         self.training.record(TrainingEvent.GONE, now)
         self._metrics.leave_world()
+
+    def noticed(self, text: str, deadline: float, now: float) -> None:
+        """This machine goes away at `deadline`."""
+        self._metrics.notices_total.inc()
+        self._metrics.notice_deadline_timestamp_seconds.set(self._wall_clock() + deadline - now)
+        self._pages.noticed(text, deadline)
+
+    def notice_withdrawn(self) -> None:
+        self._metrics.notice_deadline_timestamp_seconds.set(None)
+        self._pages.noticed("", None)
 
     def leaving(self) -> None:
         self._leaving = True

@@ -78,6 +78,10 @@ class NodeStatus:
     lease_ttl_s: Seconds
     max_restarts: Count | None
     backoff_s: Seconds
+    notice: Annotated[str, line(MAX_TEXT)]
+    """Who says that this machine goes away; empty: it stays."""
+    notice_s: Seconds | None
+    """What is left of it then."""
 
 
 STATUS_PAGE = Document(NodeStatus, SCHEMA, MAX_STATUS_BYTES)
@@ -136,6 +140,8 @@ class _Seen:
     stepped_at: float | None = None
     checkpoint: int | None = None
     saved_at: float | None = None
+    notice: str = ""
+    ends_at: float | None = None
 
 
 class StatusPages:
@@ -186,6 +192,10 @@ class StatusPages:
         elif report.step != self._seen.checkpoint:
             self._seen = replace(self._seen, checkpoint=report.step, saved_at=None)
 
+    def noticed(self, text: str, ends_at: float | None) -> None:
+        """This machine goes away then. No text: it stays."""
+        self._seen = replace(self._seen, notice=text, ends_at=ends_at)
+
     def node(self) -> str:
         seen, now = self._seen, self._clock()
         snapshot, world = seen.snapshot, seen.snapshot.world
@@ -218,6 +228,8 @@ class StatusPages:
             lease_ttl_s=self._lease_ttl_s,
             max_restarts=self._max_restarts,
             backoff_s=snapshot.backoff_s,
+            notice=seen.notice[:MAX_TEXT],
+            notice_s=max(0.0, seen.ends_at - now) if seen.ends_at is not None else None,
         )
         return STATUS_PAGE.encode(status)
 

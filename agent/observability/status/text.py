@@ -176,7 +176,7 @@ def _cells(node: NodeReport) -> tuple[str, ...]:
 
 
 def _notes(report: JobReport, screen: Screen) -> list[str]:
-    notes = [*_absences(report.nodes), *_old_leases(report.nodes), *report.notes]
+    notes = [*_absences(report.nodes), *_notices(report.nodes), *_old_leases(report.nodes), *report.notes]
     if not report.complete:
         notes.append("the coordinator does not answer: nodes beyond the world may be missing here")
     shown = notes[:MOST_NOTES]
@@ -201,6 +201,13 @@ def _old_leases(nodes: Iterable[NodeReport]) -> Iterator[str]:
                 f"node {node.node}: its lease was last confirmed {span(status.lease_s)} ago and lives "
                 f"{status.lease_ttl_s:g} s: it does not reach the store"
             )
+
+
+def _notices(nodes: Iterable[NodeReport]) -> Iterator[str]:
+    for node in nodes:
+        status = node.status
+        if status is not None and status.notice_s is not None:
+            yield f"node {node.node}: {status.notice}; {span(status.notice_s)} are left"
 
 
 # --- Words

@@ -1,0 +1,1 @@
+"""Notices that this machine goes away: of a cloud's metadata server, a file or a command."""

@@ -1,0 +1,108 @@
+"""What a source of notices can say, and how it writes an instant. No I/O."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from typing import Protocol, TypeAlias
+
+DEFAULT_S = 30.0
+"""From a notice that names no instant to the end of the machine, where its source promises nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """This machine goes away."""
+
+    text: str
+    """Who says so, and what happens."""
+    ends_at: float | None = None
+    """Unix time; None: the source names no instant."""
+    within_s: float = DEFAULT_S
+    """Without an instant: so long after the notice was first read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """Something may happen to this machine, or does not end it: worth a line in the log."""
+
+    text: str
+
+
+News: TypeAlias = Notice | Hint | None
+"""What a source says now; None: nothing happens."""
+
+
+class Silent(Exception):
+    """A source gives no answer; the text says why. Asking again may help."""
+
+
+class NotUnderstood(Exception):
+    """A source has answered with what none of its answers looks like; the text quotes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One HTTP request to a metadata server."""
+
+    path: str
+    headers: Mapping[str, str]
+    method: str = "GET"
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An HTTP answer. Names of headers are in lower case."""
+
+    status: int
+    body: bytes = b""
+    headers: Mapping[str, str] | None = None
+
+
+Ask: TypeAlias = Callable[[Question], Reply]
+"""Sends one question to the metadata server. Raises Silent."""
+
+
+class Source(Protocol):
+    @property
+    def every_s(self) -> float:
+        """Seconds between two looks."""
+
+    def look(self) -> News:
+        """What it says now. Raises Silent and NotUnderstood."""
+
+
+_RFC3339 = re.compile(
+    r"(?P<date>\d{4}-\d\d-\d\d)[Tt ](?P<time>\d\d:\d\d:\d\d)(\.\d{1,9})?(?P<zone>[Zz]|[+-]\d\d:\d\d)",
+    re.ASCII,
+)
+
+
+def read_rfc3339(text: str) -> float:
+    """Unix time, to the second before. Raises ValueError.
+
+    >>> read_rfc3339("2026-01-02T03:04:05Z") - read_rfc3339("2026-01-02T03:04:05.9+01:00")
+    3600.0
+    """
+    match = _RFC3339.fullmatch(text)
+    if match is None:
+        raise ValueError("no instant of RFC 3339")
+    zone = "+00:00" if match["zone"] in "Zz" else match["zone"]
+    return datetime.fromisoformat(f"{match['date']}T{match['time']}{zone}").timestamp()
+
+
+def read_http_date(text: str) -> float:
+    """Unix time of "Mon, 19 Sep 2016 18:29:47 GMT". Raises ValueError."""
+    try:
+        found = parsedate_to_datetime(text)
+        return (found if found.tzinfo is not None else found.replace(tzinfo=timezone.utc)).timestamp()
+    except (TypeError, ValueError, OverflowError, IndexError) as error:
+        raise ValueError("no date of HTTP") from error
+
+
+def quoted(raw: bytes | str) -> str:
+    """A short, printable form for messages."""
+    return repr(raw if len(raw) <= 80 else raw[:80])

@@ -1,0 +1,95 @@
+"""The thread that looks for a notice, and tells the main loop when there is one, another one, or none any more."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from ....rendezvous.threads import Thread
+from ...common.events import Event, NoticeGiven, NoticeWithdrawn
+from .notice import Hint, Notice, NotUnderstood, Silent, Source
+
+log = logging.getLogger(__name__)
+
+SILENT_S = 5.0
+"""Until the next look at a source that gives no answer."""
+
+LEAST_S = 2.0
+"""An instant that has passed, or is about to, is the source's mistake or its clock's: this machine still lives."""
+
+SAME_S = 1.0
+"""Two notices whose instants differ by no more are one."""
+
+
+class NoticeWatch:
+    """Looks from `start` to `close`. `clock` is monotonic, `wall_clock` counts as the source's instants do."""
+
+    def __init__(
+        self,
+        source: Source,
+        post: Callable[[Event], None],
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        *,
+        expected: bool,
+    ) -> None:
+        """`expected`: the user has named the source, and learns that it is silent."""
+        self._source = source
+        self._post = post
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._expected = expected
+        self._known: Notice | None = None
+        self._trouble = self._hint = ""
+        """What the log has already of each."""
+        self._closed = threading.Event()
+        self._thread = Thread(self._work, "notices")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _work(self) -> None:
+        while not self._closed.wait(self.turn()):
+            pass
+
+    def turn(self) -> float:
+        """One look. Returns the seconds until the next one."""
+        try:
+            news = self._source.look()
+        except (Silent, NotUnderstood) as error:
+            silent = isinstance(error, Silent)
+            self._warn(error, logging.WARNING if self._expected or not silent else logging.DEBUG)
+            return SILENT_S if silent else self._source.every_s
+        self._trouble = ""
+        hint = news.text if isinstance(news, Hint) else ""
+        if hint != self._hint:
+            log.warning("%s", hint or f"no longer: {self._hint}")
+        self._hint = hint
+        self._see(news if isinstance(news, Notice) else None)
+        return self._source.every_s
+
+    def _see(self, notice: Notice | None) -> None:
+        known, self._known = self._known, notice
+        if notice is None:
+            if known is not None:
+                self._post(NoticeWithdrawn())
+        elif known is None or not _same(known, notice):
+            left_s = notice.ends_at - self._wall_clock() if notice.ends_at is not None else notice.within_s
+            self._post(NoticeGiven(notice.text, self._clock() + max(LEAST_S, left_s)))
+
+    def _warn(self, error: Exception, level: int) -> None:
+        """Once for all troubles of a kind in a row."""
+        kind = type(error).__name__
+        if kind != self._trouble:
+            self._trouble = kind
+            log.log(level, "a notice that this machine goes away would not be seen: %s", error)
+
+
+def _same(one: Notice, other: Notice) -> bool:
+    if one.ends_at is None or other.ends_at is None:
+        return one == other
+    return abs(one.ends_at - other.ends_at) <= SAME_S

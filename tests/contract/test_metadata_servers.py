@@ -1,0 +1,210 @@
+"""Notices over HTTP: servers that answer as the clouds' metadata servers do, and some that should not be one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from elastic_agent.agent.machine.notices.aws import ACTION_PATH, REBALANCE_PATH, TOKEN_PATH, Aws
+from elastic_agent.agent.machine.notices.azure import EVENTS_PATH, NAME_PATH, Azure
+from elastic_agent.agent.machine.notices.gcp import MAINTENANCE_PATH, PREEMPTED_PATH, Gcp
+from elastic_agent.agent.machine.notices.metadata_server import MOST_BYTES, TIMEOUT_S, MetadataServer
+from elastic_agent.agent.machine.notices.notice import Notice, NotUnderstood, Question, Silent
+
+AT = "2026-01-02T03:04:05Z"
+LATE_S = 1.0
+"""On a machine that is busy."""
+
+
+class Cloud:
+    """Answers as the cloud's server does: it wants its header, and of EC2's second version a token."""
+
+    def __init__(self, *, header: tuple[str, str], token: str = "") -> None:
+        self.pages: dict[str, str] = {}
+        self.refused = 0
+        cloud = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_PUT(self) -> None:
+                fits = (
+                    token and self.path == TOKEN_PATH and self.headers["X-aws-ec2-metadata-token-ttl-seconds"]
+                )
+                self._send(200 if fits else 403, token if fits else "")
+
+            def do_GET(self) -> None:
+                name, value = header
+                if self.headers[name] != value or "X-Forwarded-For" in self.headers:
+                    cloud.refused += 1
+                    self._send(401 if token else 403, "")
+                else:
+                    self._send(200 if self.path in cloud.pages else 404, cloud.pages.get(self.path, "<html>"))
+
+            def _send(self, status: int, text: str) -> None:
+                self.send_response(status)
+                if header[0] == "Metadata-Flavor":
+                    self.send_header("Metadata-Flavor", "Google")
+                self.send_header("Content-Length", str(len(text.encode())))
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.ask = MetadataServer("127.0.0.1", time.monotonic, self.server.server_address[1])
+        threading.Thread(
+            target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody answers there."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+
+
+def test_ec2() -> None:
+    with contextlib.closing(Cloud(header=("X-aws-ec2-metadata-token", "s3cret"), token="s3cret")) as cloud:
+        source = Aws(cloud.ask, time.monotonic)
+        assert source.look() is None
+        cloud.pages[REBALANCE_PATH] = json.dumps({"noticeTime": AT})
+        assert not isinstance(source.look(), Notice)
+        cloud.pages[ACTION_PATH] = json.dumps({"action": "terminate", "time": AT})
+        found = source.look()
+        assert isinstance(found, Notice)
+        assert found.ends_at == 1767323045.0
+        assert not cloud.refused
+        source._token = "a token from before the machine was paused"
+        assert source.look() == found
+
+
+def test_compute_engine() -> None:
+    with contextlib.closing(Cloud(header=("Metadata-Flavor", "Google"))) as cloud:
+        cloud.pages |= {PREEMPTED_PATH: "FALSE", MAINTENANCE_PATH: "NONE"}
+        assert Gcp(cloud.ask).look() is None
+        cloud.pages[PREEMPTED_PATH] = "TRUE"
+        assert isinstance(Gcp(cloud.ask).look(), Notice)
+        assert not cloud.refused
+
+
+def test_azure() -> None:
+    event = {
+        "EventId": "602d9444-d2cd-49c7-8624-8643e7171297",
+        "EventType": "Preempt",
+        "ResourceType": "VirtualMachine",
+        "Resources": ["vm-7"],
+        "EventStatus": "Scheduled",
+        "NotBefore": "Fri, 02 Jan 2026 03:04:05 GMT",
+        "Description": "",
+        "EventSource": "Platform",
+        "DurationInSeconds": -1,
+    }
+    with contextlib.closing(Cloud(header=("Metadata", "true"))) as cloud:
+        cloud.pages |= {NAME_PATH: "vm-7", EVENTS_PATH: json.dumps({"DocumentIncarnation": 1, "Events": []})}
+        source = Azure(cloud.ask)
+        assert source.look() is None
+        cloud.pages[EVENTS_PATH] = json.dumps({"DocumentIncarnation": 2, "Events": [event]})
+        found = source.look()
+        assert isinstance(found, Notice)
+        assert found.ends_at == 1767323045.0
+        assert not cloud.refused
+
+
+def test_another_clouds_server_is_not_understood() -> None:
+    with contextlib.closing(Cloud(header=("Metadata", "true"))) as cloud:
+        for source in (Aws(cloud.ask, time.monotonic), Gcp(cloud.ask)):
+            with pytest.raises(NotUnderstood):
+                source.look()
+
+
+# --- Those that are none
+
+
+@contextlib.contextmanager
+def listening(serve: Callable[[socket.socket], object]) -> Iterator[MetadataServer]:
+    """`serve` gets each connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection, contextlib.suppress(OSError):
+                        connection.recv(4096)
+                        serve(connection)
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield MetadataServer("127.0.0.1", time.monotonic, listener.getsockname()[1])
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def _trickle(connection: socket.socket, head: bytes) -> None:
+    connection.sendall(head)
+    for _ in range(100):
+        connection.sendall(b"x")
+        time.sleep(0.05)
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "serve",
+    [
+        lambda connection: None,
+        lambda connection: time.sleep(3.0),
+        lambda connection: _trickle(connection, b"HTTP/1.1 200 OK\r\nX: "),
+        lambda connection: _trickle(connection, HEAD % 1000),
+        lambda connection: connection.sendall(HEAD % 100 + b"half"),
+        lambda connection: connection.sendall(HEAD % (MOST_BYTES + 1) + bytes(MOST_BYTES + 1)),
+        lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + bytes(10 * MOST_BYTES)),
+        lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 10_000),
+        lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\n" + b"A" * 100_000),
+        lambda connection: connection.sendall(b"SSH-2.0-OpenSSH_9.2p1\r\n"),
+        lambda connection: connection.sendall(b"\x16\x03\x01" + bytes(range(256)) * 50),
+        lambda connection: connection.sendall(HEAD.replace(b"%d", b"-5") + b"x"),
+    ],
+    ids=[
+        *(
+            "closes",
+            "silent",
+            "slow head",
+            "slow body",
+            "half",
+            "long",
+            "endless",
+            "many headers",
+            "long header",
+        ),
+        *("ssh", "tls", "negative length"),
+    ],
+)
+def test_what_is_no_metadata_server_costs_a_second_and_says_nothing(
+    serve: Callable[[socket.socket], object],
+) -> None:
+    with listening(serve) as ask:
+        began = time.monotonic()
+        with contextlib.suppress(Silent):
+            assert len(ask(Question("/", {})).body) <= MOST_BYTES
+        assert time.monotonic() - began < TIMEOUT_S + LATE_S
+
+
+def test_a_machine_without_one_is_silent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(Silent, match="refused"):
+        MetadataServer("127.0.0.1", time.monotonic, port)(Question("/", {}))

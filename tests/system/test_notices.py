@@ -1,0 +1,149 @@
+"""Machines that go away after a notice of their cloud or of a file: each is a network namespace with its own metadata
+server at 169.254.169.254, and is killed as a whole at its deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from email.utils import format_datetime
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+from elastic_agent.agent.machine.notices.aws import ACTION_PATH, HOST
+from elastic_agent.agent.machine.notices.azure import EVENTS_PATH, NAME_PATH
+from tests.etcd_servers import EtcdCluster, etcd_cluster
+
+from .harness import Agent, Generation, Job
+from .networks import Network, network, run
+from .test_drain import Scene
+
+SERVER = Path(__file__).with_name("metadata_server.py")
+NODES = ("a", "b", "c", "d")
+Give: TypeAlias = Callable[["Machine", datetime], None]
+
+
+class Machine:
+    """A node's machine, with the notices that it gives."""
+
+    def __init__(self, name: str, net: Network, folder: Path) -> None:
+        self.name, self.host = name, net[name]
+        self.pages, self.file = folder / f"{name}-pages.json", folder / f"{name}-leaves"
+        self.answer({NAME_PATH: f"vm-{name}", EVENTS_PATH: json.dumps({"Events": []})})
+        run("ip", "-n", self.host.namespace, "addr", "add", f"{HOST}/32", "dev", "lo")
+        self._server = subprocess.Popen(
+            [*self.host.enter, sys.executable, str(SERVER), HOST, str(self.pages)]
+        )
+
+    def answer(self, pages: dict[str, str]) -> None:
+        new = self.pages.with_suffix(".new")
+        new.write_text(json.dumps(pages))
+        new.rename(self.pages)
+
+    def goes_away(self) -> None:
+        """The cable first: nobody is told."""
+        self.host.unplug()
+        for pid in map(int, run("ip", "netns", "pids", self.host.namespace).split()):
+            os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self._server.kill()
+        self._server.wait()
+
+
+def aws(machine: Machine, at: datetime) -> None:
+    machine.answer({ACTION_PATH: json.dumps({"action": "terminate", "time": f"{at:%Y-%m-%dT%H:%M:%SZ}"})})
+
+
+def azure(machine: Machine, at: datetime) -> None:
+    event = {"EventType": "Preempt", "Resources": [f"vm-{machine.name}"], "EventStatus": "Scheduled"}
+    events = [{**event, "NotBefore": format_datetime(at, usegmt=True)}]
+    machine.answer({NAME_PATH: f"vm-{machine.name}", EVENTS_PATH: json.dumps({"Events": events})})
+
+
+def file(machine: Machine, at: datetime) -> None:
+    new = machine.file.with_suffix(".new")
+    new.write_text(f"{at:%Y-%m-%dT%H:%M:%SZ}")
+    new.rename(machine.file)
+
+
+@pytest.fixture
+def net() -> Iterator[Network]:
+    with network("store", *NODES) as net:
+        yield net
+
+
+@pytest.fixture
+def etcd(net: Network) -> Iterator[EtcdCluster]:
+    with etcd_cluster(places=[net["store"].place]) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def machines(net: Network, tmp_path: Path) -> Iterator[dict[str, Machine]]:
+    machines = {name: Machine(name, net, tmp_path) for name in NODES}
+    yield machines
+    for machine in machines.values():
+        machine.close()
+
+
+def join(scene: Scene, etcd: EtcdCluster, machine: Machine, notice: str, *options: str) -> Agent:
+    (host, port), *_ = etcd.endpoints
+    store = (f"--rdzv-endpoint=etcd://{host}:{port}", f"--rdzv-id={scene.job.id}", "--etcd-insecure")
+    options = (*store, "--nnodes=1:4", "--last-call=30s", f"--notice={notice}", *options)
+    return scene.job.start(machine.name, *options, script=scene.script, enter=machine.host.enter)
+
+
+def leaves(scene: Scene, machine: Machine, agent: Agent, give: Give, within_s: float) -> tuple[float, float]:
+    """Gives notice, and takes the machine away at the deadline. Seconds until its workers and its agent had ended."""
+    now = datetime.now(timezone.utc)
+    at = (now + timedelta(seconds=within_s + 0.999)).replace(microsecond=0)  # clouds name whole seconds
+    time.sleep(max(0.0, (at - now).total_seconds() - within_s))
+    began = time.monotonic()
+    give(machine, at)
+    workers_at = None
+    while agent.process.poll() is None and time.monotonic() < began + within_s:
+        if workers_at is None and not scene.job.workers(machine.name):
+            workers_at = time.monotonic()
+        time.sleep(0.01)
+    ended_at = time.monotonic()
+    machine.goes_away()
+    assert agent.process.wait() == 143, f"the machine was gone after {within_s} s, before its agent"
+    return (workers_at or ended_at) - began, ended_at - began
+
+
+def test_a_notice_of_30_of_10_and_of_2_seconds_costs_no_step(
+    job: Job,
+    etcd: EtcdCluster,
+    machines: dict[str, Machine],
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Also on the node of rank 0, which coordinates."""
+    scene = Scene(job)
+    first = machines["a"]
+    kinds = {"a": "azure", "b": f"file:{machines['b'].file}", "c": "aws", "d": "off"}
+    agents = {"a": join(scene, etcd, first, kinds["a"])}
+    job.wait_for_text(agents["a"], "waiting: last call")
+    for name in NODES[1:]:
+        agents[name] = join(scene, etcd, machines[name], kinds[name])
+    before: Generation = job.wait_for_training(world=4)
+    rounds: list[tuple[str, Give, float]] = [("c", aws, 30.0), ("a", azure, 10.0), ("b", file, 2.0)]
+    for left, (name, give, within_s) in enumerate(rounds, 1):
+        took = leaves(scene, machines[name], agents[name], give, within_s)
+        record_property("notice", (within_s, *took))
+        print(
+            f"notice of {within_s:g} s: workers ended after {took[0]:.2f} s, the agent after {took[1]:.2f} s"
+        )
+        after = job.wait_for_training(world=4 - left, after=before.number)
+        scene.check_nothing_lost(before, after)
+        assert agents[name].says(r"stopped by a notice: .*")
+        before = after
+    assert agents["d"].says("0 failures so far")

@@ -1,0 +1,57 @@
+"""How the time of a leave is divided where the machine goes away, and that no wait of the leave is longer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from elastic_agent.rendezvous.node.deadlines import LINGER_S, NO_HURRY, Deadlines, LeaveTimes, leave_times
+from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, Member, Phase, World
+from tests.policies import PLAIN_POLICY
+
+POLICY = replace(PLAIN_POLICY, drain_timeout_s=20.0)
+DRAINING = World(
+    "job",
+    4,
+    Phase.DRAINING,
+    (Member("a", "a-1", 1, 0),),
+    Endpoint("h", 1),
+    Cause(CauseKind.LEAVE, "a", "asked"),
+)
+
+
+@pytest.mark.parametrize("left_s", [0.5, 2.0, 10.0, 30.0, 120.0])
+def test_each_part_of_a_leave_is_over_before_the_next_and_the_machine(left_s: float) -> None:
+    by = leave_times(100.0, 100.0 + left_s)
+    assert 100.0 < by.drained_by < by.stopped_by < by.saved_by < 100.0 + left_s
+    assert by.drained_by - 100.0 == pytest.approx(left_s * 2 / 3)
+    assert 100.0 + left_s - by.saved_by <= 1.0
+
+
+def test_a_deadline_that_has_passed_leaves_no_time() -> None:
+    assert leave_times(100.0, 90.0).drained_by == 100.0
+
+
+@pytest.mark.parametrize(
+    ("by", "alone_at", "drain_over_at", "wait_over_at"),
+    [
+        (NO_HURRY, 103.0, 121.0, 121.0 + LINGER_S),
+        (leave_times(100.0, 102.0), 100.0 + 4 / 3, 100.0 + 4 / 3, 100.0 + 5 / 3),
+        (leave_times(100.0, 109.0), 103.0, 106.0, 107.0),
+        (leave_times(100.0, 1000.0), 103.0, 121.0, 121.0 + LINGER_S),
+    ],
+)
+def test_no_wait_of_a_leave_outlasts_the_machine(
+    by: LeaveTimes, alone_at: float, drain_over_at: float, wait_over_at: float
+) -> None:
+    """The drain is seen a second after the leave has begun."""
+    deadlines = Deadlines(POLICY, 0.0)
+    deadlines.leave(100.0, by)
+    assert deadlines.drain_over_at == math.inf
+    deadlines.look(DRAINING, busy=True, lease_good=True, now=101.0)
+    found = deadlines.leave_alone_at, deadlines.drain_over_at, deadlines.wait_over_at
+    assert found == pytest.approx((alone_at, drain_over_at, wait_over_at))
+    deadlines.look(None, busy=False, lease_good=True, now=101.0)
+    assert deadlines.wait_over_at <= by.stopped_by

@@ -1,0 +1,471 @@
+"""Notices that this machine goes away: what each source's answers mean, and what the main loop learns of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent.common.events import Event, NoticeGiven, NoticeWithdrawn
+from elastic_agent.agent.configuration.types.values import NoticeSource
+from elastic_agent.agent.machine.notices import aws, azure, gcp
+from elastic_agent.agent.machine.notices.aws import Aws
+from elastic_agent.agent.machine.notices.azure import Azure
+from elastic_agent.agent.machine.notices.choice import choose, cloud_of, read_dmi
+from elastic_agent.agent.machine.notices.gcp import Gcp
+from elastic_agent.agent.machine.notices.local import WatchedCommand, WatchedFile, read_contents
+from elastic_agent.agent.machine.notices.notice import (
+    DEFAULT_S,
+    Hint,
+    News,
+    Notice,
+    NotUnderstood,
+    Question,
+    Reply,
+    Silent,
+    read_http_date,
+    read_rfc3339,
+)
+from elastic_agent.agent.machine.notices.watch import LEAST_S, SILENT_S, NoticeWatch
+
+AT = "2026-01-02T03:04:05Z"
+AT_UNIX = 1767323045.0
+HTTP_AT = "Fri, 02 Jan 2026 03:04:05 GMT"
+GOOGLE = {"metadata-flavor": "Google"}
+HOSTILE = (
+    b"",
+    b"\xff\xfe\x00",
+    b"null",
+    b"[]",
+    b"7",
+    b"[" * 100_000,
+    b"<html>not found</html>",
+    b'{"a": ' + b"9" * 5000 + b"}",
+)
+"""What no source says, and any program that listens in its place may."""
+
+
+def body(**fields: object) -> bytes:
+    return json.dumps(fields).encode()
+
+
+# --- Instants
+
+
+@pytest.mark.parametrize(
+    ("text", "at"),
+    [
+        (AT, AT_UNIX),
+        ("2026-01-02t03:04:05z", AT_UNIX),
+        ("2026-01-02 03:04:05+00:00", AT_UNIX),
+        ("2026-01-02T04:04:05.999999999+01:00", AT_UNIX),
+        ("0001-01-01T00:00:00Z", -62135596800.0),
+    ],
+)
+def test_an_instant_of_rfc_3339(text: str, at: float) -> None:
+    assert read_rfc3339(text) == at
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "now", "2026-01-02", "2026-01-02T03:04:05", "2026-13-02T03:04:05Z", "2026-01-02T25:04:05Z", AT * 2],
+)
+def test_what_is_no_instant_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        read_rfc3339(text)
+
+
+@pytest.mark.parametrize("text", ["", "soon", AT, "Fri, 02 Jan", "Fri, 99 Jan 2026 03:04:05 GMT"])
+def test_what_is_no_date_of_http_is_refused(text: str) -> None:
+    assert read_http_date(HTTP_AT) == AT_UNIX
+    with pytest.raises(ValueError):
+        read_http_date(text)
+
+
+# --- AWS
+
+
+@pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
+def test_the_interruption_of_a_spot_instance(action: str) -> None:
+    notice = aws.read_action(Reply(200, body(action=action, time=AT)))
+    assert notice == Notice(f"AWS interrupts this spot instance ({action}) at {AT}", AT_UNIX)
+
+
+def test_without_an_interruption_the_path_is_not_there() -> None:
+    assert aws.read_action(Reply(404, b"<html>")) is None
+    assert aws.read_rebalance(Reply(404)) is None
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        *(Reply(200, raw) for raw in HOSTILE),
+        Reply(500, body(action="stop", time=AT)),
+        Reply(200, body(action="dance", time=AT)),
+        Reply(200, body(action="stop", time="soon")),
+        Reply(200, body(action="stop", time=7)),
+        Reply(200, body(action=["stop"], time=AT)),
+        Reply(200, body(action="stop", time=AT)[:-4]),
+    ],
+)
+def test_what_aws_never_says_is_not_understood(reply: Reply) -> None:
+    for read in (aws.read_action, aws.read_rebalance):
+        with pytest.raises(NotUnderstood) as refused:
+            read(reply)
+        assert len(str(refused.value)) < 600
+
+
+@pytest.mark.parametrize(
+    "reply", [Reply(403), Reply(200), Reply(200, b"a b"), Reply(200, b"a\r\nHost: x"), Reply(200, b"x" * 513)]
+)
+def test_what_is_no_token_is_not_understood(reply: Reply) -> None:
+    with pytest.raises(NotUnderstood):
+        aws.read_token(reply)
+
+
+@dataclass
+class Server:
+    """Answers by path, and knows what it was asked."""
+
+    answers: dict[str, Reply]
+    asked: list[Question] = field(default_factory=list)
+
+    def __call__(self, question: Question) -> Reply:
+        self.asked.append(question)
+        if question.path not in self.answers:
+            raise Silent(question.path)
+        return self.answers[question.path]
+
+
+NOTHING_OF_AWS = {
+    aws.TOKEN_PATH: Reply(200, b"secret"),
+    aws.ACTION_PATH: Reply(404),
+    aws.REBALANCE_PATH: Reply(404),
+}
+
+
+def test_a_token_is_asked_for_once_and_renewed_before_it_ends() -> None:
+    server, now = Server(dict(NOTHING_OF_AWS)), [100.0]
+    source = Aws(server, lambda: now[0])
+    for at in (100.0, 101.0, 100.0 + aws.TOKEN_TTL_S / 2):
+        now[0] = at
+        assert source.look() is None
+    tokens = [question for question in server.asked if question.path == aws.TOKEN_PATH]
+    assert [(token.method, dict(token.headers)) for token in tokens] == [
+        ("PUT", {"X-aws-ec2-metadata-token-ttl-seconds": "21600"})
+    ] * 2
+    others = [question for question in server.asked if question.path != aws.TOKEN_PATH]
+    assert all((q.method, dict(q.headers)) == ("GET", {"X-aws-ec2-metadata-token": "secret"}) for q in others)
+
+
+def test_a_token_that_is_refused_is_replaced() -> None:
+    answers = {**NOTHING_OF_AWS, aws.ACTION_PATH: Reply(401)}
+    server = Server(answers)
+    with pytest.raises(NotUnderstood):
+        Aws(server, lambda: 100.0).look()
+    assert [question.path for question in server.asked] == [aws.TOKEN_PATH, aws.ACTION_PATH] * 2
+
+
+def test_a_recommendation_is_a_hint_unless_the_user_wants_to_leave_for_it() -> None:
+    recommended = {**NOTHING_OF_AWS, aws.REBALANCE_PATH: Reply(200, body(noticeTime=AT))}
+    hint = Aws(Server(recommended), lambda: 0.0).look()
+    assert isinstance(hint, Hint)
+    assert AT in hint.text
+    leaves = Aws(Server(recommended), lambda: 0.0, leaves_on_rebalance=True).look()
+    assert leaves == Notice(hint.text)
+    both = {**recommended, aws.ACTION_PATH: Reply(200, body(action="terminate", time=AT))}
+    found = Aws(Server(both), lambda: 0.0, leaves_on_rebalance=True).look()
+    assert isinstance(found, Notice)
+    assert found.ends_at == AT_UNIX
+
+
+# --- GCP
+
+
+@pytest.mark.parametrize(
+    ("preempted", "maintenance", "news"),
+    [
+        (b"FALSE", b"NONE", None),
+        (b"FALSE\n", b"NONE\n", None),
+        (b"TRUE", b"NONE", Notice("Google preempts this machine", None, 30.0)),
+        (b"TRUE", b"rubbish", Notice("Google preempts this machine", None, 30.0)),
+        (b"FALSE", b"MIGRATE_ON_HOST_MAINTENANCE", Hint("Google migrates this machine")),
+        (b"FALSE", b"TERMINATE_ON_HOST_MAINTENANCE", Notice("Google ends this machine", None, 60.0)),
+    ],
+)
+def test_what_google_says(preempted: bytes, maintenance: bytes, news: News) -> None:
+    server = Server(
+        {
+            gcp.PREEMPTED_PATH: Reply(200, preempted, GOOGLE),
+            gcp.MAINTENANCE_PATH: Reply(200, maintenance, GOOGLE),
+        }
+    )
+    found = Gcp(server).look()
+    assert type(found) is type(news)
+    if isinstance(news, Notice) and isinstance(found, Notice):
+        assert (found.ends_at, found.within_s) == (news.ends_at, news.within_s)
+    if news is not None and found is not None:
+        assert found.text.startswith(news.text)
+    assert dict(server.asked[0].headers) == {"Host": "metadata.google.internal", "Metadata-Flavor": "Google"}
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        *(Reply(200, raw, GOOGLE) for raw in HOSTILE),
+        Reply(503, b"FALSE", GOOGLE),
+        Reply(200, b"FALSE"),
+        Reply(200, b"NONE", {"metadata-flavor": "other"}),
+        Reply(200, b"TRU", GOOGLE),
+    ],
+)
+def test_what_google_never_says_is_not_understood(reply: Reply) -> None:
+    for read in (gcp.read_preempted, gcp.read_maintenance):
+        with pytest.raises(NotUnderstood):
+            read(reply)
+
+
+# --- Azure
+
+
+def event(
+    kind: object = "Preempt", at: object = HTTP_AT, machine: str = "vm-7", **more: object
+) -> dict[str, object]:
+    return {
+        "EventId": "1",
+        "EventType": kind,
+        "ResourceType": "VirtualMachine",
+        "Resources": [machine],
+        "EventStatus": "Scheduled",
+        "NotBefore": at,
+        **more,
+    }
+
+
+def events(*all_of_them: object) -> Reply:
+    return Reply(200, body(DocumentIncarnation=3, Events=list(all_of_them)))
+
+
+@pytest.mark.parametrize("kind", ["Preempt", "Terminate", "Reboot", "Redeploy"])
+def test_an_event_that_ends_this_machine(kind: str) -> None:
+    found = azure.read_events(events(event(kind)), "vm-7")
+    assert isinstance(found, Notice)
+    assert (found.text, found.ends_at) == (f"{azure.ENDS[kind]}, not before {HTTP_AT}", AT_UNIX)
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        (events(), None),
+        (events(event(machine="vm-8")), None),
+        (events(event(EventStatus="Completed")), None),
+        (events(event("Dance")), None),
+        (events(event("Freeze")), Hint),
+        (events(event("Freeze"), event("Reboot")), Notice),
+        (events({}, 7, None, [], event(7), event(Resources="vm-7"), event("Redeploy")), Notice),
+    ],
+)
+def test_only_events_of_this_machine_that_end_it_are_notices(
+    reply: Reply, expected: type[Notice | Hint] | None
+) -> None:
+    found = azure.read_events(reply, "vm-7")
+    assert type(found) is (expected or type(None))
+
+
+@pytest.mark.parametrize("at", ["", None, "soon", 7])
+def test_an_event_that_has_begun_has_no_instant_and_is_the_first(at: object) -> None:
+    later = event("Reboot", HTTP_AT)
+    found = azure.read_events(events(later, event("Preempt", at, EventStatus="Started")), "vm-7")
+    assert isinstance(found, Notice)
+    assert (found.text[:10], found.ends_at, found.within_s) == ("Azure take", None, azure.BEGUN_S)
+
+
+@pytest.mark.parametrize(
+    "reply", [*(Reply(200, raw) for raw in HOSTILE), Reply(400, body(Events=[])), Reply(200, body(Events={}))]
+)
+def test_what_azure_never_says_is_not_understood(reply: Reply) -> None:
+    with pytest.raises(NotUnderstood):
+        azure.read_events(reply, "vm-7")
+
+
+def test_this_machines_name_is_asked_for_once() -> None:
+    server = Server({azure.NAME_PATH: Reply(200, b"vm-7"), azure.EVENTS_PATH: events(event())})
+    source = Azure(server)
+    assert isinstance(source.look(), Notice)
+    assert isinstance(source.look(), Notice)
+    assert [question.path for question in server.asked] == [
+        azure.NAME_PATH,
+        azure.EVENTS_PATH,
+        azure.EVENTS_PATH,
+    ]
+    assert all(dict(question.headers) == {"Metadata": "true"} for question in server.asked)
+
+
+# --- A file, a command
+
+
+@pytest.mark.parametrize(
+    ("raw", "ends_at", "within_s"),
+    [
+        (b"", 1000.0 + DEFAULT_S, DEFAULT_S),
+        (b" \n", 1000.0 + DEFAULT_S, DEFAULT_S),
+        (b"10\n", 1010.0, 10.0),
+        (b"0.5", 1000.5, 0.5),
+        (AT.encode(), AT_UNIX, DEFAULT_S),
+        (b"soon", 1000.0 + DEFAULT_S, DEFAULT_S),
+        (b"-5", 1000.0 + DEFAULT_S, DEFAULT_S),
+        (b"9" * 4096, 1000.0 + DEFAULT_S, DEFAULT_S),
+        *((raw, None, None) for raw in HOSTILE),
+    ],
+)
+def test_any_contents_are_a_notice(raw: bytes, ends_at: float | None, within_s: float | None) -> None:
+    found = read_contents(raw[:4096], "the file /run/leave", 1000.0)
+    assert found.text.startswith("the file /run/leave says that this machine goes away")
+    assert len(found.text) < 300
+    assert found.text.isprintable()
+    if ends_at is not None:
+        assert (found.ends_at, found.within_s) == (ends_at, within_s)
+
+
+def test_seconds_in_a_file_count_since_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "leave"
+    source = WatchedFile(str(path))
+    assert source.look() is None
+    path.write_text("45")
+    os.utime(path, (5000.0, 5000.0))
+    found = source.look()
+    assert isinstance(found, Notice)
+    assert found.ends_at == 5045.0
+
+
+def test_a_file_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
+    with pytest.raises(Silent, match="directory"):
+        WatchedFile(str(tmp_path)).look()
+    os.mkfifo(tmp_path / "pipe")  # without a writer
+    assert isinstance(WatchedFile(str(tmp_path / "pipe")).look(), Notice)
+
+
+def command(tmp_path: Path, script: str) -> WatchedCommand:
+    path = tmp_path / "ask"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return WatchedCommand(str(path), {**os.environ, "WHO": "me"})
+
+
+@pytest.mark.parametrize(
+    ("script", "within_s"), [("exit 1", None), ("echo 12", 12.0), ("true", DEFAULT_S), ("kill -9 $$", None)]
+)
+def test_a_command_gives_notice_by_its_exit_code(tmp_path: Path, script: str, within_s: float | None) -> None:
+    found = command(tmp_path, script).look()
+    assert (found.within_s if isinstance(found, Notice) else None) == within_s
+    assert not isinstance(found, Notice) or found.ends_at is None
+
+
+def test_a_command_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_agent.agent.machine.notices.local.COMMAND_S", 0.1)
+    with pytest.raises(Silent, match="has not ended"):
+        command(tmp_path, "sleep 100").look()
+    with pytest.raises(Silent, match="cannot be started"):
+        WatchedCommand(str(tmp_path / "none"), {}).look()
+
+
+# --- Which source
+
+
+@pytest.mark.parametrize(
+    ("fields", "cloud"),
+    [
+        ({}, ""),
+        ({"sys_vendor": "Amazon EC2", "product_name": "g5.xlarge"}, "aws"),
+        ({"sys_vendor": "Xen", "bios_version": "4.11.amazon"}, "aws"),
+        ({"sys_vendor": "Google", "product_name": "Google Compute Engine"}, "gcp"),
+        ({"sys_vendor": "Google", "product_name": "Pixelbook"}, ""),
+        (
+            {"sys_vendor": "Microsoft Corporation", "chassis_asset_tag": "7783-7084-3265-9085-8269-3286-77"},
+            "azure",
+        ),
+        ({"sys_vendor": "Microsoft Corporation", "chassis_asset_tag": "7783"}, ""),
+        ({"sys_vendor": "QEMU"}, ""),
+    ],
+)
+def test_the_firmware_names_the_cloud(tmp_path: Path, fields: dict[str, str], cloud: str) -> None:
+    for name, value in fields.items():
+        (tmp_path / name).write_text(f"{value}\n")
+    dmi = read_dmi(tmp_path)
+    assert cloud_of(dmi) == cloud
+    chosen = {"": type(None), "aws": Aws, "gcp": Gcp, "azure": Azure}[cloud]
+    assert type(choose(NoticeSource("auto"), dmi, {})) is chosen
+    assert choose(NoticeSource("off"), dmi, {}) is None
+    assert choose(NoticeSource("file", "/run/leave"), dmi, {}) == WatchedFile("/run/leave")
+
+
+# --- The watch
+
+
+class Scene:
+    """A watch over a source that says what the test wants, at 1000 s Unix time and 10 s of the monotonic clock."""
+
+    def __init__(self, *, expected: bool = False) -> None:
+        self.news: News | Exception = None
+        self.events: list[Event] = []
+        self.watch = NoticeWatch(self, self.events.append, lambda: 10.0, lambda: 1000.0, expected=expected)
+
+    every_s = 0.5
+
+    def look(self) -> News:
+        if isinstance(self.news, Exception):
+            raise self.news
+        return self.news
+
+    def turns(self, *news: News | Exception) -> list[Event]:
+        self.events.clear()
+        for one in news:
+            self.news = one
+            self.watch.turn()
+        return self.events
+
+
+def test_a_notice_is_given_once_with_a_monotonic_deadline() -> None:
+    scene, notice = Scene(), Notice("x", 1030.0)
+    assert scene.turns(None, notice, notice, Silent("gone"), notice) == [NoticeGiven("x", 40.0)]
+    assert scene.turns(Notice("x", 1030.9)) == []
+    assert scene.turns(Notice("x", 1005.0)) == [NoticeGiven("x", 15.0)]
+    assert scene.turns(None, None) == [NoticeWithdrawn()]
+    assert scene.turns(Notice("x", None, 30.0), Notice("x", None, 30.0)) == [NoticeGiven("x", 40.0)]
+
+
+@pytest.mark.parametrize("ends_at", [-62135596800.0, 0.0, 999.0, 1001.9])
+def test_an_instant_that_has_passed_leaves_some_time(ends_at: float) -> None:
+    assert Scene().turns(Notice("x", ends_at)) == [NoticeGiven("x", 10.0 + LEAST_S)]
+
+
+@pytest.mark.parametrize(("expected", "level"), [(True, logging.WARNING), (False, logging.DEBUG)])
+def test_a_silent_source_is_one_line(expected: bool, level: int, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("elastic_agent").propagate = True
+    caplog.set_level(logging.DEBUG)
+    scene = Scene(expected=expected)
+    scene.turns(*[Silent("no route")] * 5)
+    assert [(record.levelno, "no route" in record.message) for record in caplog.records] == [(level, True)]
+    assert scene.watch.turn() == SILENT_S
+    scene.turns(None, Silent("again"))
+    assert len(caplog.records) == 2
+
+
+def test_what_is_not_understood_is_one_warning_and_withdraws_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    logging.getLogger("elastic_agent").propagate = True
+    scene = Scene()
+    given = scene.turns(Notice("x", 1030.0), *[NotUnderstood("rubbish")] * 3)
+    assert given == [NoticeGiven("x", 40.0)]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_hint_is_logged_once_and_is_no_event(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("elastic_agent").propagate = True
+    assert Scene().turns(Hint("may be"), Hint("may be"), None, None) == []
+    assert [record.message for record in caplog.records] == ["may be", "no longer: may be"]
