@@ -25,6 +25,7 @@ from torch.distributed import Store as TorchStore
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousStateError,
@@ -85,7 +86,8 @@ class EtcdV3Handler(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Raises what torch's interface names: closed, timed out, cannot connect, or another's data in the store."""
+        """Raises what torch's interface names: closed, timed out, cannot connect, another's data in the store, or a
+        graceful exit where the job has succeeded without this node."""
         membership = self._join()
         if self._closed:
             raise RendezvousClosedError("this node has closed the rendezvous")
@@ -297,6 +299,14 @@ def _refusal(status: Status) -> Exception:
     why, text = status.leave.why, in_torchruns_words(status.leave.reason)
     if why in (Refusal.JOIN_TIMEOUT, Refusal.STORE_AWAY):
         return RendezvousTimeoutError(text)
+    if why is Result.SUCCEEDED:
+        # https://github.com/pytorch/pytorch/issues/194710
+        log.warning(
+            "the job has ended: %s; this node was not in its last world, and leaves. torchrun of torch 2.13 and older "
+            "then ends with an AttributeError and exit code 1",
+            text,
+        )
+        return RendezvousGracefulExitError(f"the job has ended: {text}")
     if isinstance(why, Result):
         return RendezvousClosedError(f"the job has ended: {text}")
     return RendezvousStateError(text)

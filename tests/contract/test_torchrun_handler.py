@@ -20,6 +20,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousGracefulExitError,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStateError,
@@ -323,6 +324,18 @@ def test_a_node_that_gives_up_ends_the_job_everywhere(
         b.meet().result(PATIENCE_S)
     assert b.handler.is_closed()
     assert store.world().result is Result.RESTARTS_EXHAUSTED
+
+
+def test_who_stood_by_until_the_job_succeeded_exits_without_a_failure(new_node: Callable[..., Node]) -> None:
+    a, spare = (new_node("1:1") for _ in range(2))
+    met(a.meet())
+    standing_by = spare.meet()
+    wait([standing_by], 0.5)
+    assert not standing_by.done()
+    assert a.finish().result(PATIENCE_S)
+    with pytest.raises(RendezvousGracefulExitError, match=r"the job has ended: .* success"):
+        standing_by.result(PATIENCE_S)
+    assert spare.finish().result(PATIENCE_S)
 
 
 def test_a_job_that_has_ended_can_be_run_again_under_its_name(
