@@ -64,6 +64,17 @@ class Run:
                 start_new_session=True,
             )
 
+    def lose(self, node: str, workers: list[dict[str, Any]]) -> None:
+        """The agent and its workers of these are killed at once."""
+        self.agents[node].kill()
+        for one in workers:
+            if one["NODE"] == node and alive(one["pid"]):
+                os.kill(one["pid"], signal.SIGKILL)
+
+    def exit_codes(self) -> dict[str, int | None]:
+        """Of the agents, by node; None while one runs."""
+        return {node: agent.poll() for node, agent in self.agents.items()}
+
     def log(self, node: str) -> str:
         return (self.folder / f"{node}.log").read_text(errors="replace")
 
@@ -152,10 +163,7 @@ def lost_node(run: Run) -> str:
         run.join(node, "1:3")
     workers = run.wait_for(lambda: run.whole(3), "first world")
     lost_at = time.monotonic()
-    run.agents["c"].kill()
-    for one in workers:
-        if one["NODE"] == "c" and alive(one["pid"]):
-            os.kill(one["pid"], signal.SIGKILL)
+    run.lose("c", workers)
     found = run.wait_for(lambda: run.whole(2, lost_at), "world of two", 60.0)
     return f"a world of two after {time.monotonic() - lost_at:.2f} s" if found else "the others wait"
 
@@ -208,7 +216,7 @@ def joining_node(run: Run) -> str:
     asked_at = time.monotonic()
     run.join("b", "1:2")
     if not run.wait_for(lambda: run.whole(2), "world of two"):
-        return f"exit codes of the agents { ({node: agent.poll() for node, agent in run.agents.items()}) }"
+        return f"exit codes of the agents {run.exit_codes()}"
     return f"a world of two {time.monotonic() - asked_at:.1f} s after its agent began"
 
 
@@ -251,8 +259,63 @@ def error_file(run: Run) -> str:
         file = run.folder / f"error-{node}"
         text = file.read_text() if file.exists() else ""
         said[node] = "the ValueError" if "the data is not there" in text else (text[:100] or "nothing")
-    codes = {node: agent.poll() for node, agent in run.agents.items()}
-    return f"{said}, exit codes {codes}"
+    return f"{said}, exit codes {run.exit_codes()}"
+
+
+def replaced_node(run: Run) -> str:
+    """One of two nodes is lost with its worker, and a new agent takes its place at once."""
+    for node in "ab":
+        run.join(node, "2", "--max-restarts=3")
+    workers = run.wait_for(lambda: run.whole(2), "first world")
+    lost_at = time.monotonic()
+    run.lose("b", workers)
+    run.join("c", "2", "--max-restarts=3")
+    if not run.wait_for(lambda: run.whole(2, lost_at), "new world"):
+        return f"no new world, exit codes {run.exit_codes()}"
+    return f"new workers on both nodes after {time.monotonic() - lost_at:.1f} s"
+
+
+def spare_at_the_end(run: Run) -> str:
+    """A third node stands by while two train; then their workers end with success."""
+    for node in "abc":
+        run.join(node, "2")
+        if node == "b":
+            run.wait_for(lambda: run.whole(2), "world of two")
+    time.sleep(20.0)  # for the third to come to the rendezvous
+    (run.folder / "enough").touch()
+    run.wait_for(lambda: None not in run.exit_codes().values(), "end of all")
+    said = [line for line in run.log("c").splitlines() if "Error" in line]
+    return f"exit codes {run.exit_codes()}; the last error of c: {said[-1].strip()[:160] if said else 'none'}"
+
+
+def late_failure(run: Run) -> str:
+    """The worker of node b has ended with success when that of node a fails; 3 restarts are allowed."""
+    for node in "ab":
+        run.join(node, "2", "--max-restarts=3", mode="crash-late")
+    run.wait_for(lambda: run.history("fail"), "failure")
+    failed_at = time.monotonic()
+    if run.wait_for(lambda: run.whole(2, failed_at), "new world", 60.0):
+        return f"new workers on both nodes after {time.monotonic() - failed_at:.1f} s"
+    return f"60 s later: exit codes {run.exit_codes()}, {len(run.history(after=failed_at))} new workers"
+
+
+def late_failure_at_last(run: Run) -> str:
+    """The same without a restart."""
+    for node in "ab":
+        run.join(node, "2", "--max-restarts=0", mode="crash-late")
+    run.wait_for(lambda: run.history("fail"), "failure")
+    failed_at = time.monotonic()
+    if run.wait_for(lambda: None not in run.exit_codes().values(), "end of both", 330.0):
+        return f"ended {time.monotonic() - failed_at:.1f} s later, exit codes {run.exit_codes()}"
+    return f"exit codes {run.exit_codes()}"
+
+
+def strange_error_file(run: Run) -> str:
+    """The first worker writes a text of its own to its TORCHELASTIC_ERROR_FILE and fails; 3 restarts are allowed."""
+    run.start("a", "--max-restarts=3", mode="crash-strangely")
+    run.wait_for(lambda: len(run.history()) > 1 or None not in run.exit_codes().values(), "restart or end")
+    said = next((line for line in run.log("a").splitlines() if "JSONDecodeError" in line), "")
+    return f"{len(run.history())} starts, exit codes {run.exit_codes()} {said.strip()[:160]}"
 
 
 def uneven_nodes(run: Run) -> str:
@@ -278,6 +341,11 @@ ROWS = {
     "second-job": second_job,
     "error-file": error_file,
     "uneven-nodes": uneven_nodes,
+    "replaced-node": replaced_node,
+    "spare-at-the-end": spare_at_the_end,
+    "late-failure": late_failure,
+    "late-failure-at-last": late_failure_at_last,
+    "strange-error-file": strange_error_file,
 }
 
 

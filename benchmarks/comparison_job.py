@@ -3,6 +3,8 @@
     comparison_job.py FOLDER MODE
 
 `wait` goes on until FOLDER has a file `enough`; `crash` fails at once; `crash-on-b` when all workers are there;
+`crash-late` on node a alone, in the first try, when the worker of node b has ended; `crash-strangely` in the first try,
+with an error file that is no JSON;
 `train` takes steps together with all ranks, and saves each fiftieth one with elastic_agent.worker.
 """
 
@@ -20,7 +22,15 @@ def main(folder: Path, mode: str) -> None:
 
     note(folder, "start")
     print(f"worker {os.getpid()} of node {os.environ['NODE']} begins", flush=True)
-    record({"crash": crash, "crash-on-b": crash_on_b, "train": train, "wait": wait}[mode])(folder)
+    modes = {
+        "crash": crash,
+        "crash-late": crash_late,
+        "crash-on-b": crash_on_b,
+        "crash-strangely": crash_strangely,
+        "train": train,
+        "wait": wait,
+    }
+    record(modes[mode])(folder)
 
 
 def note(folder: Path, what: str, **more: object) -> None:
@@ -49,6 +59,25 @@ def crash_on_b(folder: Path) -> None:
     if os.environ["NODE"] == "b":
         time.sleep(1.0)
         crash(folder)
+    wait(folder)
+
+
+def crash_late(folder: Path) -> None:
+    again = "fail" in (folder / "history").read_text()
+    while (folder / "history").read_text().count("start") < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
+    if again:
+        wait(folder)
+    elif os.environ["NODE"] == "a":
+        time.sleep(3.0)  # for the agent of b to see that its worker has ended
+        note(folder, "fail")
+        crash(folder)
+
+
+def crash_strangely(folder: Path) -> None:
+    if (folder / "history").read_text().count("start") == 1:
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text("out of data")
+        os._exit(1)
     wait(folder)
 
 

@@ -1,6 +1,6 @@
 """What torch asks of its own agent and launcher in their tests, asked of ours, where no other test does.
 
-`docs/comparison.md` lists torch's cases with the test of ours for each, and shows what torchrun makes of some.
+`docs/comparison.md` lists torch's cases with the test of ours for each, and shows which of them torchrun fails.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def test_nodes_with_one_two_and_three_workers_add_up_call_each_other_and_return_
             "sum": total,
             "answer": answer,
             "much": "x" * 10_000_000 * (rank == 1),
+            "launched": dist.is_torchelastic_launched(),
         }
 
     def launch(node: str, role: str, workers: int) -> dict[int, Any]:
@@ -81,7 +82,8 @@ def test_nodes_with_one_two_and_three_workers_add_up_call_each_other_and_return_
     assert all(torch.equal(result["sum"], torch.full((100, 100), 15)) for result in results.values())
     assert results[0]["answer"] == 42
     assert len(results[1]["much"]) == 10_000_000
-    assert "was started with other" not in capfd.readouterr().err, "all run the same"
+    assert all(result["launched"] for result in results.values()), "as torch sees it"
+    assert "was started with other" not in "".join(capfd.readouterr()), "all run the same"
 
 
 def test_a_failure_after_the_other_node_has_finished_restarts_both_and_at_last_ends_both(
@@ -121,3 +123,17 @@ def test_an_agent_that_is_killed_as_it_joins_is_not_waited_for(job: Job, etcd: E
     newest = job.generations()[-1]
     assert newest.nodes == ["a"]
     assert job.history(what="end", generation=newest.number)
+
+
+def test_a_node_that_stood_by_to_the_end_ends_as_the_job_did(job: Job, etcd: EtcdCluster) -> None:
+    job.use_etcd(etcd)
+    until = job.folder / "until"
+    script = ("sh", "-c", f"until [ -e {until} ]; do sleep 0.05; done")
+    agents = [job.join(name, "--nnodes=1", "--no-python", script=script) for name in ("a", "b")]
+
+    def one_stands_by() -> bool:
+        return any("standing by" in agent.get("/readyz")[1] for agent in agents if agent.says("at http"))
+
+    job.wait_for(one_stands_by, "one to stand by")
+    until.touch()
+    assert [agent.exit_code() for agent in agents] == [0, 0]
