@@ -114,10 +114,12 @@ def test_an_agent_that_is_killed_is_replaced_and_both_finish(job: Job, etcd: Etc
 
 
 def test_an_agent_that_is_killed_as_it_joins_is_not_waited_for(job: Job, etcd: EtcdCluster) -> None:
+    """As a rule before there is a world: the first one waits for latecomers."""
     job.use_etcd(etcd)
-    options, script = ("--nnodes=1:2", "--max-restarts=0", FAST_LEASE), (RECORDER, "--steps=50")
-    kept, lost = (job.join(name, *options, script=script) for name in ("a", "b"))
-    job.wait_for_text(lost, "waiting")
+    options = ("--nnodes=1:3", "--max-restarts=0", FAST_LEASE, "--last-call=3s")
+    kept, lost = (job.join(name, *options, script=(RECORDER, "--steps=50")) for name in ("a", "b"))
+    record = f"/elastic-agent/{job.id}/nodes/b"
+    job.wait_for(lambda: '"kvs"' in etcd.ctl("get", "--keys-only", record), "b to join")
     lost.kill()
     assert kept.exit_code() == 0
     newest = job.generations()[-1]
