@@ -238,7 +238,9 @@ class HealthServer:
     def _page(self, target: bytes) -> _Page:
         page = self._pages.get(target.split(b"?", 1)[0])
         if page is None:
-            return _status_page(HTTPStatus.NOT_FOUND)
+            return _status_page(
+                HTTPStatus.NOT_FOUND, ": try " + ", ".join(path.decode() for path in self._pages)
+            )
         try:
             return page()
         except Exception:
@@ -275,8 +277,8 @@ class HealthServer:
         self._bind.close()
 
 
-def _status_page(status: HTTPStatus) -> _Page:
-    return status, _TEXT, f"{status.value} {status.phrase}\n".encode()
+def _status_page(status: HTTPStatus, advice: str = "") -> _Page:
+    return status, _TEXT, f"{status.value} {status.phrase}{advice}\n".encode()
 
 
 def _probe_page(probe: Probe) -> _Page:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -15,7 +17,6 @@ from .exits import CannotStart, ExitCode, code_of_leave
 
 T = TypeVar("T")
 
-TURN_S = 0.1
 ANNOUNCED_AFTER_S = 1.0
 
 log = logging.getLogger(__name__)
@@ -47,15 +48,15 @@ def unless_stopped(
     Thread(run, doing.replace(" ", "-"), lambda: done.set_exception(failed)).start()
     kept: list[Event] = []
     try:
-        turns = 0
+        announce_at = time.monotonic() + ANNOUNCED_AFTER_S if announced else math.inf
         while True:
             try:
-                return done.result(timeout=TURN_S)
+                return done.result(timeout=0.1)
             except FutureTimeout:
                 on_wait()
-                turns += 1
-                if announced and turns == round(ANNOUNCED_AFTER_S / TURN_S):
+                if time.monotonic() >= announce_at:
                     log.info("%s", announced)
+                    announce_at = math.inf
                 while not events.empty():
                     event = events.get()
                     if isinstance(event, ThreadFailed):

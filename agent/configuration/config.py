@@ -159,7 +159,7 @@ AFFINITY: Option[Affinity] = NODES.option(
 GPU_MEMORY_WAIT: Option[float] = NODES.option(
     "gpu-memory-wait",
     duration(0.0),
-    "a restart waits at most so long until killed workers' GPU memory is free again, 0 is off; needs nvidia-ml-py",
+    "a restart waits at most this long until killed workers' GPU memory is free again, 0 is off; needs nvidia-ml-py",
     default="30s",
 )
 PRELOAD: Option[Preload] = NODES.option(
@@ -168,8 +168,9 @@ PRELOAD: Option[Preload] = NODES.option(
         "names of modules with commas between, default or auto among them or alone, or none", read_preload
     ),
     "a process imports these modules in advance, and workers are forked from it within milliseconds. default: torch,"
-    " and what DistributedDataParallel imports when it is first used; auto: what a worker of the first generation"
-    " imports from site-packages, alone with default; none: each worker imports all by itself, as under torchrun",
+    " and what DistributedDataParallel imports when it is first used; auto: besides, what"
+    " workers of the first generation import from site-packages (alone it means default,auto);"
+    " none: each worker imports all by itself, as under torchrun",
     metavar="NAMES",
     default="default",
 )
@@ -200,7 +201,7 @@ NETWORK_INTERFACE: Option[str | None] = NETWORK.option(
 NETWORK_WAIT: Option[float] = NETWORK.option(
     "network-wait",
     duration(0.0),
-    "at the start, wait so long for an interface, a route or a host name that is not there yet; 0 does not wait",
+    "at the start, wait up to this long for an interface, a route or a host name that is still missing; 0 does not wait",
     default="30s",
     conf=("network_wait",),
 )

@@ -91,21 +91,21 @@ SLURM = MEETING.flag(
 JOIN_TIMEOUT: Option[float] = MEETING.option(
     "join-timeout",
     duration(1.0),
-    "give up when --min-nodes nodes have not met for so long",
+    "give up when --min-nodes nodes have not met within this time",
     default="600s",
     conf=("join_timeout",),
 )
 LAST_CALL: Option[float] = MEETING.option(
     "last-call",
     duration(0.0),
-    "first start only: once --min-nodes nodes are there, wait so long for more",
+    "first start only: once --min-nodes nodes are there, wait this long for more",
     default="1s",
     conf=("last_call_timeout",),
 )
 LEASE_TTL: Option[float] = MEETING.option(
     "lease-ttl",
     duration(1.0),
-    "a node whose lease was not renewed for so long is lost; the same on all nodes, else exit code 65",
+    "a node whose lease was not renewed for that long is lost; the same on all nodes, else exit code 65",
     default="5s",
     conf=("lease_ttl",),
 )

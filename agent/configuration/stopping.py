@@ -121,12 +121,12 @@ HANG_TIMEOUT: Option[float | None] = TIMEOUTS.option(
     "hang-timeout",
     duration(1.0),
     "workers here that have reported steps (elastic_agent.worker.step) and then report neither a step nor a checkpoint"
-    " for so long have failed; must be longer than the longest step, evaluation or save (default: off)",
+    " for that long have failed; must be longer than the longest step, evaluation or save (default: off)",
 )
 EXIT_TIMEOUT: Option[float] = TIMEOUTS.option(
     "exit-timeout",
     time_limit(1.0),
-    "when some ranks have ended with success, others that report neither a step nor a checkpoint for so long (or that"
+    "when some ranks have ended with success, others that report neither a step nor a checkpoint for that long (or that"
     " never reported a step, and hardly use the processor) hang at their end, and have failed; must be longer than"
     " what one rank does alone at the end, such as writing the final model; 0 or none: only say so",
     default="5m",
@@ -134,7 +134,7 @@ EXIT_TIMEOUT: Option[float] = TIMEOUTS.option(
 PROCESS_GROUP_TIMEOUT: Option[float | None] = TIMEOUTS.option(
     "process-group-timeout",
     duration(1.0),
-    "a collective that has not ended for so long ends its process; applied by"
+    "a collective that has not ended in that time ends its process; applied by"
     " elastic_agent.worker.init_process_group (default: twice --hang-timeout, without it torch's own)",
 )
 

@@ -147,7 +147,8 @@ def test_head_has_the_head_of_get_and_no_body(server: HealthServer, path: str) -
 
 @pytest.mark.parametrize("path", ["/", "/nothing", "/metrics/", "//metrics", "/../metrics", "/%6detrics"])
 def test_other_paths_are_not_found(server: HealthServer, path: str) -> None:
-    assert get(server, path)[0] == 404
+    status, _, body = get(server, path)
+    assert (status, body) == (404, b"404 Not Found: try /metrics, /healthz, /readyz, /node\n")
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "BREW"])

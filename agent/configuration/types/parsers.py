@@ -120,9 +120,10 @@ SIZE = Parser("a size in bytes or like 512MiB and 1.5GiB; 0 or off for none", _r
 
 
 def read_text(text: str) -> str:
-    # A NUL byte cannot be passed to the system in any path, name or argument.
-    if not text or "\0" in text:
+    if not text:
         raise ValueError
+    if "\0" in text:
+        raise ValueError("take the NUL byte out: no path, name or argument can have one")
     return text
 
 
@@ -375,7 +376,7 @@ def read_conf(text: str) -> tuple[tuple[str, str], ...]:
     return tuple((key.strip().replace("-", "_"), value.strip()) for key, _, value in pairs)
 
 
-TEXT = Parser("a text that is not empty and holds no NUL byte", read_text)
+TEXT = Parser("a text that is not empty", read_text)
 IDENTIFIER = Parser("1 to 64 characters of A-Z a-z 0-9 . _ -", _matching(r"[A-Za-z0-9._-]{1,64}"))
 INTERFACE = Parser(
     "the name of an interface, 1 to 15 printable ASCII characters but no /", _matching(r"[!-.0-~]{1,15}")
