@@ -201,7 +201,7 @@ NETWORK_INTERFACE: Option[str | None] = NETWORK.option(
 NETWORK_WAIT: Option[float] = NETWORK.option(
     "network-wait",
     duration(0.0),
-    "at the start, wait up to this long for an interface, a route or a host name that is still missing; 0 does not wait",
+    "at the start, wait up to this long for an interface, a route or a host name that is missing; 0 does not wait",
     default="30s",
     conf=("network_wait",),
 )

@@ -84,7 +84,7 @@ def _name(command: Command) -> str:
 
 def _digest(command: Command) -> str:
     """Empty for a script that cannot be read: workers will say so."""
-    if command.kind != "script":
+    if command.kind in ("module", "binary"):
         return hashlib.sha256(f"{command.kind} {_name(command)}".encode(errors="surrogateescape")).hexdigest()
     try:
         with open(command.target, "rb") as script:

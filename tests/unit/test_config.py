@@ -53,7 +53,7 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
     "devices-per-worker": ("2", "devices_per_worker", 2),
     "device-pinning": ("mask", "device_pinning", "mask"),
     "allow-other-script": ("true", "allow_other_script", True),
-    "run-path": ("true", "command.by_runpy", True),
+    "run-path": ("true", "command.kind", "run-path"),
     "virtual-local-rank": ("true", "device_pinning", "mask"),
     "affinity": ("exclusive", "affinity", "cores"),
     "gpu-memory-wait": ("1m", "gpu_memory_wait_s", 60.0),

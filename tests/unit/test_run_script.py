@@ -19,7 +19,7 @@ raise ValueError("not recorded by the script")
 
 
 def test_the_script_runs_in_a_module_of_ours_from_the_current_folder() -> None:
-    command = Command("script", "sub/train.py", ("--rank=${local_rank}",), by_runpy=True).started
+    command = Command("run-path", "sub/train.py", ("--rank=${local_rank}",)).started
     assert command_line(command, 3)[1:] == [
         "-u",
         "-m",

@@ -91,8 +91,8 @@ def step(step: int) -> None:
     """Tell the agent that optimizer step number `step` has just finished.
 
     Call it once per optimizer step, on every rank. It costs a microsecond, waits for no other process, and warns once
-    of a step that is no whole number, in place of raising. A planned change (a node joins or leaves) takes place between
-    two steps, here.
+    of a step that is no whole number, in place of raising. A planned change (a node joins or leaves) takes place here,
+    between two steps.
 
         for step in range(start, total_steps):
             train_one(batch)

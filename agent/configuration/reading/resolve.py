@@ -268,8 +268,8 @@ def _command(settings: Settings) -> Command | None:
     for target in TARGETS:
         text = settings[target].value
         if text is not None:
-            by_runpy = settings[RUN_PATH].value
-            return Command(COMMAND_KINDS[target.name], text, settings[ARGS].value, by_runpy)
+            kind = "run-path" if settings[RUN_PATH].value else COMMAND_KINDS[target.name]
+            return Command(kind, text, settings[ARGS].value)
     return None
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Generic, TypeVar, cast
 
-from ..config import DEVICE_PINNING, MAX_NODES, MIN_NODES, NNODES, SCRIPT, VIRTUAL_LOCAL_RANK, Problem
+from ..config import ARGS, DEVICE_PINNING, MAX_NODES, MIN_NODES, NNODES, SCRIPT, VIRTUAL_LOCAL_RANK, Problem
 from ..logs import LOG_LEVEL, QUIET
 from ..options import OPTIONS, RDZV_CONF
 from ..rendezvous import ETCD_PASSWORD
@@ -81,7 +81,7 @@ class Settings:
             advice = str(error) or correction(option)
             self.problems.append(Problem(origin, option.parser.shown(text), option.parser.expects, advice))
             return
-        if option is not SCRIPT and any("\ud800" <= character <= "\udfff" for character in text):
+        if option not in (SCRIPT, ARGS) and any("\ud800" <= character <= "\udfff" for character in text):
             self.broken.add(option.name)
             self.problems.append(Problem(origin, ascii(text), "a text in UTF-8", correction(option)))
             return

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Affinity = Literal["none", "numa", "cores"]
-CommandKind = Literal["script", "module", "binary"]
+CommandKind = Literal["script", "run-path", "module", "binary"]
+"""run-path: a script that `run_script` runs."""
 DevicePinning = Literal["index", "mask", "none"]
 NetworkProfile = Literal["auto", "ethernet", "infiniband", "roce", "efa", "debug"]
 Shell = Literal["bash"]
@@ -130,10 +131,8 @@ class Command:
     kind: CommandKind
     target: str
     args: tuple[str, ...] = ()
-    by_runpy: bool = False
-    """The target is a script that `run_script` runs."""
 
     @property
     def started(self) -> Command:
         """What Python is started with, if it is Python."""
-        return Command("module", RUN_SCRIPT, (self.target, *self.args)) if self.by_runpy else self
+        return Command("module", RUN_SCRIPT, (self.target, *self.args)) if self.kind == "run-path" else self

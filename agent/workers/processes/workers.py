@@ -20,12 +20,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from ....rendezvous.text import counted
 from ...common.events import Event, WorkerExited
 from ...common.io_thread import IoThread
-from ...configuration.types.values import Command
+from ...configuration.types.values import Command, CommandKind
 from ...output.worker_logs import OutputRoute, WorkerLogs
 from .guard import IGNORED, Guard
 from .proc import (
@@ -68,7 +68,7 @@ class Process(Protocol):
 class WarmStart:
     """What a spare is to run; `cpus` and `cgroup` are for the shim, `cold` starts the same worker without a spare."""
 
-    target_kind: Literal["script", "module", "binary"]
+    target_kind: CommandKind
     target: str
     args: tuple[str, ...]
     environment: dict[str, str]
