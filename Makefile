@@ -67,11 +67,14 @@ docs:  ## the documentation as a site, in build/site; fails for a link that lead
 
 # In a virtual environment of its own, too: users need none of these libraries.
 FRAMEWORKS := build/frameworks-venv
-frameworks:  ## transformers, Lightning, Accelerate and TorchX, unmodified: workers killed, nodes join and leave
+frameworks:  ## transformers, Lightning, Accelerate, TorchX and Ultralytics, unmodified: workers killed, nodes join and leave
 	@.ci/system-packages python
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[frameworks]' \
-	    pytest pytest-timeout
+	    pytest pytest-timeout matplotlib opencv-python-headless polars psutil requests
+	# By itself it would bring torchvision, whose wheels need a torch that is built for GPUs.
+	$(FRAMEWORKS)/bin/pip install --quiet --disable-pip-version-check -c constraints-dev.txt --no-deps \
+	    ultralytics ultralytics-thop
 	$(FRAMEWORKS)/bin/python -m pytest -s --timeout 400 tests/frameworks
 
 soak: $(READY)  ## KILLS=200 kills of random workers, agents and nodes, with planned leaves between them, drawn from SEED=1; JOBS=64 jobs at once; and a minute without etcd

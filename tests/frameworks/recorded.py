@@ -14,28 +14,29 @@ import time
 from elastic_agent.worker.steps import progress
 
 
+def record(what: str, **more: object) -> None:
+    common = {
+        "what": what,
+        "at": time.monotonic(),
+        "generation": int(os.environ["ELASTIC_AGENT_GENERATION"]),
+        "rank": int(os.environ["RANK"]),
+        "world": int(os.environ["WORLD_SIZE"]),
+        "node": os.environ["ELASTIC_AGENT_NODE"],
+        "pid": os.getpid(),
+    }
+    history = os.open(os.environ["SYSTEM_TEST_HISTORY"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.write(history, json.dumps({**common, **more}).encode() + b"\n")
+    os.close(history)
+
+
+def stepped(number: int) -> None:
+    record("step", step=number)
+    if os.path.exists(os.environ["TEST_SLOW"]):
+        time.sleep(0.1)
+
+
 def main() -> None:
     sys.argv = sys.argv[1:]
-    generation, rank, world = (int(os.environ[k]) for k in ("ELASTIC_AGENT_GENERATION", "RANK", "WORLD_SIZE"))
-    history = os.open(os.environ["SYSTEM_TEST_HISTORY"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-
-    def record(what: str, **more: object) -> None:
-        common = {
-            "what": what,
-            "at": time.monotonic(),
-            "generation": generation,
-            "rank": rank,
-            "world": world,
-            "node": os.environ["ELASTIC_AGENT_NODE"],
-            "pid": os.getpid(),
-        }
-        os.write(history, json.dumps({**common, **more}).encode() + b"\n")
-
-    def stepped(number: int) -> None:
-        record("step", step=number)
-        if os.path.exists(os.environ["TEST_SLOW"]):
-            time.sleep(0.1)
-
     os.chdir(os.environ["TEST_FOLDER"])
     record("start", env=dict(os.environ), argv=sys.argv)
     # After the copy in memory: what is written down here is what a kill may not cost.

@@ -17,11 +17,11 @@ TRAINED_S = 120.0
 
 
 class Scene:
-    """A job of one example. Its files are in a folder of their own."""
+    """A job of one script, with its arguments; examples need no path. Its files are in a folder of their own."""
 
-    def __init__(self, job: Job, example: str, name: str = "files") -> None:
+    def __init__(self, job: Job, *script: str | Path, name: str = "files") -> None:
         self.job = job
-        self.script = (RECORDED, EXAMPLES / example)
+        self.script = (RECORDED, *(EXAMPLES / word for word in script))
         self.folder = job.folder / name
         self.folder.mkdir()
         self.slow = job.folder / f"slow-{name}"
