@@ -52,14 +52,13 @@ def _write(path: str, text: str) -> None:
 
 
 def error_report(code: int, reason: str, failure: WorkerFailure | None, at_s: float) -> dict[str, Any]:
-    """`code` and `reason` are the agent's."""
-    timestamp = str(int(at_s))
+    """`code` and `reason` are the agent's. The time is that of the failure, where the worker has written it."""
     if failure is None:
-        extra = {"py_callstack": "", "timestamp": timestamp}
+        extra = {"py_callstack": "", "timestamp": str(int(at_s))}
         return {"message": {"message": reason, "extraInfo": extra, "errorCode": code}}
     extra = {
         "py_callstack": failure.traceback or "\n".join(failure.log_tail),
-        "timestamp": timestamp,
+        "timestamp": str(int(at_s) if failure.raised_at is None else failure.raised_at),
         "rank": str(failure.rank),
         "node": failure.node,
     }

@@ -111,9 +111,15 @@ def error_json(message: object) -> Callable[[Path], object]:
             error_json(
                 {"message": "ValueError: x", "extraInfo": {"py_callstack": "Trace\n", "timestamp": "17"}}
             ),
-            ErrorReport("ValueError: x", "Trace"),
+            ErrorReport("ValueError: x", "Trace", raised_at=17),
         ),
         (error_json("it broke"), ErrorReport("it broke")),
+        (write(b'{"message": "it broke", "timestamp": 10}'), ErrorReport("it broke", raised_at=10)),
+        (write(b'{"message": "it broke", "timestamp": "10"}'), ErrorReport("it broke", raised_at=10)),
+        *(
+            (error_json({"message": "E", "extraInfo": {"timestamp": clock}}), ErrorReport("E"))
+            for clock in ("", "soon", "-1", 1.5, 10**13, "\u0663", None, [1])
+        ),
         (error_json({"message": "E: x"}), ErrorReport("E: x")),
         (error_json({"message": "E: x", "extraInfo": [1]}), ErrorReport("E: x")),
         (error_json({"message": "E: x", "extraInfo": {"py_callstack": 5}}), ErrorReport("E: x")),
@@ -403,6 +409,7 @@ def test_the_json_form_stays_small_and_keeps_the_ends_of_traceback_and_log(lette
         traceback=letter * 16000 + "the error",
         log_tail=(letter * 2000,) * 39 + ("the last line",),
         log_file=letter * 4096,
+        raised_at=2**63 - 1,
     )
     text = huge.to_json()
     assert len(text.encode()) <= MAX_JSON
@@ -462,6 +469,8 @@ def changed(**changes: Any) -> str:
         changed(exception=1),
         changed(log_tail=None),
         changed(log_file={}),
+        changed(raised_at=-1),
+        changed(raised_at="1"),
     ],
 )
 def test_what_is_not_our_json_is_refused(text: str) -> None:

@@ -101,6 +101,9 @@ _VARYING = re.compile(
 )
 
 
+_SECONDS = re.compile("[0-9]{1,12}")
+
+
 class FailureInvalid(ValueError):
     """A text is not the JSON form of a `WorkerFailure`: another program or version wrote it. Do not show it."""
 
@@ -118,6 +121,8 @@ class ErrorReport:
     exception: str | None = None
     traceback: str | None = None
     note: str | None = None
+    raised_at: int | None = None
+    """Seconds since the epoch, as the worker wrote it."""
 
 
 def _clean(text: str) -> str:
@@ -147,6 +152,8 @@ class WorkerFailure:
     traceback: Annotated[str, _LINES["traceback"]] | None = None
     log_tail: tuple[Annotated[str, Text(_LOG_TAIL, clean=_clean)], ...] = ()
     log_file: Annotated[str, _LINE["log_file"]] | None = None
+    raised_at: Count | None = None
+    """Seconds since the epoch, by the worker's clock, if its error file says so."""
 
     def to_json(self) -> str:
         """A small form: the ends of the traceback and of the log, at most `MAX_JSON` bytes of ASCII."""
@@ -218,6 +225,7 @@ def describe_failure(
         report.traceback,
         log_tail,
         _name_of(log_file),
+        report.raised_at,
     )
 
 
@@ -292,7 +300,7 @@ def read_error_file(path: Path) -> ErrorReport | None:
     try:
         report = json.loads(_read_regular_file(path))
         message = report["message"]
-        details = {} if isinstance(message, str) else message.get("extraInfo")
+        details = report if isinstance(message, str) else message.get("extraInfo")
         text = message if isinstance(message, str) else message["message"]
         if not isinstance(text, str) or not text:
             raise TypeError
@@ -304,12 +312,20 @@ def read_error_file(path: Path) -> ErrorReport | None:
         return ErrorReport(note=_clean(f"its error file {path} is not usable: {error}"))
     except (TypeError, KeyError, AttributeError):
         return ErrorReport(note=_clean(f"its error file {path} is not usable: it has no message"))
-    traceback = details.get("py_callstack") if isinstance(details, dict) else None
+    details = details if isinstance(details, dict) else {}
+    traceback = details.get("py_callstack")
     if isinstance(traceback, str):
         traceback = _cut(_clean_lines(traceback).strip("\n"), _TRACEBACK_MAX, keep_end=True)
     else:
         traceback = None
-    return ErrorReport(exception=_cut(_clean_lines(text), _EXCEPTION_MAX), traceback=traceback)
+    exception = _cut(_clean_lines(text), _EXCEPTION_MAX)
+    return ErrorReport(exception, traceback, raised_at=_instant(details.get("timestamp")))
+
+
+def _instant(timestamp: object) -> int | None:
+    """torch writes whole seconds as a text, older forms a number."""
+    text = str(timestamp)
+    return int(text) if _SECONDS.fullmatch(text) else None
 
 
 def find_traceback(lines: Sequence[str]) -> ErrorReport | None:
