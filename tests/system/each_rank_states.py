@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,6 +45,9 @@ def save_own(
             else:
                 assert checkpoints.save(step)
         assert checkpoints.wait()
+        for thread in threading.enumerate():
+            if thread.name == "memory-sums":
+                thread.join()
     except CheckpointError as error:
         return {"raised": type(error).__name__, "text": str(error)}
     return {"raised": "", "remembered": text.get("remembered")}
@@ -79,7 +83,33 @@ def load_own(
             "as": [part.get("as") for part in parts.values()],
         }
     mine = parts[each[0]] if each else {}
-    return {"raised": "", "step": step, "of": mine.get("of"), "length": len(mine.get("error", ()))}
+    error = mine.get("error", torch.empty(0))
+    return {
+        "raised": "",
+        "step": step,
+        "of": mine.get("of"),
+        "length": len(error),
+        "values": error.unique().tolist(),
+    }
+
+
+def go_on(rank: int, directory: str, memory: str = "", remembers: bool = False) -> dict[str, Any]:
+    """Load in a world of any size, and save the next step: each rank owns what it has added in each world.
+
+    An old rank's goes to the new rank of the same number, modulo the size of the world.
+    """
+    use_memory(memory, rank)
+
+    def deal(states: Mapping[int, Any], new_rank: int, world_size: int) -> dict[str, Any]:
+        owned = [state["owns"] for old, state in states.items() if old % world_size == new_rank]
+        return {"owns": [one for part in owned for one in part]}
+
+    own: dict[str, Any] = {"owns": []}
+    checkpoints = Checkpointer(directory, {"text": {}, "own": own}, of_each_rank={"own": deal})
+    step = checkpoints.load()
+    own["owns"] = [*own["owns"], [step + 1, rank]]
+    assert checkpoints.remember(step + 1) if remembers else checkpoints.save(step + 1) and checkpoints.wait()
+    return {"step": step, "owns": own["owns"]}
 
 
 def use_memory(memory: str, rank: int) -> None:
