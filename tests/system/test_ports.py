@@ -49,9 +49,13 @@ def test_a_port_that_is_taken_is_retried_twice_without_budget_and_its_owner_name
     assert agent.exit_code() == 0
 
 
-def test_ranks_that_each_find_a_port_are_warned(job: Job, tmp_path: Path) -> None:
-    agent = job.start("a", "--nproc-per-node=2", TORCH_PRELOADED, script=(script(tmp_path, OWN_PORTS),))
-    for rank in (0, 1):
+def test_ranks_that_each_find_a_port_are_warned_on_each_node(job: Job, tmp_path: Path) -> None:
+    words = script(tmp_path, OWN_PORTS)
+    agents = [
+        job.join(node, "--nnodes=2", f"--node-rank={rank}", TORCH_PRELOADED, script=(words,))
+        for rank, node in enumerate("ab")
+    ]
+    for rank, agent in enumerate(agents):
         job.wait_for_text(
             agent, rf"rank {rank} of this script meets at port \d+; the agent has given it MASTER_PORT="
         )
