@@ -300,10 +300,9 @@ def _refusal(status: Status) -> Exception:
     if why in (Refusal.JOIN_TIMEOUT, Refusal.STORE_AWAY):
         return RendezvousTimeoutError(text)
     if why is Result.SUCCEEDED:
-        # https://github.com/pytorch/pytorch/issues/194710
         log.warning(
-            "the job has ended: %s; this node was not in its last world, and leaves. torchrun of torch 2.13 and older "
-            "then ends with an AttributeError and exit code 1",
+            "the job has ended: %s; this node was not in its last world, and leaves. torchrun (2.13) makes an "
+            "AttributeError and exit code 1 of that: https://github.com/pytorch/pytorch/issues/194710",
             text,
         )
         return RendezvousGracefulExitError(f"the job has ended: {text}")
