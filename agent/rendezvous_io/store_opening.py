@@ -203,7 +203,9 @@ def _invite(config: Config, hosted_at: Endpoint) -> None:
     if config.nodes.max == 1 or config.rendezvous.endpoints:
         return
     command, rendezvous, nodes = config.command, config.rendezvous, config.nodes
-    how = {"script": [], "run-path": ["--run-path"], "module": ["-m"], "binary": ["--no-python"]}[command.kind]
+    how = {"script": [], "run-path": ["--run-path"], "module": ["-m"], "binary": ["--no-python"]}[
+        command.kind
+    ]
     words = [
         "elastic-agent",
         f"--min-nodes={nodes.min}",
