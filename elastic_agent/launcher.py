@@ -168,8 +168,8 @@ def _warn_of_others(config: Any) -> None:
             )
 
 
-def _identifier(text: str) -> str | None:
-    return re.sub(r"[^A-Za-z0-9._-]", "_", text)[:64] or None
+def _role(text: str) -> str | None:
+    return re.sub(r"[^ !#-\[\]-~]", "_", text)[:64] or None
 
 
 def _numa_binding(options: Any) -> str | None:
@@ -183,8 +183,8 @@ _RDZV_TIMEOUT_S = 900
 _OPTIONS: Mapping[str, tuple[str, Callable[[Any], str | None]]] = {
     "max_restarts": ("max-restarts", str),
     "local_addr": ("local-addr", str),
-    "role": ("role", _identifier),
-    "log_line_prefix_template": ("log-line-prefix-template", lambda text: re.sub(r"[\n\r\0]", " ", text)),
+    "role": ("role", _role),
+    "log_line_prefix_template": ("log-line-prefix-template", lambda text: text.replace("\0", " ")),
     "signals_to_handle": ("signals-to-handle", str),
     "duplicate_stdout_filters": ("duplicate-stdout-filters", lambda texts: str(Texts(tuple(texts)))),
     "duplicate_stderr_filters": ("duplicate-stderr-filters", lambda texts: str(Texts(tuple(texts)))),

@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar
 from ..codec import AtMost, Count, Document, Invalid, Positive, Row, Text, Within, shown
 from .errors import RecordInvalid
 from .terms import Limits, Program
-from .text import NAME, Age, Name, clean, line
+from .text import NAME, ROLE, Age, Name, Role, clean, line
 
 SCHEMA = 9
 """Version of all records. A reader refuses any other: half an understanding is worse than none."""
@@ -185,7 +185,7 @@ class NodeRecord(_Record):
     seen: Annotated[int, Within(0, MAX_SEEN)] = 0
     """The highest generation that earlier incarnations have known, perhaps in a store that is no more. The next one is
     higher."""
-    role: Name = DEFAULT_ROLE
+    role: Role = DEFAULT_ROLE
     """What its workers are called; those of one role are also counted by themselves."""
 
     def has(self, condition: Condition, generation: int) -> bool:
@@ -483,7 +483,7 @@ def _read_members(raw: Any) -> tuple[Member, ...]:
     for row in raw:
         types, http = [*map(type, row)] if type(row) is list else [], None
         fits = types in (_ROW, _ROW_WITH_HTTP) and is_name(row[0]) and is_name(row[1]) and 1 <= row[2] <= 4096
-        fits = fits and (not row[3] or is_name(row[3]))
+        fits = fits and (not row[3] or ROLE.fullmatch(row[3]))
         if fits and types == _ROW_WITH_HTTP:
             http = Endpoint(clean(row[4]), row[5])
             fits = len(row[4]) <= 256 and 0 <= http.port <= 65535

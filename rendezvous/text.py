@@ -11,6 +11,9 @@ from ..codec import Text, Within
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 """Of a node, a job or an incarnation."""
 Name = Annotated[str, Text(128, NAME)]
+ROLE = re.compile(r"[ !#-\[\]-~]{1,128}")
+"""Printable ASCII that takes as many bytes in JSON."""
+Role = Annotated[str, Text(128, ROLE)]
 Age = Annotated[float, Within(0, 2**63 - 1)]
 """Seconds."""
 

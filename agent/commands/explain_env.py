@@ -128,9 +128,11 @@ def _chosen(config: Config, machine: Machine, local_rank: int) -> tuple[Variable
     job, start = config.rendezvous.job_id, Cause(CauseKind.START)
     some_port = Endpoint("", 1)  # a worker without one has not all variables that are to be explained
     world = World(job, 1, Phase.RUNNING, members, some_port, start, run="<run>")
-    records = None
-    if config.logs.directory is not None and machine.software.has_nccl:
-        folder = run_folder(config.logs.directory.absolute(), config.rendezvous.job_id, "<run>")
+    records = logs = None
+    with contextlib.suppress(OSError):  # there is no temporary directory
+        logs = config.logs.place()
+    if logs is not None and machine.software.has_nccl:
+        folder = run_folder(logs.absolute(), config.rendezvous.job_id, "<run>")
         records = folder / f"gen{GENERATION}" / "flight_records"
     memory = describe_folder(config.memory_checkpoints)
     place = WorkerPlace(

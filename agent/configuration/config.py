@@ -24,6 +24,7 @@ from .types.parsers import (
     LISTEN_ADDRESS,
     MOST_NODES,
     MOST_WORKERS,
+    ROLE_NAME,
     TEXT,
     Parser,
     duration,
@@ -135,7 +136,7 @@ DEVICE_PINNING: Option[DevicePinning] = NODES.option(
 )
 ROLE: Option[str] = NODES.option(
     "role",
-    IDENTIFIER,
+    ROLE_NAME,
     "ROLE_NAME of this node's workers: ROLE_RANK and ROLE_WORLD_SIZE count those of all nodes with the same one",
     metavar="NAME",
     default="default",

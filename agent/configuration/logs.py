@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..common.own_folder import own_path
 from .types.option import Group, Option
 from .types.parsers import (
     PATH,
@@ -18,10 +21,11 @@ from .types.parsers import (
 from .types.values import LocalRanks, LogLevel, Streams, Texts
 
 LOGS = Group("Logs")
+NO_FILES = Path(os.devnull)
 LOG_DIR: Option[Path | None] = LOGS.option(
     "log-dir",
     PATH,
-    "also write each worker's output into files below DIR (default: console only)",
+    "also write workers' output into files below DIR; /dev/null: no files (default: console only)",
     metavar="DIR",
     torchrun="log-dir",
 )
@@ -73,7 +77,7 @@ STDERR_FILTERS: Option[Texts] = LOGS.option(
 )
 PREFIX_TEMPLATE: Option[str] = LOGS.option(
     "log-line-prefix-template",
-    Parser("one line of text", read_template),
+    Parser("a text", read_template),
     "how each line on the console begins, with ${role_name}, ${rank}, ${local_rank}, ${hostname}, ${node} (its name,"
     " see --node-id) and ${generation}",
     metavar="TEXT",
@@ -100,7 +104,8 @@ class LogConfig:
     """What `supervision.output_routes` decides by, and the level of the agent's own log."""
 
     directory: Path | None = LOG_DIR.field()
-    """None: there are no files, unless others of these want some."""
+    """Below it are the files of workers; None: in the temporary directory, if `wants_files`, else there are none;
+    NO_FILES: there are none."""
     redirects: Streams | None = REDIRECTS.field()
     tee: Streams | None = TEE.field()
     """Both None: all streams go to the console and, with a directory, to files."""
@@ -110,6 +115,30 @@ class LogConfig:
     stderr_filters: Texts = STDERR_FILTERS.field()
     prefix_template: str = PREFIX_TEMPLATE.field()
     level: LogLevel = LOG_LEVEL.field()
+
+    def without_worker(self, workers: int) -> Iterator[str]:
+        """Warnings of local ranks that a node with so many workers does not have."""
+        named = {
+            LOCAL_RANKS_FILTER.name: self.local_ranks.ranks if self.local_ranks is not None else (),
+            REDIRECTS.name: [rank for rank, _ in self.redirects.by_local_rank]
+            if self.redirects is not None
+            else (),
+            TEE.name: [rank for rank, _ in self.tee.by_local_rank] if self.tee is not None else (),
+        }
+        for option, ranks in named.items():
+            absent = ", ".join(str(rank) for rank in ranks if rank >= workers)
+            if absent:
+                here = "only local rank 0" if workers == 1 else f"the local ranks 0 to {workers - 1}"
+                yield f"--{option}: this node has no local rank {absent}, but {here}"
+
+    def place(self) -> Path | None:
+        """Where files of workers are to be, if there are any: without a directory a folder of this user's alone, the
+        same each time, so that old runs are deleted there, too. Raises OSError where that cannot be."""
+        if self.directory == NO_FILES:
+            return None
+        if self.directory is None and self.wants_files:
+            return own_path("elastic_agent_logs_")
+        return self.directory
 
     @property
     def wants_files(self) -> bool:

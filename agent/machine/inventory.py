@@ -11,7 +11,7 @@ Invariant: nothing is started, opened or changed here; two calls on the same mac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ..common.variables import Variable, settle
@@ -69,7 +69,9 @@ def prepare(
         if config is not None:
             _ask(lambda: inspect_machine(config, environ), problems)
         raise ConfigError(problems) from None
-    return resolved, inspect_machine(resolved.config, environ)
+    machine = inspect_machine(resolved.config, environ)
+    warnings = (*resolved.warnings, *resolved.config.logs.without_worker(machine.workers))
+    return replace(resolved, warnings=warnings), machine
 
 
 def inspect_machine(config: Config, environ: Mapping[str, str]) -> Machine:

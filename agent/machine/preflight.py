@@ -21,6 +21,7 @@ from pathlib import Path
 from ...rendezvous.records import Endpoint
 from ..checkpoints.folder import SHARED_MEMORY
 from ..configuration.config import Config, ConfigError, Problem
+from ..configuration.logs import NO_FILES
 from ..configuration.types.values import Command
 from ..workers.processes.run_files import MAX_PARENT_BYTES, run_directory_parent
 from ..workers.processes.workers import job_python
@@ -45,7 +46,7 @@ def check_resources(config: Config, environ: Mapping[str, str]) -> None:
 
 
 def _log_dir(directory: Path | None) -> Iterator[Problem]:
-    if directory is None:
+    if directory in (None, NO_FILES):
         return
     there = directory.absolute()
     while not os.path.lexists(there):

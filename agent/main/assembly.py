@@ -19,6 +19,7 @@ from ...worker.memory.available_memory import read_memory
 from ...worker.wire.environment import WorkerEnv
 from ..common.events import Event
 from ..common.io_thread import IoThread
+from ..common.own_folder import make_own
 from ..configuration.config import Config
 from ..configuration.logs import LogConfig
 from ..configuration.timeouts import drain_timeout_s
@@ -26,7 +27,6 @@ from ..machine.inventory import Machine
 from ..machine.network.discovery import Network
 from ..observability.status.pages import StatusPages
 from ..output.console import Console
-from ..output.log_folders import temporary_directory
 from ..workers.links.reports import ReportReceiver
 from ..workers.preloader.spares import Interpreter, Spares
 from ..workers.processes.workers import first_on_path, job_python
@@ -60,14 +60,15 @@ class Agent:
 
 def choose_log_directory(logs: LogConfig) -> LogConfig:
     """Takes one of this user's, where files are wanted and no directory is given."""
-    if logs.directory is not None or not logs.wants_files:
-        return logs
     try:
-        directory = temporary_directory()
+        directory = logs.place()
+        if directory is not None and directory != logs.directory:
+            make_own(directory, readable=True)
     except OSError as error:
         log.warning("all that workers print goes to the console, and none to files: %s; set --log-dir", error)
         return logs
-    log.info("what workers print is in %s; --log-dir chooses another place", directory)
+    if directory not in (None, logs.directory):
+        log.info("what workers print is in %s; --log-dir chooses another place", directory)
     return replace(logs, directory=directory)
 
 

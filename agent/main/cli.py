@@ -21,6 +21,7 @@ from ... import __version__
 from ..common.exits import ExitCode
 from ..configuration.config import CHECK_CONFIG, HELP, HELP_ALL, PRINT_COMPLETION, VERSION, ConfigError
 from ..configuration.help import bash_completion, full_help, short_help
+from ..configuration.logs import LogConfig
 from ..configuration.options import COMMANDS
 from ..configuration.reading.resolve import Resolved
 from ..configuration.reading.settings import comment
@@ -68,8 +69,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _in_force(resolved: Resolved, machine: Machine) -> list[str]:
     """The settings and, as comments, what follows from them on this machine: a file that means the same."""
-    facts = [comment(fact) for fact in machine.facts]
+    facts = [comment(fact) for fact in (*machine.facts, _files_of_workers(resolved.config.logs))]
     return [*resolved.settings.lines(), "", comment("What follows from this on this machine:"), *facts]
+
+
+def _files_of_workers(logs: LogConfig) -> str:
+    try:
+        directory = logs.place()
+    except OSError as error:
+        return f"files of workers' output: none: {error}"
+    return f"files of workers' output: {directory.absolute() if directory is not None else 'none'}"
 
 
 def _fresh_id() -> str:

@@ -17,8 +17,6 @@ import re
 import shutil
 from pathlib import Path
 
-from ..common.own_folder import own_folder
-
 log = logging.getLogger(__name__)
 
 KEPT_RUNS = 10
@@ -27,12 +25,6 @@ KEPT_GENERATIONS = 10
 
 MARK = ".elastic-agent"
 _GENERATION = re.compile(r"gen([0-9]{1,18})")
-
-
-def temporary_directory() -> Path:
-    """For runs without a --log-dir that are to have files: one of this user's alone, the same each time, so that old
-    runs are deleted there, too. Raises OSError."""
-    return own_folder("elastic_agent_logs_", readable=True)
 
 
 def run_folder(directory: Path, job: str, run: str) -> Path:

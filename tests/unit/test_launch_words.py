@@ -82,11 +82,12 @@ def test_a_launch_config_of_ours_or_of_torch(config: object, ours: str) -> None:
 @pytest.mark.parametrize(
     ("given", "ours", "warned"),
     [
-        ({"role": "my trainer"}, ["--role=my_trainer"], ["role"]),
+        ({"role": "my trainer"}, ["--role=my trainer"], []),
+        ({"role": "m\u00fc"}, ["--role=m_"], ["role"]),
         (
             {"log_line_prefix_template": "a\nb"},
-            ["--role=default_role", "--log-line-prefix-template=a b"],
-            ["log_line_prefix_template"],
+            ["--role=default_role", "--log-line-prefix-template=a\nb"],
+            [],
         ),
         (
             {"signals_to_handle": "SIGXCPU", "virtual_local_rank": True, "shutdown_timeout": 7},

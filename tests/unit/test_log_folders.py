@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from elastic_agent.agent.common.own_folder import make_own
 from elastic_agent.agent.configuration.logs import LogConfig
-from elastic_agent.agent.configuration.types.values import Streams
+from elastic_agent.agent.configuration.types.values import Streams, Texts
 from elastic_agent.agent.main.assembly import choose_log_directory
 from elastic_agent.agent.output.log_folders import (
     KEPT_GENERATIONS,
@@ -17,8 +18,8 @@ from elastic_agent.agent.output.log_folders import (
     MARK,
     RunFolder,
     run_folder,
-    temporary_directory,
 )
+from elastic_agent.agent.workers.supervision.output_routes import routes
 
 
 def a_run(directory: Path, number: int) -> RunFolder:
@@ -91,17 +92,42 @@ def test_a_run_without_a_directory_has_one_of_this_users_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    path = temporary_directory()
-    assert path == temporary_directory() == tmp_path / f"elastic_agent_logs_{os.geteuid()}"
+    logs = LogConfig(redirects=Streams(3))
+    path = logs.place()
+    assert path is not None
+    assert path == tmp_path / f"elastic_agent_logs_{os.geteuid()}"
+    assert not path.exists(), "nothing is made for --check-config and explain-env"
+    assert choose_log_directory(logs).directory == choose_log_directory(logs).directory == path
     assert path.stat().st_mode & 0o777 == 0o700
     path.chmod(0o770)
     with pytest.raises(PermissionError, match="not a folder of this user's alone"):
-        temporary_directory()
+        make_own(path, readable=True)
     path.rmdir()
     (tmp_path / "elsewhere").mkdir(0o700)
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match=path.name):
-        temporary_directory()
+        make_own(path, readable=True)
+    assert choose_log_directory(logs).directory is None
+
+
+def test_no_temporary_directory_is_no_reason_to_write_into_the_current_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OSError, match="name one in TMPDIR"):
+        LogConfig(tee=Streams(1)).place()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert LogConfig(tee=Streams(1)).place() is not None
+
+
+def test_dev_null_as_the_log_directory_means_no_files() -> None:
+    """As under torchrun, whose --redirects have no effect then."""
+    logs = LogConfig(Path("/dev/null"), redirects=Streams(3), stdout_filters=Texts(("loss",)))
+    chosen = choose_log_directory(logs)
+    assert chosen.directory is None
+    for route in routes(chosen, 0, {}):
+        assert (route.file, route.console, route.copied) == (False, True, ())
 
 
 def test_where_no_file_can_be_everything_is_shown(

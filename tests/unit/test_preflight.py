@@ -35,6 +35,7 @@ def test_a_log_directory_must_be_one_or_become_one(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert problems_of(logs=LogConfig(tmp_path)) == []
     assert problems_of(logs=LogConfig(tmp_path / "not" / "yet")) == []
+    assert problems_of(logs=LogConfig(Path("/dev/null"))) == []
     for wrong in (tmp_path / "file", tmp_path / "file" / "below"):
         [problem] = problems_of(logs=LogConfig(wrong))
         assert (problem.origin, problem.here) == ("--log-dir", True)

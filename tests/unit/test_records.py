@@ -216,7 +216,7 @@ nodes = st.builds(
     step=numbers,
     progress=st.none() | progress,
     seen=st.integers(0, MAX_SEEN),
-    role=st.just("default") | names,
+    role=st.sampled_from(["default", "my trainer", "a/b"]) | names,
 )
 
 
@@ -370,7 +370,7 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("progress", "loaded"): number()[1:],
         ("progress", "reached"): number()[1:],
         ("seen",): number(high=MAX_SEEN),
-        ("role",): NAME,
+        ("role",): [None, 1, True, [], {}, "", "a\n", 'a"b', "a\\b", "\u00fc", "x" * 129],
     },
     "world": {
         ("job",): NAME,
@@ -380,7 +380,7 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("members", 1, 0): NAME,
         ("members", 1, 1): NAME,
         ("members", 1, 2): number(1, 4096),
-        ("members", 1, 3): [wrong for wrong in NAME if wrong != ""],
+        ("members", 1, 3): [None, 1, True, [], {}, "a\n", 'a"b', "\u00fc", "x" * 129],
         ("members", 1, 4): text(256),
         ("members", 1, 5): number(0, 65535),
         ("master",): [None, *OBJECT],

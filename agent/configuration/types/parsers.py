@@ -349,7 +349,9 @@ def read_notice(text: str) -> NoticeSource:
 
 
 def read_template(text: str) -> str:
-    return _matched(r"[^\n\r\0]*", text)[0]
+    if "\0" in text:
+        raise ValueError
+    return text
 
 
 def read_port_range(text: str) -> PortRange:
@@ -378,6 +380,7 @@ def read_conf(text: str) -> tuple[tuple[str, str], ...]:
 
 TEXT = Parser("a text that is not empty", read_text)
 IDENTIFIER = Parser("1 to 64 characters of A-Z a-z 0-9 . _ -", _matching(r"[A-Za-z0-9._-]{1,64}"))
+ROLE_NAME = Parser('1 to 64 printable ASCII characters but no " and \\', _matching(r"[ !#-\[\]-~]{1,64}"))
 INTERFACE = Parser(
     "the name of an interface, 1 to 15 printable ASCII characters but no /", _matching(r"[!-.0-~]{1,15}")
 )
