@@ -129,7 +129,8 @@ class C10dStore(Store):
             error = refused or last  # the last try may have had no time for an answer
             raise StoreUnavailable(
                 f"no c10d store on {address}:{port} after {timeout_s:g} s: {error}. Check that the agent which "
-                "hosts it runs, that --rdzv-endpoint names its address, and that no firewall closes the port"
+                "hosts it runs, that --rdzv-endpoint or --master-addr names its address, and that no firewall closes "
+                "the port"
             ) from error
         except StoreError:
             store.close()

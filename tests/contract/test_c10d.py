@@ -382,10 +382,11 @@ def test_nobody_listening_is_said_with_address_and_time() -> None:
         bound.bind((ADDRESS, 0))
         port = bound.getsockname()[1]
         with pytest.raises(
-            StoreUnavailable, match=rf"{ADDRESS}:{port} after 0\.3 s: no process listens"
+            StoreUnavailable,
+            match=rf"{ADDRESS}:{port} after 0\.3 s: no process listens",
         ) as caught:
             C10dStore.connect(ADDRESS, port, "job", 0.3)
-    assert "firewall" in str(caught.value)
+    assert "--rdzv-endpoint or --master-addr names its address, and that no firewall" in str(caught.value)
 
 
 def test_a_name_that_does_not_resolve_is_said() -> None:
