@@ -260,9 +260,15 @@ class Participant:
             return self._coordinate(now)
         if membership.leader_gone is not None:
             return Evict((membership.leader_gone,))
-        aside = why_aside(membership.world, self.identity)
-        self.waiting_for = aside or f"{membership.leader} coordinates; no new world from it yet"
+        self.waiting_for = why_aside(membership.world, self.identity) or self._why_idle(membership)
         return None
+
+    def _why_idle(self, membership: MembershipView) -> str:
+        """For a node that neither trains nor coordinates."""
+        world = membership.world
+        if world is None or not world.trains or world.member(self.incarnation) is not None:
+            return f"{membership.leader} coordinates; no new world from it yet"
+        return f"generation {world.generation} runs without this node, which stands by; {membership.leader} coordinates"
 
     def _check_that_it_fits(self) -> None:
         """A node with another script or other times than the job's is in no world: it leaves, and says why."""

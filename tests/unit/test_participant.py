@@ -119,6 +119,7 @@ def test_a_spare_stands_by_without_a_join_timeout_and_takes_a_free_place(bench: 
     spare = bench.join("spare", policy)
     bench.after(policy.join_timeout_s * 2)
     assert spare.orders == []
+    assert spare.part.waiting_for == "generation 1 runs without this node, which stands by; a coordinates"
     bench.kill(b)
     bench.after(TTL_S + 1)
     assert bench.members() == ["a", "spare"]
@@ -1135,7 +1136,7 @@ def test_survivors_below_the_minimum_time_out_and_say_what_happened(bench: Bench
     ("victim", "reason"),
     [
         ("b", "the rendezvous store: no answer from store:2379"),
-        ("spare", "a coordinates; no new world from it yet"),
+        ("spare", "generation 1 runs without this node, which stands by; a coordinates"),
     ],
 )
 def test_a_node_cut_off_for_good_times_out_too(bench: Bench, victim: str, reason: str) -> None:
