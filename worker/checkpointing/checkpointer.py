@@ -136,9 +136,10 @@ class Checkpointer:
     def save(self, step: int) -> bool:
         """Save the state after `step` finished steps. Every rank must call it, and all return or raise the same.
 
-        Where this node has room in memory, training waits for the copy only, and the disk writer makes it durable while
-        it goes on: True says that it is in memory. `wait`, or the next save, which waits for it, says what became of
-        it. Elsewhere True says that it is durable.
+        Where this node has room in memory, the agent's disk writer makes the state durable while training goes on. Then
+        save waits for the other ranks, for the save before this one to be on disk, and for the copy; True says that
+        the state is in memory. `wait`, or the next save, says what became of it. Elsewhere (no agent, no room, no disk
+        writer that answers) rank 0 writes while all wait, and True says that the state is durable.
 
         False means that the disk refused this save or the one before, or that the store could not confirm this
         generation; a warning says so, and training may go on with the older checkpoints intact.

@@ -1,0 +1,75 @@
+"""Command lines of `elastic-agent` in README and documents: each is one that the command takes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent.commands.drain import TIMEOUT
+from elastic_agent.agent.commands.explain_env import OWN_OPTIONS as EXPLAIN_OPTIONS
+from elastic_agent.agent.commands.files import KINDS
+from elastic_agent.agent.commands.status import STATUS_OPTIONS
+from elastic_agent.agent.configuration.options import COMMANDS
+from elastic_agent.agent.configuration.reading.sources import read_argv
+
+from .test_links import PAGES, ROOT
+
+STARTERS = re.compile(r"(\$ |sudo (-u \S+ )?|srun (-\S+ )*|[A-Z_]+=\S+ )*")
+"""What may stand before the program."""
+OF_SUBCOMMANDS = {"status": STATUS_OPTIONS, "explain-env": EXPLAIN_OPTIONS, "drain": [TIMEOUT], "forget": []}
+
+
+def commands(page: Path) -> Iterator[str]:
+    """Those in blocks of code, each as one line."""
+    text = page.read_text().replace("\\\n", " ")
+    fenced = re.findall(r"^ *```(?:bash|sh|console)?\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
+    indented = re.findall(r"^    .*$", text, re.MULTILINE)
+    for line in (*"\n".join(fenced).splitlines(), *indented):
+        begun = line.strip()
+        command = begun[STARTERS.match(begun).end() :]  # type: ignore[union-attr]
+        if re.match(r"(\S*/)?elastic-agent( |$)", command) and "[" not in command:
+            yield command
+
+
+FOUND = [(page, command) for page in PAGES for command in commands(page)]
+
+
+def test_there_are_many() -> None:
+    assert len(FOUND) >= 30
+    assert {page.name for page, _ in FOUND} >= {
+        "README.md",
+        "deploy.md",
+        "install.md",
+        "slurm.md",
+        "status.md",
+    }
+
+
+def problems(words: Sequence[str]) -> list[str]:
+    """Of what such a command line says, whatever the machine lacks."""
+    name = words[0] if words else ""
+    if name == "files":
+        return [] if len(words) == 3 and words[1] in KINDS else ["expected KIND DIR"]
+    if name in COMMANDS:
+        subject = int(name in ("drain", "forget"))
+        given = read_argv(words[1 + subject :], OF_SUBCOMMANDS[name])
+        return [*map(str, given.problems), *given.warnings]
+    given = read_argv(words)
+    return [*map(str, given.problems), *given.warnings]
+
+
+def test_what_is_not_taken_is_noticed() -> None:
+    for wrong in (["--frobnicate", "train.py"], ["status", "--rdzv-endpoint"], ["files", "sysv", "DIR"]):
+        assert problems(wrong)
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(command, id=f"{page.relative_to(ROOT)}: {command}") for page, command in FOUND]
+)
+def test_a_documented_command_line_is_one_that_is_taken(command: str) -> None:
+    words = shlex.split(command.partition(" | ")[0], comments=True)[1:]
+    assert problems(words) == []
