@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Sequence
 
 from ... import __version__
+from ..checkpoints.folder import describe_folder
 from ..common.exits import ExitCode
 from ..configuration.config import CHECK_CONFIG, HELP, HELP_ALL, PRINT_COMPLETION, VERSION, ConfigError
 from ..configuration.help import bash_completion, full_help, short_help
@@ -69,8 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _in_force(resolved: Resolved, machine: Machine) -> list[str]:
     """The settings and, as comments, what follows from them on this machine: a file that means the same."""
-    facts = [comment(fact) for fact in (*machine.facts, _files_of_workers(resolved.config.logs))]
+    config = resolved.config
+    places = _copies_in_memory(config.memory_checkpoints), _files_of_workers(config.logs)
+    facts = [comment(fact) for fact in (*machine.facts, *places)]
     return [*resolved.settings.lines(), "", comment("What follows from this on this machine:"), *facts]
+
+
+def _copies_in_memory(limit: int | None) -> str:
+    folder = describe_folder(limit)
+    return f"checkpoints in memory: {f'at most {folder.limit / 2**30:.1f} GiB' if folder is not None else 'none'}"
 
 
 def _files_of_workers(logs: LogConfig) -> str:

@@ -175,6 +175,8 @@ def test_check_config_shows_what_follows_on_this_machine_in_a_file_that_means_th
     assert main(["--check-config", "--node-id", "a", "--rdzv-id", "j", script]) == ExitCode.SUCCESS
     out = capsys.readouterr().out
     assert "\n# devices: one\n" in out
+    assert "\n# checkpoints in memory: " in out
+    assert "\n# files of workers' output: none\n" in out
     file = tmp_path / "agent.toml"
     file.write_text(out)
     main(["--config", str(file)])
