@@ -64,7 +64,6 @@ def main() -> None:
         with torch.no_grad():
             accuracy = (model(test_images).argmax(1) == test_labels).float().mean().item()
         print(f"test accuracy after {done} steps: {accuracy:.2%}", flush=True)
-    dist.destroy_process_group()
 
 
 def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -89,3 +88,4 @@ def parse() -> argparse.Namespace:
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()  # after DDP's model is gone: with gloo it may hang before

@@ -40,7 +40,6 @@ def main() -> None:
                 checkpoints.save(done)
             if done % 16 == 0 and dist.get_rank() == 0:
                 print(f"epoch {epoch} step {done}: loss {loss.item():.6f}", flush=True)
-    dist.destroy_process_group()
 
 
 def examples() -> TensorDataset:
@@ -50,3 +49,4 @@ def examples() -> TensorDataset:
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()  # after DDP's model is gone: with gloo it may hang before

@@ -128,15 +128,36 @@ def meet(how: str, port: str, folder: str) -> None:
     told(f"generation {generation} met by {how}", dist.get_rank() == RANK and dist.get_backend() == "gloo")
 
 
+def print_table() -> None:
+    """Which backend this build of torch has, and for which devices; MPI also where it is absent."""
+    built = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+    }
+    for name in sorted({*built, *dist.Backend.backend_list} - {"undefined"}):
+        there = built.get(name, dist.is_backend_available(name))
+        devices = ",".join(dist.Backend.backend_capability.get(name, ())) if there else "-"
+        print(f"backend {name:8} {'built in' if there else 'absent':8} devices {devices or '-'}", flush=True)
+
+
+def names() -> None:
+    """What scripts ask of a group, and of torch."""
+    told("get_rank, get_world_size", (dist.get_rank(), dist.get_world_size()) == (RANK, WORLD))
+    told("is_initialized", dist.is_initialized())
+    told("get_backend", dist.Backend("GLOO") == dist.get_backend() == dist.Backend.GLOO)
+    told("no *_multigpu", not any(name.endswith("_multigpu") for name in dir(dist)))
+
+
 def main(folder: str, port: str, kill: str) -> None:
-    print(
-        f"backends: gloo {dist.is_gloo_available()}, nccl {dist.is_nccl_available()}, mpi {dist.is_mpi_available()}"
-    )
+    if RANK == 0:
+        print_table()
     for how in ("env", "tcp", "file", "store"):
         meet(how, port, folder)
         if how == "env":
             for asynchronous in (False, True):
                 collectives(None, asynchronous)
+            names()
             objects(None)
             point_to_point()
             subgroups()

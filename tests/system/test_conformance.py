@@ -26,7 +26,10 @@ def test_torch_distributed_is_whole_before_and_after_a_kill(job: Job) -> None:
         for generation in (1, 2):
             assert agent.text.count(f"ok: generation {generation} met by {how}") == 3
     checked = re.findall(r"ok: (?!generation)(.*)", agent.text)
-    assert len(set(checked)) == 2 * (2 * 4 + 5) + 3 + 4
+    assert len(set(checked)) == 2 * (2 * 4 + 5) + 3 + 4 + 4
     assert len(re.findall(r"rank \d has done it all", agent.text)) >= 3
-    assert "mpi False" in agent.text
+    table = dict(re.findall(r"backend (\w+) +(built in|absent) +devices", agent.text))
+    assert (table["gloo"], table["mpi"]) == ("built in", "absent"), "docs say which wheels have what"
+    assert "nccl" in table
+    print("\n".join(dict.fromkeys(re.findall(r"backend \w+ +(?:built in|absent) .*", agent.text))))
     assert list(meeting.iterdir()) == []
