@@ -235,6 +235,13 @@ def test_what_a_profile_tells_nccl(
     assert network_of(choose_profile(wanted, ports), software) == expected
 
 
+def test_the_users_words_for_nccls_log_are_stronger_than_the_profile_debug() -> None:
+    mine = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "ALL"}
+    found = seen(Facts(GPU, replace(TCP, debug=True), TimeoutConfig(60.0), workers=2), mine)
+    assert {name: found[name] for name in mine} == mine
+    assert found["TORCH_DISTRIBUTED_DEBUG"] == "INFO"
+
+
 # --- Versions
 
 
