@@ -37,7 +37,7 @@ def spares(job: Job, agent: Agent) -> set[int]:
 
 
 def from_spares(agent: Agent, generation: int, workers: int) -> bool:
-    return agent.says(rf"generation {generation}: {workers} workers from spares in ") is not None
+    return agent.says(rf"generation {generation}: {workers} workers? from spares in ") is not None
 
 
 def test_eight_workers_come_from_spares_and_so_do_those_after_them(job: Job) -> None:
