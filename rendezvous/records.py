@@ -140,6 +140,8 @@ class Condition(enum.Enum):
     """All of them have been notified that a planned change waits for them."""
     POLLING = "polling"
     """All of them have asked for such news at a step's end, and so will again."""
+    OVERDUE = "overdue"
+    """They have not ended by themselves in the time that this node has: its machine goes away."""
     DRAINED = "drained"
     """They have ended by themselves at the step that all agreed on, or need not."""
     STATE_SAVED = "state_saved"

@@ -19,7 +19,8 @@ never contains a node that may still run the old generation (I1), and never a po
 A planned change loses no step (I8). While DRAINING, training goes on and each member raises a flag that its workers
 look at after every step. When all flags are up the phase is LAST_STEP: no worker is signalled, rank 0's node says in
 `StopAt` after which step all end (see `drain`), and the next generation begins there. Workers that look at no flag are
-signalled, as after a failure but with time to save. A failure or a loss on the way ends it at once: STOPPING.
+signalled, as after a failure but with time to save; so are those that a machine which goes away cannot wait for
+(`Condition.OVERDUE`). A failure or a loss on the way ends it at once: STOPPING.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ def decide(view: View, policy: Policy, now: float) -> Decision:
         return end(world, Result.SUCCEEDED, done)
     if world.phase is Phase.RUNNING:
         return _running(world, view, present, policy, now)
+    if any(node.has(Condition.OVERDUE, world.generation) for node in present):
+        return _stop(world, world.cause)  # together: the others' collectives must not break first
     if world.phase is Phase.DRAINING:
         return _draining(world, view, present, now)
     return _last_step(world, view, present, policy, now)

@@ -31,12 +31,17 @@ class LeaveTimes:
     """By when the parts of a leave are over, where the machine goes away. Without such an end: never."""
 
     drained_by: float = math.inf
-    """The workers have ended by themselves, or are signalled."""
+    """The workers have ended by themselves, or all nodes are told to stop."""
+    drain_ended_by: float = math.inf
+    """They have been told, or this node stops its workers alone."""
     stopped_by: float = math.inf
     """Those that are left are killed, and the other nodes are waited for no longer."""
     saved_by: float = math.inf
     """What only this node has is on disk, or is said to be lost."""
 
+
+TOGETHER_S = 0.5
+"""How long a node whose machine goes away waits for the others to end a drain with it, before it stops its workers."""
 
 NO_HURRY = LeaveTimes()
 
@@ -45,7 +50,9 @@ def leave_times(now: float, ends_at: float) -> LeaveTimes:
     """Two thirds of the time for a common last step, a sixth for those who have not come to one, and the rest for the
     disk and the goodbye."""
     left_s = max(0.0, ends_at - now)
-    return LeaveTimes(now + left_s * 2 / 3, now + left_s * 5 / 6, ends_at - min(1.0, left_s / 10))
+    drained_by, stopped_by = now + left_s * 2 / 3, now + left_s * 5 / 6
+    together_s = min(TOGETHER_S, (stopped_by - drained_by) / 2)
+    return LeaveTimes(drained_by, drained_by + together_s, stopped_by, ends_at - min(1.0, left_s / 10))
 
 
 class Deadlines:
@@ -91,7 +98,12 @@ class Deadlines:
         """When the workers have had the whole time of the drain that is under way to end by themselves."""
         if not self._drains:
             return math.inf
-        return min(self._drain[1] + self._policy.drain_timeout_s, self._leave.drained_by)
+        return min(self._drain[1] + self._policy.drain_timeout_s, self._leave.drain_ended_by)
+
+    @property
+    def overdue_at(self) -> float:
+        """When all are to stop, because this node cannot wait for the end of the drain."""
+        return self._leave.drained_by if self._drains else math.inf
 
     @property
     def wait_over_at(self) -> float:
@@ -101,4 +113,4 @@ class Deadlines:
 
     @property
     def instants(self) -> tuple[float, ...]:
-        return self.give_up_at, self.leave_alone_at, self.drain_over_at, self.wait_over_at
+        return self.give_up_at, self.leave_alone_at, self.overdue_at, self.drain_over_at, self.wait_over_at

@@ -243,6 +243,8 @@ class Participant:
         if session.own_revision is None:
             return Read((own_key,))
         self._settle_unstarted()
+        if self._generation and now >= self._deadlines_at(now).overdue_at:
+            session.mark(self._generation, Condition.OVERDUE)
         if self.wants_port:
             return None
         if (news := session.news) is not None:

@@ -41,6 +41,7 @@ def main(directory: str, steps: int) -> None:
     checkpoints = Checkpointer(directory, state)
     done = checkpoints.load()
     dies_after = int(os.environ.get("RANK_0_DIES_AFTER", "0")) if done == 0 else 0
+    long_step = int(os.environ.get("LONG_STEP", "0")) if done == 0 else 0
     note("begun", done)
     with checkpoints.just_in_time():
         epoch = sampler.epoch
@@ -49,6 +50,8 @@ def main(directory: str, steps: int) -> None:
             for batch, targets in loader:
                 optimizer.zero_grad()
                 progress["begun"] += 1
+                if done + 1 == long_step:
+                    time.sleep(600)
                 torch.nn.functional.mse_loss(model(batch), targets).backward()
                 if done + 1 == dies_after and dist.get_rank() == 1:
                     time.sleep(

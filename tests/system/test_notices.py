@@ -22,11 +22,12 @@ from elastic_agent.agent.machine.notices.aws import ACTION_PATH, HOST
 from elastic_agent.agent.machine.notices.azure import EVENTS_PATH, NAME_PATH
 from tests.etcd_servers import EtcdCluster, etcd_cluster
 
-from .harness import Agent, Generation, Job
+from .harness import TORCH_PRELOADED, Agent, Generation, Job
 from .networks import Network, network, run
 from .test_drain import Scene
 
 SERVER = Path(__file__).with_name("metadata_server.py")
+GUARDED = Path(__file__).with_name("guarded_ddp.py")
 NODES = ("a", "b", "c", "d")
 Give: TypeAlias = Callable[["Machine", datetime], None]
 
@@ -147,3 +148,38 @@ def test_a_notice_of_30_of_10_and_of_2_seconds_costs_no_step(
         assert agents[name].says(r"stopped by a notice: .*")
         before = after
     assert agents["d"].says("0 failures so far")
+
+
+def test_a_step_longer_than_the_notice_costs_no_finished_one(job: Job) -> None:
+    """The workers guard their last step: the node that stays keeps it when the drain is given up."""
+    steps, file = job.folder / "steps", job.folder / "leaves"
+    steps.touch()
+
+    def join(name: str, *options: str) -> Agent:
+        return job.join(
+            name,
+            "--nnodes=1:2",
+            "--last-call=30s",
+            TORCH_PRELOADED,
+            *options,
+            script=(GUARDED, job.folder / "checkpoints", "60"),
+            environment={"STEPS_FILE": str(steps), "LONG_STEP": "31"},
+        )
+
+    stays = join("a")
+    job.wait_for_text(stays, "waiting: last call")
+    leaves = join("b", f"--notice=file:{file}")
+    job.wait_for(lambda: steps.read_text().count('"step": 30') == 2, "the long step to begin")
+    file.write_text("2")
+    began = time.monotonic()
+    while leaves.process.poll() is None and time.monotonic() < began + 2.0:
+        time.sleep(0.01)
+    print(f"left after {time.monotonic() - began:.2f} s")
+    for process in job.processes():
+        if process.environment.get("ELASTIC_AGENT_NODE") == "b" or process.pid == leaves.pid:
+            os.kill(process.pid, signal.SIGKILL)
+    assert leaves.says("the workers have not ended between two steps in time")
+    job.wait_for(lambda: steps.read_text().count('"begun"') == 3, "the next generation")
+    begun = [note for note in map(json.loads, steps.read_text().splitlines()) if note["what"] == "begun"]
+    assert [note["step"] for note in begun] == [0, 0, 30]
+    assert stays.says(r"generation 2 \(leave\): 1 node,.* 0 failures so far")

@@ -25,7 +25,7 @@ DRAINING = World(
 @pytest.mark.parametrize("left_s", [0.5, 2.0, 10.0, 30.0, 120.0])
 def test_each_part_of_a_leave_is_over_before_the_next_and_the_machine(left_s: float) -> None:
     by = leave_times(100.0, 100.0 + left_s)
-    assert 100.0 < by.drained_by < by.stopped_by < by.saved_by < 100.0 + left_s
+    assert 100.0 < by.drained_by < by.drain_ended_by < by.stopped_by < by.saved_by < 100.0 + left_s
     assert by.drained_by - 100.0 == pytest.approx(left_s * 2 / 3)
     assert 100.0 + left_s - by.saved_by <= 1.0
 
@@ -38,8 +38,8 @@ def test_a_deadline_that_has_passed_leaves_no_time() -> None:
     ("by", "alone_at", "drain_over_at", "wait_over_at"),
     [
         (NO_HURRY, 103.0, 121.0, 121.0 + LINGER_S),
-        (leave_times(100.0, 102.0), 100.0 + 4 / 3, 100.0 + 4 / 3, 100.0 + 5 / 3),
-        (leave_times(100.0, 109.0), 103.0, 106.0, 107.0),
+        (leave_times(100.0, 102.0), 100.0 + 4 / 3, 100.0 + 3 / 2, 100.0 + 5 / 3),
+        (leave_times(100.0, 109.0), 103.0, 106.5, 107.5),
         (leave_times(100.0, 1000.0), 103.0, 121.0, 121.0 + LINGER_S),
     ],
 )
@@ -53,5 +53,6 @@ def test_no_wait_of_a_leave_outlasts_the_machine(
     deadlines.look(DRAINING, busy=True, lease_good=True, now=101.0)
     found = deadlines.leave_alone_at, deadlines.drain_over_at, deadlines.wait_over_at
     assert found == pytest.approx((alone_at, drain_over_at, wait_over_at))
+    assert deadlines.overdue_at == by.drained_by
     deadlines.look(None, busy=False, lease_good=True, now=101.0)
     assert deadlines.wait_over_at <= by.stopped_by

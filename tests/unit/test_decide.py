@@ -330,6 +330,17 @@ def rescued(decision: Decision) -> str:
         (view(FRESH, TA, TB, TC), "stopping 4 [a b c] leave c", "node c was asked to stop"),
         (view(FRESH, LA, TB, TC), "wait until 103", "the workers of b, c to end a step"),
         (view(FRESH, TA, replace(TB, step=3), TC), "wait until 103", "the workers of a, b, c to end a step"),
+        # the machine of one goes away before its workers end: all stop now, also those who still could
+        (
+            view(DRAINING, LA, B, LC.having(4, Condition.OVERDUE)),
+            "stopping 4 [a b c] leave c",
+            "node c was asked to stop",
+        ),
+        (
+            view(DRAINED, LA, KB, LC.having(4, Condition.OVERDUE)),
+            "stopping 4 [a b c] leave c",
+            "node c was asked to stop",
+        ),
         # a node whose workers have succeeded has no worker to notify
         (
             view(DRAINING, LA, LB, SC.having(4, SUCCEEDED)),

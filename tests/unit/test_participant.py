@@ -15,7 +15,7 @@ from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
 from elastic_agent.rendezvous.coordinator.view import Publish
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreMismatch, StoreUnavailable
 from elastic_agent.rendezvous.liveness.lease_validity import LEASE_MARGIN
-from elastic_agent.rendezvous.node.deadlines import LEAVE_TOGETHER_S
+from elastic_agent.rendezvous.node.deadlines import LEAVE_TOGETHER_S, leave_times
 from elastic_agent.rendezvous.node.node_actions import Drain, Leave, Refusal, Start, Stay, Stop
 from elastic_agent.rendezvous.node.participant import DUPLICATE_TTLS, Participant
 from elastic_agent.rendezvous.node.requests import (
@@ -984,6 +984,37 @@ def test_a_drain_ends_in_time(bench: Bench, listeners: list[Peer]) -> None:
     a.part.workers_gone(2)
     bench.settle()
     assert bench.members() == ["a", "c"]
+
+
+def test_a_drain_ends_on_all_nodes_at_once_where_a_machine_goes_away(
+    bench: Bench, listeners: list[Peer]
+) -> None:
+    """None of the others' collectives breaks before they know why."""
+    a, b, c = listeners
+    for peer in listeners:
+        peer.obedient = False
+    b.part.leave(bench.now, leave_times(bench.now, bench.now + 6.0))
+    bench.settle()
+    assert isinstance(b.order, Drain)
+    bench.after(4.0 - TICK_S)
+    assert isinstance(a.order, Drain)
+    bench.after(TICK_S)
+    assert {peer.order for peer in (a, b, c)} == {Stop(2, True, "node b was asked to stop")}
+    assert b.generation == 2, "it has killed none yet"
+
+
+def test_a_machine_that_goes_away_waits_for_no_coordinator(bench: Bench, listeners: list[Peer]) -> None:
+    a, b, _c = listeners
+    for peer in listeners:
+        peer.obedient = False
+    b.part.leave(bench.now, leave_times(bench.now, bench.now + 6.0))
+    bench.settle()
+    bench.kill(a)
+    bench.after(4.0)
+    assert isinstance(b.order, Drain)
+    bench.after(0.5)
+    late = "node b was asked to stop; the workers did not end by themselves in time"
+    assert b.order == Stop(2, True, late)
 
 
 @pytest.mark.parametrize("last_step", [False, True], ids=["draining", "last step"])

@@ -361,7 +361,7 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("leaving",): FLAG,
         ("ready",): FLAG,
         ("generation",): number(),
-        ("conditions",): [None, 1, True, "stopped", {}, [1], ["other"], ["stopped"] * 8],
+        ("conditions",): [None, 1, True, "stopped", {}, [1], ["other"], ["stopped"] * 9],
         ("failure",): OBJECT,
         **FAILURE_FIELDS,
         ("step",): number(),

@@ -169,6 +169,21 @@ def test_survivors_that_guard_their_last_step_are_not_signalled_before_it_is_kep
     assert [rank for rank, _ in node.group.signals] == list(range(1, 8))
 
 
+def test_a_planned_stop_keeps_the_last_step_too_and_takes_no_longer_for_it(node: Supervised) -> None:
+    node.supervisor.handle(JustInTimeMessage(1, 1, Guarding(1, 1)), node.now)
+    asked_at = node.now
+    node.supervisor.stop(1.5, gently=True, reason="a planned change")
+    assert not node.group.signals
+    assert node.links.sent == [(1, Hold(0.75))]
+    node.supervisor.handle(JustInTimeMessage(1, 1, Held(7)), node.now)
+    node.turn(1.0)
+    node.supervisor.stop(1.5, gently=True, reason="a planned change")
+    node.supervisor.handle(JustInTimeMessage(1, 1, Kept(7)), node.now)
+    node.turn()
+    assert [rank for rank, _ in node.group.signals] == list(range(8))
+    assert node.group.kill_at == asked_at + 1.5
+
+
 def test_a_crash_in_a_planned_change_counts_by_what_the_store_holds(node: Supervised) -> None:
     assert node.supervisor.drain(Drain(1, False, "a node joins"))
     node.exit(0, 1)

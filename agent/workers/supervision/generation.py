@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ....rendezvous.coordinator.restarts import STABLE_AFTER_S
 from ....rendezvous.records import World
@@ -40,8 +40,14 @@ class HowToStop:
     """How the workers are asked to end; see `WorkerGroup.stop`."""
 
     grace_s: float
+    """A planned stop's begins at once, and a failure's when the last step is kept."""
     gently: bool
     asking: signal.Signals = signal.SIGTERM
+    asked_at: float = 0.0
+
+    def left_s(self, now: float) -> float:
+        """Of the grace."""
+        return max(0.0, self.asked_at + self.grace_s - now) if self.gently else self.grace_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +176,9 @@ class Generation:
         self.master_may_close()
         if self.just_in_time.under_way:
             self.group.expect_end()
-            self.postponed = how
+            before = self.postponed
+            if before is None or not how.gently or how.left_s(how.asked_at) < before.left_s(how.asked_at):
+                self.postponed = how
         else:
             at_once = self.pages.leave_sigterm() if how.asking is signal.SIGTERM else ()
             self.group.stop(how.grace_s, gently=how.gently, asking=how.asking, at_once=at_once)
@@ -181,11 +189,11 @@ class Generation:
         self.pages.close()
         self.over = True
 
-    def stop_if_kept(self) -> None:
+    def stop_if_kept(self, now: float) -> None:
         """What was postponed is due when the last step is in memory, or will not be."""
         if self.postponed is not None and not self.just_in_time.under_way:
             how, self.postponed = self.postponed, None
-            self.stop(how)
+            self.stop(replace(how, grace_s=how.left_s(now), asked_at=now))
 
     @property
     def drained(self) -> bool:

@@ -11,6 +11,7 @@ No I/O: the messages to send are returned. Owned by the main thread.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -53,10 +54,12 @@ class JustInTimeState:
             return None
         return self._until if self._keeping is not None else self._choose_at(self._until)
 
-    def begin(self, now: float) -> Orders:
-        """The generation has failed. Does nothing when that is known."""
+    def begin(self, now: float, within_s: float = math.inf) -> Orders:
+        """The generation has failed, or is stopped before its workers could come to a common last step: then there are
+        `within_s` for all. Does nothing when that is known."""
         if self._until is not None or self.over:
             return []
+        self._grace_s = min(self._grace_s, within_s)
         if not self._guards or self._grace_s == 0:
             return self._end()
         self._until = now + self._grace_s

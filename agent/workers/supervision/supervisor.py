@@ -10,6 +10,7 @@ Owned by the main thread. Instants are seconds on the monotonic clock.
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import socket
 from collections.abc import Callable
@@ -162,7 +163,7 @@ class Supervisor:
             self._tail_late = True
             self._examine(generation, crash)
         self._send(generation, generation.just_in_time.turn(now))
-        generation.stop_if_kept()
+        generation.stop_if_kept(now)
         if not generation.stopping and generation.drain.stopping:
             self._end_who_waits(generation, now)
         if generation.gone():
@@ -206,9 +207,11 @@ class Supervisor:
             if reason is not None:
                 log.info("stopping generation %d: %s", generation.number, reason)
             self._observer.stopping(self._clock())
-            if not gently and asking is not HANG_SIGNAL:
-                self._send(generation, generation.just_in_time.begin(self._clock()))
-        generation.stop(HowToStop(grace_s, gently, asking))
+            # Where all others have kept the last step, or a worker must show where it stands, there is none to keep.
+            if asking is not HANG_SIGNAL and not generation.drain.excused:
+                within_s = grace_s if gently else math.inf
+                self._send(generation, generation.just_in_time.begin(self._clock(), within_s))
+        generation.stop(HowToStop(grace_s, gently, asking, self._clock()))
 
     def planned_grace_s(self) -> float:
         """How long the workers have after the signal of a planned stop."""
