@@ -264,10 +264,14 @@ def _free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
+def etcd_is_installed() -> bool:
+    return shutil.which("etcd") is not None and shutil.which("etcdctl") is not None
+
+
 @contextlib.contextmanager
 def etcd_cluster(members: int = 1, **how: object) -> Iterator[EtcdCluster]:
     """Started, and gone at the end. Skips the test where etcd is not installed."""
-    if shutil.which("etcd") is None or shutil.which("etcdctl") is None:
+    if not etcd_is_installed():
         pytest.skip("etcd is not installed: .ci/system-packages etcd")
     cluster = EtcdCluster(members, **how)  # type: ignore[arg-type]
     try:

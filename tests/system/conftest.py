@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.etcd_servers import EtcdCluster, etcd_cluster
+from tests.etcd_servers import EtcdCluster, etcd_cluster, etcd_is_installed
 
 from .harness import TRAINING_GAP, Job, longest_training_gap
 
@@ -27,6 +27,13 @@ def job(tmp_path: Path) -> Iterator[Job]:
     job = Job(tmp_path)
     yield job
     job.close()
+
+
+@pytest.fixture
+def in_etcd(job: Job, request: pytest.FixtureRequest) -> None:
+    """For a test that may meet anywhere: agents need no torch for etcd. Where there is none, the first one hosts."""
+    if etcd_is_installed():
+        job.use_etcd(request.getfixturevalue("etcd"))
 
 
 @pytest.fixture

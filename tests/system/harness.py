@@ -51,6 +51,12 @@ TRAINING_GAP = "longest training gap by store fault"
 
 MARKER = "SYSTEM_TEST_JOB"
 RECORDER = Path(__file__).with_name("recorder.py")
+LOCKSTEP = Path(__file__).with_name("lockstep.py")
+
+WITHOUT_TORCH = (RECORDER, LOCKSTEP)
+"""Workers that ask their store for nothing. The process that serves it would import torch, which costs more than all
+the rest of their job: theirs finds another one in its place, and holds the socket. An agent that is to meet others in
+a c10d store needs torch for itself, and a test that sets PYTHONPATH has the real one."""
 
 TORCH_PRELOADED = "--preload=default"
 """For a job whose workers use torch and start again and again: they are forked from one process that has imported it,
@@ -235,6 +241,12 @@ def planted(fault: str) -> dict[str, str]:
     return {"PYTHONPATH": str(Path(__file__).with_name("planted")), "PLANTED": fault}
 
 
+def meets_in_c10d(options: Sequence[str]) -> bool:
+    endpoint = any(option.startswith(("--rdzv-endpoint=", "--master-addr=")) for option in options)
+    etcd = any(option.startswith(("--rdzv-endpoint=etcd://", "--rdzv-backend=etcd")) for option in options)
+    return endpoint and not etcd
+
+
 class Agent:
     """One agent process and all that it says."""
 
@@ -367,6 +379,9 @@ class Job:
         quiet = () if any(option.startswith("--notice") for option in options) else ("--notice=off",)
         command = [*interpreter, f"--node-id={name}", *cold, *quiet, *options, *map(str, script)]
         surroundings = {**os.environ, MARKER: self.id, "SYSTEM_TEST_HISTORY": str(self._history)}
+        if script[0] in WITHOUT_TORCH and cold and not meets_in_c10d(options):
+            path = (str(Path(__file__).with_name("without_torch")), os.environ.get("PYTHONPATH"))
+            surroundings["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         agent = Agent(name, command, {**surroundings, **(environment or {})}, log, console, stdin)
         self.agents.append(agent)
         return agent

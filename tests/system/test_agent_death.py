@@ -6,7 +6,11 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from .harness import ORPHANS_S, RECORDER, Job
+
+pytestmark = pytest.mark.usefixtures("in_etcd")
 
 GRANDCHILDREN = (
     "exec sleep 600",

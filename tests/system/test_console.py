@@ -6,10 +6,14 @@ import re
 import signal
 import urllib.request
 
+import pytest
+
 from elastic_agent.agent.common.exits import ExitCode
 from tests.consoles import full_pipe
 
 from .harness import RECORDER, Job, port_for_a_store
+
+pytestmark = pytest.mark.usefixtures("in_etcd")
 
 
 def test_training_restarts_and_leaves_go_on_though_the_console_is_not_read(job: Job) -> None:

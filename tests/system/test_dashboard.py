@@ -18,6 +18,8 @@ from tests.prometheus_server import Prometheus, prometheus
 
 from .harness import RECORDER, Agent, Job
 
+pytestmark = pytest.mark.usefixtures("in_etcd")
+
 SAMPLE_INTERVAL, INTERVAL = "15s", "200ms"
 ANSWERED_S = 20.0
 

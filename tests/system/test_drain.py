@@ -6,18 +6,16 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.etcd_servers import EtcdCluster
 
-from .harness import Generation, Job
+from .harness import LOCKSTEP, Generation, Job
 from .test_just_in_time import SCRIPT, Run, undisturbed
 
 STORE_LOST = 69
-LOCKSTEP = Path(__file__).with_name("lockstep.py")
 
 
 class Scene:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
+
 from .harness import RECORDER, Job
+
+pytestmark = pytest.mark.usefixtures("in_etcd")
 
 OPTIONS = ("--nnodes=1:3", "--lease-ttl=2")
 

@@ -6,6 +6,8 @@ import contextlib
 import os
 import signal
 
+import pytest
+
 from .harness import Agent, Job, port_for_a_store
 
 FAST_LEASE = "--lease-ttl=2"
@@ -72,6 +74,7 @@ def test_below_min_nodes_for_the_join_timeout_ends_with_its_own_code(job: Job) -
     assert first.says(r"no world within 20 s of --join-timeout: waiting for 1 more of at least 2 nodes")
 
 
+@pytest.mark.usefixtures("in_etcd")
 def test_a_node_beyond_max_nodes_stands_by_and_takes_the_first_free_place(job: Job) -> None:
     options = ("--nnodes=1:2", FAST_LEASE)
     agents = {name: job.join(name, *options) for name in ("a", "b")}
@@ -93,13 +96,14 @@ def test_a_node_beyond_max_nodes_stands_by_and_takes_the_first_free_place(job: J
     assert new.nodes == ["a", "c"]
 
 
+@pytest.mark.usefixtures("in_etcd")
 def test_a_joining_node_and_a_dying_worker_at_once_end_in_one_world(job: Job) -> None:
     options = ("--nnodes=1:3", FAST_LEASE)
     for name in ("a", "b"):
         job.join(name, *options)
     two = job.wait_for_training(world=2)
     newcomer = job.join("c", *options)
-    job.wait_for_text(newcomer, "waiting")
+    job.wait_for_text(newcomer, r"metrics, .* at http://")
     with contextlib.suppress(ProcessLookupError):  # the join was faster, and has stopped it already
         os.kill(two.pid(1), signal.SIGKILL)
     three = job.wait_for_training(world=3, after=two.number)

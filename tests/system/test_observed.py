@@ -12,6 +12,8 @@ import pytest
 
 from .harness import RECORDER, Job
 
+pytestmark = pytest.mark.usefixtures("in_etcd")
+
 STEPS_UNTIL_KILLED = """
 import os, signal, time
 from elastic_agent.worker import step

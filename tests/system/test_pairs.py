@@ -12,6 +12,8 @@ import pytest
 
 from .harness import TORCH_PRELOADED, Job
 
+pytestmark = pytest.mark.usefixtures("in_etcd")
+
 SCRIPT = Path(__file__).with_name("paired_ddp.py")
 
 OPTIONS = ("--nnodes=1:2", "--last-call=2", "--max-restarts=100", "--just-in-time-grace=20s", TORCH_PRELOADED)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from .harness import RECORDER, Job
+
+pytestmark = pytest.mark.usefixtures("in_etcd")
 
 FAILING = """
 import os

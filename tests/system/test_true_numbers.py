@@ -26,6 +26,8 @@ from elastic_agent.health.metrics import (
 
 from .harness import PATIENCE_S, Agent, Job
 
+pytestmark = pytest.mark.usefixtures("in_etcd")
+
 SCRIPT = Path(__file__).with_name("scripted_training.py")
 PLAN = {1: 6, 2: 10, 3: 12, 4: 14, 5: 16}
 """The last step of each generation, at which it stands still."""

@@ -11,6 +11,8 @@ import pytest
 
 from .harness import RECORDER, Agent, Generation, Job
 
+pytestmark = pytest.mark.usefixtures("in_etcd")
+
 
 def two_nodes(job: Job, *options: str, script: tuple[object, ...] = (RECORDER,)) -> tuple[Agent, Agent]:
     first, second = (job.join(name, "--nnodes=2", *options, script=script) for name in ("a", "b"))
