@@ -253,7 +253,7 @@ def planted(fault: str) -> dict[str, str]:
 
 
 def meets_in_c10d(options: Sequence[str]) -> bool:
-    endpoint = any(option.startswith(("--rdzv-endpoint=", "--master-addr=")) for option in options)
+    endpoint = any(option.startswith(("--rdzv-endpoint=", "--master-addr=", "--slurm")) for option in options)
     etcd = any(option.startswith(("--rdzv-endpoint=etcd://", "--rdzv-backend=etcd")) for option in options)
     return endpoint and not etcd
 
