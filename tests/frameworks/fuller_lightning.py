@@ -23,6 +23,7 @@ class Data(LightningDataModule):
 
 environment = ElasticEnvironment()
 seed_everything(0)
+stopping = EarlyStopping("loss", patience=5)
 best = ModelCheckpoint("best", monitor="loss", save_top_k=2)
 trainer = Trainer(
     accelerator="cpu",
@@ -30,7 +31,7 @@ trainer = Trainer(
     devices=environment.devices,
     num_nodes=environment.num_nodes,
     plugins=[environment],
-    callbacks=[EarlyStopping("loss", patience=5), best, ElasticCallback("checkpoints", memory_every=1)],
+    callbacks=[stopping, best, ElasticCallback("checkpoints", memory_every=1)],
     max_epochs=8,
     accumulate_grad_batches=3,
     gradient_clip_val=1.0,
@@ -48,6 +49,7 @@ if trainer.global_rank == 0:
         trainer.global_step,
         trainer.current_epoch,
         Path(best.best_model_path).name,
-        best.best_model_score,
+        float(best.best_model_score),
+        stopping.wait_count,
     )
     print(f"the end: {found!r}", flush=True)

@@ -19,13 +19,14 @@ TRAINED_S = 120.0
 class Scene:
     """A job of one script, with its arguments; examples need no path. Its files are in a folder of their own."""
 
-    def __init__(self, job: Job, *script: str | Path, name: str = "files") -> None:
+    def __init__(self, job: Job, *script: str | Path, name: str = "files", quick: int = 1000) -> None:
+        """`quick`: steps of each worker that take a tenth of a second; those after it wait for what the test does."""
         self.job = job
         self.script = (RECORDED, *(EXAMPLES / word for word in script))
         self.folder = job.folder / name
         self.folder.mkdir()
         self.slow = job.folder / f"slow-{name}"
-        self.slow.touch()
+        self.slow.write_text(str(quick))
         self.environment = {
             "TEST_FOLDER": str(self.folder),
             "TEST_SLOW": str(self.slow),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,11 +24,8 @@ pytestmark = pytest.mark.timeout(400)
 
 @dataclass(frozen=True)
 class Case:
-    steps: int
-    batch: int
-    """Of one rank."""
-    epoch: int | None = None
-    """The samples of an epoch, whose last step ends with it."""
+    ends_epochs: bool = False
+    """A step ends where its epoch does; otherwise a batch may span two."""
     lost: int = 1
     """Steps that a kill costs at most. 1: the copies of a step are not made by all nodes at one instant."""
 
@@ -34,38 +35,81 @@ def numbers(state: Any) -> Any:
     return tree_map(lambda leaf: leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf, state)
 
 
+STEPS, LENGTH = 120, 1024
+"""Of each example: its steps, and the samples of its dataset."""
+MOST_RANKS = 3
+LEFT = 128 + signal.SIGTERM
+"""The exit code of an agent that has left, whoever has asked it to."""
+
 CASES = {
-    "transformers_trainer.py": Case(120, 16),
-    "lightning_fit.py": Case(120, 16),
-    "accelerate_loop.py": Case(120, 16, epoch=1024),
-    "fsdp2_dcp.py": Case(120, 16, epoch=1024, lost=20),
+    "transformers_trainer.py": Case(),
+    "lightning_fit.py": Case(),
+    "accelerate_loop.py": Case(ends_epochs=True),
+    "fsdp2_dcp.py": Case(ends_epochs=True, lost=20),
 }
 
 
 def position(state: dict[str, Any], case: Case) -> int:
     """Samples that are finished, as the checkpoint has it."""
-    if case.epoch is None:
+    if not case.ends_epochs:
         found: int = state["trainer"]["data"]["position"]
         return found
     sampler = state["sampler"]
-    return sampler["epoch"] * case.epoch + sampler["position"]
+    return sampler["epoch"] * LENGTH + sampler["position"]
 
 
-def samples(scene: Scene, case: Case) -> int:
-    """How many samples the steps that count had: of each step the last time that it was done."""
-    worlds = {record["step"]: record["world"] for record in scene.job.history(what="step", rank=0)}
-    assert sorted(worlds) == list(range(1, case.steps + 1)), "a step is missing"
-    done = 0
-    for number in sorted(worlds):
-        end = done + worlds[number] * case.batch
-        done = min(end, (done // case.epoch + 1) * case.epoch) if case.epoch else end
-    return done
+def trained_on(scene: Scene) -> list[list[int]]:
+    """The samples of each step that counts, in the order in which the ranks have them: of each step the last time."""
+    counts: dict[int, int] = {}
+    """The generation by step."""
+    firsts: dict[int, int] = {}
+    for record in scene.job.history(what="step", rank=0):
+        counts[record["step"]] = record["generation"]
+        firsts.setdefault(record["generation"], record["step"])
+    assert sorted(counts) == list(range(1, len(counts) + 1)), "a step is missing"
+    ranks: dict[int, dict[int, list[int]]] = {step: {} for step in sorted(counts)}
+    for record in scene.job.history(what="samples"):
+        generation, after = record["generation"], record["after"]
+        step = after + 1 if after is not None else firsts.get(generation)
+        if counts.get(step) == generation:
+            ranks[step].setdefault(record["rank"], []).extend(record["samples"])
+    return [[sample for _, samples in sorted(of.items()) for sample in samples] for of in ranks.values()]
+
+
+def each_once(steps: list[list[int]], case: Case) -> int:
+    """How many samples were trained on. In each epoch each of the dataset comes once: none is left out or repeated.
+
+    Where an epoch ends with a step, the ranks are given equal shares of the last one: ranks but the first may repeat
+    one sample each.
+    """
+    everything = {sample for step in steps for sample in step}
+    assert len(everything) == LENGTH
+    done, epoch = 0, []
+    for step in steps:
+        for sample in step:
+            epoch.append(sample)
+            if not case.ends_epochs and len(epoch) == LENGTH:
+                assert set(epoch) == everything
+                done, epoch = done + LENGTH, []
+        if len(epoch) >= LENGTH:
+            assert set(epoch) == everything
+            assert len(epoch) < LENGTH + MOST_RANKS
+            done, epoch = done + LENGTH, []
+    assert len(set(epoch)) == len(epoch)
+    return done + len(epoch)
+
+
+def drain(scene: Scene, node: str) -> None:
+    store = f"--rdzv-endpoint=127.0.0.1:{scene.job.store_port}"
+    command = [sys.executable, "-m", "elastic_agent", "drain", node, store]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TRAINED_S, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("example", CASES)
-def test_a_kill_a_join_and_a_leave(job: Job, example: str) -> None:
+def test_a_kill_a_join_and_two_leaves(job: Job, example: str) -> None:
     case = CASES[example]
-    scene = Scene(job, example)
+    scene = Scene(job, example, quick=8)
     agents = {node: scene.join(node) for node in ("a", "b")}
     first = scene.trained(2)
     victim = next(worker for worker in job.workers("b") if "RANK" in worker.environment)
@@ -73,20 +117,26 @@ def test_a_kill_a_join_and_a_leave(job: Job, example: str) -> None:
     second = scene.trained(2, after=first.number)
     agents["c"] = scene.join("c")
     third = scene.trained(3, after=second.number)
-    agents["b"].signal(signal.SIGTERM)
-    assert agents["b"].exit_code() == 128 + signal.SIGTERM
+    drain(scene, "b")
     fourth = scene.trained(2, after=third.number)
+    agents["c"].signal(signal.SIGTERM)
+    fifth = scene.trained(1, after=fourth.number)
     scene.slow.unlink()
-    for node in ("a", "c"):
-        assert agents[node].exit_code(TRAINED_S) == 0
+    assert [agents[node].exit_code(TRAINED_S) for node in "abc"] == [0, LEFT, LEFT]
     redone = scene.redone(first, second)
     print(f"{example}: steps done again after the kill: {redone}")
     assert redone <= case.lost
-    assert scene.redone(second, third) == 0
-    assert scene.redone(third, fourth) == 0
+    assert [scene.redone(*pair) for pair in pairwise((second, third, fourth, fifth))] == [0, 0, 0]
+    steps = trained_on(scene)
+    seen = each_once(steps, case)
+    positions = [
+        sum(map(len, steps[: scene.steps(one.number)[0] - 1])) % LENGTH for one in (second, third, fourth)
+    ]
+    print(f"{example}: {seen} samples, each once in an epoch; changes at {positions} of {LENGTH}")
+    assert any(positions), "no change came within an epoch"
     step, state = scene.last_checkpoint()
-    assert step == case.steps
-    assert position(state, case) == samples(scene, case), "the position is not that of the steps"
+    assert step == len(steps) == STEPS
+    assert position(state, case) == seen, "the position is not that of the samples"
 
 
 @pytest.mark.parametrize("example", CASES)
@@ -126,3 +176,30 @@ def test_evaluations_accumulation_and_other_callbacks_go_on(job: Job, second_job
         assert end is not None
         ends.append(end[0])
     assert ends[1] == ends[0]
+
+
+@pytest.mark.parametrize("script", ["fuller_transformers.py", "fuller_lightning.py"])
+def test_early_stopping_and_the_best_model_in_a_changing_world(job: Job, script: str) -> None:
+    """1 -> 2 -> 1 workers, within an epoch."""
+    scene = Scene(job, RECORDED.with_name(script), quick=8)
+    first = scene.join("a")
+    alone = scene.trained(1)
+    second = scene.join("b")
+    together = scene.trained(2, after=alone.number)
+    drain(scene, "b")
+    again = scene.trained(1, after=together.number)
+    assert [scene.redone(*pair) for pair in ((alone, together), (together, again))] == [0, 0]
+    scene.slow.unlink()
+    assert (first.exit_code(TRAINED_S), second.exit_code()) == (0, LEFT)
+    end = first.says(r"the end: (.*)")
+    assert end is not None
+    print(f"{script}: {end[1]}")
+    if script == "fuller_lightning.py":
+        _, _, epochs, _, _, waited = ast.literal_eval(end[1])
+        assert epochs == 8 or waited == 5
+        return
+    best, losses = ast.literal_eval(end[1])[1:]
+    assert [step for step, _ in losses] == [20, 40, 60], (
+        "each evaluation once, and the early stop after the third"
+    )
+    assert best == min(losses, key=lambda each: each[1])[0]
