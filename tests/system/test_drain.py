@@ -219,23 +219,24 @@ def test_who_leaves_alone_brings_its_state_to_disk_first(job: Job) -> None:
 
 
 def test_who_cannot_bring_its_last_state_to_disk_says_so(job: Job) -> None:
-    directory, steps = job.folder / "checkpoints", job.folder / "steps"
+    """In time: its machine goes away, and takes the memory with it."""
+    directory, steps, notice = (job.folder / name for name in ("checkpoints", "steps", "leaves"))
     steps.touch()
     agent = job.start(
         "a",
         "--nproc-per-node=1",
-        "--stop-grace=3s",
+        f"--notice=file:{notice}",
         script=(SCRIPT, directory, "100000"),
         environment={"STEPS_FILE": str(steps)},
     )
     job.wait_for(lambda: steps.read_text().count("finished") > 2, "three steps")
     shutil.rmtree(directory, ignore_errors=True)
     directory.write_text("no directory")
-    agent.signal(signal.SIGTERM)
+    notice.write_text("8")
     job.wait_for(lambda: agent.says("is not on disk in .* yet, it is tried again"), "another try")
     name, labels = "elastic_agent_checkpoint_saves_total", {"tier": "local", "result": "error"}
     job.wait_for(lambda: agent.metric(name, **labels) == 1, "the failed save to be counted")
-    assert agent.exit_code() == 143
+    assert agent.exit_code(8.0) == 143
     last = steps.read_text().count("finished") + 1
     error = agent.says(rf"step {last} is NOT on disk in {directory}: .*Not a directory")
     assert error, agent.text
