@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastic_agent.agent.observability.accounting.observer import Observer
-from elastic_agent.agent.observability.status.pages import StatusPages
+from elastic_agent.agent.observability.status.pages import STATUS_PAGE, StatusPages
 from elastic_agent.health.metrics import Build, Metrics, Place
 from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.records import (
@@ -40,8 +40,12 @@ def metrics() -> Metrics:
 
 
 @pytest.fixture
-def observer(metrics: Metrics) -> Observer:
-    pages = StatusPages("job", "a", "a-1", "1", lease_ttl_s=5.0, max_restarts=None, clock=lambda: 0.0)
+def pages() -> StatusPages:
+    return StatusPages("job", "a", "a-1", "1", lease_ttl_s=5.0, max_restarts=None, clock=lambda: 0.0)
+
+
+@pytest.fixture
+def observer(metrics: Metrics, pages: StatusPages) -> Observer:
     return Observer(metrics, pages, None, 0.0, lambda: 0.0)
 
 
@@ -52,6 +56,23 @@ def test_a_state_that_is_passed_over_is_counted_once(metrics: Metrics, observer:
         [(_, _, value)] = metrics.checkpoint_set_backs_total.samples()
         counted.append(value)
     assert counted == [0, 1, 1, 2, 2, 2]
+
+
+def test_a_notice_is_counted_and_its_deadline_shown_until_it_is_withdrawn(
+    metrics: Metrics, pages: StatusPages
+) -> None:
+    """The machine's monotonic clock shows 0 s, its wall clock 1000 s."""
+    observer = Observer(metrics, pages, None, 0.0, lambda: 1000.0)
+    for deadline in (30.0, 20.0):
+        observer.noticed("the cloud ends it", deadline, 0.0)
+    assert [value for *_, value in metrics.notices_total.samples()] == [2]
+    assert [value for *_, value in metrics.notice_deadline_timestamp_seconds.samples()] == [1020.0]
+    shown = STATUS_PAGE.decode(pages.node())
+    assert (shown.notice, shown.notice_s) == ("the cloud ends it", 20.0)
+    observer.notice_withdrawn()
+    assert not list(metrics.notice_deadline_timestamp_seconds.samples())
+    shown = STATUS_PAGE.decode(pages.node())
+    assert (shown.notice, shown.notice_s) == ("", None)
 
 
 def test_what_a_node_waits_for_is_logged_once_it_lasts(

@@ -299,6 +299,10 @@ def test_a_job_that_has_ended_names_its_result() -> None:
             made(answers={**ALL, "b-1": status("b", lease_s=6.0)}),
             "! node b: its lease was last confirmed 6.0 s ago",
         ),
+        (
+            made(answers={**ALL, "b-1": status("b", notice="the cloud ends it", notice_s=29.4)}),
+            "! node b: the cloud ends it; 29 s are left",
+        ),
         (made(found(nodes=(A, B)), {**ALL, "c-1": Unreachable.SILENT}), "its lease has ended"),
         (made(found(complete=False)), "! the coordinator does not answer"),
         (made(replace(found(), notes=("the store's 'nodes/x' cannot be read",))), "! the store's 'nodes/x'"),

@@ -28,10 +28,10 @@ _ACTIONS = ("terminate", "stop", "hibernate")
 
 
 def read_token(reply: Reply) -> str:
-    """Raises NotUnderstood."""
+    """Raises NotUnderstood, without what may be a secret."""
     text = reply.body.decode("latin-1").strip()
     if reply.status != 200 or not re.fullmatch(r"[!-~]{1,512}", text):
-        raise NotUnderstood(f"{TOKEN_PATH}: status {reply.status}, {quoted(reply.body)}")
+        raise NotUnderstood(f"{TOKEN_PATH}: status {reply.status}, no token in {len(reply.body)} bytes")
     return text
 
 
