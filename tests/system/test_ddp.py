@@ -18,6 +18,7 @@ from .harness import TORCH_PRELOADED, Agent, Job, Process
 
 PLAIN_DDP = Path(__file__).with_name("plain_ddp.py")
 OWN_STORES = Path(__file__).with_name("own_stores.py")
+DESTROYING_DDP = Path(__file__).with_name("destroying_ddp.py")
 CHECKPOINTED_DDP = Path(__file__).with_name("checkpointed_ddp.py")
 
 KILLS = int(os.environ.get("KILLS", "3"))
@@ -41,6 +42,14 @@ def worker(job: Job, generation: int, rank: int) -> Process:
     process = job.wait_for(found, f"rank {rank} of generation {generation} to run")
     assert process is not None
     return process
+
+
+def test_a_model_that_outlives_its_process_group_does_not_hold_the_job(job: Job) -> None:
+    """Four ranks on two processors: nearly all such jobs hung in torch's gloo threads (`worker/ranks/gloo_threads`)."""
+    options = ("--nproc-per-node=4", "--max-restarts=0", TORCH_PRELOADED)
+    agent = job.start("a", *options, script=(DESTROYING_DDP,))
+    job.wait_for(lambda: agent.text.count("done: 4") == 4, "the end of the script on each rank")
+    assert agent.exit_code(within_s=20) == 0
 
 
 @pytest.mark.parametrize("kills", [KILLS])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..errors import ClusterEnvironmentError
 from ..wire.environment import PROCESS_GROUP_TIMEOUT
-from . import master_port
+from . import gloo_threads, master_port
 from .cluster_environment import detect
 
 
@@ -48,6 +48,7 @@ def init_process_group(
             os.environ.update(place.variables())
     if backend is None and more.get("device_id") is None:
         backend = default_backend()
+    gloo_threads.watch()
     master_port.watch()
     dist.init_process_group(backend, init_method, timeout, *args, **more)
 

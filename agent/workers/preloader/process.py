@@ -44,7 +44,7 @@ CHECK_EVERY_S = 5.0
 
 
 if TYPE_CHECKING:
-    from ....worker.ranks import master_port
+    from ....worker.ranks import gloo_threads, master_port
     from ...common import kernel_files
     from ..processes import shim, store_holder
     from . import fresh_process, gpu_drivers, import_profile, wire
@@ -62,7 +62,7 @@ else:
     )
     from elastic_agent_preloader.agent.workers.preloader.fidelity import import_cache, proc_title
     from elastic_agent_preloader.agent.workers.processes import shim, store_holder
-    from elastic_agent_preloader.worker.ranks import master_port
+    from elastic_agent_preloader.worker.ranks import gloo_threads, master_port
 
     wire.CODEC.prepare()
 
@@ -146,6 +146,7 @@ class Imported:
         self._cuda = sys.modules.get("torch.cuda")
         self.store_kind = getattr(sys.modules.get("torch.distributed"), "TCPStore", None)
         installed = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+        gloo_threads.watch()
         master_port.watch()
         self._edited = {path: was for path, was in self.cache.files.items() if not path.startswith(installed)}
         self.cache.hide()
