@@ -167,7 +167,7 @@ class Metrics(Page):
     )
     notice_deadline_timestamp_seconds = Row(
         Gauge,
-        "When this machine goes away by the newest notice, in seconds since the epoch; absent without one.",
+        "When this machine goes away by the newest notice, in seconds since the epoch; absent without a deadline.",
     )
 
     detection_duration_seconds = Row(

@@ -209,7 +209,8 @@ class NoticeGiven:
     """This machine goes away at `deadline`, or earlier than was known, or later. The text says who says so."""
 
     text: str
-    deadline: float
+    deadline: float | None
+    """None: at no known instant. The node leaves at once, and without hurry."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ What the workers are and do is the matter of the `Supervisor`.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from ...rendezvous.node.deadlines import NO_HURRY, leave_times
 from ...rendezvous.node.driver import Driver
 from ...rendezvous.node.node_actions import Action, Drain, Leave, Refusal, Start, Stop
 from ...rendezvous.node.participant import Participant
@@ -133,8 +133,10 @@ class Loop:
         """How this agent ends then."""
         self._notice: NoticeGiven | None = None
         """This machine goes away, as far as is known now."""
-        self._leave_by = NO_HURRY
-        """How the time that a leave may take is divided."""
+        self._job_ends_at = math.inf
+        """By --job-ends-at, on the monotonic clock; known once this node leaves."""
+        self._saves_cut_at = math.inf
+        """When the last saves are given up, where their end has come nearer since they began."""
         self._departing: Ending | None = None
         """How this agent ends, as soon as the last saves are on disk."""
         self._ending: Ending | None = None
@@ -163,7 +165,12 @@ class Loop:
             self._leave(DRAIN_COMMAND, now)
         notice, obey_at = self._notice, self._obey_at()
         if notice is not None and obey_at is not None and now >= obey_at:
-            self._leave(f"a notice: {notice.text}", now, TIME_IS_OVER, notice.deadline)
+            self._leave(f"a notice: {notice.text}", now, TIME_IS_OVER)
+        if now >= self._saves_cut_at:
+            log.error(
+                "the last saves are cut short: this machine goes away before the time that they were given is over"
+            )
+            self._ending = self._departing
         observer.compare(participant)
         again_at = self._driver.turn(now)
         snapshot = participant.snapshot
@@ -175,6 +182,7 @@ class Loop:
         wake_at = (
             again_at,
             obey_at,
+            self._saves_cut_at,
             manager.next_beat,
             self._services.gpu_memory.turn(now),
             *supervisor.wake_at(),
@@ -225,7 +233,7 @@ class Loop:
             if action.planned:
                 grace_s = supervisor.planned_grace_s()
                 self._say_what_is_lost(now)
-            grace_s = min(grace_s, max(0.0, self._leave_by.stopped_by - now))
+            grace_s = min(grace_s, max(0.0, self._participant.leave_times.stopped_by - now))
             self._show_failure_elsewhere()
             supervisor.stop(grace_s, gently=action.planned, reason=action.reason)
         elif isinstance(action, Leave):
@@ -249,7 +257,7 @@ class Loop:
 
     def _say_what_is_lost(self, now: float) -> None:
         """Before it is: the workers here have not come to a common last step while there was time."""
-        if self._supervisor.undisturbed and now >= self._leave_by.drained_by:
+        if self._supervisor.undisturbed and now >= self._participant.leave_times.drained_by:
             log.error(
                 "%s: the workers have not ended between two steps in time, and are stopped now. The job goes on from "
                 "the newest state that another node has in memory, or that is on disk, and does again what came after "
@@ -263,7 +271,7 @@ class Loop:
         self._departing = self._end(action)
         world = self._participant.world
         rescues = world is not None and world.final_saver == self._participant.incarnation
-        left_s = max(0.0, self._leave_by.saved_by - self._clock())
+        left_s = max(0.0, self._participant.leave_times.saved_by - self._clock())
         within_s = round(min(last_save_s(self._stop.grace_s, rescues=rescues), left_s), 1)
 
         def finish() -> None:
@@ -346,22 +354,23 @@ class Loop:
             log.info("%s: leaving the job already, because of %s", name, self._left_as)
             return
         log.info("%s: leaving the job before something ends it", name)
-        job_ends_at = self._stop.job_ends_at if ours else None
-        left_s = job_ends_at - self._wall_clock() if job_ends_at is not None else 0.0
-        self._leave(name, now, number, now + left_s if left_s > 0 else None)
+        self._leave(name, now, number)
 
     def _notice_given(self, event: NoticeGiven, now: float) -> None:
         self._notice = event
         self._services.observer.noticed(event.text, event.deadline, now)
-        log.warning("%s: %.1f s are left, %s", event.text, event.deadline - now, self._consequence(now))
+        left = (
+            f"{event.deadline - now:.1f} s are left" if event.deadline is not None else "no deadline is known"
+        )
+        log.warning("%s: %s, %s", event.text, left, self._consequence(now))
         if self._left_as:
-            self._leave_by = leave_times(now, event.deadline)
-            self._participant.leave(now, self._leave_by)
+            self._divide_leave(now)
 
     def _consequence(self, now: float) -> str:
         if self._left_as:
             return f"and this node leaves already, because of {self._left_as}"
-        wait_s = (self._obey_at() or now) - now
+        obey_at = self._obey_at()
+        wait_s = obey_at - now if obey_at is not None else 0.0
         return (
             "this node leaves the job now" if wait_s <= 0 else f"this node leaves the job in {wait_s:.0f} s"
         )
@@ -377,17 +386,24 @@ class Loop:
         """When this node leaves because of the notice; None: there is none, or it leaves already."""
         if self._notice is None or self._left_as:
             return None
+        if self._notice.deadline is None:
+            return -math.inf
         return self._notice.deadline - obeys_before_s(self._stop.grace_s)
 
-    def _leave(
-        self, asked_by: str, now: float, number: int = signal.SIGTERM, ends_at: float | None = None
-    ) -> None:
-        """`number`: of the signal that it was, or counts as. `ends_at`: of this machine, or of the job here."""
+    def _divide_leave(self, now: float) -> None:
+        """By what is known of the end of this machine and of the job here."""
+        deadline = self._notice.deadline if self._notice is not None else None
+        self._participant.leave(now, min(self._job_ends_at, deadline if deadline is not None else math.inf))
+        if self._departing is not None:
+            self._saves_cut_at = self._participant.leave_times.saved_by
+
+    def _leave(self, asked_by: str, now: float, number: int = signal.SIGTERM) -> None:
+        """`number`: of the signal that it was, or counts as."""
         if self._left_as:
             return
+        if self._stop.job_ends_at is not None and (left_s := self._stop.job_ends_at - self._wall_clock()) > 0:
+            self._job_ends_at = now + left_s
         self._left_as, self._left_with = asked_by, code_of_leave(number, requeues=self._stop.requeues)
-        if ends_at is not None:
-            self._leave_by = leave_times(now, ends_at)
-        self._participant.leave(now, self._leave_by)
+        self._divide_leave(now)
         self._services.observer.leaving()
         self._services.manager.stopping(f"leaving the job, as {asked_by} asks")

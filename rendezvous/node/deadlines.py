@@ -43,12 +43,15 @@ class LeaveTimes:
 TOGETHER_S = 0.5
 """How long a node whose machine goes away waits for the others to end a drain with it, before it stops its workers."""
 
-NO_HURRY = LeaveTimes()
-
 
 def leave_times(now: float, ends_at: float) -> LeaveTimes:
-    """Two thirds of the time for a common last step, a sixth for those who have not come to one, and the rest for the
-    disk and the goodbye."""
+    """`ends_at` is when the machine goes away; infinity: not known.
+
+    Two thirds of the time for a common last step, a sixth for those who have not come to one, and the rest for the
+    disk and the goodbye.
+    """
+    if ends_at == math.inf:
+        return LeaveTimes()
     left_s = max(0.0, ends_at - now)
     drained_by, stopped_by = now + left_s * 2 / 3, now + left_s * 5 / 6
     together_s = min(TOGETHER_S, (stopped_by - drained_by) / 2)
@@ -63,15 +66,17 @@ class Deadlines:
         self._idle_since = now
         """Infinity while something trains."""
         self._leaving_since = math.inf
-        self._leave = NO_HURRY
+        self._ends_at = math.inf
+        self.leave_times = LeaveTimes()
         self._drain = 0, math.inf
         """The newest generation that drains or has drained, and the instant at which this node first saw so."""
         self._drains = False
 
-    def leave(self, now: float, by: LeaveTimes) -> None:
-        """This node was asked to leave; it counts from the first time, `by` from the newest."""
+    def leave(self, now: float, ends_at: float) -> None:
+        """This node was asked to leave. The first call begins the leave; a later one may bring another `ends_at`."""
         self._leaving_since = min(self._leaving_since, now)
-        self._leave = by
+        if ends_at != self._ends_at:
+            self._ends_at, self.leave_times = ends_at, leave_times(now, ends_at)
 
     def look(self, world: World | None, *, busy: bool, lease_good: bool, now: float) -> None:
         """What there is to wait for. `busy`: workers run here."""
@@ -91,25 +96,25 @@ class Deadlines:
     @property
     def leave_alone_at(self) -> float:
         """When a leaving node no longer waits for the others to stop with it."""
-        return min(self._leaving_since + LEAVE_TOGETHER_S, self._leave.drained_by)
+        return min(self._leaving_since + LEAVE_TOGETHER_S, self.leave_times.drained_by)
 
     @property
     def drain_over_at(self) -> float:
         """When the workers have had the whole time of the drain that is under way to end by themselves."""
         if not self._drains:
             return math.inf
-        return min(self._drain[1] + self._policy.drain_timeout_s, self._leave.drain_ended_by)
+        return min(self._drain[1] + self._policy.drain_timeout_s, self.leave_times.drain_ended_by)
 
     @property
     def overdue_at(self) -> float:
         """When all are to stop, because this node cannot wait for the end of the drain."""
-        return self._leave.drained_by if self._drains else math.inf
+        return self.leave_times.drained_by if self._drains else math.inf
 
     @property
     def wait_over_at(self) -> float:
         """When a leaving node without workers no longer stays for the others."""
         since = self.drain_over_at if self._drains else self.leave_alone_at + self._policy.drain_timeout_s
-        return min(since + LINGER_S, self._leave.stopped_by)
+        return min(since + LINGER_S, self.leave_times.stopped_by)
 
     @property
     def instants(self) -> tuple[float, ...]:

@@ -43,7 +43,7 @@ from ..records import (
     node_key,
 )
 from ..store.interface import Change, Compare, Entry, LeaseId, Outcome, Snapshot
-from .deadlines import NO_HURRY, Deadlines, LeaveTimes
+from .deadlines import Deadlines, LeaveTimes
 from .membership_view import MembershipView
 from .node_actions import Action, Leave, LocalState, Refusal, Stay, Stop, next_action
 from .requests import (
@@ -129,6 +129,11 @@ class Participant:
     def world_revision(self) -> int:
         """Of the key `world`, when it held that."""
         return self._session.membership.world_revision
+
+    @property
+    def leave_times(self) -> LeaveTimes:
+        """How the time that a leave may take is divided."""
+        return self._deadlines.leave_times
 
     def polls(self, generation: int) -> bool:
         """All workers of this generation here ask at each step's end whether a planned change waits for them."""
@@ -532,9 +537,10 @@ class Participant:
         self._settle(self._started_world)
         self._rejoin_if_idle()
 
-    def leave(self, now: float, by: LeaveTimes = NO_HURRY) -> None:
-        """This node was asked to stop: report it, stop with the others, then leave, in the time there is."""
-        self._deadlines.leave(now, by)
+    def leave(self, now: float, ends_at: float = math.inf) -> None:
+        """This node was asked to stop: report it, stop with the others, then leave, before its machine goes away at
+        `ends_at`."""
+        self._deadlines.leave(now, ends_at)
         self._session.record = replace(self._session.record, leaving=True)
 
     def _new_session(self, record: NodeRecord) -> Session:

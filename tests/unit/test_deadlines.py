@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.rendezvous.node.deadlines import LINGER_S, NO_HURRY, Deadlines, LeaveTimes, leave_times
+from elastic_agent.rendezvous.node.deadlines import LINGER_S, Deadlines, LeaveTimes, leave_times
 from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, Member, Phase, World
 from tests.policies import PLAIN_POLICY
 
@@ -35,24 +35,33 @@ def test_a_deadline_that_has_passed_leaves_no_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("by", "alone_at", "drain_over_at", "wait_over_at"),
+    ("ends_at", "alone_at", "drain_over_at", "wait_over_at"),
     [
-        (NO_HURRY, 103.0, 121.0, 121.0 + LINGER_S),
-        (leave_times(100.0, 102.0), 100.0 + 4 / 3, 100.0 + 3 / 2, 100.0 + 5 / 3),
-        (leave_times(100.0, 109.0), 103.0, 106.5, 107.5),
-        (leave_times(100.0, 1000.0), 103.0, 121.0, 121.0 + LINGER_S),
+        (math.inf, 103.0, 121.0, 121.0 + LINGER_S),
+        (102.0, 100.0 + 4 / 3, 100.0 + 3 / 2, 100.0 + 5 / 3),
+        (109.0, 103.0, 106.5, 107.5),
+        (1000.0, 103.0, 121.0, 121.0 + LINGER_S),
     ],
 )
 def test_no_wait_of_a_leave_outlasts_the_machine(
-    by: LeaveTimes, alone_at: float, drain_over_at: float, wait_over_at: float
+    ends_at: float, alone_at: float, drain_over_at: float, wait_over_at: float
 ) -> None:
     """The drain is seen a second after the leave has begun."""
     deadlines = Deadlines(POLICY, 0.0)
-    deadlines.leave(100.0, by)
+    deadlines.leave(100.0, ends_at)
     assert deadlines.drain_over_at == math.inf
     deadlines.look(DRAINING, busy=True, lease_good=True, now=101.0)
     found = deadlines.leave_alone_at, deadlines.drain_over_at, deadlines.wait_over_at
     assert found == pytest.approx((alone_at, drain_over_at, wait_over_at))
-    assert deadlines.overdue_at == by.drained_by
+    assert deadlines.overdue_at == deadlines.leave_times.drained_by
     deadlines.look(None, busy=False, lease_good=True, now=101.0)
-    assert deadlines.wait_over_at <= by.stopped_by
+    assert deadlines.wait_over_at <= deadlines.leave_times.stopped_by
+
+
+def test_a_leave_is_divided_anew_only_when_its_end_is_another() -> None:
+    deadlines = Deadlines(POLICY, 0.0)
+    for now, ends_at, divided_at in [(100.0, 130.0, 100.0), (110.0, 130.0, 100.0), (120.0, 126.0, 120.0)]:
+        deadlines.leave(now, ends_at)
+        assert deadlines.leave_times == leave_times(divided_at, ends_at)
+    deadlines.leave(122.0, math.inf)
+    assert deadlines.leave_times == LeaveTimes()

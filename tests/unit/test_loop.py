@@ -6,9 +6,11 @@ Time is virtual: where the loop would wait for an event, the clock goes on to th
 from __future__ import annotations
 
 import json
+import math
 import queue
 import random
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -29,6 +31,7 @@ from elastic_agent.agent.common.events import (
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.common.ports import OfferedPort, PortError
 from elastic_agent.agent.configuration.stopping import StopConfig
+from elastic_agent.agent.configuration.timeouts import LAST_SAVE_S
 from elastic_agent.agent.main.loop import DRAIN_COMMAND, Ending, Loop, Services
 from elastic_agent.agent.main.probes import Probes
 from elastic_agent.rendezvous.coordinator.view import Policy
@@ -361,6 +364,13 @@ def test_a_notice_bounds_each_part_of_the_leave(left_s: float) -> None:
     assert scene.now + within_s <= began + left_s - min(1.0, left_s / 10) + 0.06
 
 
+def test_a_notice_without_a_deadline_is_a_leave_without_hurry() -> None:
+    scene = Scene()
+    scene.at(10.0, NoticeGiven("the cloud", None))
+    assert killed_at(scene) >= 110.0 + 600.0
+    assert scene.finished == [LAST_SAVE_S]
+
+
 def test_a_notice_long_before_is_obeyed_two_minutes_before() -> None:
     scene = Scene()
     begun = scene.now + 10.0
@@ -388,6 +398,63 @@ def test_a_notice_hurries_a_leave_that_is_under_way() -> None:
     assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
     assert min(at + grace_s for at, grace_s in scene.stopped) <= 115.0 + 5.0
     assert scene.finished == [0.0]
+
+
+def killed_at(scene: Scene) -> float:
+    """When workers are killed that ignore SIGTERM and would have ten minutes, of the agent's leave."""
+    scene.training.undying = "worker 0 is at work"
+    scene.training.unkillable = lambda: ""  # type: ignore[method-assign]
+    scene.training.planned_grace_s = lambda: 600.0  # type: ignore[method-assign]
+    scene.plan[scene.now + 200.0] = lambda: setattr(scene.training, "undying", "")
+    scene.loop.run()
+    return min(at + grace_s for at, grace_s in scene.stopped)
+
+
+@pytest.mark.parametrize("by", ["SIGTERM", "SIGUSR1", DRAIN_COMMAND])
+@pytest.mark.parametrize("noticed_first", [True, False])
+def test_each_way_to_leave_minds_a_notice_and_the_end_of_the_job(by: str, noticed_first: bool) -> None:
+    """Both are known before the notice would make the node leave, and before SIGALRM comes."""
+    scene = Scene(stop=replace(STOP, job_ends_at=100 + (160 if noticed_first else 140)))
+    noticed(scene, 140.0 if noticed_first else 160.0, after_s=0.0)
+    if by == DRAIN_COMMAND:
+        scene.plan[110.0] = lambda: setattr(scene.participant, "wanted_to_leave", True)
+    else:
+        scene.at(10.0, Signalled(signal.Signals[by]))
+    assert killed_at(scene) == pytest.approx(110.0 + 130.0 * 5 / 6, abs=1.0)
+
+
+def test_a_notice_does_not_prolong_the_time_until_the_end_of_the_job() -> None:
+    scene = Scene(stop=replace(STOP, job_ends_at=130))
+    scene.at(10.0, Signalled(signal.SIGALRM))
+    noticed(scene, 120.0, after_s=11.0)
+    assert killed_at(scene) == pytest.approx(110.0 + 20.0 * 5 / 6)
+
+
+def test_a_notice_that_is_moved_moves_a_leave_that_is_under_way() -> None:
+    scene = Scene()
+    noticed(scene, 30.0)
+    noticed(scene, 60.0, after_s=11.0)
+    assert killed_at(scene) == pytest.approx(111.0 + 60.0 * 5 / 6)
+
+
+@pytest.mark.parametrize(("left_s", "ends_in_s"), [(6.0, math.inf), (100.0, 20.0)])
+def test_a_notice_during_the_last_saves_cuts_them_short(left_s: float, ends_in_s: float) -> None:
+    """One that leaves time enough does not."""
+    scene, released = Scene(), threading.Event()
+    finished_at: list[float] = []
+
+    def finish(within_s: float) -> None:
+        finished_at.append(scene.now)
+        noticed(scene, left_s, after_s=0.0)
+        scene.plan[scene.now + ends_in_s] = released.set
+        assert released.wait(10.0)
+
+    scene.loop._services.disk_writer.finish = finish  # type: ignore[method-assign]
+    scene.at(10.0, Signalled(signal.SIGTERM))
+    assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
+    released.set()
+    [began] = finished_at
+    assert min(left_s - 1.0, ends_in_s) <= scene.now - began <= left_s
 
 
 @pytest.mark.parametrize(("ends_in_s", "killed_in_s"), [(30.0, 25.0), (-5.0, 30.0)])

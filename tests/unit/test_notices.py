@@ -177,7 +177,7 @@ def test_a_recommendation_is_a_hint_unless_the_user_wants_to_leave_for_it() -> N
     assert isinstance(hint, Hint)
     assert AT in hint.text
     leaves = Aws(Server(recommended), lambda: 0.0, leaves_on_rebalance=True).look()
-    assert leaves == Notice(hint.text)
+    assert leaves == Notice(hint.text, within_s=None), "the instance may live on for days"
     both = {**recommended, aws.ACTION_PATH: Reply(200, body(action="terminate", time=AT))}
     found = Aws(Server(both), lambda: 0.0, leaves_on_rebalance=True).look()
     assert isinstance(found, Notice)
@@ -437,6 +437,10 @@ def test_a_notice_is_given_once_with_a_monotonic_deadline() -> None:
     assert scene.turns(Notice("x", 1005.0)) == [NoticeGiven("x", 15.0)]
     assert scene.turns(None, None) == [NoticeWithdrawn()]
     assert scene.turns(Notice("x", None, 30.0), Notice("x", None, 30.0)) == [NoticeGiven("x", 40.0)]
+    assert scene.turns(*[Notice("x", within_s=None)] * 2, notice) == [
+        NoticeGiven("x", None),
+        NoticeGiven("x", 40.0),
+    ]
 
 
 @pytest.mark.parametrize("ends_at", [-62135596800.0, 0.0, 999.0, 1001.9])

@@ -69,8 +69,11 @@ def test_a_notice_is_counted_and_its_deadline_shown_until_it_is_withdrawn(
     assert [value for *_, value in metrics.notice_deadline_timestamp_seconds.samples()] == [1020.0]
     shown = STATUS_PAGE.decode(pages.node())
     assert (shown.notice, shown.notice_s) == ("the cloud ends it", 20.0)
-    observer.notice_withdrawn()
+    observer.noticed("the cloud may end it", None, 0.0)
     assert not list(metrics.notice_deadline_timestamp_seconds.samples())
+    shown = STATUS_PAGE.decode(pages.node())
+    assert (shown.notice, shown.notice_s) == ("the cloud may end it", None)
+    observer.notice_withdrawn()
     shown = STATUS_PAGE.decode(pages.node())
     assert (shown.notice, shown.notice_s) == ("", None)
 

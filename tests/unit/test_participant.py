@@ -15,7 +15,7 @@ from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
 from elastic_agent.rendezvous.coordinator.view import Publish
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreMismatch, StoreUnavailable
 from elastic_agent.rendezvous.liveness.lease_validity import LEASE_MARGIN
-from elastic_agent.rendezvous.node.deadlines import LEAVE_TOGETHER_S, leave_times
+from elastic_agent.rendezvous.node.deadlines import LEAVE_TOGETHER_S
 from elastic_agent.rendezvous.node.node_actions import Drain, Leave, Refusal, Start, Stay, Stop
 from elastic_agent.rendezvous.node.participant import DUPLICATE_TTLS, Participant
 from elastic_agent.rendezvous.node.requests import (
@@ -993,7 +993,7 @@ def test_a_drain_ends_on_all_nodes_at_once_where_a_machine_goes_away(
     a, b, c = listeners
     for peer in listeners:
         peer.obedient = False
-    b.part.leave(bench.now, leave_times(bench.now, bench.now + 6.0))
+    b.part.leave(bench.now, bench.now + 6.0)
     bench.settle()
     assert isinstance(b.order, Drain)
     bench.after(4.0 - TICK_S)
@@ -1007,7 +1007,7 @@ def test_a_machine_that_goes_away_waits_for_no_coordinator(bench: Bench, listene
     a, b, _c = listeners
     for peer in listeners:
         peer.obedient = False
-    b.part.leave(bench.now, leave_times(bench.now, bench.now + 6.0))
+    b.part.leave(bench.now, bench.now + 6.0)
     bench.settle()
     bench.kill(a)
     bench.after(4.0)

@@ -303,6 +303,10 @@ def test_a_job_that_has_ended_names_its_result() -> None:
             made(answers={**ALL, "b-1": status("b", notice="the cloud ends it", notice_s=29.4)}),
             "! node b: the cloud ends it; 29 s are left",
         ),
+        (
+            made(answers={**ALL, "b-1": status("b", notice="the cloud may end it")}),
+            "! node b: the cloud may end it; no deadline is known",
+        ),
         (made(found(nodes=(A, B)), {**ALL, "c-1": Unreachable.SILENT}), "its lease has ended"),
         (made(found(complete=False)), "! the coordinator does not answer"),
         (made(replace(found(), notes=("the store's 'nodes/x' cannot be read",))), "! the store's 'nodes/x'"),

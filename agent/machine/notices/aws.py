@@ -93,7 +93,7 @@ class Aws:
         if since is None:
             return None
         text = f"AWS recommends since {since} to replace this instance, which may be interrupted soon"
-        return Notice(text) if self.leaves_on_rebalance else Hint(text)
+        return Notice(text, within_s=None) if self.leaves_on_rebalance else Hint(text)
 
     def _get(self, path: str) -> Reply:
         if self.clock() >= self._token_until:

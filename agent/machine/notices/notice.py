@@ -21,8 +21,8 @@ class Notice:
     """Who says so, and what happens."""
     ends_at: float | None = None
     """Unix time; None: the source names no instant."""
-    within_s: float = DEFAULT_S
-    """Without an instant: so long after the notice was first read."""
+    within_s: float | None = DEFAULT_S
+    """Without an instant: so long after the notice was first read; None: there is no deadline, and so no hurry."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,8 @@ class NoticeWatch:
                 self._post(NoticeWithdrawn())
         elif known is None or not _same(known, notice):
             left_s = notice.ends_at - self._wall_clock() if notice.ends_at is not None else notice.within_s
-            self._post(NoticeGiven(notice.text, self._clock() + max(LEAST_S, left_s)))
+            deadline = self._clock() + max(LEAST_S, left_s) if left_s is not None else None
+            self._post(NoticeGiven(notice.text, deadline))
 
     def _warn(self, error: Exception, level: int) -> None:
         """Once for all troubles of a kind in a row."""

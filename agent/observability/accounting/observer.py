@@ -272,10 +272,11 @@ class Observer:
         self.training.record(TrainingEvent.GONE, now)
         self._metrics.leave_world()
 
-    def noticed(self, text: str, deadline: float, now: float) -> None:
-        """This machine goes away at `deadline`."""
+    def noticed(self, text: str, deadline: float | None, now: float) -> None:
+        """This machine goes away at `deadline`; None: at no known instant."""
         self._metrics.notices_total.inc()
-        self._metrics.notice_deadline_timestamp_seconds.set(self._wall_clock() + deadline - now)
+        ends_at = self._wall_clock() + deadline - now if deadline is not None else None
+        self._metrics.notice_deadline_timestamp_seconds.set(ends_at)
         self._pages.noticed(text, deadline)
 
     def notice_withdrawn(self) -> None:

@@ -206,8 +206,11 @@ def _old_leases(nodes: Iterable[NodeReport]) -> Iterator[str]:
 def _notices(nodes: Iterable[NodeReport]) -> Iterator[str]:
     for node in nodes:
         status = node.status
-        if status is not None and status.notice_s is not None:
-            yield f"node {node.node}: {status.notice}; {span(status.notice_s)} are left"
+        if status is not None and status.notice:
+            left = (
+                f"{span(status.notice_s)} are left" if status.notice_s is not None else "no deadline is known"
+            )
+            yield f"node {node.node}: {status.notice}; {left}"
 
 
 # --- Words
