@@ -1,4 +1,5 @@
-"""What a worker of `elastic_agent.launcher` runs, with the folder of function and results in its environment.
+"""What a worker of `elastic_agent.launcher` runs, with the folder of function and results in its environment. Its
+argument, the function's name, is for the agents, which compare what nodes run.
 
 The folder is private to the user who called the launcher, who also wrote what is unpickled here.
 """

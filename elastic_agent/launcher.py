@@ -93,9 +93,15 @@ class elastic_launch:
             else:
                 (folder / FUNCTION).write_bytes(_pickled(self.entrypoint, args))
                 (folder / PATH).write_text(json.dumps(sys.path))
-                target = ["-m", WORKER]
+                target = ["-m", WORKER, _name(self.entrypoint)]
             run_agent([*words_of(self.config), *target], {FOLDER: name})
             return _results(folder)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """By which agents compare what they run: nodes that launch other functions are told so."""
+    qualified = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', '')}.{qualified}"
 
 
 def words_of(config: Any) -> list[str]:

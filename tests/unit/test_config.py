@@ -423,6 +423,8 @@ def test_relations_with_an_unreadable_value_are_not_judged(script: str) -> None:
     [
         (["S", "--lr", "0.1", "--help"], {}, "", Command("script", "S", ("--lr", "0.1", "--help"))),
         (["--", "S", "-m"], {}, "", Command("script", "S", ("-m",))),
+        (["S", "--", "--z", "--"], {}, "", Command("script", "S", ("--z", "--"))),
+        (["-m", "pkg.mod", "--", "--z"], {}, "", Command("module", "pkg.mod", ("--z",))),
         (["-m", "pkg.mod", "--min-nodes", "x"], {}, "", Command("module", "pkg.mod", ("--min-nodes", "x"))),
         (["--module=pkg.mod", "S"], {}, "", Command("module", "pkg.mod", ("S",))),
         (["--no-python", "./run", "-x"], {}, "", Command("binary", "./run", ("-x",))),

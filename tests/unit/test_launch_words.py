@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import shlex
 from typing import Any
 
@@ -132,6 +133,16 @@ def test_the_rank_of_torchs_static_rendezvous_is_the_node_rank() -> None:
         1, 1, 1, rdzv_endpoint="h:1", rdzv_backend="static", rdzv_configs={"rank": 0, "timeout": 9}
     )
     assert launcher.words_of(config)[5:8] == ["--node-rank=0", "--rdzv-conf=timeout=9", "--max-restarts=3"]
+
+
+def test_the_function_s_name_is_the_argument_that_agents_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[list[str]] = []
+    monkeypatch.setattr(launcher, "run_agent", lambda words, variables: passed.append(words))
+    monkeypatch.setattr(launcher, "_results", lambda folder: {})
+    for function in (abs, operator.attrgetter("x")):
+        launcher.elastic_launch(launcher.LaunchConfig(1, 1, 1), function)()
+    names = ["builtins.abs", "operator.attrgetter"]
+    assert [words[-3:] for words in passed] == [["-m", launcher.WORKER, name] for name in names]
 
 
 def test_main_passes_its_words_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def read_argv(
             _put_command(settings, target, words.pop(0), words, target_origin)
             break
         if not word.startswith("-"):
-            _put_command(settings, target, word, words, target_origin)
+            _put_command(settings, target, word, _after_dashes(words), target_origin)
             break
         written, equals, text = _parted(word, flags)
         flag = written.replace("_", "-")
@@ -102,11 +102,16 @@ def read_argv(
         if option is None:
             settings.warnings.append(f"{written} is ignored: {IGNORED_TORCHRUN_OPTIONS[ignored[flag]]}")
         elif option in TARGETS:
-            _put_command(settings, option, text, words, written)
+            _put_command(settings, option, text, _after_dashes(words), written)
             break
         else:
             settings.put(option, text, written)
     return settings
+
+
+def _after_dashes(words: Sequence[str]) -> Sequence[str]:
+    """A `--` right behind what to run is no argument of it, as under torchrun; a later one is."""
+    return words[1:] if words[:1] == ["--"] else words
 
 
 def _parted(word: str, flags: Mapping[str, Option[object]]) -> tuple[str, bool, str]:

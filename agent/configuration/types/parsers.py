@@ -305,14 +305,14 @@ def read_local_ranks(text: str) -> LocalRanks:
 
 def read_log_level(text: str) -> LogLevel:
     """
-    >>> [str(read_log_level(text)) for text in ("Debug", " warn ", "20", "15")]
-    ['debug', 'warning', 'info', '15']
+    >>> [str(read_log_level(text)) for text in ("Debug", " warn ", "20", "15", "notset")]
+    ['debug', 'warning', 'info', '15', '1']
     """
     word = text.strip().upper()
     level = int(word) if re.fullmatch("[0-9]{1,9}", word) else logging.getLevelName(word)
     if not isinstance(level, int):
         raise ValueError
-    return LogLevel(level)
+    return LogLevel(max(level, 1))  # 0 would be the level of another logger
 
 
 def read_texts(text: str) -> Texts:
