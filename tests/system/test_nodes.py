@@ -18,8 +18,8 @@ def readyz(agent: Agent) -> tuple[int, str]:
 
 
 def test_a_lost_node_shrinks_the_world_and_a_new_one_fills_the_hole(job: Job) -> None:
-    """From 3 nodes over 2 to 3 again: survivors keep their order, and with it rank 0."""
-    options = ("--nnodes=1:3", FAST_LEASE)
+    """From 3 nodes over 2 to 3 again: survivors keep their order, and with it rank 0. No change is a restart."""
+    options = ("--nnodes=1:3", "--max-restarts=0", FAST_LEASE)
     agents = {name: job.join(name, *options) for name in ("a", "b", "c")}
     three = job.wait_for_training(world=3)
     lost = next(node for node in three.nodes if node != "a")  # a hosts the store, at whichever rank

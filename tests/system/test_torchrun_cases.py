@@ -1,6 +1,7 @@
 """What torch asks of its own agent and launcher in their tests, asked of ours, where no other test does.
 
-`docs/comparison.md` lists torch's cases with the test of ours for each, and shows which of them torchrun fails.
+`tests/torch_cases.md` lists torch's cases with the test of ours for each; `docs/comparison.md` shows which of them
+torchrun fails.
 """
 
 from __future__ import annotations
@@ -97,20 +98,6 @@ def test_a_failure_after_the_other_node_has_finished_restarts_both_and_at_last_e
     assert [sorted(generation.starts) for generation in job.generations()] == [[0, 1], [0, 1]]
     for agent in agents:
         assert agent.says("2 failures, --max-restarts allows 1")
-
-
-def test_an_agent_that_is_killed_is_replaced_and_both_finish(job: Job, etcd: EtcdCluster) -> None:
-    """A node's loss costs no restart of the budget."""
-    job.use_etcd(etcd)
-    options, script = ("--nnodes=2", "--max-restarts=0", FAST_LEASE), (RECORDER, "--steps=50")
-    kept, lost = (job.join(name, *options, script=script) for name in ("a", "b"))
-    job.wait_for_training(world=2)
-    lost.kill()
-    new = job.join("c", *options, script=script)
-    assert [kept.exit_code(), new.exit_code()] == [0, 0]
-    newest = job.generations()[-1]
-    assert newest.nodes == ["a", "c"]
-    assert {record["rank"] for record in job.history(what="end", generation=newest.number)} == {0, 1}
 
 
 def test_an_agent_that_is_killed_as_it_joins_is_not_waited_for(job: Job, etcd: EtcdCluster) -> None:

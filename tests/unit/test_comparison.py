@@ -1,4 +1,4 @@
-"""The page that shows what becomes of a job under torchrun: what it names is there to be run."""
+"""What becomes of a job under torchrun, and torch's own cases: what these pages name is there to be run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from comparison import ROWS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/comparison.md"
+CASES = ROOT / "tests/torch_cases.md"
 
 
 def test_each_row_can_be_run() -> None:
@@ -16,7 +17,7 @@ def test_each_row_can_be_run() -> None:
 
 
 def test_each_test_that_is_named_can_be_run() -> None:
-    named = re.findall(r"`(tests/\S+\.py)(?: -k (?:(\w+)|\"([^\"]*)\"))?`", PAGE.read_text())
+    named = re.findall(r"`(tests/\S+\.py)(?: -k (?:(\w+)|\"([^\"]*)\"))?`", CASES.read_text())
     assert len(named) > 30
     for file, word, words in named:
         text = (ROOT / file).read_text()

@@ -9,7 +9,16 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
+    *(
+        ROOT / name
+        for name in (
+            "README.md",
+            "CONTRIBUTING.md",
+            "CHANGELOG.md",
+            "benchmarks/README.md",
+            "tests/torch_cases.md",
+        )
+    ),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "deploy").rglob("*.md")),
 ]
