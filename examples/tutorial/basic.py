@@ -4,7 +4,7 @@
     elastic-agent examples/tutorial/basic.py
 
 Under the agent this is one worker with processes of its own. When it or any of them is killed, all of them end, and the
-script begins anew. With `elastic_ddp.py` the agent starts each rank, on several nodes too, and finds the port.
+script begins anew. With `torchrun_ddp.py` the agent starts each rank, on several nodes too, and finds the port.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The scripts of `examples/tutorial`, each with a kill, and the words of torch's tutorial for DDP."""
+"""The scripts of `examples/tutorial`, each with a kill."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from elastic_agent.agent.common.ports import bind_listener
 
-from .harness import RECORDER, TORCH_PRELOADED, Job, Process
+from .harness import TORCH_PRELOADED, Job, Process
 
 TUTORIAL = Path(__file__).parents[2] / "examples" / "tutorial"
 KILLED = Path(__file__).with_name("killed_in_tutorial.py")
@@ -77,7 +76,7 @@ def test_a_checkpoint_of_one_rank_survives_a_kill_at_every_place(job: Job) -> No
     ("name", "options"),
     [
         ("model_parallel", ("--nproc-per-node=gpu", "--devices-per-worker=2")),
-        ("elastic_ddp", ("--nproc-per-node=2",)),
+        ("torchrun_ddp", ("--nproc-per-node=2",)),
     ],
 )
 @pytest.mark.timeout(300)
@@ -93,20 +92,3 @@ def test_a_script_that_the_agent_starts_begins_anew_after_a_kill(
     assert agent.says("generation 1 dies after a step")
     for rank in (0, 1):
         assert agent.says(rf"rank {rank} on cpu.*, step 5: loss")
-
-
-@pytest.mark.timeout(300)
-def test_the_words_of_the_tutorial_run_on_two_nodes(job: Job) -> None:
-    """`RECORDER` has the name of the script, so that 16 workers need no torch."""
-    script = job.folder / "elastic_ddp.py"
-    shutil.copy(RECORDER, script)
-    address = f"127.{os.getpid() % 200 + 20}.29.40"
-    words = f"--nnodes=2 --nproc_per_node=8 --rdzv_id=100 --rdzv_backend=c10d --rdzv_endpoint={address}:29400"
-    for name in ("a", "b"):
-        job.start(name, *words.split(), script=(script,))
-    job.wait_for(
-        lambda: len({step["rank"] for step in job.history(what="step", world=16)}) == 16,
-        "16 ranks to step",
-        WITHIN_S,
-    )
-    assert sorted(job.generations()[-1].nodes) == ["a", "b"]

@@ -73,6 +73,16 @@ def test_what_ultralytics_writes_for_torchrun_is_one_job_of_this_node(script: st
     assert resolved.warnings == ("--master_port is ignored: one node meets no other",)
 
 
+def test_the_command_of_torchs_tutorial_for_ddp_is_taken_word_for_word(script: str) -> None:
+    line = "--nnodes=2 --nproc_per_node=8 --rdzv_id=100 --rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:29400"
+    resolved = run(line, script)
+    config, rendezvous = resolved.config, resolved.config.rendezvous
+    assert (rendezvous.backend, rendezvous.job_id) == ("c10d", "100")
+    assert rendezvous.endpoints == (Endpoint("10.0.0.1", 29400),)
+    assert (config.nodes.min, config.nodes.max, config.nproc_per_node) == (2, 2, 8)
+    assert resolved.warnings == ()
+
+
 @pytest.mark.parametrize("line", ["-m --no-python prog", "--no-python -m prog", "-m --no-python=prog"])
 def test_two_things_to_run_are_refused(line: str) -> None:
     with pytest.raises(ConfigError, match="expected one thing to run"):

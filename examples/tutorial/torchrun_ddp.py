@@ -3,7 +3,7 @@
 On each of two nodes, with the words of torchrun:
 
     elastic-agent --nnodes=2 --nproc_per_node=8 --rdzv_id=100 --rdzv_backend=c10d --rdzv_endpoint=$MASTER_ADDR:29400 \
-        examples/tutorial/elastic_ddp.py
+        examples/tutorial/torchrun_ddp.py
 
 After a kill it begins anew; `examples/elastic_ddp.py` goes on where it was.
 """
