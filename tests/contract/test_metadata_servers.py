@@ -8,15 +8,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from elastic_agent.agent.machine.notices.aws import ACTION_PATH, REBALANCE_PATH, TOKEN_PATH, Aws
+from elastic_agent.agent.machine.notices.aws import ACTION_PATH, REBALANCE_PATH, Aws
 from elastic_agent.agent.machine.notices.azure import EVENTS_PATH, NAME_PATH, Azure
 from elastic_agent.agent.machine.notices.gcp import MAINTENANCE_PATH, PREEMPTED_PATH, Gcp
 from elastic_agent.agent.machine.notices.metadata_server import MOST_BYTES, TIMEOUT_S, MetadataServer
 from elastic_agent.agent.machine.notices.notice import Notice, NotUnderstood, Question, Silent
+from tests.metadata_server import FakeMetadataServer
 
 AT = "2026-01-02T03:04:05Z"
 LATE_S = 1.0
@@ -24,42 +24,11 @@ LATE_S = 1.0
 
 
 class Cloud:
-    """Answers as the cloud's server does: it wants its header, and of EC2's second version a token."""
+    """One cloud's server, in a thread, and the agent's way to ask it."""
 
     def __init__(self, *, header: tuple[str, str], token: str = "") -> None:
         self.pages: dict[str, str] = {}
-        self.refused = 0
-        cloud = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_PUT(self) -> None:
-                fits = (
-                    token and self.path == TOKEN_PATH and self.headers["X-aws-ec2-metadata-token-ttl-seconds"]
-                )
-                self._send(200 if fits else 403, token if fits else "")
-
-            def do_GET(self) -> None:
-                name, value = header
-                if self.headers[name] != value or "X-Forwarded-For" in self.headers:
-                    cloud.refused += 1
-                    self._send(401 if token else 403, "")
-                else:
-                    self._send(200 if self.path in cloud.pages else 404, cloud.pages.get(self.path, "<html>"))
-
-            def _send(self, status: int, text: str) -> None:
-                self.send_response(status)
-                if header[0] == "Metadata-Flavor":
-                    self.send_header("Metadata-Flavor", "Google")
-                self.send_header("Content-Length", str(len(text.encode())))
-                self.end_headers()
-                self.wfile.write(text.encode())
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = FakeMetadataServer(("127.0.0.1", 0), lambda: self.pages, header=header, token=token)
         self.ask = MetadataServer("127.0.0.1", time.monotonic, self.server.server_address[1])
         threading.Thread(
             target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
@@ -87,7 +56,7 @@ def test_ec2() -> None:
         found = source.look()
         assert isinstance(found, Notice)
         assert found.ends_at == 1767323045.0
-        assert not cloud.refused
+        assert not cloud.server.refused
         source._token = "a token from before the machine was paused"
         assert source.look() == found
 
@@ -98,7 +67,7 @@ def test_compute_engine() -> None:
         assert Gcp(cloud.ask).look() is None
         cloud.pages[PREEMPTED_PATH] = "TRUE"
         assert isinstance(Gcp(cloud.ask).look(), Notice)
-        assert not cloud.refused
+        assert not cloud.server.refused
 
 
 def test_azure() -> None:
@@ -121,7 +90,7 @@ def test_azure() -> None:
         found = source.look()
         assert isinstance(found, Notice)
         assert found.ends_at == 1767323045.0
-        assert not cloud.refused
+        assert not cloud.server.refused
 
 
 def test_another_clouds_server_is_not_understood() -> None:
