@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from tests.system.harness import TORCH_PRELOADED, Job
 
-from .scene import RECORDED, TRAINED_S, Scene
+from .framework_job import RECORDED, TRAINED_S, FrameworkJob
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -58,17 +58,17 @@ def position(state: dict[str, Any], case: Case) -> int:
     return sampler["epoch"] * LENGTH + sampler["position"]
 
 
-def trained_on(scene: Scene) -> list[list[int]]:
+def trained_on(run: FrameworkJob) -> list[list[int]]:
     """The samples of each step that counts, in the order in which the ranks have them: of each step the last time."""
     counts: dict[int, int] = {}
     """The generation by step."""
     firsts: dict[int, int] = {}
-    for record in scene.job.history(what="step", rank=0):
+    for record in run.job.history(what="step", rank=0):
         counts[record["step"]] = record["generation"]
         firsts.setdefault(record["generation"], record["step"])
     assert sorted(counts) == list(range(1, len(counts) + 1)), "a step is missing"
     ranks: dict[int, dict[int, list[int]]] = {step: {} for step in sorted(counts)}
-    for record in scene.job.history(what="samples"):
+    for record in run.job.history(what="samples"):
         generation, after = record["generation"], record["after"]
         step = after + 1 if after is not None else firsts.get(generation)
         if counts.get(step) == generation:
@@ -99,8 +99,8 @@ def each_once(steps: list[list[int]], case: Case) -> int:
     return done + len(epoch)
 
 
-def drain(scene: Scene, node: str) -> None:
-    store = f"--rdzv-endpoint=127.0.0.1:{scene.job.store_port}"
+def drain(run: FrameworkJob, node: str) -> None:
+    store = f"--rdzv-endpoint=127.0.0.1:{run.job.store_port}"
     command = [sys.executable, "-m", "elastic_agent", "drain", node, store]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TRAINED_S, check=False)
     assert done.returncode == 0, done.stderr
@@ -109,32 +109,32 @@ def drain(scene: Scene, node: str) -> None:
 @pytest.mark.parametrize("example", CASES)
 def test_a_kill_a_join_and_two_leaves(job: Job, example: str) -> None:
     case = CASES[example]
-    scene = Scene(job, example, quick=8)
-    agents = {node: scene.join(node) for node in ("a", "b")}
-    first = scene.trained(2)
+    run = FrameworkJob(job, example, quick=8)
+    agents = {node: run.join(node) for node in ("a", "b")}
+    first = run.trained(2)
     victim = next(worker for worker in job.workers("b") if "RANK" in worker.environment)
     os.kill(victim.pid, signal.SIGKILL)
-    second = scene.trained(2, after=first.number)
-    agents["c"] = scene.join("c")
-    third = scene.trained(3, after=second.number)
-    drain(scene, "b")
-    fourth = scene.trained(2, after=third.number)
+    second = run.trained(2, after=first.number)
+    agents["c"] = run.join("c")
+    third = run.trained(3, after=second.number)
+    drain(run, "b")
+    fourth = run.trained(2, after=third.number)
     agents["c"].signal(signal.SIGTERM)
-    fifth = scene.trained(1, after=fourth.number)
-    scene.slow.unlink()
+    fifth = run.trained(1, after=fourth.number)
+    run.slow.unlink()
     assert [agents[node].exit_code(TRAINED_S) for node in "abc"] == [0, LEFT, LEFT]
-    redone = scene.redone(first, second)
+    redone = run.redone(first, second)
     print(f"{example}: steps done again after the kill: {redone}")
     assert redone <= case.lost
-    assert [scene.redone(*pair) for pair in pairwise((second, third, fourth, fifth))] == [0, 0, 0]
-    steps = trained_on(scene)
+    assert [run.redone(*pair) for pair in pairwise((second, third, fourth, fifth))] == [0, 0, 0]
+    steps = trained_on(run)
     seen = each_once(steps, case)
     positions = [
-        sum(map(len, steps[: scene.steps(one.number)[0] - 1])) % LENGTH for one in (second, third, fourth)
+        sum(map(len, steps[: run.steps(one.number)[0] - 1])) % LENGTH for one in (second, third, fourth)
     ]
     print(f"{example}: {seen} samples, each once in an epoch; changes at {positions} of {LENGTH}")
     assert any(positions), "no change came within an epoch"
-    step, state = scene.last_checkpoint()
+    step, state = run.last_checkpoint()
     assert step == len(steps) == STEPS
     assert position(state, case) == seen, "the position is not that of the samples"
 
@@ -143,8 +143,8 @@ def test_a_kill_a_join_and_two_leaves(job: Job, example: str) -> None:
 def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
     job: Job, second_job: Job, example: str
 ) -> None:
-    undisturbed, disturbed = Scene(job, example), Scene(second_job, example)
-    agents = [scene.start("a", "--nproc-per-node=2", TORCH_PRELOADED) for scene in (undisturbed, disturbed)]
+    undisturbed, disturbed = FrameworkJob(job, example), FrameworkJob(second_job, example)
+    agents = [run.start("a", "--nproc-per-node=2", TORCH_PRELOADED) for run in (undisturbed, disturbed)]
     undisturbed.slow.unlink()
     disturbed.trained(2, steps=25)
     victim = next(worker for worker in second_job.workers() if worker.environment.get("RANK") == "1")
@@ -152,7 +152,7 @@ def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
     disturbed.trained(2, after=1)
     disturbed.slow.unlink()
     assert [agent.exit_code(TRAINED_S) for agent in agents] == [0, 0]
-    ends = [scene.last_checkpoint()[1] for scene in (undisturbed, disturbed)]
+    ends = [run.last_checkpoint()[1] for run in (undisturbed, disturbed)]
     for part in [name for name in ends[0] if name.startswith(("model", "optimizer", "scheduler"))]:
         assert numbers(ends[1][part]) == numbers(ends[0][part])
     assert position(ends[1], CASES[example]) == position(ends[0], CASES[example])
@@ -163,14 +163,14 @@ def test_evaluations_accumulation_and_other_callbacks_go_on(job: Job, second_job
     """Early stopping and the choice of the best model, too, come to the same end as if there had been no kill."""
     ends = []
     for one, killed in ((job, False), (second_job, True)):
-        scene = Scene(one, str(RECORDED.with_name(script)))
-        agent = scene.start("a", "--nproc-per-node=2", TORCH_PRELOADED)
+        run = FrameworkJob(one, str(RECORDED.with_name(script)))
+        agent = run.start("a", "--nproc-per-node=2", TORCH_PRELOADED)
         if killed:
-            scene.trained(2, steps=45)
+            run.trained(2, steps=45)
             victim = next(worker for worker in one.workers() if worker.environment.get("RANK") == "1")
             os.kill(victim.pid, signal.SIGKILL)
-            scene.trained(2, after=1)
-        scene.slow.unlink()
+            run.trained(2, after=1)
+        run.slow.unlink()
         assert agent.exit_code(TRAINED_S) == 0
         end = agent.says(r"the end: .*")
         assert end is not None
@@ -181,15 +181,15 @@ def test_evaluations_accumulation_and_other_callbacks_go_on(job: Job, second_job
 @pytest.mark.parametrize("script", ["fuller_transformers.py", "fuller_lightning.py"])
 def test_early_stopping_and_the_best_model_in_a_changing_world(job: Job, script: str) -> None:
     """1 -> 2 -> 1 workers, within an epoch."""
-    scene = Scene(job, RECORDED.with_name(script), quick=8)
-    first = scene.join("a")
-    alone = scene.trained(1)
-    second = scene.join("b")
-    together = scene.trained(2, after=alone.number)
-    drain(scene, "b")
-    again = scene.trained(1, after=together.number)
-    assert [scene.redone(*pair) for pair in ((alone, together), (together, again))] == [0, 0]
-    scene.slow.unlink()
+    run = FrameworkJob(job, RECORDED.with_name(script), quick=8)
+    first = run.join("a")
+    alone = run.trained(1)
+    second = run.join("b")
+    together = run.trained(2, after=alone.number)
+    drain(run, "b")
+    again = run.trained(1, after=together.number)
+    assert [run.redone(*pair) for pair in ((alone, together), (together, again))] == [0, 0]
+    run.slow.unlink()
     assert (first.exit_code(TRAINED_S), second.exit_code()) == (0, LEFT)
     end = first.says(r"the end: (.*)")
     assert end is not None

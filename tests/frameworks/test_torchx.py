@@ -17,7 +17,7 @@ from torchx.specs.finder import get_components
 from elastic_agent.torchx import ddp
 from tests.system.harness import MARKER, Agent, Job, port_for_a_store
 
-from .scene import RECORDED, TRAINED_S, Scene
+from .framework_job import RECORDED, TRAINED_S, FrameworkJob
 
 BIN = Path(sys.executable).parent
 ID = "'--rdzv-id=${app_id}'"
@@ -103,22 +103,22 @@ def test_torchx_finds_it_and_still_has_its_own() -> None:
 
 @pytest.mark.parametrize("nodes", ["1x2", "2x1"])
 def test_a_job_of_the_local_scheduler_survives_a_kill(job: Job, nodes: str) -> None:
-    scene = Scene(job, "accelerate_loop.py")
+    run = FrameworkJob(job, "accelerate_loop.py")
     words = [f"{BIN}/torchx", "run", "-s", "local_cwd", "elastic.ddp", "-j", nodes]
     words += ["--rdzv_port", str(port_for_a_store()), "--script", str(RECORDED)]
     environment = {
         **os.environ,
-        **scene.environment,
+        **run.environment,
         "PATH": f"{BIN}:{os.environ['PATH']}",
         MARKER: job.id,
         "SYSTEM_TEST_HISTORY": str(job.folder / "history.jsonl"),
     }
-    torchx = Agent("torchx", [*words, str(scene.script[1])], environment, job.folder / "torchx.log")
+    torchx = Agent("torchx", [*words, str(run.script[1])], environment, job.folder / "torchx.log")
     job.agents.append(torchx)
-    first = scene.trained(2)
+    first = run.trained(2)
     os.kill(first.pid(1), signal.SIGKILL)
-    second = scene.trained(2, after=first.number)
-    scene.slow.unlink()
+    second = run.trained(2, after=first.number)
+    run.slow.unlink()
     assert torchx.exit_code(TRAINED_S) == 0
     assert torchx.says("Job finished: SUCCEEDED")
-    assert scene.redone(first, second) <= 1
+    assert run.redone(first, second) <= 1

@@ -6,68 +6,32 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.etcd_servers import EtcdCluster
 
-from .harness import LOCKSTEP, Generation, Job
+from .harness import Job
+from .lockstep_job import LockstepJob
 from .test_just_in_time import SCRIPT, Run, undisturbed
 
 STORE_LOST = 69
 
 
-class Scene:
-    """A job whose workers train in lockstep, and what has become of its generations."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.state = job.folder / "state"
-        self.state.mkdir()
-
-    @property
-    def script(self) -> tuple[str | Path, ...]:
-        return LOCKSTEP, self.state
-
-    def join(self, name: str, *options: str, worker: tuple[str, ...] = (), **more: Any) -> Any:
-        return self.job.join(name, "--nnodes=1:3", *options, script=(*self.script, *worker), **more)
-
-    def last_step(self, generation: Generation) -> int:
-        return max(record["step"] for record in self.job.history(what="step", generation=generation.number))
-
-    def first_step(self, generation: Generation) -> int:
-        return min(record["step"] for record in self.job.history(what="step", generation=generation.number))
-
-    def ends(self, generation: Generation) -> set[int]:
-        """The steps after which the workers of a generation ended by themselves."""
-        return {record["step"] for record in self.job.history(what="drained", generation=generation.number)}
-
-    def check_nothing_lost(self, before: Generation, after: Generation, *, ended: int | None = None) -> None:
-        """All ended after the same step, nobody was signalled, and the next generation went on there."""
-        assert after.number == before.number + 1, "one planned change, one new generation"
-        assert not self.job.history(what="sigterm", generation=before.number)
-        assert self.ends(before) == {self.last_step(before)}
-        expected = len(before.starts) if ended is None else ended
-        assert len(self.job.history(what="drained", generation=before.number)) == expected
-        assert self.first_step(after) == self.last_step(before) + 1
-
-
 @pytest.fixture
-def scene(job: Job, etcd: EtcdCluster) -> Scene:
+def lockstep(job: Job, etcd: EtcdCluster) -> LockstepJob:
     job.use_etcd(etcd)
-    return Scene(job)
+    return LockstepJob(job)
 
 
-def test_a_join_and_two_leaves_lose_no_step(scene: Scene) -> None:
+def test_a_join_and_two_leaves_lose_no_step(lockstep: LockstepJob) -> None:
     """The second leave comes while the first is under way."""
-    job = scene.job
-    agents = {name: scene.join(name) for name in ("a", "b")}
+    job = lockstep.job
+    agents = {name: lockstep.join(name) for name in ("a", "b")}
     two = job.wait_for_training(world=2)
-    agents["c"] = scene.join("c")
+    agents["c"] = lockstep.join("c")
     three = job.wait_for_training(world=3, after=two.number)
-    scene.check_nothing_lost(two, three)
+    lockstep.check_nothing_lost(two, three)
     for name in ("b", "c"):
         agents[name].signal(signal.SIGTERM)
     one = job.wait_for_training(world=1, after=three.number)
@@ -75,46 +39,48 @@ def test_a_join_and_two_leaves_lose_no_step(scene: Scene) -> None:
     ends = [agents[name].exit_code() for name in ("b", "c")]
     assert ends == [143, 143]
     if one.number == three.number + 1:
-        scene.check_nothing_lost(three, one)
+        lockstep.check_nothing_lost(three, one)
     else:
         (between,) = (g for g in job.generations() if three.number < g.number < one.number)
-        scene.check_nothing_lost(three, between)
+        lockstep.check_nothing_lost(three, between)
     assert agents["a"].says(rf"generation {one.number} \(leave\): 1 node.* 0 failures so far")
     assert not agents["a"].says("failed: ")
 
 
 @pytest.mark.parametrize("evaluates", ["all", "rank 0"])
-def test_a_change_does_not_wait_for_the_end_of_an_evaluation(scene: Scene, evaluates: str) -> None:
+def test_a_change_does_not_wait_for_the_end_of_an_evaluation(lockstep: LockstepJob, evaluates: str) -> None:
     """Ranks that do not evaluate wait in the next step for rank 0: their agents end them."""
-    job = scene.job
-    agents = [scene.join(name, worker=("--evaluates", evaluates)) for name in ("a", "b")]
+    job = lockstep.job
+    agents = [lockstep.join(name, worker=("--evaluates", evaluates)) for name in ("a", "b")]
     two = job.wait_for_training(world=2)
     job.wait_for(lambda: job.history(what="evaluation"), "the evaluation to begin")
     agents[1].signal(signal.SIGTERM)
     one = job.wait_for_training(world=1, after=two.number)
-    scene.check_nothing_lost(two, one, ended=2 if evaluates == "all" else 1) if evaluates == "all" else None
-    assert scene.last_step(two) % 20 == 0
-    assert scene.ends(two) == {scene.last_step(two)}
-    assert scene.first_step(one) == scene.last_step(two) + 1
+    lockstep.check_nothing_lost(
+        two, one, ended=2 if evaluates == "all" else 1
+    ) if evaluates == "all" else None
+    assert lockstep.last_step(two) % 20 == 0
+    assert lockstep.ends(two) == {lockstep.last_step(two)}
+    assert lockstep.first_step(one) == lockstep.last_step(two) + 1
     assert agents[1].exit_code() == 143
     assert agents[0].says(r"0 failures so far")
 
 
 def test_the_host_of_the_store_lets_all_end_at_the_same_step(job: Job) -> None:
     """The job ends with its store; what has been done is kept."""
-    scene = Scene(job)
-    agents = [scene.join(name) for name in ("a", "b")]
+    lockstep = LockstepJob(job)
+    agents = [lockstep.join(name) for name in ("a", "b")]
     two = job.wait_for_training(world=2)
     agents[0].signal(signal.SIGTERM)
     assert agents[0].exit_code() == 143
     assert agents[1].exit_code() == STORE_LOST
-    assert scene.ends(two) == {scene.last_step(two)}
+    assert lockstep.ends(two) == {lockstep.last_step(two)}
     assert not job.history(what="sigterm")
 
 
-def test_workers_that_listen_to_nothing_are_signalled(scene: Scene) -> None:
-    job = scene.job
-    agents = [scene.join(name, worker=("--deaf", "--own-handler")) for name in ("a", "b")]
+def test_workers_that_listen_to_nothing_are_signalled(lockstep: LockstepJob) -> None:
+    job = lockstep.job
+    agents = [lockstep.join(name, worker=("--deaf", "--own-handler")) for name in ("a", "b")]
     two = job.wait_for_training(world=2)
     agents[1].signal(signal.SIGTERM)
     one = job.wait_for_training(world=1, after=two.number)
@@ -122,22 +88,22 @@ def test_workers_that_listen_to_nothing_are_signalled(scene: Scene) -> None:
     assert one.number == two.number + 1
 
 
-def test_a_script_that_keeps_its_state_by_itself_does_so_at_the_same_step(scene: Scene) -> None:
+def test_a_script_that_keeps_its_state_by_itself_does_so_at_the_same_step(lockstep: LockstepJob) -> None:
     """It calls `step`, has no Checkpointer, and a handler of SIGTERM: that is called at the agreed step."""
-    job = scene.job
-    agents = [scene.join(name, worker=("--own-handler",)) for name in ("a", "b")]
+    job = lockstep.job
+    agents = [lockstep.join(name, worker=("--own-handler",)) for name in ("a", "b")]
     two = job.wait_for_training(world=2)
     agents[1].signal(signal.SIGTERM)
     one = job.wait_for_training(world=1, after=two.number)
     asked = job.history(what="sigterm", generation=two.number)
     assert len(asked) == 2
-    assert {record["step"] for record in asked} == {scene.last_step(two)}
-    assert scene.first_step(one) == scene.last_step(two) + 1
+    assert {record["step"] for record in asked} == {lockstep.last_step(two)}
+    assert lockstep.first_step(one) == lockstep.last_step(two) + 1
 
 
-def test_training_that_is_not_synchronous_is_stopped_as_before(scene: Scene) -> None:
-    job = scene.job
-    agents = [scene.join(name, worker=("--astray",)) for name in ("a", "b")]
+def test_training_that_is_not_synchronous_is_stopped_as_before(lockstep: LockstepJob) -> None:
+    job = lockstep.job
+    agents = [lockstep.join(name, worker=("--astray",)) for name in ("a", "b")]
     two = job.wait_for_training(world=2)
     agents[1].signal(signal.SIGTERM)
     job.wait_for_training(world=1, after=two.number)
@@ -146,9 +112,9 @@ def test_training_that_is_not_synchronous_is_stopped_as_before(scene: Scene) -> 
 
 
 @pytest.mark.parametrize("fault", ["step", "keep"])
-def test_a_crash_on_the_way_is_a_failure_at_once(scene: Scene, fault: str) -> None:
-    job = scene.job
-    agents = [scene.join(name, worker=("--fault", fault, "--keep-s=30")) for name in ("a", "b")]
+def test_a_crash_on_the_way_is_a_failure_at_once(lockstep: LockstepJob, fault: str) -> None:
+    job = lockstep.job
+    agents = [lockstep.join(name, worker=("--fault", fault, "--keep-s=30")) for name in ("a", "b")]
     two = job.wait_for_training(world=2)
     agents[1].signal(signal.SIGTERM)
     one = job.wait_for_training(world=1, after=two.number)
@@ -159,10 +125,10 @@ def test_a_crash_on_the_way_is_a_failure_at_once(scene: Scene, fault: str) -> No
     assert one.starts[0]["at"] - max(ends) < 10, "nobody waits for the time of a drain"
 
 
-def test_workers_that_do_not_come_to_an_end_are_signalled_in_time(scene: Scene) -> None:
-    job = scene.job
+def test_workers_that_do_not_come_to_an_end_are_signalled_in_time(lockstep: LockstepJob) -> None:
+    job = lockstep.job
     options = ("--stop-grace=4s", "--drain-timeout=1s")
-    agents = [scene.join(name, *options, worker=("--keep-s=60",)) for name in ("a", "b")]
+    agents = [lockstep.join(name, *options, worker=("--keep-s=60",)) for name in ("a", "b")]
     two = job.wait_for_training(world=2)
     agents[1].signal(signal.SIGTERM)
     job.wait_for_training(world=1, after=two.number)
@@ -171,10 +137,10 @@ def test_workers_that_do_not_come_to_an_end_are_signalled_in_time(scene: Scene) 
     assert agents[0].says("the workers did not end by themselves in time")
 
 
-def test_a_training_that_ends_on_the_way_has_succeeded(scene: Scene) -> None:
+def test_a_training_that_ends_on_the_way_has_succeeded(lockstep: LockstepJob) -> None:
     """Its last step is the agreed one, or comes before it."""
-    job = scene.job
-    agents = {name: scene.join(name, "--nnodes=2:2", worker=("--steps=60",)) for name in ("a", "b", "c")}
+    job = lockstep.job
+    agents = {name: lockstep.join(name, "--nnodes=2:2", worker=("--steps=60",)) for name in ("a", "b", "c")}
     two = job.wait_for_training(world=2)
     job.wait_for(lambda: job.history(what="step", step=57), "the training to be nearly over")
     agents[two.nodes[1]].signal(signal.SIGTERM)
@@ -242,9 +208,9 @@ def test_who_cannot_bring_its_last_state_to_disk_says_so(job: Job) -> None:
     assert error, agent.text
 
 
-def test_an_operator_lets_a_node_leave(scene: Scene, etcd: EtcdCluster) -> None:
-    job = scene.job
-    agents = {name: scene.join(name) for name in ("a", "b")}
+def test_an_operator_lets_a_node_leave(lockstep: LockstepJob, etcd: EtcdCluster) -> None:
+    job = lockstep.job
+    agents = {name: lockstep.join(name) for name in ("a", "b")}
     two = job.wait_for_training(world=2)
     (host, port), *_ = etcd.endpoints
     command = [sys.executable, "-m", "elastic_agent", "drain"]
@@ -266,5 +232,5 @@ def test_an_operator_lets_a_node_leave(scene: Scene, etcd: EtcdCluster) -> None:
     assert agents["b"].exit_code() == 143
     assert agents["b"].says("stopped by elastic-agent drain")
     one = job.wait_for_training(world=1, after=two.number)
-    scene.check_nothing_lost(two, one)
+    lockstep.check_nothing_lost(two, one)
     assert '"kvs"' not in etcd.ctl("get", "--prefix", f"/elastic-agent/{job.id}/drain/")

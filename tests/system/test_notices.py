@@ -23,10 +23,10 @@ from elastic_agent.agent.machine.notices.azure import EVENTS_PATH, NAME_PATH
 from tests.etcd_servers import EtcdCluster, etcd_cluster
 
 from .harness import TORCH_PRELOADED, Agent, Generation, Job
+from .lockstep_job import LockstepJob
 from .networks import Network, network, run
-from .test_drain import Scene
 
-SERVER = Path(__file__).with_name("metadata_server.py")
+SERVER = Path(__file__).parents[1] / "metadata_server.py"
 GUARDED = Path(__file__).with_name("guarded_ddp.py")
 NODES = ("a", "b", "c", "d")
 Give: TypeAlias = Callable[["Machine", datetime], None]
@@ -96,14 +96,16 @@ def machines(net: Network, tmp_path: Path) -> Iterator[dict[str, Machine]]:
         machine.close()
 
 
-def join(scene: Scene, etcd: EtcdCluster, machine: Machine, notice: str, *options: str) -> Agent:
+def join(lockstep: LockstepJob, etcd: EtcdCluster, machine: Machine, notice: str, *options: str) -> Agent:
     (host, port), *_ = etcd.endpoints
-    store = (f"--rdzv-endpoint=etcd://{host}:{port}", f"--rdzv-id={scene.job.id}", "--etcd-insecure")
+    store = (f"--rdzv-endpoint=etcd://{host}:{port}", f"--rdzv-id={lockstep.job.id}", "--etcd-insecure")
     options = (*store, "--nnodes=1:4", "--last-call=30s", f"--notice={notice}", *options)
-    return scene.job.start(machine.name, *options, script=scene.script, enter=machine.host.enter)
+    return lockstep.job.start(machine.name, *options, script=lockstep.script, enter=machine.host.enter)
 
 
-def leaves(scene: Scene, machine: Machine, agent: Agent, give: Give, within_s: float) -> tuple[float, float]:
+def leaves(
+    lockstep: LockstepJob, machine: Machine, agent: Agent, give: Give, within_s: float
+) -> tuple[float, float]:
     """Gives notice, and takes the machine away at the deadline. Seconds until its workers and its agent had ended."""
     now = datetime.now(timezone.utc)
     at = (now + timedelta(seconds=within_s + 0.999)).replace(microsecond=0)  # clouds name whole seconds
@@ -112,7 +114,7 @@ def leaves(scene: Scene, machine: Machine, agent: Agent, give: Give, within_s: f
     give(machine, at)
     workers_at = None
     while agent.process.poll() is None and time.monotonic() < began + within_s:
-        if workers_at is None and not scene.job.workers(machine.name):
+        if workers_at is None and not lockstep.job.workers(machine.name):
             workers_at = time.monotonic()
         time.sleep(0.01)
     ended_at = time.monotonic()
@@ -128,23 +130,23 @@ def test_a_notice_of_30_of_10_and_of_2_seconds_costs_no_step(
     record_property: Callable[[str, object], None],
 ) -> None:
     """Also on the node of rank 0, which coordinates."""
-    scene = Scene(job)
+    lockstep = LockstepJob(job)
     first = machines["a"]
     kinds = {"a": "azure", "b": f"file:{machines['b'].file}", "c": "aws", "d": "off"}
-    agents = {"a": join(scene, etcd, first, kinds["a"])}
+    agents = {"a": join(lockstep, etcd, first, kinds["a"])}
     job.wait_for_text(agents["a"], "waiting: last call")
     for name in NODES[1:]:
-        agents[name] = join(scene, etcd, machines[name], kinds[name])
+        agents[name] = join(lockstep, etcd, machines[name], kinds[name])
     before: Generation = job.wait_for_training(world=4)
     rounds: list[tuple[str, Give, float]] = [("c", aws, 30.0), ("a", azure, 10.0), ("b", file, 2.0)]
     for left, (name, give, within_s) in enumerate(rounds, 1):
-        took = leaves(scene, machines[name], agents[name], give, within_s)
+        took = leaves(lockstep, machines[name], agents[name], give, within_s)
         record_property("notice", (within_s, *took))
         print(
             f"notice of {within_s:g} s: workers ended after {took[0]:.2f} s, the agent after {took[1]:.2f} s"
         )
         after = job.wait_for_training(world=4 - left, after=before.number)
-        scene.check_nothing_lost(before, after)
+        lockstep.check_nothing_lost(before, after)
         assert agents[name].says(r"stopped by a notice: .*")
         before = after
     assert agents["d"].says("0 failures so far")

@@ -16,7 +16,7 @@ TRAINED_S = 120.0
 """Importing these libraries takes a worker seconds, on two busy cores."""
 
 
-class Scene:
+class FrameworkJob:
     """A job of one script, with its arguments; examples need no path. Its files are in a folder of their own."""
 
     def __init__(self, job: Job, *script: str | Path, name: str = "files", quick: int = 1000) -> None:
