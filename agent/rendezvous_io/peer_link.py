@@ -16,7 +16,7 @@ from ...rendezvous.liveness.failure_detector import Absence, Finding, Peer
 from ...rendezvous.records import Endpoint, Introduction
 from ...rendezvous.threads import Thread
 from ..common.events import Event, Probed
-from ..common.http_get import NoAnswer, get
+from ..common.http_client import NoAnswer, get
 
 TIMEOUT_S = 1.0
 MAX_ANSWER_BYTES = 8 * 1024

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.common.events import Event, NoticeGiven, NoticeWithdrawn
+from elastic_agent.agent.common.http_client import Reply
 from elastic_agent.agent.configuration.types.values import NoticeSource
 from elastic_agent.agent.machine.notices import aws, azure, gcp
 from elastic_agent.agent.machine.notices.aws import Aws
@@ -25,7 +26,6 @@ from elastic_agent.agent.machine.notices.notice import (
     Notice,
     NotUnderstood,
     Question,
-    Reply,
     Silent,
     read_http_date,
     read_rfc3339,

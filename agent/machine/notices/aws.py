@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ....codec import Invalid, load_object
-from .notice import Ask, Hint, News, Notice, NotUnderstood, Question, Reply, quoted, read_rfc3339
+from ...common.http_client import Reply
+from .notice import Ask, Hint, News, Notice, NotUnderstood, Question, quoted, read_rfc3339
 
 HOST = "169.254.169.254"
 TOKEN_PATH = "/latest/api/token"

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....codec import Invalid, load_object
-from .notice import Ask, Hint, News, Notice, NotUnderstood, Question, Reply, quoted, read_http_date
+from ...common.http_client import Reply
+from .notice import Ask, Hint, News, Notice, NotUnderstood, Question, quoted, read_http_date
 
 HOST = "169.254.169.254"
 EVENTS_PATH = "/metadata/scheduledevents?api-version=2020-07-01"

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .notice import Ask, Hint, News, Notice, NotUnderstood, Question, Reply, quoted
+from ...common.http_client import Reply
+from .notice import Ask, Hint, News, Notice, NotUnderstood, Question, quoted
 
 HOST = "169.254.169.254"
 """Of metadata.google.internal, without a question to a name server."""

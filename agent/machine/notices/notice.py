@@ -9,6 +9,8 @@ from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import Protocol, TypeAlias
 
+from ...common.http_client import Reply
+
 DEFAULT_S = 30.0
 """From a notice that names no instant to the end of the machine, where its source promises nothing else."""
 
@@ -51,15 +53,6 @@ class Question:
     path: str
     headers: Mapping[str, str]
     method: str = "GET"
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """An HTTP answer. Names of headers are in lower case."""
-
-    status: int
-    body: bytes = b""
-    headers: Mapping[str, str] | None = None
 
 
 Ask: TypeAlias = Callable[[Question], Reply]

@@ -20,7 +20,7 @@ from ....rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, Stor
 from ....rendezvous.records import NODES_PREFIX, WORLD_KEY, Endpoint, NodeRecord, World
 from ....rendezvous.store.interface import Entry, Store
 from ...common.exits import StatusCode
-from ...common.http_get import NoAnswer, get
+from ...common.http_client import NoAnswer, get
 from ...configuration.rendezvous import RendezvousConfig
 from ...rendezvous_io.store_opening import open_to_look
 from .pages import JOB_PAGE, JOB_PATH, STATUS_PAGE, STATUS_PATH, JobStatus, NodeStatus
