@@ -10,8 +10,6 @@ import pytest
 
 from .harness import ORPHANS_S, RECORDER, Job
 
-pytestmark = pytest.mark.usefixtures("in_etcd")
-
 GRANDCHILDREN = (
     "exec sleep 600",
     "setsid sleep 600 &",
@@ -20,6 +18,7 @@ GRANDCHILDREN = (
 """A data loader; a daemon in a session of its own; one more generation, whose parents are gone."""
 
 
+@pytest.mark.usefixtures("in_etcd")
 def test_after_sigkill_of_the_agent_no_worker_child_or_daemon_lives(job: Job) -> None:
     children = [f"--child={command}" for command in GRANDCHILDREN]
     agent = job.start("a", "--nproc-per-node=2", script=(RECORDER, *children))
@@ -32,6 +31,7 @@ def test_after_sigkill_of_the_agent_no_worker_child_or_daemon_lives(job: Job) ->
     job.wait_for(lambda: not run_dir.exists(), "its temporary files to be removed", ORPHANS_S)
 
 
+@pytest.mark.usefixtures("in_etcd")
 def test_what_a_worker_leaves_behind_is_gone_before_the_next_generation(job: Job) -> None:
     """The watcher of the harness fails this test if a daemon of generation 1 meets generation 2."""
     job.start("a", script=(RECORDER, "--child=setsid sleep 600 &"))
@@ -43,6 +43,7 @@ def test_what_a_worker_leaves_behind_is_gone_before_the_next_generation(job: Job
     assert {worker.generation for worker in job.workers()} == {2}
 
 
+@pytest.mark.usefixtures("in_etcd")
 def test_so_is_a_daemon_that_has_forgotten_where_it_comes_from(job: Job) -> None:
     """Neither its environment nor its session tells whose it is; but it is an orphan, and the agent adopts it."""
     told = job.folder / "daemons"
@@ -60,6 +61,7 @@ def test_so_is_a_daemon_that_has_forgotten_where_it_comes_from(job: Job) -> None
     assert not any(Path(f"/proc/{pid}").exists() for pid in told.read_text().split())
 
 
+@pytest.mark.usefixtures("in_etcd")
 def test_a_finished_job_takes_its_workers_daemons_with_it(job: Job) -> None:
     agent = job.start("a", script=(RECORDER, "--child=setsid sleep 600 &", "--steps=5"))
     assert agent.exit_code() == 0

@@ -9,8 +9,6 @@ import pytest
 
 from .harness import RECORDER, Job
 
-pytestmark = pytest.mark.usefixtures("in_etcd")
-
 OPTIONS = ("--nnodes=1:3", "--lease-ttl=2")
 
 
@@ -38,6 +36,7 @@ def test_a_frozen_agent_is_replaced_and_joins_as_a_new_incarnation_when_it_wakes
     assert old_life in started["env"]["ELASTIC_AGENT_INCARNATION"], "a new incarnation of the same process"
 
 
+@pytest.mark.usefixtures("in_etcd")
 def test_a_short_freeze_disturbs_nobody(job: Job) -> None:
     agents = {name: job.join(name, "--nnodes=2", "--lease-ttl=20") for name in ("a", "b")}
     old = job.wait_for_training(world=2)
@@ -50,6 +49,7 @@ def test_a_short_freeze_disturbs_nobody(job: Job) -> None:
     assert [generation.number for generation in job.generations()][-1] == old.number
 
 
+@pytest.mark.usefixtures("in_etcd")
 def test_a_frozen_worker_is_killed_when_its_generation_ends(job: Job) -> None:
     job.start("a", "--nproc-per-node=2", "--failure-grace=200ms", script=(RECORDER, "--fault=1:0:20:1"))
     old = job.wait_for_training(world=2)
