@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .harness import RECORDER, Job, listening_ports, port_for_a_store, processes_of
-from .test_drain import LOCKSTEP
+from .harness import LOCKSTEP, RECORDER, Job, listening_ports, port_for_a_store, processes_of
 
 
 @pytest.mark.parametrize(
