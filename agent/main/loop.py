@@ -12,7 +12,7 @@ import math
 import queue
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import get_args
 
 from ...rendezvous.node.driver import Driver
@@ -124,8 +124,8 @@ class Loop:
         self._driver = Driver(participant, services.link, services.peers.ask, self)
         self.handlers = self._table()
         """Which part handles which event."""
-        self._start_waits_for = ""
-        """Before the workers of the present world can be started here."""
+        self.start_waits_for = ""
+        """What keeps the workers of the present world from being started here; empty where nothing does."""
         self._signals: list[signal.Signals] = []
         self._left_as: str = ""
         """What made this node leave the job, once something has."""
@@ -174,8 +174,6 @@ class Loop:
         observer.compare(participant)
         again_at = self._driver.turn(now)
         snapshot = participant.snapshot
-        if self._start_waits_for:
-            snapshot = replace(snapshot, waiting_for=self._start_waits_for)
         observer.update(snapshot, supervisor.group, now)
         manager.turn(observer.status(snapshot, supervisor.group))
         self._services.heartbeat.turned(supervisor.stops_at(now))
@@ -211,7 +209,7 @@ class Loop:
 
     def carry_out(self, action: Action, now: float) -> bool:
         supervisor, grace_s = self._supervisor, self._stop.failure_grace_s
-        self._start_waits_for = ""
+        self.start_waits_for = ""
         if self._departing is not None:
             return False
         if unkillable := supervisor.unkillable():
@@ -222,8 +220,8 @@ class Loop:
             if supervisor.group is None:
                 self._ending = self._fatal
         elif isinstance(action, Start):
-            self._start_waits_for = self._not_ready_for(action, now)
-            if self._start_waits_for:
+            self.start_waits_for = self._not_ready_for(action, now)
+            if self.start_waits_for:
                 return False
             supervisor.start(action.world, action.member, self._port.listener, now)
             return True

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from ...health.http import Probe
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Introduction
-from ..machine.gpu_memory import GpuMemory
 from .heartbeat import STUCK_AFTER_S, Heartbeat
 
 
@@ -18,10 +17,10 @@ class Probes:
         """`before` is the answer to a peer until `begin`."""
         self._before = before
         self._clock = clock
-        self._parts: tuple[Participant, Heartbeat, GpuMemory] | None = None
+        self._parts: tuple[Participant, Heartbeat] | None = None
 
-    def begin(self, participant: Participant, heartbeat: Heartbeat, gpu_memory: GpuMemory) -> None:
-        self._parts = participant, heartbeat, gpu_memory
+    def begin(self, participant: Participant, heartbeat: Heartbeat) -> None:
+        self._parts = participant, heartbeat
 
     def liveness(self) -> Probe:
         """Does the loop turn? Not whether the store answers: its outage is no reason to die."""
@@ -34,16 +33,14 @@ class Probes:
         """Does this node train, or stand ready to?"""
         if self._parts is None:
             return Probe(False, "looking for the rendezvous store")
-        participant, _, gpu_memory = self._parts
-        snapshot = participant.snapshot
+        snapshot = self._parts[0].snapshot
         world = snapshot.world
         if snapshot.undisturbed:
             return Probe(True, f"running generation {snapshot.undisturbed}")
-        if gpu_memory.waiting:
-            return Probe(False, "waiting for the killed workers' GPU memory to be free")
-        if world is not None and world.trains and snapshot.lease_good(self._clock()):
+        outside = world is not None and world.member(snapshot.incarnation) is None
+        if world is not None and world.trains and outside and snapshot.lease_good(self._clock()):
             return Probe(True, f"standing by: generation {world.generation} is running")
-        return Probe(False, snapshot.wait)
+        return Probe(False, f"waiting: {snapshot.waiting_for}")
 
     def introduction(self) -> str:
         """The answer to a peer that asks who this node is."""

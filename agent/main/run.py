@@ -195,7 +195,7 @@ def _run(agent: Agent, machine: Machine) -> Ending:
         observer = Observer(metrics, pages, agent.config.max_restarts, agent.started_at, time.time)
         _watch_for_notices(agent, parts)
         loop = _make_loop(agent, claimed, helpers, rendezvous, observer, *services)
-        probes.begin(rendezvous.participant, rendezvous.heartbeat, helpers.gpu_memory)
+        probes.begin(rendezvous.participant, rendezvous.heartbeat)
         return _live(agent, loop, rendezvous, store, hosts_store=claimed.listeners.store is not None)
 
 

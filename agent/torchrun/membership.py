@@ -292,6 +292,10 @@ class Membership:
         stops = self._place is None or isinstance(self._action, Stop)
         return 0 if stops or self._place is None else self._place.generation
 
+    @property
+    def start_waits_for(self) -> str:
+        return ""
+
     def new_port(self) -> int:
         return self._port.renew()
 

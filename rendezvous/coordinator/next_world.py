@@ -112,7 +112,7 @@ def _followed(view: View) -> World | None:
 def _left_over(world: World, view: View, policy: Policy, now: float) -> _Basis | Decision:
     present = view.present(world)
     if busy := [node for node in present if not node.has_stopped(world.generation)]:
-        return Wait(f"waiting for {named(busy)} to stop generation {world.generation}")
+        return Wait(f"{named(busy)} to stop generation {world.generation}")
     if (wait := _wait_for_the_missing(world, view, policy, now)) is not None:
         return wait
     saver = next((node for node in present if node.incarnation == world.final_saver), None)
@@ -167,7 +167,7 @@ def _form(basis: _Basis, view: View, policy: Policy, now: float, least: int) -> 
         last = f"; last: {world.cause.detail}" if world is not None and world.cause.detail else ""
         left_out = f"; put aside: {shortened(one.node for one in basis.aside)}" if basis.aside else ""
         return Wait(
-            f"waiting for {policy.min_nodes - len(chosen)} more of at least {counted(policy.min_nodes, 'node')} "
+            f"{policy.min_nodes - len(chosen)} more of at least {counted(policy.min_nodes, 'node')} "
             f"(here: {named(chosen) or 'none'}{left_out}{last})",
             short_of_nodes=True,
         )

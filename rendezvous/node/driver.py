@@ -45,6 +45,10 @@ class Effects(Protocol):
     def undisturbed(self) -> int:
         """The generation whose workers run here and have not been asked to stop; 0 when there is none."""
 
+    @property
+    def start_waits_for(self) -> str:
+        """What keeps the workers of the present world from being started here; empty where nothing does."""
+
     def new_port(self) -> int | None:
         """A port that listens at this node's address and was never offered before; None when there is none."""
 
@@ -82,5 +86,5 @@ class Driver:
                 break
         store.keep(participant.lease)
         store.follow(participant.subscription)
-        participant.take_snapshot(effects.undisturbed, now)
+        participant.take_snapshot(effects.undisturbed, effects.start_waits_for, now)
         return participant.wake_at(now)

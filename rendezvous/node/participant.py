@@ -166,9 +166,10 @@ class Participant:
         """No other node can have been given this node's place (I10)."""
         return self._session.lease is not None and self._session.validity.holds(now)
 
-    def take_snapshot(self, undisturbed: int, now: float) -> None:
-        """The turn is over. `undisturbed` is the generation whose workers run here and were not asked to stop, or 0."""
-        self.snapshot = snapshot_of(self._session, undisturbed, self.waiting_for, self.backoff_s, now)
+    def take_snapshot(self, undisturbed: int, start_waits_for: str, now: float) -> None:
+        """The turn is over. `undisturbed` and `start_waits_for` as the driver's `Effects` have them."""
+        waiting_for = start_waits_for or self.waiting_for
+        self.snapshot = snapshot_of(self._session, undisturbed, waiting_for, self.backoff_s, now)
 
     @property
     def differs_from_job(self) -> tuple[str, ...]:
@@ -201,7 +202,7 @@ class Participant:
         if now >= deadlines.give_up_at:
             waited = f"no world within {self.policy.join_timeout_s:.0f} s of --join-timeout"
             why = Refusal.STORE_AWAY if self._pending.failures else Refusal.JOIN_TIMEOUT
-            return Leave(why, f"{waited}: {self.waiting_for}")
+            return Leave(why, f"{waited}, waiting: {self.waiting_for}")
         return action
 
     def wake_at(self, now: float) -> float | None:

@@ -41,17 +41,9 @@ class NodeSnapshot:
     coordinates: bool = False
     coordinator: str | None = None
     waiting_for: str = ""
+    """A noun phrase or a sentence, which follows "waiting: "."""
     backoff_s: float = 0.0
     """The coordinator's pause before the next generation; 0 on other nodes, and when there is none."""
-
-    @property
-    def wait(self) -> str:
-        """`waiting_for` as a line of its own: the coordinator's reasons may begin with "waiting for"."""
-        return (
-            self.waiting_for
-            if self.waiting_for.startswith("waiting for ")
-            else f"waiting: {self.waiting_for}"
-        )
 
     def lease_good(self, now: float) -> bool:
         return now < self.good_until

@@ -187,6 +187,10 @@ class SimNode:
     def undisturbed(self) -> int:
         return self.worker.generation if self.worker is not None and not self.stopping else 0
 
+    @property
+    def start_waits_for(self) -> str:
+        return ""
+
     def new_port(self) -> int:
         self.port += 1
         return self.port

@@ -68,7 +68,7 @@ def test_a_frozen_member_is_not_taken_for_gone(job: Job, etcd: EtcdCluster) -> N
     frozen = agents[three.nodes[-1]]
     frozen.signal(signal.SIGSTOP)
     os.kill(three.pid(three.rank_on(three.nodes[1])), signal.SIGKILL)
-    waits = rf"waiting for {frozen.name} to stop generation {three.number}"
+    waits = rf"waiting: {frozen.name} to stop generation {three.number}"
     job.wait_for(lambda: any(agent.says(waits) for agent in agents.values()), "the others to wait")
     frozen.signal(signal.SIGCONT)
     again = job.wait_for_training(world=3, after=three.number)

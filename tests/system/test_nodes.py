@@ -53,11 +53,11 @@ def test_below_min_nodes_the_rest_waits_says_for_whom_and_goes_on_when_a_node_co
     first, second = (job.join(name, *options) for name in ("a", "b"))
     old = job.wait_for_training(world=2)
     second.kill()
-    job.wait_for_text(first, r"waiting for 1 more of at least 2 nodes \(here: a; last: node b is gone")
+    job.wait_for_text(first, r"waiting: 1 more of at least 2 nodes \(here: a; last: node b is gone")
     job.wait_for(lambda: not job.workers(), "the lonely node's worker to stop")
     status, text = readyz(first)
     assert status == 503
-    assert "waiting for 1 more" in text
+    assert "waiting: 1 more" in text
 
     job.join("c", *options)
     new = job.wait_for_training(world=2, after=old.number)
@@ -71,7 +71,7 @@ def test_below_min_nodes_for_the_join_timeout_ends_with_its_own_code(job: Job) -
     job.wait_for_training(world=2)
     second.kill()
     assert first.exit_code() == 75
-    assert first.says(r"no world within 20 s of --join-timeout: waiting for 1 more of at least 2 nodes")
+    assert first.says(r"no world within 20 s of --join-timeout, waiting: 1 more of at least 2 nodes")
 
 
 @pytest.mark.usefixtures("in_etcd")

@@ -87,7 +87,7 @@ def test_exits_are_counted_by_rank_and_reason(job: Job) -> None:
 
 def test_states_and_counts_follow_the_job(job: Job) -> None:
     first = job.join("a", "--nnodes=2", script=(RECORDER, "--report"))
-    job.wait_for_text(first, "waiting for 1 more")
+    job.wait_for_text(first, "waiting: 1 more")
     assert first.metric("elastic_agent_state", state="joining") == 1
     assert first.metric("elastic_agent_nodes", state="waiting") == 1
     assert first.metric("elastic_agent_world_size") == 0

@@ -145,11 +145,11 @@ def test_looking_through_the_store_does_not_touch_it(job: Job, etcd: EtcdCluster
 
 def test_a_job_that_has_to_wait_shows_for_what_from_both_sources(job: Job) -> None:
     agent = job.join("a", "--nnodes=2")
-    job.wait_for_text(agent, "waiting for 1 more")
+    job.wait_for_text(agent, "waiting: 1 more")
     for words in (at(agent.url), (f"--rdzv-endpoint=127.0.0.1:{job.store_port}", "--timeout=10s")):
         shown = document(*words)
         assert (shown["state"], shown["generation"], shown["cause"]) == ("waiting", 0, None)
-        assert "waiting for 1 more" in shown["waiting_for"]
+        assert "1 more of at least 2 nodes" in shown["waiting_for"]
         assert nodes(shown)["a"]["state"] == "standby"
 
 

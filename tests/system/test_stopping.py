@@ -81,7 +81,7 @@ def test_a_signal_while_looking_for_the_store_ends_at_once(job: Job) -> None:
 
 def test_a_signal_while_waiting_for_other_nodes_ends_at_once(job: Job) -> None:
     agent = job.join("a", "--nnodes=2")
-    job.wait_for_text(agent, "waiting for 1 more")
+    job.wait_for_text(agent, "waiting: 1 more")
     agent.signal(signal.SIGINT)
     assert agent.exit_code(within_s=10) == 130
     assert job.store_port not in listening_ports()

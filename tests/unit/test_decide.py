@@ -113,9 +113,9 @@ def check(view: View, policy: Policy, short_decision: str, reason: str) -> None:
 @pytest.mark.parametrize(
     ("seen", "decision", "reason"),
     [
-        (view(None), "wait", "waiting for 2 more of at least 2 nodes (here: none)"),
-        (view(None, A), "wait", "waiting for 1 more of at least 2 nodes (here: a)"),
-        (view(None, A, replace(B, leaving=True)), "wait", "waiting for 1 more"),
+        (view(None), "wait", "2 more of at least 2 nodes (here: none)"),
+        (view(None, A), "wait", "1 more of at least 2 nodes (here: a)"),
+        (view(None, A, replace(B, leaving=True)), "wait", "1 more"),
         (view(None, A, B, b=99.5), "wait until 100.5", "last call: 2 nodes here, up to 3 may come"),
         (view(None, A, B, a=99.5), "wait until 100.5", "last call"),
         (view(None, A, B, b=99.0), "running 1 [a b] start", "2 nodes are ready"),
@@ -267,7 +267,7 @@ def test_a_new_run_begins_where_the_numbers_of_the_last_one_end() -> None:
     assert decision.world.run == "c-9"
     alone = decide(replace(view(ended, again[0]), came_after_end=True), POLICY, NOW)
     assert short(alone) == "wait"
-    assert "waiting for 1 more" in alone.reason
+    assert "1 more" in alone.reason
 
 
 def test_the_last_call_over_a_newcomer_begins_when_it_is_ready() -> None:
@@ -375,8 +375,8 @@ def test_a_planned_change_waits_until_all_workers_know(seen: View, decision: str
 @pytest.mark.parametrize(
     ("seen", "decision", "reason"),
     [
-        (view(DRAINED, LA, LB, LC), "wait", "waiting for a, b, c to stop generation 4"),
-        (view(DRAINED, KA, LB, replace(KC, **GOING)), "wait", "waiting for b to stop generation 4"),
+        (view(DRAINED, LA, LB, LC), "wait", "a, b, c to stop generation 4"),
+        (view(DRAINED, KA, LB, replace(KC, **GOING)), "wait", "b to stop generation 4"),
         (view(DRAINED, KA, KB, replace(KC, **GOING)), "running 5 [a b] leave c", "2 nodes are ready"),
         (
             view(DRAINED, KA, KB, replace(KC, **GOING), D, d=NOW),
@@ -402,7 +402,7 @@ def test_a_planned_change_waits_until_all_workers_know(seen: View, decision: str
         (
             view(DRAINED, KA, replace(KB, **GOING), replace(KC, **GOING)),
             "stopping 4 [a b c] leave c, a-1 rescues",
-            "waiting for 1 more of at least 2 nodes (here: a",
+            "1 more of at least 2 nodes (here: a",
         ),
         # it could, but no node that stays keeps the state: first to disk, and only then on
         (
@@ -456,10 +456,10 @@ def test_a_world_that_can_go_on_does_not_wait() -> None:
     ("seen", "decision", "reason"),
     [
         # no node starts before all have stopped
-        (view(stopping(A, B), A, B), "wait", "waiting for a, b to stop generation 4"),
-        (view(stopping(A, B), SA, B), "wait", "waiting for b to stop generation 4"),
-        (view(stopping(A, B), SA, B.having(3, STOPPED), C), "wait", "waiting for b to stop"),
-        (view(stopping(A, B), SA, replace(B, leaving=True)), "wait", "waiting for b to stop"),
+        (view(stopping(A, B), A, B), "wait", "a, b to stop generation 4"),
+        (view(stopping(A, B), SA, B), "wait", "b to stop generation 4"),
+        (view(stopping(A, B), SA, B.having(3, STOPPED), C), "wait", "b to stop"),
+        (view(stopping(A, B), SA, replace(B, leaving=True)), "wait", "b to stop"),
         # survivors close at once, whatever the last call; a node that is gone holds none up
         (view(stopping(A, B), SA, SB), "running 5 [a b] join a", "2 nodes are ready"),
         (view(stopping(A, B, C), SA, SB, a=NOW), "running 5 [a b] join a", "2 nodes are ready"),
@@ -478,10 +478,10 @@ def test_a_world_that_can_go_on_does_not_wait() -> None:
         (
             view(stopping(A, B, kind=CauseKind.LOST), SA),
             "wait",
-            "waiting for 1 more of at least 2 nodes (here: a; last: lost of a)",
+            "1 more of at least 2 nodes (here: a; last: lost of a)",
         ),
-        (view(stopping(A, B), SA, replace(SB, leaving=True)), "wait", "waiting for 1 more"),
-        (view(stopping(A, B)), "wait", "waiting for 2 more of at least 2 nodes (here: none"),
+        (view(stopping(A, B), SA, replace(SB, leaving=True)), "wait", "1 more"),
+        (view(stopping(A, B)), "wait", "2 more of at least 2 nodes (here: none"),
         # without its host there is no store
         (
             view(stopping(A, B), SA, replace(SB, hosts_store=True, leaving=True), C, D),
@@ -655,7 +655,7 @@ def test_when_the_budget_is_spent_the_job_ends(used: Restarts, result: Result, r
 
 def test_the_budget_is_counted_only_when_every_step_is_known() -> None:
     spent = replace(FAILED, restarts=Restarts(9, 3, "crash", 3))
-    check(view(spent, SA, B), POLICY, "wait", "waiting for b to stop generation 4")
+    check(view(spent, SA, B), POLICY, "wait", "b to stop generation 4")
 
 
 @pytest.mark.parametrize("used", [Restarts(), Restarts(9, 3, "crash", 3)], ids=["unused", "spent"])
@@ -892,9 +892,7 @@ def test_no_world_has_who_was_put_aside_until_its_agent_begins_another_life() ->
     assert short(decide(view(PUT, A, B, mended), POLICY, NOW)) == "draining 4 [a b] join c"
     stop = replace(PUT, phase=Phase.STOPPING, cause=Cause(CauseKind.LOST, "b", "node b is gone"))
     waits = decide(view(stop, SA, C), POLICY, NOW)
-    assert (
-        "waiting for 1 more of at least 2 nodes (here: a; put aside: c; last: node b is gone)" in waits.reason
-    )
+    assert "1 more of at least 2 nodes (here: a; put aside: c; last: node b is gone)" in waits.reason
     for nodes, left in (((SA, SB, C), PUT.aside), ((SA, SB), ())):
         decision = decide(view(stop, *nodes), POLICY, NOW)
         assert isinstance(decision, Publish)

@@ -220,7 +220,7 @@ class Scene:
             SimpleNamespace(turned=self.due.append, silent_s=lambda: 0.0),  # type: ignore[arg-type]
         )
         self.probes = Probes(Introduction("a", "a-1", generation=0), lambda: self.now)
-        self.probes.begin(self.participant, services.heartbeat, services.gpu_memory)
+        self.probes.begin(self.participant, services.heartbeat)
         self.loop = Loop(
             self.stop,
             self.participant,
@@ -598,7 +598,7 @@ def test_readiness_names_what_is_waited_for() -> None:
     assert not scene.probes.readiness().ok
     scene.loop.run()
     assert [(probe.ok, probe.detail) for probe in told] == [
-        (False, "waiting for the killed workers' GPU memory to be free"),
+        (False, "waiting: the killed workers' GPU memory to be free"),
         (True, "running generation 1"),
     ]
 
@@ -606,9 +606,16 @@ def test_readiness_names_what_is_waited_for() -> None:
 def test_a_start_that_waits_for_imports_says_so() -> None:
     scene = Scene()
     scene.training.prepared_at = scene.now + 5.0
+    ready = []
+    for after_s in (3.0, 8.0):
+        scene.plan[scene.now + after_s] = lambda: ready.append(scene.probes.readiness())
     scene.at(10.0, Signalled(signal.SIGTERM))
     scene.loop.run()
     imports = "the imports that all workers start with (--preload)"
+    assert [(probe.ok, probe.detail) for probe in ready] == [
+        (False, f"waiting: {imports}"),
+        (True, "running generation 1"),
+    ]
     assert scene.waits.count(imports) >= 4
     assert scene.training.started == [1]
     assert imports not in scene.waits[-3:]

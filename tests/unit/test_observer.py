@@ -88,11 +88,11 @@ def test_what_a_node_waits_for_is_logged_once_it_lasts(
         (1.8, "last call: 1 node here, up to 3 may come"),
         (2.0, "last call: 1 node here, up to 3 may come"),
         (3.0, "last call: 1 node here, up to 3 may come"),
-        (4.0, "waiting for a to stop generation 1"),
-        (5.0, "waiting for a to stop generation 1"),
+        (4.0, "a to stop generation 1"),
+        (5.0, "a to stop generation 1"),
     ):
         observer.update(NodeSnapshot("a", "a-1", waiting_for=reason), None, now)
     assert [record.getMessage() for record in caplog.records] == [
         "waiting: last call: 1 node here, up to 3 may come",
-        "waiting for a to stop generation 1",
+        "waiting: a to stop generation 1",
     ]

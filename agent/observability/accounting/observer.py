@@ -167,7 +167,7 @@ class Observer:
             self._waits_for, self._waits_since, self._explained = waits_for, now, False
         if waits_for and not self._explained and now - self._waits_since >= EXPLAINED_AFTER_S:
             self._explained = True
-            log.info("%s", snapshot.wait)
+            log.info("waiting: %s", snapshot.waiting_for)
 
     def _state_of(self, snapshot: NodeSnapshot, group: WorkerGroup | None) -> str:
         world = snapshot.world
