@@ -24,7 +24,7 @@ from ...workers.processes.workers import WorkerGroup
 
 STATUS_PATH = "/status"
 JOB_PATH = "/job"
-SCHEMA = 2
+SCHEMA = 3
 """Version of both pages."""
 
 MAX_STATUS_BYTES = 64 * 1024

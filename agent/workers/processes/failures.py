@@ -35,7 +35,7 @@ HANG_SIGNAL = signal.SIGABRT
 """What ends a worker that hangs: PYTHONFAULTHANDLER makes it print where each of its threads stands."""
 
 MAX_JSON = 4096
-_SCHEMA = 2
+_SCHEMA = 3
 _ERROR_FILE_MAX = 1024 * 1024
 _CAUSE_MAX = 500
 _NOTE_MAX = 250

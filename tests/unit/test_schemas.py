@@ -1,0 +1,143 @@
+"""The content of every format that has a schema version, pinned by that version: names of fields and values of enums.
+
+A reader of another version must refuse what it would misread, and say which version it found. A change of what a format
+holds raises its version, and is pinned here.
+"""
+
+from __future__ import annotations
+
+import enum
+import typing
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal
+
+import pytest
+
+from elastic_agent.agent.observability.status import pages
+from elastic_agent.agent.workers.processes import failures, run_files
+from elastic_agent.rendezvous import records
+
+FORMATS: dict[str, tuple[int, tuple[type, ...]]] = {
+    "records": (
+        records.SCHEMA,
+        (
+            records.NodeRecord,
+            records.World,
+            records.StopAt,
+            records.DrainRequest,
+            records.Introduction,
+        ),
+    ),
+    "worker failure": (failures._SCHEMA, (failures.WorkerFailure,)),
+    "status pages": (pages.SCHEMA, (pages.NodeStatus, pages.JobStatus)),
+    "run file": (run_files.SCHEMA, (run_files.RunFile,)),
+}
+
+PINNED: dict[str, tuple[int, dict[str, str]]] = {
+    "records": (
+        10,
+        {
+            "NodeRecord": (
+                "node incarnation address port slots http network limits program node_rank "
+                "hosts_store leaving ready generation conditions failure step progress seen role"
+            ),
+            "World": (
+                "job generation phase members master cause restarts step result final_saver limits "
+                "limits_of program proven aside finishing run"
+            ),
+            "StopAt": "generation step paused",
+            "DrainRequest": "incarnation",
+            "Introduction": "node incarnation generation confirmed_s whole_s",
+            "Endpoint": "address port",
+            "NetworkFacts": "interface speed_mbps mtu rdma_ports",
+            "Limits": "min_nodes max_nodes last_call_s max_restarts",
+            "Program": "name digest arguments words lease_ttl_s outage_grace_s any_script",
+            "Condition": "stable notified polling overdue drained state_saved succeeded stopped",
+            "Failure": "generation fingerprint summary detail final port_taken",
+            "GenerationProgress": "generation loaded reached",
+            "Phase": "running draining last_step stopping ended",
+            "Member": "node incarnation slots first_rank http role",
+            "Cause": "kind node detail failure",
+            "Restarts": (
+                "failures without_progress fingerprint same_fingerprint at_load bad_state culprit "
+                "blamed port_retries"
+            ),
+            "Result": "succeeded restarts_exhausted crash_loop final_failure store_host_left",
+            "Aside": "node life reason",
+            "CauseKind": "start failure join leave lost withdrawn success",
+            "BadState": "generation step",
+        },
+    ),
+    "worker failure": (
+        3,
+        {
+            "WorkerFailure": (
+                "rank local_rank node generation returncode reason cause exception traceback log_tail "
+                "log_file raised_at"
+            ),
+            "WorkerFailure.reason": "ok exception signal oom nccl port hang unknown",
+        },
+    ),
+    "status pages": (
+        3,
+        {
+            "NodeStatus": (
+                "job node incarnation version up_s state waiting_for coordinates world phase phase_s "
+                "generation workers running_s step step_s checkpoint lease_s lease_ttl_s max_restarts "
+                "backoff_s notice notice_s"
+            ),
+            "JobStatus": "job world nodes coordinator complete",
+            "Checkpoint": "step age_s",
+            "World": "records 10",
+            "NodeRecord": "records 10",
+        },
+    ),
+    "run file": (
+        1,
+        {
+            "RunFile": "http store",
+            "Endpoint": "address port",
+        },
+    ),
+}
+
+
+def parts(annotation: Any) -> Iterator[Any]:
+    """The classes, and the alternatives of a `Literal`, that an annotation names."""
+    held = isinstance(annotation, type) and (is_dataclass(annotation) or issubclass(annotation, enum.Enum))
+    if held or typing.get_origin(annotation) is Literal:
+        yield annotation
+    for inner in typing.get_args(annotation):
+        yield from parts(inner)
+
+
+def content(roots: tuple[type, ...]) -> dict[str, str]:
+    """By name of the class, or of the field that has a `Literal`; a class that is itself a format has none here."""
+    found: dict[str, str] = {}
+    waiting: list[type] = list(roots)
+    others = {cls: name for name, (_, owned) in FORMATS.items() for cls in owned if cls not in roots}
+    while waiting:
+        cls = waiting.pop(0)
+        if cls.__name__ in found:
+            continue
+        if cls in others:
+            found[cls.__name__] = f"{others[cls]} {FORMATS[others[cls]][0]}"
+        elif issubclass(cls, enum.Enum):
+            found[cls.__name__] = " ".join(str(member.value) for member in cls)
+        else:
+            hints = typing.get_type_hints(cls)
+            found[cls.__name__] = " ".join(field.name for field in fields(cls))
+            for field in fields(cls):
+                for part in parts(hints[field.name]):
+                    if isinstance(part, type):
+                        waiting.append(part)
+                    else:
+                        found[f"{cls.__name__}.{field.name}"] = " ".join(map(str, typing.get_args(part)))
+    return found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_a_format_holds_changes_with_its_version(name: str) -> None:
+    version, roots = FORMATS[name]
+    assert (version, content(roots)) == PINNED[name], f"raise the version of {name}, and pin its content here"
