@@ -119,7 +119,9 @@ def test_the_sample_job_is_a_valid_configuration(tmp_path: Path) -> None:
     script.touch()
     sample = (SHIPPED / "job.toml").read_text()
     assert 'script = "/srv/job/train.py"' in sample
-    (tmp_path / "job.toml").write_text(sample.replace("/srv/job/train.py", str(script)))
+    (tmp_path / "job.toml").write_text(
+        sample.replace("/srv/job/train.py", str(script)) + 'log-level = "warning"\n'
+    )
     given = [line for line in (SHIPPED / "job.env").read_text().splitlines() if not line.startswith("#")]
     limit = f"ELASTIC_AGENT_SERVICE_STOP_LIMIT={variable('ELASTIC_AGENT_SERVICE_STOP_LIMIT')}"
     environment = {**os.environ, **dict(line.split("=", 1) for line in [*given, limit])}
@@ -127,3 +129,6 @@ def test_the_sample_job_is_a_valid_configuration(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "stop-grace" in done.stdout
+    assert re.search(r"^log-level = (30|\"warning\")", done.stdout, re.M), (
+        "the shipped job.env overrules no job.toml"
+    )

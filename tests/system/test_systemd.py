@@ -86,7 +86,9 @@ class Service:
             (SHIPPED / "job.toml").read_text().replace("/elastic-agent/job", f"/elastic-agent/{self.job}")
         )
         self.machine.write(f"/etc/elastic-agent/{self.job}.toml", "\n".join([sample, *lines]))
-        self.machine.write(f"/etc/elastic-agent/{self.job}.env", (SHIPPED / "job.env").read_text())
+        self.machine.write(
+            f"/etc/elastic-agent/{self.job}.env", (SHIPPED / "job.env").read_text() + "LOGLEVEL=INFO\n"
+        )
         self.machine.write(f"/etc/systemd/system/{self.unit}.d/test.conf", drop_in)
         self.machine.run("systemctl", "daemon-reload")
 
