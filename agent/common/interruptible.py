@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import time
 from collections.abc import Callable
@@ -11,13 +10,12 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TypeVar
 
+from ...rendezvous.node.snapshot import ANNOUNCED_AFTER_S
 from ...rendezvous.threads import Thread
 from .events import MORE_THREADS, Event, Signalled, ThreadFailed
 from .exits import CannotStart, ExitCode, code_of_leave
 
 T = TypeVar("T")
-
-ANNOUNCED_AFTER_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -29,12 +27,11 @@ def unless_stopped(
     on_wait: Callable[[], None] = lambda: None,
     *,
     requeues: bool = False,
-    announced: str = "",
 ) -> T:
     """What `work` returns or raises; CannotStart as soon as a signal is among the events.
 
     The others stay for the main loop. `on_wait` is called all the while, ten times a second. `requeues` as in
-    `code_of_leave`. `announced` is logged when the work takes longer than `ANNOUNCED_AFTER_S`.
+    `code_of_leave`. `doing` is logged when the work takes longer than `ANNOUNCED_AFTER_S`.
     """
     done: Future[T] = Future()
 
@@ -48,15 +45,15 @@ def unless_stopped(
     Thread(run, doing.replace(" ", "-"), lambda: done.set_exception(failed)).start()
     kept: list[Event] = []
     try:
-        announce_at = time.monotonic() + ANNOUNCED_AFTER_S if announced else math.inf
+        announce_at, announced = time.monotonic() + ANNOUNCED_AFTER_S, False
         while True:
             try:
                 return done.result(timeout=0.1)
             except FutureTimeout:
                 on_wait()
-                if time.monotonic() >= announce_at:
-                    log.info("%s", announced)
-                    announce_at = math.inf
+                if not announced and time.monotonic() >= announce_at:
+                    log.info("%s", doing)
+                    announced = True
                 while not events.empty():
                     event = events.get()
                     if isinstance(event, ThreadFailed):

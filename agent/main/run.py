@@ -25,7 +25,7 @@ from ...health.http import NODE_PATH, HealthServer
 from ...health.metrics import Metrics
 from ...rendezvous.liveness.lease_validity import LEASE_MARGIN
 from ...rendezvous.node.participant import Participant
-from ...rendezvous.node.snapshot import NodeSnapshot
+from ...rendezvous.node.snapshot import ANNOUNCED_AFTER_S, NodeSnapshot
 from ...rendezvous.records import NODES_PREFIX, Endpoint, Introduction, NodeRecord
 from ...rendezvous.store.interface import Store
 from ...rendezvous.text import counted
@@ -34,7 +34,7 @@ from ..checkpoints.disk_writer import DiskWriter
 from ..checkpoints.folder import MemoryFolder, make_folder
 from ..common.events import Event, ThreadFailed
 from ..common.exits import CannotStart, ExitCode
-from ..common.interruptible import ANNOUNCED_AFTER_S, unless_stopped
+from ..common.interruptible import unless_stopped
 from ..common.io_thread import IoThread
 from ..common.ports import OfferedPort
 from ..configuration.config import Config

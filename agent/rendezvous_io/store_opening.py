@@ -92,9 +92,7 @@ def open_store(
 
     try:
         requeues = config.stop.requeues
-        store = unless_stopped(
-            find, events, "looking for the store", on_wait, requeues=requeues, announced=doing
-        )
+        store = unless_stopped(find, events, doing, on_wait, requeues=requeues)
     except StoreMismatch as error:
         raise CannotStart(ExitCode.STORE_MISMATCH, str(error)) from error
     except StoreRefused as error:

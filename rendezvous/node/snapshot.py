@@ -14,6 +14,9 @@ from ..records import Introduction, NodeRecord, World
 from ..store.interface import LeaseId
 from .session import Session
 
+ANNOUNCED_AFTER_S = 1.0
+"""What has been waited for so long is in the log."""
+
 
 @dataclass(frozen=True, slots=True)
 class NodeSnapshot:

@@ -58,8 +58,8 @@ def ear(tmp_path: Path) -> Iterator[Ear]:
 
 
 def test_an_agent_is_ready_and_watched_while_it_looks_for_its_store(job: Job, ear: Ear) -> None:
-    endpoint = f"--rdzv-endpoint=192.0.2.200:{port_for_a_store()}"
-    agent = job.start("a", "--nnodes=2", endpoint, environment=ear.environment)
+    endpoint = f"192.0.2.200:{port_for_a_store()}"
+    agent = job.start("a", "--nnodes=2", f"--rdzv-endpoint={endpoint}", environment=ear.environment)
     job.wait_for(ear.heard("READY=1"), "READY")
     job.wait_for(lambda: ear.beats() >= 4, "a wait longer than the watchdog's")
     assert "STATUS=looking for the rendezvous store" in ear.listen()
@@ -68,7 +68,8 @@ def test_an_agent_is_ready_and_watched_while_it_looks_for_its_store(job: Job, ea
     assert agent.exit_code() == 143
     assert ear.listen()[-2:] == [
         "STOPPING=1",
-        "STATUS=ended with exit code 143: stopped while looking for the store",
+        "STATUS=ended with exit code 143: stopped while looking for the rendezvous store "
+        f"at {endpoint}, for up to 600 s",
     ]
 
 

@@ -76,7 +76,7 @@ def test_a_signal_while_looking_for_the_store_ends_at_once(job: Job) -> None:
     job.wait_for_text(agent, "looking for the rendezvous store")
     agent.signal(signal.SIGTERM)
     assert agent.exit_code(within_s=10) == 143
-    assert agent.says("stopped while looking for the store")
+    assert agent.says("stopped while looking for the rendezvous store at 192.0.2.200:")
 
 
 def test_a_signal_while_waiting_for_other_nodes_ends_at_once(job: Job) -> None:

@@ -36,7 +36,7 @@ def test_only_what_takes_long_is_announced_and_once(
     takes_s: float, lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    unless_stopped(lambda: time.sleep(takes_s), queue.SimpleQueue(), "looking", announced="looking for it")
+    unless_stopped(lambda: time.sleep(takes_s), queue.SimpleQueue(), "looking for it")
     assert [record.getMessage() for record in caplog.records] == ["looking for it"] * lines
 
 

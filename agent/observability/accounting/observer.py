@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from ....health.metrics import Metrics
 from ....rendezvous.node.node_actions import Refusal
 from ....rendezvous.node.participant import Participant
-from ....rendezvous.node.snapshot import NodeSnapshot
+from ....rendezvous.node.snapshot import ANNOUNCED_AFTER_S, NodeSnapshot
 from ....rendezvous.records import BadState, CauseKind, Failure, Member, NodeRecord, Phase, Result, World
 from ....rendezvous.text import counted
 from ...workers.processes.workers import WorkerGroup
@@ -25,9 +25,6 @@ from .membership_changes import MembershipWatch, because, reason
 from .training_account import TrainingAccount
 
 log = logging.getLogger(__name__)
-
-EXPLAINED_AFTER_S = 1.0
-"""What a node has waited for so long is in its log."""
 
 _RENDEZVOUS_ENDS: Mapping[Result | Refusal, str] = {
     Refusal.JOIN_TIMEOUT: "timeout",
@@ -165,7 +162,7 @@ class Observer:
         waits_for = "" if group is not None or over else snapshot.waiting_for
         if waits_for != self._waits_for:
             self._waits_for, self._waits_since, self._explained = waits_for, now, False
-        if waits_for and not self._explained and now - self._waits_since >= EXPLAINED_AFTER_S:
+        if waits_for and not self._explained and now - self._waits_since >= ANNOUNCED_AFTER_S:
             self._explained = True
             log.info("waiting: %s", snapshot.waiting_for)
 
