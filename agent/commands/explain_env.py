@@ -31,7 +31,7 @@ from ..configuration.types.option import Group, Source
 from ..machine.devices import default_backend
 from ..machine.inventory import Machine, prepare
 from ..machine.network.choice import NotReady
-from ..output.log_folders import run_folder
+from ..output.log_folders import log_directory, run_folder
 from ..workers.environment.contract import WorkerPlace, chosen_variables, worker_env
 
 _USAGE = """\
@@ -130,7 +130,7 @@ def _chosen(config: Config, machine: Machine, local_rank: int) -> tuple[Variable
     world = World(job, 1, Phase.RUNNING, members, some_port, start, run="<run>")
     records = logs = None
     with contextlib.suppress(OSError):  # there is no temporary directory
-        logs = config.logs.place()
+        logs = log_directory(config.logs.given_directory, own=config.logs.in_own_folder)
     if logs is not None and machine.software.has_nccl:
         folder = run_folder(logs.absolute(), config.rendezvous.job_id, "<run>")
         records = folder / f"gen{GENERATION}" / "flight_records"

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..common.own_folder import own_path
 from .types.option import Group, Option
 from .types.parsers import (
     PATH,
@@ -131,14 +130,15 @@ class LogConfig:
                 here = "only local rank 0" if workers == 1 else f"the local ranks 0 to {workers - 1}"
                 yield f"--{option}: this node has no local rank {absent}, but {here}"
 
-    def place(self) -> Path | None:
-        """Where files of workers are to be, if there are any: without a directory a folder of this user's alone, the
-        same each time, so that old runs are deleted there, too. Raises OSError where that cannot be."""
-        if self.directory == NO_FILES:
-            return None
-        if self.directory is None and self.wants_files:
-            return own_path("elastic_agent_logs_")
-        return self.directory
+    @property
+    def given_directory(self) -> Path | None:
+        """None also where there are to be no files."""
+        return self.directory if self.directory != NO_FILES else None
+
+    @property
+    def in_own_folder(self) -> bool:
+        """Files are wanted, and no directory is given."""
+        return self.directory is None and self.wants_files
 
     @property
     def wants_files(self) -> bool:

@@ -21,7 +21,6 @@ from pathlib import Path
 from ...rendezvous.records import Endpoint
 from ..checkpoints.folder import SHARED_MEMORY
 from ..configuration.config import Config, ConfigError, Problem
-from ..configuration.logs import NO_FILES
 from ..configuration.types.values import Command
 from ..workers.processes.run_files import MAX_PARENT_BYTES, run_directory_parent
 from ..workers.processes.workers import job_python
@@ -36,7 +35,7 @@ _NEVER = {
 def check_resources(config: Config, environ: Mapping[str, str]) -> None:
     """Raises ConfigError with all that cannot work."""
     problems = [
-        *_log_dir(config.logs.directory),
+        *_log_dir(config.logs.given_directory),
         *_memory(config.memory_checkpoints),
         *_http(config.http_address),
         *_run_directory(environ),
@@ -46,7 +45,7 @@ def check_resources(config: Config, environ: Mapping[str, str]) -> None:
 
 
 def _log_dir(directory: Path | None) -> Iterator[Problem]:
-    if directory in (None, NO_FILES):
+    if directory is None:
         return
     there = directory.absolute()
     while not os.path.lexists(there):

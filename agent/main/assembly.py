@@ -27,6 +27,7 @@ from ..machine.inventory import Machine
 from ..machine.network.discovery import Network
 from ..observability.status.pages import StatusPages
 from ..output.console import Console
+from ..output.log_folders import log_directory
 from ..workers.links.reports import ReportReceiver
 from ..workers.preloader.spares import Interpreter, Spares
 from ..workers.processes.workers import first_on_path, job_python
@@ -61,7 +62,7 @@ class Agent:
 def choose_log_directory(logs: LogConfig) -> LogConfig:
     """Takes one of this user's, where files are wanted and no directory is given."""
     try:
-        directory = logs.place()
+        directory = log_directory(logs.given_directory, own=logs.in_own_folder)
         if directory is not None and directory != logs.directory:
             make_own(directory, readable=True)
     except OSError as error:

@@ -28,6 +28,7 @@ from ..configuration.reading.resolve import Resolved
 from ..configuration.reading.settings import comment
 from ..configuration.reading.sources import read_argv
 from ..machine.inventory import Machine, prepare
+from ..output.log_folders import log_directory
 from .error_file import write_error_file
 
 
@@ -83,7 +84,7 @@ def _copies_in_memory(limit: int | None) -> str:
 
 def _files_of_workers(logs: LogConfig) -> str:
     try:
-        directory = logs.place()
+        directory = log_directory(logs.given_directory, own=logs.in_own_folder)
     except OSError as error:
         return f"files of workers' output: none: {error}"
     return f"files of workers' output: {directory.absolute() if directory is not None else 'none'}"

@@ -17,6 +17,8 @@ import re
 import shutil
 from pathlib import Path
 
+from ..common.own_folder import own_path
+
 log = logging.getLogger(__name__)
 
 KEPT_RUNS = 10
@@ -25,6 +27,15 @@ KEPT_GENERATIONS = 10
 
 MARK = ".elastic-agent"
 _GENERATION = re.compile(r"gen([0-9]{1,18})")
+
+
+def log_directory(given: Path | None, *, own: bool) -> Path | None:
+    """Below it are the files of workers; None: there are none. Nothing is made.
+
+    `own`: none is given, but one of this user's alone is wanted, the same each time, so that old runs are deleted
+    there, too. Raises OSError where there is no place for that.
+    """
+    return own_path("elastic_agent_logs_") if own else given
 
 
 def run_folder(directory: Path, job: str, run: str) -> Path:

@@ -17,6 +17,7 @@ from elastic_agent.agent.output.log_folders import (
     KEPT_RUNS,
     MARK,
     RunFolder,
+    log_directory,
     run_folder,
 )
 from elastic_agent.agent.workers.supervision.output_routes import routes
@@ -93,7 +94,7 @@ def test_a_run_without_a_directory_has_one_of_this_users_alone(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     logs = LogConfig(redirects=Streams(3))
-    path = logs.place()
+    path = log_directory(logs.given_directory, own=logs.in_own_folder)
     assert path is not None
     assert path == tmp_path / f"elastic_agent_logs_{os.geteuid()}"
     assert not path.exists(), "nothing is made for --check-config and explain-env"
@@ -116,9 +117,9 @@ def test_no_temporary_directory_is_no_reason_to_write_into_the_current_one(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OSError, match="name one in TMPDIR"):
-        LogConfig(tee=Streams(1)).place()
+        log_directory(None, own=True)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    assert LogConfig(tee=Streams(1)).place() is not None
+    assert log_directory(None, own=True) is not None
 
 
 def test_dev_null_as_the_log_directory_means_no_files() -> None:
