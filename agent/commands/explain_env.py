@@ -28,7 +28,7 @@ from ..configuration.config import HELP, Config, ConfigError
 from ..configuration.options import SECRET_VARIABLES
 from ..configuration.reading.sources import read_argv
 from ..configuration.types.option import Group, Source
-from ..machine.devices import default_backend
+from ..machine.devices import backend_fact
 from ..machine.inventory import Machine, prepare
 from ..machine.network.choice import NotReady
 from ..output.log_folders import log_directory, run_folder
@@ -91,7 +91,7 @@ def main(words: Sequence[str]) -> int:
         print(f"elastic-agent explain-env: without the network's: {machine.network.missing}", file=sys.stderr)
     rows = explain(resolved.config, machine, environ)
     with contextlib.suppress(BrokenPipeError):  # the reader has closed the pipe
-        backend = default_backend(machine.inventory.cuda, machine.software)
+        backend = backend_fact(machine.inventory.cuda, machine.software)
         print(_json(rows) if command_line[JSON].value else f"# backend: {backend}\n{_text(rows)}", flush=True)
     return ExitCode.SUCCESS
 

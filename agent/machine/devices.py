@@ -6,10 +6,10 @@
 
 Words: *pinning* `index`: a worker sees all devices and LOCAL_RANK selects its own. `mask`: it sees only its own, from
 cuda:0 on, with LOCAL_RANK 0 (torchrun's --virtual-local-rank). `none`: nothing is set, and workers may share devices.
-*each*: the devices of one worker (--devices-per-worker); its first one is cuda:(LOCAL_RANK * each).
+*per_worker*: the number of devices of one worker (--devices-per-worker); its first is cuda:(LOCAL_RANK * per_worker).
 
-Invariants: under `index` and `mask`, on a node with devices, each worker has `each` of them and no two have the same
-one. An entry of an outer CUDA_VISIBLE_DEVICES that can be seen not to exist is an error: CUDA would go on with the
+Invariants: under `index` and `mask`, on a node with devices, each worker has `per_worker` of them and no two have the
+same one. An entry of an outer CUDA_VISIBLE_DEVICES that can be seen not to exist is an error: CUDA would go on with the
 entries before it, without an error.
 """
 
@@ -85,8 +85,8 @@ def probe(environ: Mapping[str, str], proc: Path = Path("/proc"), dev: Path = Pa
     return Inventory(cuda, cpus, believed)
 
 
-def resolve_workers(nproc: WorkerCount, each: int, inventory: Inventory) -> int:
-    """The number of workers that --nproc-per-node asks for, with `each` devices: at least 1, or ConfigError."""
+def resolve_workers(nproc: WorkerCount, per_worker: int, inventory: Inventory) -> int:
+    """The number of workers that --nproc-per-node asks for, with `per_worker` devices: at least 1, or ConfigError."""
     if nproc == "gpu" and not inventory.cuda:
         raise _wrong(
             "--nproc-per-node",
@@ -98,40 +98,44 @@ def resolve_workers(nproc: WorkerCount, each: int, inventory: Inventory) -> int:
         return inventory.cpus
     if isinstance(nproc, int):
         return nproc
-    there = len(inventory.cuda)
-    if there % each:
+    available = len(inventory.cuda)
+    if available % per_worker:
         expected = f"a number that divides this node's CUDA devices, because of --nproc-per-node {nproc}"
-        divisors = ", ".join(str(number) for number in range(1, there + 1) if there % number == 0)
-        whole = f", or --nproc-per-node {there // each} to leave {there % each} idle" if there > each else ""
+        divisors = ", ".join(str(number) for number in range(1, available + 1) if available % number == 0)
+        whole = (
+            f", or --nproc-per-node {available // per_worker} to leave {available % per_worker} idle"
+            if available > per_worker
+            else ""
+        )
         raise _wrong(
             "--devices-per-worker",
-            each,
+            per_worker,
             f"{expected}: {_listed(inventory)}",
             f"use {divisors}{whole}",
         )
-    return there // each
+    return available // per_worker
 
 
 def pin(
-    pinning: DevicePinning, local_rank: int, workers: int, each: int, inventory: Inventory
+    pinning: DevicePinning, local_rank: int, workers: int, per_worker: int, inventory: Inventory
 ) -> PinnedDevices:
-    """The `each` devices of worker `local_rank` of `workers`; ConfigError if the node has devices, but too few."""
+    """The `per_worker` devices of worker `local_rank` of `workers`; ConfigError where a node has some, but too few."""
     assert 0 <= local_rank < workers, (local_rank, workers)
-    there = inventory.cuda
+    available = inventory.cuda
     if pinning == "none":
         return PinnedDevices("none: devices are left to the script, the environment is not touched")
-    if not there:
+    if not available:
         mask = " (there is nothing to mask: the same as index)" if pinning == "mask" else ""
         return PinnedDevices(
             f"{pinning}: this node has no CUDA device, worker {local_rank} runs on the CPU{mask}"
         )
-    if workers * each > len(there):
-        raise _too_few(workers, each, inventory)
-    own = there[local_rank * each : (local_rank + 1) * each]
-    if each > 1 and any(device.entry.startswith("MIG-") for device in own):
+    if workers * per_worker > len(available):
+        raise _too_few(workers, per_worker, inventory)
+    own = available[local_rank * per_worker : (local_rank + 1) * per_worker]
+    if per_worker > 1 and any(device.entry.startswith("MIG-") for device in own):
         raise _wrong(
             "--devices-per-worker",
-            each,
+            per_worker,
             "1 where the devices are MIG devices: CUDA shows one process only the first of them",
             "leave it out, or train on whole GPUs",
         )
@@ -139,7 +143,7 @@ def pin(
     order = Variable(ORDER, BY_ADDRESS, ordered, by="devices")
     if pinning == "mask":
         entries = ",".join(device.entry for device in own)
-        seen = f"CUDA {_devices(entries, each)}, as {_cuda(0, each)}"
+        seen = f"CUDA {_devices(entries, per_worker)}, as {_cuda(0, per_worker)}"
         reason = f"mask: worker {local_rank} sees only {seen} with LOCAL_RANK 0"
         masked = {VISIBLE: entries, "LOCAL_RANK": "0"}
         overruled = (
@@ -155,29 +159,37 @@ def pin(
             "use --device-pinning mask",
         )
     return PinnedDevices(
-        f"index: worker {local_rank} sees {len(there)} CUDA devices and LOCAL_RANK selects "
-        f"{_cuda(local_rank * each, each)}",
+        f"index: worker {local_rank} sees {len(available)} CUDA devices and LOCAL_RANK selects "
+        f"{_cuda(local_rank * per_worker, per_worker)}",
         own,
         (order,),
     )
 
 
-def default_backend(cuda: Sequence[Device], software: Software) -> str:
-    """The sentence on the backend that the worker library's `init_process_group` takes if the script names none."""
+def backend_fact(cuda: Sequence[Device], software: Software) -> str:
+    """The sentence on the backend that is expected where the script names none.
+
+    The workers' `init_process_group` decides, by the accelerator that torch finds; here only CUDA devices are known.
+    """
     if not cuda:
-        return "gloo: no CUDA device"
+        return "gloo is expected: no CUDA device"
     listed = f"CUDA {_devices(','.join(device.entry for device in cuda), len(cuda))}"
     if not software.has_nccl:
-        return f"gloo: {software} cannot use {listed}"
-    return f"nccl, because of {listed}"
+        return f"gloo is expected: {software} cannot use {listed}"
+    return f"nccl is expected, because of {listed}"
 
 
-def _too_few(workers: int, each: int, inventory: Inventory) -> ConfigError:
-    there = len(inventory.cuda)
-    if each > there:
+def _too_few(workers: int, per_worker: int, inventory: Inventory) -> ConfigError:
+    available = len(inventory.cuda)
+    if per_worker > available:
         expected = f"at most as many devices of a worker as there are CUDA devices: {_listed(inventory)}"
-        return _wrong("--devices-per-worker", each, expected, f"lower --devices-per-worker to {there}")
-    most, of_each = there // each, f" with {each} devices of its own for each" if each > 1 else ""
+        return _wrong(
+            "--devices-per-worker", per_worker, expected, f"lower --devices-per-worker to {available}"
+        )
+    most, of_each = (
+        available // per_worker,
+        f" with {per_worker} devices of its own for each" if per_worker > 1 else "",
+    )
     return _wrong(
         "--nproc-per-node",
         workers,
@@ -194,8 +206,8 @@ def _devices(entries: str, count: int) -> str:
     return f"device {entries}" if count == 1 else f"devices {entries}"
 
 
-def _cuda(first: int, each: int) -> str:
-    return f"cuda:{first}" if each == 1 else f"cuda:{first} to cuda:{first + each - 1}"
+def _cuda(first: int, per_worker: int) -> str:
+    return f"cuda:{first}" if per_worker == 1 else f"cuda:{first} to cuda:{first + per_worker - 1}"
 
 
 def _wrong(origin: str, value: object, expected: str, advice: str) -> ConfigError:

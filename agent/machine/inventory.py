@@ -20,7 +20,7 @@ from ..configuration.reading.resolve import Resolved, resolve
 from ..configuration.reading.settings import Settings
 from ..configuration.timeouts import ladder
 from .affinity import CpuShare, probe_cpus, share
-from .devices import Inventory, PinnedDevices, default_backend, pin, probe, resolve_workers
+from .devices import Inventory, PinnedDevices, backend_fact, pin, probe, resolve_workers
 from .gpu_memory import watched
 from .network.choice import NotReady
 from .network.discovery import Network, discover_network
@@ -97,7 +97,7 @@ def inspect_machine(config: Config, environ: Mapping[str, str]) -> Machine:
         _network_fact(config, network),
         f"network profile {profile.transport}: {profile.reason}",
         f"workers use {software}",
-        f"backend: {default_backend(inventory.cuda, software)}",
+        f"backend: {backend_fact(inventory.cuda, software)}",
         f"timeouts of training: {ladder(config.timeouts)}",
     )
     return Machine(inventory, pinned, shares, network, facts, names, software, profile)
@@ -113,10 +113,10 @@ def _ask(step: Callable[[], T], problems: list[Problem]) -> T | None:
 
 
 def _pinned(config: Config, inventory: Inventory) -> tuple[PinnedDevices, ...]:
-    each = config.devices_per_worker
-    workers = resolve_workers(config.nproc_per_node, each, inventory)
+    per_worker = config.devices_per_worker
+    workers = resolve_workers(config.nproc_per_node, per_worker, inventory)
     pinning = config.device_pinning
-    return tuple(pin(pinning, local_rank, workers, each, inventory) for local_rank in range(workers))
+    return tuple(pin(pinning, local_rank, workers, per_worker, inventory) for local_rank in range(workers))
 
 
 def _device_facts(

@@ -16,7 +16,7 @@ from elastic_agent.agent.configuration.types.values import DevicePinning, Worker
 from elastic_agent.agent.machine.devices import (
     Device,
     Inventory,
-    default_backend,
+    backend_fact,
     pin,
     probe,
     resolve_workers,
@@ -377,12 +377,12 @@ def test_all_devices_of_the_workers_are_theirs_alone() -> None:
 @pytest.mark.parametrize(
     ("inventory", "torch", "sentence"),
     [
-        (CPU_ONLY, "2.13.0", "gloo: no CUDA device"),
-        (CPU_ONLY, "2.13.0+cpu", "gloo: no CUDA device"),
-        (FOUR_GPUS, "2.13.0+cpu", "gloo: torch 2.13.0+cpu cannot use CUDA devices 0,1,2,3"),
-        (FOUR_GPUS, "2.13.0", "nccl, because of CUDA devices 0,1,2,3"),
-        (Inventory((Device("GPU-aa"),), 1), None, "nccl, because of CUDA device GPU-aa"),
+        (CPU_ONLY, "2.13.0", "gloo is expected: no CUDA device"),
+        (CPU_ONLY, "2.13.0+cpu", "gloo is expected: no CUDA device"),
+        (FOUR_GPUS, "2.13.0+cpu", "gloo is expected: torch 2.13.0+cpu cannot use CUDA devices 0,1,2,3"),
+        (FOUR_GPUS, "2.13.0", "nccl is expected, because of CUDA devices 0,1,2,3"),
+        (Inventory((Device("GPU-aa"),), 1), None, "nccl is expected, because of CUDA device GPU-aa"),
     ],
 )
 def test_the_backend_is_said_with_its_reason(inventory: Inventory, torch: str | None, sentence: str) -> None:
-    assert default_backend(inventory.cuda, Software(torch)) == sentence
+    assert backend_fact(inventory.cuda, Software(torch)) == sentence

@@ -69,7 +69,7 @@ def test_what_differs_from_world_to_world_is_left_open() -> None:
         members = line_up(nodes)
         master = Endpoint(f"host-{port}", port)
         world = World("job", generation, Phase.RUNNING, members, master, Cause(CauseKind.START), run=names)
-        place = WorkerPlace(world, members[me], 0, Path("e"), worker_env("i", Path("r"), None))
+        place = WorkerPlace(world, members[me], 0, Path("e"), worker_env("i", Path("r"), None, 1))
         chosen = contract(place, None)
         return {variable.name: variable.value for variable in chosen}
 
@@ -94,7 +94,7 @@ def test_ranks_within_a_role_count_the_workers_of_all_nodes_that_have_it() -> No
     found = []
     for member in world.members:
         for local_rank in range(member.slots):
-            place = WorkerPlace(world, member, local_rank, Path("e"), worker_env("i", Path("r"), None))
+            place = WorkerPlace(world, member, local_rank, Path("e"), worker_env("i", Path("r"), None, 1))
             values = {variable.name: variable.value for variable in contract(place, None)}
             found.append(" ".join(values[name] for name in names))
     assert found == [
@@ -125,7 +125,7 @@ def test_for_a_pipe_every_variable_is_a_line_and_for_a_terminal_none_is_wide(
     monkeypatch.setattr(machines, "inspect_machine", lambda config, environ: machine)
     assert main([str(script)]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
-    assert first == "# backend: nccl, because of CUDA devices 0,1"
+    assert first == "# backend: nccl is expected, because of CUDA devices 0,1"
     assert "NCCL_ODD=two\\x0alines \\x1b[2J" in {line.split("  ")[0] for line in lines}
     assert all(" # " in line for line in lines)
     assert main(["--nproc-per-node", "2", "--json", str(script)]) == 0

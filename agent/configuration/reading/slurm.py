@@ -159,10 +159,10 @@ def derive_slurm(settings: Settings, environ: Mapping[str, str]) -> None:
 
 
 def _derive_workers(settings: Settings, step: Step) -> None:
-    each, name = settings[DEVICES_PER_WORKER].value or 1, "SLURM_GPUS_ON_NODE"
-    workers, rest = divmod(step.gpus, each)
+    per_worker, name = settings[DEVICES_PER_WORKER].value or 1, "SLURM_GPUS_ON_NODE"
+    workers, rest = divmod(step.gpus, per_worker)
     if rest:
-        expected = f"a multiple of {each}, which is --devices-per-worker"
+        expected = f"a multiple of {per_worker}, which is --devices-per-worker"
         advice = f"ask Slurm for such a number of GPUs, or name the workers: --nproc-per-node {workers or 1}"
         settings.problems.append(Problem(name, str(step.gpus), expected, advice))
     elif workers:

@@ -40,7 +40,7 @@ def bind_of_rank_0_failed(master_port: int) -> bytes:
     return f"{what} TORCHELASTIC_USE_AGENT_STORE is enabled so ignoring the error.".encode()
 
 
-def worker_env(incarnation: str, run_dir: Path, memory: MemoryFolder | None, devices: int = 1) -> WorkerEnv:
+def worker_env(incarnation: str, run_dir: Path, memory: MemoryFolder | None, devices: int) -> WorkerEnv:
     """What all workers of this agent are given; `run_dir` has the sockets at which it answers them."""
     env = WorkerEnv(
         incarnation=incarnation,
