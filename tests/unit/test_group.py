@@ -162,6 +162,7 @@ def test_a_load_beside_another_version_gives_the_directory_back(
         ({"LOCAL_RANK": "1"}, "cuda:1"),
         ({"LOCAL_RANK": "1", "ELASTIC_AGENT_DEVICES": "2"}, "cuda:2"),
         ({"LOCAL_RANK": "0", "ELASTIC_AGENT_DEVICES": "2"}, "cuda:0"),
+        ({"LOCAL_RANK": "5"}, "cuda:3"),
     ],
 )
 def test_checkpoints_travel_over_the_first_of_the_worker_s_own_devices(
@@ -171,6 +172,8 @@ def test_checkpoints_travel_over_the_first_of_the_worker_s_own_devices(
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert group.current_group().device == torch.device(device)

@@ -191,6 +191,8 @@ def _device() -> torch.device:
     if "cpu:" in dist.get_backend_config():
         return torch.device("cpu")
     local_rank = os.environ.get("LOCAL_RANK")
-    if local_rank is None:
+    first = int(local_rank) * WorkerEnv.of(os.environ).devices if local_rank is not None else None
+    # With --device-pinning none more workers than devices may share them, as the script decides.
+    if first is None or first >= torch.cuda.device_count():
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cuda", int(local_rank) * WorkerEnv.of(os.environ).devices)
+    return torch.device("cuda", first)
