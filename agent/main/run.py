@@ -45,7 +45,7 @@ from ..machine.memory.oom import warn_of_group_kill
 from ..machine.network.addresses import reachable_at, unique_node_id
 from ..machine.network.choice import NotReady
 from ..machine.network.discovery import Network, wait_for_network
-from ..machine.notices.choice import choose, read_dmi
+from ..machine.notices.choice import read_dmi, source_for
 from ..machine.notices.watch import NoticeWatch
 from ..observability.accounting.measured_store import MeasuredStore
 from ..observability.accounting.observer import Observer
@@ -425,7 +425,7 @@ def _make_loop(
 def _watch_for_notices(agent: Agent, parts: contextlib.ExitStack) -> None:
     """Not before this node is about to join: until then it has nothing to lose."""
     wanted = agent.config.stop.notice
-    source = choose(wanted, read_dmi(), agent.environment, agent.clock)
+    source = source_for(wanted, read_dmi(), agent.environment, agent.clock)
     if source is not None:
         expected = wanted.kind != "auto"
         _started(parts, NoticeWatch(source, agent.events.put, agent.clock, time.time, expected=expected))

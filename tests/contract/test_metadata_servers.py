@@ -14,8 +14,8 @@ import pytest
 from elastic_agent.agent.machine.notices.aws import ACTION_PATH, REBALANCE_PATH, Aws
 from elastic_agent.agent.machine.notices.azure import EVENTS_PATH, NAME_PATH, Azure
 from elastic_agent.agent.machine.notices.gcp import MAINTENANCE_PATH, PREEMPTED_PATH, Gcp
-from elastic_agent.agent.machine.notices.metadata_server import MOST_BYTES, TIMEOUT_S, MetadataServer
-from elastic_agent.agent.machine.notices.notice import Notice, NotUnderstood, Question, Silent
+from elastic_agent.agent.machine.notices.metadata_server import MAX_BYTES, TIMEOUT_S, MetadataServer
+from elastic_agent.agent.machine.notices.notice import BadResponse, Notice, Question, SourceUnreachable
 from tests.metadata_server import FakeMetadataServer
 
 AT = "2026-01-02T03:04:05Z"
@@ -49,24 +49,24 @@ def proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ec2() -> None:
     with contextlib.closing(Cloud(header=("X-aws-ec2-metadata-token", "s3cret"), token="s3cret")) as cloud:
         source = Aws(cloud.ask, time.monotonic)
-        assert source.look() is None
+        assert source.poll() is None
         cloud.pages[REBALANCE_PATH] = json.dumps({"noticeTime": AT})
-        assert not isinstance(source.look(), Notice)
+        assert not isinstance(source.poll(), Notice)
         cloud.pages[ACTION_PATH] = json.dumps({"action": "terminate", "time": AT})
-        found = source.look()
+        found = source.poll()
         assert isinstance(found, Notice)
         assert found.ends_at == 1767323045.0
         assert not cloud.server.refused
         source._token = "a token from before the machine was paused"
-        assert source.look() == found
+        assert source.poll() == found
 
 
 def test_compute_engine() -> None:
     with contextlib.closing(Cloud(header=("Metadata-Flavor", "Google"))) as cloud:
         cloud.pages |= {PREEMPTED_PATH: "FALSE", MAINTENANCE_PATH: "NONE"}
-        assert Gcp(cloud.ask).look() is None
+        assert Gcp(cloud.ask).poll() is None
         cloud.pages[PREEMPTED_PATH] = "TRUE"
-        assert isinstance(Gcp(cloud.ask).look(), Notice)
+        assert isinstance(Gcp(cloud.ask).poll(), Notice)
         assert not cloud.server.refused
 
 
@@ -85,9 +85,9 @@ def test_azure() -> None:
     with contextlib.closing(Cloud(header=("Metadata", "true"))) as cloud:
         cloud.pages |= {NAME_PATH: "vm-7", EVENTS_PATH: json.dumps({"DocumentIncarnation": 1, "Events": []})}
         source = Azure(cloud.ask)
-        assert source.look() is None
+        assert source.poll() is None
         cloud.pages[EVENTS_PATH] = json.dumps({"DocumentIncarnation": 2, "Events": [event]})
-        found = source.look()
+        found = source.poll()
         assert isinstance(found, Notice)
         assert found.ends_at == 1767323045.0
         assert not cloud.server.refused
@@ -96,8 +96,8 @@ def test_azure() -> None:
 def test_another_clouds_server_is_not_understood() -> None:
     with contextlib.closing(Cloud(header=("Metadata", "true"))) as cloud:
         for source in (Aws(cloud.ask, time.monotonic), Gcp(cloud.ask)):
-            with pytest.raises(NotUnderstood):
-                source.look()
+            with pytest.raises(BadResponse):
+                source.poll()
 
 
 # --- Those that are none
@@ -139,8 +139,8 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
         lambda connection: _trickle(connection, b"HTTP/1.1 200 OK\r\nX: "),
         lambda connection: _trickle(connection, HEAD % 1000),
         lambda connection: connection.sendall(HEAD % 100 + b"half"),
-        lambda connection: connection.sendall(HEAD % (MOST_BYTES + 1) + bytes(MOST_BYTES + 1)),
-        lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + bytes(10 * MOST_BYTES)),
+        lambda connection: connection.sendall(HEAD % (MAX_BYTES + 1) + bytes(MAX_BYTES + 1)),
+        lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + bytes(10 * MAX_BYTES)),
         lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 10_000),
         lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\n" + b"A" * 100_000),
         lambda connection: connection.sendall(b"SSH-2.0-OpenSSH_9.2p1\r\n"),
@@ -167,13 +167,13 @@ def test_what_is_no_metadata_server_costs_a_second_and_says_nothing(
 ) -> None:
     with listening(serve) as ask:
         began = time.monotonic()
-        with contextlib.suppress(Silent):
-            assert len(ask(Question("/", {})).body) <= MOST_BYTES
+        with contextlib.suppress(SourceUnreachable):
+            assert len(ask(Question("/", {})).body) <= MAX_BYTES
         assert time.monotonic() - began < TIMEOUT_S + LATE_S
 
 
 def test_a_machine_without_one_is_silent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with pytest.raises(Silent, match="refused"):
+    with pytest.raises(SourceUnreachable, match="refused"):
         MetadataServer("127.0.0.1", time.monotonic, port)(Question("/", {}))

@@ -16,21 +16,20 @@ from elastic_agent.agent.configuration.types.values import NoticeSource
 from elastic_agent.agent.machine.notices import aws, azure, gcp
 from elastic_agent.agent.machine.notices.aws import Aws
 from elastic_agent.agent.machine.notices.azure import Azure
-from elastic_agent.agent.machine.notices.choice import choose, cloud_of, read_dmi
+from elastic_agent.agent.machine.notices.choice import detect_cloud, read_dmi, source_for
 from elastic_agent.agent.machine.notices.gcp import Gcp
 from elastic_agent.agent.machine.notices.local import WatchedCommand, WatchedFile, read_contents
 from elastic_agent.agent.machine.notices.notice import (
     DEFAULT_S,
+    BadResponse,
     Hint,
-    News,
     Notice,
-    NotUnderstood,
     Question,
-    Silent,
+    SourceUnreachable,
     read_http_date,
     read_rfc3339,
 )
-from elastic_agent.agent.machine.notices.watch import LEAST_S, SILENT_S, NoticeWatch
+from elastic_agent.agent.machine.notices.watch import MIN_LEFT_S, RETRY_S, NoticeWatch
 
 AT = "2026-01-02T03:04:05Z"
 AT_UNIX = 1767323045.0
@@ -114,7 +113,7 @@ def test_without_an_interruption_the_path_is_not_there() -> None:
 )
 def test_what_aws_never_says_is_not_understood(reply: Reply) -> None:
     for read in (aws.read_action, aws.read_rebalance):
-        with pytest.raises(NotUnderstood) as refused:
+        with pytest.raises(BadResponse) as refused:
             read(reply)
         assert len(str(refused.value)) < 600
 
@@ -123,7 +122,7 @@ def test_what_aws_never_says_is_not_understood(reply: Reply) -> None:
     "reply", [Reply(403), Reply(200), Reply(200, b"a b"), Reply(200, b"a\r\nHost: x"), Reply(200, b"x" * 513)]
 )
 def test_what_is_no_token_is_not_understood_and_not_shown(reply: Reply) -> None:
-    with pytest.raises(NotUnderstood) as refused:
+    with pytest.raises(BadResponse) as refused:
         aws.read_token(reply)
     assert "'" not in str(refused.value)
 
@@ -138,7 +137,7 @@ class Server:
     def __call__(self, question: Question) -> Reply:
         self.asked.append(question)
         if question.path not in self.answers:
-            raise Silent(question.path)
+            raise SourceUnreachable(question.path)
         return self.answers[question.path]
 
 
@@ -154,7 +153,7 @@ def test_a_token_is_asked_for_once_and_renewed_before_it_ends() -> None:
     source = Aws(server, lambda: now[0])
     for at in (100.0, 101.0, 100.0 + aws.TOKEN_TTL_S / 2):
         now[0] = at
-        assert source.look() is None
+        assert source.poll() is None
     tokens = [question for question in server.asked if question.path == aws.TOKEN_PATH]
     assert [(token.method, dict(token.headers)) for token in tokens] == [
         ("PUT", {"X-aws-ec2-metadata-token-ttl-seconds": "21600"})
@@ -166,20 +165,20 @@ def test_a_token_is_asked_for_once_and_renewed_before_it_ends() -> None:
 def test_a_token_that_is_refused_is_replaced() -> None:
     answers = {**NOTHING_OF_AWS, aws.ACTION_PATH: Reply(401)}
     server = Server(answers)
-    with pytest.raises(NotUnderstood):
-        Aws(server, lambda: 100.0).look()
+    with pytest.raises(BadResponse):
+        Aws(server, lambda: 100.0).poll()
     assert [question.path for question in server.asked] == [aws.TOKEN_PATH, aws.ACTION_PATH] * 2
 
 
 def test_a_recommendation_is_a_hint_unless_the_user_wants_to_leave_for_it() -> None:
     recommended = {**NOTHING_OF_AWS, aws.REBALANCE_PATH: Reply(200, body(noticeTime=AT))}
-    hint = Aws(Server(recommended), lambda: 0.0).look()
+    hint = Aws(Server(recommended), lambda: 0.0).poll()
     assert isinstance(hint, Hint)
     assert AT in hint.text
-    leaves = Aws(Server(recommended), lambda: 0.0, leaves_on_rebalance=True).look()
+    leaves = Aws(Server(recommended), lambda: 0.0, leaves_on_rebalance=True).poll()
     assert leaves == Notice(hint.text, within_s=None), "the instance may live on for days"
     both = {**recommended, aws.ACTION_PATH: Reply(200, body(action="terminate", time=AT))}
-    found = Aws(Server(both), lambda: 0.0, leaves_on_rebalance=True).look()
+    found = Aws(Server(both), lambda: 0.0, leaves_on_rebalance=True).poll()
     assert isinstance(found, Notice)
     assert found.ends_at == AT_UNIX
 
@@ -198,14 +197,14 @@ def test_a_recommendation_is_a_hint_unless_the_user_wants_to_leave_for_it() -> N
         (b"FALSE", b"TERMINATE_ON_HOST_MAINTENANCE", Notice("Google ends this machine", None, 60.0)),
     ],
 )
-def test_what_google_says(preempted: bytes, maintenance: bytes, news: News) -> None:
+def test_what_google_says(preempted: bytes, maintenance: bytes, news: Notice | Hint | None) -> None:
     server = Server(
         {
             gcp.PREEMPTED_PATH: Reply(200, preempted, GOOGLE),
             gcp.MAINTENANCE_PATH: Reply(200, maintenance, GOOGLE),
         }
     )
-    found = Gcp(server).look()
+    found = Gcp(server).poll()
     assert type(found) is type(news)
     if isinstance(news, Notice) and isinstance(found, Notice):
         assert (found.ends_at, found.within_s) == (news.ends_at, news.within_s)
@@ -226,7 +225,7 @@ def test_what_google_says(preempted: bytes, maintenance: bytes, news: News) -> N
 )
 def test_what_google_never_says_is_not_understood(reply: Reply) -> None:
     for read in (gcp.read_preempted, gcp.read_maintenance):
-        with pytest.raises(NotUnderstood):
+        with pytest.raises(BadResponse):
             read(reply)
 
 
@@ -289,15 +288,15 @@ def test_an_event_that_has_begun_has_no_instant_and_is_the_first(at: object) -> 
     "reply", [*(Reply(200, raw) for raw in HOSTILE), Reply(400, body(Events=[])), Reply(200, body(Events={}))]
 )
 def test_what_azure_never_says_is_not_understood(reply: Reply) -> None:
-    with pytest.raises(NotUnderstood):
+    with pytest.raises(BadResponse):
         azure.read_events(reply, "vm-7")
 
 
 def test_this_machines_name_is_asked_for_once() -> None:
     server = Server({azure.NAME_PATH: Reply(200, b"vm-7"), azure.EVENTS_PATH: events(event())})
     source = Azure(server)
-    assert isinstance(source.look(), Notice)
-    assert isinstance(source.look(), Notice)
+    assert isinstance(source.poll(), Notice)
+    assert isinstance(source.poll(), Notice)
     assert [question.path for question in server.asked] == [
         azure.NAME_PATH,
         azure.EVENTS_PATH,
@@ -335,19 +334,19 @@ def test_any_contents_are_a_notice(raw: bytes, ends_at: float | None, within_s: 
 def test_seconds_in_a_file_count_since_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "leave"
     source = WatchedFile(str(path))
-    assert source.look() is None
+    assert source.poll() is None
     path.write_text("45")
     os.utime(path, (5000.0, 5000.0))
-    found = source.look()
+    found = source.poll()
     assert isinstance(found, Notice)
     assert found.ends_at == 5045.0
 
 
 def test_a_file_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
-    with pytest.raises(Silent, match="directory"):
-        WatchedFile(str(tmp_path)).look()
+    with pytest.raises(SourceUnreachable, match="directory"):
+        WatchedFile(str(tmp_path)).poll()
     os.mkfifo(tmp_path / "pipe")  # without a writer
-    assert isinstance(WatchedFile(str(tmp_path / "pipe")).look(), Notice)
+    assert isinstance(WatchedFile(str(tmp_path / "pipe")).poll(), Notice)
 
 
 def command(tmp_path: Path, script: str) -> WatchedCommand:
@@ -361,17 +360,17 @@ def command(tmp_path: Path, script: str) -> WatchedCommand:
     ("script", "within_s"), [("exit 1", None), ("echo 12", 12.0), ("true", DEFAULT_S), ("kill -9 $$", None)]
 )
 def test_a_command_gives_notice_by_its_exit_code(tmp_path: Path, script: str, within_s: float | None) -> None:
-    found = command(tmp_path, script).look()
+    found = command(tmp_path, script).poll()
     assert (found.within_s if isinstance(found, Notice) else None) == within_s
     assert not isinstance(found, Notice) or found.ends_at is None
 
 
 def test_a_command_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_agent.agent.machine.notices.local.COMMAND_S", 0.1)
-    with pytest.raises(Silent, match="has not ended"):
-        command(tmp_path, "sleep 100").look()
-    with pytest.raises(Silent, match="cannot be started"):
-        WatchedCommand(str(tmp_path / "none"), {}).look()
+    with pytest.raises(SourceUnreachable, match="has not ended"):
+        command(tmp_path, "sleep 100").poll()
+    with pytest.raises(SourceUnreachable, match="cannot be started"):
+        WatchedCommand(str(tmp_path / "none"), {}).poll()
 
 
 # --- Which source
@@ -397,11 +396,11 @@ def test_the_firmware_names_the_cloud(tmp_path: Path, fields: dict[str, str], cl
     for name, value in fields.items():
         (tmp_path / name).write_text(f"{value}\n")
     dmi = read_dmi(tmp_path)
-    assert cloud_of(dmi) == cloud
+    assert detect_cloud(dmi) == cloud
     chosen = {"": type(None), "aws": Aws, "gcp": Gcp, "azure": Azure}[cloud]
-    assert type(choose(NoticeSource("auto"), dmi, {})) is chosen
-    assert choose(NoticeSource("off"), dmi, {}) is None
-    assert choose(NoticeSource("file", "/run/leave"), dmi, {}) == WatchedFile("/run/leave")
+    assert type(source_for(NoticeSource("auto"), dmi, {})) is chosen
+    assert source_for(NoticeSource("off"), dmi, {}) is None
+    assert source_for(NoticeSource("file", "/run/leave"), dmi, {}) == WatchedFile("/run/leave")
 
 
 # --- The watch
@@ -411,18 +410,18 @@ class Scene:
     """A watch over a source that says what the test wants, at 1000 s Unix time and 10 s of the monotonic clock."""
 
     def __init__(self, *, expected: bool = False) -> None:
-        self.news: News | Exception = None
+        self.news: Notice | Hint | Exception | None = None
         self.events: list[Event] = []
         self.watch = NoticeWatch(self, self.events.append, lambda: 10.0, lambda: 1000.0, expected=expected)
 
-    every_s = 0.5
+    interval_s = 0.5
 
-    def look(self) -> News:
+    def poll(self) -> Notice | Hint | None:
         if isinstance(self.news, Exception):
             raise self.news
         return self.news
 
-    def turns(self, *news: News | Exception) -> list[Event]:
+    def turns(self, *news: Notice | Hint | Exception | None) -> list[Event]:
         self.events.clear()
         for one in news:
             self.news = one
@@ -432,7 +431,7 @@ class Scene:
 
 def test_a_notice_is_given_once_with_a_monotonic_deadline() -> None:
     scene, notice = Scene(), Notice("x", 1030.0)
-    assert scene.turns(None, notice, notice, Silent("gone"), notice) == [NoticeGiven("x", 40.0)]
+    assert scene.turns(None, notice, notice, SourceUnreachable("gone"), notice) == [NoticeGiven("x", 40.0)]
     assert scene.turns(Notice("x", 1030.9)) == []
     assert scene.turns(Notice("x", 1005.0)) == [NoticeGiven("x", 15.0)]
     assert scene.turns(None, None) == [NoticeWithdrawn()]
@@ -445,7 +444,7 @@ def test_a_notice_is_given_once_with_a_monotonic_deadline() -> None:
 
 @pytest.mark.parametrize("ends_at", [-62135596800.0, 0.0, 999.0, 1001.9])
 def test_an_instant_that_has_passed_leaves_some_time(ends_at: float) -> None:
-    assert Scene().turns(Notice("x", ends_at)) == [NoticeGiven("x", 10.0 + LEAST_S)]
+    assert Scene().turns(Notice("x", ends_at)) == [NoticeGiven("x", 10.0 + MIN_LEFT_S)]
 
 
 @pytest.mark.parametrize(("expected", "level"), [(True, logging.WARNING), (False, logging.DEBUG)])
@@ -453,10 +452,10 @@ def test_a_silent_source_is_one_line(expected: bool, level: int, caplog: pytest.
     logging.getLogger("elastic_agent").propagate = True
     caplog.set_level(logging.DEBUG)
     scene = Scene(expected=expected)
-    scene.turns(*[Silent("no route")] * 5)
+    scene.turns(*[SourceUnreachable("no route")] * 5)
     assert [(record.levelno, "no route" in record.message) for record in caplog.records] == [(level, True)]
-    assert scene.watch.turn() == SILENT_S
-    scene.turns(None, Silent("again"))
+    assert scene.watch.turn() == RETRY_S
+    scene.turns(None, SourceUnreachable("again"))
     assert len(caplog.records) == 2
 
 
@@ -465,7 +464,7 @@ def test_what_is_not_understood_is_one_warning_and_withdraws_nothing(
 ) -> None:
     logging.getLogger("elastic_agent").propagate = True
     scene = Scene()
-    given = scene.turns(Notice("x", 1030.0), *[NotUnderstood("rubbish")] * 3)
+    given = scene.turns(Notice("x", 1030.0), *[BadResponse("rubbish")] * 3)
     assert given == [NoticeGiven("x", 40.0)]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 

@@ -4,7 +4,7 @@ The interruption comes two minutes ahead at best, and none is promised. A rebala
 become likely: it has no deadline, and may come for an instance that then lives on for days. It is a leave only where
 the user has asked for that (`aws-rebalance`).
 
-EC2 asks for a look every 5 seconds. We look each second: a part of the two minutes may have passed already.
+EC2 asks for a poll every 5 seconds. We poll each second: a part of the two minutes may have passed already.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ....codec import Invalid, load_object
 from ...common.http_client import Reply
-from .notice import Ask, Hint, News, Notice, NotUnderstood, Question, quoted, read_rfc3339
+from .notice import Ask, BadResponse, Hint, Notice, Question, quoted, read_rfc3339
 
 HOST = "169.254.169.254"
 TOKEN_PATH = "/latest/api/token"
@@ -29,25 +29,25 @@ _ACTIONS = ("terminate", "stop", "hibernate")
 
 
 def read_token(reply: Reply) -> str:
-    """Raises NotUnderstood, without what may be a secret."""
+    """Raises BadResponse, without what may be a secret."""
     text = reply.body.decode("latin-1").strip()
     if reply.status != 200 or not re.fullmatch(r"[!-~]{1,512}", text):
-        raise NotUnderstood(f"{TOKEN_PATH}: status {reply.status}, no token in {len(reply.body)} bytes")
+        raise BadResponse(f"{TOKEN_PATH}: status {reply.status}, no token in {len(reply.body)} bytes")
     return text
 
 
 def read_action(reply: Reply) -> Notice | None:
-    """Of `ACTION_PATH`, which is not there until there is a notice. Raises NotUnderstood."""
+    """Of `ACTION_PATH`, which is not there until there is a notice. Raises BadResponse."""
     if reply.status == 404:
         return None
     action, at = _fields(reply, ACTION_PATH, "action", "time")
     if action not in _ACTIONS:
-        raise NotUnderstood(f"{ACTION_PATH}: action {quoted(action)}")
+        raise BadResponse(f"{ACTION_PATH}: action {quoted(action)}")
     return Notice(f"AWS interrupts this spot instance ({action}) at {at}", _instant(at, ACTION_PATH))
 
 
 def read_rebalance(reply: Reply) -> str | None:
-    """Of `REBALANCE_PATH`: since when EC2 recommends to replace this instance. Raises NotUnderstood."""
+    """Of `REBALANCE_PATH`: since when EC2 recommends to replace this instance. Raises BadResponse."""
     if reply.status == 404:
         return None
     (since,) = _fields(reply, REBALANCE_PATH, "noticeTime")
@@ -61,10 +61,10 @@ def _fields(reply: Reply, path: str, *names: str) -> list[str]:
             raise Invalid(f"status {reply.status}")
         values = [load_object(reply.body, "the answer").get(name) for name in names]
     except Invalid as error:
-        raise NotUnderstood(f"{path}: {error}, {quoted(reply.body)}") from None
+        raise BadResponse(f"{path}: {error}, {quoted(reply.body)}") from None
     texts = [value for value in values if isinstance(value, str)]
     if len(texts) < len(names):
-        raise NotUnderstood(f"{path}: texts {' and '.join(names)} are missing, {quoted(reply.body)}")
+        raise BadResponse(f"{path}: texts {' and '.join(names)} are missing, {quoted(reply.body)}")
     return texts
 
 
@@ -72,7 +72,7 @@ def _instant(text: str, path: str) -> float:
     try:
         return read_rfc3339(text)
     except ValueError as error:
-        raise NotUnderstood(f"{path}: {quoted(text)} is {error}") from None
+        raise BadResponse(f"{path}: {quoted(text)} is {error}") from None
 
 
 @dataclass(slots=True)
@@ -82,11 +82,11 @@ class Aws:
     ask: Ask
     clock: Callable[[], float]
     leaves_on_rebalance: bool = False
-    every_s: float = 1.0
+    interval_s: float = 1.0
     _token: str = ""
     _token_until: float = 0.0
 
-    def look(self) -> News:
+    def poll(self) -> Notice | Hint | None:
         notice = read_action(self._get(ACTION_PATH))
         if notice is not None:
             return notice

@@ -16,7 +16,7 @@ from typing import Any
 
 from ....codec import Invalid, load_object
 from ...common.http_client import Reply
-from .notice import Ask, Hint, News, Notice, NotUnderstood, Question, quoted, read_http_date
+from .notice import Ask, BadResponse, Hint, Notice, Question, quoted, read_http_date
 
 HOST = "169.254.169.254"
 EVENTS_PATH = "/metadata/scheduledevents?api-version=2020-07-01"
@@ -37,21 +37,21 @@ BEGUN_S = 5.0
 
 
 def read_name(reply: Reply) -> str:
-    """Of `NAME_PATH`: this machine, as events name it. Raises NotUnderstood."""
+    """Of `NAME_PATH`: this machine, as events name it. Raises BadResponse."""
     name = reply.body.decode("latin-1").strip()
     if reply.status != 200 or not re.fullmatch(r"[\w.-]{1,128}", name, re.ASCII):
-        raise NotUnderstood(f"{NAME_PATH}: status {reply.status}, {quoted(reply.body)}")
+        raise BadResponse(f"{NAME_PATH}: status {reply.status}, {quoted(reply.body)}")
     return name
 
 
-def read_events(reply: Reply, machine: str) -> News:
-    """Of `EVENTS_PATH`: the event that ends this machine first, else a hint. Raises NotUnderstood."""
+def read_events(reply: Reply, machine: str) -> Notice | Hint | None:
+    """Of `EVENTS_PATH`: the event that ends this machine first, else a hint. Raises BadResponse."""
     try:
         if reply.status != 200:
             raise Invalid(f"status {reply.status}")
         found = list(_events(load_object(reply.body, "the answer"), machine))
     except Invalid as error:
-        raise NotUnderstood(f"{EVENTS_PATH}: {error}, {quoted(reply.body)}") from None
+        raise BadResponse(f"{EVENTS_PATH}: {error}, {quoted(reply.body)}") from None
     notices = [each for each in found if isinstance(each, Notice)]
     if notices:  # those without an instant come first
         return min(notices, key=lambda notice: notice.ends_at or 0.0)
@@ -89,9 +89,9 @@ class Azure:
     """A source."""
 
     ask: Ask
-    every_s: float = 1.0
+    interval_s: float = 1.0
     _machine: str = ""
 
-    def look(self) -> News:
+    def poll(self) -> Notice | Hint | None:
         self._machine = self._machine or read_name(self.ask(Question(NAME_PATH, _HEADERS)))
         return read_events(self.ask(Question(EVENTS_PATH, _HEADERS)), self._machine)

@@ -34,7 +34,7 @@ def read_dmi(folder: Path = DMI) -> Mapping[str, str]:
     return found
 
 
-def cloud_of(dmi: Mapping[str, str]) -> str:
+def detect_cloud(dmi: Mapping[str, str]) -> str:
     """aws, gcp or azure; empty: none of them."""
     if dmi["sys_vendor"] == "Amazon EC2" or dmi["bios_version"].endswith(".amazon"):
         return "aws"
@@ -43,14 +43,14 @@ def cloud_of(dmi: Mapping[str, str]) -> str:
     return "azure" if dmi["chassis_asset_tag"] == AZURE_TAG else ""
 
 
-def choose(
+def source_for(
     wanted: NoticeSource,
     dmi: Mapping[str, str],
     environment: Mapping[str, str],
     clock: Callable[[], float] = time.monotonic,
 ) -> Source | None:
-    """None: there is nothing to look at."""
-    kind = cloud_of(dmi) if wanted.kind == "auto" else wanted.kind
+    """None: there is nothing to poll."""
+    kind = detect_cloud(dmi) if wanted.kind == "auto" else wanted.kind
     if kind in ("aws", "aws-rebalance"):
         server = MetadataServer(aws.HOST, clock)
         return aws.Aws(server, clock, leaves_on_rebalance=kind == "aws-rebalance")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...common.http_client import Reply
-from .notice import Ask, Hint, News, Notice, NotUnderstood, Question, quoted
+from .notice import Ask, BadResponse, Hint, Notice, Question, quoted
 
 HOST = "169.254.169.254"
 """Of metadata.google.internal, without a question to a name server."""
@@ -26,14 +26,14 @@ MAINTENANCE_S = 60.0
 
 
 def read_preempted(reply: Reply) -> Notice | None:
-    """Of `PREEMPTED_PATH`. Raises NotUnderstood."""
+    """Of `PREEMPTED_PATH`. Raises BadResponse."""
     if _word(reply, PREEMPTED_PATH, "TRUE", "FALSE") == "FALSE":
         return None
     return Notice("Google preempts this machine", within_s=PREEMPTION_S)
 
 
-def read_maintenance(reply: Reply) -> News:
-    """Of `MAINTENANCE_PATH`. Raises NotUnderstood."""
+def read_maintenance(reply: Reply) -> Notice | Hint | None:
+    """Of `MAINTENANCE_PATH`. Raises BadResponse."""
     words = "NONE", "MIGRATE_ON_HOST_MAINTENANCE", "TERMINATE_ON_HOST_MAINTENANCE"
     word = _word(reply, MAINTENANCE_PATH, *words)
     if word == "NONE":
@@ -48,7 +48,7 @@ def _word(reply: Reply, path: str, *expected: str) -> str:
     ours = (reply.headers or {}).get(FLAVOR_HEADER.lower()) == FLAVOR
     if reply.status != 200 or word not in expected or not ours:
         kind = "" if ours else f" without {FLAVOR_HEADER}: {FLAVOR}"
-        raise NotUnderstood(f"{path}: status {reply.status}{kind}, {quoted(reply.body)}")
+        raise BadResponse(f"{path}: status {reply.status}{kind}, {quoted(reply.body)}")
     return word
 
 
@@ -57,8 +57,8 @@ class Gcp:
     """A source."""
 
     ask: Ask
-    every_s: float = 1.0
+    interval_s: float = 1.0
 
-    def look(self) -> News:
+    def poll(self) -> Notice | Hint | None:
         preempted = read_preempted(self.ask(Question(PREEMPTED_PATH, _HEADERS)))
         return preempted or read_maintenance(self.ask(Question(MAINTENANCE_PATH, _HEADERS)))

@@ -20,9 +20,9 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .notice import DEFAULT_S, News, Notice, Silent, quoted, read_rfc3339
+from .notice import DEFAULT_S, Notice, SourceUnreachable, quoted, read_rfc3339
 
-MOST_BYTES = 4096
+MAX_BYTES = 4096
 """That are read of either."""
 
 COMMAND_S = 5.0
@@ -50,18 +50,18 @@ class WatchedFile:
     """A source."""
 
     path: str
-    every_s: float = 0.25
+    interval_s: float = 0.25
 
-    def look(self) -> News:
+    def poll(self) -> Notice | None:
         try:
             with open(self.path, "rb", opener=_open_at_once) as file:
                 return read_contents(
-                    file.read(MOST_BYTES), f"the file {self.path}", os.fstat(file.fileno()).st_mtime
+                    file.read(MAX_BYTES), f"the file {self.path}", os.fstat(file.fileno()).st_mtime
                 )
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise Silent(f"{self.path}: {error.strerror}") from error
+            raise SourceUnreachable(f"{self.path}: {error.strerror}") from error
 
 
 def _open_at_once(path: str, flags: int) -> int:
@@ -75,9 +75,9 @@ class WatchedCommand:
 
     program: str
     environment: Mapping[str, str]
-    every_s: float = 5.0
+    interval_s: float = 5.0
 
-    def look(self) -> News:
+    def poll(self) -> Notice | None:
         try:
             with subprocess.Popen(
                 [self.program],
@@ -93,9 +93,9 @@ class WatchedCommand:
                     with contextlib.suppress(ProcessLookupError):  # what it has left behind, too
                         os.killpg(process.pid, signal.SIGKILL)
         except subprocess.TimeoutExpired:
-            raise Silent(f"{self.program} has not ended within {COMMAND_S:g} s") from None
+            raise SourceUnreachable(f"{self.program} has not ended within {COMMAND_S:g} s") from None
         except OSError as error:
-            raise Silent(f"{self.program} cannot be started: {error.strerror}") from error
+            raise SourceUnreachable(f"{self.program} cannot be started: {error.strerror}") from error
         if process.returncode != 0:
             return None
-        return read_contents(printed[:MOST_BYTES], f"the command {self.program}")
+        return read_contents(printed[:MAX_BYTES], f"the command {self.program}")

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from ....rendezvous.records import Endpoint
 from ...common.http_client import NoAnswer, Reply, request
-from .notice import Question, Silent
+from .notice import Question, SourceUnreachable
 
-MOST_BYTES = 256 * 1024
+MAX_BYTES = 256 * 1024
 """Of the body: Azure's document names every machine of a scale set."""
 
 TIMEOUT_S = 1.0
@@ -25,7 +25,7 @@ class MetadataServer:
         path, method, headers = question.path, question.method, question.headers
         try:
             return request(
-                self._server, path, self._clock, TIMEOUT_S, MOST_BYTES, method=method, headers=headers
+                self._server, path, self._clock, TIMEOUT_S, MAX_BYTES, method=method, headers=headers
             )
         except (OSError, NoAnswer) as error:
-            raise Silent(f"{path}: {error!r}") from error
+            raise SourceUnreachable(f"{path}: {error!r}") from error

@@ -34,15 +34,11 @@ class Hint:
     text: str
 
 
-News: TypeAlias = Notice | Hint | None
-"""What a source says now; None: nothing happens."""
-
-
-class Silent(Exception):
+class SourceUnreachable(Exception):
     """A source gives no answer; the text says why. Asking again may help."""
 
 
-class NotUnderstood(Exception):
+class BadResponse(Exception):
     """A source has answered with what none of its answers looks like; the text quotes it."""
 
 
@@ -56,16 +52,16 @@ class Question:
 
 
 Ask: TypeAlias = Callable[[Question], Reply]
-"""Sends one question to the metadata server. Raises Silent."""
+"""Sends one question to the metadata server. Raises SourceUnreachable."""
 
 
 class Source(Protocol):
     @property
-    def every_s(self) -> float:
-        """Seconds between two looks."""
+    def interval_s(self) -> float:
+        """Seconds between two polls."""
 
-    def look(self) -> News:
-        """What it says now. Raises Silent and NotUnderstood."""
+    def poll(self) -> Notice | Hint | None:
+        """What it says now. Raises SourceUnreachable and BadResponse."""
 
 
 _RFC3339 = re.compile(

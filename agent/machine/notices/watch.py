@@ -1,4 +1,4 @@
-"""The thread that looks for a notice, and tells the main loop when there is one, another one, or none any more."""
+"""The thread that polls the source of notices, and posts an event for each one that is new, moved or withdrawn."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Callable
 
 from ....rendezvous.threads import Thread
 from ...common.events import Event, NoticeGiven, NoticeWithdrawn
-from .notice import Hint, Notice, NotUnderstood, Silent, Source
+from .notice import BadResponse, Hint, Notice, Source, SourceUnreachable
 
 log = logging.getLogger(__name__)
 
-SILENT_S = 5.0
-"""Until the next look at a source that gives no answer."""
+RETRY_S = 5.0
+"""Until the next poll of a source that gives no answer."""
 
-LEAST_S = 2.0
+MIN_LEFT_S = 2.0
 """An instant that has passed, or is about to, is the source's mistake or its clock's: this machine still lives."""
 
-SAME_S = 1.0
+MAX_DIFFERENCE_S = 1.0
 """Two notices whose instants differ by no more are one."""
 
 
 class NoticeWatch:
-    """Looks from `start` to `close`. `clock` is monotonic, `wall_clock` counts as the source's instants do."""
+    """Polls from `start` to `close`. `clock` is monotonic, `wall_clock` counts as the source's instants do."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class NoticeWatch:
         *,
         expected: bool,
     ) -> None:
-        """`expected`: the user has named the source, and learns that it is silent."""
+        """`expected`: the user has named the source, and reads in the log that it gives no answer."""
         self._source = source
         self._post = post
         self._clock = clock
@@ -57,20 +57,20 @@ class NoticeWatch:
             pass
 
     def turn(self) -> float:
-        """One look. Returns the seconds until the next one."""
+        """Poll once. Returns the seconds until the next poll."""
         try:
-            news = self._source.look()
-        except (Silent, NotUnderstood) as error:
-            silent = isinstance(error, Silent)
-            self._warn(error, logging.WARNING if self._expected or not silent else logging.DEBUG)
-            return SILENT_S if silent else self._source.every_s
+            news = self._source.poll()
+        except (SourceUnreachable, BadResponse) as error:
+            unreachable = isinstance(error, SourceUnreachable)
+            self._warn(error, logging.WARNING if self._expected or not unreachable else logging.DEBUG)
+            return RETRY_S if unreachable else self._source.interval_s
         self._trouble = ""
         hint = news.text if isinstance(news, Hint) else ""
         if hint != self._hint:
             log.warning("%s", hint or f"no longer: {self._hint}")
         self._hint = hint
         self._see(news if isinstance(news, Notice) else None)
-        return self._source.every_s
+        return self._source.interval_s
 
     def _see(self, notice: Notice | None) -> None:
         known, self._known = self._known, notice
@@ -79,7 +79,7 @@ class NoticeWatch:
                 self._post(NoticeWithdrawn())
         elif known is None or not _same(known, notice):
             left_s = notice.ends_at - self._wall_clock() if notice.ends_at is not None else notice.within_s
-            deadline = self._clock() + max(LEAST_S, left_s) if left_s is not None else None
+            deadline = self._clock() + max(MIN_LEFT_S, left_s) if left_s is not None else None
             self._post(NoticeGiven(notice.text, deadline))
 
     def _warn(self, error: Exception, level: int) -> None:
@@ -93,4 +93,4 @@ class NoticeWatch:
 def _same(one: Notice, other: Notice) -> bool:
     if one.ends_at is None or other.ends_at is None:
         return one == other
-    return abs(one.ends_at - other.ends_at) <= SAME_S
+    return abs(one.ends_at - other.ends_at) <= MAX_DIFFERENCE_S
