@@ -111,6 +111,22 @@ def test_a_run_without_a_directory_has_one_of_this_users_alone(
     assert choose_log_directory(logs).directory is None
 
 
+@pytest.mark.parametrize(
+    ("logs", "given", "own"),
+    [
+        (LogConfig(), None, False),
+        (LogConfig(tee=Streams(1)), None, True),
+        (LogConfig(Path("logs"), tee=Streams(1)), Path("logs"), False),
+        (LogConfig(Path("/dev/null"), tee=Streams(1)), None, False),
+    ],
+)
+def test_what_is_configured_is_known_without_a_look_at_the_disk(
+    monkeypatch: pytest.MonkeyPatch, logs: LogConfig, given: Path | None, own: bool
+) -> None:
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: pytest.fail("the disk is touched"))
+    assert (logs.given_directory, logs.in_own_folder) == (given, own)
+
+
 def test_no_temporary_directory_is_no_reason_to_write_into_the_current_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

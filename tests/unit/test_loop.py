@@ -34,6 +34,7 @@ from elastic_agent.agent.configuration.stopping import StopConfig
 from elastic_agent.agent.configuration.timeouts import LAST_SAVE_S
 from elastic_agent.agent.main.loop import DRAIN_COMMAND, Ending, Loop, Services
 from elastic_agent.agent.main.probes import Probes
+from elastic_agent.health.http import Probe
 from elastic_agent.rendezvous.coordinator.view import Policy
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError
 from elastic_agent.rendezvous.liveness.failure_detector import Peer
@@ -619,6 +620,30 @@ def test_a_start_that_waits_for_imports_says_so() -> None:
     assert scene.waits.count(imports) >= 4
     assert scene.training.started == [1]
     assert imports not in scene.waits[-3:]
+
+
+@pytest.mark.parametrize(
+    ("incarnation", "lease_left_s", "answer"),
+    [
+        ("b-1", 1.0, Probe(True, "standing by: generation 1 is running")),
+        ("b-1", 0.0, Probe(False, "waiting: the others")),
+        ("a-1", 1.0, Probe(False, "waiting: the others")),
+    ],
+)
+def test_only_a_node_outside_the_running_world_stands_by(
+    incarnation: str, lease_left_s: float, answer: Probe
+) -> None:
+    """A member without workers does not."""
+    scene = Scene()
+    seen = []
+    scene.plan[scene.now + 5.0] = lambda: seen.append(scene.participant.snapshot)
+    scene.at(10.0, Signalled(signal.SIGTERM))
+    scene.loop.run()
+    good_until = scene.now + lease_left_s
+    scene.participant.snapshot = replace(
+        seen[0], incarnation=incarnation, good_until=good_until, undisturbed=0, waiting_for="the others"
+    )
+    assert scene.probes.readiness() == answer
 
 
 def test_every_event_has_its_place_in_the_table() -> None:
