@@ -10,7 +10,6 @@ import math
 import queue
 import random
 import signal
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -32,13 +31,13 @@ from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.common.ports import OfferedPort, PortError
 from elastic_agent.agent.configuration.stopping import StopConfig
 from elastic_agent.agent.configuration.timeouts import LAST_SAVE_S
-from elastic_agent.agent.main.loop import DRAIN_COMMAND, Ending, Loop, Services
+from elastic_agent.agent.main.loop import DRAIN_COMMAND, HEARTBEAT_S, Ending, Loop, Services
 from elastic_agent.agent.main.probes import Probes
 from elastic_agent.health.http import Probe
 from elastic_agent.rendezvous.coordinator.view import Policy
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError
 from elastic_agent.rendezvous.liveness.failure_detector import Peer
-from elastic_agent.rendezvous.node.node_actions import Drain
+from elastic_agent.rendezvous.node.node_actions import Drain, Leave
 from elastic_agent.rendezvous.node.participant import Participant
 from elastic_agent.rendezvous.node.requests import Answer, Grant, Read, Request, Subscription
 from elastic_agent.rendezvous.records import (
@@ -48,6 +47,7 @@ from elastic_agent.rendezvous.records import (
     Introduction,
     Member,
     NodeRecord,
+    Result,
     World,
     drain_key,
 )
@@ -439,23 +439,31 @@ def test_a_notice_that_is_moved_moves_a_leave_that_is_under_way() -> None:
 
 
 @pytest.mark.parametrize(("left_s", "ends_in_s"), [(6.0, math.inf), (100.0, 20.0)])
-def test_a_notice_during_the_last_saves_cuts_them_short(left_s: float, ends_in_s: float) -> None:
+@pytest.mark.parametrize("code", [ExitCode.STOPPED_BY_SIGTERM, ExitCode.SUCCESS])
+def test_a_notice_during_the_last_saves_cuts_them_short(
+    left_s: float, ends_in_s: float, code: ExitCode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that leaves time enough does not."""
-    scene, released = Scene(), threading.Event()
-    finished_at: list[float] = []
+    scene = Scene()
+    began_at: list[float] = []
 
-    def finish(within_s: float) -> None:
-        finished_at.append(scene.now)
+    def start(finish: Callable[[], None]) -> None:
+        began_at.append(scene.now)
         noticed(scene, left_s, after_s=0.0)
-        scene.plan[scene.now + ends_in_s] = released.set
-        assert released.wait(10.0)
+        scene.plan[scene.now + ends_in_s] = finish
 
-    scene.loop._services.disk_writer.finish = finish  # type: ignore[method-assign]
-    scene.at(10.0, Signalled(signal.SIGTERM))
-    assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
-    released.set()
-    [began] = finished_at
-    assert min(left_s - 1.0, ends_in_s) <= scene.now - began <= left_s
+    monkeypatch.setattr(
+        "elastic_agent.agent.main.loop.Thread",
+        lambda finish, *_: SimpleNamespace(start=lambda: start(finish)),
+    )
+    if code is ExitCode.SUCCESS:
+        done = Leave(Result.SUCCEEDED, "all workers have ended with success")
+        scene.plan[110.0] = lambda: scene.loop.carry_out(done, scene.now)
+    else:
+        scene.at(10.0, Signalled(signal.SIGTERM))
+    assert scene.loop.run().code is code
+    [began] = began_at
+    assert min(left_s - 1.0, ends_in_s) <= scene.now - began <= min(left_s, ends_in_s + HEARTBEAT_S)
 
 
 @pytest.mark.parametrize(("ends_in_s", "killed_in_s"), [(30.0, 25.0), (-5.0, 30.0)])
