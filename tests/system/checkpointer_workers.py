@@ -25,8 +25,9 @@ import torch._dynamo  # what DDP imports at its first use: a second less for eac
 import torch.distributed as dist
 import unequal_states
 from torch.nn.parallel import DistributedDataParallel
+from unequal_states import attempt
 
-from elastic_agent.worker import Checkpointer, CheckpointError
+from elastic_agent.worker import Checkpointer
 from elastic_agent.worker.checkpointing.loading import restore
 from elastic_agent.worker.disk import checkpoint_files, directory_claim, durable
 from elastic_agent.worker.memory import slots
@@ -337,13 +338,6 @@ class Overlay:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-def attempt(action: Callable[[], Any]) -> dict[str, Any]:
-    try:
-        return {"returned": action()}
-    except CheckpointError as error:
-        return {"raised": type(error).__name__, "text": str(error)}
 
 
 def seed(rank: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -13,6 +12,7 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+from steps_file import note
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -70,17 +70,6 @@ def main(directory: str, steps: int) -> None:
     checkpoints.save(done)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def note(what: str, number: int) -> None:
-    record = {
-        "what": what,
-        "step": number,
-        "rank": dist.get_rank(),
-        "generation": int(os.environ["ELASTIC_AGENT_GENERATION"]),
-    }
-    with open(os.environ["STEPS_FILE"], "a") as file:
-        file.write(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from steps_file import note
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
@@ -40,19 +38,6 @@ def main(directory: str, memory_every: int) -> None:
             step(done)
             note("finished", done)
             time.sleep(STEP_S)
-
-
-def note(what: str, number: int, **more: Any) -> None:
-    record = {
-        "what": what,
-        "step": number,
-        "rank": dist.get_rank(),
-        "world": dist.get_world_size(),
-        "generation": int(os.environ["ELASTIC_AGENT_GENERATION"]),
-        **more,
-    }
-    with open(os.environ["STEPS_FILE"], "a") as file:
-        file.write(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":

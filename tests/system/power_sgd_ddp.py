@@ -5,7 +5,6 @@ The model has several of DDP's buckets, and other ones in the first step of a pr
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -15,6 +14,7 @@ import time
 import numpy
 import torch
 import torch.distributed as dist
+from steps_file import note
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -53,17 +53,6 @@ def train(directory: str, steps: int) -> None:
         time.sleep(float(os.environ.get("STEP_S", "0")))
     checkpoints.save(done)
     dist.barrier()
-
-
-def note(what: str, number: int) -> None:
-    record = {
-        "what": what,
-        "step": number,
-        "rank": dist.get_rank(),
-        "generation": int(os.environ["ELASTIC_AGENT_GENERATION"]),
-    }
-    with open(os.environ["STEPS_FILE"], "a") as file:
-        file.write(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":
