@@ -224,6 +224,7 @@ class _Node:
     def follow(self, subscription: Subscription | None) -> None:
         self.link.follow(subscription)
 
+    start_waits_for = ""
     undisturbed = 0
     """Nobody asks a node for its introduction here."""
 
