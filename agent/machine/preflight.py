@@ -1,5 +1,5 @@
-"""What settings name on this machine, found wanting at once, and not hours later: folders, memory, addresses, and the
-module or program that workers are to run.
+"""What settings name on this machine, found wanting at once, and not hours later: folders, memory, addresses, the
+source of notices, and the module or program that workers are to run.
 
 That one is looked for where they will look, and nothing of it is run. Where the answer is not certain, as with an
 interpreter that is not ours or a package that changes its own path, it counts as found. A script is a file, which
@@ -13,6 +13,7 @@ import importlib.util
 import os
 import shutil
 import socket
+import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -21,7 +22,7 @@ from pathlib import Path
 from ...rendezvous.records import Endpoint
 from ..checkpoints.folder import SHARED_MEMORY
 from ..configuration.config import Config, ConfigError, Problem
-from ..configuration.types.values import Command
+from ..configuration.types.values import Command, NoticeSource
 from ..workers.processes.run_files import MAX_PARENT_BYTES, run_directory_parent
 from ..workers.processes.workers import job_python
 
@@ -38,6 +39,7 @@ def check_resources(config: Config, environ: Mapping[str, str]) -> None:
         *_log_dir(config.logs.given_directory),
         *_memory(config.memory_checkpoints),
         *_http(config.http_address),
+        *_notice(config.stop.notice),
         *_run_directory(environ),
     ]
     if problems:
@@ -84,6 +86,30 @@ def _http(http: Endpoint | None) -> Iterator[Problem]:
         expected = _NEVER.get(error.errno or 0)
         if expected is not None:  # a port that is taken may be free in a moment
             yield Problem("--http-address", str(http), expected, "correct it, or leave it out", here=True)
+
+
+def _notice(source: NoticeSource) -> Iterator[Problem]:
+    """A file that is not there is no notice."""
+    path = source.path
+    if source.kind == "command" and not (os.path.isfile(path) and os.access(path, os.X_OK)):
+        expected = "a program that exists and that this user may run"
+        yield Problem("--notice", str(source), expected, "correct its path or its mode", here=True)
+    if source.kind == "file" and (found := _no_file(path)):
+        expected = f"a regular file that this user may read, or none yet, but {found}"
+        yield Problem("--notice", str(source), expected, "name another, or remove what is there", here=True)
+
+
+def _no_file(path: str) -> str:
+    """What is wrong with it; empty: nothing."""
+    try:
+        regular = stat.S_ISREG(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    if not regular:
+        return f"{path} is no regular file"
+    return "" if os.access(path, os.R_OK) else f"this user may not read {path}"
 
 
 def _run_directory(environ: Mapping[str, str]) -> Iterator[Problem]:

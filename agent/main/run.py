@@ -70,7 +70,7 @@ from ..workers.processes.run_files import (
 from ..workers.processes.subreaper import Subreaper, adopt_orphans
 from ..workers.processes.unkillable import await_end, file_for
 from ..workers.processes.worker_store import WorkerStore
-from ..workers.processes.workers import GroupHelpers, WorkerGroup
+from ..workers.processes.workers import GroupHelpers, WorkerGroup, tied
 from ..workers.supervision.supervisor import Processes, Supervisor
 from ..workers.supervision.worker_spec import Node
 from .assembly import Agent, choose_log_directory, metrics_of, pages_of, policy_of, receiver_of, spares_of
@@ -425,7 +425,7 @@ def _make_loop(
 def _watch_for_notices(agent: Agent, parts: contextlib.ExitStack) -> None:
     """Not before this node is about to join: until then it has nothing to lose."""
     wanted = agent.config.stop.notice
-    source = source_for(wanted, read_dmi(), agent.environment, agent.clock)
+    source = source_for(wanted, read_dmi(), agent.environment, tied, agent.clock)
     if source is not None:
         expected = wanted.kind != "auto"
         _started(parts, NoticeWatch(source, agent.events.put, agent.clock, time.time, expected=expected))

@@ -5,6 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,9 +24,18 @@ from elastic_agent.agent.machine.notices.aws import Aws
 from elastic_agent.agent.machine.notices.azure import Azure
 from elastic_agent.agent.machine.notices.choice import detect_cloud, read_dmi, source_for
 from elastic_agent.agent.machine.notices.gcp import Gcp
-from elastic_agent.agent.machine.notices.local import WatchedCommand, WatchedFile, read_contents
+from elastic_agent.agent.machine.notices.local import (
+    COMMAND_S,
+    FILE_INTERVAL_S,
+    MAX_BYTES,
+    SETTLED_S,
+    WatchedCommand,
+    WatchedFile,
+    read_contents,
+)
 from elastic_agent.agent.machine.notices.notice import (
     DEFAULT_S,
+    RETRY_S,
     BadResponse,
     Hint,
     Notice,
@@ -29,7 +44,8 @@ from elastic_agent.agent.machine.notices.notice import (
     read_http_date,
     read_rfc3339,
 )
-from elastic_agent.agent.machine.notices.watch import MIN_LEFT_S, RETRY_S, NoticeWatch
+from elastic_agent.agent.machine.notices.watch import MIN_LEFT_S, NoticeWatch
+from elastic_agent.agent.workers.processes.workers import tied
 
 AT = "2026-01-02T03:04:05Z"
 AT_UNIX = 1767323045.0
@@ -254,7 +270,7 @@ def events(*all_of_them: object) -> Reply:
 def test_an_event_that_ends_this_machine(kind: str) -> None:
     found = azure.read_events(events(event(kind)), "vm-7")
     assert isinstance(found, Notice)
-    assert (found.text, found.ends_at) == (f"{azure.ENDS[kind]}, not before {HTTP_AT}", AT_UNIX)
+    assert (found.text, found.ends_at) == (f"{azure.ENDS[kind]}, not before '{HTTP_AT}'", AT_UNIX)
 
 
 @pytest.mark.parametrize(
@@ -305,6 +321,17 @@ def test_this_machines_name_is_asked_for_once() -> None:
     assert all(dict(question.headers) == {"Metadata": "true"} for question in server.asked)
 
 
+@pytest.mark.parametrize("kind", ["Preempt", "Freeze"])
+@pytest.mark.parametrize(
+    "at", ["x" * 5000, "\x1b[2J\nERROR all is lost", f"{HTTP_AT} (\r\n{'x' * 5000})", ["x" * 5000]]
+)
+def test_what_azure_names_as_the_instant_is_quoted_and_shortened(kind: str, at: object) -> None:
+    found = azure.read_events(events(event(kind, at)), "vm-7")
+    assert isinstance(found, Notice | Hint)
+    assert found.text.isprintable()
+    assert len(found.text) < 300
+
+
 # --- A file, a command
 
 
@@ -316,6 +343,8 @@ def test_this_machines_name_is_asked_for_once() -> None:
         (b"10\n", 1010.0, 10.0),
         (b"0.5", 1000.5, 0.5),
         (AT.encode(), AT_UNIX, DEFAULT_S),
+        (b"1767323045\n", AT_UNIX, DEFAULT_S),
+        (b"999999999", 1000.0 + 999999999, 999999999.0),
         (b"soon", 1000.0 + DEFAULT_S, DEFAULT_S),
         (b"-5", 1000.0 + DEFAULT_S, DEFAULT_S),
         (b"9" * 4096, 1000.0 + DEFAULT_S, DEFAULT_S),
@@ -331,9 +360,31 @@ def test_any_contents_are_a_notice(raw: bytes, ends_at: float | None, within_s: 
         assert (found.ends_at, found.within_s) == (ends_at, within_s)
 
 
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b"999999999", "away within 999999999 s"),
+        (b"1767323045", f"away at {AT}"),
+        (b"45 s", "away within 30 s, as '45 s' is neither seconds nor an instant"),
+        (b"1e9", "away within 30 s, as '1e9' is neither seconds nor an instant"),
+        (b"1767323045000", "away within 30 s, as '1767323045000' is neither seconds nor an instant"),
+        (b"", "away within 30 s"),
+    ],
+)
+def test_what_is_not_understood_is_named(raw: bytes, words: str) -> None:
+    assert read_contents(raw, "it", 1000.0).text == f"it says that this machine goes {words}"
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def test_seconds_in_a_file_count_since_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "leave"
-    source = WatchedFile(str(path))
+    source = WatchedFile(str(path), Clock())
     assert source.poll() is None
     path.write_text("45")
     os.utime(path, (5000.0, 5000.0))
@@ -343,17 +394,51 @@ def test_seconds_in_a_file_count_since_it_was_written(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
-    with pytest.raises(SourceUnreachable, match="directory"):
-        WatchedFile(str(tmp_path)).poll()
     os.mkfifo(tmp_path / "pipe")  # without a writer
-    assert isinstance(WatchedFile(str(tmp_path / "pipe")).poll(), Notice)
+    os.mkfifo(tmp_path / "written")
+    writer = os.open(tmp_path / "written", os.O_RDWR | os.O_NONBLOCK)
+    try:
+        for path in (tmp_path, tmp_path / "pipe", tmp_path / "written", "/dev/null", "/dev/tty"):
+            with pytest.raises(SourceUnreachable, match="no regular file"):
+                WatchedFile(str(path), Clock()).poll()
+    finally:
+        os.close(writer)
+
+
+@pytest.mark.parametrize("half", ["", "2026-01-02T03:", "soon"])
+def test_a_file_that_may_be_half_written_counts_when_it_has_settled(tmp_path: Path, half: str) -> None:
+    path, clock = tmp_path / "leave", Clock()
+    source = WatchedFile(str(path), clock)
+    assert source.poll() is None
+    path.write_text(half)
+    for clock.now in (100.0, 100.9):
+        assert source.poll() is None
+    path.write_text(AT)
+    whole = source.poll()
+    assert isinstance(whole, Notice)
+    assert whole.ends_at == AT_UNIX
+    path.write_text(half)  # written anew
+    assert source.poll() == whole
+    clock.now += SETTLED_S
+    settled = source.poll()
+    assert isinstance(settled, Notice)
+    assert settled.ends_at != AT_UNIX
+    path.unlink()
+    assert source.poll() is None
+    path.write_text(half)
+    assert source.poll() is None
+
+
+def test_an_empty_file_from_before_is_a_notice_at_once(tmp_path: Path) -> None:
+    (tmp_path / "leave").touch()
+    assert isinstance(WatchedFile(str(tmp_path / "leave"), Clock()).poll(), Notice)
 
 
 def command(tmp_path: Path, script: str) -> WatchedCommand:
     path = tmp_path / "ask"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
-    return WatchedCommand(str(path), {**os.environ, "WHO": "me"})
+    return WatchedCommand(str(path), {**os.environ, "WHO": "me"}, tied)
 
 
 @pytest.mark.parametrize(
@@ -370,7 +455,92 @@ def test_a_command_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(SourceUnreachable, match="has not ended"):
         command(tmp_path, "sleep 100").poll()
     with pytest.raises(SourceUnreachable, match="cannot be started"):
-        WatchedCommand(str(tmp_path / "none"), {}).poll()
+        WatchedCommand(str(tmp_path / "none"), {}, tied).poll()
+
+
+def test_a_command_that_prints_without_end_is_ended_and_costs_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_agent.agent.machine.notices.local.COMMAND_S", 1.0)
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    with pytest.raises(SourceUnreachable, match="has not ended within 1 s"):
+        command(tmp_path, "exec yes 0123456789012345678901234567890123456789").poll()
+    assert time.monotonic() - began < 5.0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 8 * 1024  # KiB
+
+
+def test_of_what_a_command_prints_only_the_beginning_is_read(tmp_path: Path) -> None:
+    found = command(tmp_path, f"printf %{4 * MAX_BYTES}d 7").poll()
+    assert isinstance(found, Notice)
+    assert found.text.endswith("within 30 s")
+
+
+def alive(pid: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+def await_true(answer: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10.0
+    while not answer():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_child_that_holds_the_output_hides_no_notice_and_is_killed(tmp_path: Path) -> None:
+    began = time.monotonic()
+    found = command(tmp_path, f"sleep 100 & echo $! > {tmp_path}/child; echo 12").poll()
+    assert isinstance(found, Notice)
+    assert found.within_s == 12.0
+    assert time.monotonic() - began < COMMAND_S
+    child = int((tmp_path / "child").read_text())
+    await_true(lambda: not alive(child))
+
+
+def test_a_command_that_may_not_be_killed_gives_notice_and_is_not_started_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under sudo."""
+
+    def refuse(group: int, number: int) -> None:
+        raise PermissionError
+
+    local = "elastic_agent.agent.machine.notices.local"
+    kill = os.killpg
+    monkeypatch.setattr(f"{local}.os.killpg", refuse)
+    found = command(tmp_path, "echo 12").poll()
+    assert isinstance(found, Notice)
+    monkeypatch.setattr(f"{local}.COMMAND_S", 0.2)
+    monkeypatch.setattr(f"{local}.KILLED_S", 0.1)
+    source = command(tmp_path, f"echo $$ >> {tmp_path}/pids; exec sleep 100")
+    with pytest.raises(SourceUnreachable, match="has not ended within"):
+        source.poll()
+    with pytest.raises(SourceUnreachable, match="cannot be killed"):
+        source.poll()
+    [pid] = map(int, (tmp_path / "pids").read_text().split())
+    kill(pid, signal.SIGKILL)
+    await_true(lambda: not alive(pid))
+    with pytest.raises(SourceUnreachable, match="has not ended within"):
+        source.poll()
+    _, pid = map(int, (tmp_path / "pids").read_text().split())
+    kill(pid, signal.SIGKILL)
+
+
+def test_a_command_dies_with_its_agent(tmp_path: Path) -> None:
+    source = command(tmp_path, f"echo $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; exec sleep 100")
+    agent = f"""
+from elastic_agent.agent.machine.notices.local import WatchedCommand
+from elastic_agent.agent.workers.processes.workers import tied
+WatchedCommand({source.program!r}, {{"PATH": {os.environ["PATH"]!r}}}, tied).poll()
+"""
+    with subprocess.Popen([sys.executable, "-c", agent]) as process:
+        await_true((tmp_path / "pid").exists)
+        pid = int((tmp_path / "pid").read_text())
+        assert alive(pid)
+        process.kill()
+    await_true(lambda: not alive(pid))
 
 
 # --- Which source
@@ -398,9 +568,10 @@ def test_the_firmware_names_the_cloud(tmp_path: Path, fields: dict[str, str], cl
     dmi = read_dmi(tmp_path)
     assert detect_cloud(dmi) == cloud
     chosen = {"": type(None), "aws": Aws, "gcp": Gcp, "azure": Azure}[cloud]
-    assert type(source_for(NoticeSource("auto"), dmi, {})) is chosen
-    assert source_for(NoticeSource("off"), dmi, {}) is None
-    assert source_for(NoticeSource("file", "/run/leave"), dmi, {}) == WatchedFile("/run/leave")
+    assert type(source_for(NoticeSource("auto"), dmi, {}, tied)) is chosen
+    assert source_for(NoticeSource("off"), dmi, {}, tied) is None
+    wanted = NoticeSource("file", "/run/leave")
+    assert source_for(wanted, dmi, {}, tied) == WatchedFile("/run/leave", time.monotonic)
 
 
 # --- The watch
@@ -457,6 +628,21 @@ def test_a_silent_source_is_one_line(expected: bool, level: int, caplog: pytest.
     assert scene.watch.turn() == RETRY_S
     scene.turns(None, SourceUnreachable("again"))
     assert len(caplog.records) == 2
+
+
+def test_a_defect_of_a_source_is_one_warning_and_withdraws_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("elastic_agent").propagate = True
+    scene = Scene()
+    given = scene.turns(Notice("x", 1030.0), *[AttributeError("of None")] * 3, Notice("x", 1005.0))
+    assert given == [NoticeGiven("x", 40.0), NoticeGiven("x", 15.0)]
+    [record] = caplog.records
+    assert (record.levelname, "AttributeError('of None')" in record.message) == ("WARNING", True)
+
+
+def test_a_file_that_cannot_be_read_is_looked_at_again_as_soon_as_another(tmp_path: Path) -> None:
+    source = WatchedFile(str(tmp_path), Clock())
+    watch = NoticeWatch(source, lambda event: None, Clock(), Clock(), expected=True)
+    assert watch.turn() == source.interval_s == FILE_INTERVAL_S
 
 
 def test_what_is_not_understood_is_one_warning_and_withdraws_nothing(

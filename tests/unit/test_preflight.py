@@ -7,13 +7,15 @@ import socket
 import sys
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.config import Config, ConfigError, Problem
 from elastic_agent.agent.configuration.logs import LogConfig
-from elastic_agent.agent.configuration.types.values import Command
+from elastic_agent.agent.configuration.stopping import StopConfig
+from elastic_agent.agent.configuration.types.values import Command, NoticeSource
 from elastic_agent.agent.machine import preflight
 from elastic_agent.agent.machine.preflight import check_resources, check_target
 from elastic_agent.agent.workers.processes import run_files
@@ -73,6 +75,29 @@ def test_the_http_address_must_be_of_this_machine(address: Endpoint, expected: s
 def test_a_port_that_is_taken_may_be_free_in_a_moment() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert problems_of(http_address=Endpoint("127.0.0.1", taken.getsockname()[1])) == []
+
+
+def test_a_source_of_notices_that_can_never_answer_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(kind: Literal["auto", "off", "file", "command"], path: Path | str) -> bool:
+        found = problems_of(stop=StopConfig(notice=NoticeSource(kind, str(path))))
+        assert all((one.origin, one.value, one.here) == ("--notice", f"{kind}:{path}", True) for one in found)
+        return bool(found)
+
+    (tmp_path / "text").touch()
+    os.mkfifo(tmp_path / "pipe")
+    assert not refused("auto", "")
+    assert not refused("off", "")
+    for path in (tmp_path / "text", tmp_path / "none", tmp_path / "no" / "folder"):
+        assert not refused("file", path)
+    for path in (tmp_path, tmp_path / "pipe", "/dev/null"):
+        assert refused("file", path)
+    assert not refused("command", sys.executable)
+    for path in (tmp_path, tmp_path / "pipe", tmp_path / "text", tmp_path / "none"):
+        assert refused("command", path)
+    monkeypatch.setattr(preflight.os, "access", lambda path, mode: path != str(tmp_path / "text"))
+    assert refused("file", tmp_path / "text")
 
 
 def test_the_agents_sockets_have_a_place_although_tmpdir_is_long(

@@ -70,10 +70,13 @@ def _events(document: Mapping[str, Any], machine: str) -> Iterator[Notice | Hint
         if not ours or fields.get("EventStatus") not in _COMING or not isinstance(kind, str):
             continue
         if kind == FREEZE:
-            yield Hint(f"Azure lets this machine stand still for some seconds, not before {at or 'now'}")
+            yield Hint(f"Azure lets this machine stand still for some seconds, {_when(at)}")
         elif kind in ENDS:
-            when = f"not before {at}" if at else "now"
-            yield Notice(f"{ENDS[kind]}, {when}", _instant(at), BEGUN_S)
+            yield Notice(f"{ENDS[kind]}, {_when(at)}", _instant(at), BEGUN_S)
+
+
+def _when(at: object) -> str:
+    return f"not before {quoted(str(at))}" if at else "now"
 
 
 def _instant(at: object) -> float | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ...configuration.types.values import NoticeSource
 from . import aws, azure, gcp
-from .local import WatchedCommand, WatchedFile
+from .local import Tied, WatchedCommand, WatchedFile
 from .metadata_server import MetadataServer
 from .notice import Source
 
@@ -47,9 +47,10 @@ def source_for(
     wanted: NoticeSource,
     dmi: Mapping[str, str],
     environment: Mapping[str, str],
+    tied: Tied,
     clock: Callable[[], float] = time.monotonic,
 ) -> Source | None:
-    """None: there is nothing to poll."""
+    """None: there is nothing to look at. `environment` and `tied` are for a command."""
     kind = detect_cloud(dmi) if wanted.kind == "auto" else wanted.kind
     if kind in ("aws", "aws-rebalance"):
         server = MetadataServer(aws.HOST, clock)
@@ -59,5 +60,5 @@ def source_for(
     if kind == "azure":
         return azure.Azure(MetadataServer(azure.HOST, clock))
     if kind == "file":
-        return WatchedFile(wanted.path)
-    return WatchedCommand(wanted.path, environment) if kind == "command" else None
+        return WatchedFile(wanted.path, clock)
+    return WatchedCommand(wanted.path, environment, tied) if kind == "command" else None

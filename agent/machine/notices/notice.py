@@ -34,8 +34,17 @@ class Hint:
     text: str
 
 
+RETRY_S = 5.0
+"""Until the next poll at a network or a command that gives no answer."""
+
+
 class SourceUnreachable(Exception):
     """A source gives no answer; the text says why. Asking again may help."""
+
+    def __init__(self, why: str, again_s: float = RETRY_S) -> None:
+        """`again_s`: until the next poll."""
+        super().__init__(why)
+        self.again_s = again_s
 
 
 class BadResponse(Exception):

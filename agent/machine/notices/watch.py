@@ -8,12 +8,9 @@ from collections.abc import Callable
 
 from ....rendezvous.threads import Thread
 from ...common.events import Event, NoticeGiven, NoticeWithdrawn
-from .notice import BadResponse, Hint, Notice, Source, SourceUnreachable
+from .notice import RETRY_S, BadResponse, Hint, Notice, Source, SourceUnreachable
 
 log = logging.getLogger(__name__)
-
-RETRY_S = 5.0
-"""Until the next poll of a source that gives no answer."""
 
 MIN_LEFT_S = 2.0
 """An instant that has passed, or is about to, is the source's mistake or its clock's: this machine still lives."""
@@ -57,13 +54,18 @@ class NoticeWatch:
             pass
 
     def turn(self) -> float:
-        """Poll once. Returns the seconds until the next poll."""
+        """Poll once. Returns the seconds until the next poll. No defect of the source ends the training."""
         try:
             news = self._source.poll()
-        except (SourceUnreachable, BadResponse) as error:
-            unreachable = isinstance(error, SourceUnreachable)
-            self._warn(error, logging.WARNING if self._expected or not unreachable else logging.DEBUG)
-            return RETRY_S if unreachable else self._source.interval_s
+        except SourceUnreachable as error:
+            self._warn(error, logging.WARNING if self._expected else logging.DEBUG)
+            return error.again_s
+        except BadResponse as error:
+            self._warn(error, logging.WARNING)
+            return self._source.interval_s
+        except Exception as error:
+            self._warn(error, logging.WARNING, defect=True)
+            return RETRY_S
         self._trouble = ""
         hint = news.text if isinstance(news, Hint) else ""
         if hint != self._hint:
@@ -82,12 +84,13 @@ class NoticeWatch:
             deadline = self._clock() + max(MIN_LEFT_S, left_s) if left_s is not None else None
             self._post(NoticeGiven(notice.text, deadline))
 
-    def _warn(self, error: Exception, level: int) -> None:
+    def _warn(self, error: Exception, level: int, *, defect: bool = False) -> None:
         """Once for all troubles of a kind in a row."""
         kind = type(error).__name__
         if kind != self._trouble:
             self._trouble = kind
-            log.log(level, "a notice that this machine goes away would not be seen: %s", error)
+            why = repr(error) if defect else error
+            log.log(level, "a notice that this machine goes away would not be seen: %s", why, exc_info=defect)
 
 
 def _same(one: Notice, other: Notice) -> bool:
