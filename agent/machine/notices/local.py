@@ -15,6 +15,7 @@ such contents may be half written, and counts only when they have stayed the sam
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -115,7 +116,7 @@ class WatchedFile:
     def _settled(self, raw: bytes, *, was_there: bool) -> bool:
         now = self.clock()
         if raw != self._unclear:
-            self._unclear, self._unclear_since = raw, now - SETTLED_S if was_there else now
+            self._unclear, self._unclear_since = raw, -math.inf if was_there else now
         return now - self._unclear_since >= SETTLED_S
 
     def _read(self) -> tuple[bytes, float] | None:
