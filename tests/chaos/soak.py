@@ -29,7 +29,8 @@ from elastic_agent.agent.common.exits import DrainCode, ExitCode
 from tests.consoles import full_pipe
 from tests.etcd_servers import EtcdCluster
 from tests.system.etcd_jobs import agent_of
-from tests.system.harness import Agent, Generation, Job, Record, family, look_at
+from tests.system.harness import Agent, Generation, Job, Record
+from tests.system.processes import family, look_at
 
 from .soak_job import SAVE_EVERY
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.harness import Job, listening_ports
+from tests.system.harness import Job
+from tests.system.processes import listening_ports
 
 JOBS = int(os.environ.get("SOAK_JOBS", "8"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))

@@ -15,7 +15,8 @@ from torchx.specs import AppDef, RetryPolicy
 from torchx.specs.finder import get_components
 
 from elastic_agent.torchx import ddp
-from tests.system.harness import MARKER, Agent, Job, port_for_a_store
+from tests.system.harness import Agent, Job
+from tests.system.processes import MARKER, port_for_a_store
 
 from .framework_job import RECORDED, TRAINED_S, FrameworkJob
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.harness import MARKER, TORCH_PRELOADED, Agent, Job
+from tests.system.harness import TORCH_PRELOADED, Agent, Job
+from tests.system.processes import MARKER
 
 from .framework_job import EXAMPLES, TRAINED_S, FrameworkJob
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from elastic_agent.worker.ranks.slurm import port_of
-from tests.system.harness import listening_ports, port_for_a_store
 from tests.system.needs import skip_without
+from tests.system.processes import listening_ports, port_for_a_store
 
 from .cluster import FREEZER, NODES, TOOLS, SlurmCluster, slurm_cluster
 

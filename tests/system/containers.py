@@ -26,8 +26,9 @@ import pytest
 
 from elastic_agent.agent.workers.processes.proc import remove_cgroup
 
-from .harness import PATIENCE_S, family
+from .harness import PATIENCE_S
 from .needs import skip_without
+from .processes import family
 
 REPOSITORY = Path(__file__).parents[2]
 HOME = "/opt/elastic-agent"

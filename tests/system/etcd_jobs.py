@@ -10,7 +10,8 @@ from typing import TypeAlias
 
 from tests.etcd_servers import EtcdCluster
 
-from .harness import Agent, Generation, Job, connected_ports
+from .harness import Agent, Generation, Job
+from .processes import connected_ports
 
 NODES = ("a", "b", "c")
 LEASE_S = 5.0

@@ -7,17 +7,15 @@ one node (I1) fail the test, whatever it is about. So do, at the end, a generati
 ranks (I2, I3) or that a node has started twice (I4), and a process that outlives its agent by five seconds (I9).
 
 Nothing here sleeps and hopes: `Job.wait_for` asks until a condition holds or a deadline passes, and then says what
-the agents had to say. A zombie counts as gone: states are read from /proc/PID/stat.
+the agents had to say.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
 import os
-import random
 import re
 import signal
 import subprocess
@@ -26,15 +24,16 @@ import threading
 import time
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.etcd_servers import EtcdCluster
+
+from .processes import MARKER, Census, Process, listening_ports, look_at, port_for_a_store, processes_of
 
 PATIENCE_S = 100.0
 """No wait of a healthy run comes near this, also where so much else runs that torch takes 35 s to import."""
@@ -51,14 +50,13 @@ CONVERGED_S = 60.0
 TRAINING_GAP = "longest training gap by store fault"
 """The property under which a test notes (fault, seconds)."""
 
-MARKER = "SYSTEM_TEST_JOB"
 RECORDER = Path(__file__).with_name("recorder.py")
 LOCKSTEP = Path(__file__).with_name("lockstep.py")
 
 WITHOUT_TORCH = (RECORDER, LOCKSTEP)
 """Workers that ask their store for nothing. The process that serves it would import torch, which costs more than all
-the rest of their job: theirs finds another one in its place, and holds the socket. An agent that is to meet others in
-a c10d store needs torch for itself, and a test that sets PYTHONPATH has the real one."""
+the rest of their job: theirs imports the stand-in in the folder `without_torch`, which only holds the socket. A test
+that sets PYTHONPATH has the real torch."""
 
 TORCH_PRELOADED = "--preload=default"
 """For a job whose workers use torch and start again and again: they are forked from one process that has imported it,
@@ -66,154 +64,6 @@ as they are by default. `Job.start` says why this is not so for the others."""
 
 T = TypeVar("T")
 Record = dict[str, Any]
-
-
-# --- Processes
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """A living process of a job. Pid and start time together name it for ever."""
-
-    pid: int
-    started: str
-    environment: Mapping[str, str]
-    parent: int = field(compare=False)
-    session: int = field(compare=False)
-
-    @property
-    def node(self) -> str:
-        return self.environment["ELASTIC_AGENT_NODE"]
-
-    @property
-    def generation(self) -> int | None:
-        """None for an agent, its guard and the process with the workers' store, which are no workers."""
-        number = self.environment.get("ELASTIC_AGENT_GENERATION")
-        return int(number) if number is not None else None
-
-    def __str__(self) -> str:
-        try:
-            command = Path(f"/proc/{self.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            command = "?"
-        return f"pid {self.pid}, generation {self.generation}: {command}"
-
-
-def look_at(pid: int) -> Process | None:
-    """None when it is gone, and while its environment cannot be read: it is starting or ending."""
-    try:
-        environment = _read(f"/proc/{pid}/environ")
-        stat = _read(f"/proc/{pid}/stat")
-    except OSError:
-        return None
-    fields = stat.rpartition(b")")[2].decode().split()
-    # While it starts a program, the kernel may show a part of the new environment.
-    if fields[0] in ("Z", "X") or not environment.endswith(b"\0"):
-        return None
-    return Process(pid, fields[19], _variables(environment), parent=int(fields[1]), session=int(fields[3]))
-
-
-def _read(path: str) -> bytes:
-    """Without what `Path` and buffers cost: a job's watcher does this a thousand times a second."""
-    with open(path, "rb", buffering=0) as file:
-        return file.read()
-
-
-@functools.lru_cache(maxsize=256)
-def _variables(environment: bytes) -> Mapping[str, str]:
-    pairs = (item.partition(b"=") for item in environment.split(b"\0") if item)
-    return MappingProxyType({os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs})
-
-
-def processes_of(job: str) -> list[Process]:
-    marker = f"{MARKER}={job}".encode()
-    found = []
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit():
-            continue
-        try:
-            if marker not in _read(f"/proc/{entry.name}/environ"):
-                continue
-        except OSError:
-            continue
-        process = look_at(int(entry.name))
-        if process is not None:
-            found.append(process)
-    return found
-
-
-def family(pid: int) -> list[int]:
-    """The process and all that live and descend from it, parents first."""
-    children: dict[int, list[int]] = {}
-    for entry in os.scandir("/proc"):
-        try:
-            fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if entry.name.isdigit() and fields[0] not in ("Z", "X"):
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found = [pid]
-    for parent in found:
-        found += children.get(parent, [])
-    return found
-
-
-def listening_ports(pid: int | None = None) -> set[int]:
-    """Of one process or of all, by /proc: a trial connection would be one of the disturbances under test."""
-    return {local for local, _, state in _sockets(pid) if state == "0A"}
-
-
-def connected_ports(pid: int) -> set[int]:
-    """The other side's, of all connections that this process has."""
-    return {remote for _, remote, state in _sockets(pid) if state == "01"}
-
-
-def _sockets(pid: int | None) -> Iterator[tuple[int, int, str]]:
-    """Local port, remote port and the kernel's word for the state of each TCP socket."""
-    inodes = set()
-    for fd in Path(f"/proc/{pid}/fd").iterdir() if pid is not None else ():
-        try:
-            inodes.add(os.readlink(fd).removeprefix("socket:[").removesuffix("]"))
-        except OSError:
-            continue
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if pid is None or fields[9] in inodes:
-                local, remote = (int(address.rpartition(":")[2], 16) for address in fields[1:3])
-                yield local, remote, fields[3]
-
-
-def port_for_a_store() -> int:
-    """One that all agents are told beforehand, so below the range from which the kernel gives ports to others."""
-    taken = listening_ports()
-    return random.SystemRandom().choice([port for port in range(20000, 32000) if port not in taken])
-
-
-class Census:
-    """The processes of a job, for one who looks again and again.
-
-    Who has been there for a second without the job's marker is a stranger, and is not looked at any more: no process
-    that a job starts goes on for so long in the environment of the one that started it.
-    """
-
-    STRANGER_AFTER_S = 1.0
-
-    def __init__(self, job: str) -> None:
-        self._job = job
-        self._met: dict[int, float] = {}
-        """When each process without the marker was first seen."""
-
-    def take(self) -> list[Process]:
-        now = time.monotonic()
-        there = {int(name) for name in os.listdir("/proc") if name.isdigit()}
-        self._met = {pid: met for pid, met in self._met.items() if pid in there}
-        strangers = {pid for pid, met in self._met.items() if now > met + self.STRANGER_AFTER_S}
-        found = [process for pid in there - strangers if (process := look_at(pid)) is not None]
-        ours = [process for process in found if process.environment.get(MARKER) == self._job]
-        for pid in there.difference(process.pid for process in ours):
-            self._met.setdefault(pid, now)
-        return ours
 
 
 class OneGenerationPerNode(threading.Thread):
@@ -250,12 +100,6 @@ class OneGenerationPerNode(threading.Thread):
 def planted(fault: str) -> dict[str, str]:
     """The environment of an agent that has this fault: see the folder `planted`."""
     return {"PYTHONPATH": str(Path(__file__).with_name("planted")), "PLANTED": fault}
-
-
-def meets_in_c10d(options: Sequence[str]) -> bool:
-    endpoint = any(option.startswith(("--rdzv-endpoint=", "--master-addr=", "--slurm")) for option in options)
-    etcd = any(option.startswith(("--rdzv-endpoint=etcd://", "--rdzv-backend=etcd")) for option in options)
-    return endpoint and not etcd
 
 
 class Agent:
@@ -377,12 +221,14 @@ class Job:
         enter: Sequence[str] = (),
         console: int | None = None,
         stdin: int = subprocess.DEVNULL,
+        torch: bool = False,
     ) -> Agent:
         """An agent with just these options. `script` is what its workers run, with arguments.
 
         Nothing is preloaded unless an option says what: most scripts here need no torch, which would be imported
         beside them. Nor is anybody asked whether this machine goes away. `enter` are words before its command that
-        bring it to another place, and keep its pid.
+        bring it to another place, and keep its pid. `torch`: the agent itself needs it, to meet others in a c10d
+        store, though its workers are of those in `WITHOUT_TORCH`. Without it the stand-in says what is missing.
         """
         log = self.folder / f"{name}-{len(self.agents)}.log"
         interpreter = [*enter, sys.executable, "-m", "elastic_agent"]
@@ -390,7 +236,7 @@ class Job:
         quiet = () if any(option.startswith("--notice") for option in options) else ("--notice=off",)
         command = [*interpreter, f"--node-id={name}", *cold, *quiet, *options, *map(str, script)]
         surroundings = {**os.environ, MARKER: self.id, "SYSTEM_TEST_HISTORY": str(self._history)}
-        if script[0] in WITHOUT_TORCH and cold and not meets_in_c10d(options):
+        if script[0] in WITHOUT_TORCH and cold and not torch:
             path = (str(Path(__file__).with_name("without_torch")), os.environ.get("PYTHONPATH"))
             surroundings["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         agent = Agent(name, command, {**surroundings, **(environment or {})}, log, console, stdin)
@@ -413,7 +259,7 @@ class Job:
         if self.store_port is None:
             self.store_port = port_for_a_store()
         rendezvous = (f"--rdzv-endpoint=127.0.0.1:{self.store_port}", "--local-addr=127.0.0.1")
-        agent = self.start(name, *rendezvous, *options, **more)
+        agent = self.start(name, *rendezvous, *options, torch=True, **more)
         if first:
             self.wait_for(lambda: self.store_port in listening_ports(), f"agent {name} to listen")
         return agent

@@ -20,6 +20,7 @@ import pytest
 from elastic_agent.agent.workers.processes.proc import remove_cgroup
 
 from .harness import ORPHANS_S, RECORDER, Agent, Job
+from .processes import alive
 
 MOUNTS = Path("/proc/self/mountinfo")
 
@@ -72,13 +73,6 @@ def escaped(job: Job) -> int:
     pid = int(path.read_text())
     job.wait_for(lambda: Path(f"/proc/{pid}/comm").read_text() == "sleep\n", "it to sleep")
     return pid
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
 
 
 def below(cgroup: Path) -> list[str]:

@@ -11,7 +11,8 @@ import pytest
 from elastic_agent.agent.common.exits import ExitCode
 from tests.consoles import full_pipe
 
-from .harness import RECORDER, Job, port_for_a_store
+from .harness import RECORDER, Job
+from .processes import port_for_a_store
 
 pytestmark = pytest.mark.usefixtures("in_etcd")
 

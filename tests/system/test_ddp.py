@@ -14,7 +14,8 @@ import torch
 
 from elastic_agent.agent.common.ports import bind_listener
 
-from .harness import TORCH_PRELOADED, Agent, Job, Process
+from .harness import TORCH_PRELOADED, Agent, Job
+from .processes import Process
 
 PLAIN_DDP = Path(__file__).with_name("plain_ddp.py")
 OWN_STORES = Path(__file__).with_name("own_stores.py")

@@ -15,7 +15,8 @@ import pytest
 from elastic_agent.agent.machine.affinity import probe_cpus, share
 
 from .fake_gpus import ADDRESS
-from .harness import C_LIBRARY_SIGNALS, MARKER, RECORDER, Job
+from .harness import C_LIBRARY_SIGNALS, RECORDER, Job
+from .processes import MARKER
 
 ON_GPUS = (sys.executable, str(Path(__file__).with_name("fake_gpus.py")))
 FAKE_NVML = Path(__file__).parents[1] / "fake_nvml"

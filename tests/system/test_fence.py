@@ -16,7 +16,8 @@ from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.wire.run import Run
 from tests.etcd_servers import EtcdCluster
 
-from .harness import Job, family
+from .harness import Job
+from .processes import family
 
 SCRIPT = Path(__file__).with_name("stalling_saver.py")
 

@@ -21,6 +21,7 @@ from elastic_agent.agent.workers.processes.workers import start_helper
 from tests.consoles import full_pipe
 
 from .harness import C_LIBRARY_SIGNALS
+from .processes import alive
 
 PATIENCE_S = 20.0
 ORPHANS_S = 5.0  # promise I9
@@ -75,14 +76,6 @@ worker = subprocess.Popen([sys.executable, "-I", "-S", sys.argv[1], str(os.getpi
 print(worker.pid, flush=True)
 time.sleep(600)
 """
-
-
-def alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 def eventually(condition: Callable[[], bool], within_s: float = PATIENCE_S) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from .harness import RECORDER, Job, planted, port_for_a_store
+from .harness import RECORDER, Job, planted
+from .processes import port_for_a_store
 
 WATCHDOG_S = 1.5
 
@@ -59,7 +60,8 @@ def ear(tmp_path: Path) -> Iterator[Ear]:
 
 def test_an_agent_is_ready_and_watched_while_it_looks_for_its_store(job: Job, ear: Ear) -> None:
     endpoint = f"192.0.2.200:{port_for_a_store()}"
-    agent = job.start("a", "--nnodes=2", f"--rdzv-endpoint={endpoint}", environment=ear.environment)
+    options = ("--nnodes=2", f"--rdzv-endpoint={endpoint}")
+    agent = job.start("a", *options, environment=ear.environment, torch=True)
     job.wait_for(ear.heard("READY=1"), "READY")
     job.wait_for(lambda: ear.beats() >= 4, "a wait longer than the watchdog's")
     assert "STATUS=looking for the rendezvous store" in ear.listen()

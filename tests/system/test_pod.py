@@ -16,8 +16,9 @@ import pytest
 from tests.etcd_servers import etcd_cluster, make_certificates
 from tests.pods import TREE, Kubelet, agent_pod, render
 
-from .harness import MARKER, Agent, Job
+from .harness import Agent, Job
 from .networks import Network, network
+from .processes import MARKER
 from .test_pid1 import FIRST, pid_outside, status_of
 
 pytest.importorskip("yaml", reason="PyYAML is not installed: .ci/kubernetes-tools .venv")

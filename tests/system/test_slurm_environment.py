@@ -7,7 +7,8 @@ import signal
 import time
 from pathlib import Path
 
-from tests.system.harness import Job, port_for_a_store, processes_of
+from tests.system.harness import Job
+from tests.system.processes import port_for_a_store, processes_of
 
 LOCKSTEP = Path(__file__).with_name("lockstep.py")
 
@@ -72,6 +73,7 @@ def test_two_tasks_of_srun_meet_and_leave_after_a_warning(job: Job) -> None:
             *("--slurm", "--local-addr=127.0.0.1"),
             script=(LOCKSTEP, state),
             environment=task(2, node, SLURM_JOB_ID=str(port - 20000)),
+            torch=True,
         )
         for node in (0, 1)
     ]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from .harness import RECORDER, Agent, Job, Process, family
+from .harness import RECORDER, Agent, Job
+from .processes import Process, family
 
 WARM = "--preload=json"
 PLAIN_DDP = Path(__file__).with_name("plain_ddp.py")

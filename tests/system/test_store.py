@@ -8,7 +8,8 @@ import signal
 import socket
 import ssl
 
-from .harness import Job, listening_ports
+from .harness import Job
+from .processes import listening_ports
 
 FAST_LEASE = "--lease-ttl=2"
 

@@ -19,7 +19,8 @@ import pytest
 
 from tests.etcd_servers import EtcdCluster, etcd_cluster
 
-from .harness import MARKER, Agent, Process, processes_of
+from .harness import Agent
+from .processes import MARKER, Process, processes_of
 
 PATIENCE_S = 90.0
 """torchrun and each of its workers import torch, on cores that others use, too."""

@@ -12,7 +12,8 @@ import pytest
 
 from elastic_agent.agent.common.ports import bind_listener
 
-from .harness import TORCH_PRELOADED, Job, Process
+from .harness import TORCH_PRELOADED, Job
+from .processes import Process
 
 TUTORIAL = Path(__file__).parents[2] / "examples" / "tutorial"
 KILLED = Path(__file__).with_name("killed_in_tutorial.py")

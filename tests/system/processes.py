@@ -1,0 +1,172 @@
+"""The processes of a test's job and their sockets, as /proc has them. Not a test.
+
+A job's processes have a marker in their environment, which agents, workers and their children inherit. A zombie counts
+as gone: states are read from /proc/PID/stat.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+MARKER = "SYSTEM_TEST_JOB"
+"""The variable that names the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A living process of a job. Pid and start time together name it for ever."""
+
+    pid: int
+    started: str
+    environment: Mapping[str, str]
+    parent: int = field(compare=False)
+    session: int = field(compare=False)
+
+    @property
+    def node(self) -> str:
+        return self.environment["ELASTIC_AGENT_NODE"]
+
+    @property
+    def generation(self) -> int | None:
+        """None for an agent, its guard and the process with the workers' store, which are no workers."""
+        number = self.environment.get("ELASTIC_AGENT_GENERATION")
+        return int(number) if number is not None else None
+
+    def __str__(self) -> str:
+        try:
+            command = Path(f"/proc/{self.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            command = "?"
+        return f"pid {self.pid}, generation {self.generation}: {command}"
+
+
+def look_at(pid: int) -> Process | None:
+    """None when it is gone, and while its environment cannot be read: it is starting or ending."""
+    try:
+        environment = _read(f"/proc/{pid}/environ")
+        stat = _read(f"/proc/{pid}/stat")
+    except OSError:
+        return None
+    fields = stat.rpartition(b")")[2].decode().split()
+    # While it starts a program, the kernel may show a part of the new environment.
+    if fields[0] in ("Z", "X") or not environment.endswith(b"\0"):
+        return None
+    return Process(pid, fields[19], _variables(environment), parent=int(fields[1]), session=int(fields[3]))
+
+
+def _read(path: str) -> bytes:
+    """Without what `Path` and buffers cost: a job's watcher does this a thousand times a second."""
+    with open(path, "rb", buffering=0) as file:
+        return file.read()
+
+
+@functools.lru_cache(maxsize=256)
+def _variables(environment: bytes) -> Mapping[str, str]:
+    pairs = (item.partition(b"=") for item in environment.split(b"\0") if item)
+    return MappingProxyType({os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs})
+
+
+def processes_of(job: str) -> list[Process]:
+    marker = f"{MARKER}={job}".encode()
+    found = []
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        try:
+            if marker not in _read(f"/proc/{entry.name}/environ"):
+                continue
+        except OSError:
+            continue
+        process = look_at(int(entry.name))
+        if process is not None:
+            found.append(process)
+    return found
+
+
+class Census:
+    """The processes of a job, for one who looks again and again.
+
+    Who has been there for a second without the job's marker is a stranger, and is not looked at any more: no process
+    that a job starts goes on for so long in the environment of the one that started it.
+    """
+
+    STRANGER_AFTER_S = 1.0
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._met: dict[int, float] = {}
+        """When each process without the marker was first seen."""
+
+    def take(self) -> list[Process]:
+        now = time.monotonic()
+        there = {int(name) for name in os.listdir("/proc") if name.isdigit()}
+        self._met = {pid: met for pid, met in self._met.items() if pid in there}
+        strangers = {pid for pid, met in self._met.items() if now > met + self.STRANGER_AFTER_S}
+        found = [process for pid in there - strangers if (process := look_at(pid)) is not None]
+        ours = [process for process in found if process.environment.get(MARKER) == self._job]
+        for pid in there.difference(process.pid for process in ours):
+            self._met.setdefault(pid, now)
+        return ours
+
+
+def alive(pid: int) -> bool:
+    """A zombie is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def family(pid: int) -> list[int]:
+    """The process and all that live and descend from it, parents first."""
+    children: dict[int, list[int]] = {}
+    for entry in os.scandir("/proc"):
+        try:
+            fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if entry.name.isdigit() and fields[0] not in ("Z", "X"):
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found = [pid]
+    for parent in found:
+        found += children.get(parent, [])
+    return found
+
+
+def listening_ports(pid: int | None = None) -> set[int]:
+    """Of one process or of all, by /proc: a trial connection would be one of the disturbances under test."""
+    return {local for local, _, state in _sockets(pid) if state == "0A"}
+
+
+def connected_ports(pid: int) -> set[int]:
+    """The other side's, of all connections that this process has."""
+    return {remote for _, remote, state in _sockets(pid) if state == "01"}
+
+
+def _sockets(pid: int | None) -> Iterator[tuple[int, int, str]]:
+    """Local port, remote port and the kernel's word for the state of each TCP socket."""
+    inodes = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir() if pid is not None else ():
+        try:
+            inodes.add(os.readlink(fd).removeprefix("socket:[").removesuffix("]"))
+        except OSError:
+            continue
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if pid is None or fields[9] in inodes:
+                local, remote = (int(address.rpartition(":")[2], 16) for address in fields[1:3])
+                yield local, remote, fields[3]
+
+
+def port_for_a_store() -> int:
+    """One that all agents are told beforehand, so below the range from which the kernel gives ports to others."""
+    taken = listening_ports()
+    return random.SystemRandom().choice([port for port in range(20000, 32000) if port not in taken])
