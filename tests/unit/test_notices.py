@@ -507,6 +507,9 @@ def test_a_command_that_may_not_be_killed_gives_notice_and_is_not_started_twice(
     def refuse(group: int, number: int) -> None:
         raise PermissionError
 
+    def pids() -> list[int]:
+        return [int(line) for line in (tmp_path / "pids").read_text().split()]
+
     local = "elastic_agent.agent.machine.notices.local"
     kill = os.killpg
     monkeypatch.setattr(f"{local}.os.killpg", refuse)
@@ -515,17 +518,19 @@ def test_a_command_that_may_not_be_killed_gives_notice_and_is_not_started_twice(
     monkeypatch.setattr(f"{local}.COMMAND_S", 0.2)
     monkeypatch.setattr(f"{local}.KILLED_S", 0.1)
     source = command(tmp_path, f"echo $$ >> {tmp_path}/pids; exec sleep 100")
+    (tmp_path / "pids").touch()
     with pytest.raises(SourceUnreachable, match="has not ended within"):
         source.poll()
     with pytest.raises(SourceUnreachable, match="cannot be killed"):
         source.poll()
-    [pid] = map(int, (tmp_path / "pids").read_text().split())
+    await_true(lambda: len(pids()) == 1)
+    [pid] = pids()
     kill(pid, signal.SIGKILL)
     await_true(lambda: not alive(pid))
     with pytest.raises(SourceUnreachable, match="has not ended within"):
         source.poll()
-    _, pid = map(int, (tmp_path / "pids").read_text().split())
-    kill(pid, signal.SIGKILL)
+    await_true(lambda: len(pids()) == 2)
+    kill(pids()[-1], signal.SIGKILL)
 
 
 def test_a_command_dies_with_its_agent(tmp_path: Path) -> None:
