@@ -33,7 +33,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 def in_etcd(job: Job, request: pytest.FixtureRequest) -> None:
     """For a test that may meet anywhere: agents need no torch for etcd. Where there is none, the first one hosts."""
     if etcd_is_installed():
-        job.use_etcd(request.getfixturevalue("etcd"))
+        job.use_etcd(request.getfixturevalue("etcd"), in_order=True)
 
 
 @pytest.fixture

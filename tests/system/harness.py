@@ -203,6 +203,7 @@ class Job:
         self.agents: list[Agent] = []
         self.store_port: int | None = None
         self._etcd: tuple[str, ...] = ()
+        self._first_registers: Callable[[], object] | None = None
         self.watcher = OneGenerationPerNode(self.id)
         self.watcher.start()
         self._history = folder / "history.jsonl"
@@ -243,10 +244,14 @@ class Job:
         self.agents.append(agent)
         return agent
 
-    def use_etcd(self, cluster: EtcdCluster) -> None:
-        """Let the agents of this job meet there instead of at the first one."""
+    def use_etcd(self, cluster: EtcdCluster, *, in_order: bool = False) -> None:
+        """Let the agents of this job meet there instead of at the first one. `in_order`: the first that joins is the
+        oldest node, as where it hosts the store."""
         endpoints = ",".join(f"{host}:{port}" for host, port in cluster.endpoints)
         self._etcd = ("--rdzv-backend=etcd", f"--rdzv-endpoint={endpoints}", f"--rdzv-id={self.id}")
+        words = ("get", f"/elastic-agent/{self.id}/nodes/", "--prefix", "--keys-only")
+        if in_order:
+            self._first_registers = lambda: cluster.ctl(*words) or self.agents[0].process.poll() is not None
 
     def join(self, name: str, *options: str, **more: Any) -> Agent:
         """An agent of a job on several nodes.
@@ -254,6 +259,8 @@ class Job:
         Without etcd the first one hosts the store, and listens before the next starts.
         """
         if self._etcd:
+            if self._first_registers is not None and len(self.agents) == 1:
+                self.wait_for(self._first_registers, "the first node's record")
             return self.start(name, *self._etcd, *options, **more)
         first = self.store_port is None
         if self.store_port is None:
