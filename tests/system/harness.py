@@ -251,7 +251,9 @@ class Job:
         self._etcd = ("--rdzv-backend=etcd", f"--rdzv-endpoint={endpoints}", f"--rdzv-id={self.id}")
         words = ("get", f"/elastic-agent/{self.id}/nodes/", "--prefix", "--keys-only")
         if in_order:
-            self._first_registers = lambda: cluster.ctl(*words) or self.agents[0].process.poll() is not None
+            self._first_registers = lambda: (
+                self.agents[0].process.poll() is not None or "kvs" in json.loads(cluster.ctl(*words))
+            )
 
     def join(self, name: str, *options: str, **more: Any) -> Agent:
         """An agent of a job on several nodes.

@@ -183,7 +183,7 @@ def test_a_node_whose_worker_hangs_in_the_kernel_gives_up_its_place(job: Job, de
     """And a later agent there does not begin beside what still lives of it."""
     own = f"--rdzv-id={job.id}"  # agents of other tests are not to wait for it
     options = ("--nnodes=1:2", "--last-call=30", "--kill-timeout=1s", "--lease-ttl=60", own)
-    first = job.join("a", *options, script=(RECORDER, "--fault=1:0:30:1"))
+    first = job.join("a", *options, script=(RECORDER, "--fault=1:0:150:1"))
     job.wait_for_text(first, "waiting: last call")  # it has rank 0, which fails
     stuck = job.join("b", *options, script=(RECORDER, f"--child=sleep 0.3; stat {dead_disk.place}"))
     both = job.wait_for_training(world=2)
