@@ -215,7 +215,8 @@ _READ = {
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """By cloudpickle, which also takes functions of a notebook, where it is installed."""
+    """By cloudpickle, which also takes functions of a notebook, where it is installed. Only workers of this user read
+    it, from a folder that no other user may write to."""
     pickler: Any = pickle
     with suppress(ImportError):
         pickler = importlib.import_module("cloudpickle")
@@ -301,7 +302,8 @@ def _why(code: int, error_file: Path) -> str:
 
 
 def _results(folder: Path) -> dict[int, Any]:
-    """Of the newest generation: in those before it some ranks may have ended, too."""
+    """Of the newest generation: in those before it some ranks may have ended, too. Workers of this user have pickled
+    them into a folder that no other user may write to."""
     generations = sorted(folder.glob(f"{RESULTS}*"), key=lambda path: int(path.name.removeprefix(RESULTS)))
     files = sorted(generations[-1].iterdir(), key=lambda path: int(path.name)) if generations else []
     return {int(file.name): pickle.loads(file.read_bytes()) for file in files}

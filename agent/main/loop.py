@@ -230,7 +230,7 @@ class Loop:
         elif isinstance(action, Stop):
             if action.planned:
                 grace_s = supervisor.planned_grace_s()
-                self._say_what_is_lost(now)
+                self._log_lost_steps(now)
             grace_s = min(grace_s, max(0.0, self._participant.leave_times.stopped_by - now))
             self._show_failure_elsewhere()
             supervisor.stop(grace_s, gently=action.planned, reason=action.reason)
@@ -253,7 +253,7 @@ class Loop:
         if failure is not None and failure.generation == self._supervisor.undisturbed:
             self._supervisor.show_failure(failure)
 
-    def _say_what_is_lost(self, now: float) -> None:
+    def _log_lost_steps(self, now: float) -> None:
         """Before it is: the workers here have not come to a common last step while there was time."""
         if self._supervisor.undisturbed and now >= self._participant.leave_times.drained_by:
             log.error(

@@ -31,13 +31,13 @@ class LeaveTimes:
     """By when the parts of a leave are over, where the machine goes away. Without such an end: never."""
 
     drained_by: float = math.inf
-    """The workers have ended by themselves, or all nodes are told to stop."""
+    """Workers end by themselves until then. Then this node asks all nodes to stop."""
     drain_ended_by: float = math.inf
-    """They have been told, or this node stops its workers alone."""
+    """The other nodes may stop with this one until then. Then it stops its workers alone."""
     stopped_by: float = math.inf
-    """Those that are left are killed, and the other nodes are waited for no longer."""
+    """This node kills the workers that are left, and waits for no other node any more."""
     saved_by: float = math.inf
-    """What only this node has is on disk, or is said to be lost."""
+    """The disk writer saves until then what only this node has. Then the log says what is lost."""
 
 
 TOGETHER_S = 0.5
