@@ -41,6 +41,7 @@ worker/checkpointing: worker/errors worker/wire worker/state worker/steps worker
     worker/checkpointing/loading
 worker: worker/errors worker/state worker/steps worker/ranks worker/checkpointing
 health:
+health/checks:
 rendezvous:
 rendezvous/liveness: rendezvous
 rendezvous/store: rendezvous
