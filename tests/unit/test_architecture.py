@@ -42,6 +42,7 @@ worker/checkpointing: worker/errors worker/wire worker/state worker/steps worker
 worker: worker/errors worker/state worker/steps worker/ranks worker/checkpointing
 health:
 health/checks:
+health/checks/pairs:
 rendezvous:
 rendezvous/liveness: rendezvous
 rendezvous/store: rendezvous

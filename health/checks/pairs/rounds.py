@@ -1,0 +1,113 @@
+"""Who meets whom: two rounds of pairs, the second chosen by what the first has shown.
+
+One failed pair accuses two nodes and the link between them. In the second round each of its nodes meets two nodes of
+pairs that passed: the bad one fails again, the other one passes, and if both pass it is the link. Nodes whose pairs
+passed meet new partners, so that more links are seen.
+
+Of an odd number of nodes one has no partner in the first round; it meets two nodes in the second. A node may meet
+several others in one round, one after the other: `turns` puts them in order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+Pair: TypeAlias = tuple[str, str]
+"""Two nodes, as `pair_of` orders them."""
+
+WITNESSES = 2
+"""How many nodes one that is in doubt meets in the second round: two failures with nodes that pass elsewhere are the
+node's fault, unless two of its links are bad."""
+MOST_MEETINGS = 4
+"""Of one node in the second round: each takes seconds."""
+
+
+def pair_of(one: str, other: str) -> Pair:
+    return (one, other) if one < other else (other, one)
+
+
+def first_round(nodes: Sequence[str]) -> tuple[Pair, ...]:
+    """Neighbours meet; the last of an odd number meets no other."""
+    return tuple(pair_of(*both) for both in zip(nodes[::2], nodes[1::2], strict=False))
+
+
+def second_round(nodes: Sequence[str], results: Mapping[Pair, bool]) -> tuple[Pair, ...]:
+    """`nodes` are those that are still there; `results` says of each pair of the first round whether it passed."""
+    round_two = _Round(nodes, results)
+    passed = _members(nodes, (pair for pair, well in results.items() if well))
+    failed = [
+        node
+        for node in _members(nodes, (pair for pair, well in results.items() if not well))
+        if node not in passed
+    ]
+    untested = [node for node in nodes if node not in (*passed, *failed)]
+    for meetings in range(1, WITNESSES + 1):
+        for node in (*failed, *untested):
+            if round_two.meetings[node] < meetings:
+                round_two.meet(node, passed, untested, failed)
+    rest = [node for node in passed if not round_two.meetings[node]]
+    for one, other in zip(rest[1::2], rest[2::2] + rest[:1], strict=False):
+        round_two.add(one, other)
+    return tuple(round_two.pairs)
+
+
+def turns(pairs: Iterable[Pair]) -> tuple[tuple[Pair, ...], ...]:
+    """The same pairs, so that each node is in one pair of a turn at most."""
+    found: list[list[Pair]] = []
+    for pair in pairs:
+        free = (turn for turn in found if not any(node in other for other in turn for node in pair))
+        turn = next(free, None)
+        if turn is None:
+            found.append([pair])
+        else:
+            turn.append(pair)
+    return tuple(map(tuple, found))
+
+
+def ring(nodes: Sequence[str]) -> tuple[Pair, ...]:
+    """Each node and the next one."""
+    around = zip(nodes, [*nodes[1:], *nodes[:1]], strict=True)
+    return tuple(dict.fromkeys(pair_of(one, other) for one, other in around if one != other))
+
+
+class _Round:
+    """The pairs of a round as they are chosen."""
+
+    def __init__(self, nodes: Sequence[str], known: Iterable[Pair]) -> None:
+        self.pairs: list[Pair] = []
+        self.meetings: Counter[str] = Counter()
+        self._place = {node: place for place, node in enumerate(nodes)}
+        self._known = set(known)
+
+    def meet(self, node: str, *groups: Sequence[str]) -> None:
+        """One of the first group that has somebody to meet: who has met the fewest, the next in order first."""
+        for group in groups:
+            free = [
+                other
+                for other in group
+                if other != node
+                and pair_of(node, other) not in self._known
+                and self.meetings[other] < MOST_MEETINGS
+            ]
+            if free:
+                self.add(
+                    node, min(free, key=lambda other: (self.meetings[other], self._distance(node, other)))
+                )
+                return
+
+    def add(self, one: str, other: str) -> None:
+        pair = pair_of(one, other)
+        if one != other and pair not in self._known:
+            self._known.add(pair)
+            self.pairs.append(pair)
+            self.meetings.update(pair)
+
+    def _distance(self, node: str, other: str) -> int:
+        return (self._place[other] - self._place[node]) % len(self._place)
+
+
+def _members(nodes: Sequence[str], pairs: Iterable[Pair]) -> list[str]:
+    inside = {node for pair in pairs for node in pair}
+    return [node for node in nodes if node in inside]
