@@ -41,7 +41,6 @@ from elastic_agent.rendezvous.liveness.failure_detector import Peer
 from elastic_agent.rendezvous.node.driver import Driver
 from elastic_agent.rendezvous.node.node_actions import Action, Start, Stop
 from elastic_agent.rendezvous.node.participant import Participant
-from elastic_agent.rendezvous.node.requests import Request, Subscription
 from elastic_agent.rendezvous.records import Endpoint, Failure, Introduction, NetworkFacts, NodeRecord
 from elastic_agent.rendezvous.store.interface import (
     Change,
@@ -55,6 +54,7 @@ from elastic_agent.rendezvous.store.interface import (
     Store,
     Watch,
 )
+from elastic_agent.rendezvous.store.requests import Request, Subscription
 from scale_stores import JOB
 
 LEASE_TTL_S = 300.0

@@ -28,7 +28,7 @@ import time
 from dataclasses import dataclass, replace
 
 from ...codec import Invalid
-from ...rendezvous.node.requests import RETRY
+from ...rendezvous.store.requests import RETRY
 from ...rendezvous.threads import Thread
 from ...worker.disk.background_write import outcome_of, write_copy
 from ...worker.disk.checkpoint_files import CheckpointFiles

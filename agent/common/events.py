@@ -13,9 +13,9 @@ from typing import Any, TypeAlias, TypeVar
 from ...rendezvous.errors import StoreError
 from ...rendezvous.liveness.failure_detector import Finding, Peer
 from ...rendezvous.node.drain import Beyond, End
-from ...rendezvous.node.requests import Answer, Request, Subscription
 from ...rendezvous.records import StopAt
 from ...rendezvous.store.interface import Change, LeaseId
+from ...rendezvous.store.requests import Answer, Request, Subscription
 from ...worker.wire.messages import FromGuard, Report
 
 

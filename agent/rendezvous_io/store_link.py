@@ -25,8 +25,8 @@ from ...rendezvous.errors import (
     StoreUnavailable,
 )
 from ...rendezvous.node.participant import Participant
-from ...rendezvous.node.requests import RETRY, Answer, Grant, Read, Request, RetryPolicy, Subscription
 from ...rendezvous.store.interface import LeaseId, Store, Watch
+from ...rendezvous.store.requests import RETRY, Answer, Grant, Read, Request, RetryPolicy, Subscription
 from ...rendezvous.store.store_kind import KEEP_ALIVES_PER_TTL
 from ...rendezvous.threads import Thread
 from ..common.events import (

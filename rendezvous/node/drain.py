@@ -24,8 +24,9 @@ from typing import TypeAlias
 
 from ..records import STOP_KEY, WORLD_KEY, Phase, StopAt, World
 from ..store.interface import Compare, Entry
-from .requests import Read, WriteStop
+from ..store.requests import Read
 from .snapshot import NodeSnapshot
+from .transactions import WriteStop
 
 
 @dataclass(frozen=True, slots=True)

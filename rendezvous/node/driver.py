@@ -19,9 +19,9 @@ from typing import Protocol
 
 from ..liveness.failure_detector import Peer
 from ..store.interface import LeaseId
+from ..store.requests import Request, Subscription
 from .node_actions import Action
 from .participant import Participant
-from .requests import Request, Subscription
 
 
 class StoreChannel(Protocol):

@@ -15,7 +15,7 @@ from ..errors import RecordInvalid, StoreMismatch
 from ..liveness.failure_detector import FailureDetector
 from ..records import NODES_PREFIX, WORLD_KEY, Condition, NodeRecord, World, drain_key, node_key
 from ..store.interface import Compare, Entry, Snapshot
-from .requests import Read, Subscription
+from ..store.requests import Read, Subscription
 
 log = logging.getLogger(__name__)
 

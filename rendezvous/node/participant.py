@@ -43,26 +43,13 @@ from ..records import (
     node_key,
 )
 from ..store.interface import Change, Compare, Entry, LeaseId, Outcome, Snapshot
+from ..store.requests import RETRY, Answer, Grant, PendingRequest, Read, Request, RetryPolicy, Subscription
 from .deadlines import Deadlines, LeaveTimes
 from .membership_view import MembershipView
 from .node_actions import Action, Leave, LocalState, Refusal, Stay, Stop, next_action
-from .requests import (
-    MOST_EVICTED,
-    RETRY,
-    Answer,
-    Evict,
-    Forget,
-    Grant,
-    PendingRequest,
-    Read,
-    Request,
-    RetryPolicy,
-    Subscription,
-    WriteRecord,
-    WriteWorld,
-)
 from .session import Session, newest
 from .snapshot import NodeSnapshot, snapshot_of
+from .transactions import MOST_EVICTED, Evict, Forget, WriteRecord, WriteWorld
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from elastic_agent.rendezvous.etcd.access import EtcdAccess
 from elastic_agent.rendezvous.etcd.store import EtcdStore
 from elastic_agent.rendezvous.node.participant import Participant
-from elastic_agent.rendezvous.node.requests import Evict, Grant, Read, Request
+from elastic_agent.rendezvous.node.transactions import Evict
 from elastic_agent.rendezvous.records import (
     NODES_PREFIX,
     WORLD_KEY,
@@ -23,6 +23,7 @@ from elastic_agent.rendezvous.records import (
     node_key,
 )
 from elastic_agent.rendezvous.store.interface import Put
+from elastic_agent.rendezvous.store.requests import Grant, Read, Request
 from tests.etcd_servers import EtcdCluster
 from tests.policies import PLAIN_POLICY
 

@@ -19,7 +19,6 @@ from elastic_agent.rendezvous.node.drain import WHAT_STANDS, stranded
 from elastic_agent.rendezvous.node.driver import Driver
 from elastic_agent.rendezvous.node.node_actions import Action, Drain, Leave, Refusal, Start, Stop
 from elastic_agent.rendezvous.node.participant import Participant
-from elastic_agent.rendezvous.node.requests import Answer, Grant, Request, Subscription
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     Endpoint,
@@ -29,6 +28,7 @@ from elastic_agent.rendezvous.records import (
     StopAt,
 )
 from elastic_agent.rendezvous.store.interface import Compare, LeaseId, Snapshot
+from elastic_agent.rendezvous.store.requests import Answer, Grant, Request, Subscription
 
 from .training import CHECKPOINT_KEY, STRANDED_S, Worker
 

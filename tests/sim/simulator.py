@@ -25,15 +25,7 @@ from elastic_agent.rendezvous.coordinator.decide import decide
 from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
 from elastic_agent.rendezvous.coordinator.view import Decision, Policy, Publish, View
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError, StoreUnavailable
-from elastic_agent.rendezvous.node.requests import (
-    Answer,
-    Evict,
-    Grant,
-    Read,
-    Request,
-    WriteRecord,
-    WriteWorld,
-)
+from elastic_agent.rendezvous.node.transactions import Evict, WriteRecord, WriteWorld
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     Condition,
@@ -42,6 +34,7 @@ from elastic_agent.rendezvous.records import (
 )
 from elastic_agent.rendezvous.store.interface import Compare, Put
 from elastic_agent.rendezvous.store.kv_state import KvState
+from elastic_agent.rendezvous.store.requests import Answer, Grant, Read, Request
 from tests.policies import PLAIN_POLICY
 
 from .checks import AFTERMATH_S, OVERLAP_HOSTED_S, OVERLAP_S, Checks

@@ -25,8 +25,8 @@ from elastic_agent.rendezvous.node.drain import (
     judge,
     written,
 )
-from elastic_agent.rendezvous.node.requests import WriteStop
 from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
+from elastic_agent.rendezvous.node.transactions import WriteStop
 from elastic_agent.rendezvous.records import WORLD_KEY, Phase, World
 from elastic_agent.rendezvous.store.interface import Compare, Entry, Outcome, Snapshot
 

@@ -14,7 +14,6 @@ from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavai
 from elastic_agent.rendezvous.liveness.failure_detector import Peer as PeerAddress
 from elastic_agent.rendezvous.node.node_actions import Action, Drain, Leave, Start, Stay, Stop
 from elastic_agent.rendezvous.node.participant import Participant
-from elastic_agent.rendezvous.node.requests import Answer, Grant, Read, Request, RetryPolicy, Subscription
 from elastic_agent.rendezvous.records import (
     NODES_PREFIX,
     WORLD_KEY,
@@ -25,6 +24,7 @@ from elastic_agent.rendezvous.records import (
 )
 from elastic_agent.rendezvous.store.interface import Delete, Entry, Put
 from elastic_agent.rendezvous.store.kv_state import KvState
+from elastic_agent.rendezvous.store.requests import Answer, Grant, Read, Request, RetryPolicy, Subscription
 from elastic_agent.rendezvous.terms import Program
 from tests.policies import PLAIN_POLICY
 

@@ -17,7 +17,7 @@ from elastic_agent.rendezvous.liveness.failure_detector import (
     slow_to_go_on,
 )
 from elastic_agent.rendezvous.node.node_actions import Leave, Start, Stop
-from elastic_agent.rendezvous.node.requests import Read, WriteWorld
+from elastic_agent.rendezvous.node.transactions import WriteWorld
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     Condition,
@@ -29,6 +29,7 @@ from elastic_agent.rendezvous.records import (
     World,
     line_up,
 )
+from elastic_agent.rendezvous.store.requests import Read
 
 from .bench import POLICY, TICK_S, Bench, Peer
 from .test_decide import stopping

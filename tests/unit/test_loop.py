@@ -39,7 +39,6 @@ from elastic_agent.rendezvous.errors import LeaseExpired, StoreError
 from elastic_agent.rendezvous.liveness.failure_detector import Peer
 from elastic_agent.rendezvous.node.node_actions import Drain, Leave
 from elastic_agent.rendezvous.node.participant import Participant
-from elastic_agent.rendezvous.node.requests import Answer, Grant, Read, Request, Subscription
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     DrainRequest,
@@ -53,6 +52,7 @@ from elastic_agent.rendezvous.records import (
 )
 from elastic_agent.rendezvous.store.interface import LeaseId, Put
 from elastic_agent.rendezvous.store.kv_state import KvState
+from elastic_agent.rendezvous.store.requests import Answer, Grant, Read, Request, Subscription
 from tests.policies import PLAIN_POLICY
 
 POLICY = replace(PLAIN_POLICY, last_call_s=0.0)

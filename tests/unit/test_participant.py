@@ -18,15 +18,7 @@ from elastic_agent.rendezvous.liveness.lease_validity import LEASE_MARGIN
 from elastic_agent.rendezvous.node.deadlines import LEAVE_TOGETHER_S
 from elastic_agent.rendezvous.node.node_actions import Drain, Leave, Refusal, Start, Stay, Stop
 from elastic_agent.rendezvous.node.participant import DUPLICATE_TTLS, Participant
-from elastic_agent.rendezvous.node.requests import (
-    Forget,
-    Grant,
-    Read,
-    Request,
-    RetryPolicy,
-    WriteRecord,
-    WriteWorld,
-)
+from elastic_agent.rendezvous.node.transactions import Forget, WriteRecord, WriteWorld
 from elastic_agent.rendezvous.records import (
     MAX_SEEN,
     NODES_PREFIX,
@@ -44,6 +36,7 @@ from elastic_agent.rendezvous.records import (
 )
 from elastic_agent.rendezvous.store.interface import Change, Outcome
 from elastic_agent.rendezvous.store.kv_state import KvState
+from elastic_agent.rendezvous.store.requests import Grant, Read, Request, RetryPolicy
 
 from .bench import ALONE, POLICY, TICK_S, TTL_S, Bench, Peer
 

@@ -16,8 +16,8 @@ from functools import partial
 
 from ....rendezvous.errors import RecordInvalid, StoreError
 from ....rendezvous.node.drain import WHAT_STANDS, Answer, Ask, End, GoOn, concerns, judge, written
-from ....rendezvous.node.requests import WriteStop
 from ....rendezvous.node.snapshot import NodeSnapshot
+from ....rendezvous.node.transactions import WriteStop
 from ....rendezvous.records import StopAt
 from ....rendezvous.store.interface import Store
 from ....rendezvous.threads import Thread

@@ -1,0 +1,317 @@
+"""One daemon's part in a pool, without I/O: what it knows, what it asks of the store, which seat it must take.
+
+Like the `Participant` of the rendezvous it is driven by one thread, which carries out its `request`, feeds back the
+answer and the watch's changes, and does what `to_start` and `must_leave` say. It is level-triggered: every question is
+answered from what is known now. The node with the oldest record coordinates; of two that both believe to, the compare
+on the plan lets one write.
+
+All instants are seconds on this node's monotonic clock, but for `wall`, which only reaches the coordinator's decision.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ..errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch
+from ..store.interface import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot
+from ..store.requests import RETRY, Answer, Grant, PendingRequest, Read, Request, Subscription
+from .records import (
+    CANCELS_PREFIX,
+    JOBS_PREFIX,
+    NODES_PREFIX,
+    PLAN_KEY,
+    RESULTS_PREFIX,
+    Job,
+    PoolNode,
+    Run,
+    Seat,
+    SeatEnd,
+    SeatOutcome,
+)
+from .schedule import Pool, Step, next_step, wake_at
+from .view import SCOPES, PoolView
+
+log = logging.getLogger(__name__)
+
+DUPLICATE_TTLS = 3.0
+"""A record under our name that outlives so many times to live belongs to a live daemon."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteNode:
+    """This node's record, under its lease."""
+
+    compares: tuple[Compare, ...]
+    record: PoolNode
+    lease: LeaseId
+
+    @property
+    def writes(self) -> tuple[Put | Delete, ...]:
+        return (Put(self.record.key, self.record.to_json(), self.lease),)
+
+
+@dataclass(frozen=True, slots=True)
+class WriteStep:
+    """What the coordinator has decided: all of it, or nothing."""
+
+    plan_revision: int
+    step: Step
+
+    @property
+    def compares(self) -> tuple[Compare, ...]:
+        unwritten = tuple(Compare(result.key, 0) for result in self.step.results)
+        return (Compare(PLAN_KEY, self.plan_revision), *unwritten)
+
+    @property
+    def writes(self) -> tuple[Put | Delete, ...]:
+        writes: list[Put | Delete] = [Put(PLAN_KEY, self.step.plan.to_json())]
+        for result in self.step.results:
+            writes += [Put(result.key, result.to_json()), Delete(CANCELS_PREFIX + result.job)]
+        for job in self.step.forgotten:
+            writes += [Delete(JOBS_PREFIX + job), Delete(RESULTS_PREFIX + job)]
+        return tuple(writes)
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """This node is to run a part of this job."""
+
+    job: Job
+    run: Run
+    seat: Seat
+
+
+class PoolMember:
+    """One daemon's part in a pool. Owned by one thread."""
+
+    def __init__(
+        self,
+        identity: PoolNode,
+        *,
+        lease_ttl_s: float,
+        rng: random.Random,
+        now: float,
+        wall: Callable[[], float],
+        decide: Callable[[Pool, float], Step | None] = next_step,
+    ) -> None:
+        self.record = identity
+        """As this node would have it written."""
+        self.view = PoolView()
+        self.lease: LeaseId | None = None
+        self.subscription: Subscription | None = None
+        self.waiting_for = "the pool's store"
+        self.mismatch: str | None = None
+        """Why this daemon can take no part; None as long as it can."""
+        self._lease_ttl_s = lease_ttl_s
+        self._wall = wall
+        self._decide = decide
+        self._pending = PendingRequest(RETRY, rng, now)
+        self._written: PoolNode | None = None
+        self._own_revision = 0
+        self._duplicate_until: float | None = None
+        self._missing_since: dict[str, float] = {}
+        """Seats whose nodes have no record: since when."""
+
+    # ---------------------------------------------------------------- what the driver reads
+
+    @property
+    def tracks(self) -> bool:
+        """It has a record in the pool, and follows all others."""
+        return self.subscription is not None and self._written is not None
+
+    @property
+    def coordinates(self) -> bool:
+        return self.tracks and self.view.oldest(NODES_PREFIX) == self.record.key
+
+    @property
+    def assignment(self) -> Assignment | None:
+        """The seat that this node has, if it knows the plan. What it does not know it cannot lose: None is no order to
+        leave a seat, see `must_leave`."""
+        found = self.view.plan.seat_of(self.record.node, self.record.incarnation) if self.tracks else None
+        if found is None:
+            return None
+        run, seat = found
+        job = next((job for job in self.view.jobs if job.job == run.job), None)
+        return Assignment(job, run, seat) if job is not None else None
+
+    @property
+    def to_start(self) -> Assignment | None:
+        """A seat that it has not taken yet; none is taken twice."""
+        due = self.assignment
+        if (
+            due is None
+            or self.record.running
+            or self._has_ended(due.seat)
+            or self._is_over(due.run, due.seat)
+        ):
+            return None
+        return due
+
+    @property
+    def must_leave(self) -> bool:
+        """The seat whose processes run here is to be left, or is not this node's any more."""
+        if not self.record.running or not self.tracks:
+            return False
+        found = self.view.plan.seat_of(self.record.node, self.record.incarnation)
+        return found is None or found[1].ticket != self.record.running or found[1].leaving
+
+    def _decline(self) -> None:
+        """A seat that is to be left before it was taken is left at once."""
+        found = self.view.plan.seat_of(self.record.node, self.record.incarnation) if self.tracks else None
+        if found is None or self.record.running or self._has_ended(found[1]):
+            return
+        run, seat = found
+        if self._is_over(run, seat):
+            self.record = replace(
+                self.record, ended=SeatEnd(run.job, seat.ticket, SeatOutcome.LEFT, 0, "before it began")
+            )
+
+    def _is_over(self, run: Run, seat: Seat) -> bool:
+        return seat.leaving or run.ending is not None or self.record.leaving
+
+    def _has_ended(self, seat: Seat) -> bool:
+        """Here, and in this life."""
+        return self.record.ended is not None and self.record.ended.ticket >= seat.ticket
+
+    def request(self, now: float) -> Request | None:
+        """What to ask of the store next; None while an answer is due, or nothing is wanted."""
+        if self.mismatch is not None or not self._pending.may_ask(now):
+            return None
+        self._decline()
+        return self._pending.ask(self._next_request(now), now)
+
+    def _next_request(self, now: float) -> Request | None:
+        if self.lease is None:
+            return Grant(self._lease_ttl_s)
+        if self.subscription is None:
+            return Read(SCOPES)
+        if self._written != self.record:
+            return WriteNode((Compare(self.record.key, self._own_revision),), self.record, self.lease)
+        if not self.coordinates:
+            return None
+        step = self._decide(self.view.pool(self._lost(now)), self._wall())
+        return WriteStep(self.view.plan_revision, step) if step is not None else None
+
+    def wake_at(self, now: float) -> float | None:
+        """The instant at which there is more to do without any event."""
+        instants = [self._pending.not_before] if self._pending.not_before > now else []
+        if self.coordinates:
+            wall = self._wall()
+            decided = wake_at(self.view.pool(), wall)
+            instants += [now + decided - wall] if decided is not None else []
+            lost = (since + self._lease_ttl_s for since in self._missing_since.values())
+            instants += [at for at in lost if at > now]
+        return min(instants, default=None)
+
+    def _lost(self, now: float) -> frozenset[str]:
+        """A record that is gone may come back: with a store's outage all leases end at once."""
+        live = {node.incarnation for node in self.view.nodes}
+        missing = {seat.incarnation for run in self.view.plan.runs for seat in run.seats} - live
+        self._missing_since = {one: self._missing_since.get(one, now) for one in missing}
+        return frozenset(
+            one for one, since in self._missing_since.items() if now >= since + self._lease_ttl_s
+        )
+
+    # ---------------------------------------------------------------- what the store answers
+
+    def answered(self, request: Request, answer: Answer, now: float) -> None:
+        if not self._pending.ended(request):
+            return
+        self._pending.failures = 0
+        try:
+            if isinstance(request, Grant) and isinstance(answer, int):
+                self.lease = answer
+            elif isinstance(request, Read) and isinstance(answer, Snapshot):
+                self.view.read(answer)
+                self._see_own(self.view.entry(self.record.key), now)
+                self.subscription = Subscription(SCOPES, answer.revision)
+            elif isinstance(request, WriteNode) and isinstance(answer, Outcome):
+                if answer.succeeded:
+                    self._written = request.record
+                self._see_own(answer.entries[0], now)
+            elif isinstance(request, WriteStep) and isinstance(answer, Outcome) and not answer.succeeded:
+                self.subscription = None
+        except RecordInvalid as error:
+            self.mismatch = str(error)
+
+    def failed(self, request: Request, error: StoreError, now: float) -> None:
+        """What the request did, if anything, is unknown: all is read again."""
+        if not self._pending.ended(request):
+            return
+        if isinstance(error, StoreMismatch):
+            self.mismatch = str(error)
+            return
+        if isinstance(error, LeaseExpired):
+            self.lease_gone(self.lease)
+            return
+        if not isinstance(request, Grant):
+            self.subscription = None
+        self.waiting_for = f"the pool's store: {error}"
+        self._pending.retry_later(now)
+
+    def lease_gone(self, lease: LeaseId | None) -> None:
+        """The others may count this node as lost. Its seat's processes have a lease of their own, and run on."""
+        if lease is not None and lease == self.lease:
+            log.warning("this node's lease in the pool was lost; joining it again")
+            self.lease = self.subscription = self._written = None
+            self._own_revision = 0
+
+    def changed(self, changes: tuple[Change, ...], now: float) -> None:
+        try:
+            self.view.changed(changes)
+        except RecordInvalid as error:
+            self.mismatch = str(error)
+            return
+        for change in changes:
+            if change.key == self.record.key and change.revision > self._own_revision:
+                self._see_own(change.entry, now)
+
+    def lost_track(self) -> None:
+        """The watch missed changes: read everything again."""
+        self.subscription = None
+
+    def _see_own(self, entry: Entry | None, now: float) -> None:
+        """What stands under this node's key."""
+        if entry is None:
+            if self._written is not None:
+                self.lease_gone(self.lease)
+            self._own_revision = 0
+            return
+        self._own_revision = entry.mod_revision
+        record = PoolNode.from_json(entry.key, entry.value)
+        if record.incarnation == self.record.incarnation:
+            self._written = record
+            return
+        if self._duplicate_until is None:
+            self._duplicate_until = now + DUPLICATE_TTLS * self._lease_ttl_s
+        if self._pending.asked_at >= self._duplicate_until:
+            self.mismatch = (
+                f"another live daemon of this pool is already called {self.record.node!r}: give this one another"
+                " --node-id, or leave it out to get a unique one"
+            )
+        self.waiting_for = f"an earlier daemon named {self.record.node} to be forgotten, or that one lives"
+        self._own_revision = 0
+        self._pending.pause(now)
+
+    # ---------------------------------------------------------------- what happens on this node
+
+    def started(self, ticket: int) -> None:
+        """Processes of this seat are here from now on."""
+        assert not self.record.running, "a node is in one job at most"
+        self.record = replace(self.record, running=ticket)
+
+    def ended(self, end: SeatEnd) -> None:
+        """No process of the seat is left here."""
+        assert self.record.running == end.ticket, "a seat that was not taken cannot end"
+        self.record = replace(self.record, running=0, ended=end)
+
+    def report_problem(self, problem: str) -> None:
+        """Why this node must not be given a job now; empty when it may."""
+        self.record = replace(self.record, problem=problem)
+
+    def leave(self) -> None:
+        """It takes no seat any more."""
+        self.record = replace(self.record, leaving=True)

@@ -1,0 +1,287 @@
+"""What the daemons of a pool and the commands that submit to it write for each other.
+
+    nodes/NODE      `PoolNode`    by its daemon, under its lease
+    jobs/JOB        `Job`         by `submit`, once
+    cancels/JOB     `Cancel`      by `cancel`, once
+    results/JOB     `JobResult`   by the coordinator, once, as the job ends
+    plan            `Plan`        by the coordinator, by compare-and-set: which nodes run which job
+
+A job without a result that is in the plan runs; one that is not waits, and the store's order of the keys `jobs/` is the
+queue. A run of a job is a job of the rendezvous like any other, with the job's id as its --rdzv-id.
+
+Like the records of the rendezvous all are small, frozen and checked as they are read. Instants are seconds of the wall
+clock, as the coordinator saw it: they are for people and for time limits, and no promise depends on them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, TypeVar
+
+from ...codec import AtMost, Count, Document, Invalid, Positive, Seconds, Text, Within
+from ..errors import RecordInvalid
+from ..text import Name, line
+
+SCHEMA = 1
+"""Version of all records of a pool. A reader refuses any other."""
+
+PLAN_KEY = "plan"
+NODES_PREFIX = "nodes/"
+JOBS_PREFIX = "jobs/"
+CANCELS_PREFIX = "cancels/"
+RESULTS_PREFIX = "results/"
+
+MAX_JOB_CHARS = 96 * 1024
+"""Of one job: a thousand of them must fit into a store."""
+MAX_RECORD_CHARS = 1024 * 1024
+MOST_WORDS = 1024
+MOST_NODES = 4096
+MAX_WORD = 32 * 1024
+MAX_REASON = 1024
+
+Instant = Annotated[float, Within(0, 2**40)]
+Word = Annotated[str, Text(MAX_WORD)]
+Words = Annotated[tuple[Word, ...], AtMost(MOST_WORDS)]
+Reason = Annotated[str, line(MAX_REASON)]
+
+_R = TypeVar("_R", bound="Record")
+
+
+class Record:
+    """Base of what has a key of its own. `from_json` checks what it reads."""
+
+    __slots__ = ()
+
+    @property
+    def key(self) -> str:
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        """Raises RecordInvalid when it is larger than its readers accept."""
+        text = Document(type(self), SCHEMA, MAX_RECORD_CHARS).encode(self)
+        if len(text) > MAX_RECORD_CHARS:
+            raise RecordInvalid(
+                type(self).__name__, f"it has {len(text)} characters, at most {MAX_RECORD_CHARS}"
+            )
+        return text
+
+    @classmethod
+    def from_json(cls: type[_R], key: str, text: str) -> _R:
+        """Raises RecordInvalid."""
+        try:
+            return Document(cls, SCHEMA, MAX_RECORD_CHARS).decode(text)
+        except Invalid as error:
+            raise RecordInvalid(key, str(error)) from error
+
+
+class Outcome(enum.Enum):
+    """How a job ends, or how one node's part of it does."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    """By the job's own fault: on other nodes it would fail, too."""
+    CANCELLED = "cancelled"
+    TIMED_OUT = "timed_out"
+    """Its time limit has passed."""
+    UNABLE = "unable"
+    """It could not run: its nodes were lost, or could not start it, too often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job(Record):
+    """A command line and where to run it, as it was submitted."""
+
+    job: Name
+    name: Annotated[str, line(128)]
+    """For people; two jobs may have the same one."""
+    options: Words
+    """Of the agents that run it, as words of a command line: what the pool does not decide."""
+    command: Words
+    """The script and its arguments."""
+    environment: dict[Word, Word]
+    """Set for the workers, besides the daemon's own."""
+    directory: Annotated[str, Text(4096)]
+    min_nodes: Annotated[int, Within(1, MOST_NODES)]
+    max_nodes: Annotated[int, Within(1, MOST_NODES)]
+    time_limit_s: Seconds | None
+    """From the start of each attempt; None: none."""
+    submitted_at: Instant
+    submitted_by: Annotated[str, line(256)]
+
+    @property
+    def key(self) -> str:
+        return JOBS_PREFIX + self.job
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel(Record):
+    """Somebody wants the end of a job."""
+
+    job: Name
+    cancelled_by: Annotated[str, line(256)]
+
+    @property
+    def key(self) -> str:
+        return CANCELS_PREFIX + self.job
+
+
+class SeatOutcome(enum.Enum):
+    """What the end of a job's agent on one node means for the job."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    """No node can do better."""
+    LEFT = "left"
+    """This node was asked to leave the job."""
+    NOT_HERE = "not_here"
+    """This node cannot run it now; another one may."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeatEnd:
+    """The end of one seat: all processes of the job are gone from this node."""
+
+    job: Name
+    ticket: Positive
+    outcome: SeatOutcome
+    code: Annotated[int, Within(-255, 255)]
+    """Exit code of the job's agent; below 0: of the signal that ended it."""
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class PoolNode(Record):
+    """What one daemon reports about its node."""
+
+    node: Name
+    incarnation: Name
+    address: Annotated[str, line(256)]
+    running: Count = 0
+    """The ticket of the seat whose processes are here; 0 when there are none."""
+    ended: SeatEnd | None = None
+    """The newest seat that has ended in this life."""
+    leaving: bool = False
+    """It takes no seat any more."""
+    problem: Reason = ""
+    """Why it must not be given a job now; empty when it may."""
+
+    @property
+    def key(self) -> str:
+        return NODES_PREFIX + self.node
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One node's place in a run. The ticket is of this seat alone, so that a node takes it once."""
+
+    node: Name
+    incarnation: Name
+    ticket: Positive
+    leaving: bool = False
+    """The node is to leave the job; its seat is kept until it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A run's outcome is known, and its nodes are about to end."""
+
+    outcome: Outcome
+    reason: Reason
+    code: Annotated[int, Within(-255, 255)]
+    since: Instant
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One attempt of a job."""
+
+    job: Name
+    attempt: Positive
+    started_at: Instant
+    seats: Annotated[tuple[Seat, ...], AtMost(MOST_NODES)]
+    ending: Ending | None = None
+
+    @property
+    def staying(self) -> tuple[Seat, ...]:
+        return tuple(seat for seat in self.seats if not seat.leaving)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A node has ended a job that it was not asked to leave, and that has no outcome."""
+
+    reason: Reason
+    times: Positive
+    until: Instant
+    """It is not asked again before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setback:
+    """What is known of earlier attempts of a job that goes on, or waits again."""
+
+    job: Name
+    attempts: Count
+    """That have ended without an outcome."""
+    refusals: dict[Name, Refusal] = field(default_factory=dict)
+    """By node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Record):
+    """Which nodes run which job: nothing runs that is not in here."""
+
+    tickets: Count = 0
+    """How many have been given."""
+    runs: Annotated[tuple[Run, ...], AtMost(MOST_NODES)] = ()
+    """Oldest job first."""
+    setbacks: Annotated[tuple[Setback, ...], AtMost(MOST_NODES)] = ()
+
+    @property
+    def key(self) -> str:
+        return PLAN_KEY
+
+    def run_of(self, job: str) -> Run | None:
+        return next((run for run in self.runs if run.job == job), None)
+
+    def setback_of(self, job: str) -> Setback:
+        return next((one for one in self.setbacks if one.job == job), Setback(job, 0))
+
+    def seat_of(self, node: str, incarnation: str) -> tuple[Run, Seat] | None:
+        """A node has one seat at most."""
+        for run in self.runs:
+            for seat in run.seats:
+                if (seat.node, seat.incarnation) == (node, incarnation):
+                    return run, seat
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult(Record):
+    """How a job has ended. It stays when the job's processes and nodes are long gone."""
+
+    job: Name
+    outcome: Outcome
+    reason: Reason
+    code: Annotated[int, Within(-255, 255)]
+    """Exit code of the agent that has decided it; for people and for `wait`."""
+    attempts: Count
+    started_at: Instant | None
+    """Of the newest attempt; None when it never ran."""
+    ended_at: Instant
+    nodes: Annotated[tuple[Name, ...], AtMost(MOST_NODES)]
+    """Of the newest attempt, as far as they were left at its end."""
+
+    @property
+    def key(self) -> str:
+        return RESULTS_PREFIX + self.job
+
+
+RECORDS: Mapping[str, type[Record]] = {
+    NODES_PREFIX: PoolNode,
+    JOBS_PREFIX: Job,
+    CANCELS_PREFIX: Cancel,
+    RESULTS_PREFIX: JobResult,
+}

@@ -1,0 +1,356 @@
+"""Which node runs which job next, given the queue and what all nodes report: the decision of the pool's coordinator.
+
+`next_step` is a pure function over frozen data: it reads no clock, no store, no process. Its rules:
+
+- One queue, first come first served. A job starts when its `min_nodes` are idle at once, never with fewer.
+- A run takes idle nodes up to its `max_nodes`, while no job of the queue waits for them. It gives those beyond its
+  `min_nodes` back, youngest run first, when that lets the next job start.
+- A run that has lost nodes gets others before any younger job does.
+- Who cannot be served holds up those after it, so that it does not starve. Only a job that is too large for the pool as
+  it is now, were it empty, lets others pass.
+
+A node keeps its seat until it says itself that no process of the job is left there, or is lost. So it is in one job at
+most, and a seat that is given back is a planned leave of the engine: it loses no step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from .records import (
+    Ending,
+    Job,
+    JobResult,
+    Outcome,
+    Plan,
+    PoolNode,
+    Refusal,
+    Run,
+    Seat,
+    SeatEnd,
+    SeatOutcome,
+    Setback,
+)
+
+MOST_ATTEMPTS = 3
+"""Of a job that all its nodes have left without an outcome."""
+END_GRACE_S = 30.0
+"""A run whose outcome is known ends by itself; nodes that have not after so long are asked to."""
+FIRST_REFUSAL_S, LONGEST_REFUSAL_S = 10.0, 600.0
+"""A node that could not run a job is not asked again before that; twice as long each time."""
+MOST_RESULTS = 1000
+"""The results of so many jobs are kept."""
+MOST_AT_ONCE = 16
+"""Results written, or deleted, in one step: a transaction is bounded."""
+
+
+_DECIDES = {SeatOutcome.SUCCEEDED: Outcome.SUCCEEDED, SeatOutcome.FAILED: Outcome.FAILED}
+"""The end of one seat that is the end of the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What the coordinator knows."""
+
+    nodes: tuple[PoolNode, ...]
+    """Live ones, oldest record first."""
+    jobs: tuple[Job, ...]
+    """Those without a result, first come first."""
+    plan: Plan = field(default_factory=Plan)
+    cancelled: Mapping[str, str] = field(default_factory=dict)
+    """By job: who wants its end."""
+    results: tuple[str, ...] = ()
+    """The jobs that have ended, oldest first."""
+    lost: frozenset[str] = frozenset()
+    """Incarnations of seats whose nodes have been missing for long enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the coordinator writes, all at once."""
+
+    plan: Plan
+    results: tuple[JobResult, ...] = ()
+    forgotten: tuple[str, ...] = ()
+    """Jobs of which nothing is kept any more."""
+
+
+def next_step(pool: Pool, now: float) -> Step | None:
+    """None when all is as it should be. `now` is the wall clock."""
+    table = _Table(pool, now)
+    table.fold_reports()
+    table.serve_claims()
+    table.hand_out_surplus()
+    step = Step(table.plan(), tuple(table.results), _too_old(pool.results))
+    return step if step != Step(pool.plan) else None
+
+
+def wake_at(pool: Pool, now: float) -> float | None:
+    """The instant of the wall clock at which `next_step` may have another answer without any news."""
+    jobs = {job.job: job for job in pool.jobs}
+    instants = [refusal.until for setback in pool.plan.setbacks for refusal in setback.refusals.values()]
+    for run in pool.plan.runs:
+        if run.ending is not None:
+            instants.append(run.ending.since + END_GRACE_S)
+        elif (job := jobs.get(run.job)) is not None and job.time_limit_s is not None:
+            instants.append(run.started_at + job.time_limit_s)
+    return min((instant for instant in instants if instant > now), default=None)
+
+
+def why_waiting(pool: Pool, job: Job, now: float) -> str:
+    """For people: what a job of the queue waits for."""
+    table = _Table(pool, now)
+    free = [node for node in table.idle if not table.refuses(job, node)]
+    fit = table.large_enough(job)
+    refused = "; ".join(
+        f"{node}: {refusal.reason}" for node, refusal in pool.plan.setback_of(job.job).refusals.items()
+    )
+    cannot = f" ({refused})" if refused else ""
+    if not fit:
+        return f"needs {job.min_nodes} nodes; the pool has {table.usable(job)} that can run it{cannot}"
+    before = [one.name for one in pool.jobs[: pool.jobs.index(job)] if pool.plan.run_of(one.job) is None]
+    if before:
+        return f"behind {len(before)} other jobs of the queue{cannot}"
+    return f"needs {job.min_nodes} nodes; {len(free)} are idle{cannot}"
+
+
+class _Table:
+    """The plan while it is being changed."""
+
+    def __init__(self, pool: Pool, now: float) -> None:
+        self._pool, self._now = pool, now
+        self._jobs = {job.job: job for job in pool.jobs}
+        self._live = {node.incarnation: node for node in pool.nodes}
+        self._names = {node.node for node in pool.nodes}
+        self._ends = {
+            node.ended.job: (node.node, node.ended)
+            for node in reversed(pool.nodes)
+            if node.ended is not None and node.ended.outcome in _DECIDES
+        }
+        self._runs = {run.job: run for run in pool.plan.runs}
+        self._setbacks = {one.job: one for one in pool.plan.setbacks}
+        self._tickets = pool.plan.tickets
+        self.results: list[JobResult] = []
+        self.idle: list[PoolNode] = []
+        """Not seated, and no process of a job is left there."""
+        self._find_idle()
+
+    def _find_idle(self) -> None:
+        seated = {seat.incarnation for run in self._runs.values() for seat in run.seats}
+        self.idle = [
+            node
+            for node in self._pool.nodes
+            if _takes_jobs(node) and not node.running and node.incarnation not in seated
+        ]
+
+    # ------------------------------------------------------------ what nodes and people say
+
+    def fold_reports(self) -> None:
+        for run in list(self._runs.values()):
+            self._runs[run.job] = self._fold(run)
+        for job in self._pool.jobs:
+            if job.job not in self._runs and (ending := self._known_end(job.job)) is not None:
+                self._end(job.job, ending, None)
+        for run in list(self._runs.values()):
+            if not run.seats:
+                self._leave_empty(run)
+        self._find_idle()
+
+    def _fold(self, run: Run) -> Run:
+        seats, ending = [], run.ending
+        for seat in run.seats:
+            node = self._live.get(seat.incarnation)
+            if node is None:
+                if seat.incarnation not in self._pool.lost and seat.node not in self._names:
+                    seats.append(seat)
+            elif node.ended is not None and node.ended.ticket == seat.ticket:
+                self._refuse(run.job, node, seat, node.ended)
+            else:
+                seats.append(replace(seat, leaving=seat.leaving or node.leaving))
+        ending = ending or self._known_end(run.job) or self._late_end(run)
+        if ending is not None and (
+            ending.outcome in (Outcome.CANCELLED, Outcome.TIMED_OUT)
+            or self._now >= ending.since + END_GRACE_S
+        ):
+            seats = [replace(seat, leaving=True) for seat in seats]
+        return replace(run, seats=tuple(seats), ending=ending)
+
+    def _known_end(self, job: str) -> Ending | None:
+        """What a node says that had a part in it, also if it was taken for lost since; or somebody has cancelled it."""
+        if (known := self._ends.get(job)) is not None:
+            node, end = known
+            return Ending(_DECIDES[end.outcome], f"{node}: {end.reason}", end.code, self._now)
+        if job in self._pool.cancelled:
+            return Ending(Outcome.CANCELLED, self._cancelled_by(job), 0, self._now)
+        return None
+
+    def _late_end(self, run: Run) -> Ending | None:
+        job = self._jobs.get(run.job)
+        if job is None:
+            return Ending(Outcome.CANCELLED, "its record was deleted", 0, self._now)
+        if job.time_limit_s is not None and self._now >= run.started_at + job.time_limit_s:
+            return Ending(Outcome.TIMED_OUT, f"its time limit of {job.time_limit_s:g} s", 0, self._now)
+        return None
+
+    def _cancelled_by(self, job: str) -> str:
+        return f"cancelled by {self._pool.cancelled[job]}"
+
+    def _refuse(self, job: str, node: PoolNode, seat: Seat, end: SeatEnd) -> None:
+        """What has ended on a node that was not asked to leave is not tried there again at once."""
+        if seat.leaving or end.outcome in _DECIDES:
+            return
+        setback = self._setback_of(job)
+        before = setback.refusals.get(node.node)
+        times = before.times + 1 if before is not None else 1
+        wait_s = min(LONGEST_REFUSAL_S, FIRST_REFUSAL_S * 2.0 ** min(times - 1, 20))
+        refusals = {**setback.refusals, node.node: Refusal(end.reason, times, self._now + wait_s)}
+        self._setbacks[job] = replace(setback, refusals=refusals)
+
+    def _leave_empty(self, run: Run) -> None:
+        """All its nodes are gone: it is over, or waits at its old place in the queue."""
+        setback = self._setback_of(run.job)
+        attempts = setback.attempts + 1
+        ending = run.ending
+        if ending is None and attempts >= MOST_ATTEMPTS:
+            reasons = "; ".join(f"{name}: {one.reason}" for name, one in setback.refusals.items())
+            why = reasons or "all its nodes were lost"
+            ending = Ending(Outcome.UNABLE, f"{attempts} attempts without an outcome ({why})", 0, self._now)
+        if ending is not None:
+            self._end(run.job, ending, run)
+            return
+        del self._runs[run.job]
+        self._setbacks[run.job] = replace(setback, attempts=attempts)
+
+    def _end(self, job: str, ending: Ending, run: Run | None) -> None:
+        if len(self.results) == MOST_AT_ONCE:
+            return
+        before = self._pool.plan.run_of(job)
+        attempts = self._setback_of(job).attempts + (run is not None)
+        started_at = run.started_at if run is not None else None
+        names = tuple(seat.node for seat in before.seats) if before is not None else ()
+        self.results.append(
+            JobResult(job, ending.outcome, ending.reason, ending.code, attempts, started_at, self._now, names)
+        )
+        self._runs.pop(job, None)
+        self._setbacks.pop(job, None)
+        self._jobs.pop(job, None)
+
+    # ------------------------------------------------------------ who gets what
+
+    def serve_claims(self) -> None:
+        """Gives jobs their least, oldest first."""
+        for job in self._pool.jobs:
+            run = self._runs.get(job.job)
+            if (
+                job.job not in self._jobs
+                or job.job in self._pool.cancelled
+                or (run is not None and run.ending)
+            ):
+                continue
+            need = job.min_nodes - (len(run.staying) if run is not None else 0)
+            if need <= 0:
+                continue
+            usable = self._usable(job, self.idle)
+            if len(usable) >= need:
+                self._seat(job, usable[:need])
+                continue
+            if self._reclaim(job, need - len(usable)):
+                # They wait for it, too: who got them meanwhile would have to give them back.
+                self.idle = [node for node in self.idle if node not in usable]
+                return
+            if self.large_enough(job):
+                return
+
+    def hand_out_surplus(self) -> None:
+        for job in self._pool.jobs:
+            run = self._runs.get(job.job)
+            if not self.idle:
+                return
+            if run is None or run.ending is not None or job.job not in self._jobs:
+                continue
+            room = job.max_nodes - len(run.seats)
+            if room > 0 and (usable := self._usable(job, self.idle)[:room]):
+                self._seat(job, usable)
+
+    def _reclaim(self, job: Job, missing: int) -> bool:
+        """Asks runs to give nodes back, if that is enough for the job. Counts those that are leaving already."""
+        coming, surplus = 0, []
+        for run in sorted(self._runs.values(), key=lambda run: -self._age(run.job)):
+            owner = self._jobs.get(run.job)
+            present = sum(1 for seat in run.staying if seat.incarnation in self._live)
+            spare = present - owner.min_nodes if owner is not None else 0
+            for seat in reversed(run.seats):
+                node = self._live.get(seat.incarnation)
+                if run.job == job.job or node is None or not _takes_jobs(node) or self.refuses(job, node):
+                    continue
+                if seat.leaving or run.ending is not None:
+                    coming += 1
+                elif spare > 0:
+                    spare -= 1
+                    surplus.append((run.job, seat))
+        coming += sum(1 for node in self._strays() if not self.refuses(job, node))
+        if coming + len(surplus) < missing:
+            return False
+        for name, seat in surplus[: max(0, missing - coming)]:
+            run = self._runs[name]
+            seats = tuple(replace(one, leaving=True) if one == seat else one for one in run.seats)
+            self._runs[name] = replace(run, seats=seats)
+        return True
+
+    def _seat(self, job: Job, nodes: Iterable[PoolNode]) -> None:
+        run = self._runs.get(job.job)
+        if run is None:
+            run = Run(job.job, self._setback_of(job.job).attempts + 1, self._now, ())
+        for node in nodes:
+            self._tickets += 1
+            run = replace(run, seats=(*run.seats, Seat(node.node, node.incarnation, self._tickets)))
+            self.idle.remove(node)
+        self._runs[job.job] = run
+
+    def refuses(self, job: Job, node: PoolNode) -> bool:
+        refusal = self._setback_of(job.job).refusals.get(node.node)
+        return refusal is not None and self._now < refusal.until
+
+    def usable(self, job: Job) -> int:
+        """Nodes of the pool that can run it, idle or not."""
+        return len(self._usable(job, [node for node in self._pool.nodes if _takes_jobs(node)]))
+
+    def large_enough(self, job: Job) -> bool:
+        """The pool could run it, were it empty."""
+        return self.usable(job) >= job.min_nodes
+
+    def _usable(self, job: Job, nodes: list[PoolNode]) -> list[PoolNode]:
+        return [node for node in nodes if not self.refuses(job, node)] if job.job in self._setbacks else nodes
+
+    def _strays(self) -> list[PoolNode]:
+        """Without a seat, and with processes that are about to end."""
+        seated = {seat.incarnation for run in self._runs.values() for seat in run.seats}
+        return [
+            node
+            for node in self._pool.nodes
+            if _takes_jobs(node) and node.running and node.incarnation not in seated
+        ]
+
+    def _setback_of(self, job: str) -> Setback:
+        return self._setbacks.get(job) or Setback(job, 0)
+
+    def _age(self, job: str) -> int:
+        """Older jobs have lower numbers."""
+        return next((place for place, one in enumerate(self._pool.jobs) if one.job == job), -1)
+
+    def plan(self) -> Plan:
+        runs = sorted(self._runs.values(), key=lambda run: self._age(run.job))
+        known = {job.job for job in self._pool.jobs}
+        setbacks = sorted(
+            (one for one in self._setbacks.values() if one.job in known), key=lambda one: one.job
+        )
+        return Plan(self._tickets, tuple(runs), tuple(setbacks))
+
+
+def _takes_jobs(node: PoolNode) -> bool:
+    return not node.leaving and not node.problem
+
+
+def _too_old(results: tuple[str, ...]) -> tuple[str, ...]:
+    return results[: max(0, len(results) - MOST_RESULTS)][:MOST_AT_ONCE]

@@ -1,0 +1,125 @@
+"""What a store holds of a pool, read once and kept up to date by a watch: for daemons, and for commands that look."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TypeVar
+
+from ..errors import RecordInvalid
+from ..store.interface import Change, Entry, Snapshot
+from .records import (
+    CANCELS_PREFIX,
+    JOBS_PREFIX,
+    NODES_PREFIX,
+    PLAN_KEY,
+    RECORDS,
+    RESULTS_PREFIX,
+    Cancel,
+    Job,
+    JobResult,
+    Plan,
+    PoolNode,
+    Record,
+)
+from .schedule import Pool
+
+log = logging.getLogger(__name__)
+
+SCOPES = (PLAN_KEY, *RECORDS)
+"""All that a pool has in its store. The runs of its jobs have keys of their own beside them."""
+
+_R = TypeVar("_R", bound=Record)
+
+
+class PoolView:
+    """The pool as the store showed it. A value that cannot be read is ignored with a warning, but for the plan."""
+
+    def __init__(self) -> None:
+        self.plan = Plan()
+        self.plan_revision = 0
+        """0: there is none yet."""
+        self._records: dict[str, tuple[Entry, Record]] = {}
+
+    def read(self, snapshot: Snapshot) -> None:
+        """Takes the place of all that was known. Raises RecordInvalid for a plan that cannot be read."""
+        self.plan, self.plan_revision = Plan(), 0
+        self._records.clear()
+        for entry in snapshot.entries:
+            self._see(entry.key, entry)
+
+    def changed(self, changes: Iterable[Change]) -> None:
+        """In the order of their revisions. Raises RecordInvalid for a plan that cannot be read."""
+        for change in changes:
+            self._see(change.key, change.entry)
+
+    def _see(self, key: str, entry: Entry | None) -> None:
+        if key == PLAN_KEY:
+            self.plan = Plan.from_json(key, entry.value) if entry is not None else Plan()
+            self.plan_revision = entry.mod_revision if entry is not None else 0
+            return
+        prefix = next((prefix for prefix in RECORDS if key.startswith(prefix)), None)
+        if prefix is None:
+            return
+        self._records.pop(key, None)
+        if entry is None:
+            return
+        try:
+            self._records[key] = entry, RECORDS[prefix].from_json(key, entry.value)
+        except RecordInvalid as error:
+            log.warning("ignoring what is no record of this pool: %s", error)
+
+    def entry(self, key: str) -> Entry | None:
+        known = self._records.get(key)
+        return known[0] if known is not None else None
+
+    def oldest(self, prefix: str) -> str | None:
+        """The key that has been there for longest."""
+        keys = [
+            (entry.create_revision, key)
+            for key, (entry, _) in self._records.items()
+            if key.startswith(prefix)
+        ]
+        return min(keys)[1] if keys else None
+
+    @property
+    def nodes(self) -> tuple[PoolNode, ...]:
+        """Live ones, oldest record first."""
+        return self._all(NODES_PREFIX, PoolNode)
+
+    @property
+    def jobs(self) -> tuple[Job, ...]:
+        """Also those that have ended; first come first."""
+        return self._all(JOBS_PREFIX, Job)
+
+    @property
+    def results(self) -> tuple[JobResult, ...]:
+        """Oldest first."""
+        return self._all(RESULTS_PREFIX, JobResult)
+
+    def pool(self, lost: frozenset[str] = frozenset()) -> Pool:
+        """What the coordinator decides from."""
+        results = self.results
+        ended = {result.job for result in results}
+        cancels = {
+            key.removeprefix(CANCELS_PREFIX): record.cancelled_by
+            for key, (_, record) in self._records.items()
+            if isinstance(record, Cancel)
+        }
+        return Pool(
+            nodes=self.nodes,
+            jobs=tuple(job for job in self.jobs if job.job not in ended),
+            plan=self.plan,
+            cancelled=cancels,
+            results=tuple(result.job for result in results),
+            lost=lost,
+        )
+
+    def _all(self, prefix: str, kind: type[_R]) -> tuple[_R, ...]:
+        """Of those whose key says the same as their content."""
+        found = [
+            (entry.create_revision, record)
+            for key, (entry, record) in self._records.items()
+            if key.startswith(prefix) and isinstance(record, kind) and record.key == key
+        ]
+        return tuple(record for _, record in sorted(found, key=lambda one: one[0]))
