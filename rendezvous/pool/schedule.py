@@ -121,7 +121,9 @@ class _Table:
     def __init__(self, pool: Pool, now: float) -> None:
         self._pool, self._now = pool, now
         self._jobs = {job.job: job for job in pool.jobs}
+        self._places = {job.job: place for place, job in enumerate(pool.jobs)}
         self._live = {node.incarnation: node for node in pool.nodes}
+        self._takers = [node for node in pool.nodes if _takes_jobs(node)]
         self._names = {node.node for node in pool.nodes}
         self._ends = {
             node.ended.job: (node.node, node.ended)
@@ -255,12 +257,12 @@ class _Table:
             if len(usable) >= need:
                 self._seat(job, usable[:need])
                 continue
+            if not self.large_enough(job):
+                continue
             if self._reclaim(job, need - len(usable)):
                 # They wait for it, too: who got them meanwhile would have to give them back.
                 self.idle = [node for node in self.idle if node not in usable]
-                return
-            if self.large_enough(job):
-                return
+            return
 
     def hand_out_surplus(self) -> None:
         for job in self._pool.jobs:
@@ -276,7 +278,7 @@ class _Table:
     def _reclaim(self, job: Job, missing: int) -> bool:
         """Asks runs to give nodes back, if that is enough for the job. Counts those that are leaving already."""
         coming, surplus = 0, []
-        for run in sorted(self._runs.values(), key=lambda run: -self._age(run.job)):
+        for run in sorted(self._runs.values(), key=lambda run: -self._place(run.job)):
             owner = self._jobs.get(run.job)
             present = sum(1 for seat in run.staying if seat.incarnation in self._live)
             spare = present - owner.min_nodes if owner is not None else 0
@@ -314,7 +316,7 @@ class _Table:
 
     def usable(self, job: Job) -> int:
         """Nodes of the pool that can run it, idle or not."""
-        return len(self._usable(job, [node for node in self._pool.nodes if _takes_jobs(node)]))
+        return len(self._usable(job, self._takers))
 
     def large_enough(self, job: Job) -> bool:
         """The pool could run it, were it empty."""
@@ -335,15 +337,14 @@ class _Table:
     def _setback_of(self, job: str) -> Setback:
         return self._setbacks.get(job) or Setback(job, 0)
 
-    def _age(self, job: str) -> int:
-        """Older jobs have lower numbers."""
-        return next((place for place, one in enumerate(self._pool.jobs) if one.job == job), -1)
+    def _place(self, job: str) -> int:
+        """In the queue: older jobs have lower numbers."""
+        return self._places.get(job, -1)
 
     def plan(self) -> Plan:
-        runs = sorted(self._runs.values(), key=lambda run: self._age(run.job))
-        known = {job.job for job in self._pool.jobs}
+        runs = sorted(self._runs.values(), key=lambda run: self._place(run.job))
         setbacks = sorted(
-            (one for one in self._setbacks.values() if one.job in known), key=lambda one: one.job
+            (one for one in self._setbacks.values() if one.job in self._places), key=lambda one: one.job
         )
         return Plan(self._tickets, tuple(runs), tuple(setbacks))
 
