@@ -26,9 +26,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from elastic_agent.rendezvous.errors import LeaseExpired, StoreError, StoreUnavailable
-from elastic_agent.rendezvous.pool.member import Assignment, PoolMember, WriteStep
-from elastic_agent.rendezvous.pool.records import (
+from elastic_agent.pool.member import Assignment, PoolMember, WriteStep
+from elastic_agent.pool.records import (
     JOBS_PREFIX,
     PLAN_KEY,
     Cancel,
@@ -41,7 +40,8 @@ from elastic_agent.rendezvous.pool.records import (
     SeatEnd,
     SeatOutcome,
 )
-from elastic_agent.rendezvous.pool.schedule import MOST_ATTEMPTS, Pool, Step, next_step
+from elastic_agent.pool.schedule import MOST_ATTEMPTS, Pool, Step, next_step
+from elastic_agent.rendezvous.errors import LeaseExpired, StoreError, StoreUnavailable
 from elastic_agent.rendezvous.store.interface import Compare, LeaseId, Put
 from elastic_agent.rendezvous.store.kv_state import KvState
 from elastic_agent.rendezvous.store.requests import Answer, Grant, Read, Request, Subscription

@@ -20,7 +20,7 @@ from elastic_agent.agent.configuration.reading.sources import tomllib
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "elastic_agent"
-TOPS = ("rendezvous", "worker", "health", "agent")
+TOPS = ("rendezvous", "pool", "worker", "health", "agent")
 LOWEST = {"codec.py": "codec", "worker/errors.py": "worker/errors"}
 """Modules that stand on a floor of their own, below those beside them."""
 
@@ -50,6 +50,7 @@ rendezvous/c10d: rendezvous rendezvous/store
 rendezvous/etcd: rendezvous rendezvous/store
 rendezvous/coordinator: rendezvous rendezvous/liveness
 rendezvous/node: rendezvous rendezvous/liveness rendezvous/store rendezvous/coordinator
+pool: rendezvous rendezvous/store
 common:
 output: common
 configuration/types: rendezvous/c10d rendezvous/etcd common
@@ -92,7 +93,7 @@ MAY_IMPORT = {
 }
 
 LIBRARIES = tuple(
-    name for name in MAY_IMPORT if name.partition("/")[0] in ("codec", *TOPS[:3]) and name not in STORES
+    name for name in MAY_IMPORT if name.partition("/")[0] in ("codec", *TOPS[:4]) and name not in STORES
 )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("agent", "health", "rendezvous", "worker", "elastic_agent", "deploy", "examples")
+ROOMS = ("agent", "health", "pool", "rendezvous", "worker", "elastic_agent", "deploy", "examples")
 FILES = sorted({file.resolve() for room in ROOMS for file in (ROOT / room).rglob("*.py")})
 
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "yaml", "code"}

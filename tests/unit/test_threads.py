@@ -240,7 +240,7 @@ def test_a_start_ends_at_once_when_a_thread_fails_or_cannot_be_started(
 
 def test_threads_are_started_in_one_way_only() -> None:
     others = []
-    for folder in ("agent", "rendezvous", "health"):
+    for folder in ("agent", "pool", "rendezvous", "health"):
         for file in (ROOT / folder).rglob("*.py"):
             if file == Path(threads.__file__).resolve():
                 continue

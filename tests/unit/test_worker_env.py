@@ -42,7 +42,7 @@ def test_one_file_alone_spells_the_variables() -> None:
     allowed = {"worker/wire/environment.py", "agent/workers/processes/proc.py"}
     spelled = {
         str(path.relative_to(ROOT))
-        for folder in ("agent", "health", "rendezvous", "worker")
+        for folder in ("agent", "health", "pool", "rendezvous", "worker")
         for path in (ROOT / folder).rglob("*.py")
         if names.search(path.read_text())
     }

@@ -15,9 +15,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ..errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch
-from ..store.interface import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot
-from ..store.requests import RETRY, Answer, Grant, PendingRequest, Read, Request, Subscription
+from ..rendezvous.errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch
+from ..rendezvous.store.interface import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot
+from ..rendezvous.store.requests import RETRY, Answer, Grant, PendingRequest, Read, Request, Subscription
 from .records import (
     CANCELS_PREFIX,
     JOBS_PREFIX,

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterable
 from typing import TypeVar
 
-from ..errors import RecordInvalid
-from ..store.interface import Change, Entry, Snapshot
+from ..rendezvous.errors import RecordInvalid
+from ..rendezvous.store.interface import Change, Entry, Snapshot
 from .records import (
     CANCELS_PREFIX,
     JOBS_PREFIX,

@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, TypeVar
 
-from ...codec import AtMost, Count, Document, Invalid, Positive, Seconds, Text, Within
-from ..errors import RecordInvalid
-from ..text import Name, line
+from ..codec import AtMost, Count, Document, Invalid, Positive, Seconds, Text, Within
+from ..rendezvous.errors import RecordInvalid
+from ..rendezvous.text import Name, line
 
 SCHEMA = 1
 """Version of all records of a pool. A reader refuses any other."""
