@@ -33,6 +33,8 @@ JOBS_PREFIX = "jobs/"
 CANCELS_PREFIX = "cancels/"
 RESULTS_PREFIX = "results/"
 
+RUNS_PREFIX = "runs/"
+
 MAX_JOB_CHARS = 96 * 1024
 """Of one job: a thousand of them must fit into a store."""
 MAX_RECORD_CHARS = 1024 * 1024
@@ -40,6 +42,12 @@ MOST_WORDS = 1024
 MOST_NODES = 4096
 MAX_WORD = 32 * 1024
 MAX_REASON = 1024
+
+
+def run_prefix(job: str) -> str:
+    """Of the keys that the agents of a job have in the pool's store: those of a rendezvous of its own."""
+    return f"{RUNS_PREFIX}{job}/"
+
 
 Instant = Annotated[float, Within(0, 2**40)]
 Word = Annotated[str, Text(MAX_WORD)]

@@ -88,6 +88,13 @@ SLURM = MEETING.flag(
     " --node-rank, workers per node (its GPUs, else tasks), --stop-grace and --job-ends-at follow from Slurm's"
     " environment where they are not given, and a leave after a warning (SIGUSR1, SIGUSR2) ends with exit code 80",
 )
+POOL: Option[str | None] = MEETING.option(
+    "pool",
+    IDENTIFIER,
+    "with nothing to run: the pool that this node offers itself to (default: pool). With something to run: the job"
+    " meets in the store of this pool",
+    metavar="NAME",
+)
 JOIN_TIMEOUT: Option[float] = MEETING.option(
     "join-timeout",
     duration(1.0),
@@ -192,9 +199,21 @@ class RendezvousConfig:
     lease_ttl_s: float = LEASE_TTL.field()
     store_outage_grace_s: float = STORE_OUTAGE_GRACE.field()
     """etcd only; 0: workers stop when the lease can no longer be proved."""
+    pool: str | None = POOL.field()
+    """In whose store the job is, which a daemon of the pool may host; None: in one of its own."""
     node_rank: int | None = NODE_RANK.field()
     """Orders nodes that join together; None: after those that have one, in the order of their arrival."""
 
     @property
     def kind(self) -> StoreKind:
         return STORES[self.backend]
+
+    @property
+    def may_host(self) -> bool:
+        """An agent of the job may host its store."""
+        return self.kind.host is not None and self.pool is None
+
+    @property
+    def store_outlives_job(self) -> bool:
+        """No agent of the job takes it along."""
+        return self.kind.outlives_job or self.pool is not None

@@ -137,7 +137,8 @@ def receiver_of(agent: Agent, path: Path, metrics: Metrics) -> ReportReceiver:
 def policy_of(config: Config) -> Policy:
     """A store that does not outlive the job has ended with a member's agent when it is away: no world is whole then."""
     kind = config.rendezvous.kind
-    grace_s = config.rendezvous.store_outage_grace_s if kind.outlives_job else 0.0
+    outlives_job = config.rendezvous.store_outlives_job
+    grace_s = config.rendezvous.store_outage_grace_s if outlives_job else 0.0
     return Policy(
         job=config.rendezvous.job_id,
         min_nodes=config.nodes.min,
@@ -145,7 +146,7 @@ def policy_of(config: Config) -> Policy:
         last_call_s=config.rendezvous.last_call_s,
         join_timeout_s=config.rendezvous.join_timeout_s,
         drain_timeout_s=drain_timeout_s(config.stop),
-        store_outlives_job=kind.outlives_job,
+        store_outlives_job=outlives_job,
         runs_again=config.run_again,
         store_outage_grace_s=grace_s,
         unleased_s=config.rendezvous.lease_ttl_s if grace_s or kind.host is not None else 0.0,

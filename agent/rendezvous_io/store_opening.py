@@ -15,9 +15,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TypeAlias
 
+from ...pool.records import run_prefix
 from ...rendezvous.errors import StoreError, StoreMismatch, StoreRefused
 from ...rendezvous.records import Endpoint
 from ...rendezvous.store.interface import Store
+from ...rendezvous.store.scoped import ScopedStore
 from ...rendezvous.store.store_kind import Access, Login, Tls
 from ..common.events import Event
 from ..common.exits import CannotStart, ExitCode
@@ -53,7 +55,7 @@ def store_listener(
     An agent that can bind the endpoint hosts: that is exact, where comparing host names is a guess. A port that is
     taken is another agent's store, or the connection to it will say what else it is.
     """
-    if config.rendezvous.kind.host is None:
+    if not config.rendezvous.may_host:
         return None
     if endpoint is None:
         return bind(address, None, "store")
@@ -115,7 +117,7 @@ def open_to_look(rendezvous: RendezvousConfig, timeout_s: float) -> Store:
             raise StoreRefused(
                 f"--rdzv-endpoint: {error}: check the name, /etc/hosts and DNS here"
             ) from error
-    return rendezvous.kind.connect(_access(rendezvous, places, timeout_s, None))
+    return _connect(rendezvous, _access(rendezvous, places, timeout_s, None))
 
 
 def connect_to_store(rendezvous: RendezvousConfig, places: tuple[Endpoint, ...] = ()) -> Store:
@@ -123,7 +125,12 @@ def connect_to_store(rendezvous: RendezvousConfig, places: tuple[Endpoint, ...] 
     access = _access(
         rendezvous, places or rendezvous.endpoints, rendezvous.join_timeout_s, rendezvous.lease_ttl_s
     )
-    return rendezvous.kind.connect(access)
+    return _connect(rendezvous, access)
+
+
+def _connect(rendezvous: RendezvousConfig, access: Access) -> Store:
+    store = rendezvous.kind.connect(access)
+    return store if rendezvous.pool is None else ScopedStore(store, run_prefix(rendezvous.job_id))
 
 
 def _access(
@@ -132,7 +139,7 @@ def _access(
     timeout_s: float,
     lease_ttl_s: float | None,
 ) -> Access:
-    access = Access(endpoints, rendezvous.job_id, timeout_s, lease_ttl_s)
+    access = Access(endpoints, rendezvous.pool or rendezvous.job_id, timeout_s, lease_ttl_s)
     etcd = rendezvous.etcd
     if etcd is None:
         return access

@@ -28,6 +28,7 @@ from elastic_agent.rendezvous.store.interface import (
 )
 from elastic_agent.rendezvous.store.kv_state import HISTORY, KvState
 from elastic_agent.rendezvous.store.memory import MemoryStore
+from elastic_agent.rendezvous.store.scoped import ScopedStore
 from tests.etcd_servers import EtcdCluster
 
 PATIENCE_S = 20.0
@@ -45,7 +46,7 @@ class Kind:
     """Of this test alone: some stores are shared by all tests."""
 
 
-KINDS = ("memory", "c10d-host", "c10d-client", "c10d-two-processes", "etcd")
+KINDS = ("memory", "scoped", "c10d-host", "c10d-client", "c10d-two-processes", "etcd")
 
 
 @pytest.fixture(scope="session")
@@ -96,6 +97,8 @@ def kind(request: pytest.FixtureRequest, clients: Callable[[int, int], Store]) -
     match request.param:
         case "memory":
             return Kind(lambda: memory, True)
+        case "scoped":
+            return Kind(lambda: ScopedStore(memory, "runs/j/"), True)
         case "c10d-host":
             host, _ = request.getfixturevalue("shared_host")
             return Kind(lambda: host, True)
@@ -115,6 +118,8 @@ def closable(request: pytest.FixtureRequest) -> Store:
     match request.param:
         case "memory":
             return MemoryStore()
+        case "scoped":
+            return ScopedStore(MemoryStore(), "runs/j/")
         case "c10d-host":
             return request.getfixturevalue("c10d_host")[0]  # type: ignore[no-any-return]
         case "c10d-client":
