@@ -259,6 +259,13 @@ class PoolMember:
             self.lease = self.subscription = self._written = None
             self._own_revision = 0
 
+    def lease_confirmed(self, lease: LeaseId, asked_at: float) -> None:
+        """What runs here has a lease of its own: this one is no proof of anything."""
+
+    def store_mismatched(self, reason: str) -> None:
+        """The store that answers now is not this pool's."""
+        self.mismatch = self.mismatch or reason
+
     def changed(self, changes: tuple[Change, ...], now: float) -> None:
         try:
             self.view.changed(changes)

@@ -27,6 +27,9 @@ from .types.parsers import (
 from .types.stores import ALONE, DEFAULT, STORES, in_words
 from .types.values import Secret
 
+DEFAULT_POOL = "pool"
+LOCAL_POOL = ("127.0.0.1", 29401)
+"""Where the store of a pool is that nobody has given one: on this machine, hosted by its first daemon."""
 STATIC_HOST, STATIC_PORT = "127.0.0.1", 29500
 """torchrun's defaults for a static rendezvous."""
 

@@ -15,6 +15,7 @@ import random
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 from ...rendezvous.errors import (
     Compacted,
@@ -25,7 +26,7 @@ from ...rendezvous.errors import (
     StoreUnavailable,
 )
 from ...rendezvous.node.participant import Participant
-from ...rendezvous.store.interface import LeaseId, Store, Watch
+from ...rendezvous.store.interface import Change, LeaseId, Store, Watch
 from ...rendezvous.store.requests import RETRY, Answer, Grant, Read, Request, RetryPolicy, Subscription
 from ...rendezvous.store.store_kind import KEEP_ALIVES_PER_TTL
 from ...rendezvous.threads import Thread
@@ -222,8 +223,35 @@ class StoreLink:
                 attempt += 1
 
 
+class StoreClient(Protocol):
+    """One node's part in a protocol over the store: a `Participant`, or a `PoolMember`."""
+
+    @property
+    def subscription(self) -> Subscription | None: ...
+
+    def answered(self, request: Request, answer: Answer, now: float) -> None: ...
+
+    def failed(self, request: Request, error: StoreError, now: float) -> None: ...
+
+    def changed(self, changes: tuple[Change, ...], now: float) -> None: ...
+
+    def lost_track(self) -> None: ...
+
+    def lease_confirmed(self, lease: LeaseId, asked_at: float) -> None: ...
+
+    def lease_gone(self, lease: LeaseId | None) -> None: ...
+
+    def store_mismatched(self, reason: str) -> None: ...
+
+
 def deliver_to(participant: Participant, handlers: Handlers) -> None:
     """What the store and peers answer, and what has changed, goes to the participant."""
+    deliver_from_store(participant, handlers)
+    handlers.on(Probed, lambda event, now: participant.probed(event.peer, event.finding, event.asked_at, now))
+
+
+def deliver_from_store(participant: StoreClient, handlers: Handlers) -> None:
+    """What the store answers, and what has changed there, goes to the participant."""
 
     def changed(event: Changed, now: float) -> None:
         if event.subscription is participant.subscription:
@@ -240,4 +268,3 @@ def deliver_to(participant: Participant, handlers: Handlers) -> None:
     handlers.on(LeaseConfirmed, lambda event, _: participant.lease_confirmed(event.lease, event.asked_at))
     handlers.on(LeaseGone, lambda event, _: participant.lease_gone(event.lease))
     handlers.on(StoreMismatched, lambda event, _: participant.store_mismatched(event.reason))
-    handlers.on(Probed, lambda event, now: participant.probed(event.peer, event.finding, event.asked_at, now))

@@ -38,13 +38,16 @@ from ..logs import LOG_DIR, REDIRECTS, STDERR_FILTERS, STDOUT_FILTERS, TEE
 from ..options import OPTIONS, TARGETS
 from ..rendezvous import (
     BACKEND,
+    DEFAULT_POOL,
     ENDPOINT,
     ETCD_OPTIONS,
     JOB_ID,
+    LOCAL_POOL,
     MASTER_ADDR,
     MASTER_PORT,
     MEETING,
     NODE_RANK,
+    POOL,
     STANDALONE,
     STATIC_HOST,
     STATIC_PORT,
@@ -104,7 +107,23 @@ def resolve(command_line: Settings, environ: Mapping[str, str], fresh_id: Callab
 
     Raises `ConfigError` with all problems of all sources: print it and end with its code.
     """
-    settings = _merged(command_line, environ, fresh_id)
+    return _resolved(_merged(command_line, environ, fresh_id), environ)
+
+
+def resolve_daemon(command_line: Settings, environ: Mapping[str, str]) -> Resolved:
+    """As `resolve`, for an agent that has nothing to run and waits for jobs in a pool: the pool's store takes the place
+    of a job's. Raises `ConfigError`."""
+    settings = _merged(command_line, environ, lambda: "", offers=True)
+    settings.put(SCRIPT, "no script", "the pool")
+    return _resolved(settings, environ)
+
+
+def offers_node(command_line: Settings, environ: Mapping[str, str]) -> bool:
+    """No source has anything to run."""
+    return _command(_merged(command_line, environ, lambda: "")) is None
+
+
+def _resolved(settings: Settings, environ: Mapping[str, str]) -> Resolved:
     rules = check_relations(settings, environ)
     problems = [*settings.problems, *(problem for _, problem in rules)]
     command = _command(settings)
@@ -135,7 +154,9 @@ def resolve_meeting_place(command_line: Settings, environ: Mapping[str, str]) ->
     return _rendezvous(settings) if settings[ENDPOINT].value is not None else None
 
 
-def _merged(command_line: Settings, environ: Mapping[str, str], fresh_id: Callable[[], str]) -> Settings:
+def _merged(
+    command_line: Settings, environ: Mapping[str, str], fresh_id: Callable[[], str], *, offers: bool = False
+) -> Settings:
     """All sources as one, before the relations between the settings are checked."""
     environment = read_environ(environ)
     path = {**environment.given, **command_line.given}.get(CONFIG_FILE.name)
@@ -155,6 +176,8 @@ def _merged(command_line: Settings, environ: Mapping[str, str], fresh_id: Callab
             )
         merged.given |= source.given if source is not command_line else _meant(command_line, environ)
     derive_slurm(merged, environ)
+    if offers:
+        _derive_pool(merged)
     _derive(merged, fresh_id)
     return merged
 
@@ -188,6 +211,15 @@ def _derive(settings: Settings, fresh_id: Callable[[], str]) -> None:
         settings.derive(MAX_NODES, settings[MIN_NODES].value, "default: min-nodes")
     settings.warnings += _derive_static(settings)
     _derive_meeting_place(settings, fresh_id)
+
+
+def _derive_pool(settings: Settings) -> None:
+    """A daemon's store is that of its pool, on this machine where none is named."""
+    settings.derive(JOB_ID, settings[POOL].value or DEFAULT_POOL, settings[POOL].origin)
+    settings.derive(POOL, None, "the pool's own store")
+    if settings[ENDPOINT].value is None:
+        settings.derive(BACKEND, DEFAULT.name, "default: the pool of this machine")
+        settings.derive(ENDPOINT, StoreAddress((LOCAL_POOL,)), "default: the pool of this machine")
 
 
 def _derive_static(settings: Settings) -> list[str]:

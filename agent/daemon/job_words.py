@@ -1,0 +1,81 @@
+"""What a node runs for its part of a job, and what the end of that means: pure functions."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Sequence
+
+from ...pool.member import Assignment
+from ...pool.records import SeatEnd, SeatOutcome
+from ..common.exits import ExitCode
+from ..configuration.config import HTTP_ADDRESS, MAX_NODES, MIN_NODES, NODE_ID
+from ..configuration.logs import LOG_DIR
+from ..configuration.rendezvous import ETCD_OPTIONS, JOB_ID, MEETING, POOL
+from ..configuration.stopping import RUN_AGAIN
+from ..configuration.types.option import Option
+
+OF_THE_POOL: frozenset[str] = frozenset(
+    option.name for option in (*MEETING, *ETCD_OPTIONS, NODE_ID, MIN_NODES, MAX_NODES, HTTP_ADDRESS, LOG_DIR)
+)
+"""Options of a job's agents that its pool decides, not who submits the job."""
+
+_FAILED = frozenset(
+    {
+        ExitCode.WORKERS_FAILED,
+        ExitCode.CRASH_LOOP,
+        ExitCode.UNLIKE_THE_JOB,
+        ExitCode.STORE_MISMATCH,
+        ExitCode.BAD_CONFIG,
+    }
+)
+_LEFT = frozenset({ExitCode.STOPPED_BY_SIGTERM, ExitCode.STOPPED_BY_SIGINT, ExitCode.LEFT_IN_TIME})
+
+
+def agent_words(
+    assignment: Assignment, node: str, store: Iterable[tuple[str, str]], own: Sequence[str], logs: str
+) -> list[str]:
+    """The command line of the job's agent on this node, without the program.
+
+    `store` are the options of the pool's store by name, `own` the words with which this daemon's operator has set
+    options of all jobs here; those of the job are stronger.
+    """
+    job = assignment.job
+    decided: list[tuple[str, object]] = [
+        *store,
+        (POOL.name, dict(store)[JOB_ID.name]),
+        (JOB_ID.name, job.job),
+        (NODE_ID.name, node),
+        (MIN_NODES.name, job.min_nodes),
+        (MAX_NODES.name, job.max_nodes),
+        (LOG_DIR.name, logs),
+    ]
+    if assignment.run.attempt > 1:
+        decided.append((RUN_AGAIN.name, "true"))
+    named = dict(decided)
+    return [*own, *job.options, *(f"--{name}={value}" for name, value in named.items()), "--", *job.command]
+
+
+def without(words: Sequence[tuple[Option[object], str]], names: frozenset[str]) -> tuple[str, ...]:
+    """Options as words of a command line, but for those of these names."""
+    return tuple(f"--{option.name}={text}" for option, text in words if option.name not in names)
+
+
+def seat_end(assignment: Assignment, code: int) -> SeatEnd:
+    """`code`: of the job's agent, as `subprocess` counts it."""
+    ticket, job = assignment.seat.ticket, assignment.job.job
+    if code < 0:
+        reason = f"the job's agent was killed by {signal.Signals(-code).name}"
+        return SeatEnd(job, ticket, SeatOutcome.NOT_HERE, code, reason)
+    known = next((one for one in ExitCode if one == code), None)
+    if known is None:
+        return SeatEnd(
+            job, ticket, SeatOutcome.NOT_HERE, code, f"the job's agent ended with exit code {code}"
+        )
+    outcome = SeatOutcome.NOT_HERE
+    if known is ExitCode.SUCCESS:
+        outcome = SeatOutcome.SUCCEEDED
+    elif known in _FAILED:
+        outcome = SeatOutcome.FAILED
+    elif known in _LEFT:
+        outcome = SeatOutcome.LEFT
+    return SeatEnd(job, ticket, outcome, code, f"exit code {code}: {known.meaning}")

@@ -1,0 +1,161 @@
+"""The daemon's main loop: one thread that owns the node's part in the pool and the job's agent that runs here."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...pool.member import Assignment, PoolMember
+from ...pool.records import SeatEnd, SeatOutcome
+from ..common.events import Handlers, Signalled, StoreGone, ThreadFailed
+from ..common.exits import ENDINGS, ExitCode, code_of_leave
+from ..rendezvous_io.store_link import StoreLink, deliver_from_store
+from .job_agent import JobAgent, JobAgentEnded
+from .job_words import seat_end
+
+log = logging.getLogger(__name__)
+
+TURN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    code: ExitCode
+    reason: str
+
+
+class DaemonLoop:
+    """Runs one daemon in the thread that calls `run`."""
+
+    def __init__(
+        self,
+        member: PoolMember,
+        link: StoreLink,
+        words: Callable[[Assignment], list[str]],
+        logs: Callable[[str], Path],
+        environment: Mapping[str, str],
+        events: queue.SimpleQueue[Any],
+        clock: Callable[[], float],
+        on_turn: Callable[[str], None] = lambda status: None,
+    ) -> None:
+        """`words` makes the command line of a job's agent, `logs` names the file that its output goes to."""
+        self._member, self._link = member, link
+        self._words, self._logs, self._environment = words, logs, environment
+        self._events, self._clock, self._on_turn = events, clock, on_turn
+        self._agent: JobAgent | None = None
+        self._assignment: Assignment | None = None
+        self._leaving: ExitCode | None = None
+        self._fatal: Ending | None = None
+        self._shown = ""
+        self._handlers = self._table()
+
+    def run(self) -> Ending:
+        """Until this node has left the pool; no process of a job is left here then."""
+        while True:
+            now = self._clock()
+            wake_at = self._turn(now)
+            if self._agent is None and self._fatal is not None:
+                return self._fatal
+            if self._agent is None and self._leaving is not None:
+                return Ending(self._leaving, "asked to leave the pool")
+            timeout_s = TURN_S if wake_at is None else min(TURN_S, max(0.0, wake_at - now))
+            self._handlers.handle_next(self._events, timeout_s, self._clock)
+
+    def _turn(self, now: float) -> float | None:
+        member = self._member
+        if member.mismatch is not None and self._fatal is None:
+            self._fatal = Ending(ExitCode.STORE_MISMATCH, member.mismatch)
+        if self._fatal is not None:
+            self._stop()
+        elif (due := member.to_start) is not None:
+            self._start(due)
+        elif member.must_leave:
+            self._stop()
+        if (request := member.request(now)) is not None:
+            self._link.ask(request)
+        self._link.keep(member.lease)
+        self._link.follow(member.subscription)
+        self._show()
+        return member.wake_at(now)
+
+    def _start(self, due: Assignment) -> None:
+        job, ticket = due.job, due.seat.ticket
+        self._member.started(ticket)
+        agent, output = JobAgent(ticket, self._events.put), self._logs(job.job)
+        try:
+            if not os.path.isdir(job.directory):
+                raise NotADirectoryError(f"the job's directory {job.directory} is not there on this node")
+            environment = {**self._environment, **job.environment}
+            agent.start(self._words(due), environment, job.directory, output)
+        except OSError as error:
+            log.error("job %s (%s) cannot be started here: %s", job.job, job.name, error)
+            self._member.ended(SeatEnd(job.job, ticket, SeatOutcome.NOT_HERE, 0, str(error)))
+            return
+        log.info(
+            "job %s (%s): started, attempt %d; its output is in %s",
+            job.job,
+            job.name,
+            due.run.attempt,
+            output,
+        )
+        self._agent, self._assignment = agent, due
+
+    def _stop(self) -> None:
+        if self._agent is not None and not self._agent.leaves:
+            log.info("job %s: asking it to leave this node", self._assignment and self._assignment.job.job)
+            self._agent.leave()
+
+    def _show(self) -> None:
+        """Log what has changed for people."""
+        member = self._member
+        if not member.tracks:
+            status = f"waiting for {member.waiting_for}"
+        elif self._assignment is not None:
+            status = f"running job {self._assignment.job.job} ({self._assignment.job.name})"
+        else:
+            status = "idle: waiting for a job"
+        if status != self._shown:
+            self._shown = status
+            log.info("%s", status)
+        self._on_turn(status)
+
+    # ---------------------------------------------------------------- events
+
+    def _table(self) -> Handlers:
+        handlers = Handlers()
+        deliver_from_store(self._member, handlers)
+        on = handlers.on
+        on(StoreGone, lambda event, _: None)  # its thread's ThreadFailed ends the daemon
+        on(ThreadFailed, lambda event, _: self._fail(ExitCode.AGENT_FAILED, event.reason))
+        on(JobAgentEnded, self._ended)
+        on(Signalled, self._signalled)
+        return handlers
+
+    def _fail(self, code: ExitCode, reason: str) -> None:
+        self._fatal = self._fatal or Ending(code, reason)
+
+    def _ended(self, event: JobAgentEnded, _: float) -> None:
+        assignment = self._assignment
+        assert assignment is not None, "only a job that runs here can end"
+        end = seat_end(assignment, event.code)
+        log.info("job %s: ended here: %s", assignment.job.job, end.reason)
+        self._agent = self._assignment = None
+        self._member.ended(end)
+
+    def _signalled(self, event: Signalled, _: float) -> None:
+        if event.number not in ENDINGS:
+            return
+        name = signal.Signals(event.number).name
+        if self._leaving is None:
+            log.info("%s: leaving the pool; a second signal cuts the job's grace short", name)
+            self._leaving = code_of_leave(event.number, requeues=False)
+            self._member.leave()
+            self._stop()
+        elif self._agent is not None:
+            self._agent.leave()
