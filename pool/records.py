@@ -107,7 +107,7 @@ class Job(Record):
     options: Words
     """Of the agents that run it, as words of a command line: what the pool does not decide."""
     command: Words
-    """The script and its arguments."""
+    """What to run, as the last words of an agent's command line."""
     environment: dict[Word, Word]
     """Set for the workers, besides the daemon's own."""
     directory: Annotated[str, Text(4096)]

@@ -8,7 +8,7 @@ import queue
 import random
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..common.exits import CannotStart
 from ..configuration.config import Config
 from ..configuration.options import OPTIONS
 from ..configuration.reading.settings import Settings
-from ..machine.network.addresses import unique_node_id
+from ..configuration.rendezvous import ENDPOINT
 from ..machine.network.discovery import wait_for_network
 from ..output.log_folders import temporary_directory
 from ..rendezvous_io.store_link import StoreLink
@@ -31,10 +31,15 @@ log = logging.getLogger(__name__)
 
 
 def run_daemon(
-    config: Config, settings: Settings, environment: Mapping[str, str], events: queue.SimpleQueue[Any]
+    config: Config,
+    name: str,
+    settings: Settings,
+    environment: Mapping[str, str],
+    events: queue.SimpleQueue[Any],
+    on_turn: Callable[[str], None],
 ) -> Ending:
     """One daemon's whole life. `events` gets this process' signals."""
-    name, clock = config.node_id or unique_node_id(), time.monotonic
+    clock = time.monotonic
     try:
         network = wait_for_network(config, environment)
         listener = store_listener(config, network.endpoint, network.choice.address, _bind)
@@ -59,15 +64,11 @@ def run_daemon(
     def output(job: str) -> Path:
         return logs / job / f"{name}.log"
 
-    log.info(
-        "node %s offers itself to pool %s at %s",
-        name,
-        config.rendezvous.job_id,
-        dict(options).get("rdzv-endpoint"),
-    )
+    place = dict(options)[ENDPOINT.name]
+    log.info("node %s offers itself to pool %s at %s", name, config.rendezvous.job_id, place)
     with contextlib.closing(store):
         link.start()
-        ending = DaemonLoop(member, link, words, output, environment, events, clock).run()
+        ending = DaemonLoop(member, link, words, output, environment, events, clock, on_turn).run()
         link.close()
         _depart(store, member)
     return ending

@@ -52,7 +52,7 @@ def agent_words(
     if assignment.run.attempt > 1:
         decided.append((RUN_AGAIN.name, "true"))
     named = dict(decided)
-    return [*own, *job.options, *(f"--{name}={value}" for name, value in named.items()), "--", *job.command]
+    return [*own, *job.options, *(f"--{name}={value}" for name, value in named.items()), *job.command]
 
 
 def without(words: Sequence[tuple[Option[object], str]], names: frozenset[str]) -> tuple[str, ...]:

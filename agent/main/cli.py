@@ -24,7 +24,7 @@ from ..configuration.config import CHECK_CONFIG, HELP, HELP_ALL, PRINT_COMPLETIO
 from ..configuration.help import bash_completion, full_help, short_help
 from ..configuration.logs import LogConfig
 from ..configuration.options import COMMANDS
-from ..configuration.reading.resolve import Resolved
+from ..configuration.reading.resolve import Resolved, offers_node, resolve_daemon
 from ..configuration.reading.settings import comment
 from ..configuration.reading.sources import read_argv
 from ..machine.inventory import Machine, prepare
@@ -53,6 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(bash_completion(), end="")
         return ExitCode.SUCCESS
     try:
+        if CHECK_CONFIG not in command_line and offers_node(command_line, os.environ):
+            from .offer import offer
+
+            return offer(resolve_daemon(command_line, os.environ))
         resolved, machine = prepare(command_line, os.environ, _fresh_id)
     except ConfigError as error:
         print(f"elastic-agent: {error}", file=sys.stderr)

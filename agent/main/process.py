@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Collection, Mapping
 
-from ..common.events import Event, Signalled
+from ..common.events import Event, Signalled, ThreadFailed
 from ..common.exits import ENDINGS, TIME_IS_OVER, WARNINGS, ExitCode
 from ..configuration.options import SECRET_VARIABLES
 from ..configuration.stopping import StopConfig
@@ -69,3 +69,8 @@ def catch_signals(events: queue.SimpleQueue[Event], more: Collection[signal.Sign
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _frame: events.put(Signalled(number)))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)  # blocked since the process began
+
+
+def thread_failed(events: queue.SimpleQueue[Event], name: str, error: BaseException) -> None:
+    events.put(ThreadFailed(name, repr(error)))
+    log.error("the thread %s has failed", name, exc_info=error)

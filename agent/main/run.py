@@ -32,7 +32,7 @@ from ...rendezvous.text import counted
 from ...rendezvous.threads import Thread, listen
 from ..checkpoints.disk_writer import DiskWriter
 from ..checkpoints.folder import MemoryFolder, make_folder
-from ..common.events import Event, ThreadFailed
+from ..common.events import Event
 from ..common.exits import CannotStart, ExitCode
 from ..common.interruptible import unless_stopped
 from ..common.io_thread import IoThread
@@ -79,7 +79,7 @@ from .heartbeat import Heartbeat
 from .listeners import Listeners, bind_all, binder
 from .loop import Ending, Loop, Services
 from .probes import Probes
-from .process import catch_signals, end_in_time, end_stuck, log_to, take_environment
+from .process import catch_signals, end_in_time, end_stuck, log_to, take_environment, thread_failed
 from .program import program_of
 from .service_manager import ServiceManager
 
@@ -94,7 +94,7 @@ def run(config: Config, machine: Machine) -> int:
     """One agent's whole life on this machine. Returns its exit code."""
     name = config.node_id or unique_node_id()
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    listen(lambda thread, error: _thread_failed(events, thread, error))
+    listen(lambda thread, error: thread_failed(events, thread, error))
     console = take_console(name)
     log_to(console, name, config.logs.level.number)
     config = replace(config, logs=choose_log_directory(config.logs))
@@ -463,8 +463,3 @@ def _depart(store: Store, participant: Participant, ending: Ending, *, stays_for
             snapshot = store.read((NODES_PREFIX,))
     except Exception as error:  # whatever it is, it does not change how this agent has ended
         log.warning("left without giving up the lease: %s", error)
-
-
-def _thread_failed(events: queue.SimpleQueue[Event], name: str, error: BaseException) -> None:
-    events.put(ThreadFailed(name, repr(error)))
-    log.error("the thread %s has failed", name, exc_info=error)

@@ -113,9 +113,17 @@ def resolve(command_line: Settings, environ: Mapping[str, str], fresh_id: Callab
 def resolve_daemon(command_line: Settings, environ: Mapping[str, str]) -> Resolved:
     """As `resolve`, for an agent that has nothing to run and waits for jobs in a pool: the pool's store takes the place
     of a job's. Raises `ConfigError`."""
+    return _resolved(_merged(command_line, environ, lambda: "", offers=True), environ, Command("script", ""))
+
+
+def resolve_pool(command_line: Settings, environ: Mapping[str, str]) -> RendezvousConfig:
+    """Where a pool's store is, for commands; that of this machine where none is named. Raises `ConfigError`."""
     settings = _merged(command_line, environ, lambda: "", offers=True)
-    settings.put(SCRIPT, "no script", "the pool")
-    return _resolved(settings, environ)
+    rules = check_relations(settings, environ)
+    problems = [*settings.problems, *(problem for involved, problem in rules if involved & _MEETING)]
+    if problems:
+        raise ConfigError(problems)
+    return _rendezvous(settings)
 
 
 def offers_node(command_line: Settings, environ: Mapping[str, str]) -> bool:
@@ -123,10 +131,11 @@ def offers_node(command_line: Settings, environ: Mapping[str, str]) -> bool:
     return _command(_merged(command_line, environ, lambda: "")) is None
 
 
-def _resolved(settings: Settings, environ: Mapping[str, str]) -> Resolved:
+def _resolved(settings: Settings, environ: Mapping[str, str], command: Command | None = None) -> Resolved:
+    """`command`: what stands for one where there is none to run."""
     rules = check_relations(settings, environ)
     problems = [*settings.problems, *(problem for _, problem in rules)]
-    command = _command(settings)
+    command = command or _command(settings)
     if command is None and not settings.broken & {target.name for target in TARGETS}:
         advice = (
             "write it after the options, or set script, module or no-python in the file or the environment"

@@ -1,0 +1,40 @@
+"""An agent with nothing to run: its process becomes the daemon of this node (`agent/daemon`)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import time
+from typing import Any
+
+from ...rendezvous.threads import listen
+from ..common.exits import ExitCode
+from ..configuration.reading.resolve import Resolved
+from ..daemon.daemon import run_daemon
+from ..machine.network.addresses import unique_node_id
+from ..output.console import take as take_console
+from .process import catch_signals, log_to, take_environment, thread_failed
+from .service_manager import ServiceManager
+
+log = logging.getLogger(__name__)
+
+
+def offer(resolved: Resolved) -> int:
+    """Until this node leaves the pool. Returns the exit code."""
+    config = resolved.config
+    name = config.node_id or unique_node_id()
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    listen(lambda thread, error: thread_failed(events, thread, error))
+    console = take_console(name)
+    log_to(console, name, config.logs.level.number)
+    manager = ServiceManager.take(os.environ, os.getpid(), time.monotonic)
+    environment = take_environment()
+    catch_signals(events, config.stop.more_signals.numbers)
+    manager.ready()
+    ending = run_daemon(config, name, resolved.settings, environment, events, manager.turn)
+    level = logging.INFO if ending.code is ExitCode.SUCCESS else logging.ERROR
+    log.log(level, "ended with exit code %d: %s", ending.code, ending.reason)
+    manager.stopping(f"ended with exit code {ending.code:d}: {ending.reason}")
+    console.close()
+    return ending.code
