@@ -166,6 +166,8 @@ class PoolNode(Record):
     node: Name
     incarnation: Name
     address: Annotated[str, line(256)]
+    most_nodes: Annotated[int, Within(1, MOST_NODES)] = MOST_NODES
+    """No job may need more; what its operator expects of the pool."""
     running: Count = 0
     """The ticket of the seat whose processes are here; 0 when there are none."""
     ended: SeatEnd | None = None

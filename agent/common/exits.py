@@ -147,6 +147,22 @@ class ForgetCode(Code):
     INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C)"
 
 
+class PoolCode(Code):
+    """How the commands about a pool end: submit, jobs, cancel, wait and logs."""
+
+    DONE = 0, "it is done; of wait: the job has succeeded"
+    FAILED = 1, "of wait: the job has failed; or another code of its agent"
+    NO_POOL = 66, "no node offers itself to the pool"
+    NO_JOB = 67, "the pool has no such job, or several of this name"
+    NO_ANSWER = 69, "the pool's store did not answer in time"
+    OVER = 75, "the job has ended already, or is cancelled already"
+    MISMATCH = 76, "what answers is no pool's store, or one of another version"
+    BAD_CONFIG = 78, "a setting cannot work, or the store refuses us; nothing was submitted"
+    UNABLE = 79, "of wait: the job could not run, or its time limit has passed"
+    CANCELLED = 143, "of wait: the job was cancelled"
+    INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C); the job goes on"
+
+
 class FilesCode(Code):
     """How `elastic-agent files` ends."""
 

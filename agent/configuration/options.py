@@ -16,6 +16,10 @@ COMMANDS = {
     "status": "how a job is, and why: elastic-agent status --help",
     "drain": "let a node leave its job without losing a step: elastic-agent drain --help",
     "files": "write the files for systemd, Slurm, Helm, Grafana, Prometheus, Docker or a shell: --help lists them",
+    "submit": "put a job into the queue of a pool: elastic-agent submit --help",
+    "jobs": "the jobs of a pool: elastic-agent jobs --help",
+    "wait": "until a job of a pool has ended: elastic-agent wait --help",
+    "cancel": "end a job of a pool: elastic-agent cancel --help",
     "forget": "delete what an ended job left in etcd: elastic-agent forget --help",
 }
 """First words that are no script, each with its line in `--help`. `agent/commands` has a module for each."""

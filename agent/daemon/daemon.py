@@ -54,7 +54,7 @@ def run_daemon(
         if settings[option].origin.startswith("--") and option.name not in OF_THE_POOL
     )
     rng, lease_ttl_s = random.SystemRandom(), config.rendezvous.lease_ttl_s
-    record = PoolNode(name, uuid.uuid4().hex[:12], network.choice.address)
+    record = PoolNode(name, uuid.uuid4().hex[:12], network.choice.address, most_nodes=config.nodes.max)
     member = PoolMember(record, lease_ttl_s=lease_ttl_s, rng=rng, now=clock(), wall=time.time)
     link = StoreLink(store, lease_ttl_s, events.put, clock, rng)
 

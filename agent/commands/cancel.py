@@ -1,0 +1,36 @@
+"""`elastic-agent cancel JOB`: the end of a job of a pool, whether it runs or waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...pool.records import Cancel
+from ...pool.view import PoolView
+from ...rendezvous.store.interface import Compare, Put, Store
+from ..common.exits import PoolCode
+from ..configuration.reading.settings import Settings
+from .pool_command import CannotDo, find_job, pool_command, whoever_asks
+
+_USAGE = """\
+usage: elastic-agent cancel JOB
+
+Ends a job of a pool. One that runs leaves its nodes by plan, so that its newest checkpoint is kept.
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    return pool_command("cancel", words, _USAGE, _cancel, subject="JOB")
+
+
+def _cancel(store: Store, view: PoolView, name: str, _: Settings) -> int:
+    job = find_job(view, name)
+    result = next((one for one in view.results if one.job == job.job), None)
+    if result is not None:
+        raise CannotDo(
+            PoolCode.OVER, f"job {job.job} has ended already: {result.outcome.value}, {result.reason}"
+        )
+    cancel = Cancel(job.job, whoever_asks())
+    if not store.transact((Compare(cancel.key, 0),), (Put(cancel.key, cancel.to_json()),)).succeeded:
+        raise CannotDo(PoolCode.OVER, f"job {job.job} is cancelled already, and about to end")
+    print(f"job {job.job} ({job.name}) is cancelled")
+    return PoolCode.DONE

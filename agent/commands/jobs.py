@@ -1,0 +1,84 @@
+"""`elastic-agent jobs`: the queue of a pool, what runs, and how the last jobs have ended."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from ...pool.schedule import why_waiting
+from ...pool.view import PoolView
+from ...rendezvous.store.interface import Store
+from ..common.exits import PoolCode
+from ..configuration.reading.settings import Settings
+from ..configuration.types.option import Option
+from ..configuration.types.parsers import YES_OR_NO
+from .pool_command import pool_command, read_view
+
+_USAGE = """\
+usage: elastic-agent jobs [--json] [--watch]
+
+Lists the jobs of a pool, oldest first: those that run, those that wait and what for, and how the others have ended.
+"""
+
+WATCH_S = 1.0
+JSON: Option[bool] = Option("json", YES_OR_NO, "one JSON document", default="false", flag=True)
+WATCH: Option[bool] = Option(
+    "watch", YES_OR_NO, "again each second, until Ctrl-C", default="false", flag=True
+)
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """One job as people see it."""
+
+    job: str
+    name: str
+    state: str
+    """waiting, running, ending, or its outcome."""
+    detail: str
+    nodes: tuple[str, ...]
+    submitted_at: float
+    submitted_by: str
+
+
+def main(words: Sequence[str]) -> int:
+    return pool_command("jobs", words, _USAGE, _jobs, JSON, WATCH)
+
+
+def states(view: PoolView, now: float) -> Iterator[JobState]:
+    results = {result.job: result for result in view.results}
+    pool = view.pool()
+    for job in view.jobs:
+        run, result = view.plan.run_of(job.job), results.get(job.job)
+        if result is not None:
+            state, detail, nodes = result.outcome.value, result.reason, result.nodes
+        elif run is not None:
+            state = "running" if run.ending is None else "ending"
+            detail = f"attempt {run.attempt}" if run.ending is None else run.ending.reason
+            nodes = tuple(seat.node for seat in run.seats)
+        else:
+            state, detail, nodes = "waiting", why_waiting(pool, job, now), ()
+        yield JobState(job.job, job.name, state, detail, nodes, job.submitted_at, job.submitted_by)
+
+
+def _jobs(store: Store, view: PoolView, _: str, settings: Settings) -> int:
+    while True:
+        found = list(states(view, time.time()))
+        if settings[JSON].value:
+            print(json.dumps({"jobs": [asdict(one) for one in found]}), flush=True)
+        else:
+            print("\n".join(_lines(view, found)), flush=True)
+        if not settings[WATCH].value:
+            return PoolCode.DONE
+        time.sleep(WATCH_S)
+        view = read_view(store)
+
+
+def _lines(view: PoolView, found: Sequence[JobState]) -> Iterator[str]:
+    idle = [node.node for node in view.nodes if not view.plan.seat_of(node.node, node.incarnation)]
+    yield f"{len(view.nodes)} nodes, {len(idle)} idle; {len(found)} jobs"
+    for one in found:
+        where = f" on {', '.join(one.nodes)}" if one.nodes else ""
+        yield f"{one.job}  {one.state:<10} {one.name}{where}: {one.detail}"

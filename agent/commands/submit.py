@@ -1,0 +1,146 @@
+"""`elastic-agent submit [OPTIONS] -- train.py`: puts a job into a pool's queue, and prints its id."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+
+from ...pool.records import Job
+from ...pool.schedule import why_waiting
+from ...pool.view import PoolView
+from ...rendezvous.errors import RecordInvalid
+from ...rendezvous.store.interface import Compare, Put, Store
+from ..common.exits import PoolCode
+from ..configuration.config import (
+    ARGS,
+    MAX_NODES,
+    MIN_NODES,
+    MODULE,
+    NO_PYTHON,
+    SCRIPT,
+    ConfigError,
+    Problem,
+)
+from ..configuration.options import OPTIONS, TARGETS
+from ..configuration.reading.settings import Settings
+from ..configuration.types.option import Option
+from ..configuration.types.parsers import TEXT, Parser, duration
+from ..daemon.job_words import OF_THE_POOL
+from .pool_command import CannotDo, pool_command, whoever_asks
+
+_USAGE = """\
+usage: elastic-agent submit [OPTIONS] [--] train.py [ARGUMENTS]
+       elastic-agent submit [OPTIONS] -m package.module [ARGUMENTS]
+
+Puts a job into the queue of a pool: of the nodes on which elastic-agent runs without a script. Takes the options of a
+run, but for those that the pool decides. Without --rdzv-endpoint the pool is that of this machine. The last line on
+stdout is the job's id.
+"""
+
+NAME: Option[str | None] = Option("name", TEXT, "for people (default: the script's name)", metavar="NAME")
+ENV: Option[tuple[tuple[str, str], ...]] = Option(
+    "env",
+    Parser("NAME=VALUE,NAME=VALUE", lambda text: _read_env(text)),
+    "variables that the workers get besides the daemon's own; for a secret give the name of a file instead",
+    metavar="NAME=VALUE,...",
+    default="",
+)
+DIRECTORY: Option[str | None] = Option(
+    "directory", TEXT, "where the job runs, the same on all nodes (default: the present one)", metavar="DIR"
+)
+TIME_LIMIT: Option[float | None] = Option(
+    "time-limit", duration(0.1), "each attempt of the job is ended after so long (default: never)"
+)
+
+_SECRET = re.compile(r"(?i)(secret|passw|token|api_?key|credential|private_?key)")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def main(words: Sequence[str]) -> int:
+    return pool_command("submit", words, _USAGE, _submit, NAME, ENV, DIRECTORY, TIME_LIMIT, check=_check)
+
+
+def _read_env(text: str) -> tuple[tuple[str, str], ...]:
+    pairs = [part.partition("=") for part in text.split(",") if part]
+    if not all(_VARIABLE.fullmatch(name) and equals for name, equals, _ in pairs):
+        raise ValueError
+    return tuple((name, value) for name, _, value in pairs)
+
+
+def _check(settings: Settings) -> None:
+    """Raises ConfigError with all that is wrong."""
+    problems = []
+    if not any(target in settings for target in TARGETS):
+        problems.append(Problem("command line", None, "a script to run", "write it after the options"))
+    for name, _ in settings[ENV].value:
+        if _SECRET.search(name):
+            expected = "no secret, as all who reach the store can read it"
+            advice = "put it into a file that only this user can read on each node, and give the file's name"
+            problems.append(Problem(f"--env {name}", None, expected, advice))
+    least, most = settings[MIN_NODES].value, settings[MAX_NODES].value
+    if most is not None and least > most:
+        problems.append(settings[MIN_NODES].problem(f"at most --max-nodes {most}", "correct one of them"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _submit(store: Store, view: PoolView, _: str, settings: Settings) -> int:
+    if not view.nodes:
+        raise CannotDo(
+            PoolCode.NO_POOL,
+            "no node offers itself to this pool; start elastic-agent without a script on each of its nodes",
+        )
+    job = job_of(settings, os.getcwd(), time.time())
+    most = max(node.most_nodes for node in view.nodes)
+    if job.min_nodes > most:
+        raise CannotDo(
+            PoolCode.BAD_CONFIG,
+            f"the job needs {job.min_nodes} nodes, and the pool has at most {most} (--max-nodes of its daemons)",
+        )
+    try:
+        text = job.to_json()
+    except RecordInvalid as error:
+        raise CannotDo(PoolCode.BAD_CONFIG, f"{error.problem}: put it into a file, and name that") from error
+    store.transact((Compare(job.key, 0),), (Put(job.key, text),))
+    pool = view.pool()
+    print(
+        f"{job.name}: {why_waiting(pool, job, time.time())}" if pool.jobs else f"{job.name}: queued",
+        file=sys.stderr,
+    )
+    print(job.job)
+    return PoolCode.DONE
+
+
+def job_of(settings: Settings, directory: str, now: float) -> Job:
+    """As it is written to the store."""
+    target = next(target for target in TARGETS if target in settings)
+    text, args = str(settings[target].value), settings[ARGS].value
+    flag: Mapping[str, tuple[str, ...]] = {
+        SCRIPT.name: ("--",),
+        MODULE.name: ("-m",),
+        NO_PYTHON.name: ("--no-python",),
+    }
+    least, most = settings[MIN_NODES].value, settings[MAX_NODES].value
+    decided = OF_THE_POOL | {SCRIPT.name, MODULE.name, NO_PYTHON.name, ARGS.name}
+    options = tuple(
+        f"--{option.name}={settings[option].text}"
+        for option in OPTIONS
+        if option in settings and option.name not in decided
+    )
+    return Job(
+        job=uuid.uuid4().hex[:8],
+        name=settings[NAME].value or os.path.basename(text),
+        options=options,
+        command=(*flag[target.name], text, *args),
+        environment=dict(settings[ENV].value),
+        directory=os.path.abspath(settings[DIRECTORY].value or directory),
+        min_nodes=least,
+        max_nodes=most if most is not None else least,
+        time_limit_s=settings[TIME_LIMIT].value,
+        submitted_at=now,
+        submitted_by=whoever_asks(),
+    )
