@@ -25,37 +25,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..errors import Compacted, StoreClosed, StoreError, StoreUnavailable
+from ..errors import Compacted, StoreClosed, StoreUnavailable
 from ..records import WORLD_KEY, World
 from ..store.interface import Change, Compare, Delete, Outcome, Put, in_scopes
 from ..store.memory import MemoryStore
-from ..threads import Thread
-from .link import CONNECT_TIMEOUT, IDLE_TIMEOUT
-from .wire import (
-    META_KEY,
+from ..store.wire import (
     PARKED_S,
-    REPLY_LIMIT_BYTES,
-    REQUEST_QUEUE,
-    Call,
     Caller,
     CallInvalid,
     Changes,
-    Done,
-    Grant,
-    Granted,
-    KeepAlive,
     LongPoll,
-    Read,
     Refused,
     Reply,
     Result,
-    Revoke,
-    Transact,
+    carry_out,
     decode_request,
     encode_meta,
     encode_reply,
-    reply_queue,
 )
+from ..threads import Thread
+from .link import CONNECT_TIMEOUT, IDLE_TIMEOUT
+from .queues import META_KEY, REPLY_LIMIT_BYTES, REQUEST_QUEUE, reply_queue
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -209,36 +199,13 @@ class C10dHost(MemoryStore):
         elif isinstance(request.call, LongPoll):
             self._await(request.caller, request.call)
         else:
-            self._answer(request.caller, self._do(request.call))
-
-    def _do(self, call: Call) -> Result:
-        try:
-            match call:
-                case Grant(ttl_s):
-                    return Granted(self.grant(ttl_s))
-                case KeepAlive(lease):
-                    self.keep_alive(lease)
-                    return Done()
-                case Revoke(lease):
-                    self.revoke(lease)
-                    return Done()
-                case Transact(compares, writes):
-                    return self.transact(compares, writes)
-                case Read(scopes, oldest_under):
-                    return self.read(scopes, oldest_under)
-                case LongPoll(scopes, after_revision):
-                    changes = self.watch(scopes, after_revision).next(0.0)
-                    return Changes(changes[-1].revision if changes else after_revision, changes)
-        except StoreClosed:
-            raise
-        except StoreError as error:
-            return Refused(type(error).__name__, str(error))
+            self._answer(request.caller, carry_out(self, request.call))
 
     def _await(self, caller: Caller, call: LongPoll) -> None:
-        # Under the lock, so that c10d-changes handles each change either before (then `_do` sees it) or after
+        # Under the lock, so that c10d-changes handles each change either before (then `carry_out` sees it) or after
         # (then it sees the parked call).
         with self._parking:
-            result = self._do(call)
+            result = carry_out(self, call)
             if isinstance(result, Changes) and not result.changes:
                 until = (
                     self._clock() + PARKED_S - SWEEP_S

@@ -24,11 +24,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ...codec import Invalid
 from ..errors import StoreClosed, StoreError, StoreMismatch, StoreUnavailable
-from ..threads import Thread
-from .wire import (
-    META_KEY,
+from ..store.wire import (
     REQUEST_LIMIT_BYTES,
-    REQUEST_QUEUE,
     Call,
     Caller,
     Request,
@@ -36,8 +33,9 @@ from .wire import (
     decode_meta,
     decode_reply,
     encode_request,
-    reply_queue,
 )
+from ..threads import Thread
+from .queues import META_KEY, REQUEST_QUEUE, reply_queue
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

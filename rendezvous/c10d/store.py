@@ -38,9 +38,7 @@ from ..errors import (
 )
 from ..store.interface import Change, Compare, Delete, LeaseId, Outcome, Put, Snapshot, Store, Watch
 from ..store.retry_connect import retry_connect
-from ..threads import Thread
-from .link import Link, LinkBroken, PendingCall, PortClosed, open_link, probe_port
-from .wire import (
+from ..store.wire import (
     PARKED_S,
     Call,
     Changes,
@@ -53,7 +51,10 @@ from .wire import (
     Refused,
     Revoke,
     Transact,
+    refused,
 )
+from ..threads import Thread
+from .link import Link, LinkBroken, PendingCall, PortClosed, open_link, probe_port
 
 REQUEST_TIMEOUT_S = 5.0
 
@@ -204,8 +205,8 @@ class C10dStore(Store):
         match answer:
             case expected():
                 return answer
-            case Refused(error, text):
-                raise {"LeaseExpired": LeaseExpired, "Compacted": Compacted}.get(error, StoreError)(text)
+            case Refused():
+                raise refused(answer)
             case LinkBroken():
                 self._go_over_to_new_link(deadline)
                 raise StoreUnavailable(

@@ -1,6 +1,6 @@
 """The store's rules as a plain object without threads, sockets or a clock of its own.
 
-One `KvState` stands behind the memory store (with a lock around it), behind the c10d store (in the process
+One `KvState` stands behind the memory store (with a lock around it), behind the c10d and the local store (in the process
 that hosts it) and behind the simulator (with a simulated network before it), so that all three keep the same
 rules. Instants are seconds of one monotonic clock, the caller's; leases are judged by nothing else.
 """
@@ -128,6 +128,17 @@ class KvState:
             if in_scopes(change.key, scopes):
                 newest_first.append(change)
         return tuple(reversed(newest_first))
+
+    def restore(self, entries: Iterable[Entry]) -> None:
+        """Entries of an earlier state, as they stood there: all of their revisions are below the base of this one."""
+        self._entries |= {entry.key: entry for entry in entries}
+
+    def without_lease(self, key: str) -> Entry | None:
+        """None also where there is no such key."""
+        return None if key in self._lease_of else self._entries.get(key)
+
+    def all_without_lease(self) -> tuple[Entry, ...]:
+        return tuple(entry for key, entry in self._entries.items() if key not in self._lease_of)
 
     def _mod_revision(self, key: str) -> int:
         entry = self._entries.get(key)

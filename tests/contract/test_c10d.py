@@ -20,12 +20,21 @@ from torch.distributed import DistStoreError, QueueEmptyError, TCPStore
 from elastic_agent.rendezvous.c10d import host as c10d_host_module
 from elastic_agent.rendezvous.c10d import link as c10d_link_module
 from elastic_agent.rendezvous.c10d.host import QUIET_S, C10dHost
+from elastic_agent.rendezvous.c10d.queues import META_KEY, REQUEST_QUEUE, reply_queue
 from elastic_agent.rendezvous.c10d.store import C10dStore
-from elastic_agent.rendezvous.c10d.wire import (
-    META_KEY,
+from elastic_agent.rendezvous.errors import (
+    Compacted,
+    LeaseExpired,
+    StoreError,
+    StoreMismatch,
+    StoreUnavailable,
+)
+from elastic_agent.rendezvous.records import WORLD_KEY, Cause, CauseKind, Endpoint, Member, Phase, World
+from elastic_agent.rendezvous.store.interface import MOST_OPERATIONS, Change, Compare, Put, Snapshot
+from elastic_agent.rendezvous.store.kv_state import HISTORY
+from elastic_agent.rendezvous.store.wire import (
     PARKED_S,
     REQUEST_LIMIT_BYTES,
-    REQUEST_QUEUE,
     SCHEMA,
     Caller,
     Done,
@@ -38,18 +47,7 @@ from elastic_agent.rendezvous.c10d.wire import (
     decode_reply,
     encode_reply,
     encode_request,
-    reply_queue,
 )
-from elastic_agent.rendezvous.errors import (
-    Compacted,
-    LeaseExpired,
-    StoreError,
-    StoreMismatch,
-    StoreUnavailable,
-)
-from elastic_agent.rendezvous.records import WORLD_KEY, Cause, CauseKind, Endpoint, Member, Phase, World
-from elastic_agent.rendezvous.store.interface import MOST_OPERATIONS, Change, Compare, Put, Snapshot
-from elastic_agent.rendezvous.store.kv_state import HISTORY
 from tests.stopping import stop
 
 ADDRESS = "127.0.0.1"

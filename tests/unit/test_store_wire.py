@@ -1,4 +1,4 @@
-"""What travels between a c10d client and its host survives the trip; nothing else gets in."""
+"""What travels between a client and the host of its store survives the trip; nothing else gets in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elastic_agent.codec import Invalid
-from elastic_agent.rendezvous.c10d.wire import (
+from elastic_agent.rendezvous.store.interface import Change, Compare, Delete, Entry, Outcome, Put, Snapshot
+from elastic_agent.rendezvous.store.wire import (
     SCHEMA,
     Call,
     Caller,
@@ -31,7 +32,6 @@ from elastic_agent.rendezvous.c10d.wire import (
     encode_reply,
     encode_request,
 )
-from elastic_agent.rendezvous.store.interface import Change, Compare, Delete, Entry, Outcome, Put, Snapshot
 
 CLIENT = "0123456789abcdef" * 2
 ENTRY = Entry("k", "näme \ud800", 1, 2)

@@ -1,29 +1,29 @@
-"""What a c10d client and its host send each other: JSON only, checked as it comes in, never code.
+"""What a client and the host of its store send each other: JSON only, checked as it comes in, never code.
+
+The c10d store and the local one carry the same messages, each in its own way.
 
 A *call* is what a client asks, a *result* what comes back. Both travel as the codec writes them. With a call travels
 its `Caller`, which names the client, its *link* (this client's first connection, its second, ...) and the call's id on
 that link; with the result travels that id again, so that a late answer is never taken for the answer to something else.
-What can reach the port can push anything: what does not decode raises Invalid and goes no further.
+What reaches the host can send anything: what does not decode raises Invalid and goes no further.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
 from ...codec import Codec, Count, Invalid, Text, Within, from_plain, load_object, plain, shown
-from ..store.interface import Change, Compare, Delete, LeaseId, Outcome, Put, Revision, Snapshot
+from ..errors import Compacted, LeaseExpired, StoreClosed, StoreError, StoreUnavailable
+from .interface import Change, Compare, Delete, LeaseId, Outcome, Put, Revision, Snapshot, Store
 
 SCHEMA = 3
 _PROGRAM = "elastic-agent"
-META_KEY = "elastic-agent/meta"
-REQUEST_QUEUE = "elastic-agent/requests"
 REQUEST_LIMIT_BYTES = 2 * 1024 * 1024
 """A record (at most `records.MAX_RECORD_BYTES`) that has been escaped once more fits well."""
-REPLY_LIMIT_BYTES = 7 * 1024 * 1024
-"""TCPStore itself cuts the connection above 8 MiB."""
 
 PARKED_S = 30.0
 """A `LongPoll` without a change is answered after this long, and so renewed by clients that still live."""
@@ -93,7 +93,7 @@ class Changes:
 @dataclass(frozen=True, slots=True)
 class Refused:
     error: Annotated[str, Text(64)]
-    """"LeaseExpired", "Compacted" or "StoreError"."""
+    """"LeaseExpired", "Compacted", "StoreUnavailable" or "StoreError"."""
     text: str
 
 
@@ -122,10 +122,6 @@ class Reply:
     result: Result
 
 
-def reply_queue(client: str, link: int) -> str:
-    return f"elastic-agent/replies/{client}/{link}"
-
-
 @dataclass(frozen=True, slots=True)
 class _Meta:
     """What a host publishes first of all. Every version has the first two fields."""
@@ -138,6 +134,45 @@ class _Meta:
 
 _CALLS: Codec[Call] = Codec((Grant, KeepAlive, Revoke, Transact, Read, LongPoll), SCHEMA, REQUEST_LIMIT_BYTES)
 _RESULTS: Codec[Result] = Codec((Granted, Done, Outcome, Snapshot, Changes, Refused), SCHEMA, 2**31)
+
+
+_REFUSALS: Mapping[str, type[StoreError]] = {
+    kind.__name__: kind for kind in (LeaseExpired, Compacted, StoreUnavailable)
+}
+
+
+def carry_out(store: Store, call: Call) -> Result:
+    """Do what a client asks. Raises StoreClosed."""
+    try:
+        match call:
+            case Grant(ttl_s):
+                return Granted(store.grant(ttl_s))
+            case KeepAlive(lease):
+                store.keep_alive(lease)
+                return Done()
+            case Revoke(lease):
+                store.revoke(lease)
+                return Done()
+            case Transact(compares, writes):
+                return store.transact(compares, writes)
+            case Read(scopes, oldest_under):
+                return store.read(scopes, oldest_under)
+            case LongPoll(scopes, after_revision):
+                changes = store.watch(scopes, after_revision).next(0.0)
+                return Changes(changes[-1].revision if changes else after_revision, changes)
+    except StoreClosed:
+        raise
+    except StoreError as error:
+        return refusal(error)
+
+
+def refusal(error: StoreError) -> Refused:
+    return Refused(type(error).__name__, str(error))
+
+
+def refused(refusal: Refused) -> StoreError:
+    """The error that the client's caller gets."""
+    return _REFUSALS.get(refusal.error, StoreError)(refusal.text)
 
 
 def encode_request(request: Request) -> bytes:
@@ -176,8 +211,8 @@ def encode_meta(job: str, host: str) -> bytes:
 def decode_meta(raw: bytes, job: str) -> str:
     """The host's name for this life. Raises Invalid, with what was found, when it is not ours to join."""
     if len(raw) > REQUEST_LIMIT_BYTES:
-        raise Invalid(f"{META_KEY!r} holds {len(raw)} bytes that elastic-agent did not write")
-    body = load_object(raw, META_KEY)
+        raise Invalid(f"{len(raw)} bytes that elastic-agent did not write")
+    body = load_object(raw, "introduction")
     program, schema = body.get("program"), body.get("schema")
     if program != _PROGRAM:
         raise Invalid(f"program {shown(program)}, expected {_PROGRAM!r}")
