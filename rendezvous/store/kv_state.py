@@ -1,8 +1,8 @@
 """The store's rules as a plain object without threads, sockets or a clock of its own.
 
-One `KvState` stands behind the memory store (with a lock around it), behind the c10d and the local store (in the process
-that hosts it) and behind the simulator (with a simulated network before it), so that all three keep the same
-rules. Instants are seconds of one monotonic clock, the caller's; leases are judged by nothing else.
+One `KvState` stands behind the memory store (with a lock around it), behind the c10d and the local store (in the
+process that hosts it) and behind the simulator (with a simulated network before it), so that all keep the same rules.
+Instants are seconds of one monotonic clock, the caller's; leases are judged by nothing else.
 """
 
 from __future__ import annotations

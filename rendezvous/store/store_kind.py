@@ -51,6 +51,8 @@ class Access:
     """For how long to try until the store answers."""
     lease_ttl_s: float | None
     """None: no lease is taken and nothing is written, because this process only looks."""
+    folder: Path | None = None
+    """Where the store is, for a kind that has a folder in place of endpoints."""
     prefix: str = ""
     tls: Tls | None = None
     login: Login | None = None
@@ -64,7 +66,10 @@ class StoreKind:
     connect: Callable[[Access], Store]
     """Raises StoreError."""
     port: int | None = None
-    """Where an endpoint names none. None: this kind has no endpoints, so no second node can join."""
+    """Where an endpoint names none. None: this kind has no endpoints."""
+    offer: Callable[[Access], Store] | None = None
+    """For a kind with a folder of one machine in place of endpoints, which only pools use: hosts the store there, or
+    connects to it where another process does. Raises StoreError."""
     cluster: bool = False
     """Several endpoints may be given, of the members of one cluster; or a URL, whose scheme is the name."""
     host: Callable[[socket.socket, str, World | None, Callable[[str], None]], Store] | None = None
@@ -73,6 +78,20 @@ class StoreKind:
     place: str = ""
     """What an endpoint of it is, for the option that gives one."""
     aliases: tuple[str, ...] = ()
+
+    @property
+    def of_one_machine(self) -> bool:
+        return self.offer is not None
+
+    @property
+    def shared(self) -> bool:
+        """A second node can join."""
+        return self.port is not None or self.of_one_machine
+
+    @property
+    def forgets_leases(self) -> bool:
+        """They end with the agent that hosts the store, while the store may come back."""
+        return self.host is not None or self.of_one_machine
 
     @property
     def outlives_job(self) -> bool:

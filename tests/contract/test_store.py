@@ -15,6 +15,8 @@ from elastic_agent.rendezvous.c10d.store import C10dStore
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreClosed, StoreError
 from elastic_agent.rendezvous.etcd.access import EtcdAccess
 from elastic_agent.rendezvous.etcd.store import REQUESTS_PER_TTL, EtcdStore
+from elastic_agent.rendezvous.local.place import Place
+from elastic_agent.rendezvous.local.store import LocalStore
 from elastic_agent.rendezvous.store.interface import (
     MOST_OPERATIONS,
     Change,
@@ -46,7 +48,17 @@ class Kind:
     """Of this test alone: some stores are shared by all tests."""
 
 
-KINDS = ("memory", "scoped", "c10d-host", "c10d-client", "c10d-two-processes", "etcd")
+KINDS = (
+    "memory",
+    "scoped",
+    "c10d-host",
+    "c10d-client",
+    "c10d-two-processes",
+    "local",
+    "local-client",
+    "local-two-processes",
+    "etcd",
+)
 
 
 @pytest.fixture(scope="session")
@@ -91,6 +103,12 @@ def new_etcd_client(cluster: EtcdCluster) -> Store:
     )
 
 
+def local_client(request: pytest.FixtureRequest, place: Place) -> Store:
+    store = LocalStore.connect(place, PATIENCE_S, request_timeout_s=PATIENCE_S)
+    request.addfinalizer(store.close)
+    return store
+
+
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, clients: Callable[[int, int], Store]) -> Kind:
     memory, numbers = MemoryStore(), itertools.count()
@@ -105,6 +123,15 @@ def kind(request: pytest.FixtureRequest, clients: Callable[[int, int], Store]) -
         case "c10d-client":
             _, port = request.getfixturevalue("shared_host")
             return Kind(lambda: clients(port, next(numbers)), True)
+        case "local":
+            host = request.getfixturevalue("shared_local_host")[0]
+            return Kind(lambda: host, True)
+        case "local-client":
+            place = request.getfixturevalue("shared_local_host")[1]
+            return Kind(lambda: local_client(request, place), True)
+        case "local-two-processes":
+            place = request.getfixturevalue("shared_local_process")
+            return Kind(lambda: local_client(request, place), False)
         case "etcd":
             cluster, etcd_clients = map(request.getfixturevalue, ("shared_etcd", "etcd_clients"))
             return Kind(lambda: etcd_clients(cluster, next(numbers)), False, cluster.compact)
@@ -124,6 +151,12 @@ def closable(request: pytest.FixtureRequest) -> Store:
             return request.getfixturevalue("c10d_host")[0]  # type: ignore[no-any-return]
         case "c10d-client":
             return new_client(request.getfixturevalue("shared_host")[1])
+        case "local":
+            return request.getfixturevalue("local_host")()  # type: ignore[no-any-return]
+        case "local-client":
+            return local_client(request, request.getfixturevalue("shared_local_host")[1])
+        case "local-two-processes":
+            return local_client(request, request.getfixturevalue("shared_local_process"))
         case "etcd":
             return new_etcd_client(request.getfixturevalue("shared_etcd"))
     return new_client(request.getfixturevalue("shared_host_process").port)

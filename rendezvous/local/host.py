@@ -1,0 +1,509 @@
+"""The process that hosts the local store: a `MemoryStore` that also answers other processes, over a UNIX socket.
+
+Its own threads call it directly. What comes over the socket is read and answered by one thread, local-store, that
+blocks on nothing but its selector; a transaction that changes a key without a lease is answered when it is on disk
+(`journal`). A process of another user, root's apart, is turned away as it connects. Each connection may hold so many
+bytes, so many calls without an answer, and the beginning of a message for so long; one that sends anything else than
+calls of ours is cut, and nothing happens to the others.
+
+All of this is on one machine: nothing that has seen a change survives the loss of power that could undo it, so a change
+is seen by all at once, and only its author waits for the disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import queue
+import random
+import selectors
+import socket
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from ..errors import Compacted, StoreClosed, StoreError, StoreUnavailable
+from ..store.interface import Compare, Delete, LeaseId, Outcome, Put
+from ..store.memory import MemoryStore
+from ..store.wire import (
+    PARKED_S,
+    REQUEST_LIMIT_BYTES,
+    Call,
+    Caller,
+    CallInvalid,
+    Changes,
+    LongPoll,
+    Refused,
+    Reply,
+    Result,
+    Transact,
+    carry_out,
+    decode_request,
+    encode_meta,
+    encode_reply,
+    refusal,
+)
+from ..threads import Thread
+from .frames import FrameInvalid, Frames, frame
+from .journal import Begun, Damaged, Journal, Past, parse
+from .place import HostLock, Place, user_of
+
+MOST_CONNECTIONS = 2048
+MOST_UNANSWERED = 64
+"""Calls of one connection; no more are read before one of them is answered."""
+REPLY_LIMIT_BYTES = 512 * 1024 * 1024
+MESSAGE_S = 10.0
+"""From the first byte of a message to its last."""
+FULL_PAUSE_S = 0.5
+"""No connection is accepted for so long when this process has no file descriptor left."""
+DISK_S = 10.0
+"""How long a thread of this process waits for the disk."""
+BASES, BASE_STEP = 2**20, 2**32
+"""The first host counts revisions and leases from a multiple of the step, drawn at random, and each one after it from
+the next multiple: none comes so far."""
+
+_READ_BYTES = 256 * 1024
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Parked:
+    scopes: tuple[str, ...]
+    after_revision: int
+    until: float
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    socket: socket.socket
+    received: Frames = field(default_factory=lambda: Frames(REQUEST_LIMIT_BYTES))
+    begun_at: float | None = None
+    """Since when there is the beginning of a message."""
+    to_send: deque[memoryview] = field(default_factory=deque)
+    parked: dict[Caller, _Parked] = field(default_factory=dict)
+    at_disk: int = 0
+    """Calls that are done, and answered when they are on disk."""
+    client: str | None = None
+    events: int = 0
+
+    @property
+    def reads(self) -> bool:
+        return not self.to_send and len(self.parked) + self.at_disk < MOST_UNANSWERED
+
+
+@dataclass(slots=True)
+class _Client:
+    link: int
+    connections: set[_Connection]
+
+
+class LocalHost(MemoryStore):
+    """The store itself, in the process that hosts it."""
+
+    def __init__(self, place: Place, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises HostedAlready, StoreRefused, and StoreUnavailable where the folder cannot be used."""
+        place.check()
+        self._place = place
+        self.dropped = 0
+        """Connections that were cut, because of who they were or what they sent."""
+        try:
+            self._lock = HostLock(place)
+            try:
+                past = _past(place)
+                super().__init__(clock, base=past.base, past=past.entries)
+                begun = Begun(place.job, past.base)
+                self._journal = Journal(place.state, begun, self._state.all_without_lease, self._changed)
+                self._listener = _listen(place)
+            except BaseException:
+                self._lock.release()
+                raise
+        except OSError as error:
+            raise StoreUnavailable(
+                f"cannot host the store of pool {place.job} in {place.folder}: {error}; check the folder's permissions "
+                "and the space there, or name another one (--rdzv-endpoint local:///FOLDER)"
+            ) from error
+        self._introduction = frame(encode_meta(place.job, host=uuid.uuid4().hex))
+        self._selector = selectors.DefaultSelector()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._accepts_again_at: float | None = None
+        self._connections: set[_Connection] = set()
+        self._clients: dict[str, _Client] = {}
+        self._from_disk: deque[tuple[_Connection, Caller, Result]] = deque()
+        self._told = self._state.revision
+        """The revision up to which parked calls were looked at."""
+        self._closing, self._waking = threading.Lock(), threading.Lock()
+        self._ended = False
+        self._thread = Thread(self._serve, "local-store", self._end)
+        self._thread.start()
+
+    def grant(self, ttl_s: float) -> LeaseId:
+        lease = super().grant(ttl_s)
+        self._look()  # it may expire earlier than any other
+        return lease
+
+    def revoke(self, lease: LeaseId) -> None:
+        super().revoke(lease)
+        self._look()
+
+    def transact(self, compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...]) -> Outcome:
+        outcome, lasts = self._transact(compares, writes)
+        self._look()
+        if lasts:
+            ended: queue.SimpleQueue[OSError | None] = queue.SimpleQueue()
+            self._journal.when_on_disk(ended.put)
+            try:
+                error = ended.get(timeout=DISK_S)
+            except queue.Empty:
+                raise StoreUnavailable(f"{self._place.state} is on a disk that does not answer") from None
+            if error is not None:
+                raise self._not_kept(error)
+        return outcome
+
+    def close(self) -> None:
+        super().close()
+        self._look()
+        self._thread.join()
+        self._end()
+
+    def _transact(
+        self, compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...]
+    ) -> tuple[Outcome, bool]:
+        """The outcome, and whether the disk must have it before it is known."""
+        with self._changed:
+            outcome = super().transact(compares, writes)
+            if not outcome.succeeded:
+                return outcome, False
+            keys = dict.fromkeys(write.key for write in writes)
+            lasting = {key: self._state.without_lease(key) for key in keys}
+            entries = [entry for entry in lasting.values() if entry is not None]
+            return outcome, self._journal.add(
+                entries, (key for key, entry in lasting.items() if entry is None)
+            )
+
+    def _not_kept(self, error: OSError) -> StoreUnavailable:
+        return StoreUnavailable(
+            f"the store's host cannot keep this in {self._place.state}: {error}; make room there, or correct its "
+            "permissions; it was done, but may be lost with the host"
+        )
+
+    def _look(self) -> None:
+        """Have the thread look at what has changed."""
+        with self._waking:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    # ---------------------------------------------------------------- local-store
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                self._tell()
+                for key, events in self._selector.select(self._idle_s()):
+                    if key.fd == self._wake:
+                        os.eventfd_read(self._wake)
+                    elif key.fileobj is self._listener:
+                        self._accept()
+                    else:
+                        self._attend(key.data, events)
+                self._answer_from_disk()
+        except StoreClosed:
+            return
+
+    def _idle_s(self) -> float | None:
+        """Until something is to be done without being asked."""
+        with self._changed:
+            due = [] if (expiry := self._open().next_expiry()) is None else [expiry]
+        due += [one.begun_at + MESSAGE_S for one in self._connections if one.begun_at is not None]
+        due += [parked.until for one in self._connections for parked in one.parked.values()]
+        due += [] if self._accepts_again_at is None else [self._accepts_again_at]
+        return max(0.0, min(due) - self._clock()) if due else None
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                accepted, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    self._selector.unregister(self._listener)
+                    self._accepts_again_at = self._clock() + FULL_PAUSE_S
+                return
+            uid = user_of(accepted)
+            if uid not in (os.geteuid(), 0) or len(self._connections) >= MOST_CONNECTIONS:
+                self._complain(f"a connection of user {uid} was refused: {len(self._connections)} are open")
+                accepted.close()
+                continue
+            accepted.setblocking(False)
+            connection = _Connection(accepted)
+            self._connections.add(connection)
+            self._send(connection, self._introduction)
+
+    def _attend(self, connection: _Connection, events: int) -> None:
+        """Read what there is to read, and do what is asked."""
+        if connection not in self._connections:
+            return
+        try:
+            if events & selectors.EVENT_WRITE:
+                self._flush(connection)
+            if events & selectors.EVENT_READ and connection.reads:
+                received = connection.socket.recv(_READ_BYTES)
+                if not received:
+                    self._drop(connection)
+                    return
+                connection.received.feed(received)
+            self._work(connection)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._drop(connection)
+        except (FrameInvalid, CallInvalid) as error:
+            self._complain(f"a connection of user {user_of(connection.socket)} was cut: {error}")
+            self._drop(connection)
+        except StoreClosed:
+            raise
+        except Exception:  # one odd call must not end the store
+            self.dropped += 1
+            _log.exception("a call to the local store failed")
+            self._drop(connection)
+
+    def _work(self, connection: _Connection) -> None:
+        """Do the calls that have come whole, as many as may be answered now."""
+        while connection.reads and (message := connection.received.take()) is not None:
+            connection.begun_at = None
+            try:
+                request = decode_request(message)
+            except CallInvalid as error:
+                if error.caller is None:
+                    raise
+                refused = Refused("StoreError", f"the host refused the call: {error}")
+                self._answer(connection, error.caller, refused)
+                continue
+            if not self._admit(connection, request.caller):
+                refused = Refused("StoreUnavailable", "a later call of this client was answered first")
+                self._answer(connection, request.caller, refused)
+            else:
+                self._do(connection, request.caller, request.call)
+        if not (connection.received and connection.reads):
+            connection.begun_at = None
+        elif connection.begun_at is None:
+            connection.begun_at = self._clock()
+        self._await(connection)
+
+    def _admit(self, connection: _Connection, caller: Caller) -> bool:
+        """False for a call that its client gave up on before it made others that were done: it would be too late."""
+        if connection.client not in (None, caller.client):
+            return False
+        connection.client = caller.client
+        known = self._clients.setdefault(caller.client, _Client(caller.link, set()))
+        known.connections.add(connection)
+        if caller.link < known.link:
+            return False
+        known.link = caller.link
+        return True
+
+    def _do(self, connection: _Connection, caller: Caller, call: Call) -> None:
+        if isinstance(call, LongPoll):
+            result = carry_out(self, call)
+            if isinstance(result, Changes) and not result.changes:
+                until = self._clock() + PARKED_S
+                connection.parked[caller] = _Parked(call.scopes, call.after_revision, until)
+                return
+        elif isinstance(call, Transact):
+            try:
+                result, lasts = self._transact(call.compares, call.writes)
+            except StoreClosed:
+                raise
+            except StoreError as error:
+                result, lasts = refusal(error), False
+            if lasts:
+                connection.at_disk += 1
+                done = result
+
+                def on_disk(error: OSError | None) -> None:
+                    known = done if error is None else refusal(self._not_kept(error))
+                    self._from_disk.append((connection, caller, known))
+                    self._look()
+
+                self._journal.when_on_disk(on_disk)
+                return
+        else:
+            result = carry_out(self, call)
+        self._answer(connection, caller, result)
+
+    def _answer_from_disk(self) -> None:
+        while self._from_disk:
+            connection, caller, result = self._from_disk.popleft()
+            if connection in self._connections:
+                connection.at_disk -= 1
+                self._answer(connection, caller, result)
+                self._attend(connection, 0)  # calls may have waited for this
+
+    def _tell(self) -> None:
+        """Answer the parked calls for which something has changed, or that are due; look after what has no event."""
+        now = self._clock()
+        with self._changed:
+            kv = self._open()
+            if kv.expire(now):
+                self._changed.notify_all()
+            changed, self._told = kv.revision != self._told, kv.revision
+        for connection in list(self._connections):
+            if connection.begun_at is not None and connection.begun_at + MESSAGE_S <= now:
+                self._complain(f"a message was not whole after {MESSAGE_S:g} s")
+                self._drop(connection)
+                continue
+            answers = [
+                (caller, result)
+                for caller, parked in connection.parked.items()
+                if changed or parked.until <= now
+                if (result := self._news(parked, now)) is not None
+            ]
+            for caller, result in answers:
+                del connection.parked[caller]
+                self._answer(connection, caller, result)
+            if answers:
+                self._attend(connection, 0)
+        if self._accepts_again_at is not None and self._accepts_again_at <= now:
+            self._accepts_again_at = None
+            self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def _news(self, parked: _Parked, now: float) -> Result | None:
+        with self._changed:
+            kv = self._open()
+            try:
+                changes = kv.changes(parked.scopes, parked.after_revision)
+            except Compacted as error:
+                return refusal(error)
+            parked.after_revision = max(parked.after_revision, kv.revision)
+        if changes or parked.until <= now:
+            return Changes(parked.after_revision, changes)
+        return None
+
+    def _answer(self, connection: _Connection, caller: Caller, result: Result) -> None:
+        encoded = encode_reply(Reply(caller.id, result))
+        if len(encoded) > REPLY_LIMIT_BYTES:
+            text = f"the answer has {len(encoded)} bytes, the store gives at most {REPLY_LIMIT_BYTES}"
+            kind = "Compacted" if isinstance(result, Changes) else "StoreError"
+            encoded = encode_reply(Reply(caller.id, Refused(kind, text)))
+        self._send(connection, frame(encoded))
+
+    def _send(self, connection: _Connection, message: bytes) -> None:
+        connection.to_send.append(memoryview(message))
+        try:
+            self._flush(connection)
+            self._await(connection)
+        except OSError:
+            self._drop(connection)
+
+    def _flush(self, connection: _Connection) -> None:
+        """Raises OSError."""
+        waiting = connection.to_send
+        with suppress(BlockingIOError):
+            while waiting:
+                sent = connection.socket.send(waiting[0])
+                waiting[0] = waiting[0][sent:]
+                if not waiting[0]:
+                    waiting.popleft()
+
+    def _await(self, connection: _Connection) -> None:
+        """Be called when it can be gone on with this connection."""
+        if connection not in self._connections:
+            return
+        events = selectors.EVENT_WRITE if connection.to_send else 0
+        events |= selectors.EVENT_READ if connection.reads else 0
+        if events == connection.events:
+            return
+        if not events:
+            self._selector.unregister(connection.socket)
+        elif connection.events:
+            self._selector.modify(connection.socket, events, connection)
+        else:
+            self._selector.register(connection.socket, events, connection)
+        connection.events = events
+
+    def _drop(self, connection: _Connection) -> None:
+        if connection not in self._connections:
+            return
+        self._connections.discard(connection)
+        if connection.events:
+            self._selector.unregister(connection.socket)
+        connection.socket.close()
+        client = self._clients.get(connection.client or "")
+        if client is not None:
+            client.connections.discard(connection)
+            if not client.connections:  # no call of it can come late any more
+                del self._clients[connection.client or ""]
+
+    def _complain(self, text: str) -> None:
+        """Once aloud: any process of this user can do it as often as it likes."""
+        self.dropped += 1
+        _log.log(logging.WARNING if self.dropped == 1 else logging.DEBUG, "local store: %s", text)
+
+    # ---------------------------------------------------------------- the end
+
+    def _end(self) -> None:
+        """The next host may come when the last line is on disk."""
+        with self._closing:
+            if self._ended:
+                return
+            self._ended = True
+            for connection in list(self._connections):
+                self._drop(connection)
+            self._selector.close()
+            self._listener.close()
+            self._journal.close()
+            with suppress(OSError):
+                self._place.socket.unlink()
+            self._lock.release()
+            with self._waking:
+                os.close(self._wake)
+                self._wake = -1
+
+
+def _past(place: Place) -> Past:
+    """What the host before has left, for one that counts above all that it has counted. Raises OSError."""
+    fresh = random.SystemRandom().randrange(BASES) * BASE_STEP
+    try:
+        past = parse(place.state.read_bytes())
+    except FileNotFoundError:
+        return Past(place.job, fresh, ())
+    except Damaged as damage:
+        aside = place.state.with_name(f"{place.state.name}.damaged-{time.time_ns()}")
+        place.state.rename(aside)
+        _log.error(
+            "the queue of pool %s is lost here: what its last host has left cannot be read: %s; the file was kept as "
+            "%s, and jobs that are missing from elastic-agent jobs must be submitted again",
+            place.job,
+            damage,
+            aside,
+        )
+        return Past(place.job, fresh, ())
+    if past.torn_bytes:
+        _log.warning(
+            "dropped the last %d bytes of %s: its host ended while it wrote them, and nothing in them was answered",
+            past.torn_bytes,
+            place.state,
+        )
+    return Past(place.job, (past.base // BASE_STEP + 1) * BASE_STEP, past.entries)
+
+
+def _listen(place: Place) -> socket.socket:
+    """Raises OSError. A socket that is there belongs to a host that has ended: who has the lock has seen to that."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        place.socket.unlink(missing_ok=True)
+        listener.bind(str(place.socket))
+        place.socket.chmod(0o600)
+        listener.listen(1024)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,81 @@
+"""The files of a local store in its folder, and who may host there."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import StoreRefused, StoreUnavailable
+
+MOST_PATH_BYTES = 107
+"""Of a UNIX socket's path: the kernel's limit."""
+
+_CREDENTIALS = struct.Struct("3i")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the store of one pool is. Several pools may have the same folder."""
+
+    folder: Path
+    job: str
+
+    @property
+    def socket(self) -> Path:
+        return self.folder / f"{self.job}.sock"
+
+    @property
+    def state(self) -> Path:
+        return self.folder / f"{self.job}.state"
+
+    @property
+    def lock(self) -> Path:
+        return self.folder / f"{self.job}.lock"
+
+    def check(self) -> None:
+        """Raises StoreRefused."""
+        path = os.fsencode(self.socket)
+        if len(path) > MOST_PATH_BYTES:
+            raise StoreRefused(
+                f"the path {self.socket} has {len(path)} bytes, a UNIX socket's at most {MOST_PATH_BYTES}: choose a "
+                "shorter folder (--rdzv-endpoint local:///FOLDER) or a shorter name of the pool"
+            )
+
+
+class HostedAlready(StoreUnavailable):
+    """Another process hosts the store, or is about to."""
+
+
+class HostLock:
+    """Who has it hosts the store; the kernel takes it from a process that ends, however it does."""
+
+    def __init__(self, place: Place) -> None:
+        """Raises HostedAlready and OSError."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fds = [os.open(place.lock, flags, 0o600)]
+        try:
+            fcntl.flock(self._fds[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.release()
+            raise HostedAlready(
+                f"another process hosts the store of pool {place.job} in {place.folder}"
+            ) from error
+        with suppress(OSError):
+            # systemd-tmpfiles leaves a folder alone, with all in it, while someone has a lock on it.
+            self._fds.append(os.open(place.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            fcntl.flock(self._fds[1], fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def release(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
+
+
+def user_of(peer: socket.socket) -> int:
+    """Who has connected; to a client, who listens."""
+    _, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(uid)
