@@ -284,7 +284,7 @@ class Config:
 
     @property
     def solitary(self) -> bool:
-        """No other node can ever join, because none knows where."""
+        """No node of another machine can ever join."""
         rendezvous = self.rendezvous
         hosted_for_one = rendezvous.kind.host is not None and not rendezvous.endpoints and self.nodes.max == 1
         return rendezvous.kind.port is None or hosted_for_one

@@ -29,7 +29,7 @@ from .types.values import Secret
 
 DEFAULT_POOL = "pool"
 LOCAL_POOL = ("127.0.0.1", 29401)
-"""Where the store of a pool is that nobody has given one: on this machine, hosted by its first daemon."""
+"""Where a c10d store of a pool is that has no endpoint: on this machine, hosted by its first daemon."""
 STATIC_HOST, STATIC_PORT = "127.0.0.1", 29500
 """torchrun's defaults for a static rendezvous."""
 
@@ -195,6 +195,7 @@ class RendezvousConfig:
     backend: str = ALONE.name
     endpoints: tuple[Endpoint, ...] = ()
     """etcd: one or more; c10d: one, or none and this agent hosts the store."""
+    folder: Path | None = None  # with local only
     etcd: EtcdConfig | None = None  # with etcd only
     job_id: str = "default"
     join_timeout_s: float = JOIN_TIMEOUT.field()

@@ -149,6 +149,6 @@ def policy_of(config: Config) -> Policy:
         store_outlives_job=outlives_job,
         runs_again=config.run_again,
         store_outage_grace_s=grace_s,
-        unleased_s=config.rendezvous.lease_ttl_s if grace_s or kind.host is not None else 0.0,
+        unleased_s=config.rendezvous.lease_ttl_s if grace_s or kind.forgets_leases else 0.0,
         restarts=RestartPolicy(max_failures=config.max_restarts),
     )

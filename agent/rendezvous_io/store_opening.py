@@ -24,6 +24,7 @@ from ...rendezvous.store.store_kind import Access, Login, Tls
 from ..common.events import Event
 from ..common.exits import CannotStart, ExitCode
 from ..common.interruptible import unless_stopped
+from ..common.own_folder import make_own
 from ..common.ports import ONE_TRY, PortError, bind_listener
 from ..configuration.config import Config
 from ..configuration.rendezvous import (
@@ -31,6 +32,7 @@ from ..configuration.rendezvous import (
     ENDPOINT,
     ETCD_INSECURE,
     JOB_ID,
+    POOL,
     EtcdConfig,
     RendezvousConfig,
 )
@@ -78,12 +80,12 @@ def open_store(
     called all the while, ten times a second.
     """
     rendezvous = config.rendezvous
-    if rendezvous.kind.port is None:
+    if not rendezvous.kind.shared:
         return connect_to_store(rendezvous)
     # Asked for now: the store takes the socket over.
     hosted_at = Endpoint(*listener.getsockname()[:2]) if listener is not None else None
     places = (endpoint,) if endpoint is not None else rendezvous.endpoints
-    where = ", ".join(map(str, places))
+    where = ", ".join(map(str, places)) or str(rendezvous.folder)
     looking = f"looking for the rendezvous store at {where}, for up to {rendezvous.join_timeout_s:.0f} s"
     doing = looking if listener is None else "preparing to host the rendezvous store: importing torch"
 
@@ -121,11 +123,24 @@ def open_to_look(rendezvous: RendezvousConfig, timeout_s: float) -> Store:
 
 
 def connect_to_store(rendezvous: RendezvousConfig, places: tuple[Endpoint, ...] = ()) -> Store:
-    """Tries for as long as the join timeout. Raises StoreError."""
+    """For an agent; tries for as long as the join timeout. A daemon hosts a store of one machine, if none does yet.
+
+    Raises StoreError.
+    """
     access = _access(
         rendezvous, places or rendezvous.endpoints, rendezvous.join_timeout_s, rendezvous.lease_ttl_s
     )
-    return _connect(rendezvous, access)
+    offer = rendezvous.kind.offer
+    if offer is None or rendezvous.pool is not None:
+        return _connect(rendezvous, access)
+    assert rendezvous.folder is not None, "the configuration names one"
+    try:
+        make_own(rendezvous.folder)
+    except OSError as error:
+        raise StoreRefused(
+            f"{error}: the store of a pool of one machine needs a folder of this user's alone"
+        ) from error
+    return offer(access)
 
 
 def _connect(rendezvous: RendezvousConfig, access: Access) -> Store:
@@ -139,7 +154,9 @@ def _access(
     timeout_s: float,
     lease_ttl_s: float | None,
 ) -> Access:
-    access = Access(endpoints, rendezvous.pool or rendezvous.job_id, timeout_s, lease_ttl_s)
+    access = Access(
+        endpoints, rendezvous.pool or rendezvous.job_id, timeout_s, lease_ttl_s, folder=rendezvous.folder
+    )
     etcd = rendezvous.etcd
     if etcd is None:
         return access
@@ -188,9 +205,13 @@ def store_options(
 ) -> dict[str, str]:
     """The options by which another command on this machine finds the job's store; none for a memory store."""
     rendezvous, etcd = config.rendezvous, config.rendezvous.etcd
-    if rendezvous.kind.port is None:
+    if not rendezvous.kind.shared:
         return {}
     words = {BACKEND.name: rendezvous.backend, JOB_ID.name: rendezvous.job_id}
+    if rendezvous.pool is not None:
+        words[POOL.name] = rendezvous.pool
+    if rendezvous.folder is not None:
+        return {**words, ENDPOINT.name: f"{rendezvous.backend}://{rendezvous.folder}"}
     if etcd is None:
         place = Endpoint(*listener.getsockname()[:2]) if listener is not None else endpoint
         return {**words, ENDPOINT.name: str(place)}

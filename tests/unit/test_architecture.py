@@ -48,14 +48,15 @@ rendezvous/liveness: rendezvous
 rendezvous/store: rendezvous
 rendezvous/c10d: rendezvous rendezvous/store
 rendezvous/etcd: rendezvous rendezvous/store
+rendezvous/local: rendezvous rendezvous/store
 rendezvous/coordinator: rendezvous rendezvous/liveness
 rendezvous/node: rendezvous rendezvous/liveness rendezvous/store rendezvous/coordinator
 pool: rendezvous rendezvous/store
 common:
 output: common
-configuration/types: rendezvous/c10d rendezvous/etcd common
+configuration/types: rendezvous/c10d rendezvous/etcd rendezvous/local common
 configuration: rendezvous/etcd common configuration/types
-configuration/reading: rendezvous/etcd configuration configuration/types
+configuration/reading: rendezvous/etcd rendezvous/local common configuration configuration/types
 machine/network: common configuration configuration/types
 machine/memory:
 workers/processes: common output configuration configuration/types
@@ -85,7 +86,7 @@ start: worker/wire common configuration configuration/reading configuration/type
 without a library before them are folders of agent; each of these may import `LIBRARIES` besides, but not the stores in
 their folders, of which only the configuration knows."""
 
-STORES = ("rendezvous/c10d", "rendezvous/etcd")
+STORES = ("rendezvous/c10d", "rendezvous/etcd", "rendezvous/local")
 
 MAY_IMPORT = {
     name: tuple(allowed.split())

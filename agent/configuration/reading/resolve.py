@@ -12,9 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ....rendezvous.etcd.kind import ETCD
+from ....rendezvous.local.kind import LOCAL
+from ...common.pool_folder import pool_folder, pool_folder_here
 from ..config import (
     ARGS,
     CONFIG_FILE,
@@ -113,13 +116,15 @@ def resolve(command_line: Settings, environ: Mapping[str, str], fresh_id: Callab
 def resolve_daemon(command_line: Settings, environ: Mapping[str, str]) -> Resolved:
     """As `resolve`, for an agent that has nothing to run and waits for jobs in a pool: the pool's store takes the place
     of a job's. Raises `ConfigError`."""
-    return _resolved(_merged(command_line, environ, lambda: "", offers=True), environ, Command("script", ""))
+    return _resolved(
+        _merged(command_line, environ, lambda: "", of_pool=True, hosts=True), environ, Command("script", "")
+    )
 
 
 def resolve_pool(command_line: Settings, environ: Mapping[str, str]) -> RendezvousConfig:
     """Where a pool's store is, for commands; that of this machine where none is named. Raises `ConfigError`."""
-    settings = _merged(command_line, environ, lambda: "", offers=True)
-    rules = check_relations(settings, environ)
+    settings = _merged(command_line, environ, lambda: "", of_pool=True)
+    rules = check_relations(settings, environ, of_pool=True)
     problems = [*settings.problems, *(problem for involved, problem in rules if involved & _MEETING)]
     if problems:
         raise ConfigError(problems)
@@ -133,7 +138,7 @@ def offers_node(command_line: Settings, environ: Mapping[str, str]) -> bool:
 
 def _resolved(settings: Settings, environ: Mapping[str, str], command: Command | None = None) -> Resolved:
     """`command`: what stands for one where there is none to run."""
-    rules = check_relations(settings, environ)
+    rules = check_relations(settings, environ, of_pool=command is not None)
     problems = [*settings.problems, *(problem for _, problem in rules)]
     command = command or _command(settings)
     if command is None and not settings.broken & {target.name for target in TARGETS}:
@@ -164,9 +169,15 @@ def resolve_meeting_place(command_line: Settings, environ: Mapping[str, str]) ->
 
 
 def _merged(
-    command_line: Settings, environ: Mapping[str, str], fresh_id: Callable[[], str], *, offers: bool = False
+    command_line: Settings,
+    environ: Mapping[str, str],
+    fresh_id: Callable[[], str],
+    *,
+    of_pool: bool = False,
+    hosts: bool = False,
 ) -> Settings:
-    """All sources as one, before the relations between the settings are checked."""
+    """All sources as one, before the relations between the settings are checked. `of_pool`: the store is a pool's own,
+    and no job's in it; `hosts`: it may be for this agent to host it."""
     environment = read_environ(environ)
     path = {**environment.given, **command_line.given}.get(CONFIG_FILE.name)
     sources = [read_file(str(path.value))] if path else []
@@ -185,9 +196,9 @@ def _merged(
             )
         merged.given |= source.given if source is not command_line else _meant(command_line, environ)
     derive_slurm(merged, environ)
-    if offers:
+    if of_pool:
         _derive_pool(merged)
-    _derive(merged, fresh_id)
+    _derive(merged, fresh_id, lambda pool: pool_folder(environ) if hosts else pool_folder_here(environ, pool))
     return merged
 
 
@@ -201,7 +212,7 @@ def _meant(command_line: Settings, environ: Mapping[str, str]) -> dict[str, Sett
     return given
 
 
-def _derive(settings: Settings, fresh_id: Callable[[], str]) -> None:
+def _derive(settings: Settings, fresh_id: Callable[[], str], folder: Callable[[str], Path]) -> None:
     """Fill in what follows from other settings, with warnings about what was overruled."""
     if settings[STANDALONE].value:
         origin = settings[STANDALONE].origin
@@ -219,15 +230,17 @@ def _derive(settings: Settings, fresh_id: Callable[[], str]) -> None:
     if settings[MAX_NODES].value is None:
         settings.derive(MAX_NODES, settings[MIN_NODES].value, "default: min-nodes")
     settings.warnings += _derive_static(settings)
-    _derive_meeting_place(settings, fresh_id)
+    _derive_meeting_place(settings, fresh_id, folder)
 
 
 def _derive_pool(settings: Settings) -> None:
     """A daemon's store is that of its pool, on this machine where none is named."""
     settings.derive(JOB_ID, settings[POOL].value or DEFAULT_POOL, settings[POOL].origin)
     settings.derive(POOL, None, "the pool's own store")
-    if settings[ENDPOINT].value is None:
-        settings.derive(BACKEND, DEFAULT.name, "default: the pool of this machine")
+    backend, address = settings[BACKEND].value, settings[ENDPOINT].value
+    if address is None and backend is None:
+        settings.derive(BACKEND, LOCAL.name, "default: the pool of this machine")
+    elif address is None and backend == DEFAULT.name:
         settings.derive(ENDPOINT, StoreAddress((LOCAL_POOL,)), "default: the pool of this machine")
 
 
@@ -253,11 +266,19 @@ def _derive_static(settings: Settings) -> list[str]:
     return [f"{origin} is ignored: a {backend.value} store has another address" for origin in ignored]
 
 
-def _derive_meeting_place(settings: Settings, fresh_id: Callable[[], str]) -> None:
+def _derive_meeting_place(
+    settings: Settings, fresh_id: Callable[[], str], folder: Callable[[str], Path]
+) -> None:
+    """`folder` is where the store of a pool is, when it has no other place."""
     address, origin = settings[ENDPOINT].value, settings[ENDPOINT].origin
     if settings[BACKEND].value is None and address is not None and address.backend is not None:
         settings.derive(BACKEND, address.backend, origin)
     kind = STORES[settings[BACKEND].value or DEFAULT.name]
+    if address is None and kind.of_one_machine:
+        address = StoreAddress(
+            (), kind.name, folder=folder(settings[POOL].value or settings[JOB_ID].value or DEFAULT_POOL)
+        )
+        settings.derive(ENDPOINT, address, "default: this user's folder on this machine")
     if address is not None and not kind.cluster and address.hosts in _HOSTED_HERE:
         address = None
         settings.derive(ENDPOINT, None, f"{origin}: port 0, this agent hosts the store")
@@ -356,6 +377,7 @@ def _rendezvous(settings: Settings) -> RendezvousConfig:
         settings,
         backend=backend,
         endpoints=address.endpoints if address is not None else (),
+        folder=address.folder if address is not None else None,
         etcd=_etcd(settings, address) if backend == ETCD.name else None,
         job_id=job_id,
     )

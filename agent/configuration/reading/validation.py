@@ -35,6 +35,7 @@ from ..rendezvous import (
     JOIN_TIMEOUT,
     LAST_CALL,
     LEASE_TTL,
+    POOL,
     STORE_OUTAGE_GRACE,
 )
 from ..stopping import (
@@ -51,12 +52,17 @@ from ..types.stores import CLUSTERS, SHARED, STORES, in_words
 from .settings import Setting, Settings
 
 
-def check_relations(settings: Settings, environ: Mapping[str, str]) -> list[tuple[set[str], Problem]]:
-    """The broken rules, each with the names of the options that it involves; none where one of them is unreadable."""
+def check_relations(
+    settings: Settings, environ: Mapping[str, str], *, of_pool: bool = False
+) -> list[tuple[set[str], Problem]]:
+    """The broken rules, each with the names of the options that it involves; none where one of them is unreadable.
+
+    `of_pool`: the store is a pool's own, and no job's in it.
+    """
     rules = _Rules(settings)
     _check_nodes_and_times(rules)
     _check_training_timeouts(rules, environ)
-    _check_meeting_place(rules)
+    _check_meeting_place(rules, of_pool=of_pool)
     if settings[BACKEND].value == ETCD.name:
         _check_etcd_endpoints(rules)
         _check_etcd_credentials(rules)
@@ -191,12 +197,27 @@ def _check_training_timeouts(rules: _Rules, environ: Mapping[str, str]) -> None:
         rules.broken.append(({HANG_TIMEOUT.name, PROCESS_GROUP_TIMEOUT.name}, problem))
 
 
-def _check_meeting_place(rules: _Rules) -> None:
+def _check_meeting_place(rules: _Rules, *, of_pool: bool) -> None:
     settings = rules.settings
     backend, address, most = settings[BACKEND], settings[ENDPOINT].value, settings[MAX_NODES]
-    endpoints = address.endpoints if address is not None else ()
+    endpoints, meant = (address.endpoints, address.backend) if address is not None else ((), None)
     kind, shared, clusters = STORES[str(backend.value)], in_words(SHARED), in_words(CLUSTERS)
-    if kind.port is None:
+    if kind.of_one_machine:
+        rules.expect(
+            of_pool or settings[POOL].value is not None,
+            BACKEND,
+            f"{shared}, because only the jobs of a pool can meet in a {kind} store",
+            f"submit the job to this machine's pool (elastic-agent submit), or use --rdzv-backend {shared}",
+            POOL,
+        )
+        rules.expect(
+            address is None or address.backend == kind.name,
+            ENDPOINT,
+            f"a folder, because {kind} ({backend.origin}) is for one machine",
+            f"write {kind}:///FOLDER, or use --rdzv-backend {shared} for a pool of several machines",
+            BACKEND,
+        )
+    elif not kind.shared:
         rules.expect(
             most.value == 1,
             BACKEND,
@@ -224,7 +245,7 @@ def _check_meeting_place(rules: _Rules) -> None:
             address is None or address.backend is None,
             ENDPOINT,
             f"an endpoint of {kind} ({backend.origin})",
-            f"use --rdzv-backend {clusters}, which the URL stands for, or write HOST:PORT",
+            f"use --rdzv-backend {meant}, which the URL stands for, or write HOST:PORT",
             BACKEND,
         )
         rules.expect(

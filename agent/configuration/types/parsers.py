@@ -236,6 +236,8 @@ class StoreAddress:
     hosts: tuple[tuple[str, int | None], ...]
     backend: str | None = None
     prefix: str | None = None
+    folder: Path | None = None
+    """On this machine, in place of hosts."""
 
     def with_ports(self, default: int) -> StoreAddress:
         return replace(
@@ -249,11 +251,17 @@ class StoreAddress:
 
     def __str__(self) -> str:
         scheme = f"{self.backend}://" if self.backend else ""
+        if self.folder is not None:
+            return f"{scheme}{self.folder}"
         return f"{scheme}{','.join(map(str, self.endpoints))}{self.prefix or ''}"
 
 
 def _read_store_address(text: str) -> StoreAddress:
     before, url, after = text.partition("://")
+    if url and before in STORES and STORES[before].of_one_machine:
+        if not os.path.isabs(after) or "\0" in after:
+            raise ValueError(f"write the whole path of a folder, from / on: {before}:///FOLDER")
+        return StoreAddress((), before, folder=Path(os.path.normpath(after)))
     if "@" in text:
         raise ValueError(
             "a user and a password do not belong here: use --etcd-user NAME and --etcd-password-file FILE, or the"
@@ -387,7 +395,7 @@ INTERFACE = Parser(
 PATH = Parser(TEXT.expects, lambda text: Path(read_text(text)))
 STORE_ADDRESS = Parser(
     "HOST or HOST:PORT, with etcd several with commas between, or etcd://HOST:PORT,.../PREFIX;"
-    " ports from 0 to 65535",
+    " for a pool of one machine local:///FOLDER; ports from 0 to 65535",
     _read_store_address,
     _without_credentials,
 )

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 from ....rendezvous.c10d.kind import C10D
 from ....rendezvous.etcd.kind import ETCD
+from ....rendezvous.local.kind import LOCAL
 from ....rendezvous.store.memory import MEMORY
 
-STORES = {kind.name: kind for kind in (C10D, ETCD, MEMORY)}
+STORES = {kind.name: kind for kind in (C10D, ETCD, LOCAL, MEMORY)}
 
 ALONE = MEMORY
 """Of a node that no other one can join, where none is chosen."""
@@ -17,7 +18,7 @@ DEFAULT = C10D
 """Else."""
 
 SHARED = tuple(kind for kind in STORES.values() if kind.port is not None)
-"""Several nodes can meet there."""
+"""Nodes of several machines can meet there."""
 
 CLUSTERS = tuple(kind for kind in STORES.values() if kind.cluster)
 

@@ -228,7 +228,8 @@ class StoreSource(Source):
         return [self._found(snapshot.entries)]
 
     def _found(self, entries: Iterable[Entry]) -> Found:
-        where = f"{self._rendezvous.backend} store {', '.join(map(str, self._rendezvous.endpoints))}"
+        place = ", ".join(map(str, self._rendezvous.endpoints)) or self._rendezvous.folder
+        where = f"{self._rendezvous.backend} store {place}"
         try:
             return found_in_store(where, self._rendezvous.job_id, entries)
         except RecordInvalid as error:

@@ -21,16 +21,18 @@ from typing import Annotated, Any
 from ....codec import Document, Invalid, shown
 from ....rendezvous.records import Endpoint
 from ....rendezvous.text import clean
-from ...configuration.rendezvous import BACKEND, ENDPOINT, ETCD_OPTIONS, JOB_ID
+from ...common.pool_folder import SERVICES
+from ...configuration.rendezvous import BACKEND, ENDPOINT, ETCD_OPTIONS, JOB_ID, POOL
 from ...configuration.types.option import Source
 
 log = logging.getLogger(__name__)
 
 RUN_DIR_PREFIX = "elastic-agent-"
-SERVICES = Path("/run/elastic-agent")
 SCHEMA = 1
 STORE_OPTIONS = tuple(
-    option.name for option in (BACKEND, ENDPOINT, JOB_ID, *ETCD_OPTIONS) if Source.FILE in option.sources
+    option.name
+    for option in (BACKEND, ENDPOINT, JOB_ID, POOL, *ETCD_OPTIONS)
+    if Source.FILE in option.sources
 )
 MAX_PARENT_BYTES = 64
 """Bytes. The path of a UNIX socket has at most 107, and a run directory holds some."""

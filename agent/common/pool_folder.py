@@ -1,0 +1,31 @@
+"""Where the store of a pool is that has no other place: in a folder of this user's own on this machine."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from .own_folder import path_of
+
+SERVICES = Path("/run/elastic-agent")
+"""Our systemd unit gives each service a folder below it."""
+_NAME = "elastic-agent-pool-"
+
+
+def pool_folder(environ: Mapping[str, str]) -> Path:
+    """A daemon's: that of its service, which has a /tmp of its own, else one in the temporary directory."""
+    given = environ.get("RUNTIME_DIRECTORY", "").partition(":")[0]
+    return Path(given) if os.path.isabs(given) else path_of(_NAME)
+
+
+def pool_folder_here(environ: Mapping[str, str], pool: str) -> Path:
+    """A command's, which may run outside of the daemon's service: where there is a store of this pool."""
+    usual = pool_folder(environ)
+    try:
+        services = sorted(SERVICES.iterdir())
+    except OSError:
+        services = []
+    places = (usual, Path(tempfile.gettempdir(), usual.name), *services)
+    return next((place for place in places if os.access(place / f"{pool}.sock", os.W_OK)), usual)
