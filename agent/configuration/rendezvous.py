@@ -195,7 +195,6 @@ class RendezvousConfig:
     backend: str = ALONE.name
     endpoints: tuple[Endpoint, ...] = ()
     """etcd: one or more; c10d: one, or none and this agent hosts the store."""
-    folder: Path | None = None  # with local only
     etcd: EtcdConfig | None = None  # with etcd only
     job_id: str = "default"
     join_timeout_s: float = JOIN_TIMEOUT.field()
@@ -207,6 +206,7 @@ class RendezvousConfig:
     """In whose store the job is, which a daemon of the pool may host; None: in one of its own."""
     node_rank: int | None = NODE_RANK.field()
     """Orders nodes that join together; None: after those that have one, in the order of their arrival."""
+    folder: Path | None = None  # with local only
 
     @property
     def kind(self) -> StoreKind:

@@ -135,10 +135,11 @@ def connect_to_store(rendezvous: RendezvousConfig, places: tuple[Endpoint, ...] 
         return _connect(rendezvous, access)
     assert rendezvous.folder is not None, "the configuration names one"
     try:
-        make_own(rendezvous.folder)
+        make_own(rendezvous.folder, readable=True)  # all that is in it is for this user alone
     except OSError as error:
         raise StoreRefused(
-            f"{error}: the store of a pool of one machine needs a folder of this user's alone"
+            f"{error}: the store of this machine's pool needs a folder that no other user can write to; choose one with "
+            "--rdzv-endpoint local:///FOLDER"
         ) from error
     return offer(access)
 

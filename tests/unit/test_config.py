@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
@@ -19,7 +20,7 @@ from elastic_agent.agent.common.ports import PortRange
 from elastic_agent.agent.configuration.config import Config, ConfigError
 from elastic_agent.agent.configuration.logs import LogConfig
 from elastic_agent.agent.configuration.options import GROUPS, OPTIONS
-from elastic_agent.agent.configuration.reading.resolve import Resolved, resolve
+from elastic_agent.agent.configuration.reading.resolve import Resolved, resolve, resolve_daemon, resolve_pool
 from elastic_agent.agent.configuration.reading.sources import MOST_FILE_BYTES, read_argv
 from elastic_agent.agent.configuration.reading.torchrun_spellings import (
     IGNORED_RDZV_CONF_KEYS,
@@ -309,7 +310,7 @@ def test_one_pass_reports_the_problems_of_all_sources(tmp_path: Path) -> None:
         "--lease-ttl '0.1': expected a duration from 1 s",
         "--node-id 'a/b': expected 1 to 64 characters",
         "--last-call: expected a duration from 0 s",
-        "--rdzv-backend 'etcd-v2': expected c10d, etcd or memory; etcd 3.6 has removed that interface",
+        "--rdzv-backend 'etcd-v2': expected c10d, etcd, local or memory; etcd 3.6 has removed that interface",
     ):
         assert expected in found
     assert found.count("\n") == 10
@@ -361,6 +362,49 @@ def test_where_the_nodes_meet(
     assert (rendezvous.backend, rendezvous.endpoints, rendezvous.job_id) == (backend, endpoints, job_id)
 
 
+POOL_FOLDER = Path(tempfile.gettempdir(), f"elastic-agent-pool-{os.geteuid()}")
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "backend", "endpoints", "folder", "pool"),
+    [
+        ("", {}, "local", (), POOL_FOLDER, "pool"),
+        ("--pool p", {}, "local", (), POOL_FOLDER, "p"),
+        ("", {"RUNTIME_DIRECTORY": "/run/a:/run/b"}, "local", (), Path("/run/a"), "pool"),
+        ("", {"RUNTIME_DIRECTORY": "a"}, "local", (), POOL_FOLDER, "pool"),
+        ("--rdzv-backend local", {}, "local", (), POOL_FOLDER, "pool"),
+        ("--rdzv-endpoint local:///x/./y/", {}, "local", (), Path("/x/y"), "pool"),
+        ("--rdzv-backend c10d", {}, "c10d", (Endpoint("127.0.0.1", 29401),), None, "pool"),
+        ("--rdzv-endpoint h", {}, "c10d", (Endpoint("h", 29400),), None, "pool"),
+        ("--rdzv-endpoint etcd://127.0.0.1", {}, "etcd", (Endpoint("127.0.0.1", 2379),), None, "pool"),
+    ],
+)
+def test_where_a_pool_is(
+    argv: str,
+    environ: dict[str, str],
+    backend: str,
+    endpoints: tuple[Endpoint, ...],
+    folder: Path | None,
+    pool: str,
+) -> None:
+    """For a daemon and for the commands alike."""
+    words = read_argv(argv.split())
+    for found in (resolve_daemon(words, environ).config.rendezvous, resolve_pool(words, environ)):
+        assert (found.backend, found.endpoints, found.folder) == (backend, endpoints, folder)
+        assert (found.job_id, found.pool) == (pool, None)
+
+
+def test_a_job_of_this_machines_pool_meets_in_its_store(script: str) -> None:
+    argv = ["--rdzv-backend=local", "--rdzv-endpoint=local:///f", "--pool=p", "--rdzv-id=j", "--max-nodes=3"]
+    config = run_resolve([*argv, script]).config
+    assert (config.rendezvous.folder, config.rendezvous.pool, config.rendezvous.job_id) == (
+        Path("/f"),
+        "p",
+        "j",
+    )
+    assert config.solitary, "loopback will do"
+
+
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [
@@ -382,6 +426,28 @@ def test_where_the_nodes_meet(
         (
             "--rdzv-backend memory --rdzv-endpoint a:1",
             "--rdzv-backend 'memory': expected c10d or etcd, because an endpoint",
+        ),
+        (
+            "--rdzv-backend local",
+            "--rdzv-backend 'local': expected c10d or etcd, because only the jobs of a pool can meet in a local store;"
+            " submit the job to this machine's pool (elastic-agent submit), or use --rdzv-backend c10d or etcd",
+        ),
+        (
+            "--rdzv-endpoint local:///f",
+            "--rdzv-endpoint 'local': expected c10d or etcd, because only the jobs of a pool",
+        ),
+        (
+            "--pool p --rdzv-backend local --rdzv-endpoint a:1",
+            "--rdzv-endpoint 'a:1': expected a folder, because local (--rdzv-backend) is for one machine;"
+            " write local:///FOLDER, or use --rdzv-backend c10d or etcd for a pool of several machines",
+        ),
+        (
+            "--rdzv-backend c10d --rdzv-endpoint local:///f",
+            "--rdzv-endpoint 'local:///f': expected an endpoint of c10d (--rdzv-backend); use --rdzv-backend local",
+        ),
+        (
+            "--rdzv-endpoint local://f",
+            "--rdzv-endpoint 'local://f': expected HOST or HOST:PORT",
         ),
         (
             "--rdzv-endpoint node1:0",
