@@ -138,8 +138,8 @@ def connect_to_store(rendezvous: RendezvousConfig, places: tuple[Endpoint, ...] 
         make_own(rendezvous.folder, readable=True)  # all that is in it is for this user alone
     except OSError as error:
         raise StoreRefused(
-            f"{error}: the store of this machine's pool needs a folder that no other user can write to; choose one with "
-            "--rdzv-endpoint local:///FOLDER"
+            f"{error}: the store of this machine's pool needs a folder that no other user can write to; choose one "
+            "with --rdzv-endpoint local:///FOLDER"
         ) from error
     return offer(access)
 

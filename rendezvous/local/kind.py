@@ -40,7 +40,8 @@ def _offer(access: Access) -> Store:
         try:
             found.append(LocalHost(place))
         except HostedAlready:
-            found.append(LocalStore.connect(place, _TRY_S, answer_timeout_s))
+            store = LocalStore.connect(place, _TRY_S, answer_timeout_s, take_over=lambda: LocalHost(place))
+            found.append(store)
 
     retry_connect(find, deadline, random.Random())
     return found[0]
@@ -53,7 +54,7 @@ def _place(access: Access) -> Place:
 
 LOCAL = StoreKind(
     "local",
-    "that of a pool whose nodes are all on this machine; its first daemon hosts it, over a UNIX socket for this user"
+    "that of a pool whose nodes are all on this machine; one of its daemons hosts it, over a UNIX socket for this user"
     " alone, and its queue outlives that daemon",
     _connect,
     offer=_offer,

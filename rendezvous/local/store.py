@@ -8,6 +8,9 @@ A call is answered within the request timeout, or raises within it:
                           while all other keys do. What this client held is gone until it asks for a new lease
     another version's     StoreMismatch: leave
 
+A client that may host (`take_over`) does so as soon as it finds that no process does: in a daemon that has joined
+another's store, so that the end of that one costs it its lease and no more. It goes on to call over the socket.
+
 A call has a connection to itself while it is under way, and leaves it to the next one; a watch keeps its own. There are
 no threads here: whoever waits does so on its connection, with a deadline.
 """
@@ -15,10 +18,12 @@ no threads here: whoever waits does so on its connection, with a deadline.
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -46,10 +51,12 @@ from ..store.wire import (
     encode_request,
     refused,
 )
-from .connection import Connection, Cut, connect
+from .connection import Connection, Cut, NotHosted, connect
 from .place import Place
 
 REQUEST_TIMEOUT_S = 5.0
+
+log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
@@ -57,8 +64,13 @@ R = TypeVar("R")
 class LocalStore(Store):
     """The client's end of a store that another process hosts. Made by `connect`."""
 
-    def __init__(self, place: Place, request_timeout_s: float) -> None:
+    def __init__(
+        self, place: Place, request_timeout_s: float, take_over: Callable[[], Store] | None = None
+    ) -> None:
         self._place = place
+        self._take_over = take_over
+        self._taking_over = threading.Lock()
+        self._own_host: Store | None = None
         self._request_timeout_s = request_timeout_s
         self._client = uuid.uuid4().hex
         self._link = 1
@@ -78,13 +90,16 @@ class LocalStore(Store):
         timeout_s: float,
         request_timeout_s: float = REQUEST_TIMEOUT_S,
         rng: random.Random | None = None,
+        *,
+        take_over: Callable[[], Store] | None = None,
     ) -> LocalStore:
-        """Join the store that another process hosts, or will host soon.
+        """Join the store that another process hosts, or will host soon. `take_over` hosts it in this process, or raises
+        StoreUnavailable.
 
         Raises StoreUnavailable when `timeout_s` seconds of trying were not enough, StoreRefused and StoreMismatch at
         once.
         """
-        store = cls(place, request_timeout_s)
+        store = cls(place, request_timeout_s, take_over)
         deadline = time.monotonic() + timeout_s
         try:
             retry_connect(lambda: store._give_back(store._take(deadline)), deadline, rng or random.Random())
@@ -119,6 +134,9 @@ class LocalStore(Store):
                 connection.end()
         for connection in idle:
             self._discard(connection)
+        with self._taking_over:
+            if self._own_host is not None:
+                self._own_host.close()
 
     def _call(self, call: Call, expected: type[R]) -> R:
         deadline = time.monotonic() + self._request_timeout_s
@@ -217,13 +235,28 @@ class LocalStore(Store):
 
     def _open(self, deadline: float) -> Connection:
         self._check_open()
-        connection = connect(self._place, deadline)
+        try:
+            connection = connect(self._place, deadline)
+        except NotHosted:
+            if not self._hosts_now():
+                raise
+            connection = connect(self._place, deadline)
         with self._lock:
             self._all.add(connection)
         if self._closed:
             self._discard(connection)
         self._check_open()
         return connection
+
+    def _hosts_now(self) -> bool:
+        """Whether this process has taken the host's place. Raises StoreUnavailable."""
+        with self._taking_over:
+            self._check_open()
+            if self._take_over is None or self._own_host is not None:
+                return self._own_host is not None
+            self._own_host = self._take_over()
+        log.info("the agent that has hosted the pool's store has ended: this one hosts it from now on")
+        return True
 
     def _give_back(self, connection: Connection) -> None:
         with self._lock:

@@ -79,8 +79,7 @@ def host_process(place: Place) -> Iterator[Callable[[], subprocess.Popen[str]]]:
 
         def start() -> subprocess.Popen[str]:
             process = start_local_process(place.folder)
-            ends.callback(process.communicate)
-            ends.callback(process.kill)
+            ends.callback(end, process)
             return process
 
         yield start
@@ -95,8 +94,13 @@ def values(store: Store) -> dict[str, str]:
 
 
 def end(process: subprocess.Popen[str]) -> None:
+    """Also one that has ended."""
     process.kill()
-    process.communicate()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(BrokenPipeError):
+                pipe.close()
 
 
 def eventually(holds: Callable[[], bool]) -> None:
@@ -203,6 +207,66 @@ def test_of_several_that_start_at_once_one_hosts_and_the_others_meet_there(place
             for process in processes:
                 end(process)
         assert place.socket.exists(), "a killed host removes nothing"
+
+
+WORKER = """
+import sys, time
+from pathlib import Path
+from elastic_agent.rendezvous.errors import StoreError
+from elastic_agent.rendezvous.local.kind import LOCAL
+from elastic_agent.rendezvous.store.interface import Put
+from elastic_agent.rendezvous.store.store_kind import Access
+store = LOCAL.offer(Access((), "pool", 20.0, 30.0, Path(sys.argv[1])))
+print("there", flush=True)
+for number in range(1_000_000):
+    try:
+        store.transact((), (Put(f"alive/{sys.argv[2]}", str(number)),))
+    except StoreError:
+        pass
+    time.sleep(0.01)
+"""
+
+
+def test_when_the_host_is_killed_one_of_the_others_takes_its_place(place: Place) -> None:
+    with ExitStack() as ends:
+        processes = []
+        for number in range(4):
+            process = subprocess.Popen(
+                [sys.executable, "-c", WORKER, str(place.folder), str(number)],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            ends.callback(end, process)
+            assert process.stdout is not None
+            assert process.stdout.readline() == "there\n"
+            processes.append(process)
+
+        def host() -> int:
+            with closing(socket.socket(socket.AF_UNIX)) as asked:
+                asked.connect(str(place.socket))
+                credentials = asked.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            return int.from_bytes(credentials[:4], sys.byteorder)
+
+        known = values_there(place)
+        while len(processes) > 1:
+            (hosting,) = [process for process in processes if process.pid == host()]
+            end(hosting)
+            processes.remove(hosting)
+            alive = {f"alive/{process.args[-1]}" for process in processes}  # type: ignore[index]
+            eventually(partial(known_again, place, known, alive))
+            assert values_there(place).keys() == known.keys(), "nothing is lost"
+            known = values_there(place)
+
+
+def values_there(place: Place) -> dict[str, str]:
+    with closing(LocalStore.connect(place, PATIENCE_S)) as store:
+        return values(store)
+
+
+def known_again(place: Place, before: dict[str, str], alive: set[str]) -> bool:
+    """All of these have written since."""
+    found = values_there(place)
+    return all(int(found[key]) > int(before[key]) for key in alive)
 
 
 def test_a_second_host_is_refused_and_harms_the_first_in_nothing(
@@ -478,6 +542,7 @@ def test_a_host_that_stands_still_is_unavailable_in_time_and_used_again_when_it_
     watch = store.watch(("",), store.read(()).revision)
     assert watch.next(0.05) == ()
     process.send_signal(signal.SIGSTOP)
+    eventually(lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
     for _ in range(2):
         began = time.monotonic()
         with pytest.raises(StoreUnavailable, match="hangs"):
