@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from ..errors import Compacted, StoreClosed, StoreUnavailable
 from ..records import WORLD_KEY, World
 from ..store.interface import Change, Compare, Delete, Outcome, Put, in_scopes
+from ..store.kv_state import KvState
 from ..store.memory import MemoryStore
 from ..store.wire import (
     PARKED_S,
@@ -96,7 +97,7 @@ class C10dHost(MemoryStore):
         from torch.distributed import DistError, TCPStore
 
         # What counts in the store of one host means nothing in that of the next one: no revision, no lease of it.
-        super().__init__(clock, base=random.SystemRandom().randrange(BASES) * BASE_STEP)
+        super().__init__(clock, KvState(base=random.SystemRandom().randrange(BASES) * BASE_STEP))
         self._remember = remember
         if past is not None:
             self.transact((), (Put(WORLD_KEY, past.carried_over().to_json()),))

@@ -2,9 +2,12 @@
 
 Its own threads call it directly. What comes over the socket is read and answered by one thread, local-store, that
 blocks on nothing but its selector; a transaction that changes a key without a lease is answered when it is on disk
-(`journal`). A process of another user, root's apart, is turned away as it connects. Each connection may hold so many
-bytes, so many calls without an answer, and the beginning of a message for so long; one that sends anything else than
-calls of ours is cut, and nothing happens to the others.
+(`journal`). The next host goes on with all keys and leases: each lease has its whole time to live again, but for those
+of processes that have ended.
+
+A process of another user, root's apart, is turned away as it connects. Each connection may hold so many bytes, so many
+calls without an answer, and the beginning of a message for so long; one that sends anything else than calls of ours is
+cut, and nothing happens to the others.
 
 All of this is on one machine: nothing that has seen a change survives the loss of power that could undo it, so a change
 is seen by all at once, and only its author waits for the disk.
@@ -25,10 +28,11 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..errors import Compacted, StoreClosed, StoreError, StoreUnavailable
-from ..store.interface import Compare, Delete, LeaseId, Outcome, Put
+from ..store.interface import Compare, Delete, Entry, LeaseId, Outcome, Put
+from ..store.kv_state import KvState
 from ..store.memory import MemoryStore
 from ..store.wire import (
     PARKED_S,
@@ -37,6 +41,8 @@ from ..store.wire import (
     Caller,
     CallInvalid,
     Changes,
+    Grant,
+    Granted,
     LongPoll,
     Refused,
     Reply,
@@ -50,8 +56,8 @@ from ..store.wire import (
 )
 from ..threads import Thread
 from .frames import FrameInvalid, Frames, frame
-from .journal import Begun, Damaged, Journal, Past, parse
-from .place import HostLock, Place, user_of
+from .journal import Begun, Damaged, Ended, Journal, Leased, Line, Past, Written, parse
+from .place import HostLock, Place, process_of, start_of, user_of
 
 MOST_CONNECTIONS = 2048
 MOST_UNANSWERED = 64
@@ -63,6 +69,8 @@ FULL_PAUSE_S = 0.5
 """No connection is accepted for so long when this process has no file descriptor left."""
 DISK_S = 10.0
 """How long a thread of this process waits for the disk."""
+ENDED_S = 1.0
+"""How long the lease of a process lives on that ended with, or before, the last host: what it has started ends, too."""
 BASES, BASE_STEP = 2**20, 2**32
 """The first host counts revisions and leases from a multiple of the step, drawn at random, and each one after it from
 the next multiple: none comes so far."""
@@ -115,9 +123,14 @@ class LocalHost(MemoryStore):
             self._lock = HostLock(place)
             try:
                 past = _past(place)
-                super().__init__(clock, base=past.base, past=past.entries)
-                begun = Begun(place.job, past.base)
-                self._journal = Journal(place.state, begun, self._state.all_without_lease, self._changed)
+                super().__init__(clock, KvState(base=past.base, ended=self._lease_ended))
+                self._base = past.base
+                self._leases = {one.lease: one for one in past.leases}
+                left_s = {one.lease: _left_s(one) for one in past.leases}
+                self._state.restore(past.entries, left_s, past.lease_of, clock())
+                self._journal = Journal(
+                    place.state, Begun(place.job, past.base), self._content, self._changed
+                )
                 self._listener = _listen(place)
             except BaseException:
                 self._lock.release()
@@ -144,9 +157,7 @@ class LocalHost(MemoryStore):
         self._thread.start()
 
     def grant(self, ttl_s: float) -> LeaseId:
-        lease = super().grant(ttl_s)
-        self._look()  # it may expire earlier than any other
-        return lease
+        return self._grant(ttl_s, os.getpid())
 
     def revoke(self, lease: LeaseId) -> None:
         super().revoke(lease)
@@ -172,20 +183,40 @@ class LocalHost(MemoryStore):
         self._thread.join()
         self._end()
 
+    def _grant(self, ttl_s: float, pid: int) -> LeaseId:
+        with self._changed:
+            lease = super().grant(ttl_s)
+            self._leases[lease] = Leased(lease, ttl_s, pid, start_of(pid))
+            self._journal.add(self._leases[lease])
+        self._look()  # it may expire earlier than any other
+        return lease
+
+    def _lease_ended(self, lease: LeaseId) -> None:
+        del self._leases[lease]
+        self._journal.add(Ended(lease))
+
+    def _content(self) -> list[Line]:
+        """All that the next host needs."""
+        return [*self._leases.values(), *(self._written((entry,)) for entry in self._state.entries())]
+
+    def _written(self, entries: tuple[Entry, ...], deleted: tuple[str, ...] = ()) -> Written:
+        lease_of = {entry.key: self._state.lease_of(entry.key) for entry in entries}
+        return Written(entries, deleted, {key: lease for key, lease in lease_of.items() if lease is not None})
+
     def _transact(
         self, compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...]
     ) -> tuple[Outcome, bool]:
         """The outcome, and whether the disk must have it before it is known."""
         with self._changed:
             outcome = super().transact(compares, writes)
-            if not outcome.succeeded:
+            if not (outcome.succeeded and writes):
                 return outcome, False
-            keys = dict.fromkeys(write.key for write in writes)
-            lasting = {key: self._state.without_lease(key) for key in keys}
-            entries = [entry for entry in lasting.values() if entry is not None]
-            return outcome, self._journal.add(
-                entries, (key for key, entry in lasting.items() if entry is None)
+            now = {write.key: self._state.entry(write.key) for write in writes}
+            entries = tuple(entry for entry in now.values() if entry is not None)
+            self._journal.add(
+                self._written(entries, tuple(key for key, entry in now.items() if entry is None))
             )
+            return outcome, any(isinstance(write, Delete) or write.lease is None for write in writes)
 
     def _not_kept(self, error: OSError) -> StoreUnavailable:
         return StoreUnavailable(
@@ -310,7 +341,11 @@ class LocalHost(MemoryStore):
         return True
 
     def _do(self, connection: _Connection, caller: Caller, call: Call) -> None:
-        if isinstance(call, LongPoll):
+        if isinstance(call, Grant):
+            result: Result = Granted(self._grant(call.ttl_s, process_of(connection.socket)))
+        elif isinstance(call, LongPoll) and call.after_revision < self._base:
+            result = Refused("Compacted", f"changes up to revision {self._base} were seen by an earlier host")
+        elif isinstance(call, LongPoll):
             result = carry_out(self, call)
             if isinstance(result, Changes) and not result.changes:
                 until = self._clock() + PARKED_S
@@ -467,13 +502,19 @@ class LocalHost(MemoryStore):
                 self._wake = -1
 
 
+def _left_s(leased: Leased) -> float:
+    """A process that is not seen from here may live."""
+    lives = not leased.pid or start_of(leased.pid) == leased.started
+    return leased.ttl_s if lives else min(leased.ttl_s, ENDED_S)
+
+
 def _past(place: Place) -> Past:
     """What the host before has left, for one that counts above all that it has counted. Raises OSError."""
     fresh = random.SystemRandom().randrange(BASES) * BASE_STEP
     try:
         past = parse(place.state.read_bytes())
     except FileNotFoundError:
-        return Past(place.job, fresh, ())
+        return Past(place.job, fresh)
     except Damaged as damage:
         aside = place.state.with_name(f"{place.state.name}.damaged-{time.time_ns()}")
         place.state.rename(aside)
@@ -484,14 +525,14 @@ def _past(place: Place) -> Past:
             damage,
             aside,
         )
-        return Past(place.job, fresh, ())
+        return Past(place.job, fresh)
     if past.torn_bytes:
         _log.warning(
             "dropped the last %d bytes of %s: its host ended while it wrote them, and nothing in them was answered",
             past.torn_bytes,
             place.state,
         )
-    return Past(place.job, (past.base // BASE_STEP + 1) * BASE_STEP, past.entries)
+    return replace(past, base=(past.base // BASE_STEP + 1) * BASE_STEP)
 
 
 def _listen(place: Place) -> socket.socket:

@@ -1,8 +1,9 @@
-"""What the local store keeps for its next host: all keys without a lease, in a file that a line is added to with each
-transaction that changes them.
+"""What the local store keeps for its next host: a file that a line is added to with each change.
 
     CHECKSUM DURABLE {"v": 1, "kind": "begun", "job": "pool", "base": 21474836480}
-    CHECKSUM DURABLE {"v": 1, "kind": "written", "entries": [...], "deleted": [...]}
+    CHECKSUM DURABLE {"v": 1, "kind": "leased", "lease": 21474836481, "ttl_s": 5.0, "pid": 4711, "started": 90210}
+    CHECKSUM DURABLE {"v": 1, "kind": "written", "entries": [...], "deleted": [...], "lease_of": {...}}
+    CHECKSUM DURABLE {"v": 1, "kind": "ended", "lease": 21474836481}
 
 DURABLE is how many bytes of the file were known to be on disk when the line was written. By that a reader tells the
 torn end of a host that lost its power (nothing in it was ever answered: it is dropped) from damage to what was on disk
@@ -20,13 +21,13 @@ import logging
 import os
 import queue
 import zlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
-from ...codec import Codec, Count, Invalid, Text
-from ..store.interface import Entry
+from ...codec import Codec, Count, Invalid, Text, Within
+from ..store.interface import Entry, LeaseId
 from ..threads import Thread
 
 SCHEMA = 1
@@ -45,13 +46,35 @@ class Begun:
 
     job: Annotated[str, Text(128)]
     base: Count
-    """All revisions of the host that has written the file are above it, but for those that it has found."""
+    """All revisions and leases of the host that has written the file are above it, but for those that it has found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """A lease, and the process that has asked for it: one with its number that began at another time is another."""
+
+    lease: LeaseId
+    ttl_s: Annotated[float, Within(0, 86400)]
+    pid: Count
+    started: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """All keys under this lease have gone with it."""
+
+    lease: LeaseId
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
     entries: tuple[Entry, ...]
     deleted: tuple[str, ...]
+    lease_of: dict[str, LeaseId]
+    """By key, for those of the entries that have one."""
+
+
+Line: TypeAlias = Begun | Leased | Ended | Written
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +83,9 @@ class Past:
 
     job: str
     base: int
-    entries: tuple[Entry, ...]
+    entries: tuple[Entry, ...] = ()
+    leases: tuple[Leased, ...] = ()
+    lease_of: Mapping[str, LeaseId] = field(default_factory=dict)
     torn_bytes: int = 0
     """At the end of the file, which were dropped."""
 
@@ -69,15 +94,15 @@ class Damaged(ValueError):
     """The file has held what cannot be read any more."""
 
 
-_LINES: Codec[Begun | Written] = Codec((Begun, Written), SCHEMA, 2**31)
+_LINES: Codec[Line] = Codec((Begun, Leased, Ended, Written), SCHEMA, 2**31)
 
 
-def encode(line: Begun | Written, durable: int) -> bytes:
+def encode(line: Line, durable: int) -> bytes:
     said = b"%d %s" % (durable, _LINES.encode(line))
     return b"%08x %s" % (zlib.crc32(said), said)
 
 
-def _decode(raw: bytes) -> tuple[int, Begun | Written]:
+def _decode(raw: bytes) -> tuple[int, Line]:
     """Raises ValueError."""
     checksum, _, said = raw.partition(b" ")
     if not raw.endswith(b"\n") or len(checksum) != 8 or int(checksum, 16) != zlib.crc32(said):
@@ -88,8 +113,7 @@ def _decode(raw: bytes) -> tuple[int, Begun | Written]:
 
 def parse(raw: bytes) -> Past:
     """Raises Damaged."""
-    entries: dict[str, Entry] = {}
-    begun: Begun | None = None
+    held, begun = _Held(), None
     offset, torn_at = 0, None
     for number, text in enumerate(raw.splitlines(keepends=True), 1):
         try:
@@ -105,14 +129,40 @@ def parse(raw: bytes) -> Past:
                 raise Damaged(f"the line at byte {torn_at} cannot be read, and it was on disk")
             if torn_at is None and isinstance(line, Begun):
                 begun = line
-            elif torn_at is None and isinstance(line, Written):
-                entries |= {entry.key: entry for entry in line.entries}
-                for key in line.deleted:
-                    entries.pop(key, None)
+            elif torn_at is None:
+                held.read(line)
         offset += len(text)
     if begun is None:
         raise Damaged("it is empty")
-    return Past(begun.job, begun.base, tuple(entries.values()), 0 if torn_at is None else len(raw) - torn_at)
+    torn_bytes = 0 if torn_at is None else len(raw) - torn_at
+    entries, leases = tuple(held.entries.values()), tuple(held.leases.values())
+    return Past(begun.job, begun.base, entries, leases, held.lease_of, torn_bytes)
+
+
+class _Held:
+    """After some lines."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+        self.leases: dict[LeaseId, Leased] = {}
+        self.lease_of: dict[str, LeaseId] = {}
+
+    def read(self, line: Line) -> None:
+        match line:
+            case Leased():
+                self.leases[line.lease] = line
+            case Ended(lease):
+                self.leases.pop(lease, None)
+                self._delete([key for key, owner in self.lease_of.items() if owner == lease])
+            case Written():
+                self._delete([*line.deleted, *(entry.key for entry in line.entries)])
+                self.entries |= {entry.key: entry for entry in line.entries}
+                self.lease_of |= line.lease_of
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self.entries.pop(key, None)
+            self.lease_of.pop(key, None)
 
 
 class Journal:
@@ -122,15 +172,15 @@ class Journal:
         self,
         path: Path,
         begun: Begun,
-        content: Callable[[], tuple[Entry, ...]],
+        content: Callable[[], Sequence[Line]],
         lock: contextlib.AbstractContextManager[object],
     ) -> None:
         """`content` is all that the file must hold, and is called under `lock`. Raises OSError."""
         self._path, self._begun, self._content, self._lock = path, begun, content, lock
-        self._keys: set[str] = set()
-        """All that the file has a word about."""
         self._fd = -1
         self._size = self._durable = self._size_when_new = 0
+        self._asked = False
+        """The thread was woken to write the file anew."""
         self._behind = True
         """The file lacks what the host has: only a new one has it all."""
         self._since: list[bytes] | None = None
@@ -140,26 +190,22 @@ class Journal:
         self._thread = Thread(self._work, "local-disk")
         self._thread.start()
 
-    def add(self, entries: Iterable[Entry], keys: Iterable[str]) -> bool:
-        """Entries without a lease that were written, and all `keys` whose entries have gone or have a lease now.
-
-        False when there is nothing to keep. It is on disk when `when_on_disk` says so, and not before.
-        """
-        written = Written(tuple(entries), tuple(key for key in keys if key in self._keys))
-        if not written.entries and not written.deleted:
-            return False
-        self._keys -= set(written.deleted)
-        self._keys |= {entry.key for entry in written.entries}
-        line = encode(written, 0 if self._since is not None else self._durable)
+    def add(self, line: Line) -> None:
+        """It outlives this process from now on, and the machine's power when `when_on_disk` says so."""
+        raw = encode(line, 0 if self._since is not None else self._durable)
         if self._since is not None:
-            self._since.append(line)
-        if not self._behind:
-            try:
-                self._write(self._fd, line)
-                self._size += len(line)
-            except OSError as error:
-                self._fall_behind(error)
-        return True
+            self._since.append(raw)
+        if self._behind:
+            return
+        try:
+            self._write(self._fd, raw)
+        except OSError as error:
+            self._fall_behind(error)
+            return
+        self._size += len(raw)
+        if self._is_long and not self._asked:
+            self._asked = True
+            self.when_on_disk(lambda error: None)
 
     def when_on_disk(self, call: OnDisk) -> None:
         self._waiting.put(call)
@@ -194,7 +240,7 @@ class Journal:
     def _bring_to_disk(self) -> None:
         with self._lock:
             size, behind = self._size, self._behind
-            anew = behind or size > 2 * self._size_when_new + SPARE_BYTES
+            anew, self._asked = behind or self._is_long, False
         if anew:
             try:
                 self._write_anew()
@@ -209,9 +255,13 @@ class Journal:
             with self._lock:
                 self._durable = size
 
+    @property
+    def _is_long(self) -> bool:
+        return self._size > 2 * self._size_when_new + SPARE_BYTES
+
     def _write_anew(self) -> None:
         with self._lock:
-            entries = self._content()
+            content = self._content()
             self._since = []
         new = self._path.with_name(f"{self._path.name}.new")
         fd = os.open(
@@ -219,8 +269,8 @@ class Journal:
         )
         try:
             size = self._write(fd, encode(self._begun, 0))
-            for entry in entries:
-                size += self._write(fd, encode(Written((entry,), ()), size))
+            for line in content:
+                size += self._write(fd, encode(line, size))
             os.fdatasync(fd)
             with self._lock:
                 added = b"".join(self._since)
@@ -228,7 +278,6 @@ class Journal:
                 os.replace(new, self._path)
                 self._fd, fd = fd, self._fd
                 self._size_when_new, self._size, self._durable = size, size + len(added), 0
-                self._keys = {entry.key for entry in self._content()}
                 self._behind = False
         finally:
             with self._lock:

@@ -77,5 +77,25 @@ class HostLock:
 
 def user_of(peer: socket.socket) -> int:
     """Who has connected; to a client, who listens."""
-    _, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return int(uid)
+    return _credentials(peer)[1]
+
+
+def process_of(peer: socket.socket) -> int:
+    """0: it is not seen from here."""
+    return max(0, _credentials(peer)[0])
+
+
+def _credentials(peer: socket.socket) -> tuple[int, int]:
+    pid, uid, _ = _CREDENTIALS.unpack(
+        peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return int(pid), int(uid)
+
+
+def start_of(pid: int) -> int:
+    """When this process began, as the kernel counts; 0 when there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return 0

@@ -4,12 +4,12 @@ A call is answered within the request timeout, or raises within it:
 
     no answer             StoreUnavailable; a write may or may not happen still, until the next call is answered
     connection ended      StoreUnavailable, and so while no process hosts the store: ask again
-    another host answers  LeaseExpired, and Compacted to a watch: no lease outlives a host, nor does a record under one,
-                          while all other keys do. What this client held is gone until it asks for a new lease
+    another host answers  as the one before would have, with all keys and leases; but Compacted to a watch, since it
+                          knows nothing of the changes that the other one has seen
     another version's     StoreMismatch: leave
 
 A client that may host (`take_over`) does so as soon as it finds that no process does: in a daemon that has joined
-another's store, so that the end of that one costs it its lease and no more. It goes on to call over the socket.
+another's store, so that all goes on when that one ends. It calls this host over the socket, too.
 
 A call has a connection to itself while it is under way, and leaves it to the next one; a watch keeps its own. There are
 no threads here: whoever waits does so on its connection, with a deadline.
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ...codec import Invalid
-from ..errors import Compacted, LeaseExpired, StoreClosed, StoreError, StoreMismatch, StoreUnavailable
+from ..errors import Compacted, StoreClosed, StoreError, StoreMismatch, StoreUnavailable
 from ..store.interface import Change, Compare, Delete, LeaseId, Outcome, Put, Snapshot, Store, Watch
 from ..store.retry_connect import retry_connect
 from ..store.wire import (
@@ -76,8 +76,6 @@ class LocalStore(Store):
         self._link = 1
         """Grows with each call that got no answer: the host does not do what comes late."""
         self._ids = itertools.count(1)
-        self._granted_by: str | None = None
-        """The host that granted this client's newest lease."""
         self._lock = threading.Lock()
         self._all: set[Connection] = set()
         self._idle: list[Connection] = []
@@ -142,12 +140,9 @@ class LocalStore(Store):
         deadline = time.monotonic() + self._request_timeout_s
         connection = self._take(deadline)
         try:
-            if not isinstance(call, Grant):
-                self._check_host(connection)
             asked, message = self._message(call)
             connection.send(message, deadline)
             answer = self._answer(connection, asked, deadline)
-            host = connection.host
         except TimeoutError:
             self._discard(connection)
             raise self._no_answer(self._request_timeout_s) from None
@@ -158,10 +153,7 @@ class LocalStore(Store):
             self._discard(connection)
             raise
         self._give_back(connection)
-        known = self._understood(answer, expected)
-        if isinstance(call, Grant):
-            self._granted_by = host
-        return known
+        return self._understood(answer, expected)
 
     def _message(self, call: Call) -> tuple[int, bytes]:
         """And the id by which its answer is known. Raises StoreError."""
@@ -186,12 +178,6 @@ class LocalStore(Store):
                 ) from error
             if reply.id == asked:
                 return reply.result
-
-    def _check_host(self, connection: Connection) -> None:
-        if self._granted_by not in (None, connection.host):
-            raise LeaseExpired(
-                f"the store in {self._place.folder} has another host now, and the leases of the first one went with it"
-            )
 
     def _understood(self, answer: object, expected: type[R]) -> R:
         if isinstance(answer, expected):
@@ -375,7 +361,7 @@ class _LocalWatch(Watch):
         host = connection.host
         if host is None:
             return
-        if self._host not in (None, host) or self._store._granted_by not in (None, host):
+        if self._host not in (None, host):
             self._forget()
             raise Compacted(f"the store in {self._store._place.folder} has another host now")
         self._host = host

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from ..errors import Compacted, LeaseExpired, StoreError
 from .interface import (
@@ -43,9 +43,13 @@ def _check_size(compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...])
 class KvState:
     """A revisioned key-value map with leases."""
 
-    def __init__(self, history: int = HISTORY, *, base: int = 0) -> None:
-        """Revisions and leases count from `base`: those of another state with another base mean nothing here."""
+    def __init__(
+        self, history: int = HISTORY, *, base: int = 0, ended: Callable[[LeaseId], None] = lambda lease: None
+    ) -> None:
+        """Revisions and leases count from `base`: those of another state with another base mean nothing here, unless it
+        is restored. `ended` is called with each lease as it ends, before its keys go."""
         self.revision = base
+        self._ended = ended
         self._entries: dict[str, Entry] = {}
         self._lease_of: dict[str, LeaseId] = {}
         self._ttl_s: dict[LeaseId, float] = {}
@@ -71,7 +75,8 @@ class KvState:
         self._expires_at[lease] = now + self._ttl_s[lease]
 
     def revoke(self, lease: LeaseId) -> None:
-        self._ttl_s.pop(lease, None)
+        if self._ttl_s.pop(lease, None) is not None:
+            self._ended(lease)
         self._expires_at.pop(lease, None)
         orphans = sorted(key for key, owner in self._lease_of.items() if owner == lease)
         if orphans:
@@ -129,16 +134,29 @@ class KvState:
                 newest_first.append(change)
         return tuple(reversed(newest_first))
 
-    def restore(self, entries: Iterable[Entry]) -> None:
-        """Entries of an earlier state, as they stood there: all of their revisions are below the base of this one."""
+    def restore(
+        self,
+        entries: Iterable[Entry],
+        leases: Mapping[LeaseId, float],
+        lease_of: Mapping[str, LeaseId],
+        now: float,
+    ) -> None:
+        """What an earlier state has held, with revisions and leases below the base of this one: `leases` by their time
+        to live, which begins anew, and `lease_of` by key."""
         self._entries |= {entry.key: entry for entry in entries}
+        self._lease_of |= lease_of
+        self._ttl_s |= leases
+        self._expires_at |= {lease: now + ttl_s for lease, ttl_s in leases.items()}
+        self._none_due_before = min(self._expires_at.values(), default=math.inf)
 
-    def without_lease(self, key: str) -> Entry | None:
-        """None also where there is no such key."""
-        return None if key in self._lease_of else self._entries.get(key)
+    def entry(self, key: str) -> Entry | None:
+        return self._entries.get(key)
 
-    def all_without_lease(self) -> tuple[Entry, ...]:
-        return tuple(entry for key, entry in self._entries.items() if key not in self._lease_of)
+    def lease_of(self, key: str) -> LeaseId | None:
+        return self._lease_of.get(key)
+
+    def entries(self) -> tuple[Entry, ...]:
+        return tuple(self._entries.values())
 
     def _mod_revision(self, key: str) -> int:
         entry = self._entries.get(key)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from ..errors import StoreClosed
-from .interface import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot, Store, Watch
+from .interface import Change, Compare, Delete, LeaseId, Outcome, Put, Snapshot, Store, Watch
 from .kv_state import KvState
 from .store_kind import StoreKind
 
@@ -15,13 +15,9 @@ from .store_kind import StoreKind
 class MemoryStore(Store):
     """A `KvState` behind a condition variable. Leases expire when a method is called: no other caller could see it."""
 
-    def __init__(
-        self, clock: Callable[[], float] = time.monotonic, *, base: int = 0, past: Iterable[Entry] = ()
-    ) -> None:
-        """`past` are entries of an earlier store; all that happens here has revisions above `base`."""
+    def __init__(self, clock: Callable[[], float] = time.monotonic, state: KvState | None = None) -> None:
         self._clock = clock
-        self._state = KvState(base=base)
-        self._state.restore(past)
+        self._state = state or KvState()
         self._changed = threading.Condition()
         self._closed = False
 

@@ -91,7 +91,7 @@ class StoreKind:
     @property
     def forgets_leases(self) -> bool:
         """They end with the agent that hosts the store, while the store may come back."""
-        return self.host is not None or self.of_one_machine
+        return self.host is not None
 
     @property
     def outlives_job(self) -> bool:

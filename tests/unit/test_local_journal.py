@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_agent.rendezvous.local.frames import FrameInvalid, Frames, frame
-from elastic_agent.rendezvous.local.journal import Begun, Damaged, Past, Written, encode, parse
+from elastic_agent.rendezvous.local.journal import Begun, Damaged, Ended, Leased, Past, Written, encode, parse
 from elastic_agent.rendezvous.store.interface import Entry
 
 BASE = 5 * 2**32
 CHANGES = [
-    Written((Entry("jobs/b", "näme \ud800\n", 1, 1), Entry("jobs/a", "\x00\r", 1, 1)), ()),
-    Written((Entry("plan", "1", 2, 2),), ("jobs/a",)),
-    Written((), ("plan",)),
-    Written((Entry("plan", "2", 4, 4), Entry("jobs/b", "again", 1, 4)), ()),
+    Written((Entry("jobs/b", "näme \ud800\n", 1, 1), Entry("jobs/a", "\x00\r", 1, 1)), (), {}),
+    Written((Entry("plan", "1", 2, 2),), ("jobs/a",), {}),
+    Written((), ("plan",), {}),
+    Written((Entry("plan", "2", 4, 4), Entry("jobs/b", "again", 1, 4)), (), {}),
 ]
 
 
@@ -58,6 +58,28 @@ def test_wherever_the_file_ends_its_whole_lines_count() -> None:
         past = parse(whole[:end])
         assert held(past) == entries_after(kept - 1)
         assert past.torn_bytes == end - len(b"".join(made[:kept]))
+
+
+def test_what_a_lease_held_ends_with_it_and_what_was_written_without_it_stays() -> None:
+    def a_key(name: str, **lease_of: int) -> Written:
+        return Written((Entry(name, "", 1, 1),), (), lease_of)
+
+    kept, ended = Leased(BASE + 1, 5.0, 4711, 90210), Leased(BASE + 2, 5.0, 0, 0)
+    story = [
+        *(kept, ended),
+        *(
+            a_key("a", a=kept.lease),
+            a_key("b", b=ended.lease),
+            a_key("c", c=ended.lease),
+            a_key("d", d=ended.lease),
+        ),
+        *(a_key("c"), a_key("d", d=kept.lease), a_key("e", e=kept.lease)),
+        *(Written((), ("e",), {}), a_key("e"), Ended(ended.lease), Ended(BASE + 99)),
+    ]
+    past = parse(lines()[0] + b"".join(encode(line, 0) for line in story))
+    assert sorted(held(past)) == ["a", "c", "d", "e"]
+    assert past.lease_of == {"a": kept.lease, "d": kept.lease}
+    assert past.leases == (kept,)
 
 
 @pytest.mark.parametrize("raw", [b"", b"\n", b"garbage", lines()[0][:-1], lines()[1], b"\x00" * 4096])
