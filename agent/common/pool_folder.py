@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from .own_folder import path_of
+from .own_folder import own_path
 
 SERVICES = Path("/run/elastic-agent")
 """Our systemd unit gives each service a folder below it."""
@@ -17,7 +17,7 @@ _NAME = "elastic-agent-pool-"
 def pool_folder(environ: Mapping[str, str]) -> Path:
     """A daemon's: that of its service, which has a /tmp of its own, else one in the temporary directory."""
     given = environ.get("RUNTIME_DIRECTORY", "").partition(":")[0]
-    return Path(given) if os.path.isabs(given) else path_of(_NAME)
+    return Path(given) if os.path.isabs(given) else own_path(_NAME)
 
 
 def pool_folder_here(environ: Mapping[str, str], pool: str) -> Path:

@@ -16,6 +16,7 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ... import __version__
 from ..checkpoints.folder import describe_folder
@@ -27,9 +28,11 @@ from ..configuration.options import COMMANDS
 from ..configuration.reading.resolve import Resolved, offers_node, resolve_daemon
 from ..configuration.reading.settings import comment
 from ..configuration.reading.sources import read_argv
-from ..machine.inventory import Machine, prepare
 from ..output.log_folders import log_directory
 from .error_file import write_error_file
+
+if TYPE_CHECKING:
+    from ..machine.inventory import Machine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from .offer import offer
 
             return offer(resolve_daemon(command_line, os.environ))
+        from ..machine.inventory import prepare  # late, as a command or a daemon needs none of it
+
         resolved, machine = prepare(command_line, os.environ, _fresh_id)
     except ConfigError as error:
         print(f"elastic-agent: {error}", file=sys.stderr)
