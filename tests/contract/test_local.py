@@ -377,25 +377,27 @@ def test_a_client_that_may_not_enter_is_told_whose_the_pool_is(open_folder: Path
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_root_may_use_another_users_pool(open_folder: Path) -> None:
-    os.chown(open_folder, NOBODY, NOBODY)
+def test_root_may_use_another_users_pool_but_not_where_anybody_can_wait_for_it(open_folder: Path) -> None:
+    folder = open_folder / "pool"
+    folder.mkdir()
+    os.chown(folder, NOBODY, NOBODY)
     code = (
         "import os, sys; from pathlib import Path; from elastic_agent.rendezvous.local.place import Place\n"
         "from elastic_agent.rendezvous.local.host import LocalHost\n"
         "os.setuid(65534); host = LocalHost(Place(Path(sys.argv[1]), 'pool')); print(flush=True); sys.stdin.read()"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(open_folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "\n"
-        with closing(LocalStore.connect(Place(open_folder, "pool"), PATIENCE_S)) as store:
+        with closing(LocalStore.connect(Place(folder, "pool"), PATIENCE_S)) as store:
             put(store, "k", "v")
             assert values(store) == {"k": "v"}
+        open_folder.chmod(0o1777)
+        with pytest.raises(StoreRefused, match=f"user {NOBODY} hosts the store in {folder}"):
+            LocalStore.connect(Place(folder, "pool"), PATIENCE_S)
     finally:
         end(process)
 
