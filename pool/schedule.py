@@ -99,7 +99,7 @@ def wake_at(pool: Pool, now: float) -> float | None:
 
 
 def why_waiting(pool: Pool, job: Job, now: float) -> str:
-    """For people: what a job of the queue waits for."""
+    """For people: what a job of the queue waits for. It is one of `pool.jobs`."""
     table = _Table(pool, now)
     free = [node for node in table.idle if not table.refuses(job, node)]
     fit = table.large_enough(job)
@@ -109,9 +109,9 @@ def why_waiting(pool: Pool, job: Job, now: float) -> str:
     cannot = f" ({refused})" if refused else ""
     if not fit:
         return f"needs {job.min_nodes} nodes; the pool has {table.usable(job)} that can run it{cannot}"
-    before = [one.name for one in pool.jobs[: pool.jobs.index(job)] if pool.plan.run_of(one.job) is None]
-    if before:
-        return f"behind {len(before)} other jobs of the queue{cannot}"
+    ids = [one.job for one in pool.jobs if one.job == job.job or pool.plan.run_of(one.job) is None]
+    if before := ids.index(job.job):
+        return f"behind {before} other jobs of the queue{cannot}"
     return f"needs {job.min_nodes} nodes; {len(free)} are idle{cannot}"
 
 

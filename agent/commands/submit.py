@@ -30,7 +30,7 @@ from ..configuration.reading.settings import Settings
 from ..configuration.types.option import Option
 from ..configuration.types.parsers import TEXT, Parser, duration
 from ..daemon.job_words import OF_THE_POOL
-from .pool_command import CannotDo, pool_command, whoever_asks
+from .pool_command import CannotDo, pool_command, read_view, whoever_asks
 
 _USAGE = """\
 usage: elastic-agent submit [OPTIONS] [--] train.py [ARGUMENTS]
@@ -106,11 +106,10 @@ def _submit(store: Store, view: PoolView, _: str, settings: Settings) -> int:
     except RecordInvalid as error:
         raise CannotDo(PoolCode.BAD_CONFIG, f"{error.problem}: put it into a file, and name that") from error
     store.transact((Compare(job.key, 0),), (Put(job.key, text),))
-    pool = view.pool()
-    print(
-        f"{job.name}: {why_waiting(pool, job, time.time())}" if pool.jobs else f"{job.name}: queued",
-        file=sys.stderr,
-    )
+    view = read_view(store)
+    waits = view.plan.run_of(job.job) is None and any(one.job == job.job for one in view.pool().jobs)
+    why = why_waiting(view.pool(), job, time.time()) if waits else "queued"
+    print(f"{job.name}: {why}", file=sys.stderr)
     print(job.job)
     return PoolCode.DONE
 
