@@ -13,8 +13,8 @@ def start() -> None:
     change the exit code, and everything that has to be closed was closed by `main`."""
     # A scheduler's warning would end this process. It waits until `run` has handlers; the imports take a while.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))
-    from .agent.main.cli import main
     from .agent.workers.processes.pid1 import fork_below_pid1
+    from .cli import main
 
     _open_closed_streams()
     fork_below_pid1()

@@ -11,7 +11,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TypeVar
 
 from ...rendezvous.node.snapshot import ANNOUNCED_AFTER_S
-from ...rendezvous.threads import Thread
+from ...threads import Thread
 from .events import MORE_THREADS, Event, Signalled, ThreadFailed
 from .exits import CannotStart, ExitCode, code_of_leave
 

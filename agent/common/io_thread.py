@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from ...rendezvous.threads import Thread
+from ...threads import Thread
 
 
 class IoThread:

@@ -33,7 +33,7 @@ going through crashes, lost nodes, joins and planned departures.
 """
 
 SUMMARY = "run and restart the training processes of one node of an elastic PyTorch job"
-BEFORE_COMMANDS = "Instead of a script, as the very first word (a script of that name is run as ./NAME):"
+BEFORE_COMMANDS = "Instead of a script, as the very first word; each answers --help (a script of that name is run as ./NAME):"
 
 EXAMPLES = """\
 Examples:
@@ -76,7 +76,7 @@ def full_help() -> str:
 
 
 def _commands() -> list[str]:
-    return [BEFORE_COMMANDS, *(f"  {name}\n        {help_line}" for name, help_line in COMMANDS.items()), ""]
+    return [BEFORE_COMMANDS, *(f"  {name:<12} {help_line}" for name, help_line in COMMANDS.items()), ""]
 
 
 def man_page(version: str) -> str:

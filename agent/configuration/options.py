@@ -11,18 +11,24 @@ from .stopping import STOPPING, TIMEOUTS
 from .types.option import Option
 from .types.parsers import Parser, read_conf
 
+POOL_COMMANDS = {
+    "submit": "put a job into the queue of a pool",
+    "jobs": "the jobs of a pool",
+    "wait": "until a job of a pool has ended",
+    "cancel": "end a job of a pool",
+}
+"""Those about a pool and its jobs. `agent/commands/pool` has a module for each."""
+
 COMMANDS = {
     "explain-env": "which variables a worker would see, who chose each and why; same options as a run",
-    "status": "how a job is, and why: elastic-agent status --help",
-    "drain": "let a node leave its job without losing a step: elastic-agent drain --help",
-    "files": "write the files for systemd, Slurm, Helm, Grafana, Prometheus, Docker or a shell: --help lists them",
-    "submit": "put a job into the queue of a pool: elastic-agent submit --help",
-    "jobs": "the jobs of a pool: elastic-agent jobs --help",
-    "wait": "until a job of a pool has ended: elastic-agent wait --help",
-    "cancel": "end a job of a pool: elastic-agent cancel --help",
-    "forget": "delete what an ended job left in etcd: elastic-agent forget --help",
+    "status": "how a job is, and why",
+    "drain": "let a node leave its job without losing a step",
+    **POOL_COMMANDS,
+    "files": "write the files for systemd, Slurm, Helm, Grafana, Prometheus, Docker or a shell",
+    "forget": "delete what an ended job left in etcd",
 }
-"""First words that are no script, each with its line in `--help`. `agent/commands` has a module for each."""
+"""First words that are no script, each with its line in `--help`. `agent/commands` has a module for each that is not
+about a pool."""
 
 GROUPS = (RUNNING, NODES, MEETING, ETCD_OPTIONS, STOPPING, TIMEOUTS, NETWORK, LOGS, ITSELF)
 """In the order of `--help`."""

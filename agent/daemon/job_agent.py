@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...rendezvous.threads import Thread
+from ...threads import Thread
 
 _PR_SET_PDEATHSIG = 1
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from ...rendezvous.threads import Thread
+from ...threads import Thread
 from ..workers.processes.failures import WorkerFailure
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ...rendezvous.threads import Thread
+from ...threads import Thread
 from ..workers.processes.proc import thread_status
 
 STUCK_AFTER_S = 30.0

@@ -19,8 +19,7 @@ from ...rendezvous.node.driver import Driver
 from ...rendezvous.node.node_actions import Action, Drain, Leave, Refusal, Start, Stop
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Result
-from ...rendezvous.threads import Thread
-from ..checkpoints.disk_writer import DiskWriter
+from ...threads import Thread
 from ..common.events import (
     Event,
     GenerationEvent,
@@ -45,6 +44,7 @@ from ..machine.gpu_memory import GpuMemory
 from ..observability.accounting.observer import Observer
 from ..rendezvous_io.peer_link import PeerLink
 from ..rendezvous_io.store_link import StoreLink, deliver_to
+from ..workers.checkpoints.disk_writer import DiskWriter
 from ..workers.preloader.spares import Spares
 from ..workers.processes.failures import WorkerFailure
 from ..workers.supervision.supervisor import Supervisor

@@ -29,9 +29,7 @@ from ...rendezvous.node.snapshot import ANNOUNCED_AFTER_S, NodeSnapshot
 from ...rendezvous.records import NODES_PREFIX, Endpoint, Introduction, NodeRecord
 from ...rendezvous.store.interface import Store
 from ...rendezvous.text import counted
-from ...rendezvous.threads import Thread, listen
-from ..checkpoints.disk_writer import DiskWriter
-from ..checkpoints.folder import MemoryFolder, make_folder
+from ...threads import Thread, listen
 from ..common.events import Event
 from ..common.exits import CannotStart, ExitCode
 from ..common.interruptible import unless_stopped
@@ -55,6 +53,8 @@ from ..output.worker_logs import WorkerLogs
 from ..rendezvous_io.peer_link import PeerLink
 from ..rendezvous_io.store_link import StoreLink
 from ..rendezvous_io.store_opening import Binder, open_store, store_options
+from ..workers.checkpoints.disk_writer import DiskWriter
+from ..workers.checkpoints.folder import MemoryFolder, make_folder
 from ..workers.environment.contract import worker_env
 from ..workers.links.commit_fence import CommitFence
 from ..workers.links.last_steps import LastSteps

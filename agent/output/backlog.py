@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import Generic, TypeVar
 
-from ...rendezvous.threads import Thread
+from ...threads import Thread
 
 _T = TypeVar("_T")
 

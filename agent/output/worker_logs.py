@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from ...rendezvous.threads import Thread
+from ...threads import Thread
 from ..common.io_thread import IoThread
 from .console import Console
 from .lines import Line, LineSplitter, Redrawn, Tail

@@ -14,7 +14,7 @@ from ...health.http import NODE_PATH
 from ...rendezvous.errors import RecordInvalid
 from ...rendezvous.liveness.failure_detector import Absence, Finding, Peer
 from ...rendezvous.records import Endpoint, Introduction
-from ...rendezvous.threads import Thread
+from ...threads import Thread
 from ..common.events import Event, Probed
 from ..common.http_client import NoAnswer, get
 

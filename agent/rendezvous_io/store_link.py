@@ -29,7 +29,7 @@ from ...rendezvous.node.participant import Participant
 from ...rendezvous.store.interface import Change, LeaseId, Store, Watch
 from ...rendezvous.store.requests import RETRY, Answer, Grant, Read, Request, RetryPolicy, Subscription
 from ...rendezvous.store.store_kind import KEEP_ALIVES_PER_TTL
-from ...rendezvous.threads import Thread
+from ...threads import Thread
 from ..common.events import (
     Answered,
     Changed,

@@ -38,7 +38,7 @@ from ...rendezvous.errors import RendezvousError, StoreError
 from ...rendezvous.node.node_actions import Refusal
 from ...rendezvous.records import NodeRecord, Phase, Result
 from ...rendezvous.store.interface import Store
-from ...rendezvous.threads import Thread
+from ...threads import Thread
 from ..common.exits import CannotStart
 from ..common.ports import OfferedPort, PortError, bind_listener
 from ..configuration.config import Config

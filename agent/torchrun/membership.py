@@ -46,7 +46,7 @@ from ...rendezvous.records import (
     line_up,
 )
 from ...rendezvous.store.interface import Compare, Put, Store
-from ...rendezvous.threads import Thread
+from ...threads import Thread
 from ..common.events import Event, Handlers, StoreGone
 from ..common.ports import OfferedPort
 from ..main.heartbeat import Heartbeat

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...threads import Thread
 from ..errors import Compacted, StoreClosed, StoreUnavailable
 from ..records import WORLD_KEY, World
 from ..store.interface import Change, Compare, Delete, Outcome, Put, in_scopes
@@ -44,7 +45,6 @@ from ..store.wire import (
     encode_meta,
     encode_reply,
 )
-from ..threads import Thread
 from .link import CONNECT_TIMEOUT, IDLE_TIMEOUT
 from .queues import META_KEY, REPLY_LIMIT_BYTES, REQUEST_QUEUE, reply_queue
 

@@ -23,6 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from ...codec import Invalid
+from ...threads import Thread
 from ..errors import StoreClosed, StoreError, StoreMismatch, StoreUnavailable
 from ..store.wire import (
     REQUEST_LIMIT_BYTES,
@@ -34,7 +35,6 @@ from ..store.wire import (
     decode_reply,
     encode_request,
 )
-from ..threads import Thread
 from .queues import META_KEY, REQUEST_QUEUE, reply_queue
 
 if TYPE_CHECKING:

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from ...threads import Thread
 from ..errors import (
     Compacted,
     LeaseExpired,
@@ -53,7 +54,6 @@ from ..store.wire import (
     Transact,
     refused,
 )
-from ..threads import Thread
 from .link import Link, LinkBroken, PendingCall, PortClosed, open_link, probe_port
 
 REQUEST_TIMEOUT_S = 5.0

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..threads import Thread
+from ...threads import Thread
 
 RESOLVE_PAUSE_S = 1.0
 """Trouble comes in bursts; names are not asked more often than this."""

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from ...threads import Thread
 from ..errors import Compacted, StoreClosed, StoreError
 from ..store.interface import Change, Watch
-from ..threads import Thread
 from .channel import WATCH, Connection
 
 Bounds: TypeAlias = tuple[bytes, bytes]

@@ -30,6 +30,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from ...threads import Thread
 from ..errors import Compacted, StoreClosed, StoreError, StoreUnavailable
 from ..store.interface import Compare, Delete, Entry, LeaseId, Outcome, Put
 from ..store.kv_state import KvState
@@ -54,7 +55,6 @@ from ..store.wire import (
     encode_reply,
     refusal,
 )
-from ..threads import Thread
 from .frames import FrameInvalid, Frames, frame
 from .journal import Begun, Damaged, Ended, Journal, Leased, Line, Past, Written, parse
 from .place import HostLock, Place, process_of, start_of, user_of

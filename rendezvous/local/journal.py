@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Annotated, TypeAlias
 
 from ...codec import Codec, Count, Invalid, Text, Within
+from ...threads import Thread
 from ..store.interface import Entry, LeaseId
-from ..threads import Thread
 
 SCHEMA = 1
 SPARE_BYTES = 1024 * 1024

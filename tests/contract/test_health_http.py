@@ -18,7 +18,7 @@ import pytest
 
 from elastic_agent.health.families import CONTENT_TYPE
 from elastic_agent.health.http import NODE_PATH, HealthServer, Limits, Probe
-from elastic_agent.rendezvous.threads import Thread
+from elastic_agent.threads import Thread
 
 PATIENCE_S = 30.0  # a deadline for waiting, far beyond what any of these tests needs
 HUGE = b"x" * 16_000_000  # more than the buffers of both sockets hold

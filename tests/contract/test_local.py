@@ -859,7 +859,7 @@ def test_a_daemon_and_the_commands_use_it_without_torch(tmp_path: Path) -> None:
     try:
         eventually(lambda: bool(list(tmp_path.glob("*/pool.sock"))))
         code = (
-            "import sys; from elastic_agent.agent.main.cli import main\n"
+            "import sys; from elastic_agent.cli import main\n"
             "ended = [main(words.split()) for words in sys.argv[1:]]\n"
             "print(ended, {'torch', 'grpc', 'numpy'} & set(sys.modules))"
         )

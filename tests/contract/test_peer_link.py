@@ -16,7 +16,7 @@ from elastic_agent.agent.rendezvous_io.peer_link import MAX_ANSWER_BYTES, PeerLi
 from elastic_agent.health.http import NODE_PATH, HealthServer, Probe
 from elastic_agent.rendezvous.liveness.failure_detector import Absence, Peer
 from elastic_agent.rendezvous.records import Endpoint, Introduction
-from elastic_agent.rendezvous.threads import Thread
+from elastic_agent.threads import Thread
 
 PATIENCE_S = 20.0
 ME = Introduction("a", "a-1", 3, confirmed_s=0.5, whole_s=None)

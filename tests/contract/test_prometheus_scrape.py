@@ -9,7 +9,7 @@ from pathlib import Path
 
 from elastic_agent.health.http import HealthServer, Probe
 from elastic_agent.health.metrics import Build, Metrics, Place
-from elastic_agent.rendezvous.threads import Thread
+from elastic_agent.threads import Thread
 from tests.prometheus_server import prometheus
 
 

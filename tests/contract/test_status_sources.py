@@ -36,7 +36,7 @@ from elastic_agent.agent.observability.status.sources import (
 from elastic_agent.health.http import HealthServer, Probe
 from elastic_agent.rendezvous.records import SCHEMA, WORLD_KEY, Endpoint, NodeRecord, World, line_up, node_key
 from elastic_agent.rendezvous.store.interface import Put, Store
-from elastic_agent.rendezvous.threads import Thread
+from elastic_agent.threads import Thread
 from tests.etcd_servers import HOST, EtcdCluster, etcd_cluster
 from tests.unit.test_status_pages import JOB, STATUS, WORLD
 

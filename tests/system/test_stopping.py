@@ -131,7 +131,7 @@ import os, signal, sys
 
 class Warned:
     def find_spec(self, name, path=None, target=None):
-        if name == "elastic_agent.agent.main.cli":  # the first of all that takes time
+        if name == "elastic_agent.cli":  # the first of all that takes time
             os.kill(os.getpid(), signal.SIGUSR1)
 
 sys.meta_path.insert(0, Warned())

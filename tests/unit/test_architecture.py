@@ -21,7 +21,7 @@ from elastic_agent.agent.configuration.reading.sources import tomllib
 ROOT = Path(__file__).parents[2]
 PACKAGE = "elastic_agent"
 TOPS = ("rendezvous", "pool", "worker", "health", "agent")
-LOWEST = {"codec.py": "codec", "worker/errors.py": "worker/errors"}
+LOWEST = {"codec.py": "codec", "threads.py": "threads", "worker/errors.py": "worker/errors"}
 """Modules that stand on a floor of their own, below those beside them."""
 
 START = "start"
@@ -29,6 +29,7 @@ START = "start"
 
 TABLE = """
 codec:
+threads:
 worker/errors:
 worker/wire:
 worker/state: worker/errors
@@ -60,10 +61,10 @@ configuration/reading: rendezvous/etcd rendezvous/local common configuration con
 machine/network: common configuration configuration/types
 machine/memory:
 workers/processes: common output configuration configuration/types
-checkpoints: common workers/processes
-machine: common configuration configuration/types configuration/reading machine/network workers/processes checkpoints
+workers/checkpoints: common workers/processes
+machine: common configuration configuration/types configuration/reading machine/network workers/processes workers/checkpoints
 workers/links: common
-workers/environment: common configuration machine/network workers/processes checkpoints machine
+workers/environment: common configuration machine/network workers/processes workers/checkpoints machine
 machine/notices: common configuration/types
 workers/preloader/fidelity:
 workers/preloader: common workers/preloader/fidelity workers/processes machine/memory
@@ -74,15 +75,18 @@ observability/accounting: observability workers/processes observability/status
 workers/supervision: common output configuration machine/memory workers/processes machine \
     workers/environment workers/preloader observability/accounting workers/links
 commands: common output configuration configuration/types configuration/reading machine/network workers/processes \
-    checkpoints machine workers/environment rendezvous_io observability/status
-main: common output configuration configuration/types configuration/reading machine/network machine/memory \
-    machine/notices workers/processes checkpoints machine workers/environment workers/preloader rendezvous_io \
+    workers/checkpoints machine workers/environment rendezvous_io observability/status
+main: common output configuration configuration/types machine/network machine/memory \
+    machine/notices workers/processes workers/checkpoints machine workers/environment workers/preloader rendezvous_io \
     observability/status observability/accounting workers/supervision workers/links
+daemon: common output configuration configuration/types configuration/reading machine/network rendezvous_io main
+commands/pool: common configuration configuration/types configuration/reading rendezvous_io commands daemon
 torchrun: rendezvous/etcd common configuration configuration/types configuration/reading machine/network \
     rendezvous_io main
-start: worker/wire common configuration configuration/reading configuration/types workers/processes main
+start: worker/wire common output configuration configuration/types configuration/reading workers/processes \
+    workers/checkpoints machine main daemon
 """
-"""From the bottom up: each folder, and those above it in this table that it may import; `codec` is for all. Names
+"""From the bottom up: each folder, and those above it in this table that it may import; `codec` and `threads` are for all. Names
 without a library before them are folders of agent; each of these may import `LIBRARIES` besides, but not the stores in
 their folders, of which only the configuration knows."""
 
@@ -94,7 +98,9 @@ MAY_IMPORT = {
 }
 
 LIBRARIES = tuple(
-    name for name in MAY_IMPORT if name.partition("/")[0] in ("codec", *TOPS[:4]) and name not in STORES
+    name
+    for name in MAY_IMPORT
+    if name.partition("/")[0] in ("codec", "threads", *TOPS[:4]) and name not in STORES
 )
 
 
@@ -178,7 +184,7 @@ def forbidden(found: list[Import]) -> list[str]:
     problems = []
     for one in found:
         source, target = folder(one.source), folder(one.target)
-        base = LIBRARIES if one.source.startswith("agent/") else ("codec",)
+        base = LIBRARIES if one.source.startswith("agent/") else ("codec", "threads")
         allowed = source == target or target in (*MAY_IMPORT[source], *base)
         if not allowed:
             problems.append(f"{one}\n    {source} may not import {target}")

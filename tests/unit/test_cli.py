@@ -24,7 +24,7 @@ from elastic_agent.agent.machine.devices import Device, Inventory
 from elastic_agent.agent.machine.inventory import Machine
 from elastic_agent.agent.machine.network.choice import NetworkChoice
 from elastic_agent.agent.machine.network.discovery import Network
-from elastic_agent.agent.main.cli import main
+from elastic_agent.cli import main
 
 NETWORK = Network(NetworkChoice("lo", "127.0.0.1", "no other node can join"))
 MACHINE = Machine(Inventory((), 2), (), (), NETWORK, ("devices: one", 'odd: "\\" ä\nmin-nodes = 7'))
@@ -59,7 +59,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
 
 
 def agent(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    code = "import sys; from elastic_agent.agent.main.cli import main; sys.exit(main())"
+    code = "import sys; from elastic_agent.cli import main; sys.exit(main())"
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTIC_AGENT_", "PET_"))}
     return subprocess.run(
         [sys.executable, "-c", code, *words],
@@ -137,7 +137,7 @@ def test_a_script_may_have_the_name_of_a_subcommand(
 
 
 def test_help_names_every_subcommand(asked: list[list[str]]) -> None:
-    assert "  look\n        look at it\n" in full_help()
+    assert "  look         look at it\n" in full_help()
     assert "./NAME" in full_help()
 
 
@@ -341,7 +341,7 @@ def test_a_job_runs_with_standard_streams_that_the_shell_has_closed(closed: str)
 
 
 def test_the_command_line_needs_no_torch() -> None:
-    code = "import sys, elastic_agent.agent.main.cli as cli; cli.main(['--version']); sys.exit('torch' in sys.modules)"
+    code = "import sys, elastic_agent.cli as cli; cli.main(['--version']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

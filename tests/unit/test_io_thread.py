@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from elastic_agent import threads
 from elastic_agent.agent.common.io_thread import IoThread
-from elastic_agent.rendezvous import threads
 
 PATIENCE_S = 20.0
 

@@ -14,7 +14,6 @@ from elastic_agent.agent.commands.status import STATUS_OPTIONS, Watch, choose_so
 from elastic_agent.agent.common.exits import StatusCode
 from elastic_agent.agent.configuration.config import ConfigError
 from elastic_agent.agent.configuration.reading.sources import read_argv
-from elastic_agent.agent.main.cli import main
 from elastic_agent.agent.observability.status.pages import JobStatus
 from elastic_agent.agent.observability.status.report import as_json
 from elastic_agent.agent.observability.status.sources import (
@@ -24,6 +23,7 @@ from elastic_agent.agent.observability.status.sources import (
     Source,
     StoreSource,
 )
+from elastic_agent.cli import main
 from elastic_agent.rendezvous.records import Endpoint
 
 from .test_status_pages import JOB

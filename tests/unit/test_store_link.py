@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from elastic_agent import threads
 from elastic_agent.agent.common.events import Event, LeaseConfirmed, StoreMismatched, Unanswered
 from elastic_agent.agent.rendezvous_io.store_link import KEEP_ALIVES_PER_TTL, StoreLink
-from elastic_agent.rendezvous import threads
 from elastic_agent.rendezvous.errors import StoreError, StoreMismatch, StoreUnavailable
 from elastic_agent.rendezvous.store.interface import LeaseId, Snapshot, Watch
 from elastic_agent.rendezvous.store.memory import MemoryStore

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_agent import threads
 from elastic_agent.agent.common.events import Event, Probed, StopRead, StoreGone, ThreadFailed
 from elastic_agent.agent.common.exits import CannotStart, ExitCode
 from elastic_agent.agent.common.interruptible import unless_stopped
@@ -23,14 +24,13 @@ from elastic_agent.agent.workers.links.last_steps import LastSteps
 from elastic_agent.agent.workers.links.reports import ReportReceiver
 from elastic_agent.agent.workers.links.server import WorkerLinks
 from elastic_agent.codec import Invalid
-from elastic_agent.rendezvous import threads
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.etcd.addresses import Addresses
 from elastic_agent.rendezvous.liveness.failure_detector import Absence, Peer
 from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.records import Endpoint
 from elastic_agent.rendezvous.store.memory import MemoryStore
-from elastic_agent.rendezvous.threads import Thread, listen
+from elastic_agent.threads import Thread, listen
 from elastic_agent.worker.wire.channel import ask
 from elastic_agent.worker.wire.environment import WorkerEnv
 from elastic_agent.worker.wire.messages import (

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from ....rendezvous.threads import Thread
+from ....threads import Thread
 from ...common.events import Event, NoticeGiven, NoticeWithdrawn
 from .notice import RETRY_S, BadResponse, Hint, Notice, Source, SourceUnreachable
 

@@ -20,7 +20,7 @@ from ....rendezvous.node.snapshot import NodeSnapshot
 from ....rendezvous.node.transactions import WriteStop
 from ....rendezvous.records import StopAt
 from ....rendezvous.store.interface import Store
-from ....rendezvous.threads import Thread
+from ....threads import Thread
 from ....worker.wire.messages import StepAnswer, StepEnded, StepStatus, Verdict
 from ...common.events import Event, StopRead, WorkerAnswered, WorkerKept
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ....codec import Invalid
-from ....rendezvous.threads import Thread
+from ....threads import Thread
 from ....worker.wire.messages import MAX_BYTES, REPORTS, LentLock
 from ...common.events import Event, Reported
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ....codec import Invalid, kind_of
-from ....rendezvous.threads import Thread
+from ....threads import Thread
 from ....worker.wire.channel import Lines
 from ....worker.wire.channel import send as send_answer
 from ....worker.wire.environment import WorkerEnv

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 from ....rendezvous.records import Endpoint, World
-from ....rendezvous.threads import Thread
+from ....threads import Thread
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ def plant(fault: str) -> None:
 
 
 def end(name: str) -> None:
-    from elastic_agent.rendezvous.threads import Thread
+    from elastic_agent.threads import Thread
 
     run = Thread.run
 

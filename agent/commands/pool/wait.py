@@ -6,12 +6,12 @@ import sys
 import time
 from collections.abc import Sequence
 
-from ...pool.records import JobResult, Outcome
-from ...pool.view import SCOPES, PoolView
-from ...rendezvous.errors import Compacted
-from ...rendezvous.store.interface import Store
-from ..common.exits import PoolCode
-from ..configuration.reading.settings import Settings
+from ....pool.records import JobResult, Outcome
+from ....pool.view import SCOPES, PoolView
+from ....rendezvous.errors import Compacted
+from ....rendezvous.store.interface import Store
+from ...common.exits import PoolCode
+from ...configuration.reading.settings import Settings
 from .jobs import states
 from .pool_command import find_job, pool_command, read_view
 

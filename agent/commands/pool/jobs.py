@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from ...pool.schedule import why_waiting
-from ...pool.view import PoolView
-from ...rendezvous.store.interface import Store
-from ..common.exits import PoolCode
-from ..configuration.reading.settings import Settings
-from ..configuration.types.option import Option
-from ..configuration.types.parsers import YES_OR_NO
+from ....pool.schedule import why_waiting
+from ....pool.view import PoolView
+from ....rendezvous.store.interface import Store
+from ...common.exits import PoolCode
+from ...configuration.reading.settings import Settings
+from ...configuration.types.option import Option
+from ...configuration.types.parsers import YES_OR_NO
 from .pool_command import pool_command, read_view
 
 _USAGE = """\

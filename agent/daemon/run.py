@@ -8,14 +8,14 @@ import queue
 import time
 from typing import Any
 
-from ...rendezvous.threads import listen
+from ...threads import listen
 from ..common.exits import ExitCode
 from ..configuration.reading.resolve import Resolved
-from ..daemon.daemon import run_daemon
 from ..machine.network.addresses import unique_node_id
+from ..main.process import catch_signals, log_to, take_environment, thread_failed
+from ..main.service_manager import ServiceManager
 from ..output.console import take as take_console
-from .process import catch_signals, log_to, take_environment, thread_failed
-from .service_manager import ServiceManager
+from .daemon import run_daemon
 
 log = logging.getLogger(__name__)
 

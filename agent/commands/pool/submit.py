@@ -9,13 +9,13 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 
-from ...pool.records import Job
-from ...pool.schedule import why_waiting
-from ...pool.view import PoolView
-from ...rendezvous.errors import RecordInvalid
-from ...rendezvous.store.interface import Compare, Put, Store
-from ..common.exits import PoolCode
-from ..configuration.config import (
+from ....pool.records import Job
+from ....pool.schedule import why_waiting
+from ....pool.view import PoolView
+from ....rendezvous.errors import RecordInvalid
+from ....rendezvous.store.interface import Compare, Put, Store
+from ...common.exits import PoolCode
+from ...configuration.config import (
     ARGS,
     MAX_NODES,
     MIN_NODES,
@@ -25,11 +25,11 @@ from ..configuration.config import (
     ConfigError,
     Problem,
 )
-from ..configuration.options import OPTIONS, TARGETS
-from ..configuration.reading.settings import Settings
-from ..configuration.types.option import Option
-from ..configuration.types.parsers import TEXT, Parser, duration
-from ..daemon.job_words import OF_THE_POOL
+from ...configuration.options import OPTIONS, TARGETS
+from ...configuration.reading.settings import Settings
+from ...configuration.types.option import Option
+from ...configuration.types.parsers import TEXT, Parser, duration
+from ...daemon.job_words import OF_THE_POOL
 from .pool_command import CannotDo, pool_command, read_view, whoever_asks
 
 _USAGE = """\

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...pool.records import Cancel
-from ...pool.view import PoolView
-from ...rendezvous.store.interface import Compare, Put, Store
-from ..common.exits import PoolCode
-from ..configuration.reading.settings import Settings
+from ....pool.records import Cancel
+from ....pool.view import PoolView
+from ....rendezvous.store.interface import Compare, Put, Store
+from ...common.exits import PoolCode
+from ...configuration.reading.settings import Settings
 from .pool_command import CannotDo, find_job, pool_command, whoever_asks
 
 _USAGE = """\

@@ -10,18 +10,18 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...pool.records import Job
-from ...pool.view import SCOPES, PoolView
-from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
-from ...rendezvous.store.interface import Store
-from ..common.exits import PoolCode
-from ..configuration.config import HELP, ConfigError
-from ..configuration.reading.resolve import resolve_pool
-from ..configuration.reading.settings import Settings
-from ..configuration.reading.sources import read_argv
-from ..configuration.types.option import Option
-from ..rendezvous_io.store_opening import open_to_look
-from .store_command import ANSWER_S, command_help, one_line_errors
+from ....pool.records import Job
+from ....pool.view import SCOPES, PoolView
+from ....rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
+from ....rendezvous.store.interface import Store
+from ...common.exits import PoolCode
+from ...configuration.config import HELP, ConfigError
+from ...configuration.reading.resolve import resolve_pool
+from ...configuration.reading.settings import Settings
+from ...configuration.reading.sources import read_argv
+from ...configuration.types.option import Option
+from ...rendezvous_io.store_opening import open_to_look
+from ..store_command import ANSWER_S, command_help, one_line_errors
 
 
 class CannotDo(Exception):

@@ -27,16 +27,16 @@ import threading
 import time
 from dataclasses import dataclass, replace
 
-from ...codec import Invalid
-from ...rendezvous.store.requests import RETRY
-from ...rendezvous.threads import Thread
-from ...worker.disk.background_write import outcome_of, write_copy
-from ...worker.disk.checkpoint_files import CheckpointFiles
-from ...worker.disk.commit_permission import CommitPermission
-from ...worker.errors import CheckpointError, Fenced, SaveFailed
-from ...worker.memory.slots import HeldSlot, Slots
-from ...worker.wire.channel import receive, send
-from ...worker.wire.messages import (
+from ....codec import Invalid
+from ....rendezvous.store.requests import RETRY
+from ....threads import Thread
+from ....worker.disk.background_write import outcome_of, write_copy
+from ....worker.disk.checkpoint_files import CheckpointFiles
+from ....worker.disk.commit_permission import CommitPermission
+from ....worker.errors import CheckpointError, Fenced, SaveFailed
+from ....worker.memory.slots import HeldSlot, Slots
+from ....worker.wire.channel import receive, send
+from ....worker.wire.messages import (
     MAX_BYTES,
     MAX_REASON_CHARS,
     WRITE_CANCELS,
@@ -50,8 +50,8 @@ from ...worker.wire.messages import (
     WriteOutcome,
     encode,
 )
-from ...worker.wire.run import Run
-from ..workers.processes.guard import IGNORED
+from ....worker.wire.run import Run
+from ..processes.guard import IGNORED
 
 ORDER_S = 5.0
 """How long an order may take to come, and its outcome to go."""

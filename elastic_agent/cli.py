@@ -18,21 +18,21 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ... import __version__
-from ..checkpoints.folder import describe_folder
-from ..common.exits import ExitCode
-from ..configuration.config import CHECK_CONFIG, HELP, HELP_ALL, PRINT_COMPLETION, VERSION, ConfigError
-from ..configuration.help import bash_completion, full_help, short_help
-from ..configuration.logs import LogConfig
-from ..configuration.options import COMMANDS
-from ..configuration.reading.resolve import Resolved, offers_node, resolve_daemon
-from ..configuration.reading.settings import comment
-from ..configuration.reading.sources import read_argv
-from ..output.log_folders import log_directory
-from .error_file import write_error_file
+from . import __version__
+from .agent.common.exits import ExitCode
+from .agent.configuration.config import CHECK_CONFIG, HELP, HELP_ALL, PRINT_COMPLETION, VERSION, ConfigError
+from .agent.configuration.help import bash_completion, full_help, short_help
+from .agent.configuration.logs import LogConfig
+from .agent.configuration.options import COMMANDS, POOL_COMMANDS
+from .agent.configuration.reading.resolve import Resolved, offers_node, resolve_daemon
+from .agent.configuration.reading.settings import comment
+from .agent.configuration.reading.sources import read_argv
+from .agent.main.error_file import write_error_file
+from .agent.output.log_folders import log_directory
+from .agent.workers.checkpoints.folder import describe_folder
 
 if TYPE_CHECKING:
-    from ..machine.inventory import Machine
+    from .agent.machine.inventory import Machine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if words and words[0] in COMMANDS:
         # Imported when it is called: a process that runs a job needs none of them.
-        command = importlib.import_module(f"..commands.{words[0].replace('-', '_')}", __package__)
+        room = "commands.pool" if words[0] in POOL_COMMANDS else "commands"
+        command = importlib.import_module(f".agent.{room}.{words[0].replace('-', '_')}", __package__)
         return int(command.main(words[1:]))
     command_line = read_argv(words)
     if HELP_ALL in command_line:
@@ -57,10 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.SUCCESS
     try:
         if CHECK_CONFIG not in command_line and offers_node(command_line, os.environ):
-            from .offer import offer
+            from .agent.daemon.run import offer
 
             return offer(resolve_daemon(command_line, os.environ))
-        from ..machine.inventory import prepare  # late, as a command or a daemon needs none of it
+        from .agent.machine.inventory import prepare  # late, as a command or a daemon needs none of it
 
         resolved, machine = prepare(command_line, os.environ, _fresh_id)
     except ConfigError as error:
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if CHECK_CONFIG in command_line:
         print("\n".join(_in_force(resolved, machine)))
         return ExitCode.SUCCESS
-    from .run import run
+    from .agent.main.run import run
 
     return run(resolved.config, machine)
 

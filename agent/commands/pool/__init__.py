@@ -1,0 +1,1 @@
+"""The commands about a pool and its jobs."""
