@@ -33,7 +33,9 @@ going through crashes, lost nodes, joins and planned departures.
 """
 
 SUMMARY = "run and restart the training processes of one node of an elastic PyTorch job"
-BEFORE_COMMANDS = "Instead of a script, as the very first word; each answers --help (a script of that name is run as ./NAME):"
+BEFORE_COMMANDS = (
+    "As the very first word, instead of a script (one of that name is run as ./NAME); each knows --help:"
+)
 
 EXAMPLES = """\
 Examples:

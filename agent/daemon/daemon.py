@@ -21,7 +21,7 @@ from ..configuration.options import OPTIONS
 from ..configuration.reading.settings import Settings
 from ..configuration.rendezvous import ENDPOINT
 from ..machine.network.discovery import wait_for_network
-from ..output.log_folders import log_directory
+from ..output.log_folders import own_logs
 from ..rendezvous_io.store_link import StoreLink
 from ..rendezvous_io.store_opening import open_store, store_listener, store_options
 from .job_words import OF_THE_POOL, agent_words
@@ -47,7 +47,7 @@ def run_daemon(
         store = open_store(config, network.endpoint, listener, events)
     except CannotStart as refusal:
         return Ending(refusal.code, str(refusal))
-    logs = log_directory(config.logs.given_directory, own=config.logs.given_directory is None)
+    logs = config.logs.given_directory or own_logs()
     own = tuple(
         f"--{option.name}={settings[option].text}"
         for option in OPTIONS

@@ -35,7 +35,12 @@ def log_directory(given: Path | None, *, own: bool) -> Path | None:
     `own`: none is given, but one of this user's alone is wanted, the same each time, so that old runs are deleted
     there, too. Raises OSError where there is no place for that.
     """
-    return own_path("elastic_agent_logs_") if own else given
+    return own_logs() if own else given
+
+
+def own_logs() -> Path:
+    """This user's folder for files of workers where none is given. Raises OSError where there is no place for it."""
+    return own_path("elastic_agent_logs_")
 
 
 def run_folder(directory: Path, job: str, run: str) -> Path:

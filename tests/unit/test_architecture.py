@@ -62,7 +62,8 @@ machine/network: common configuration configuration/types
 machine/memory:
 workers/processes: common output configuration configuration/types
 workers/checkpoints: common workers/processes
-machine: common configuration configuration/types configuration/reading machine/network workers/processes workers/checkpoints
+machine: common configuration configuration/types configuration/reading machine/network workers/processes \
+    workers/checkpoints
 workers/links: common
 workers/environment: common configuration machine/network workers/processes workers/checkpoints machine
 machine/notices: common configuration/types
@@ -86,9 +87,9 @@ torchrun: rendezvous/etcd common configuration configuration/types configuration
 start: worker/wire common output configuration configuration/types configuration/reading workers/processes \
     workers/checkpoints machine main daemon
 """
-"""From the bottom up: each folder, and those above it in this table that it may import; `codec` and `threads` are for all. Names
-without a library before them are folders of agent; each of these may import `LIBRARIES` besides, but not the stores in
-their folders, of which only the configuration knows."""
+"""From the bottom up: each folder, and those above it in this table that it may import; `codec` and `threads` are for
+all. Names without a library before them are folders of agent; each of these may import `LIBRARIES` besides, but not the
+stores in their folders, of which only the configuration knows."""
 
 STORES = ("rendezvous/c10d", "rendezvous/etcd", "rendezvous/local")
 
