@@ -40,6 +40,7 @@ ELSEWHERE = (
     "peer",
     "doing.replace(' ', '-')",
     "error-file",
+    "job-agent",  # of a daemon
     "master-port",
     "name",
     "orders",
