@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..rendezvous.errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch
+from ..rendezvous.records import STOP_KEY, WORLD_KEY
 from ..rendezvous.store.interface import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot
 from ..rendezvous.store.requests import RETRY, Answer, Grant, PendingRequest, Read, Request, Subscription
 from .records import (
@@ -30,6 +31,7 @@ from .records import (
     Seat,
     SeatEnd,
     SeatOutcome,
+    run_prefix,
 )
 from .schedule import Pool, Step, next_step, wake_at
 from .view import SCOPES, PoolView
@@ -71,7 +73,8 @@ class WriteStep:
         for result in self.step.results:
             writes += [Put(result.key, result.to_json()), Delete(CANCELS_PREFIX + result.job)]
         for job in self.step.forgotten:
-            writes += [Delete(JOBS_PREFIX + job), Delete(RESULTS_PREFIX + job)]
+            left = (run_prefix(job) + key for key in (WORLD_KEY, STOP_KEY))
+            writes += [Delete(key) for key in (JOBS_PREFIX + job, RESULTS_PREFIX + job, *left)]
         return tuple(writes)
 
 
