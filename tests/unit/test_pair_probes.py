@@ -1,0 +1,190 @@
+"""Probes between two nodes, on loopback: what they measure, and that no stranger and no silence holds them up."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from elastic_agent.health.checks.pairs import client, server
+from elastic_agent.health.checks.pairs.client import measure, reach
+from elastic_agent.health.checks.pairs.results import Door, Measurement, Obstacle, Reach
+
+HERE = "127.0.0.1"
+ASK, ANSWER = "0" * 32, "1" * 32
+
+
+def listening() -> socket.socket:
+    return socket.create_server((HERE, 0))
+
+
+def door_of(listener: socket.socket) -> Door:
+    return Door("b", *listener.getsockname(), ASK, ANSWER)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (client, server):
+        monkeypatch.setattr(module, "STREAM_S", 0.05)
+        monkeypatch.setattr(module, "ANSWER_S", 0.3)
+    monkeypatch.setattr(client, "CONNECT_S", 0.2)
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[Door]:
+    with listening() as listener:
+        door = door_of(listener)
+        thread = threading.Thread(target=server.serve, args=(listener, door))
+        thread.start()
+        yield door
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(10.0)
+        assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def answering(*answers: bytes, reset: bool = False) -> Iterator[Door]:
+    """Another program: it takes what comes, and sends each connection these."""
+    with listening() as listener:
+
+        def run() -> None:
+            while True:
+                try:
+                    one, _ = listener.accept()
+                except OSError:
+                    return
+                with one, contextlib.suppress(OSError):
+                    one.settimeout(1.0)
+                    if not reset:
+                        one.recv(33)
+                    for answer in answers:
+                        one.sendall(answer)
+                    if not answers and not reset:
+                        one.recv(1)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        yield door_of(listener)
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(10.0)
+
+
+def test_a_node_that_answers_is_reached_and_measured() -> None:
+    with serving() as door:
+        assert reach("a", HERE, [door]) == (Reach("a", "b"),)
+        found = measure("a", HERE, door, 1)
+    assert found.obstacle is None, found.detail
+    assert found.pair == ("a", "b")
+    assert found.latency_s is not None
+    assert 0 < found.latency_s < 0.1
+    assert found.clock_offset_s is not None
+    assert abs(found.clock_offset_s) < 0.1
+    assert found.sent is not None
+    assert found.received is not None
+    assert min(found.sent, found.received) > 1e6
+
+
+def test_the_other_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "wall_clock", lambda: time.time() - 3600.0)
+    with serving() as door:
+        found = measure("a", HERE, door, 1)
+    assert found.clock_offset_s == pytest.approx(-3600.0, abs=0.5)
+
+
+def test_a_port_without_a_listener_refuses() -> None:
+    with listening() as listener:
+        door = door_of(listener)
+    (found,) = reach("a", HERE, [door])
+    assert found.obstacle is Obstacle.REFUSED
+
+
+def test_silence_after_the_connection_is_told_from_a_refusal() -> None:
+    with listening() as listener:  # its backlog takes the connection
+        (found,) = reach("a", HERE, [door_of(listener)])
+    assert found.obstacle is Obstacle.SILENT
+
+
+def test_a_full_backlog_is_silence_to_syn() -> None:
+    with socket.socket() as listener, contextlib.ExitStack() as held:
+        listener.bind((HERE, 0))
+        listener.listen(0)
+        for _ in range(3):
+            one = held.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(listener.getsockname())
+        (found,) = reach("a", HERE, [door_of(listener)])
+    assert found.obstacle is Obstacle.DROPPED
+    assert "no answer to SYN" in found.detail
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"2" * 32, b"\xff" * 5000])
+def test_another_program_at_the_port_is_named_so(answer: bytes) -> None:
+    with answering(answer) as door:
+        (found,) = reach("a", HERE, [door])
+    assert found.obstacle in (Obstacle.STRANGER, Obstacle.RESET)
+
+
+def test_an_address_that_is_not_ours_is_our_own_trouble() -> None:
+    with serving() as door:
+        (found,) = reach("a", "192.0.2.7", [door])
+        (family,) = reach("a", "::1", [door])
+    assert (found.obstacle, family.obstacle) == (Obstacle.OWN, Obstacle.OWN)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"x" * 10_000,
+        b"\x7f\xf8" + b"\0" * 6,  # not a number
+        b"\x7f\xf0" + b"\0" * 6,  # infinity
+        b"\xff" * 16,
+        b"\0" * 16,
+    ],
+)
+def test_no_answer_of_a_door_breaks_a_measurement(answer: bytes) -> None:
+    """It knows the secret, and says nonsense."""
+    with answering(ANSWER.encode(), answer) as door:
+        began = time.monotonic()
+        found = measure("a", HERE, door, 2)
+        assert time.monotonic() - began < 5.0
+    assert isinstance(found, Measurement)
+    assert found.obstacle is not None
+
+
+def test_strangers_neither_hang_nor_crash_the_server() -> None:
+    with serving() as door, contextlib.ExitStack() as held:
+        strangers = [held.enter_context(socket.create_connection((HERE, door.port))) for _ in range(200)]
+        for number, stranger in enumerate(strangers):
+            stranger.sendall(bytes([number]) * (number % 40))
+        talker = held.enter_context(socket.create_connection((HERE, door.port)))
+        talker.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 100)
+        (found,) = reach("a", HERE, [door])
+        # The idle ones have all places for as long as an answer may take, and no longer.
+        if found.obstacle is not None:
+            (found,) = reach("a", HERE, [door])
+        assert found.obstacle is None, found
+        with contextlib.suppress(ConnectionError):
+            assert talker.recv(100) == b"", "who does not know the secret gets nothing"
+
+
+def test_what_a_stranger_asks_for_with_a_wrong_secret_is_not_done() -> None:
+    with serving() as door:
+        (found,) = reach("a", HERE, [replace(door, ask="f" * 32)])
+        assert found.obstacle in (Obstacle.STRANGER, Obstacle.RESET)
+
+
+def test_many_nodes_are_tried_at_once() -> None:
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(listening()) for _ in range(60)]
+        doors = [replace(door_of(listener), node=f"n{number}") for number, listener in enumerate(silent)]
+        began = time.monotonic()
+        found = reach("a", HERE, doors)
+        assert time.monotonic() - began < 3.0
+    assert [one.target for one in found] == [door.node for door in doors]
+    assert reach("a", HERE, []) == ()
