@@ -1,35 +1,32 @@
-"""Differences between the nodes of a world, found before training by comparing their records.
-
-Nothing is refused for them: a job may run on two kinds of machines, and nodes may have arguments of their own. But a
-large packet that one of a thousand nodes cannot take shows up as a hang of all, hours later and far from its cause.
+"""Differences between the nodes of a world, found before training by comparing their records: of their networks, by the
+rules of `health/checks/comparison.py`, and of the limits that they were started with.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
+from ...health.checks.comparison import (
+    ADDRESS_FAMILY,
+    LINK_SPEED,
+    MOST_NAMED,
+    MTU,
+    RDMA_PORTS,
+    Held,
+    difference,
+)
 from ...rendezvous import terms
 from ...rendezvous.records import NodeRecord, World
-
-MOST_NAMED = 5
-"""Of the nodes that have the same value; the others are counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Trait:
-    """`of` gives a node's value in words, None where it is not known; `advice` is what to do about a difference."""
-
-    name: str
-    of: Callable[[NodeRecord], str | None]
-    advice: str
 
 
 def differences(nodes: Sequence[NodeRecord]) -> tuple[str, ...]:
     """A sentence for each trait of the nodes' networks that is not the same on all of them."""
-    return tuple(sentence for trait in _TRAITS if (sentence := _difference(trait, nodes)) is not None)
+    found = (
+        difference(trait, [Held(_label(node), value(node)) for node in nodes]) for trait, value in _TRAITS
+    )
+    return tuple(one.sentence for one in found if one is not None)
 
 
 def other_limits(world: World, nodes: Iterable[NodeRecord]) -> Iterator[str]:
@@ -55,7 +52,7 @@ class Comparison:
         inside = [node for node in nodes if node.incarnation in members]
         odd = other_limits(world, (node for node in inside if node.node != me))
         self._before = (*differences(inside), *_first_few(odd))
-        return tuple(difference for difference in self._before if difference not in before)
+        return tuple(sentence for sentence in self._before if sentence not in before)
 
 
 def _first_few(sentences: Iterator[str]) -> Iterator[str]:
@@ -64,28 +61,8 @@ def _first_few(sentences: Iterator[str]) -> Iterator[str]:
         yield f"{more} more nodes were started with other limits than the job has: see elastic-agent status"
 
 
-def _difference(trait: _Trait, nodes: Iterable[NodeRecord]) -> str | None:
-    groups: dict[str, list[NodeRecord]] = {}
-    for node in nodes:
-        value = trait.of(node)
-        if value is not None:
-            groups.setdefault(value, []).append(node)
-    if len(groups) < 2:
-        return None
-    # The sort is stable: of two groups of one size the one of the older node comes first.
-    (usual, most), *others = sorted(groups.items(), key=lambda group: -len(group[1]))
-    outliers = "; ".join(f"{value} on {_named(group)}" for value, group in others)
-    majority = _named(most) if len(most) == 1 else f"{len(most)} nodes"
-    return f"{trait.name} differs: {usual} on {majority}, but {outliers}. {trait.advice}"
-
-
-def _named(nodes: Sequence[NodeRecord]) -> str:
-    names = [
-        f"{node.node} ({node.network.interface})" if node.network is not None else node.node
-        for node in nodes[:MOST_NAMED]
-    ]
-    more = len(nodes) - len(names)
-    return ", ".join(names) + (f" and {more} more" if more else "")
+def _label(node: NodeRecord) -> str:
+    return f"{node.node} ({node.network.interface})" if node.network is not None else node.node
 
 
 def _mtu(node: NodeRecord) -> str | None:
@@ -108,28 +85,4 @@ def _family(node: NodeRecord) -> str | None:
         return None
 
 
-_TRAITS = (
-    _Trait(
-        "the MTU",
-        _mtu,
-        "Large packets may vanish on the way, and collectives hang: give all interfaces one MTU (ip link set dev NAME"
-        " mtu N), or choose others with --network-interface.",
-    ),
-    _Trait(
-        "the link speed",
-        _speed,
-        "The slowest link sets the pace of all: check cables and switch ports, or choose another interface with"
-        " --network-interface.",
-    ),
-    _Trait(
-        "the number of active RDMA ports",
-        _rdma,
-        "NCCL fails or is slow between nodes whose ports do not match: check `rdma link` on these nodes, or choose"
-        " --network-profile ethernet for all.",
-    ),
-    _Trait(
-        "the address family",
-        _family,
-        "Workers of one family do not reach those of the other: choose --network-interface or --local-addr alike.",
-    ),
-)
+_TRAITS = ((MTU, _mtu), (LINK_SPEED, _speed), (RDMA_PORTS, _rdma), (ADDRESS_FAMILY, _family))

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.observability.checks import MOST_NAMED, Comparison, differences
+from elastic_agent.agent.observability.checks import Comparison, differences
+from elastic_agent.health.checks.comparison import MOST_NAMED
 from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,
