@@ -20,6 +20,9 @@ from ...codec import Checked, Seconds, Text, Within
 MOST_BYTES = 16_384
 """Of one finding as JSON."""
 
+MOST_SUMMARY = 6144
+"""Characters: room for a path and for what a kernel or a driver says."""
+
 _CHECK = re.compile(r"[a-z][a-z0-9-]*")
 
 
@@ -49,7 +52,7 @@ class Finding(Checked):
 
     check: Annotated[str, Text(64, _CHECK)]
     outcome: Outcome
-    summary: Annotated[str, Text(2048)]
+    summary: Annotated[str, Text(MOST_SUMMARY)]
     advice: Annotated[str, Text(2048)] = ""
     values: dict[str, Annotated[float, Within(-1e300, 1e300)]] = field(default_factory=dict)
     seconds: Seconds = 0.0

@@ -41,9 +41,12 @@ worker/checkpointing/loading: worker/errors worker/wire worker/state worker/rank
 worker/checkpointing: worker/errors worker/wire worker/state worker/steps worker/ranks worker/memory worker/disk \
     worker/checkpointing/loading
 worker: worker/errors worker/state worker/steps worker/ranks worker/checkpointing
-health:
 health/checks:
+health/checks/rules: health/checks
+health/checks/probes: health/checks health/checks/rules
+health/checks/node: health/checks health/checks/rules health/checks/probes
 health/checks/pairs:
+health:
 rendezvous:
 rendezvous/liveness: rendezvous
 rendezvous/store: rendezvous

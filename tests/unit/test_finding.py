@@ -16,7 +16,7 @@ def _finding(outcome: Outcome, check: str = "gpu-ecc") -> Finding:
     return Finding(check, outcome, "found")
 
 
-@pytest.mark.parametrize(("better", "worse"), itertools.combinations(reversed(Outcome), 2))
+@pytest.mark.parametrize(("better", "worse"), list(itertools.combinations(reversed(Outcome), 2)))
 def test_the_worst_is_the_first_of_fail_warn_unknown_ok(better: Outcome, worse: Outcome) -> None:
     assert worst([_finding(better), _finding(worse), _finding(better)]) is worse
 
@@ -48,7 +48,7 @@ def test_it_travels() -> None:
     [
         ({"check": "GPU ecc"}, "check"),
         ({"outcome": "broken"}, "outcome"),
-        ({"summary": "x" * 3000}, "summary"),
+        ({"summary": "x" * 7000}, "summary"),
         ({"values": {"bytes": "many"}}, "values"),
         ({"seconds": -1}, "seconds"),
     ],

@@ -1,0 +1,174 @@
+"""Starts the process that runs probes, waits for its answers within a bound, and judges them.
+
+Whatever that process does, the caller gets a finding for every check, and no error: an answer that is late, or is none,
+is a finding like any other.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from .... import __file__ as _package
+from ....codec import Invalid, from_plain
+from ..finding import MOST_SUMMARY, Finding, Outcome
+from ..needs import NodeNeeds
+from .server import ANSWER, KILLED_S, MOST_PROBLEM, ORDER, Answered, Done, Order, Silent
+from .table import NodeCheck
+
+log = logging.getLogger(__name__)
+
+PROGRAM = """
+import sys
+sys.path[0:1] = []
+sys.path.append({parent!r})
+from elastic_agent.health.checks.node.server import main
+main()
+"""
+"""Python looks first in the current directory, whose modules are not to be imported here."""
+
+_PACKAGES_PARENT = Path(_package).parents[1]
+
+START_S = 5.0
+"""How long an interpreter may take to start on a machine with too much to do."""
+
+_CHUNK = 65_536
+
+
+class CheckRun:
+    """One run of some checks. `start` and `findings` may be called in any one thread; neither raises."""
+
+    def __init__(
+        self,
+        checks: Sequence[NodeCheck],
+        needs: NodeNeeds,
+        environment: Mapping[str, str] | None = None,
+        limits_s: Mapping[str, float] | None = None,
+        python: str = sys.executable,
+    ) -> None:
+        """`environment` is what the probes have; None: this process' own. `limits_s`: other limits than the table's."""
+        self._checks, self._needs = checks, needs
+        self._environment = dict(os.environ if environment is None else environment)
+        self._limits_s = dict(limits_s or {})
+        self._python = python
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_at = 0.0
+        self._problem = ""
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs the probes, while it is there."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    def start(self) -> None:
+        self._started_at = time.monotonic()
+        if not self._checks:
+            return
+        order = Order(tuple(check.name for check in self._checks), self._needs, self._limits_s)
+        try:
+            self._process = subprocess.Popen(
+                [self._python, "-c", PROGRAM.format(parent=str(_PACKAGES_PARENT))],
+                env=self._environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            assert self._process.stdin is not None
+            self._process.stdin.write(ORDER.encode(order).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            self._problem = f"could not be started: {error.strerror}"
+
+    def findings(self) -> tuple[Finding, ...]:
+        """Of all checks, in their order. Returns within the longest limit, and `START_S` and `KILLED_S` more."""
+        longest_s = max((self._limit_s(check) for check in self._checks), default=0.0)
+        answers = self._answers(self._started_at + longest_s + START_S + KILLED_S) if self._process else {}
+        lost_s = time.monotonic() - self._started_at
+        return tuple(
+            finding
+            for check in self._checks
+            for finding in judge(
+                check,
+                self._needs,
+                answers.get(check.name) or Silent(check.name, lost_s, self._problem or "has given no answer"),
+            )
+        )
+
+    def close(self) -> None:
+        """The probes' process ends, but for what hangs in the kernel."""
+        if self._process is not None:
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+    def _limit_s(self, check: NodeCheck) -> float:
+        return self._limits_s.get(check.name, check.limit_s)
+
+    def _answers(self, until: float) -> dict[str, Answered | Silent]:
+        """By check, until the last one or that instant."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        answers: dict[str, Answered | Silent] = {}
+        descriptor, begun = self._process.stdout.fileno(), b""
+        while (left_s := until - time.monotonic()) > 0:
+            if not select.select([descriptor], [], [], left_s)[0]:
+                break
+            data = os.read(descriptor, _CHUNK)
+            *lines, begun = (begun + data).split(b"\n")
+            try:
+                for answer in map(ANSWER.decode, lines):
+                    if not isinstance(answer, Done):
+                        answers[answer.check] = answer
+                        continue
+                    for hung in answer.left:
+                        log.warning(
+                            "a check's process does not end, not even by SIGKILL, and is left: %s", hung
+                        )
+                    return answers
+            except Invalid as error:
+                self._problem = f"has answered with garbage: {error}"[:MOST_PROBLEM]
+                return answers
+            if not data or len(begun) > ANSWER.most_bytes:
+                self._problem = "has ended without an answer"
+                return answers
+        return answers
+
+
+def judge(check: NodeCheck, needs: NodeNeeds, answer: Answered | Silent) -> tuple[Finding, ...]:
+    """Pure. Of a probe that has not answered there is one finding, of the check's own name."""
+    if isinstance(answer, Answered):
+        try:
+            body = json.loads(answer.facts)
+            if not isinstance(body, dict):
+                raise Invalid("no object")
+            found = check.judge(from_plain(check.facts, body), needs)
+        except (ValueError, RecursionError) as error:
+            garbage = f"has answered with garbage: {error}"[:MOST_PROBLEM]
+            return judge(check, needs, Silent(answer.check, answer.seconds, garbage))
+        findings = found if isinstance(found, tuple) else (found,)
+        return tuple(replace(finding, seconds=answer.seconds) for finding in findings)
+    advice = "" if check.silent is Outcome.UNKNOWN else check.advice
+    subject = check.subject(needs)
+    summary = f"{subject}: the probe {answer.problem}" if subject else f"the probe {answer.problem}"
+    return (Finding(check.name, check.silent, summary[:MOST_SUMMARY], advice, {}, answer.seconds),)
+
+
+def check_node(
+    checks: Sequence[NodeCheck], needs: NodeNeeds, environment: Mapping[str, str] | None = None
+) -> tuple[Finding, ...]:
+    """All at once, for a process that does nothing else meanwhile."""
+    run = CheckRun(checks, needs, environment)
+    run.start()
+    try:
+        return run.findings()
+    finally:
+        run.close()

@@ -1,0 +1,1 @@
+"""What reads facts from this machine. Each function may hang or crash: it runs in a process of its own."""

@@ -1,0 +1,299 @@
+"""The checks of one node against what really is wrong: each failure is made, and none of them is an error of ours."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.health.checks.finding import Finding, Outcome
+from elastic_agent.health.checks.needs import NodeNeeds
+from elastic_agent.health.checks.node.runner import CheckRun, check_node
+from elastic_agent.health.checks.node.table import BY_NAME, wanted
+from elastic_agent.health.checks.rules.gpus import GPU_CHECKS
+
+TESTS = Path(__file__).parents[1]
+GPUS = ("0000:3b:00.0", "0000:5e:00.0")
+FAST_SUBSET_S = 1.0
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts file systems")
+
+
+def _find(needs: NodeNeeds, *names: str, environment: Mapping[str, str] | None = None) -> dict[str, Finding]:
+    """By their names."""
+    found = check_node([BY_NAME[name] for name in names], needs, environment)
+    return {finding.check: finding for finding in found}
+
+
+# --- Directories
+
+
+@pytest.fixture
+def mountpoint(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "mounted"
+    place.mkdir()
+    yield place
+    subprocess.run(["umount", "--lazy", place], capture_output=True)
+
+
+@as_root
+def test_a_full_file_system(mountpoint: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mountpoint], check=True)
+    (mountpoint / "fill").write_bytes(b"x" * 2**20)
+    needs = NodeNeeds(checkpoint_directory=str(mountpoint / "job"))
+    found = _find(needs, "checkpoint-directory")["checkpoint-directory"]
+    assert found.outcome is Outcome.FAIL
+    assert found.summary == f"{mountpoint}/job cannot be made in {mountpoint}: No space left on device"
+
+
+@as_root
+def test_a_file_system_without_inodes(mountpoint: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1g,nr_inodes=2", "tmpfs", mountpoint], check=True)
+    (mountpoint / "last").touch()
+    found = _find(NodeNeeds(checkpoint_directory=str(mountpoint)), "checkpoint-directory")[
+        "checkpoint-directory"
+    ]
+    assert found.outcome is Outcome.FAIL
+
+
+@pytest.fixture
+def slow_mount(mountpoint: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """Its fsync takes `request.param` seconds."""
+    command = [sys.executable, TESTS / "slow_fuse.py", mountpoint, str(request.param)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        mounted = server.stdout.readline() == b"mounted\n"
+        try:
+            if not mounted:
+                pytest.skip("this machine has no FUSE")
+            yield mountpoint
+        finally:
+            server.kill()
+
+
+@as_root
+@pytest.mark.parametrize("slow_mount", [0.15], indirect=True)
+def test_a_slow_disk(slow_mount: Path) -> None:
+    found = _find(NodeNeeds(log_directory=str(slow_mount)), "log-directory")["log-directory"]
+    assert found.outcome is Outcome.WARN
+    assert found.summary.startswith(f"{slow_mount} (fuse): fsync takes 15")
+    assert 0.15 <= found.values["fsync_seconds"] < 1.0
+
+
+@as_root
+@pytest.mark.parametrize("slow_mount", [-1], indirect=True)
+def test_a_disk_that_does_not_answer_holds_up_its_own_probe_alone(
+    slow_mount: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its process hangs in the kernel, and not even SIGKILL ends it."""
+    needs = NodeNeeds(checkpoint_directory=str(slow_mount))
+    run = CheckRun(
+        [BY_NAME["checkpoint-directory"], BY_NAME["open-files"]],
+        needs,
+        limits_s={"checkpoint-directory": 0.3},
+    )
+    began = time.monotonic()
+    run.start()
+    found = run.findings()
+    assert time.monotonic() - began < 3.0
+    assert [finding.outcome for finding in found] == [Outcome.FAIL] + [Outcome.OK] * 3
+    assert found[0].summary.startswith(f"{slow_mount}: the probe has not answered within 0.3 s (state ")
+    assert "not even by SIGKILL" in caplog.text
+    assert run.pid is not None, (
+        "it stays the parent of the hung process, which would be an orphan of the agent"
+    )
+    run.close()
+    deadline = time.monotonic() + 5.0
+    while run.pid is not None:
+        assert time.monotonic() < deadline, "it ends with the agent"
+        time.sleep(0.01)
+
+
+def test_a_directory_that_this_user_may_not_write_to(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    found = _find(NodeNeeds(checkpoint_directory=str(tmp_path / "file")), "checkpoint-directory")
+    assert found["checkpoint-directory"].outcome is Outcome.FAIL
+    assert "Not a directory" in found["checkpoint-directory"].summary
+
+
+def test_a_check_leaves_nothing_behind(tmp_path: Path) -> None:
+    needs = NodeNeeds(checkpoint_directory=str(tmp_path), log_directory=str(tmp_path / "a" / "b"))
+    found = _find(needs, "checkpoint-directory", "log-directory")
+    assert {finding.outcome for finding in found.values()} <= {Outcome.OK, Outcome.WARN}
+    assert not list(tmp_path.iterdir())
+
+
+# --- GPUs
+
+
+@pytest.fixture(scope="module")
+def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a libnvidia-ml.so.1 that says what a test wants."""
+    if shutil.which("gcc") is None:
+        pytest.skip("no C compiler")
+    folder = tmp_path_factory.mktemp("nvml")
+    source = TESTS / "fake_nvml" / "nvml.c"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", folder / "libnvidia-ml.so.1", source], check=True)
+    return folder
+
+
+@pytest.fixture
+def nvml(fake_library: Path, tmp_path: Path) -> dict[str, str]:
+    """The environment in which it is found. The state is in the file `state`."""
+    (tmp_path / "state").write_text("persistence 1\n")
+    return {**os.environ, "LD_LIBRARY_PATH": str(fake_library), "FAKE_NVML_STATE": str(tmp_path / "state")}
+
+
+@pytest.mark.parametrize(
+    ("state", "check", "outcome", "said"),
+    [
+        ("persistence 1", "gpu-visible", Outcome.OK, "2 GPUs answer, driver 580.1"),
+        ("init 9", "gpu-visible", Outcome.FAIL, "NVML does not start: Driver Not Loaded"),
+        ("crash 1", "gpu-visible", Outcome.FAIL, "NVML: the probe was ended by signal 6"),
+        ("lost 1", "gpu-visible", Outcome.FAIL, "0000:5e:00.0: GPU is lost"),
+        ("print 1", "gpu-visible", Outcome.OK, "2 GPUs answer"),
+        ("ecc 3", "gpu-ecc", Outcome.FAIL, "0000:3b:00.0: 3, 0000:5e:00.0: 3"),
+        ("no_ecc 1", "gpu-ecc", Outcome.UNKNOWN, "count no memory errors"),
+        ("pending 1", "gpu-remapped-rows", Outcome.WARN, "waits for a reset"),
+        ("failed 1", "gpu-remapped-rows", Outcome.FAIL, "remapping failed"),
+        ("throttle 64", "gpu-throttling", Outcome.WARN, "hardware thermal slowdown"),
+        ("persistence 0", "gpu-persistence", Outcome.WARN, "persistence mode is off"),
+    ],
+)
+def test_what_nvml_says(nvml: dict[str, str], state: str, check: str, outcome: Outcome, said: str) -> None:
+    Path(nvml["FAKE_NVML_STATE"]).write_text(f"{state}\n")
+    found = _find(NodeNeeds(gpus=GPUS), "gpu-visible", environment=nvml)
+    assert found[check].outcome is outcome
+    assert said in found[check].summary
+    assert set(found) == set(GPU_CHECKS) or said.startswith(("NVML", "0000:5e"))
+
+
+def test_a_driver_that_hangs(nvml: dict[str, str]) -> None:
+    Path(nvml["FAKE_NVML_STATE"]).write_text("hang 1\n")
+    run = CheckRun([BY_NAME["gpu-visible"]], NodeNeeds(gpus=GPUS), nvml, {"gpu-visible": 0.3})
+    run.start()
+    (found,) = run.findings()
+    run.close()
+    assert found.outcome is Outcome.FAIL
+    assert "NVML: the probe has not answered within 0.3 s" in found.summary
+    assert "reboot" in found.advice
+    assert 0.3 <= found.seconds < 1.0
+
+
+def test_without_a_driver(tmp_path: Path) -> None:
+    found = _find(
+        NodeNeeds(gpus=GPUS), "gpu-visible", environment={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    )
+    assert found["gpu-visible"].outcome in (
+        Outcome.UNKNOWN,
+        Outcome.FAIL,
+    )  # a machine with a driver has other GPUs
+
+
+# --- Limits, ports, interfaces
+
+
+def test_few_descriptors() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        run = CheckRun([BY_NAME["open-files"]], NodeNeeds(ranks=1000))
+        run.start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    found = run.findings()[0]
+    run.close()
+    assert found.outcome is Outcome.FAIL
+    assert found.summary == "256 descriptors for each process, and 1000 ranks need 1128"
+
+
+def test_ports_that_are_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        needs = NodeNeeds(address="127.0.0.1", ports=(port, port))
+        found = _find(needs, "port-range")["port-range"]
+        assert found.outcome is Outcome.FAIL
+        assert found.summary == f"0 of 1 ports of {port}-{port} at 127.0.0.1 are free"
+    assert _find(needs, "port-range")["port-range"].outcome is Outcome.WARN, "one port is few"
+
+
+def test_an_address_of_another_machine() -> None:
+    found = _find(NodeNeeds(address="192.0.2.1", ports=(29500, 29510)), "port-range")["port-range"]
+    assert found.outcome is Outcome.FAIL
+    assert "Cannot assign requested address" in found.summary
+
+
+def test_interfaces() -> None:
+    assert _find(NodeNeeds(interface="lo"), "interface")["interface"].outcome is Outcome.OK
+    found = _find(NodeNeeds(interface="nonesuch0"), "interface")["interface"]
+    assert found.outcome is Outcome.FAIL
+    assert found.summary == "there is no interface nonesuch0"
+
+
+# --- The process that runs the probes
+
+
+def test_what_is_needed_before_a_join_takes_less_than_a_second(tmp_path: Path) -> None:
+    needs = NodeNeeds(
+        checkpoint_directory=str(tmp_path), log_directory=str(tmp_path), interface="lo", address="127.0.0.1"
+    )
+    began = time.monotonic()
+    found = check_node(wanted(needs, at_join=True), needs)
+    assert time.monotonic() - began < FAST_SUBSET_S
+    assert not [finding for finding in found if finding.outcome is Outcome.FAIL]
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("print('hello')", "has answered with garbage"),
+        ("pass", "has ended without an answer"),
+        ("import os; os.kill(os.getpid(), 9)", "has ended without an answer"),
+    ],
+)
+def test_a_process_that_breaks_makes_findings(tmp_path: Path, program: str, said: str) -> None:
+    broken = tmp_path / "python"
+    broken.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{program}"\n')
+    broken.chmod(0o755)
+    run = CheckRun([BY_NAME["shared-memory"]], NodeNeeds(), python=str(broken))
+    run.start()
+    (found,) = run.findings()
+    run.close()
+    assert found.outcome is Outcome.FAIL
+    assert said in found.summary
+
+
+def test_a_process_that_cannot_be_started_makes_findings() -> None:
+    run = CheckRun([BY_NAME["open-files"]], NodeNeeds(), python="/nonesuch")
+    run.start()
+    (found,) = run.findings()
+    assert found.outcome is Outcome.UNKNOWN
+    assert "could not be started: No such file or directory" in found.summary
+
+
+def test_probes_end_with_the_agent(nvml: dict[str, str]) -> None:
+    Path(nvml["FAKE_NVML_STATE"]).write_text("hang 1\n")
+    run = CheckRun([replace(BY_NAME["gpu-visible"])], NodeNeeds(gpus=GPUS), nvml)
+    run.start()
+    run.close()
+    deadline = time.monotonic() + 5.0
+    while run.pid is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_modules_in_the_current_directory_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    assert _find(NodeNeeds(), "open-files")["open-files"].outcome is Outcome.OK

@@ -1,0 +1,55 @@
+/* Stands in for libnvidia-ml.so.1 where LD_LIBRARY_PATH leads here: answers what the file named by FAKE_NVML_STATE says.
+ *
+ * Lines "init 9" (an error of nvmlInit), "hang 1", "crash 1", "print 1" (in nvmlInit), "lost 1" (the second GPU's error),
+ * and of every GPU: "ecc 3", "no_ecc 1", "remapped 2", "pending 1", "failed 1", "throttle 64", "persistence 1". */
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static unsigned long long said(const char *name) {
+    char word[64];
+    unsigned long long value, found = 0;
+    FILE *file = fopen(getenv("FAKE_NVML_STATE"), "r");
+    if (file == NULL) return 0;
+    while (fscanf(file, "%63s %llu", word, &value) == 2)
+        if (strcmp(word, name) == 0) found = value;
+    fclose(file);
+    return found;
+}
+
+int nvmlInit_v2(void) {
+    if (said("crash")) abort();
+    if (said("print")) { printf("{\"facts\": {\"absent\": true}}\n"); fflush(stdout); }
+    while (said("hang")) sleep(60);
+    return (int)said("init");
+}
+
+int nvmlSystemGetDriverVersion(char *text, unsigned length) { snprintf(text, length, "580.1"); return 0; }
+
+const char *nvmlErrorString(int code) {
+    return code == 9 ? "Driver Not Loaded" : code == 15 ? "GPU is lost" : code == 3 ? "Not Supported" : "Unknown Error";
+}
+
+int nvmlDeviceGetHandleByPciBusId_v2(const char *name, void **device) {
+    *device = (void *)name;
+    return strncmp(name, "0000:5e", 7) == 0 && said("lost") ? 15 : 0;
+}
+
+int nvmlDeviceGetTotalEccErrors(void *device, int kind, int counter, unsigned long long *count) {
+    *count = kind == 1 && counter == 0 ? said("ecc") : 0;
+    return said("no_ecc") ? 3 : 0;
+}
+
+int nvmlDeviceGetRemappedRows(void *device, unsigned *corrected, unsigned *not, unsigned *pending, unsigned *failed) {
+    *corrected = 0; *not = (unsigned)said("remapped"); *pending = (unsigned)said("pending"); *failed = (unsigned)said("failed");
+    return 0;
+}
+
+int nvmlDeviceGetCurrentClocksThrottleReasons(void *device, unsigned long long *bits) {
+    *bits = 1 | said("throttle");
+    return 0;
+}
+
+int nvmlDeviceGetPersistenceMode(void *device, unsigned *mode) { *mode = (unsigned)said("persistence"); return 0; }
