@@ -2,9 +2,10 @@
 connection.
 
 One thread serves every client with non-blocking sockets, so all that a scrape ever waits for is other answers
-being rendered, never other clients. A connection goes one way through three phases:
+being rendered, never other clients. A connection goes one way through these phases:
 
     reading    until its request head is complete
+    answering  while a thread makes the answer: for *slow* pages alone, which may wait for a disk or another process
     writing    until the whole answer, a page or an error, is in the kernel
     lingering  until the client closes; what it still sends is thrown away. Closing over unread bytes would
                make the kernel reset the connection, and the client could lose the answer
@@ -14,26 +15,34 @@ answer in memory, and `lifetime_s` seconds. When all places are taken, a newcome
 client that has its answer or has not asked yet: a client that connects and asks at once is served in any flood of
 silent clients.
 
-It only shows. There is no TLS and no authentication: the caller binds to loopback or the pod's address.
+It only shows. There is no TLS, and no authentication but what a slow page makes of the request's bearer token: the
+caller binds to loopback or the pod's address.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import queue
 import re
 import selectors
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
+from typing import TypeAlias
+from urllib.parse import parse_qsl
 
 from .families import CONTENT_TYPE
 
 logger = logging.getLogger(__name__)
 
 _REQUEST_LINE = re.compile(rb"([A-Z]+) (/[!-~]*) HTTP/1\.[0-9]")
+_METHODS = (b"GET", b"HEAD")
 _END_OF_HEAD = b"\r\n\r\n"
 _TEXT = "text/plain; charset=utf-8"
 _JSON = "application/json"
@@ -41,7 +50,21 @@ _JSON = "application/json"
 NODE_PATH = "/node"
 """The introduction of an agent to its peers, in JSON."""
 
-_Page = tuple[HTTPStatus, str, bytes]  # status, content type, body
+Page: TypeAlias = tuple[HTTPStatus, str, bytes]
+"""Status, content type, body."""
+
+_BEARER = re.compile(rb"(?i)authorization: *bearer +([!-~]+) *")
+_MOST_FIELDS = 16
+"""Of a query."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a slow page is asked for."""
+
+    query: Mapping[str, str]
+    token: str
+    """Of its bearer; empty without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +84,26 @@ class Limits:
     head_bytes: int = 8 * 1024
     discard_bytes: int = 1024 * 1024
     accept_pause_s: float = 1.0
+    at_once: int = 4
+    """Threads that answer for one slow page."""
 
 
 class _Connection:
-    """One client. `answer` is None while reading, then what is still to send, so empty while lingering."""
+    """One client. `answer` is None until there is one, then what is still to send, so empty while lingering."""
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
         self.sock = sock
         self.deadline = deadline
         self.head = bytearray()
         self.answer: memoryview | None = None
+        self.asked = False
+        """A thread makes the answer; the selector does not know the socket meanwhile."""
         self.discarded = 0
 
     def worth(self) -> int:
-        """Who keeps a place longest when places run out: writing (2), reading (1), lingering (0)."""
+        """Who keeps a place longest when places run out: answering or writing (2), reading (1), lingering (0)."""
         if self.answer is None:
-            return 1
+            return 2 if self.asked else 1
         return 2 if self.answer else 0
 
 
@@ -84,8 +111,9 @@ class HealthServer:
     """Serves on `bind`, a bound and listening socket that it owns from now on.
 
     `pages` are in JSON, by their paths. `thread` makes the one that serves, of its work and name. All callbacks run on
-    it and must not block. If one raises, that request gets a 500, the traceback is logged, and the server goes on.
-    `evicted` counts clients that lost their place to others.
+    it and must not block, but for those of `slow`, which take the place of other pages of their path and run on threads
+    of their own; what they hold up is their own page alone. If one raises, that request gets a 500, the traceback is
+    logged, and the server goes on. `evicted` counts clients that lost their place to others.
     """
 
     def __init__(
@@ -98,6 +126,7 @@ class HealthServer:
         thread: Callable[[Callable[[], None], str], threading.Thread],
         limits: Limits = Limits(),
         clock: Callable[[], float] = time.monotonic,
+        slow: Mapping[str, Callable[[Request], Page]] | None = None,
     ) -> None:
         bind.setblocking(False)
         self.address: tuple[str, int] = bind.getsockname()[:2]
@@ -105,13 +134,19 @@ class HealthServer:
         self._bind = bind
         self._limits = limits
         self._clock = clock
-        self._pages: dict[bytes, Callable[[], _Page]] = {
+        self._pages: dict[bytes, Callable[[], Page]] = {
             b"/metrics": lambda: (HTTPStatus.OK, CONTENT_TYPE, render_metrics()),
             b"/healthz": lambda: _probe_page(liveness()),
             b"/readyz": lambda: _probe_page(readiness()),
         }
         for path, render in pages.items():
             self._pages[path.encode()] = _json_page(render)
+        self._new_thread = thread
+        self._slow = {path.encode(): answer for path, answer in (slow or {}).items()}
+        self._busy: Counter[bytes] = Counter()
+        """Threads that make answers, by path."""
+        self._made: queue.SimpleQueue[tuple[_Connection, bytes, bytes]] = queue.SimpleQueue()
+        """By them: for whom, of which path, the answer."""
         self._connections: dict[_Connection, None] = {}  # the oldest first
         self._accept_paused_until: float | None = None
         self._selector = selectors.DefaultSelector()
@@ -143,8 +178,10 @@ class HealthServer:
         newcomers = False
         for key, _ in self._selector.select(self._patience_s()):
             if key.fileobj is self._wake_read:
-                return False
-            if key.fileobj is self._bind:
+                if not self._wake_read.recv(4096):
+                    return False
+                self._collect()
+            elif key.fileobj is self._bind:
                 newcomers = True
             else:
                 self._advance(key.data)
@@ -207,11 +244,56 @@ class HealthServer:
             answer = _answer(*_status_page(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE))
         elif end < 0:
             return
+        elif (path := self._slow_path(head)) is not None:
+            self._selector.unregister(connection.sock)
+            self._begin_answer(connection, path, bytes(head[:end]))
+            return
         else:
             answer = self._respond(bytes(head[:end]))
         head.clear()
         self._selector.modify(connection.sock, selectors.EVENT_WRITE, connection)
         self._write(connection, memoryview(answer))
+
+    def _slow_path(self, head: bytearray) -> bytes | None:
+        request = _REQUEST_LINE.fullmatch(bytes(head).split(b"\r\n", 1)[0])
+        path = request[2].split(b"?", 1)[0] if request is not None and request[1] in _METHODS else None
+        return path if path in self._slow else None
+
+    def _begin_answer(self, connection: _Connection, path: bytes, head: bytes) -> None:
+        connection.asked = True
+        connection.head.clear()
+        if self._busy[path] >= self._limits.at_once:
+            full = _status_page(HTTPStatus.SERVICE_UNAVAILABLE, ": asked too often at once")
+            self._answered(connection, _answer(*full))
+            return
+        self._busy[path] += 1
+        self._new_thread(partial(self._make_answer, connection, path, head), "http-answer").start()
+
+    def _make_answer(self, connection: _Connection, path: bytes, head: bytes) -> None:
+        """In a thread of its own."""
+        try:
+            page = self._slow[path](_request(head))
+        except Exception:
+            logger.exception("cannot answer: path=%s", path.decode())
+            page = _status_page(HTTPStatus.INTERNAL_SERVER_ERROR)
+        answer = _answer(*page, with_body=head.startswith(b"GET"))
+        self._made.put((connection, path, answer))
+        with contextlib.suppress(OSError):  # the server has been closed
+            self._wake_write.send(b".")
+
+    def _collect(self) -> None:
+        """What threads have made since."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                connection, path, answer = self._made.get_nowait()
+                self._busy[path] -= 1
+                if connection in self._connections:
+                    self._answered(connection, answer)
+
+    def _answered(self, connection: _Connection, answer: bytes) -> None:
+        connection.asked = False
+        connection.answer = memoryview(answer)
+        self._selector.register(connection.sock, selectors.EVENT_WRITE, connection)
 
     def _write(self, connection: _Connection, answer: memoryview) -> None:
         connection.answer = answer
@@ -231,15 +313,16 @@ class HealthServer:
         if request is None:
             return _answer(*_status_page(HTTPStatus.BAD_REQUEST))
         method, target = request.groups()
-        if method not in (b"GET", b"HEAD"):
+        if method not in _METHODS:
             return _answer(*_status_page(HTTPStatus.METHOD_NOT_ALLOWED))
         return _answer(*self._page(target), with_body=method == b"GET")
 
-    def _page(self, target: bytes) -> _Page:
+    def _page(self, target: bytes) -> Page:
         page = self._pages.get(target.split(b"?", 1)[0])
         if page is None:
             return _status_page(
-                HTTPStatus.NOT_FOUND, ": try " + ", ".join(path.decode() for path in self._pages)
+                HTTPStatus.NOT_FOUND,
+                ": try " + ", ".join(path.decode() for path in {**self._pages, **self._slow}),
             )
         try:
             return page()
@@ -250,7 +333,8 @@ class HealthServer:
     def _expire(self) -> None:
         now = self._clock()
         for connection in [each for each in self._connections if each.deadline <= now]:
-            self._dismiss(connection, HTTPStatus.REQUEST_TIMEOUT)
+            late = HTTPStatus.SERVICE_UNAVAILABLE if connection.asked else HTTPStatus.REQUEST_TIMEOUT
+            self._dismiss(connection, late)
         if self._accept_paused_until is not None and self._accept_paused_until <= now:
             self._accept_paused_until = None
             self._selector.register(self._bind, selectors.EVENT_READ)
@@ -266,7 +350,8 @@ class HealthServer:
 
     def _drop(self, connection: _Connection) -> None:
         del self._connections[connection]
-        self._selector.unregister(connection.sock)
+        if not connection.asked:
+            self._selector.unregister(connection.sock)
         connection.sock.close()
 
     def _release(self) -> None:
@@ -277,16 +362,28 @@ class HealthServer:
         self._bind.close()
 
 
-def _status_page(status: HTTPStatus, advice: str = "") -> _Page:
+def _status_page(status: HTTPStatus, advice: str = "") -> Page:
     return status, _TEXT, f"{status.value} {status.phrase}{advice}\n".encode()
 
 
-def _probe_page(probe: Probe) -> _Page:
+def _probe_page(probe: Probe) -> Page:
     status = HTTPStatus.OK if probe.ok else HTTPStatus.SERVICE_UNAVAILABLE
     return status, _TEXT, f"{probe.detail}\n".encode(errors="replace")
 
 
-def _json_page(render: Callable[[], str]) -> Callable[[], _Page]:
+def _request(head: bytes) -> Request:
+    """Of a head that is one."""
+    first, *fields = head.split(b"\r\n")
+    target = first.split(b" ")[1].decode()
+    tokens = (found[1].decode() for field in fields if (found := _BEARER.fullmatch(field)))
+    try:
+        query = dict(parse_qsl(target.partition("?")[2], max_num_fields=_MOST_FIELDS))
+    except ValueError:
+        query = {}
+    return Request(query, next(tokens, ""))
+
+
+def _json_page(render: Callable[[], str]) -> Callable[[], Page]:
     return lambda: (HTTPStatus.OK, _JSON, render().encode())
 
 

@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 import pytest
 
 from elastic_agent.health.families import CONTENT_TYPE
-from elastic_agent.health.http import NODE_PATH, HealthServer, Limits, Probe
+from elastic_agent.health.http import NODE_PATH, HealthServer, Limits, Page, Probe, Request
 from elastic_agent.threads import Thread
 
 PATIENCE_S = 30.0  # a deadline for waiting, far beyond what any of these tests needs
@@ -620,3 +621,102 @@ def test_without_descriptors_it_rests_and_then_serves_who_waited(
             assert status(read_all(client)) == 200
     finally:
         server.close()
+
+
+# --- Slow pages
+
+
+@dataclass
+class Disk:
+    """What a slow page waits for."""
+
+    answers: threading.Event = field(default_factory=threading.Event)
+    asked: list[Request] = field(default_factory=list)
+
+    def page(self, request: Request) -> Page:
+        self.asked.append(request)
+        assert self.answers.wait(PATIENCE_S)
+        return HTTPStatus.OK, "text/plain", f"{request.token} {sorted(request.query.items())}".encode()
+
+
+@pytest.fixture
+def disk() -> Disk:
+    return Disk()
+
+
+@pytest.fixture
+def slow(agent: Agent, disk: Disk) -> Iterator[HealthServer]:
+    server = HealthServer(
+        listening_socket(),
+        lambda: agent.page(),
+        lambda: agent.live,
+        lambda: agent.ready,
+        agent.pages,
+        Thread,
+        Limits(at_once=2),
+        clock=lambda: agent.now_s,
+        slow={"/logs": disk.page},
+    )
+    server.start()
+    yield server
+    disk.answers.set()
+    server.close()
+
+
+def ask_slow(server: HealthServer, target: str = "/logs", *fields: str) -> socket.socket:
+    client = connect(server)
+    client.sendall("\r\n".join((f"GET {target} HTTP/1.1", *fields, "", "")).encode())
+    return client
+
+
+def test_a_slow_page_holds_no_other_up(slow: HealthServer, disk: Disk) -> None:
+    with ask_slow(slow, "/logs?job=a&rank=%31", "AUTHORIZATION: Bearer s3", "x: y") as client:
+        wait_until(lambda: len(disk.asked) == 1, "it is asked")
+        assert_answers(slow)
+        disk.answers.set()
+        assert read_all(client).endswith(b"\r\n\r\ns3 [('job', 'a'), ('rank', '1')]")
+    assert disk.asked == [Request({"job": "a", "rank": "1"}, "s3")]
+
+
+def test_a_slow_page_takes_few_threads(slow: HealthServer, disk: Disk) -> None:
+    with ask_slow(slow), ask_slow(slow):
+        wait_until(lambda: len(disk.asked) == 2, "both are asked")
+        with ask_slow(slow) as third:
+            assert status(read_all(third)) == 503
+        assert_answers(slow)
+        disk.answers.set()
+    wait_until(lambda: get(slow, "/logs")[0] == 200, "its threads are free again")
+
+
+def test_who_waits_too_long_for_a_slow_page_is_told_so(slow: HealthServer, disk: Disk, agent: Agent) -> None:
+    with ask_slow(slow) as client:
+        wait_until(lambda: len(disk.asked) == 1, "it is asked")
+        agent.now_s += Limits().lifetime_s
+        get(slow, "/healthz")  # time is looked at when something happens
+        assert status(read_all(client)) == 503
+    disk.answers.set()
+    wait_until(lambda: get(slow, "/logs")[0] == 200, "the late answer harms no other")
+
+
+def test_a_slow_page_whose_reader_has_gone_is_made_for_no_one(slow: HealthServer, disk: Disk) -> None:
+    ask_slow(slow).close()
+    wait_until(lambda: len(disk.asked) == 1, "it is asked")
+    disk.answers.set()
+    wait_until(lambda: get(slow, "/logs")[0] == 200, "the next one is answered")
+
+
+@pytest.mark.parametrize("target", ["/logs?" + "&".join(["a=b"] * 17), "/logs?%", "/logs?=&&;"])
+def test_a_query_that_is_none_is_empty(slow: HealthServer, disk: Disk, target: str) -> None:
+    disk.answers.set()
+    with ask_slow(slow, target) as client:
+        assert status(read_all(client)) == 200
+    assert disk.asked == [Request({}, "")]
+
+
+def test_a_slow_page_that_fails_is_an_error_of_its_own(
+    slow: HealthServer, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk.asked = None  # type: ignore[assignment]
+    assert get(slow, "/logs")[0] == 500
+    assert "cannot answer: path=/logs" in caplog.text
+    assert get(slow, "/logs", "POST")[0] == 405
