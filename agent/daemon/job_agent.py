@@ -1,7 +1,7 @@
 """The agent of one job on this node, as a child process of the daemon.
 
-It is the `elastic-agent` of any other job, in a session of its own. It is told to leave when its daemon ends, however
-that ends, and what it prints goes to a file.
+It is the `elastic-agent` of any other job, in a session of its own. It leaves its job by plan when the daemon ends,
+however that ends, and what it prints goes to a file.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from pathlib import Path
 from ...threads import Thread
 
 _PR_SET_PDEATHSIG = 1
+_DAEMON_ENDED = signal.SIGUSR1
+"""The kernel may send it once for each thread of the daemon. A second SIGTERM would cut the workers' grace short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class JobAgent:
                 cwd=directory,
                 env=dict(environment),
                 start_new_session=True,
-                preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+                preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, _DAEMON_ENDED),
             )
         Thread(lambda: self._post(JobAgentEnded(self.ticket, process.wait())), "job-agent").start()
 

@@ -1,0 +1,69 @@
+"""The agent of a job as a child of its daemon: what it gets when the daemon is killed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from elastic_agent.agent.common.exits import WARNINGS
+
+PATIENCE_S = 20.0
+
+CHILD = """
+import os, signal, time
+for number in {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}:
+    signal.signal(number, lambda number, _: os.write(1, b"%d\\n" % number))
+print("ready", flush=True)
+while True:
+    time.sleep(0.01)
+"""
+
+DAEMON = """
+import os, signal, stat, sys, threading, time
+from pathlib import Path
+from elastic_agent.agent.daemon.job_agent import JobAgent
+
+folder = Path(sys.argv[1])
+program = folder / "program"
+program.write_text(f"#!{sys.executable}\\n" + (folder / "child.py").read_text())
+program.chmod(0o700)
+sys.executable = str(program)
+for _ in range(30):
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+agent = JobAgent(1, lambda ended: None)
+agent.start([], os.environ, str(folder), folder / "output")
+print(agent._process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_daemon_with_many_threads_asks_it_to_leave_and_never_cuts_its_grace_short(
+    tmp_path: Path,
+) -> None:
+    """`elastic-agent` counts a second signal that is no warning as impatience."""
+    (tmp_path / "child.py").write_text(CHILD)
+    daemon = subprocess.Popen([sys.executable, "-c", DAEMON, tmp_path], stdout=subprocess.PIPE, text=True)
+    assert daemon.stdout is not None
+    child = int(daemon.stdout.readline())
+    output, deadline = tmp_path / "output", time.monotonic() + PATIENCE_S
+    try:
+        wait_for_lines(output, 1, deadline)
+        daemon.kill()
+        wait_for_lines(output, 2, deadline)
+        time.sleep(0.2)  # no condition says that no other signal comes
+        got = [signal.Signals(int(number)) for number in output.read_text().split()[1:]]
+        assert len(set(got)) == 1
+        assert got[0] in WARNINGS
+    finally:
+        daemon.kill()
+        daemon.communicate()
+        subprocess.run(["kill", "-9", str(child)], check=False)
+
+
+def wait_for_lines(output: Path, number: int, deadline: float) -> None:
+    while len(output.read_text().splitlines()) < number:
+        assert time.monotonic() < deadline, output.read_text()
+        time.sleep(0.01)
