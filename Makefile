@@ -8,10 +8,10 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick lint types check format sim docs frameworks soak slurm benchmark torchft scale steps checkpoints gpu clean
+.PHONY: help demo demo-daemon test quick lint types check format sim docs frameworks soak slurm benchmark torchft scale steps checkpoints gpu clean
 
 help:  ## show this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 13
 
 $(READY): pyproject.toml constraints-dev.txt
 	@.ci/system-packages python
@@ -22,6 +22,9 @@ $(READY): pyproject.toml constraints-dev.txt
 
 demo: $(READY)  ## train digits on three nodes while a worker and a node are killed, one comes back and one leaves
 	$(BIN)/python examples/demo.py
+
+demo-daemon: $(READY)  ## three daemons and two jobs that share them; the daemon that hosts their store is killed and comes back
+	$(BIN)/python examples/demo_daemon.py
 
 TESTS_AT_ONCE ?= 3
 # In the order of folders, which ends with the short unit tests. pytest-xdist would begin with the files that have most

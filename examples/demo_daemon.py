@@ -1,0 +1,231 @@
+"""Watch a pool live: three daemons, two jobs that share the nodes, and a daemon that is killed and started again.
+
+Three daemons on this machine play three nodes. Each runs `elastic-agent --min-nodes 1 --max-nodes 4` and nothing else;
+their names and folders come from the environment. Every line is about something that was seen in the pool, in the exit
+code of a command, or in the file to which the first job writes each step. Needs nothing but this checkout:
+
+    make demo-daemon
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from itertools import groupby
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+PATIENCE_S = 60.0
+LOOK_S = 0.1
+DAEMON = ("--min-nodes", "1", "--max-nodes", "4")
+NODES = ("a", "b", "c")
+LONG, SHORT = 800, 100
+"""Steps of the two jobs."""
+
+
+class DemoFailed(Exception):
+    """Something that the demo claims did not happen; the logs are shown."""
+
+
+class Demo:
+    """The script of the play, and the timeline."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.began = time.monotonic()
+        self.environment = {
+            **{name: text for name, text in os.environ.items() if not name.startswith("ELASTIC_AGENT_")},
+            "RUNTIME_DIRECTORY": str(folder),
+            "ELASTIC_AGENT_LOG_DIR": str(folder / "logs"),
+        }
+        self.daemons: dict[str, subprocess.Popen[bytes]] = {}
+
+    def say(self, what: str) -> None:
+        print(f"{time.monotonic() - self.began:6.1f} s  {what}", flush=True)
+
+    # ---------------------------------------------------------------- what people type
+
+    def start(self, name: str) -> None:
+        """The daemon of one node."""
+        with open(self.folder / f"{name}.log", "ab") as log:
+            self.daemons[name] = subprocess.Popen(
+                [sys.executable, "-m", "elastic_agent", *DAEMON],
+                env={**self.environment, "ELASTIC_AGENT_NODE_ID": name},
+                stdout=log,
+                stderr=log,
+            )
+
+    def submit(self, name: str, most_nodes: int, steps: int) -> str:
+        """Returns the job's id."""
+        folder = self.folder / name
+        folder.mkdir()
+        options = (f"--name={name}", "--min-nodes=1", f"--max-nodes={most_nodes}")
+        said = self.command("submit", *options, "--", str(HERE / "counted.py"), str(folder), str(steps))
+        return said.splitlines()[-1]
+
+    def command(self, *words: str, quiet: bool = False) -> str:
+        """Its output. Raises DemoFailed when its exit code is not 0, unless `quiet`."""
+        done = subprocess.run(
+            [sys.executable, "-m", "elastic_agent", *words],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+        if done.returncode and not quiet:
+            raise DemoFailed(
+                f"elastic-agent {words[0]} ended with exit code {done.returncode}: {done.stderr}"
+            )
+        return done.stdout
+
+    # ---------------------------------------------------------------- what can be seen
+
+    def jobs(self) -> Mapping[str, Mapping[str, object]]:
+        """By their ids."""
+        return {one["job"]: one for one in json.loads(self.command("jobs", "--json"))["jobs"]}
+
+    def steps(self, name: str) -> list[tuple[int, int]]:
+        """Each step that the job has finished, and the number of workers that took part in it."""
+        try:
+            text = (self.folder / name / "steps").read_text()
+        except FileNotFoundError:
+            return []
+        whole = text[: text.rfind("\n") + 1]
+        return [(int(number), int(world)) for number, world in map(str.split, whole.splitlines())]
+
+    def wait_for(self, what: str, seen: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not seen():
+            if time.monotonic() > deadline:
+                raise DemoFailed(f"waited {PATIENCE_S:.0f} s for {what}")
+            time.sleep(LOOK_S)
+
+    def wait_for_idle(self, number: int) -> None:
+        all_idle = f"{number} nodes, {number} idle"
+        self.wait_for(all_idle, lambda: self.command("jobs", quiet=True).startswith(all_idle))
+
+    def wait_for_workers(self, name: str, number: int) -> None:
+        """Until the job trains on so many nodes, each with one worker; says at which step, and checks all steps."""
+        self.wait_for(
+            f"a step of job {name} on {number} nodes",
+            lambda: bool(taken := self.steps(name)) and taken[-1][1] == number,
+        )
+        first = list(self.phases(name))[-1][1]
+        self.say(
+            f"    job {name} trains on {number} node{'s' * (number > 1)} from step {first} on; no step is lost"
+        )
+
+    def phases(self, name: str) -> list[tuple[int, int, int]]:
+        """Workers, first and last step of each world. Raises DemoFailed when a step is missing, or was done twice."""
+        taken = self.steps(name)
+        for expected, (number, _) in enumerate(taken, 1):
+            if number != expected:
+                raise DemoFailed(f"job {name}: step {number} where step {expected} was due")
+        parts = [
+            (world, [number for number, _ in part]) for world, part in groupby(taken, lambda one: one[1])
+        ]
+        return [(world, numbers[0], numbers[-1]) for world, numbers in parts]
+
+    # ---------------------------------------------------------------- the play
+
+    def play(self) -> None:
+        self.say("THREE DAEMONS START: elastic-agent --min-nodes 1 --max-nodes 4, three times")
+        for number, name in enumerate(NODES, 1):
+            self.start(name)
+            self.wait_for_idle(number)
+        self.say("    elastic-agent jobs: 3 nodes, 3 idle; a is the first, and hosts the pool's store")
+
+        self.say("A JOB FOR UP TO THREE NODES: elastic-agent submit --max-nodes 3 -- counted.py")
+        long = self.submit("long", 3, LONG)
+        self.wait_for_workers("long", 3)
+
+        self.say("ANOTHER JOB WAITS: elastic-agent submit --max-nodes 1 -- counted.py")
+        short = self.submit("short", 1, SHORT)
+        self.wait_for_workers("long", 2)
+        self.wait_for_workers("short", 1)
+        where = self.jobs()[short]["nodes"]
+        if not isinstance(where, list) or set(where) & set(self.nodes_of(long)):
+            raise DemoFailed(f"job short is on {where}, and job long on {self.nodes_of(long)}")
+        self.say(f"    job short is on node {where[0]}, job long on {' and '.join(self.nodes_of(long))}")
+        self.command("wait", short)
+        self.say(f"    elastic-agent wait: job short has succeeded after {self.count('short', SHORT)} steps")
+        self.wait_for_workers("long", 3)
+
+        victim = self.daemons["a"]
+        self.say(f"A DAEMON IS KILLED: kill -9 {victim.pid}, that of node a, which hosts the store")
+        victim.kill()
+        victim.wait()
+        self.wait_for_workers("long", 2)
+        if (state := self.jobs()[long]["state"]) != "running":
+            raise DemoFailed(f"job long is {state}")
+        self.say("    elastic-agent jobs: answers, from the store that another daemon has taken over")
+        self.say("THE DAEMON COMES BACK: the same line again")
+        self.start("a")
+        self.wait_for_workers("long", 3)
+
+        self.command("wait", long)
+        worlds = ", ".join(str(world) for world, _, _ in self.phases("long"))
+        self.say(f"    elastic-agent wait: job long has succeeded after {self.count('long', LONG)} steps,")
+        self.say(f"    each of them done once, on {worlds} nodes in turn")
+        self.wait_for_idle(3)
+        self.say("done: the pool waits for the next job, and the daemons are stopped")
+        self.stop()
+
+    def nodes_of(self, job: str) -> list[str]:
+        nodes = self.jobs()[job]["nodes"]
+        assert isinstance(nodes, list)
+        return sorted(nodes)
+
+    def count(self, name: str, expected: int) -> int:
+        last = self.phases(name)[-1][2]
+        if last != expected:
+            raise DemoFailed(f"job {name} ended after step {last} of {expected}")
+        return last
+
+    def stop(self) -> None:
+        for daemon in self.daemons.values():
+            daemon.terminate()
+        for name, daemon in self.daemons.items():
+            if (code := daemon.wait(timeout=PATIENCE_S)) != 128 + signal.SIGTERM:
+                raise DemoFailed(f"the daemon of node {name} ended with exit code {code}")
+
+    def clean_up(self) -> None:
+        """Whatever has happened. Jobs end with their daemons."""
+        for daemon in self.daemons.values():
+            if daemon.poll() is None:
+                daemon.terminate()
+        for daemon in self.daemons.values():
+            try:
+                daemon.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+
+
+def main() -> int:
+    folder = Path(tempfile.mkdtemp(prefix="elastic-agent-demo-"))
+    demo = Demo(folder)
+    code = 0
+    try:
+        demo.play()
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        code = 130
+    except (DemoFailed, subprocess.TimeoutExpired) as error:
+        print(f"the demo failed: {error}\nthe logs are in {folder}", file=sys.stderr)
+        return 1
+    finally:
+        demo.clean_up()
+    shutil.rmtree(folder)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
