@@ -45,7 +45,8 @@ health/checks:
 health/checks/rules: health/checks
 health/checks/probes: health/checks health/checks/rules
 health/checks/node: health/checks health/checks/rules health/checks/probes
-health/checks/pairs:
+health/checks/pairs: health/checks
+health/checks/pairs/probes: health/checks/pairs
 health:
 rendezvous:
 rendezvous/liveness: rendezvous

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.health.checks.pairs import client, server
-from elastic_agent.health.checks.pairs.client import measure, reach
+from elastic_agent.health.checks.pairs.probes import client, server
+from elastic_agent.health.checks.pairs.probes.client import measure, reach
 from elastic_agent.health.checks.pairs.results import Door, Measurement, Obstacle, Reach
 
 HERE = "127.0.0.1"

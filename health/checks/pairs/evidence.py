@@ -80,23 +80,27 @@ def slowness(measured: Sequence[Measurement]) -> dict[Pair, float]:
 
 def lateness(measured: Sequence[Measurement]) -> dict[Pair, float]:
     """Of each pair how many times the usual latency it has; at most 1 within `LATE_BY_S` of it."""
+    usual = usual_latency(measured)
+    return {one.pair: _times(one, usual.get(one.pair)) for one in measured if one.latency_s is not None}
+
+
+def usual_latency(measured: Sequence[Measurement]) -> dict[Pair, float]:
     known = [one for one in measured if one.latency_s is not None]
-
-    def times(one: Measurement, usual_s: float | None) -> float:
-        latency_s = one.latency_s or 0.0
-        if usual_s is None or latency_s <= usual_s + LATE_BY_S:
-            return 1.0
-        return latency_s / max(usual_s, 1e-9)
-
-    usual = _usual(
-        known, lambda one: (one.latency_s or 0.0,), lambda one, usual_s: times(one, usual_s) < LATE
+    return _usual(
+        known, lambda one: (one.latency_s or 0.0,), lambda one, usual_s: _times(one, usual_s) < LATE
     )
-    return {one.pair: times(one, usual.get(one.pair)) for one in known}
 
 
 def usual_rates(measured: Sequence[Measurement]) -> dict[Pair, float]:
     known = [one for one in measured if one.latency_s is not None]
     return _usual(known, rates, lambda one, usual: min(rates(one), default=0.0) >= SLOW * usual)
+
+
+def _times(one: Measurement, usual_s: float | None) -> float:
+    latency_s = one.latency_s or 0.0
+    if usual_s is None or latency_s <= usual_s + LATE_BY_S:
+        return 1.0
+    return latency_s / max(usual_s, 1e-9)
 
 
 def _usual(

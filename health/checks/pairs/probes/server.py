@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from ..results import Door
 from .client import (
     ANSWER_S,
     CHUNK,
@@ -29,7 +30,6 @@ from .client import (
     receive_exactly,
     receive_stream,
 )
-from .results import Door
 
 AT_ONCE = 128
 LONGEST_S = 8.0

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from .results import Door, Measurement, Obstacle, Reach
+from ..results import Door, Measurement, Obstacle, Reach
 
 CONNECT_S = 3.0
 """The kernel sends SYN at once and after 1 s, and a third one just after this time."""

@@ -1,0 +1,345 @@
+"""What follows from pairs: a finding for each bad node, bad link and doubt of a check, or that all is well.
+
+A sentence names who does not reach whom, where and in which direction: it is read by a person who has to find the one
+packet filter among those of many nodes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from ....codec import AtMost, Checked
+from ..finding import Finding, Outcome
+from .evidence import (
+    MUCH_TOO_SLOW,
+    by_all_reduce,
+    by_bandwidth,
+    by_latency,
+    by_reach,
+    rates,
+    slowness,
+    usual_latency,
+    usual_rates,
+)
+from .facts import NodeFacts
+from .judge import judge
+from .results import MOST_NODES, Measurement, Node, Obstacle, Reach
+from .rounds import Pair, pair_of
+from .words import latency, listed, rate
+
+MOST_LINKS = 8
+"""Bad ones that get a finding each; the others share one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFinding(Checked):
+    """A finding about several nodes. `nodes` and `links` are what is bad, or with `decided` false, what may be."""
+
+    finding: Finding
+    nodes: Annotated[tuple[Node, ...], AtMost(MOST_NODES)] = ()
+    links: Annotated[tuple[tuple[Node, Node], ...], AtMost(MOST_NODES)] = ()
+    decided: bool = True
+
+
+def about(
+    check: str,
+    outcome: Outcome,
+    summary: str,
+    advice: str = "",
+    *,
+    nodes: tuple[str, ...] = (),
+    links: Sequence[Pair] = (),
+    decided: bool = True,
+    values: Mapping[str, float] | None = None,
+) -> PeerFinding:
+    finding = Finding(check, outcome, summary[:2048], advice[:2048], dict(values or {}))
+    return PeerFinding(finding, nodes, tuple(pair_of(*pair) for pair in links), decided)
+
+
+def pair_findings(
+    nodes: Sequence[NodeFacts],
+    names: Sequence[str],
+    reached: Sequence[Reach],
+    measured: Sequence[Measurement],
+) -> Iterator[PeerFinding]:
+    """`names` are those of the nodes that were there to the end, `reached` and `measured` what they have found out."""
+    if len(names) < 2:
+        return
+    for check in (
+        _reach(nodes, reached, measured),
+        _latency(measured),
+        _bandwidth(measured),
+        _all_reduce(nodes, measured),
+    ):
+        yield from _judged(check, names)
+
+
+@dataclass(frozen=True, slots=True)
+class _PairCheck:
+    """One check. The functions get pairs that failed; `show` and `advise` the node that they have in common, too."""
+
+    name: str
+    results: Mapping[Pair, bool]
+    good: Callable[[], str]
+    show: Callable[[Sequence[Pair], str | None], str]
+    advise: Callable[[Sequence[Pair], str | None], str]
+    outcome: Callable[[Sequence[Pair]], Outcome] = lambda pairs: Outcome.FAIL
+    values: Mapping[str, float] = field(default_factory=dict)
+    missing: str = ""
+    """Why nothing was tried."""
+
+
+def _judged(check: _PairCheck, names: Sequence[str]) -> Iterator[PeerFinding]:
+    """One finding for each bad node, bad link and doubt; or that all is well."""
+    verdict = judge(names, check.results)
+    failed = [pair for pair, well in check.results.items() if not well]
+    name = check.name
+    for node in verdict.bad_nodes:
+        pairs = [pair for pair in failed if node in pair]
+        yield about(
+            name,
+            check.outcome(pairs),
+            f"node {node}: {check.show(pairs, node)}",
+            check.advise(pairs, node),
+            nodes=(node,),
+        )
+    links = verdict.bad_links
+    single = links if len(links) <= MOST_LINKS else links[: MOST_LINKS - 1]
+    for pair in single:
+        summary = f"between {' and '.join(pair)}: {check.show([pair], None)}"
+        yield about(name, check.outcome([pair]), summary, check.advise([pair], None), links=(pair,))
+    if rest := links[len(single) :]:
+        summary = f"and between {len(rest)} more pairs: {listed([' and '.join(pair) for pair in rest], 16)}"
+        yield about(name, check.outcome(rest), summary, check.advise(rest, None), links=rest)
+    for doubt in verdict.undecided:
+        if len(doubt.nodes) == 1:
+            (other,) = {node for pair in doubt.pairs for node in pair} - set(doubt.nodes) or {""}
+            which = f"whether it is node {doubt.nodes[0]} or what lies between it and {other} is not known"
+        else:
+            which = "which of them it is, or whether it is what lies between, is not known"
+        summary = f"{listed(list(doubt.nodes), 16)}: {check.show(doubt.pairs, None)}; {which}"
+        advice = f"{check.advise(doubt.pairs, None)}. A check with more nodes tells which it is"
+        outcome = check.outcome(doubt.pairs)
+        yield about(name, outcome, summary, advice, nodes=doubt.nodes, links=doubt.pairs, decided=False)
+    if verdict.parts:
+        parts = " | ".join(listed(list(part), 16) for part in verdict.parts)
+        across = [pair for pair in failed if not set(pair) & set(verdict.bad_nodes)]
+        summary = (
+            f"the nodes are in {len(verdict.parts)} groups, and between two of them nothing passes: {parts}"
+        )
+        yield about(name, check.outcome(across), summary, check.advise(across, None), links=tuple(across))
+    if not check.results:
+        yield about(name, Outcome.UNKNOWN, check.missing or "not tried")
+    elif verdict.well:
+        yield about(name, Outcome.OK, check.good(), values=check.values)
+
+
+def _reach(
+    nodes: Sequence[NodeFacts], reached: Sequence[Reach], measured: Sequence[Measurement]
+) -> _PairCheck:
+    doors = {node.node: node.door for node in nodes}
+    blocked = {
+        (one.source, one.target): (one.obstacle, one.detail) for one in reached if one.obstacle is not None
+    }
+    for one in measured:
+        if one.obstacle is not None and one.latency_s is None:
+            blocked.setdefault((one.first, one.second), (one.obstacle, one.detail))
+
+    def ways(pairs: Iterable[Pair]) -> list[tuple[str, str]]:
+        return [way for one, other in pairs for way in ((one, other), (other, one)) if way in blocked]
+
+    def show(pairs: Sequence[Pair], node: str | None) -> str:
+        """By what happens and who is asked: a hundred nodes that do not reach one are one sentence."""
+        groups: dict[tuple[str, str], list[str]] = {}
+        for source, target in ways(pairs):
+            obstacle, detail = blocked[source, target]
+            what = detail if obstacle is Obstacle.OWN else _OBSTACLES[obstacle].words
+            key = (target, what) if source != node else ("", what)
+            there = f"{target} ({doors[target].address} port {doors[target].port})"
+            groups.setdefault(key, []).append(source if source != node else there)
+        sentences = []
+        for (target, what), names in groups.items():
+            there = f"{target} ({doors[target].address} port {doors[target].port})" if target else ""
+            way = f"from {listed(names, 8)} to {there}" if target else f"from {node} to {listed(names, 8)}"
+            sentences.append(f"{way}: {what}")
+        one_way = [way for way in ways(pairs) if (way[1], way[0]) not in blocked]
+        if len(pairs) == 1 and one_way:
+            sentences.append(f"the way back, from {one_way[0][1]} to {one_way[0][0]}, is open")
+        return "; ".join(sentences)
+
+    def advise(pairs: Sequence[Pair], node: str | None) -> str:
+        found_here = dict.fromkeys(blocked[way][0] for way in ways(pairs))
+        return ". ".join(_OBSTACLES[obstacle].advice for obstacle in found_here)
+
+    results = by_reach(reached, measured)
+
+    def good() -> str:
+        tries = len(reached)
+        return f"every node that was tried reaches the other one: {len(results)} pairs, {tries} ways"
+
+    return _PairCheck("peer-reachable", results, good, show, advise, values={"pairs": float(len(results))})
+
+
+def _latency(measured: Sequence[Measurement]) -> _PairCheck:
+    known = {one.pair: one.latency_s for one in measured if one.latency_s is not None}
+    usual = usual_latency(measured)
+
+    def show(pairs: Sequence[Pair], node: str | None) -> str:
+        ways = [f"{latency(known[pair])} {_with(pair, node)}".strip() for pair in pairs]
+        return f"a byte there and back takes {listed(ways, 8)}, where {latency(usual[pairs[0]])} is usual"
+
+    def good() -> str:
+        middle, most = statistics.median(known.values()), max(known.values())
+        return f"a byte there and back takes {latency(middle)}, at most {latency(most)}"
+
+    values = (
+        {"median_seconds": statistics.median(known.values()), "most_seconds": max(known.values())}
+        if known
+        else {}
+    )
+    return _PairCheck(
+        "peer-latency",
+        by_latency(measured),
+        good,
+        show,
+        lambda pairs, node: (
+            "look for a cable or switch port with errors (ethtool -S), a busy CPU there, or a longer way (traceroute)"
+        ),
+        lambda pairs: Outcome.WARN,
+        values,
+    )
+
+
+def _bandwidth(measured: Sequence[Measurement]) -> _PairCheck:
+    by_pair = {one.pair: one for one in measured if one.latency_s is not None}
+    parts, usual = slowness(measured), usual_rates(measured)
+    vanished = {pair for pair, one in by_pair.items() if one.obstacle is not None}
+
+    def show(pairs: Sequence[Pair], node: str | None) -> str:
+        sentences = [_shown_rates(by_pair[pair]) for pair in pairs if pair not in vanished]
+        rest = [pair for pair in pairs if pair in vanished]
+        words = []
+        if sentences:
+            known = [usual[pair] for pair in pairs if pair in usual]
+            words.append(
+                listed(sentences, 4) + (f", where {rate(statistics.median(known))} is usual" if known else "")
+            )
+        if rest:
+            detail = by_pair[rest[0]].detail
+            words.append(detail if len(pairs) == 1 else f"{_all_with(rest, node)}: {detail}")
+        return "; ".join(words)
+
+    def advise(pairs: Sequence[Pair], node: str | None) -> str:
+        if vanished.issuperset(pairs):
+            return (
+                "large packets vanish on the way: the MTU of an interface is larger than that of the network between"
+                " (ping -M do -s 8972 ADDRESS; ip link set dev NAME mtu N)"
+            )
+        return (
+            "look for a link that came up with less than its speed (ethtool), for errors (ethtool -S), and for others"
+            " that use it now"
+        )
+
+    def outcome(pairs: Sequence[Pair]) -> Outcome:
+        return Outcome.FAIL if any(parts[pair] < MUCH_TOO_SLOW for pair in pairs) else Outcome.WARN
+
+    every = sorted(value for one in by_pair.values() for value in rates(one))
+
+    def good() -> str:
+        return f"one stream carries {rate(statistics.median(every))}, at least {rate(every[0])}"
+
+    values = (
+        {"median_bytes_per_second": statistics.median(every), "least_bytes_per_second": every[0]}
+        if every
+        else {}
+    )
+    return _PairCheck("peer-bandwidth", by_bandwidth(measured), good, show, advise, outcome, values)
+
+
+def _all_reduce(nodes: Sequence[NodeFacts], measured: Sequence[Measurement]) -> _PairCheck:
+    problems = {one.pair: one.all_reduce_problem for one in measured if one.all_reduce_problem}
+    took = [one.all_reduce_s for one in measured if one.all_reduce_s is not None]
+
+    def show(pairs: Sequence[Pair], node: str | None) -> str:
+        if len(pairs) == 1:
+            return problems[pairs[0]]
+        return f"{_all_with(pairs, node)}: {problems[pairs[0]]}"
+
+    def advise(pairs: Sequence[Pair], node: str | None) -> str:
+        return (
+            "if the nodes reach each other else, a packet filter lets only some ports through: gloo and NCCL choose any"
+            " free port (net.ipv4.ip_local_port_range), so open all between the nodes"
+        )
+
+    without = [node.node for node in nodes if not node.software.torch]
+    return _PairCheck(
+        "peer-all-reduce",
+        by_all_reduce(measured),
+        lambda: (
+            f"an all-reduce of 4 MiB takes {latency(statistics.median(took))}, at most {latency(max(took))}"
+        ),
+        show,
+        advise,
+        values={"median_seconds": statistics.median(took)} if took else {},
+        missing=f"not tried: no torch on {listed(without)}" if without else "not tried",
+    )
+
+
+def _with(pair: Pair, node: str | None) -> str:
+    if node is None:
+        return f"between {pair[0]} and {pair[1]}"
+    return f"with {pair[0] if pair[1] == node else pair[1]}"
+
+
+def _all_with(pairs: Sequence[Pair], node: str | None) -> str:
+    return listed([_with(pair, node) for pair in pairs], 8)
+
+
+def _shown_rates(one: Measurement) -> str:
+    ways = ((one.first, one.second, one.sent), (one.second, one.first, one.received))
+    return " and ".join(f"{rate(value)} from {a} to {b}" for a, b, value in ways if value is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    words: str
+    advice: str
+
+
+_OBSTACLES = {
+    Obstacle.DROPPED: _Words(
+        "no answer to SYN, though the node is there (it keeps its lease): a packet filter drops, or a cable or VLAN is"
+        " wrong",
+        "look at `nft list ruleset` on both nodes, and at security groups and NetworkPolicies between them: open the"
+        " port, and those of --port-range; else look at cables, VLANs and routes",
+    ),
+    Obstacle.REFUSED: _Words(
+        "refused: no process listens there, or a packet filter rejects",
+        "look whether the check still runs on that node, and for a `reject` rule (nft list ruleset)",
+    ),
+    Obstacle.NO_ROUTE: _Words(
+        "no route to it, or no answer to ARP",
+        "look at `ip route get ADDRESS` and `ip neigh`; choose interfaces that see each other with --network-interface",
+    ),
+    Obstacle.FORBIDDEN: _Words(
+        "a packet filter of the node that asks forbids it",
+        "look at `nft list ruleset` there, and at the rules of its service (systemd: IPAddressDeny)",
+    ),
+    Obstacle.RESET: _Words(
+        "the connection is reset",
+        "something between them cuts connections: a firewall that knows neither side, or a proxy",
+    ),
+    Obstacle.SILENT: _Words(
+        "the connection comes to be, and then nothing passes",
+        "a packet filter drops what belongs to a connection, or packets are larger than the network takes (ping -M do"
+        " -s 1472 ADDRESS)",
+    ),
+    Obstacle.STRANGER: _Words(
+        "another program or machine answers there",
+        "two machines have that address (arping -D), or NAT or a proxy lead elsewhere",
+    ),
+    Obstacle.OWN: _Words("", "look at what the node that asks lacks: ports, descriptors, its address"),
+}

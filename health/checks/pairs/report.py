@@ -1,0 +1,146 @@
+"""The findings of a check of several nodes: what is wrong with which node or link, in words, from all that was found.
+
+Pure: one node makes the report of what all have found, and the others print the same one.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from ....codec import AtMost, Checked, Count
+from ..finding import Finding, Outcome
+from .clocks import OFFSET_S, clock_offsets
+from .facts import NodeFacts, compare, compare_directories
+from .pair_findings import PeerFinding, about, pair_findings
+from .results import MOST_NODES, Measurement, Node, NodeResults, Reach
+from .words import latency, listed
+
+MOST_FINDINGS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class PairsReport(Checked):
+    """What every node prints. `missing` is how many nodes did not come."""
+
+    nodes: Annotated[tuple[Node, ...], AtMost(MOST_NODES)]
+    missing: Count
+    findings: Annotated[tuple[PeerFinding, ...], AtMost(MOST_FINDINGS)]
+    measured: Annotated[tuple[Measurement, ...], AtMost(3 * MOST_NODES)] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """All that is known at the end. `gone` says when each node ended that did."""
+
+    wanted: int
+    waited_s: float
+    nodes: tuple[NodeFacts, ...]
+    results: Mapping[str, NodeResults] = field(default_factory=dict)
+    gone: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of those that were there to the end."""
+        return tuple(node.node for node in self.nodes if node.node not in self.gone)
+
+    @property
+    def reached(self) -> tuple[Reach, ...]:
+        """Without nodes that ended: nothing follows from what was tried with them."""
+        return tuple(
+            one
+            for result in self.results.values()
+            for one in result.reached
+            if one.source not in self.gone and one.target not in self.gone
+        )
+
+    @property
+    def measured(self) -> tuple[Measurement, ...]:
+        return tuple(
+            one
+            for result in self.results.values()
+            for one in result.measured
+            if one.first not in self.gone and one.second not in self.gone
+        )
+
+
+def make_report(found: Found) -> PairsReport:
+    findings = (
+        *_present(found),
+        *_own(found.nodes),
+        *pair_findings(found.nodes, found.names, found.reached, found.measured),
+        *(PeerFinding(finding, nodes) for finding, nodes in compare(found.nodes)),
+        *_clocks(found),
+        *_directories(found),
+    )
+    by_rank = sorted(findings, key=lambda one: one.finding.outcome.rank)
+    names = tuple(node.node for node in found.nodes)
+    missing = max(0, found.wanted - len(names))
+    return PairsReport(names, missing, tuple(by_rank[:MOST_FINDINGS]), found.measured)
+
+
+# --- Who came
+
+
+def _present(found: Found) -> Iterator[PeerFinding]:
+    names = [node.node for node in found.nodes]
+    if len(names) < found.wanted:
+        summary = f"{len(names)} of {found.wanted} nodes came within {found.waited_s:g} s: {_all(names)}"
+        advice = (
+            "look on the others whether `elastic-agent check` runs there, with the same --nodes, --rdzv-endpoint and"
+            " --rdzv-id; --wait sets how long to wait"
+        )
+        yield about("peer-present", Outcome.FAIL, summary, advice)
+    elif not found.gone:
+        yield about("peer-present", Outcome.OK, f"all {len(names)} nodes came: {_all(names)}")
+    for node, when in found.gone.items():
+        summary = f"node {node} ended, or lost the store, {when}"
+        advice = f"look at what `elastic-agent check` has printed on {node}, and whether that machine is up"
+        yield about("peer-present", Outcome.FAIL, summary, advice, nodes=(node,))
+
+
+def _own(nodes: Sequence[NodeFacts]) -> Iterator[PeerFinding]:
+    """What nodes have found out about themselves."""
+    for node in nodes:
+        for one in node.findings:
+            summary = f"node {node.node}: {one.summary}"[:2048]
+            same = Finding(one.check, one.outcome, summary, one.advice, one.values, one.seconds)
+            yield PeerFinding(same, (node.node,) if one.outcome is Outcome.FAIL else ())
+
+
+# --- What they have in common
+
+
+def _clocks(found: Found) -> Iterator[PeerFinding]:
+    offsets = clock_offsets(found.names, found.measured)
+    if len(offsets) < 2:
+        return
+    middle = statistics.median_low(offsets.values())
+    off = {node: offset - middle for node, offset in offsets.items() if abs(offset - middle) > OFFSET_S}
+    spread_s = max(offsets.values()) - min(offsets.values())
+    values = {"spread_seconds": spread_s}
+    if not off:
+        summary = f"the clocks of {len(offsets)} nodes differ by at most {latency(spread_s)}"
+        yield about("clock-between-nodes", Outcome.OK, summary, values=values)
+        return
+    advice = "start chrony or another NTP service on all nodes: else logs cannot be compared, and certificates fail"
+    if len(offsets) == 2:
+        summary = f"the clocks of {' and '.join(offsets)} differ by {latency(spread_s)}"
+        yield about("clock-between-nodes", Outcome.WARN, summary, advice, values=values)
+        return
+    words = [f"{node} is {latency(abs(by))} {'ahead' if by > 0 else 'behind'}" for node, by in off.items()]
+    summary = f"clocks differ from those of most nodes: {listed(words, 8)}"
+    yield about("clock-between-nodes", Outcome.WARN, summary, advice, nodes=tuple(off), values=values)
+
+
+def _directories(found: Found) -> Iterator[PeerFinding]:
+    here = [node for node in found.nodes if node.node in found.names]
+    answer = compare_directories(here, found.results)
+    if answer is not None:
+        yield PeerFinding(*answer)
+
+
+def _all(names: Sequence[str]) -> str:
+    return listed(names, 64) or "none"
