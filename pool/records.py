@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 from ..codec import AtMost, Count, Document, Invalid, Positive, Seconds, Text, Within
 from ..rendezvous.errors import RecordInvalid
@@ -44,6 +44,15 @@ MAX_WORD = 32 * 1024
 MAX_REASON = 1024
 
 
+def short(text: str, most_chars: int = MAX_REASON) -> str:
+    """A reason that fits into a record.
+
+    >>> short("no such directory", 10)
+    'no such...'
+    """
+    return text if len(text) <= most_chars else f"{text[: most_chars - 3]}..."
+
+
 def run_prefix(job: str) -> str:
     """Of the keys that the agents of a job have in the pool's store: those of a rendezvous of its own."""
     return f"{RUNS_PREFIX}{job}/"
@@ -58,28 +67,26 @@ _R = TypeVar("_R", bound="Record")
 
 
 class Record:
-    """Base of what has a key of its own. `from_json` checks what it reads."""
+    """Base of what has a key of its own. What is read and what is written is checked in the same way."""
 
     __slots__ = ()
+    most_chars: ClassVar[int] = MAX_RECORD_CHARS
 
     @property
     def key(self) -> str:
         raise NotImplementedError
 
     def to_json(self) -> str:
-        """Raises RecordInvalid when it is larger than its readers accept."""
-        text = Document(type(self), SCHEMA, MAX_RECORD_CHARS).encode(self)
-        if len(text) > MAX_RECORD_CHARS:
-            raise RecordInvalid(
-                type(self).__name__, f"it has {len(text)} characters, at most {MAX_RECORD_CHARS}"
-            )
+        """Raises RecordInvalid for what its readers would refuse."""
+        text = Document(type(self), SCHEMA, self.most_chars).encode(self)
+        self.from_json(self.key, text)
         return text
 
     @classmethod
     def from_json(cls: type[_R], key: str, text: str) -> _R:
         """Raises RecordInvalid."""
         try:
-            return Document(cls, SCHEMA, MAX_RECORD_CHARS).decode(text)
+            return Document(cls, SCHEMA, cls.most_chars).decode(text)
         except Invalid as error:
             raise RecordInvalid(key, str(error)) from error
 
@@ -101,6 +108,7 @@ class Outcome(enum.Enum):
 class Job(Record):
     """A command line and where to run it, as it was submitted."""
 
+    most_chars: ClassVar[int] = MAX_JOB_CHARS
     job: Name
     name: Annotated[str, line(128)]
     """For people; two jobs may have the same one."""
@@ -235,6 +243,8 @@ class Setback:
     job: Name
     attempts: Count
     """That have ended without an outcome."""
+    in_vain: Count = 0
+    """Those of them, the newest in a row, that were short and did not end by plan."""
     refusals: dict[Name, Refusal] = field(default_factory=dict)
     """By node."""
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from ..rendezvous.text import shortened
 from .records import (
     Ending,
     Job,
@@ -31,14 +32,19 @@ from .records import (
     SeatEnd,
     SeatOutcome,
     Setback,
+    short,
 )
 
 MOST_ATTEMPTS = 3
-"""Of a job that all its nodes have left without an outcome."""
+"""In a row, of a job that all its nodes have left without an outcome."""
+STEADY_S = 3600.0
+"""An attempt that has lasted so long was not in vain."""
 END_GRACE_S = 30.0
 """A run whose outcome is known ends by itself; nodes that have not after so long are asked to."""
 FIRST_REFUSAL_S, LONGEST_REFUSAL_S = 10.0, 600.0
 """A node that could not run a job is not asked again before that; twice as long each time."""
+MOST_REFUSALS, REFUSAL_CHARS = 1000, 200
+"""A plan must fit into a store, whatever its nodes say: of more refusals those that end first are not kept."""
 MOST_RESULTS = 1000
 """The results of so many jobs are kept."""
 MOST_AT_ONCE = 16
@@ -103,9 +109,8 @@ def why_waiting(pool: Pool, job: Job, now: float) -> str:
     table = _Table(pool, now)
     free = [node for node in table.idle if not table.refuses(job, node)]
     fit = table.large_enough(job)
-    refused = "; ".join(
-        f"{node}: {refusal.reason}" for node, refusal in pool.plan.setback_of(job.job).refusals.items()
-    )
+    refusals = pool.plan.setback_of(job.job).refusals
+    refused = shortened((f"{name}: {one.reason}" for name, one in refusals.items()), separator="; ")
     cannot = f" ({refused})" if refused else ""
     if not fit:
         return f"needs {job.min_nodes} nodes; the pool has {table.usable(job)} that can run it{cannot}"
@@ -133,6 +138,8 @@ class _Table:
         self._runs = {run.job: run for run in pool.plan.runs}
         self._setbacks = {one.job: one for one in pool.plan.setbacks}
         self._tickets = pool.plan.tickets
+        self._left_by_plan: set[str] = set()
+        """Jobs."""
         self.results: list[JobResult] = []
         self.idle: list[PoolNode] = []
         """Not seated, and no process of a job is left there."""
@@ -182,7 +189,7 @@ class _Table:
         """What a node says that had a part in it, also if it was taken for lost since; or somebody has cancelled it."""
         if (known := self._ends.get(job)) is not None:
             node, end = known
-            return Ending(_DECIDES[end.outcome], f"{node}: {end.reason}", end.code, self._now)
+            return Ending(_DECIDES[end.outcome], short(f"{node}: {end.reason}"), end.code, self._now)
         if job in self._pool.cancelled:
             return Ending(Outcome.CANCELLED, self._cancelled_by(job), 0, self._now)
         return None
@@ -200,32 +207,42 @@ class _Table:
 
     def _refuse(self, job: str, node: PoolNode, seat: Seat, end: SeatEnd) -> None:
         """What has ended on a node that was not asked to leave is not tried there again at once."""
+        if seat.leaving:
+            self._left_by_plan.add(job)
         if seat.leaving or end.outcome in _DECIDES:
             return
         setback = self._setback_of(job)
         before = setback.refusals.get(node.node)
         times = before.times + 1 if before is not None else 1
         wait_s = min(LONGEST_REFUSAL_S, FIRST_REFUSAL_S * 2.0 ** min(times - 1, 20))
-        refusals = {**setback.refusals, node.node: Refusal(end.reason, times, self._now + wait_s)}
+        refusal = Refusal(short(end.reason, REFUSAL_CHARS), times, self._now + wait_s)
+        refusals = {**setback.refusals, node.node: refusal}
         self._setbacks[job] = replace(setback, refusals=refusals)
 
     def _leave_empty(self, run: Run) -> None:
         """All its nodes are gone: it is over, or waits at its old place in the queue."""
-        setback = self._setback_of(run.job)
-        attempts = setback.attempts + 1
-        ending = run.ending
-        if ending is None and attempts >= MOST_ATTEMPTS:
-            reasons = "; ".join(f"{name}: {one.reason}" for name, one in setback.refusals.items())
-            why = reasons or "all its nodes were lost"
-            ending = Ending(Outcome.UNABLE, f"{attempts} attempts without an outcome ({why})", 0, self._now)
+        setback, ending = self._setback_of(run.job), run.ending
+        in_vain = setback.in_vain
+        if self._now >= run.started_at + STEADY_S:
+            in_vain = 0
+        elif run.job not in self._left_by_plan:
+            in_vain += 1
+        if ending is None and in_vain >= MOST_ATTEMPTS:
+            reasons = shortened(
+                (f"{name}: {one.reason}" for name, one in setback.refusals.items()), separator="; "
+            )
+            why = f"{in_vain} attempts without an outcome ({reasons or 'all its nodes were lost'})"
+            ending = Ending(Outcome.UNABLE, short(why), 0, self._now)
         if ending is not None:
             self._end(run.job, ending, run)
             return
         del self._runs[run.job]
-        self._setbacks[run.job] = replace(setback, attempts=attempts)
+        self._setbacks[run.job] = replace(setback, attempts=setback.attempts + 1, in_vain=in_vain)
 
     def _end(self, job: str, ending: Ending, run: Run | None) -> None:
         if len(self.results) == MOST_AT_ONCE:
+            if run is not None:
+                self._runs[job] = replace(run, ending=ending)
             return
         before = self._pool.plan.run_of(job)
         attempts = self._setback_of(job).attempts + (run is not None)
@@ -346,11 +363,24 @@ class _Table:
         setbacks = sorted(
             (one for one in self._setbacks.values() if one.job in self._places), key=lambda one: one.job
         )
-        return Plan(self._tickets, tuple(runs), tuple(setbacks))
+        return Plan(self._tickets, tuple(runs), _few_refusals(setbacks))
 
 
 def _takes_jobs(node: PoolNode) -> bool:
     return not node.leaving and not node.problem
+
+
+def _few_refusals(setbacks: list[Setback]) -> tuple[Setback, ...]:
+    instants = sorted((one.until for setback in setbacks for one in setback.refusals.values()), reverse=True)
+    if len(instants) <= MOST_REFUSALS:
+        return tuple(setbacks)
+    kept_after = instants[MOST_REFUSALS]
+
+    def few(setback: Setback) -> Setback:
+        kept = {name: one for name, one in setback.refusals.items() if one.until > kept_after}
+        return replace(setback, refusals=kept)
+
+    return tuple(map(few, setbacks))
 
 
 def _too_old(results: tuple[str, ...]) -> tuple[str, ...]:

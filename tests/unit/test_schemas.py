@@ -16,6 +16,7 @@ import pytest
 
 from elastic_agent.agent.observability.status import pages
 from elastic_agent.agent.workers.processes import failures, run_files
+from elastic_agent.pool import records as pool_records
 from elastic_agent.rendezvous import records
 
 FORMATS: dict[str, tuple[int, tuple[type, ...]]] = {
@@ -29,6 +30,7 @@ FORMATS: dict[str, tuple[int, tuple[type, ...]]] = {
             records.Introduction,
         ),
     ),
+    "pool": (pool_records.SCHEMA, (pool_records.Plan, *pool_records.RECORDS.values())),
     "worker failure": (failures._SCHEMA, (failures.WorkerFailure,)),
     "status pages": (pages.SCHEMA, (pages.NodeStatus, pages.JobStatus)),
     "run file": (run_files.SCHEMA, (run_files.RunFile,)),
@@ -67,6 +69,27 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "Aside": "node life reason",
             "CauseKind": "start failure join leave lost withdrawn success",
             "BadState": "generation step",
+        },
+    ),
+    "pool": (
+        1,
+        {
+            "Plan": "tickets runs setbacks",
+            "PoolNode": "node incarnation address most_nodes running ended leaving problem",
+            "Job": (
+                "job name options command environment directory min_nodes max_nodes time_limit_s "
+                "submitted_at submitted_by"
+            ),
+            "Cancel": "job cancelled_by",
+            "JobResult": "job outcome reason code attempts started_at ended_at nodes",
+            "Run": "job attempt started_at seats ending",
+            "Setback": "job attempts in_vain refusals",
+            "SeatEnd": "job ticket outcome code reason",
+            "Outcome": "succeeded failed cancelled timed_out unable",
+            "Seat": "node incarnation ticket leaving",
+            "Ending": "outcome reason code since",
+            "Refusal": "reason times until",
+            "SeatOutcome": "succeeded failed left not_here",
         },
     ),
     "worker failure": (

@@ -1,0 +1,631 @@
+"""Which node runs which job next: the queue, gangs, surplus, refusals, ends; what a job waits for, and until when."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elastic_agent.pool.member import WriteStep
+from elastic_agent.pool.records import (
+    MAX_REASON,
+    MAX_RECORD_CHARS,
+    Ending,
+    Job,
+    JobResult,
+    Outcome,
+    Plan,
+    PoolNode,
+    Refusal,
+    Run,
+    Seat,
+    SeatEnd,
+    SeatOutcome,
+    Setback,
+)
+from elastic_agent.pool.schedule import (
+    END_GRACE_S,
+    FIRST_REFUSAL_S,
+    LONGEST_REFUSAL_S,
+    MOST_AT_ONCE,
+    MOST_ATTEMPTS,
+    MOST_REFUSALS,
+    MOST_RESULTS,
+    STEADY_S,
+    Pool,
+    Step,
+    next_step,
+    wake_at,
+    why_waiting,
+)
+
+NOW = 1.0e9
+
+
+def job(name: str, least: int = 1, most: int | None = None, time_limit_s: float | None = None) -> Job:
+    return Job(
+        job=name,
+        name=f"{name}.py",
+        options=(),
+        command=("train.py",),
+        environment={},
+        directory="/",
+        min_nodes=least,
+        max_nodes=most if most is not None else least,
+        time_limit_s=time_limit_s,
+        submitted_at=NOW,
+        submitted_by="somebody",
+    )
+
+
+def node(name: str, ended: SeatEnd | None = None, **facts: object) -> PoolNode:
+    return replace(PoolNode(name, f"{name}-1", "10.0.0.1", ended=ended), **facts)  # type: ignore[arg-type]
+
+
+def nodes(names: str) -> tuple[PoolNode, ...]:
+    return tuple(node(name) for name in names)
+
+
+class Bench:
+    """A pool whose coordinator decides, and whose nodes do what they are asked to when a test says so."""
+
+    def __init__(self, names: str, *jobs: Job) -> None:
+        self.now = NOW
+        self.nodes = {name: node(name) for name in names}
+        self.jobs = list(jobs)
+        self.plan = Plan()
+        self.cancelled: dict[str, str] = {}
+        self.results: list[JobResult] = []
+        self.lost: set[str] = set()
+
+    @property
+    def pool(self) -> Pool:
+        ended = {result.job for result in self.results}
+        return Pool(
+            nodes=tuple(self.nodes.values()),
+            jobs=tuple(one for one in self.jobs if one.job not in ended),
+            plan=self.plan,
+            cancelled=self.cancelled,
+            results=tuple(result.job for result in self.results),
+            lost=frozenset(self.lost),
+        )
+
+    def decide(self) -> dict[str, str]:
+        """Until nothing is left to decide; the seats of each run, as `seats` shows them."""
+        for _ in range(100):
+            if (step := next_step(self.pool, self.now)) is None:
+                return self.seats
+            self.plan = step.plan
+            self.results += step.results
+            self.results = [result for result in self.results if result.job not in step.forgotten]
+        raise AssertionError("the decision does not come to rest")
+
+    @property
+    def seats(self) -> dict[str, str]:
+        """The nodes of each run, with a minus where they are to leave."""
+        return {
+            run.job: "".join(seat.node + "-" * seat.leaving for seat in run.seats) for run in self.plan.runs
+        }
+
+    def run_all(self) -> None:
+        """Every node takes the seat that it has."""
+        for run in self.plan.runs:
+            for seat in run.seats:
+                if seat.incarnation == self.nodes[seat.node].incarnation:
+                    self.nodes[seat.node] = replace(self.nodes[seat.node], running=seat.ticket)
+
+    def end(self, name: str, outcome: SeatOutcome, code: int = 0, reason: str = "why") -> None:
+        """What runs on this node ends."""
+        here = self.nodes[name]
+        found = self.plan.seat_of(name, here.incarnation)
+        assert found is not None
+        end = SeatEnd(found[0].job, found[1].ticket, outcome, code, reason)
+        self.nodes[name] = replace(here, running=0, ended=end)
+
+    def restart(self, name: str) -> None:
+        """The daemon of this node begins another life."""
+        life = int(self.nodes[name].incarnation.partition("-")[2])
+        del self.nodes[name]
+        self.nodes[name] = replace(node(name), incarnation=f"{name}-{life + 1}")
+
+    def lose(self, name: str) -> None:
+        self.lost.add(self.nodes.pop(name).incarnation)
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @property
+    def outcomes(self) -> dict[str, Outcome]:
+        return {result.job: result.outcome for result in self.results}
+
+
+# ---------------------------------------------------------------- the queue
+
+
+@pytest.mark.parametrize(
+    ("names", "jobs", "expected"),
+    [
+        ("abc", [], {}),
+        ("", [job("x")], {}),
+        ("abc", [job("x")], {"x": "a"}),
+        ("abc", [job("x"), job("y"), job("z")], {"x": "a", "y": "b", "z": "c"}),
+        ("abc", [job("x", 2), job("y", 1)], {"x": "ab", "y": "c"}),
+        ("abc", [job("x", 2), job("y", 2), job("z", 1)], {"x": "ab"}),  # z does not overtake y
+        ("abc", [job("x", 4), job("y", 2)], {"y": "ab"}),  # but passes what the pool cannot run
+        ("abc", [job("x", 1, 9)], {"x": "abc"}),
+        ("abc", [job("x", 1, 2)], {"x": "ab"}),
+        ("abcd", [job("x", 1, 3), job("y", 1, 3)], {"x": "acd", "y": "b"}),  # first all least, then surplus
+        ("abc", [job("x", 2, 4), job("y", 2)], {"x": "abc"}),  # lent until y can have two
+    ],
+)
+def test_an_idle_pool_gives_its_nodes_to_the_first_that_they_are_enough_for(
+    names: str, jobs: list[Job], expected: dict[str, str]
+) -> None:
+    assert Bench(names, *jobs).decide() == expected
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"leaving": True}, {"problem": "its disk is full"}, {"running": 7}],
+    ids=lambda facts: str(*facts),
+)
+def test_a_node_that_takes_no_jobs_gets_none(facts: dict[str, object]) -> None:
+    bench = Bench("ab", job("x"), job("y"))
+    bench.nodes["a"] = node("a", **facts)
+    assert bench.decide() == {"x": "b"}
+
+
+def test_every_seat_has_a_ticket_of_its_own_and_none_is_given_again() -> None:
+    bench = Bench("ab", job("x", 2), job("y", 2))
+    bench.decide()
+    bench.run_all()
+    assert [seat.ticket for run in bench.plan.runs for seat in run.seats] == [1, 2]
+    bench.end("a", SeatOutcome.SUCCEEDED)
+    bench.end("b", SeatOutcome.SUCCEEDED)
+    assert bench.decide() == {"y": "ab"}
+    assert [seat.ticket for run in bench.plan.runs for seat in run.seats] == [3, 4]
+
+
+def test_nothing_is_decided_when_all_is_as_it_should_be() -> None:
+    bench = Bench("ab", job("x", 1, 2))
+    bench.decide()
+    assert next_step(bench.pool, NOW) is None
+    bench.run_all()
+    assert next_step(bench.pool, NOW) is None
+
+
+# ---------------------------------------------------------------- surplus
+
+
+def test_a_run_gives_what_it_has_beyond_its_least_to_the_next_job_and_takes_it_back_later() -> None:
+    bench = Bench("abc", job("x", 1, 3))
+    assert bench.decide() == {"x": "abc"}
+    bench.run_all()
+    bench.jobs.append(job("y"))
+    assert bench.decide() == {"x": "abc-"}, "the seat is kept until its processes are gone"
+    bench.end("c", SeatOutcome.LEFT)
+    assert bench.decide() == {"x": "ab", "y": "c"}
+    bench.run_all()
+    bench.end("c", SeatOutcome.SUCCEEDED)
+    assert bench.decide() == {"x": "abc"}
+    assert bench.outcomes == {"y": Outcome.SUCCEEDED}
+    assert bench.plan.setback_of("x") == Setback("x", 0), "who leaves as it was asked to is not refused"
+
+
+def test_the_youngest_run_gives_first() -> None:
+    bench = Bench("abcd", job("x", 1, 2), job("y", 1, 2))
+    assert bench.decide() == {"x": "ac", "y": "bd"}
+    bench.jobs.append(job("z"))
+    assert bench.decide() == {"x": "ac", "y": "bd-"}
+
+
+def test_surplus_is_not_asked_for_when_it_is_not_enough() -> None:
+    bench = Bench("abcd", job("x", 2, 4))
+    bench.decide()
+    bench.jobs.append(job("y", 3))
+    assert bench.decide() == {"x": "abcd"}
+
+
+def test_no_more_is_asked_for_than_is_missing_beside_what_is_on_its_way() -> None:
+    bench = Bench("abcd", job("x", 1, 4))
+    bench.decide()
+    bench.run_all()
+    bench.jobs.append(job("y", 2))
+    assert bench.decide() == {"x": "abc-d-"}
+    bench.end("c", SeatOutcome.LEFT)
+    assert bench.decide() == {"x": "abd-"}, "c waits for d: nobody else gets it meanwhile"
+    bench.jobs.append(job("z"))
+    assert bench.decide() == {"x": "abd-"}, "z does not overtake y"
+    bench.end("d", SeatOutcome.LEFT)
+    assert bench.decide() == {"x": "ab-", "y": "cd"}, "and now b is for z"
+
+
+def test_processes_without_a_seat_are_waited_for() -> None:
+    bench = Bench("ab", job("x", 1, 2))
+    bench.decide()
+    bench.jobs.append(job("y"))
+    bench.nodes["c"] = node("c", running=99)
+    assert bench.decide() == {"x": "ab"}, "c is about to be idle"
+    bench.nodes["c"] = node("c")
+    assert bench.decide() == {"x": "ab", "y": "c"}
+
+
+def test_a_run_that_lost_a_node_gets_another_before_a_younger_job_does() -> None:
+    bench = Bench("abc", job("x", 2), job("y", 1, 2))
+    bench.decide()
+    bench.run_all()
+    assert bench.seats == {"x": "ab", "y": "c"}
+    bench.nodes["d"] = node("d")
+    assert bench.decide() == {"x": "ab", "y": "cd"}
+    bench.lose("b")
+    assert bench.decide() == {"x": "a", "y": "cd-"}
+    bench.end("d", SeatOutcome.LEFT)
+    assert bench.decide() == {"x": "ad", "y": "c"}
+
+
+# ---------------------------------------------------------------- nodes that end, leave, and are lost
+
+
+def test_one_node_that_succeeds_is_the_end_of_its_job_once_all_have_ended() -> None:
+    bench = Bench("ab", job("x", 2))
+    bench.decide()
+    bench.run_all()
+    bench.end("b", SeatOutcome.SUCCEEDED, reason="done")
+    assert bench.decide() == {"x": "a"}
+    assert bench.plan.runs[0].ending == Ending(Outcome.SUCCEEDED, "b: done", 0, NOW)
+    assert not bench.results
+    bench.end("a", SeatOutcome.SUCCEEDED)
+    assert bench.decide() == {}
+    assert bench.results == [JobResult("x", Outcome.SUCCEEDED, "b: done", 0, 1, NOW, NOW, ("a",))]
+
+
+def test_the_exit_code_of_the_node_that_failed_is_the_jobs() -> None:
+    bench = Bench("a", job("x"))
+    bench.decide()
+    bench.end("a", SeatOutcome.FAILED, 3, "exit code 3")
+    bench.decide()
+    assert (bench.results[0].outcome, bench.results[0].code) == (Outcome.FAILED, 3)
+
+
+def test_nodes_that_do_not_end_with_their_job_are_asked_to() -> None:
+    bench = Bench("ab", job("x", 2))
+    bench.decide()
+    bench.run_all()
+    bench.end("b", SeatOutcome.FAILED, 1)
+    assert bench.decide() == {"x": "a"}
+    assert wake_at(bench.pool, bench.now) == NOW + END_GRACE_S
+    bench.wait(END_GRACE_S)
+    assert bench.decide() == {"x": "a-"}
+
+
+def test_a_node_that_is_lost_keeps_its_seat_until_it_has_been_missing_for_long_enough() -> None:
+    bench = Bench("a", job("x"))
+    bench.decide()
+    missing = bench.nodes.pop("a")
+    assert bench.decide() == {"x": "a"}
+    bench.lost.add(missing.incarnation)
+    assert bench.decide() == {}
+    assert bench.plan.setbacks == (Setback("x", 1, 1),)
+    bench.nodes["b"] = node("b")
+    assert bench.decide() == {"x": "b"}
+    assert bench.plan.runs[0].attempt == 2
+
+
+def test_another_life_of_a_daemon_takes_a_new_seat_at_once() -> None:
+    bench = Bench("ab", job("x", 2))
+    bench.decide()
+    bench.run_all()
+    bench.restart("b")
+    assert bench.decide() == {"x": "ab"}
+    assert [seat.incarnation for seat in bench.plan.runs[0].seats] == ["a-1", "b-2"]
+    assert bench.plan.runs[0].attempt == 1
+
+
+def test_a_node_that_leaves_the_pool_leaves_its_job_and_another_takes_its_place() -> None:
+    bench = Bench("ab", job("x"))
+    bench.decide()
+    bench.run_all()
+    bench.nodes["a"] = replace(bench.nodes["a"], leaving=True)
+    assert bench.decide() == {"x": "a-b"}
+    bench.end("a", SeatOutcome.LEFT)
+    assert bench.decide() == {"x": "b"}
+    assert bench.plan.runs[0].attempt == 1
+
+
+def test_what_a_node_reports_that_was_taken_for_lost_still_counts() -> None:
+    bench = Bench("a", job("x"))
+    bench.decide()
+    bench.run_all()
+    silent = bench.nodes["a"]
+    bench.lose("a")
+    assert bench.decide() == {}
+    end = SeatEnd("x", silent.running, SeatOutcome.SUCCEEDED, 0, "done")
+    bench.nodes["a"] = replace(silent, running=0, ended=end)
+    assert bench.decide() == {}
+    assert bench.outcomes == {"x": Outcome.SUCCEEDED}
+
+
+# ---------------------------------------------------------------- refusals and attempts
+
+
+def test_a_node_that_cannot_run_a_job_is_asked_again_later_and_later() -> None:
+    bench = Bench("abc", job("x", 2))
+    bench.decide()
+    waits = []
+    for _ in range(9):
+        bench.end("b", SeatOutcome.NOT_HERE, reason="no such directory")
+        bench.nodes.pop("c", None)
+        assert bench.decide() == {"x": "a"}
+        until = wake_at(bench.pool, bench.now)
+        assert until is not None
+        waits.append(until - bench.now)
+        bench.now = until
+        assert bench.decide() == {"x": "ab"}
+    assert waits[:3] == [FIRST_REFUSAL_S, 2 * FIRST_REFUSAL_S, 4 * FIRST_REFUSAL_S]
+    assert waits[-1] == LONGEST_REFUSAL_S
+
+
+def test_another_node_takes_the_place_of_one_that_refuses() -> None:
+    bench = Bench("abc", job("x", 2), job("y", 2))
+    bench.decide()
+    bench.run_all()
+    bench.end("b", SeatOutcome.NOT_HERE, reason="no such directory")
+    assert bench.decide() == {"x": "ac"}
+    assert bench.plan.setback_of("x").refusals == {
+        "b": Refusal("no such directory", 1, NOW + FIRST_REFUSAL_S)
+    }
+    assert why_waiting(bench.pool, bench.jobs[1], NOW) == "needs 2 nodes; 1 are idle"
+
+
+def test_a_job_that_one_node_refuses_leaves_that_node_to_others() -> None:
+    bench = Bench("a", job("x"), job("y"))
+    bench.decide()
+    bench.end("a", SeatOutcome.NOT_HERE)
+    assert bench.decide() == {"y": "a"}, "the pool cannot run x now"
+
+
+def test_a_job_that_no_node_can_run_ends_after_some_attempts_and_says_why() -> None:
+    bench = Bench("a", job("x"))
+    for _ in range(MOST_ATTEMPTS):
+        assert bench.decide() == {"x": "a"}
+        bench.end("a", SeatOutcome.NOT_HERE, reason="no such directory")
+        bench.decide()
+        bench.wait(LONGEST_REFUSAL_S)
+    (result,) = bench.results
+    assert (result.outcome, result.attempts) == (Outcome.UNABLE, MOST_ATTEMPTS)
+    assert result.reason == "3 attempts without an outcome (a: no such directory)"
+    assert bench.plan.setbacks == ()
+
+
+def test_a_job_whose_nodes_were_lost_again_and_again_ends() -> None:
+    bench = Bench("", job("x"))
+    for life in range(MOST_ATTEMPTS):
+        bench.nodes[f"n{life}"] = node(f"n{life}")
+        bench.decide()
+        bench.lose(f"n{life}")
+        bench.decide()
+    assert bench.results[0].reason == "3 attempts without an outcome (all its nodes were lost)"
+
+
+def test_planned_leaves_of_all_its_nodes_do_not_end_a_job() -> None:
+    """Such as a service manager that restarts the only daemon, again and again."""
+    bench = Bench("a", job("x"))
+    for attempt in range(1, 3 * MOST_ATTEMPTS):
+        assert bench.decide() == {"x": "a"}
+        assert bench.plan.runs[0].attempt == attempt
+        bench.run_all()
+        bench.nodes["a"] = replace(bench.nodes["a"], leaving=True)
+        assert bench.decide() == {"x": "a-"}
+        bench.end("a", SeatOutcome.LEFT)
+        assert bench.decide() == {}
+        bench.restart("a")
+    assert not bench.results
+
+
+def test_attempts_that_have_lasted_long_do_not_add_up() -> None:
+    """A job of weeks outlives more than three outages of all its nodes."""
+    bench = Bench("a", job("x"))
+    for _ in range(3 * MOST_ATTEMPTS):
+        assert bench.decide() == {"x": "a"}
+        bench.wait(STEADY_S)
+        bench.restart("a")
+        bench.decide()
+    assert not bench.results
+
+
+def test_an_attempt_that_lasted_long_starts_the_count_again() -> None:
+    bench = Bench("a", job("x"))
+    for lasts_s in (0.0, 0.0, STEADY_S, 0.0, 0.0):
+        assert bench.decide() == {"x": "a"}
+        bench.wait(lasts_s)
+        bench.restart("a")
+    assert bench.decide() == {"x": "a"}
+    bench.restart("a")
+    assert bench.decide() == {}
+    assert bench.outcomes == {"x": Outcome.UNABLE}
+
+
+def test_the_plan_stays_small_when_every_node_refuses_every_job() -> None:
+    """As when the file system of all jobs is away: a plan that the store does not take would end the pool."""
+    names = [f"n{number}" for number in range(100)]
+    bench = Bench("", *(job(f"j{number}", 100) for number in range(500)))
+    bench.nodes = {name: node(name) for name in names}
+    reason = "the job's directory is not there on this node " * 30
+    for _ in range(200):
+        step = next_step(bench.pool, bench.now)
+        assert step is not None
+        bench.plan = step.plan
+        for run in bench.plan.runs:
+            for seat in run.seats:
+                bench.end(seat.node, SeatOutcome.NOT_HERE, 73, reason[:MAX_REASON])
+    assert sum(len(one.refusals) for one in bench.plan.setbacks) <= MOST_REFUSALS
+    assert len(WriteStep(1, Step(bench.plan)).writes) == 1
+    assert len(bench.plan.to_json()) < MAX_RECORD_CHARS / 2
+
+
+# ---------------------------------------------------------------- cancel, time limit
+
+
+def test_a_waiting_job_that_is_cancelled_ends_at_once() -> None:
+    bench = Bench("a", job("x"), job("y"))
+    bench.decide()
+    bench.cancelled = {"y": "me@here"}
+    assert bench.decide() == {"x": "a"}
+    (result,) = bench.results
+    assert (result.job, result.outcome, result.reason) == ("y", Outcome.CANCELLED, "cancelled by me@here")
+    assert (result.attempts, result.started_at, result.nodes) == (0, None, ())
+
+
+def test_a_running_job_that_is_cancelled_leaves_all_its_nodes() -> None:
+    bench = Bench("ab", job("x", 2), job("y"))
+    bench.decide()
+    bench.run_all()
+    bench.cancelled = {"x": "me@here"}
+    assert bench.decide() == {"x": "a-b-"}
+    bench.end("a", SeatOutcome.LEFT)
+    assert bench.decide() == {"x": "b-", "y": "a"}, "what is free is used"
+    bench.end("b", SeatOutcome.LEFT)
+    assert bench.decide() == {"y": "a"}
+    assert bench.outcomes == {"x": Outcome.CANCELLED}
+
+
+def test_a_job_that_has_succeeded_before_it_was_cancelled_has_succeeded() -> None:
+    bench = Bench("ab", job("x", 2))
+    bench.decide()
+    bench.run_all()
+    bench.end("a", SeatOutcome.SUCCEEDED)
+    bench.cancelled = {"x": "me@here"}
+    bench.decide()
+    bench.end("b", SeatOutcome.LEFT)
+    bench.decide()
+    assert bench.outcomes == {"x": Outcome.SUCCEEDED}
+
+
+def test_a_job_that_is_cancelled_while_a_node_leaves_ends_when_that_has_left() -> None:
+    bench = Bench("a", job("x"))
+    bench.decide()
+    bench.run_all()
+    bench.nodes["a"] = replace(bench.nodes["a"], leaving=True)
+    assert bench.decide() == {"x": "a-"}
+    bench.cancelled = {"x": "me@here"}
+    assert bench.decide() == {"x": "a-"}
+    bench.end("a", SeatOutcome.LEFT)
+    assert bench.decide() == {}
+    assert bench.outcomes == {"x": Outcome.CANCELLED}
+
+
+def test_a_job_beyond_its_time_limit_leaves_all_its_nodes() -> None:
+    bench = Bench("a", job("x", time_limit_s=60.0))
+    bench.decide()
+    bench.run_all()
+    assert wake_at(bench.pool, bench.now) == NOW + 60.0
+    bench.wait(59.9)
+    assert bench.decide() == {"x": "a"}
+    bench.wait(0.1)
+    assert bench.decide() == {"x": "a-"}
+    bench.end("a", SeatOutcome.LEFT)
+    bench.decide()
+    assert (bench.results[0].outcome, bench.results[0].reason) == (
+        Outcome.TIMED_OUT,
+        "its time limit of 60 s",
+    )
+
+
+def test_a_job_whose_record_is_gone_leaves_its_nodes() -> None:
+    bench = Bench("a", job("x"))
+    bench.decide()
+    bench.run_all()
+    bench.jobs.clear()
+    assert bench.decide() == {"x": "a-"}
+    bench.end("a", SeatOutcome.LEFT)
+    assert bench.decide() == {}
+    assert bench.results[0].reason == "its record was deleted"
+
+
+# ---------------------------------------------------------------- bounds
+
+
+def test_so_many_results_are_written_in_one_step() -> None:
+    bench = Bench("a", *(job(f"j{number}") for number in range(MOST_AT_ONCE + 4)))
+    bench.cancelled = {one.job: "me" for one in bench.jobs}
+    step = next_step(bench.pool, NOW)
+    assert step is not None
+    assert len(step.results) == MOST_AT_ONCE
+    assert bench.decide() == {}
+    assert len(bench.results) == MOST_AT_ONCE + 4
+
+
+def test_a_run_whose_result_waits_for_the_next_step_gets_no_other_nodes() -> None:
+    bench = Bench("a", job("last"))
+    bench.decide()
+    bench.end("a", SeatOutcome.NOT_HERE)
+    setback = replace(bench.plan.setback_of("last"), attempts=MOST_ATTEMPTS - 1, in_vain=MOST_ATTEMPTS - 1)
+    bench.plan = replace(bench.plan, setbacks=(setback,))
+    bench.nodes["b"] = node("b")
+    others = [job(f"j{number}") for number in range(MOST_AT_ONCE)]
+    bench.jobs = [*others, *bench.jobs]
+    bench.cancelled = {one.job: "me" for one in others}
+    step = next_step(bench.pool, NOW)
+    assert step is not None
+    assert [run.seats for run in step.plan.runs] == [()]
+    bench.decide()
+    assert bench.outcomes["last"] is Outcome.UNABLE
+
+
+def test_the_oldest_results_are_forgotten() -> None:
+    results = tuple(f"j{number}" for number in range(MOST_RESULTS + MOST_AT_ONCE + 2))
+    step = next_step(Pool((), (), results=results), NOW)
+    assert step == Step(Plan(), (), results[:MOST_AT_ONCE])
+    assert next_step(Pool((), (), results=results[:MOST_RESULTS]), NOW) is None
+
+
+# ---------------------------------------------------------------- what a job waits for
+
+
+@pytest.mark.parametrize(
+    ("names", "jobs", "asked", "expected"),
+    [
+        ("", [job("x")], 0, "needs 1 nodes; the pool has 0 that can run it"),
+        ("ab", [job("x", 3)], 0, "needs 3 nodes; the pool has 2 that can run it"),
+        ("ab", [job("x", 2), job("y", 2)], 1, "needs 2 nodes; 0 are idle"),
+        ("ab", [job("x", 2), job("y", 2), job("z")], 2, "behind 1 other jobs of the queue"),
+        ("abc", [job("x", 2), job("y", 2)], 1, "needs 2 nodes; 1 are idle"),
+    ],
+)
+def test_a_waiting_job_says_what_it_waits_for(names: str, jobs: list[Job], asked: int, expected: str) -> None:
+    bench = Bench(names, *jobs)
+    bench.decide()
+    bench.run_all()
+    assert why_waiting(bench.pool, jobs[asked], NOW) == expected
+
+
+def test_a_waiting_job_says_which_node_cannot_run_it_and_why() -> None:
+    bench = Bench("a", job("x"))
+    bench.decide()
+    bench.end("a", SeatOutcome.NOT_HERE, reason="no such directory")
+    bench.decide()
+    assert why_waiting(bench.pool, bench.jobs[0], NOW) == (
+        "needs 1 nodes; the pool has 0 that can run it (a: no such directory)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        (Plan(), None),
+        (Plan(1, (Run("x", 1, NOW - 5, (Seat("a", "a-1", 1),)),)), NOW + 55),
+        (Plan(1, (Run("x", 1, NOW - 70, (Seat("a", "a-1", 1),)),)), None),
+        (Plan(1, (Run("y", 1, NOW, (Seat("a", "a-1", 1),)),)), None),
+        (
+            Plan(1, (Run("x", 1, NOW, (), Ending(Outcome.SUCCEEDED, "", 0, NOW - 1)),)),
+            NOW - 1 + END_GRACE_S,
+        ),
+        (
+            Plan(0, (), (Setback("x", 1, 1, {"a": Refusal("", 1, NOW + 3), "b": Refusal("", 1, NOW - 3)}),)),
+            NOW + 3,
+        ),
+    ],
+)
+def test_the_next_instant_at_which_something_may_change_by_itself(plan: Plan, expected: float | None) -> None:
+    pool = Pool(nodes("a"), (job("x", time_limit_s=60.0), job("y")), plan)
+    assert wake_at(pool, NOW) == expected
