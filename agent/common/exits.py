@@ -163,6 +163,16 @@ class PoolCode(Code):
     INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C); the job goes on"
 
 
+class CheckCode(Code):
+    """How `elastic-agent check` ends. `docs/checks.md` shows the same table."""
+
+    FIT = 0, "no check has failed; there may be warnings"
+    UNFIT = 1, "a check has failed"
+    NOT_HERE = 73, "a setting names what this machine does not have"
+    BAD_CONFIG = 78, "a setting cannot work on any machine"
+    INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C)"
+
+
 class FilesCode(Code):
     """How `elastic-agent files` ends."""
 

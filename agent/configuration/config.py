@@ -40,6 +40,7 @@ from .types.parsers import (
 )
 from .types.values import (
     Affinity,
+    CheckMode,
     Command,
     DevicePinning,
     NetworkProfile,
@@ -183,6 +184,23 @@ NODE_ID: Option[str | None] = NODES.option(
     metavar="NAME",
 )
 
+CHECK: Option[CheckMode] = NODES.option(
+    "check",
+    one_of(CheckMode),
+    "what checks of this node before it joins are for (GPUs, shared memory, directories, limits, names, interface):"
+    " warn says in the log, metrics and status what is wrong; fail does not join meanwhile, and checks again until"
+    " --join-timeout is over",
+    metavar="fail|warn|off",
+    default="warn",
+)
+CHECK_DIRECTORY: Option[str | None] = NODES.option(
+    "check-directory",
+    TEXT,
+    "where your script keeps its checkpoints, for the checks: writable, room, time of an fsync. The script itself is"
+    " not told",
+    metavar="DIR",
+)
+
 NETWORK = Group("Network")
 LOCAL_ADDR: Option[str | None] = NETWORK.option(
     "local-addr",
@@ -265,6 +283,8 @@ class Config:
     role: str = ROLE.field()
     rendezvous: RendezvousConfig = RendezvousConfig()
     node_id: str | None = NODE_ID.field()  # None: the agent makes one that no other agent has
+    check: CheckMode = CHECK.field()
+    check_directory: str | None = CHECK_DIRECTORY.field()  # None: the checks know of none
     local_addr: str | None = LOCAL_ADDR.field()  # None: the address that other nodes reach is found out
     network_interface: str | None = NETWORK_INTERFACE.field()  # None: the one that leads to the other nodes
     network_wait_s: float = NETWORK_WAIT.field()  # for an interface, a route or a name that is not there yet

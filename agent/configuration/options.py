@@ -21,6 +21,7 @@ POOL_COMMANDS = {
 
 COMMANDS = {
     "explain-env": "which variables a worker would see, who chose each and why; same options as a run",
+    "check": "is this node fit to train? Same options as a run",
     "status": "how a job is, and why",
     "drain": "let a node leave its job without losing a step",
     **POOL_COMMANDS,

@@ -42,6 +42,11 @@ class Device:
     entry: str
     address: str | None = None
 
+    @property
+    def nvml_name(self) -> str:
+        """As NVML knows it."""
+        return self.entry if self.entry.startswith("MIG-") else self.address or self.entry
+
 
 @dataclass(frozen=True, slots=True)
 class Inventory:

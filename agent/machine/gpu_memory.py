@@ -45,7 +45,7 @@ ANSWER_S = 15.0
 
 def watched(devices: Sequence[Device], wait_s: float) -> tuple[tuple[str, ...], str]:
     """The devices to wait for, as NVML knows them, and the sentence for --check-config; empty without any device."""
-    names = tuple(_name(device) for device in devices)
+    names = tuple(device.nvml_name for device in devices)
     if not names:
         return (), ""
     if not wait_s:
@@ -53,10 +53,6 @@ def watched(devices: Sequence[Device], wait_s: float) -> tuple[tuple[str, ...], 
     if find_spec("pynvml") is None:
         return (), "GPU memory: a restart does not wait for it, because nvidia-ml-py is not installed"
     return names, f"GPU memory: a restart waits up to {wait_s:g} s until {', '.join(names)} have it back"
-
-
-def _name(device: Device) -> str:
-    return device.entry if device.entry.startswith("MIG-") else device.address or device.entry
 
 
 class GpuMemory:

@@ -14,13 +14,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from ...health.checks.needs import NodeNeeds
 from ..common.variables import Variable, settle
 from ..configuration.config import Config, ConfigError, Problem
 from ..configuration.reading.resolve import Resolved, resolve
 from ..configuration.reading.settings import Settings
 from ..configuration.timeouts import ladder
+from ..workers.checkpoints.folder import describe_folder
 from .affinity import CpuShare, probe_cpus, share
-from .devices import Inventory, PinnedDevices, backend_fact, pin, probe, resolve_workers
+from .devices import Device, Inventory, PinnedDevices, backend_fact, pin, probe, resolve_workers
 from .gpu_memory import watched
 from .network.choice import NotReady
 from .network.discovery import Network, discover_network
@@ -74,22 +76,25 @@ def prepare(
     return replace(resolved, warnings=warnings), machine
 
 
-def inspect_machine(config: Config, environ: Mapping[str, str]) -> Machine:
-    """Raises `ConfigError` with the problems of all steps: print it and end with its code."""
+def inspect_machine(config: Config, environ: Mapping[str, str], *, resources: bool = True) -> Machine:
+    """Raises `ConfigError` with the problems of all steps: print it and end with its code.
+
+    `resources`: what the settings name has to be there.
+    """
     problems: list[Problem] = []
     inventory = _ask(lambda: probe(environ), problems)
     pinned = _ask(lambda: _pinned(config, inventory), problems) if inventory is not None else None
     profile = _ask(lambda: choose_profile(config.network_profile, rdma_ports()), problems)
     network = _ask(lambda: discover_network(config, environ), problems)
-    _ask(lambda: check_resources(config, environ), problems)
-    _ask(lambda: check_target(config.command, environ), problems)
+    if resources:
+        _ask(lambda: check_resources(config, environ), problems)
+        _ask(lambda: check_target(config.command, environ), problems)
     if problems or inventory is None or pinned is None or profile is None or network is None:
         raise ConfigError(problems)
     first = [worker.first for worker in pinned]
     layout = probe_cpus([device.address for device in first if device and device.address])
     shares = share(config.affinity, first, layout)
-    taken = [device for worker in pinned for device in worker.devices]
-    names, memory = watched(taken or inventory.cuda, config.gpu_memory_wait_s)
+    names, memory = watched(_used(pinned, inventory), config.gpu_memory_wait_s)
     software = find_software(environ)
     facts = (
         *_device_facts(environ, inventory, pinned, shares),
@@ -101,6 +106,31 @@ def inspect_machine(config: Config, environ: Mapping[str, str]) -> Machine:
         f"timeouts of training: {ladder(config.timeouts)}",
     )
     return Machine(inventory, pinned, shares, network, facts, names, software, profile)
+
+
+def needs_of(config: Config, machine: Machine) -> NodeNeeds:
+    """What the checks of this node look at."""
+    ports = config.port_range
+    choice = machine.network.choice if isinstance(machine.network, Network) else None
+    memory = describe_folder(config.memory_checkpoints)
+    logs = config.logs.given_directory
+    return NodeNeeds(
+        workers=machine.workers,
+        ranks=machine.workers * config.nodes.max,
+        copies_bytes=memory.limit if memory is not None and config.memory_checkpoints is not None else 0,
+        checkpoint_directory=config.check_directory or "",
+        log_directory=str(logs) if logs is not None else "",
+        interface=choice.interface if choice is not None else "",
+        address=choice.address if choice is not None else "",
+        ports=(ports.first, ports.last) if ports is not None else None,
+        gpus=tuple(device.nvml_name for device in _used(machine.pinned, machine.inventory)),
+        rdma=bool(machine.profile.ports and machine.inventory.cuda),
+    )
+
+
+def _used(pinned: Sequence[PinnedDevices], inventory: Inventory) -> Sequence[Device]:
+    """By this node's workers; all, where they choose for themselves."""
+    return [device for worker in pinned for device in worker.devices] or inventory.cuda
 
 
 def _ask(step: Callable[[], T], problems: list[Problem]) -> T | None:

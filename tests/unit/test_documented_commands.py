@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_agent.agent.commands.check import OWN_OPTIONS as CHECK_OPTIONS
 from elastic_agent.agent.commands.drain import TIMEOUT
 from elastic_agent.agent.commands.explain_env import OWN_OPTIONS as EXPLAIN_OPTIONS
 from elastic_agent.agent.commands.files import KINDS
@@ -20,7 +21,13 @@ from .test_links import PAGES, ROOT
 
 STARTERS = re.compile(r"(\$ |sudo (-u \S+ )?|srun (-\S+ )*|[A-Z_]+=\S+ )*")
 """What may stand before the program."""
-OF_SUBCOMMANDS = {"status": STATUS_OPTIONS, "explain-env": EXPLAIN_OPTIONS, "drain": [TIMEOUT], "forget": []}
+OF_SUBCOMMANDS = {
+    "check": CHECK_OPTIONS,
+    "status": STATUS_OPTIONS,
+    "explain-env": EXPLAIN_OPTIONS,
+    "drain": [TIMEOUT],
+    "forget": [],
+}
 
 
 def commands(page: Path) -> Iterator[str]:

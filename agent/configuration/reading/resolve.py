@@ -117,8 +117,19 @@ def resolve_daemon(command_line: Settings, environ: Mapping[str, str]) -> Resolv
     """As `resolve`, for an agent that has nothing to run and waits for jobs in a pool: the pool's store takes the place
     of a job's. Raises `ConfigError`."""
     return _resolved(
-        _merged(command_line, environ, lambda: "", of_pool=True, hosts=True), environ, Command("script", "")
+        _merged(command_line, environ, lambda: "", of_pool=True, hosts=True),
+        environ,
+        Command("script", ""),
+        of_pool=True,
     )
+
+
+def resolve_check(
+    command_line: Settings, environ: Mapping[str, str], fresh_id: Callable[[], str]
+) -> Resolved:
+    """As `resolve`, for a command that may leave out what there is to run. Raises `ConfigError`."""
+    settings = _merged(command_line, environ, fresh_id)
+    return _resolved(settings, environ, _command(settings) or Command("script", ""), of_pool=False)
 
 
 def resolve_pool(command_line: Settings, environ: Mapping[str, str]) -> RendezvousConfig:
@@ -136,9 +147,11 @@ def offers_node(command_line: Settings, environ: Mapping[str, str]) -> bool:
     return _command(_merged(command_line, environ, lambda: "")) is None
 
 
-def _resolved(settings: Settings, environ: Mapping[str, str], command: Command | None = None) -> Resolved:
-    """`command`: what stands for one where there is none to run."""
-    rules = check_relations(settings, environ, of_pool=command is not None)
+def _resolved(
+    settings: Settings, environ: Mapping[str, str], command: Command | None = None, *, of_pool: bool = False
+) -> Resolved:
+    """`command`: what stands for one where there is none to run. `of_pool`: of a daemon that waits for jobs."""
+    rules = check_relations(settings, environ, of_pool=of_pool)
     problems = [*settings.problems, *(problem for _, problem in rules)]
     command = command or _command(settings)
     if command is None and not settings.broken & {target.name for target in TARGETS}:

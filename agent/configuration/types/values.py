@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Affinity = Literal["none", "numa", "cores"]
+CheckMode = Literal["fail", "warn", "off"]
+"""What the checks before a join are for: fail keeps this node out, warn writes into the log."""
 CommandKind = Literal["script", "run-path", "module", "binary"]
 """run-path: a script that `run_script` runs."""
 DevicePinning = Literal["index", "mask", "none"]

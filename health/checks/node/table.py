@@ -26,6 +26,9 @@ from ..rules.network import (
 
 CHECKPOINT_OPTION = "--check-directory"
 
+NVML_S = 10.0
+"""Without persistence mode the driver loads for each GPU in turn, a second or so each."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCheck:
@@ -67,6 +70,7 @@ NODE_CHECKS = (
         probe=probe_nvml,
         judge=judge_nvml,
         needed=lambda needs: needs.gpus,
+        limit_s=NVML_S,
         advice="the driver hangs: look at dmesg for an Xid, and reboot this machine",
         subject=lambda needs: "NVML",
         findings=GPU_CHECKS,

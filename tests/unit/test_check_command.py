@@ -1,0 +1,146 @@
+"""`elastic-agent check`: its table, its document and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent.commands import check
+from elastic_agent.agent.commands.check import as_json, main, table
+from elastic_agent.agent.common.exits import CheckCode
+from elastic_agent.agent.configuration.config import Config
+from elastic_agent.agent.configuration.types.values import Command, NodeCounts
+from elastic_agent.agent.machine.devices import Device, Inventory, PinnedDevices
+from elastic_agent.agent.machine.inventory import Machine, needs_of
+from elastic_agent.agent.machine.network.choice import NetworkChoice, NotReady
+from elastic_agent.agent.machine.network.discovery import Network
+from elastic_agent.agent.machine.network.profiles import Profile
+from elastic_agent.health.checks.finding import Finding, Outcome
+from elastic_agent.health.checks.needs import NodeNeeds
+from elastic_agent.health.checks.node.table import NODE_CHECKS
+
+FOUND = (
+    Finding("open-files", Outcome.OK, "1024 descriptors"),
+    Finding("shared-memory", Outcome.WARN, "64 MiB", "make it larger"),
+    Finding("gpu-xid", Outcome.UNKNOWN, "may not read", "run as root"),
+    Finding("log-directory", Outcome.FAIL, "/l: Read-only\x1b[2J " + "x " * 60, "mount it"),
+)
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith(("ELASTIC_AGENT_", "PET_")):
+            monkeypatch.delenv(name)
+
+
+def test_the_table_has_the_worst_first_and_advice_below() -> None:
+    lines = list(table("n1", FOUND, 0.12, 80, colour=False))
+    assert lines[0] == "node n1: 1 failed, 1 to look at, 1 unknown, 1 ok, in 0.1 s"
+    assert [line.split()[:2] for line in lines if re.match(r"[A-Za-z?]+ +[a-z-]+  ", line)] == [
+        ["FAIL", "log-directory"],
+        ["WARN", "shared-memory"],
+        ["?", "gpu-xid"],
+        ["ok", "open-files"],
+    ]
+    assert max(map(len, lines)) <= 80
+    assert "\x1b" not in "".join(lines)
+    assert lines[lines.index("WARN  shared-memory  64 MiB") + 1] == "                     -> make it larger"
+
+
+def test_a_terminal_gets_colours_for_the_outcomes_alone() -> None:
+    text = "\n".join(table("n1", FOUND, 0.1, 80, colour=True))
+    assert text.count("\x1b[0m") == 3
+    assert re.sub(r"\x1b\[\d+m", "", text) == "\n".join(table("n1", FOUND, 0.1, 80, colour=False))
+
+
+def test_the_document() -> None:
+    document = json.loads(as_json("n1", FOUND, 0.12345))
+    findings = document.pop("findings")
+    assert document == {"schema": 1, "node": "n1", "outcome": "fail", "seconds": 0.123}
+    assert [finding["outcome"] for finding in findings] == ["fail", "warn", "unknown", "ok"]
+    assert findings[1] == {
+        "check": "shared-memory",
+        "outcome": "warn",
+        "summary": "64 MiB",
+        "advice": "make it larger",
+        "values": {},
+        "seconds": 0.0,
+    }
+
+
+def test_it_needs_no_script_and_takes_the_options_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"--check-directory={tmp_path}", f"--log-dir={tmp_path}/logs", "--port-range=29500-29600"]
+    assert main(["--json", *words]) == CheckCode.FIT
+    document = json.loads(capsys.readouterr().out)
+    found = {finding["check"] for finding in document["findings"]}
+    assert found >= {"shared-memory", "checkpoint-directory", "log-directory", "port-range", "interface"}
+    assert main([*words, "train-that-is-not-there.py"]) == CheckCode.BAD_CONFIG
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_cannot_be_is_a_finding_and_no_error_of_the_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main([f"--log-dir={tmp_path}/file"]) == CheckCode.UNFIT
+    out = capsys.readouterr().out
+    assert "1 failed" in out
+    assert re.search(r"^FAIL  log-directory +\S+file: Not a directory$", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(["--network-interface=nonesuch0"], 73), (["--min-nodes=0"], 78), (["--check=perhaps"], 78)],
+)
+def test_settings_that_cannot_work(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == code
+    assert words[0].partition("=")[0] in capsys.readouterr().err
+
+
+def test_a_network_that_is_not_there_yet_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = Machine(Inventory((), 2), (), (), NotReady("route to 10.0.0.9", "add one"))
+    monkeypatch.setattr(check, "inspect_machine", lambda *_, **__: machine)
+    monkeypatch.setattr(check, "needs_of", lambda *_: NodeNeeds())
+    assert main([]) == CheckCode.UNFIT
+    assert "no network for the job: there is no route to 10.0.0.9" in capsys.readouterr().out
+
+
+def test_what_the_job_needs_follows_from_its_settings_and_this_machine() -> None:
+    gpus = (Device("0", "0000:3b:00.0"), Device("1", "0000:5e:00.0"), Device("MIG-1", "0000:60:00.0"))
+    pinned = (PinnedDevices("", gpus[1:2]), PinnedDevices("", gpus[2:]))
+    machine = Machine(
+        Inventory(gpus, 8),
+        pinned,
+        (),
+        Network(NetworkChoice("ib0", "10.0.0.1", "")),
+        profile=Profile("infiniband", "", ports=("mlx5_0:1",)),
+    )
+    config = Config(Command("script", "t.py"), NodeCounts(1, 4), check_directory="/c")
+    assert needs_of(config, machine) == NodeNeeds(
+        workers=2,
+        ranks=8,
+        checkpoint_directory="/c",
+        interface="ib0",
+        address="10.0.0.1",
+        gpus=("0000:5e:00.0", "MIG-1"),
+        rdma=True,
+    )
+
+
+def test_the_page_has_every_check_and_every_exit_code() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "checks.md").read_text()
+    names = [name for one in NODE_CHECKS for name in one.names]
+    assert sorted(re.findall(r"^\| `([a-z-]+)` \|.*\|.*\|$", page, re.MULTILINE)) == sorted(
+        [*names, "off"][:-1]
+    )
+    for code in CheckCode:
+        assert f"| {code:d} | {code.name} | {code.meaning} |" in page
