@@ -22,6 +22,7 @@ from typing import Annotated, ClassVar, TypeVar
 
 from ..codec import AtMost, Count, Document, Invalid, Positive, Seconds, Text, Within
 from ..rendezvous.errors import RecordInvalid
+from ..rendezvous.records import Endpoint
 from ..rendezvous.text import Name, line
 
 SCHEMA = 1
@@ -42,6 +43,8 @@ MOST_WORDS = 1024
 MOST_NODES = 4096
 MAX_WORD = 32 * 1024
 MAX_REASON = 1024
+MOST_LOG_PLACES = 64
+"""Nodes of which a result says where their logs are."""
 
 
 def short(text: str, most_chars: int = MAX_REASON) -> str:
@@ -62,6 +65,8 @@ Instant = Annotated[float, Within(0, 2**40)]
 Word = Annotated[str, Text(MAX_WORD)]
 Words = Annotated[tuple[Word, ...], AtMost(MOST_WORDS)]
 Reason = Annotated[str, line(MAX_REASON)]
+Place = Annotated[str, line(1024)]
+"""A path on some node."""
 
 _R = TypeVar("_R", bound="Record")
 
@@ -184,10 +189,24 @@ class PoolNode(Record):
     """It takes no seat any more."""
     problem: Reason = ""
     """Why it must not be given a job now; empty when it may."""
+    http: Endpoint | None = None
+    """Where its daemon answers; None when other nodes cannot reach that."""
+    token: Annotated[str, Text(128)] = field(default="", repr=False)
+    """Opens the logs of jobs there, of this life: who may read the store may read them."""
+    logs: Place = ""
+    """The folder with a folder for each job's logs."""
 
     @property
     def key(self) -> str:
         return NODES_PREFIX + self.node
+
+    @property
+    def takes_jobs(self) -> bool:
+        return not (self.leaving or self.problem or self.running)
+
+    def log_of(self, job: str) -> str:
+        """Path of what the job's agents print on this node."""
+        return f"{self.logs}/{job}/{self.node}.log"
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +312,8 @@ class JobResult(Record):
     ended_at: Instant
     nodes: Annotated[tuple[Name, ...], AtMost(MOST_NODES)]
     """Of the newest attempt, as far as they were left at its end."""
+    logs: dict[Name, Place] = field(default_factory=dict)
+    """Where these have what the job's agents have printed: paths, for the first `MOST_LOG_PLACES` of them."""
 
     @property
     def key(self) -> str:

@@ -17,9 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from ..rendezvous.text import shortened
 from .records import (
+    MOST_LOG_PLACES,
     Ending,
     Job,
     JobResult,
@@ -247,9 +249,22 @@ class _Table:
         before = self._pool.plan.run_of(job)
         attempts = self._setback_of(job).attempts + (run is not None)
         started_at = run.started_at if run is not None else None
-        names = tuple(seat.node for seat in before.seats) if before is not None else ()
+        seats = before.seats if before is not None else ()
+        places = (
+            (seat.node, node.log_of(job)) for seat in seats if (node := self._live.get(seat.incarnation))
+        )
         self.results.append(
-            JobResult(job, ending.outcome, ending.reason, ending.code, attempts, started_at, self._now, names)
+            JobResult(
+                job,
+                ending.outcome,
+                ending.reason,
+                ending.code,
+                attempts,
+                started_at,
+                self._now,
+                tuple(seat.node for seat in seats),
+                dict(islice(places, MOST_LOG_PLACES)),
+            )
         )
         self._runs.pop(job, None)
         self._setbacks.pop(job, None)

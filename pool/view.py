@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from ..rendezvous.errors import RecordInvalid
@@ -32,6 +33,17 @@ SCOPES = (PLAN_KEY, *RECORDS)
 _R = TypeVar("_R", bound=Record)
 
 
+@dataclass(frozen=True, slots=True)
+class PoolCounts:
+    """How many of each there are."""
+
+    nodes: int = 0
+    idle_nodes: int = 0
+    """Without a job, and ready for one."""
+    queued_jobs: int = 0
+    running_jobs: int = 0
+
+
 class PoolView:
     """The pool as the store showed it. A value that cannot be read is ignored with a warning, but for the plan."""
 
@@ -39,11 +51,14 @@ class PoolView:
         self.plan = Plan()
         self.plan_revision = 0
         """0: there is none yet."""
+        self.version = 0
+        """Another number whenever something has changed."""
         self._records: dict[str, tuple[Entry, Record]] = {}
 
     def read(self, snapshot: Snapshot) -> None:
         """Takes the place of all that was known. Raises RecordInvalid for a plan that cannot be read."""
         self.plan, self.plan_revision = Plan(), 0
+        self.version += 1
         self._records.clear()
         for entry in snapshot.entries:
             self._see(entry.key, entry)
@@ -54,6 +69,7 @@ class PoolView:
             self._see(change.key, change.entry)
 
     def _see(self, key: str, entry: Entry | None) -> None:
+        self.version += 1
         if key == PLAN_KEY:
             self.plan = Plan.from_json(key, entry.value) if entry is not None else Plan()
             self.plan_revision = entry.mod_revision if entry is not None else 0
@@ -96,6 +112,17 @@ class PoolView:
     def results(self) -> tuple[JobResult, ...]:
         """Oldest first."""
         return self._all(RESULTS_PREFIX, JobResult)
+
+    def counts(self) -> PoolCounts:
+        seated = {seat.incarnation for run in self.plan.runs for seat in run.seats}
+        known = {result.job for result in self.results} | {run.job for run in self.plan.runs}
+        nodes = self.nodes
+        return PoolCounts(
+            nodes=len(nodes),
+            idle_nodes=sum(node.takes_jobs and node.incarnation not in seated for node in nodes),
+            queued_jobs=sum(job.job not in known for job in self.jobs),
+            running_jobs=len(self.plan.runs),
+        )
 
     def pool(self, lost: frozenset[str] = frozenset()) -> Pool:
         """What the coordinator decides from."""

@@ -57,15 +57,20 @@ def binder(config: Config, metrics: Metrics) -> Binder:
     return bind
 
 
-def bind_all(config: Config, endpoint: Endpoint | None, address: str, bind: Binder) -> Listeners:
-    """Raises CannotStart."""
+def http_listener(config: Config, address: str, bind: Binder) -> socket.socket:
+    """For metrics and probes. Raises PortError."""
     http = config.http_address
     if http is None and config.solitary:
         http = Endpoint(LOOPBACK, 0)
+    return bind(http.address, http.port, "metrics") if http is not None else bind(address, None, "metrics")
+
+
+def bind_all(config: Config, endpoint: Endpoint | None, address: str, bind: Binder) -> Listeners:
+    """Raises CannotStart."""
     try:
         return Listeners(
             bind(address, None, "master"),
-            bind(http.address, http.port, "metrics") if http is not None else bind(address, None, "metrics"),
+            http_listener(config, address, bind),
             store_listener(config, endpoint, address, bind),
         )
     except PortError as error:

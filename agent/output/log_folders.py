@@ -85,7 +85,7 @@ class RunFolder:
             ((at, folder) for folder in others if (at := _marked_at(folder)) is not None), reverse=True
         )
         for _, folder in runs[KEPT_RUNS - 1 :]:
-            _delete_run(folder)
+            delete_run(folder)
 
 
 def _marked_at(folder: Path) -> float | None:
@@ -96,8 +96,8 @@ def _marked_at(folder: Path) -> float | None:
     return None
 
 
-def _delete_run(folder: Path) -> None:
-    """If no agent holds it. The mark goes last, so that what could not be deleted is tried again."""
+def delete_run(folder: Path) -> None:
+    """If it is one, and no agent holds it. The mark goes last, so that what could not be deleted is tried again."""
     with contextlib.suppress(OSError):
         mark = os.open(folder / MARK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:

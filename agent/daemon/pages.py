@@ -1,0 +1,193 @@
+"""What a daemon answers over HTTP: probes, its pool's numbers with those of the job that runs here, and logs of jobs."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from http import HTTPStatus
+from pathlib import Path
+
+from ...health.families import CONTENT_TYPE
+from ...health.http import Page, Probe, Request
+from ...health.pool_metrics import PoolMetrics
+from ...pool.records import run_prefix
+from ...pool.view import PoolCounts
+from ...rendezvous.errors import RecordInvalid, StoreError
+from ...rendezvous.records import Endpoint, NodeRecord, node_key
+from ...rendezvous.store.interface import Store
+from ..common.http_client import NoAnswer, get
+from ..main.heartbeat import STUCK_AFTER_S
+from .job_logs import PATH as LOGS_PATH
+from .job_logs import Wanted, read_piece
+
+log = logging.getLogger(__name__)
+
+POOL_PATH = "/pool"
+JOB_METRICS_S = 2.0
+"""The job's agent has so long to answer a scrape, and the store to say where that agent is."""
+MOST_JOB_METRICS = 1024 * 1024
+
+_SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?( .*)$")
+_TEXT = "text/plain; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class RunningJob:
+    """What runs on this node."""
+
+    job: str
+    name: str
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonSnapshot:
+    """All that other threads read of a daemon, as of its newest turn."""
+
+    turned_at: float
+    tracks: bool = False
+    coordinates: bool = False
+    status: str = "starting"
+    running: RunningJob | None = None
+    counts: PoolCounts = PoolCounts()
+
+
+class DaemonPages:
+    """All methods are for any thread. `newest` gives the newest snapshot."""
+
+    def __init__(
+        self,
+        metrics: PoolMetrics,
+        pool: str,
+        node: str,
+        newest: Callable[[], DaemonSnapshot],
+        clock: Callable[[], float],
+    ) -> None:
+        self._metrics, self._pool, self._node = metrics, pool, node
+        self._newest, self._clock = newest, clock
+
+    def liveness(self) -> Probe:
+        silent_s = self._clock() - self._newest().turned_at
+        return Probe(silent_s < STUCK_AFTER_S, f"the main loop turned {silent_s:.1f} s ago")
+
+    def readiness(self) -> Probe:
+        """Can it be given a job, or does it run one?"""
+        now = self._newest()
+        return Probe(now.tracks, now.status)
+
+    def pool(self) -> str:
+        now = self._newest()
+        running = {"job": now.running.job, "name": now.running.name} if now.running is not None else None
+        return json.dumps(
+            {
+                "schema": 1,
+                "pool": self._pool,
+                "node": self._node,
+                "status": now.status,
+                "ready": now.tracks,
+                "coordinator": now.coordinates,
+                "running": running,
+                **(asdict(now.counts) if now.tracks else {}),
+            }
+        )
+
+    def metrics(self) -> bytes:
+        now, metrics = self._newest(), self._metrics
+        with metrics.lock:
+            metrics.pool_member.set(now.tracks)
+            metrics.pool_coordinator.set(now.coordinates)
+            metrics.pool_node_busy.set(now.running is not None)
+            metrics.pool_nodes.set(now.counts.nodes if now.tracks else None)
+            metrics.pool_idle_nodes.set(now.counts.idle_nodes if now.tracks else None)
+            metrics.pool_queued_jobs.set(now.counts.queued_jobs if now.tracks else None)
+            metrics.pool_running_jobs.set(now.counts.running_jobs if now.tracks else None)
+            return metrics.render()
+
+
+class MetricsPage:
+    """The daemon's metrics, and behind them those of the job's agent on this node with a label `job`, its name.
+
+    So one place per node is enough for Prometheus, whatever runs there. A job's agent that does not answer in time
+    costs its own part of the page alone.
+    """
+
+    def __init__(
+        self, pages: DaemonPages, store: Store, node: str, newest: Callable[[], DaemonSnapshot]
+    ) -> None:
+        self._pages, self._store, self._node, self._newest = pages, store, node, newest
+        self._place: tuple[int, Endpoint] | None = None
+        """Where the job's agent answers, and the ticket of its seat."""
+
+    def answer(self, _: Request) -> Page:
+        return HTTPStatus.OK, CONTENT_TYPE, self._pages.metrics() + self._of_job().encode()
+
+    def _of_job(self) -> str:
+        running = self._newest().running
+        if running is None:
+            return ""
+        try:
+            place = self._find(running)
+            if place is None:
+                return ""
+            page = get(place, "/metrics", time.monotonic, JOB_METRICS_S, MOST_JOB_METRICS)
+        except (OSError, NoAnswer, StoreError, RecordInvalid) as error:
+            self._place = None
+            log.debug("no metrics of job %s: %s", running.job, error)
+            return ""
+        return labelled(page, running.name)
+
+    def _find(self, running: RunningJob) -> Endpoint | None:
+        known = self._place
+        if known is None or known[0] != running.ticket:
+            key = run_prefix(running.job) + node_key(self._node)
+            entries = self._store.read((key,)).entries
+            http = NodeRecord.from_json(node_key(self._node), entries[0].value).http if entries else None
+            if http is None:
+                return None
+            self._place = known = running.ticket, http
+        return known[1]
+
+
+def labelled(page: str, job: str) -> str:
+    """Each sample of the page with a label `job` more.
+
+    >>> labelled("# TYPE a gauge\\na 1\\nb{node=\\"n\\"} 2\\n", "mnist")
+    '# TYPE a gauge\\na{job="mnist"} 1\\nb{job="mnist",node="n"} 2\\n'
+    """
+    value = job.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    lines = []
+    for line in page.splitlines():
+        sample = _SAMPLE.match(line)
+        if sample is not None:
+            name, labels, rest = sample.groups()
+            line = f'{name}{{job="{value}"{"," if labels else ""}{labels or ""}}}{rest}'
+        lines.append(f"{line}\n")
+    return "".join(lines)
+
+
+class LogPage:
+    """Pieces of the logs of jobs, for who has read this node's record in the store."""
+
+    def __init__(self, root: Path, node: str, token: str) -> None:
+        self._root, self._node, self._token = root, node, token
+
+    def answer(self, request: Request) -> Page:
+        if not hmac.compare_digest(request.token.encode(), self._token.encode()):
+            return HTTPStatus.UNAUTHORIZED, _TEXT, b"the token in this node's record of the pool is missing\n"
+        try:
+            piece = read_piece(self._root, self._node, Wanted.read(request.query))
+        except ValueError as error:
+            return HTTPStatus.BAD_REQUEST, _TEXT, f"{error}\n".encode()
+        except FileNotFoundError as error:
+            return HTTPStatus.NOT_FOUND, _TEXT, f"{error}\n".encode()
+        return HTTPStatus.OK, "application/octet-stream", piece
+
+
+def slow_pages(metrics: MetricsPage, logs: LogPage) -> dict[str, Callable[[Request], Page]]:
+    """Those that wait for another process or a disk."""
+    return {"/metrics": metrics.answer, LOGS_PATH: logs.answer}

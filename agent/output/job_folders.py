@@ -1,0 +1,108 @@
+"""Below the log directory of a pool's daemon: a folder for each job that has run here, and which of them are kept.
+
+    DIR/<job>/<node>.log                    what the job's agents print on this node
+    DIR/<job>/<job>-<run>/gen<generation>/  what its workers print (`log_folders`)
+
+The folders of jobs that the pool's store still knows are kept, and the newest few of others: a store may have lost all.
+What is deleted bears our mark with the same pool's name, and no daemon or agent holds it locked. What people have put
+into such a folder stays, and the folder with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+from .log_folders import delete_run
+
+KEPT_BEYOND = 10
+"""Folders of jobs that the store does not know any more."""
+
+MARK = ".elastic-agent-job"
+_MARK_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_MOST_NAME = 4096
+_JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+
+
+def job_folder(root: Path, job: str) -> Path | None:
+    """The folder of this job, whoever names it; None when there is none."""
+    if _JOB.fullmatch(job) is None:
+        return None
+    folder = root / job
+    return folder if _marked(folder) is not None else None
+
+
+class JobFolder:
+    """This daemon's part in the folder of the job that runs here."""
+
+    def __init__(self, root: Path, pool: str, job: str) -> None:
+        """`pool` is its name among all pools, in words."""
+        self.path = root / job
+        self._pool = pool
+        self._mark = -1
+
+    def hold(self) -> None:
+        """It is there, and no daemon deletes it, from now on. Raises OSError."""
+        if _JOB.fullmatch(self.path.name) is None:
+            raise OSError(f"{self.path.name!r} is no name for a folder: submit the job anew")
+        self.path.mkdir(parents=True, exist_ok=True)
+        mark = os.open(self.path / MARK, _MARK_FLAGS | os.O_CREAT, 0o640)
+        try:
+            fcntl.flock(mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            os.ftruncate(mark, 0)
+            os.pwrite(mark, os.fsencode(self._pool), 0)
+        except OSError:
+            os.close(mark)
+            raise
+        self._mark = mark
+
+    def release(self) -> None:
+        if self._mark >= 0:
+            os.close(self._mark)
+            self._mark = -1
+
+
+def prune(root: Path, pool: str, known: Collection[str]) -> None:
+    """Deletes the folders of the pool's jobs that are not `known`, but for the newest. May take as long as the disk
+    does. Raises OSError."""
+    found = []
+    for folder in root.iterdir():
+        if folder.name not in known and (mark := _marked(folder)) is not None and mark[1] == pool:
+            found.append((mark[0], folder))
+    for _, folder in sorted(found, reverse=True)[KEPT_BEYOND:]:
+        _delete(folder)
+
+
+def _marked(folder: Path) -> tuple[float, str] | None:
+    """When a job began to run there, and for which pool; None if it is none of our folders."""
+    with contextlib.suppress(OSError):
+        if folder.is_symlink():
+            return None
+        mark = os.open(folder / MARK, _MARK_FLAGS)
+        try:
+            return os.fstat(mark).st_mtime, os.fsdecode(os.read(mark, _MOST_NAME))
+        finally:
+            os.close(mark)
+    return None
+
+
+def _delete(folder: Path) -> None:
+    """If no daemon holds it. The mark goes last, so that what could not be deleted is tried again."""
+    with contextlib.suppress(OSError):
+        mark = os.open(folder / MARK, _MARK_FLAGS)
+        try:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for each in folder.iterdir():
+                if each.name.endswith(".log") and not each.is_dir():
+                    each.unlink()
+                elif each.name.startswith(f"{folder.name}-"):
+                    delete_run(each)
+            if os.listdir(folder) == [MARK]:
+                (folder / MARK).unlink()
+                folder.rmdir()
+        finally:
+            os.close(mark)

@@ -1,0 +1,30 @@
+"""The numbers that a node's daemon publishes of its pool. docs/metrics.md lists them, like those of an agent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .families import Counter, Gauge, Level, Page, Row
+
+SEAT_OUTCOMES = ("succeeded", "failed", "left", "not_here")
+
+
+class PoolMetrics(Page):
+    """Each series carries `pool` and `node`."""
+
+    pool_member = Row(Level, "1 while this node has its place in the pool and follows all others, else 0.")
+    pool_coordinator = Row(Level, "1 while this node decides which node runs which job, else 0.")
+    pool_node_busy = Row(Level, "1 while an agent of a job runs on this node, else 0.")
+    pool_nodes = Row(Gauge, "Nodes of the pool; absent while this node does not follow it.")
+    pool_idle_nodes = Row(Gauge, "Nodes of the pool that have no job and may be given one.")
+    pool_queued_jobs = Row(Gauge, "Jobs of the pool that wait for nodes.")
+    pool_running_jobs = Row(Gauge, "Jobs of the pool that have nodes.")
+    pool_job_agents_ended_total = Row(
+        Counter,
+        "Agents of jobs that have ended on this node, by what that means: succeeded and failed decide their job, left "
+        "was asked to, not_here can be tried on other nodes.",
+        outcome=SEAT_OUTCOMES,
+    )
+
+    def __init__(self, pool: str, node: str, clock: Callable[[], float]) -> None:
+        super().__init__({"pool": pool, "node": node}, {}, clock)
