@@ -6,26 +6,38 @@ import contextlib
 import logging
 import queue
 import random
+import secrets
+import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ...health.http import HealthServer
+from ...health.pool_metrics import PoolMetrics
 from ...pool.member import Assignment, PoolMember
-from ...pool.records import PoolNode
+from ...pool.records import PoolNode, SeatEnd
+from ...rendezvous.records import Endpoint
 from ...rendezvous.store.interface import Store
-from ..common.exits import CannotStart
+from ...threads import Thread
+from ..common.exits import CannotStart, ExitCode
+from ..common.own_folder import make_own
+from ..common.ports import PortError, bind_listener
 from ..configuration.config import Config
 from ..configuration.options import OPTIONS
 from ..configuration.reading.settings import Settings
 from ..configuration.rendezvous import ENDPOINT
+from ..machine.network.addresses import reachable_at
 from ..machine.network.discovery import wait_for_network
+from ..main.listeners import http_listener
+from ..output.job_folders import JobFolders
 from ..output.log_folders import own_logs
 from ..rendezvous_io.store_link import StoreLink
 from ..rendezvous_io.store_opening import open_store, store_listener, store_options
 from .job_words import OF_THE_POOL, agent_words
 from .loop import DaemonLoop, Ending
+from .pages import POOL_PATH, DaemonPages, LogPage, slow_pages
 
 log = logging.getLogger(__name__)
 
@@ -39,43 +51,99 @@ def run_daemon(
     on_turn: Callable[[str], None],
 ) -> Ending:
     """One daemon's whole life. `events` gets this process' signals."""
-    clock = time.monotonic
-    try:
-        network = wait_for_network(config, environment)
-        listener = store_listener(config, network.endpoint, network.choice.address, _bind)
-        options = tuple(store_options(config, network.endpoint, listener).items())
-        store = open_store(config, network.endpoint, listener, events)
-    except CannotStart as refusal:
-        return Ending(refusal.code, str(refusal))
-    logs = config.logs.given_directory or own_logs()
-    own = tuple(
-        f"--{option.name}={settings[option].text}"
-        for option in OPTIONS
-        if settings[option].origin.startswith("--") and option.name not in OF_THE_POOL
-    )
-    rng, lease_ttl_s = random.SystemRandom(), config.rendezvous.lease_ttl_s
-    record = PoolNode(name, uuid.uuid4().hex[:12], network.choice.address, most_nodes=config.nodes.max)
-    member = PoolMember(record, lease_ttl_s=lease_ttl_s, rng=rng, now=clock(), wall=time.time)
-    link = StoreLink(store, lease_ttl_s, events.put, clock, rng)
+    clock, pool = time.monotonic, config.rendezvous.job_id
+    token = secrets.token_hex(16)
+    with contextlib.ExitStack() as parts:
+        try:
+            network = wait_for_network(config, environment)
+            address = network.choice.address
+            listener = store_listener(config, network.endpoint, address, _store_of_endpoint)
+            http = _listen(config, address)
+            served_at = http.getsockname()[:2]
+            logs = _log_root(config)
+            metrics = PoolMetrics(pool, name, clock)
+            pages = DaemonPages(metrics, pool, name, clock)
+            _serve(http, pages, LogPage(logs, name, token), parts)
+            options = tuple(store_options(config, network.endpoint, listener).items())
+            looking = "looking for the pool's store"
+            store = open_store(config, network.endpoint, listener, events, lambda: on_turn(looking))
+            parts.callback(store.close)
+        except CannotStart as refusal:
+            return Ending(refusal.code, str(refusal))
+        own = tuple(
+            f"--{option.name}={settings[option].text}"
+            for option in OPTIONS
+            if settings[option].origin.startswith("--") and option.name not in OF_THE_POOL
+        )
+        rng, lease_ttl_s = random.SystemRandom(), config.rendezvous.lease_ttl_s
+        record = PoolNode(
+            name,
+            uuid.uuid4().hex[:12],
+            address,
+            most_nodes=config.nodes.max,
+            http=reachable_at(served_at, address),
+            token=token,
+            logs=str(logs),
+        )
+        member = PoolMember(record, lease_ttl_s=lease_ttl_s, rng=rng, now=clock(), wall=time.time)
+        link = StoreLink(store, lease_ttl_s, events.put, clock, rng)
+        place = dict(options)[ENDPOINT.name]
+        folders = JobFolders(logs, f"{pool} at {place}", name)
 
-    def words(assignment: Assignment) -> list[str]:
-        return agent_words(assignment, name, options, own, str(logs / assignment.job.job))
+        def words(assignment: Assignment) -> list[str]:
+            return agent_words(assignment, name, options, own, str(logs / assignment.job.job))
 
-    def output(job: str) -> Path:
-        return logs / job / f"{name}.log"
+        def ended(end: SeatEnd) -> None:
+            metrics.pool_job_agents_ended_total.inc(outcome=end.outcome.value)
 
-    place = dict(options)[ENDPOINT.name]
-    log.info("node %s offers itself to pool %s at %s", name, config.rendezvous.job_id, place)
-    with contextlib.closing(store):
+        log.info("node %s offers itself to pool %s at %s", name, pool, place)
+        loop = DaemonLoop(member, link, words, folders, environment, events, clock, on_turn, ended)
+        pages.begin(lambda: loop.snapshot, store)
         link.start()
-        ending = DaemonLoop(member, link, words, output, environment, events, clock, on_turn).run()
+        ending = loop.run()
         link.close()
         _depart(store, member)
-    return ending
+        return ending
 
 
-def _bind(address: str, port: int | None, purpose: str) -> Any:
+def _store_of_endpoint(address: str, port: int | None, purpose: str) -> socket.socket:
     raise AssertionError("a pool's store has an endpoint")
+
+
+def _listen(config: Config, address: str) -> socket.socket:
+    """Raises CannotStart."""
+
+    def bind(address: str, port: int | None, purpose: str) -> socket.socket:
+        return bind_listener(address, port if port is not None else config.port_range or 0, purpose)
+
+    try:
+        return http_listener(config, address, bind)
+    except PortError as error:
+        raise CannotStart(ExitCode.NOT_HERE, str(error)) from error
+
+
+def _serve(http: socket.socket, pages: DaemonPages, logs: LogPage, parts: contextlib.ExitStack) -> None:
+    """Before the store is found: that takes as long as it takes, and is no reason to end this daemon."""
+    json, slow = {POOL_PATH: pages.pool}, slow_pages(pages, logs)
+    server = HealthServer(http, pages.metrics, pages.liveness, pages.readiness, json, Thread, slow=slow)
+    server.start()
+    parts.callback(server.close)
+    log.info("metrics, /healthz, /readyz and /pool at http://%s", Endpoint(*server.address))
+
+
+def _log_root(config: Config) -> Path:
+    """The folder for the folders of jobs: absolute, as jobs run elsewhere. Raises CannotStart."""
+    given = config.logs.given_directory
+    try:
+        if given is not None:
+            return given.absolute()
+        own = own_logs()
+        make_own(own, readable=True)
+        return own
+    except OSError as error:
+        raise CannotStart(
+            ExitCode.NOT_HERE, f"no place for what jobs print: {error}; name one with --log-dir"
+        ) from error
 
 
 def _depart(store: Store, member: PoolMember) -> None:

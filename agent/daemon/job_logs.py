@@ -70,9 +70,7 @@ class Wanted:
         if stream not in STREAMS:
             raise ValueError(f"stream: expected one of {', '.join(STREAMS)}")
         rank = _number(query, "rank") if "rank" in query else None
-        return cls(
-            query.get("job", ""), _number(query, "start"), rank, stream, _number(query, "generation")
-        )
+        return cls(query.get("job", ""), _number(query, "start"), rank, stream, _number(query, "generation"))
 
 
 def _number(query: Mapping[str, str], name: str) -> int:

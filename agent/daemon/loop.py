@@ -8,16 +8,17 @@ import queue
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ...pool.member import Assignment, PoolMember
 from ...pool.records import SeatEnd, SeatOutcome
 from ..common.events import Handlers, Signalled, StoreGone, ThreadFailed
 from ..common.exits import ENDINGS, ExitCode, code_of_leave
+from ..output.job_folders import JobFolders
 from ..rendezvous_io.store_link import StoreLink, deliver_from_store
 from .job_agent import JobAgent, JobAgentEnded
 from .job_words import seat_end
+from .pages import DaemonSnapshot, RunningJob
 
 log = logging.getLogger(__name__)
 
@@ -38,21 +39,28 @@ class DaemonLoop:
         member: PoolMember,
         link: StoreLink,
         words: Callable[[Assignment], list[str]],
-        logs: Callable[[str], Path],
+        logs: JobFolders,
         environment: Mapping[str, str],
         events: queue.SimpleQueue[Any],
         clock: Callable[[], float],
         on_turn: Callable[[str], None] = lambda status: None,
+        on_end: Callable[[SeatEnd], None] = lambda end: None,
     ) -> None:
-        """`words` makes the command line of a job's agent, `logs` names the file that its output goes to."""
+        """`words` makes the command line of a job's agent, `logs` has the files for its output, and `on_end` is called
+        as it has ended."""
         self._member, self._link = member, link
         self._words, self._logs, self._environment = words, logs, environment
-        self._events, self._clock, self._on_turn = events, clock, on_turn
+        self._events, self._clock, self._on_turn, self._on_end = events, clock, on_turn, on_end
         self._agent: JobAgent | None = None
         self._assignment: Assignment | None = None
         self._leaving: ExitCode | None = None
         self._fatal: Ending | None = None
         self._shown = ""
+        self._counted = -1
+        """The version of the view whose records were counted."""
+        self._tidied = False
+        self.snapshot = DaemonSnapshot(clock())
+        """Of the newest turn; for any thread."""
         self._handlers = self._table()
 
     def run(self) -> Ending:
@@ -87,15 +95,16 @@ class DaemonLoop:
     def _start(self, due: Assignment) -> None:
         job, ticket = due.job, due.seat.ticket
         self._member.started(ticket)
-        agent, output = JobAgent(ticket, self._events.put), self._logs(job.job)
+        agent = JobAgent(ticket, self._events.put)
         try:
+            output = self._logs.begin(job.job)
             if not os.path.isdir(job.directory):
                 raise NotADirectoryError(f"the job's directory {job.directory} is not there on this node")
             environment = {**self._environment, **job.environment}
             agent.start(self._words(due), environment, job.directory, output)
         except OSError as error:
             log.error("job %s (%s) cannot be started here: %s", job.job, job.name, error)
-            self._member.ended(SeatEnd(job.job, ticket, SeatOutcome.NOT_HERE, 0, str(error)))
+            self._over(SeatEnd(job.job, ticket, SeatOutcome.NOT_HERE, 0, str(error)))
             return
         log.info(
             "job %s (%s): started, attempt %d; its output is in %s",
@@ -123,7 +132,25 @@ class DaemonLoop:
         if status != self._shown:
             self._shown = status
             log.info("%s", status)
+        self._publish(status)
         self._on_turn(status)
+
+    def _publish(self, status: str) -> None:
+        member, due, counts = self._member, self._assignment, self.snapshot.counts
+        if member.view.version != self._counted:
+            self._counted, counts = member.view.version, member.view.counts()
+        if member.tracks and not self._tidied:
+            self._tidy()
+        running = RunningJob(due.job.job, due.job.name, due.seat.ticket) if due is not None else None
+        self.snapshot = DaemonSnapshot(
+            self._clock(), member.tracks, member.coordinates, status, running, counts
+        )
+
+    def _tidy(self) -> None:
+        """The folders of jobs that the pool has forgotten."""
+        view = self._member.view
+        self._tidied = True
+        self._logs.tidy(frozenset(job.job for job in view.jobs) | {one.job for one in view.results})
 
     # ---------------------------------------------------------------- events
 
@@ -146,7 +173,14 @@ class DaemonLoop:
         end = seat_end(assignment, event.code)
         log.info("job %s: ended here: %s", assignment.job.job, end.reason)
         self._agent = self._assignment = None
+        self._over(end)
+
+    def _over(self, end: SeatEnd) -> None:
+        self._logs.end()
+        self._on_end(end)
         self._member.ended(end)
+        if self._member.tracks:
+            self._tidy()
 
     def _signalled(self, event: Signalled, _: float) -> None:
         if event.number not in ENDINGS:

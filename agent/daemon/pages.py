@@ -1,4 +1,4 @@
-"""What a daemon answers over HTTP: probes, its pool's numbers with those of the job that runs here, and logs of jobs."""
+"""What a daemon answers over HTTP: probes, numbers of its pool and of the job that runs here, and logs of jobs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 
@@ -54,22 +54,25 @@ class DaemonSnapshot:
     coordinates: bool = False
     status: str = "starting"
     running: RunningJob | None = None
-    counts: PoolCounts = PoolCounts()
+    counts: PoolCounts = field(default_factory=PoolCounts)
 
 
 class DaemonPages:
-    """All methods are for any thread. `newest` gives the newest snapshot."""
+    """All methods but `begin` are for any thread."""
 
-    def __init__(
-        self,
-        metrics: PoolMetrics,
-        pool: str,
-        node: str,
-        newest: Callable[[], DaemonSnapshot],
-        clock: Callable[[], float],
-    ) -> None:
-        self._metrics, self._pool, self._node = metrics, pool, node
-        self._newest, self._clock = newest, clock
+    def __init__(self, metrics: PoolMetrics, pool: str, node: str, clock: Callable[[], float]) -> None:
+        self._metrics, self._pool, self._node, self._clock = metrics, pool, node, clock
+        self._parts: tuple[Callable[[], DaemonSnapshot], Store] | None = None
+        self._place: tuple[int, Endpoint] | None = None
+        """Where the job's agent answers, and the ticket of its seat."""
+
+    def begin(self, newest: Callable[[], DaemonSnapshot], store: Store) -> None:
+        self._parts = newest, store
+
+    def _newest(self) -> DaemonSnapshot:
+        if self._parts is None:
+            return DaemonSnapshot(self._clock(), status="looking for the pool's store")
+        return self._parts[0]()
 
     def liveness(self) -> Probe:
         silent_s = self._clock() - self._newest().turned_at
@@ -108,30 +111,20 @@ class DaemonPages:
             metrics.pool_running_jobs.set(now.counts.running_jobs if now.tracks else None)
             return metrics.render()
 
+    def all_metrics(self, _: Request) -> Page:
+        """The daemon's own, and behind them those of the job's agent on this node with a label `job`, its name.
 
-class MetricsPage:
-    """The daemon's metrics, and behind them those of the job's agent on this node with a label `job`, its name.
-
-    So one place per node is enough for Prometheus, whatever runs there. A job's agent that does not answer in time
-    costs its own part of the page alone.
-    """
-
-    def __init__(
-        self, pages: DaemonPages, store: Store, node: str, newest: Callable[[], DaemonSnapshot]
-    ) -> None:
-        self._pages, self._store, self._node, self._newest = pages, store, node, newest
-        self._place: tuple[int, Endpoint] | None = None
-        """Where the job's agent answers, and the ticket of its seat."""
-
-    def answer(self, _: Request) -> Page:
-        return HTTPStatus.OK, CONTENT_TYPE, self._pages.metrics() + self._of_job().encode()
+        So one place per node is enough for Prometheus, whatever runs there. A job's agent that does not answer in time
+        costs its own part of the page alone.
+        """
+        return HTTPStatus.OK, CONTENT_TYPE, self.metrics() + self._of_job().encode()
 
     def _of_job(self) -> str:
         running = self._newest().running
-        if running is None:
+        if running is None or self._parts is None:
             return ""
         try:
-            place = self._find(running)
+            place = self._find(running, self._parts[1])
             if place is None:
                 return ""
             page = get(place, "/metrics", time.monotonic, JOB_METRICS_S, MOST_JOB_METRICS)
@@ -141,11 +134,11 @@ class MetricsPage:
             return ""
         return labelled(page, running.name)
 
-    def _find(self, running: RunningJob) -> Endpoint | None:
+    def _find(self, running: RunningJob, store: Store) -> Endpoint | None:
         known = self._place
         if known is None or known[0] != running.ticket:
             key = run_prefix(running.job) + node_key(self._node)
-            entries = self._store.read((key,)).entries
+            entries = store.read((key,)).entries
             http = NodeRecord.from_json(node_key(self._node), entries[0].value).http if entries else None
             if http is None:
                 return None
@@ -188,6 +181,6 @@ class LogPage:
         return HTTPStatus.OK, "application/octet-stream", piece
 
 
-def slow_pages(metrics: MetricsPage, logs: LogPage) -> dict[str, Callable[[Request], Page]]:
+def slow_pages(pages: DaemonPages, logs: LogPage) -> dict[str, Callable[[Request], Page]]:
     """Those that wait for another process or a disk."""
-    return {"/metrics": metrics.answer, LOGS_PATH: logs.answer}
+    return {"/metrics": pages.all_metrics, LOGS_PATH: logs.answer}

@@ -15,8 +15,10 @@ import fcntl
 import os
 import re
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 
+from ...threads import Thread
 from .log_folders import delete_run
 
 KEPT_BEYOND = 10
@@ -36,21 +38,23 @@ def job_folder(root: Path, job: str) -> Path | None:
     return folder if _marked(folder) is not None else None
 
 
-class JobFolder:
-    """This daemon's part in the folder of the job that runs here."""
+class JobFolders:
+    """One daemon's part in these folders. For its main thread: only `begin` waits for the disk."""
 
-    def __init__(self, root: Path, pool: str, job: str) -> None:
+    def __init__(self, root: Path, pool: str, node: str) -> None:
         """`pool` is its name among all pools, in words."""
-        self.path = root / job
-        self._pool = pool
+        self._root, self._pool, self._node = root, pool, node
         self._mark = -1
+        self._tidying: Thread | None = None
 
-    def hold(self) -> None:
-        """It is there, and no daemon deletes it, from now on. Raises OSError."""
-        if _JOB.fullmatch(self.path.name) is None:
-            raise OSError(f"{self.path.name!r} is no name for a folder: submit the job anew")
-        self.path.mkdir(parents=True, exist_ok=True)
-        mark = os.open(self.path / MARK, _MARK_FLAGS | os.O_CREAT, 0o640)
+    def begin(self, job: str) -> Path:
+        """No daemon deletes this job's folder from now on. Returns the file for what its agents print here, in a folder
+        that is there. Raises OSError."""
+        if _JOB.fullmatch(job) is None:
+            raise OSError(f"{job!r} is no name for a folder: submit the job anew")
+        folder = self._root / job
+        folder.mkdir(parents=True, exist_ok=True)
+        mark = os.open(folder / MARK, _MARK_FLAGS | os.O_CREAT, 0o640)
         try:
             fcntl.flock(mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
             os.ftruncate(mark, 0)
@@ -58,12 +62,26 @@ class JobFolder:
         except OSError:
             os.close(mark)
             raise
+        self.end()
         self._mark = mark
+        return folder / f"{self._node}.log"
 
-    def release(self) -> None:
+    def end(self) -> None:
+        """The job is over here; its folder stays."""
         if self._mark >= 0:
             os.close(self._mark)
             self._mark = -1
+
+    def tidy(self, known: Collection[str]) -> None:
+        """Deletes what is not kept while the store knows these jobs, in a thread of its own."""
+        if self._tidying is None or not self._tidying.is_alive():
+            self._tidying = Thread(partial(_tidy, self._root, self._pool, known), "job-folders")
+            self._tidying.start()
+
+
+def _tidy(root: Path, pool: str, known: Collection[str]) -> None:
+    with contextlib.suppress(OSError):  # a disk that fails here fails the next job, too, where it is logged
+        prune(root, pool, known)
 
 
 def prune(root: Path, pool: str, known: Collection[str]) -> None:

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_agent.health.families import PREFIX, Histogram
 from elastic_agent.health.metrics import DURATION_BUCKETS_S, NODE_STATES, STATES, Build, Metrics, Place
+from elastic_agent.health.pool_metrics import PoolMetrics
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 VERSION_LABELS = {"version", "torch_version", "nccl_version", "python_version"}
@@ -58,7 +59,7 @@ def test_the_documented_table_is_the_code() -> None:
 
     assert documented == [
         (PREFIX + family.name, family.kind, labels_cell(family.labels), family.help_text)
-        for family in new_metrics().families
+        for family in (*new_metrics().families, *PoolMetrics("pool", "a", lambda: 0.0).families)
     ]
 
 
