@@ -8,11 +8,15 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from elastic_agent.health.checks.pairs.probes import client, server
+from elastic_agent.codec import from_plain, plain
+from elastic_agent.health.checks.pairs.probes import client, process, server
 from elastic_agent.health.checks.pairs.probes.client import measure, reach
+from elastic_agent.health.checks.pairs.probes.directory import look
+from elastic_agent.health.checks.pairs.probes.process import NoAnswer, Probe, ask
 from elastic_agent.health.checks.pairs.results import Door, Measurement, Obstacle, Reach
 
 HERE = "127.0.0.1"
@@ -188,3 +192,66 @@ def test_many_nodes_are_tried_at_once() -> None:
         assert time.monotonic() - began < 3.0
     assert [one.target for one in found] == [door.node for door in doors]
     assert reach("a", HERE, []) == ()
+
+
+def test_probes_run_in_processes_of_their_own() -> None:
+    with listening() as listener, contextlib.closing(Probe("server", descriptors=[listener.fileno()])) as own:
+        door = door_of(listener)
+        own.order({"listener": listener.fileno(), "door": plain(door)})
+        assert own.answer(10.0) == {"serves": True}
+        order = {"me": "a", "address": HERE, "doors": [plain(door)], "round": None}
+        (reached,) = ask("client", order, 10.0)["reached"]
+        assert from_plain(Reach, reached) == Reach("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("order", "problem"),
+    [
+        ({"look": "/", "files": 5}, "has ended without an answer"),
+        ({"hold": "/proc/1"}, "no answer of the probe directory within 0.5 s"),
+    ],
+)
+def test_a_probe_that_crashes_or_hangs_is_no_answer(
+    order: dict[str, object], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "hold" in order:
+        monkeypatch.setattr(process, "_PROGRAM", "import time; time.sleep(60)")
+    with pytest.raises(NoAnswer, match=problem):
+        ask("directory", order, 0.5 if "hold" in order else 10.0)
+
+
+def test_the_file_of_another_node_is_seen_and_gone_with_its_process(tmp_path: Path) -> None:
+    here, there = Probe("directory"), Probe("directory")
+    here.order({"hold": str(tmp_path / "checkpoints")})
+    there.order({"hold": str(tmp_path / "checkpoints")})
+    files = [str(probe.answer(10.0)["file"]) for probe in (here, there)]
+    assert look(tmp_path / "checkpoints", files, sleep=lambda pause_s: None) == files
+    here.end(10.0)
+    there.close()
+    (tmp_path / "checkpoints" / files[1]).unlink(missing_ok=True)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_file_that_is_not_seen_at_once_is_looked_for_again(tmp_path: Path) -> None:
+    name, now = ".elastic-agent-check-1", 0.0
+
+    def sleep(pause_s: float) -> None:
+        nonlocal now
+        now += pause_s
+        if now > 1.0:
+            (tmp_path / name).write_text(name)
+
+    assert look(tmp_path, [name], lambda: now, sleep) == [name]
+    began = now
+    assert look(tmp_path, [name, ".elastic-agent-check-2"], lambda: now, sleep) == [name]
+    assert 3.0 <= now - began < 4.0
+
+
+def test_only_files_of_a_check_are_opened(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    names = ["secret", "../secret", ".elastic-agent-check-/../secret"]
+    assert look(tmp_path, names, sleep=lambda pause_s: None, clock=iter(range(100)).__next__) == []
+
+
+def test_a_directory_that_cannot_be_written_is_said_so() -> None:
+    assert "problem" in ask("directory", {"hold": "/proc/none/such"}, 10.0)

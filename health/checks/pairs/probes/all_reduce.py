@@ -1,23 +1,23 @@
 """A small all-reduce of two nodes, as the workers of a job do it: one process on each, started for one pair.
 
-It imports torch, then reads its order, a line of JSON, from standard input, and writes a line of JSON when it is done.
-The one that starts it gives it a time limit: a collective that hangs is killed.
+It imports torch, then reads its order: the one that measures first lets torch be imported meanwhile. A collective that
+hangs is killed by the one that has started it.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from datetime import timedelta
 from typing import Any
 
+from .process import read_order, say
+
 ELEMENTS = 1 << 20
 """Floats: 4 MiB."""
 TRIES = 5
-ANSWER_S = 10.0
-"""For each step of the two, of which the other one may come late: its torch may take longer to import."""
+ANSWER_S = 20.0
+"""For each step of the two. The node that measures comes later, by all that it measures."""
 
 
 def main() -> None:
@@ -26,15 +26,13 @@ def main() -> None:
     except ImportError as error:
         answer: dict[str, Any] = {"missing": f"torch cannot be imported: {error}"}
     else:
-        order = json.loads(sys.stdin.readline() or "null")
-        if order is None:
-            return
         try:
+            order = read_order()
             answer = {"seconds": all_reduce(**order)}
         except Exception as error:  # whatever torch raises is the answer
             first = str(error).strip().split("\n", 1)[0]
             answer = {"problem": f"{type(error).__name__}: {first}"[:400]}
-    print(json.dumps(answer), flush=True)
+    say(answer)
     # Torch may hang in its own end, when the other node is gone.
     os._exit(0)
 
@@ -65,7 +63,3 @@ def all_reduce(
         took.append(time.monotonic() - began)
     dist.barrier()
     return min(took)
-
-
-if __name__ == "__main__":
-    main()

@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from .....codec import from_plain, plain
 from ..results import Door, Measurement, Obstacle, Reach
+from .process import read_order, say
 
 CONNECT_S = 3.0
 """The kernel sends SYN at once and after 1 s, and a third one just after this time."""
@@ -226,3 +228,14 @@ def _one_answer(asked: socket.socket, count: int) -> bytes:
     if len(answer) < count:
         raise Blocked(Obstacle.RESET, "the connection was closed in the middle")
     return answer
+
+
+def main() -> None:
+    """Reaches all `doors`, or measures the only one in a `round`."""
+    order = read_order()
+    me, address = order["me"], order["address"]
+    doors = [from_plain(Door, door) for door in order["doors"]]
+    if order["round"] is None:
+        say({"reached": plain(reach(me, address, doors))})
+    else:
+        say({"measured": plain(measure(me, address, doors[0], order["round"]))})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import os
 import socket
 import struct
 import threading
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from .....codec import from_plain
 from ..results import Door
 from .client import (
     ANSWER_S,
@@ -30,6 +32,7 @@ from .client import (
     receive_exactly,
     receive_stream,
 )
+from .process import read_order, say, wait_for_end
 
 AT_ONCE = 128
 LONGEST_S = 8.0
@@ -109,3 +112,14 @@ def _send(client: socket.socket, clock: Callable[[], float]) -> None:
         client.settimeout(left_s)
         client.send(chunk)
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def main() -> None:
+    """Serves at the listener with this descriptor until standard input ends."""
+    order = read_order()
+    listener = socket.socket(fileno=order["listener"])
+    door = from_plain(Door, order["door"])
+    threading.Thread(target=serve, args=(listener, door), name="serve", daemon=True).start()
+    say({"serves": True})
+    wait_for_end()
+    os._exit(0)  # whatever its threads still send

@@ -1,0 +1,137 @@
+"""Starts the processes that probe, and bounds them: what hangs, in the network, a disk or torch, is killed.
+
+Each gets its order as a line of JSON on standard input, and answers with a line. Those that stay (a server, a file that
+is held) end when standard input does, so that they end with the one that started them, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..... import __file__ as _package
+from .....codec import Invalid, load_object
+
+MOST_BYTES = 1 << 22
+KILLED_S = 1.0
+"""What SIGKILL does not end within that time hangs in the kernel, and is left."""
+
+_PROGRAM = """
+import sys
+sys.path[0:1] = []
+sys.path.append({parent!r})
+from {module} import main
+main()
+"""
+"""Python looks first in the current directory, whose modules are not to be imported here."""
+
+_PARENT = Path(_package).parents[1]
+_PROBES = __name__.rpartition(".")[0]
+
+
+class NoAnswer(Exception):
+    """The process has given none; the text says what became of it."""
+
+
+class Probe:
+    """One process. Close it in the end: it is killed if it still runs."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        python: str = sys.executable,
+        environ: Mapping[str, str] | None = None,
+        descriptors: Sequence[int] = (),
+    ) -> None:
+        """`name` is a module beside this one. `descriptors` are open there, too. Raises OSError."""
+        self._name = name
+        self._process = subprocess.Popen(
+            [python, "-c", _PROGRAM.format(parent=str(_PARENT), module=f"{_PROBES}.{name}")],
+            env=dict(os.environ if environ is None else environ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            pass_fds=tuple(descriptors),
+            start_new_session=True,
+        )
+
+    def order(self, order: Mapping[str, Any]) -> None:
+        """Once."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # that there is no answer says it
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def answer(self, limit_s: float) -> dict[str, Any]:
+        """Its next one. Raises NoAnswer."""
+        assert self._process.stdout is not None
+        descriptor, until, data = self._process.stdout.fileno(), time.monotonic() + limit_s, b""
+        while not data.endswith(b"\n"):
+            left_s = until - time.monotonic()
+            if left_s <= 0 or not select.select([descriptor], [], [], left_s)[0]:
+                raise NoAnswer(f"no answer of the probe {self._name} within {limit_s:g} s")
+            more = os.read(descriptor, 1 << 16)
+            data += more
+            if not more or len(data) > MOST_BYTES:
+                raise NoAnswer(f"the probe {self._name} has ended without an answer")
+        try:
+            return load_object(data, "answer")
+        except Invalid as error:
+            raise NoAnswer(f"the probe {self._name}: {error}") from error
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    pipe.close()
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILLED_S)
+
+    def end(self, limit_s: float) -> None:
+        """Let it end by itself, with what it has to clear away, and kill it after that time."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(limit_s)
+        self.close()
+
+
+def ask(
+    name: str,
+    order: Mapping[str, Any],
+    limit_s: float,
+    **options: Any,
+) -> dict[str, Any]:
+    """The only answer of a process that has one. Raises NoAnswer."""
+    try:
+        probe = Probe(name, **options)
+    except OSError as error:
+        raise NoAnswer(f"the probe {name} could not be started: {error.strerror}") from error
+    with contextlib.closing(probe):
+        probe.order(order)
+        return probe.answer(limit_s)
+
+
+def read_order() -> dict[str, Any]:
+    """In the process."""
+    return load_object(sys.stdin.readline(), "order")
+
+
+def say(answer: Mapping[str, Any]) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+def wait_for_end() -> None:
+    """Until the one that started this process closes its end, or is gone."""
+    sys.stdin.read()
