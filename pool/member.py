@@ -32,6 +32,7 @@ from .records import (
     SeatEnd,
     SeatOutcome,
     run_prefix,
+    short,
 )
 from .schedule import Pool, Step, next_step, wake_at
 from .view import SCOPES, PoolView
@@ -316,11 +317,11 @@ class PoolMember:
     def ended(self, end: SeatEnd) -> None:
         """No process of the seat is left here."""
         assert self.record.running == end.ticket, "a seat that was not taken cannot end"
-        self.record = replace(self.record, running=0, ended=end)
+        self.record = replace(self.record, running=0, ended=replace(end, reason=short(end.reason)))
 
     def report_problem(self, problem: str) -> None:
         """Why this node must not be given a job now; empty when it may."""
-        self.record = replace(self.record, problem=problem)
+        self.record = replace(self.record, problem=short(problem))
 
     def leave(self) -> None:
         """It takes no seat any more."""

@@ -93,8 +93,8 @@ class PoolView:
         """The key that has been there for longest."""
         keys = [
             (entry.create_revision, key)
-            for key, (entry, _) in self._records.items()
-            if key.startswith(prefix)
+            for key, (entry, record) in self._records.items()
+            if key.startswith(prefix) and record.key == key
         ]
         return min(keys)[1] if keys else None
 

@@ -102,6 +102,13 @@ WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 are the agent's own timer, and those that only --signals-to-handle names."""
 
 
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "a signal without a name"
+
+
 def code_of_leave(number: int, *, requeues: bool) -> ExitCode:
     """Of an agent that leaves by this signal. `requeues`: the scheduler may start the job again."""
     if requeues and number not in ENDINGS:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterable, Sequence
 
 from ...pool.member import Assignment
 from ...pool.records import SeatEnd, SeatOutcome
-from ..common.exits import ExitCode
+from ..common.exits import ExitCode, signal_name
 from ..configuration.config import HTTP_ADDRESS, MAX_NODES, MIN_NODES, NODE_ID
 from ..configuration.logs import LOG_DIR
 from ..configuration.rendezvous import ETCD_OPTIONS, JOB_ID, MEETING, POOL
@@ -64,7 +63,7 @@ def seat_end(assignment: Assignment, code: int) -> SeatEnd:
     """`code`: of the job's agent, as `subprocess` counts it."""
     ticket, job = assignment.seat.ticket, assignment.job.job
     if code < 0:
-        reason = f"the job's agent was killed by {signal.Signals(-code).name}"
+        reason = f"the job's agent was killed by {signal_name(-code)}"
         return SeatEnd(job, ticket, SeatOutcome.NOT_HERE, code, reason)
     known = next((one for one in ExitCode if one == code), None)
     if known is None:

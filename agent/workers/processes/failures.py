@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal
 
 from ....codec import Codec, Count, Invalid, Text, Within
 from ....rendezvous.text import clean
+from ...common.exits import signal_name
 from ...common.port_owner import PortOwner
 
 Reason = Literal["ok", "exception", "signal", "oom", "nccl", "port", "hang", "unknown"]
@@ -287,9 +288,9 @@ def describe_exit(returncode: int, oom_killed: bool = False) -> ExitDescription:
         if number == signal.SIGKILL and oom_killed:
             return ExitDescription(f"killed by SIGKILL (signal 9; {_OOM_HINT})", "oom")
         hint = f"; {_SIGNAL_HINTS[number]}" if number in _SIGNAL_HINTS else ""
-        return ExitDescription(f"killed by {_signal_name(number)} (signal {number}{hint})", "signal")
+        return ExitDescription(f"killed by {signal_name(number)} (signal {number}{hint})", "signal")
     if 128 < returncode <= 128 + signal.SIGRTMAX:
-        by = f"a shell's way to say: killed by {_signal_name(returncode - 128)}"
+        by = f"a shell's way to say: killed by {signal_name(returncode - 128)}"
         return ExitDescription(f"exit code {returncode} ({by})", "signal")
     hint = f" ({_CODE_HINTS[returncode]})" if returncode in _CODE_HINTS else ""
     return ExitDescription(f"exit code {returncode}{hint}", "unknown")
@@ -387,13 +388,6 @@ def _who(failure: WorkerFailure) -> str:
 
 def _indented(text: str) -> list[str]:
     return [f"    {line}" for line in text.split("\n")]
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "a signal without a name"
 
 
 def _read_regular_file(path: Path) -> bytes:

@@ -1,0 +1,93 @@
+"""What a node runs for its part of a job, and what the end of that means for the job."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+
+import pytest
+
+from elastic_agent.agent.common.exits import ExitCode
+from elastic_agent.agent.configuration.config import Config
+from elastic_agent.agent.configuration.reading.resolve import resolve
+from elastic_agent.agent.configuration.reading.sources import read_argv
+from elastic_agent.agent.daemon.job_words import agent_words, seat_end
+from elastic_agent.pool.member import Assignment
+from elastic_agent.pool.records import Job, PoolNode, Run, Seat, SeatOutcome
+
+JOB = Job(
+    "ab12", "train", ("--max-restarts=5",), ("-m", "train", "--lr", "0.1"), {}, "/", 2, 4, None, 0.0, "me"
+)
+SEAT = Seat("a", "a-1", 7)
+DUE = Assignment(JOB, Run("ab12", 1, 0.0, (SEAT,)), SEAT)
+STORE = (("rdzv-endpoint", "local:///x"), ("rdzv-id", "pool"))
+
+
+def words(due: Assignment = DUE, own: tuple[str, ...] = ()) -> list[str]:
+    return agent_words(due, "a", STORE, own, "/logs/ab12")
+
+
+def config_of(said: list[str]) -> Config:
+    return resolve(read_argv(said), {}, lambda: "").config
+
+
+def test_the_agent_of_a_job_meets_under_the_jobs_id_below_the_pool() -> None:
+    config = config_of(words())
+    assert (config.rendezvous.job_id, config.node_id) == ("ab12", "a")
+    assert (config.nodes.min, config.nodes.max) == (2, 4)
+    assert "--pool=pool" in words()
+    assert words()[-4:] == ["-m", "train", "--lr", "0.1"]
+
+
+def test_what_the_job_says_is_stronger_than_what_the_nodes_operator_says() -> None:
+    config = config_of(words(own=("--max-restarts=1", "--lease-ttl=9")))
+    assert config.max_restarts == 5
+    assert config.rendezvous.lease_ttl_s == 9.0
+
+
+def test_what_the_pool_decides_is_stronger_than_what_the_job_says() -> None:
+    odd = replace(JOB, options=("--min-nodes=1", "--rdzv-id=other", "--node-id=b"))
+    config = config_of(words(replace(DUE, job=odd)))
+    assert (config.nodes.min, config.rendezvous.job_id, config.node_id) == (2, "ab12", "a")
+
+
+@pytest.mark.parametrize(("attempt", "again"), [(1, False), (2, True), (3, True)])
+def test_a_later_attempt_may_run_a_job_again_that_has_ended(attempt: int, again: bool) -> None:
+    due = replace(DUE, run=replace(DUE.run, attempt=attempt))
+    assert ("--run-again=true" in words(due)) is again
+
+
+MEANINGS = {
+    SeatOutcome.SUCCEEDED: {ExitCode.SUCCESS},
+    SeatOutcome.FAILED: {
+        ExitCode.WORKERS_FAILED,
+        ExitCode.CRASH_LOOP,
+        ExitCode.UNLIKE_THE_JOB,
+        ExitCode.STORE_MISMATCH,
+        ExitCode.BAD_CONFIG,
+    },
+    SeatOutcome.LEFT: {ExitCode.STOPPED_BY_SIGTERM, ExitCode.STOPPED_BY_SIGINT, ExitCode.LEFT_IN_TIME},
+}
+
+
+@pytest.mark.parametrize("code", ExitCode)
+def test_every_exit_code_of_an_agent_means_something_for_its_job(code: ExitCode) -> None:
+    end = seat_end(DUE, code)
+    expected = (outcome for outcome, codes in MEANINGS.items() if code in codes)
+    assert end.outcome is next(expected, SeatOutcome.NOT_HERE)
+    assert (end.job, end.ticket, end.code) == ("ab12", 7, code)
+    assert code.meaning in end.reason
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGRTMIN + 1])
+def test_an_agent_that_a_signal_ends_may_do_better_on_another_node(number: int) -> None:
+    end = seat_end(DUE, -number)
+    assert (end.outcome, end.code) == (SeatOutcome.NOT_HERE, -number)
+    assert "killed by" in end.reason
+    PoolNode("a", "a-1", "", ended=end).to_json()
+
+
+@pytest.mark.parametrize("code", [42, 127, 255])
+def test_an_exit_code_that_no_agent_has_is_not_the_jobs_end(code: int) -> None:
+    end = seat_end(DUE, code)
+    assert (end.outcome, end.reason) == (SeatOutcome.NOT_HERE, f"the job's agent ended with exit code {code}")

@@ -1,0 +1,432 @@
+"""One daemon's part in its pool, over a real kv and a clock moved by hand: joining, seats, leases, what is odd."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from elastic_agent.pool.member import DUPLICATE_TTLS, PoolMember, WriteNode, WriteStep
+from elastic_agent.pool.records import (
+    JOBS_PREFIX,
+    NODES_PREFIX,
+    PLAN_KEY,
+    Cancel,
+    Job,
+    JobResult,
+    Outcome,
+    Plan,
+    PoolNode,
+    Run,
+    Seat,
+    SeatEnd,
+    SeatOutcome,
+)
+from elastic_agent.rendezvous.errors import LeaseExpired, StoreError, StoreMismatch, StoreUnavailable
+from elastic_agent.rendezvous.store.interface import Put
+from elastic_agent.rendezvous.store.kv_state import KvState
+from elastic_agent.rendezvous.store.requests import Answer, Grant, Read, Request, Subscription
+
+TTL_S = 5.0
+WALL = 1.0e9
+
+
+class Daemon:
+    """A member, and what its loop would do; it takes its seats when a test says so."""
+
+    def __init__(self, bench: Bench, name: str, life: int) -> None:
+        self.bench = bench
+        self.member = PoolMember(
+            PoolNode(name, f"{name}-{life}", "10.0.0.1"),
+            lease_ttl_s=TTL_S,
+            rng=random.Random(1),
+            now=bench.now,
+            wall=lambda: WALL + bench.now,
+        )
+        self.connected = True
+        self.replies_to_lose = 0
+        self.asked: list[Request] = []
+        self._watched: Subscription | None = None
+        self._seen_to = 0
+
+    def turn(self) -> bool:
+        """False when there was nothing to do."""
+        member, now = self.member, self.bench.now
+        request = member.request(now)
+        if request is not None:
+            self.asked.append(request)
+            try:
+                answer = self.bench.serve(request, self.connected)
+                if self.replies_to_lose:
+                    self.replies_to_lose -= 1
+                    raise StoreUnavailable("the reply was lost")
+            except StoreError as error:
+                member.failed(request, error, now)
+            else:
+                member.answered(request, answer, now)
+        return (request is not None and self.connected) | self._watch()
+
+    def _watch(self) -> bool:
+        if self.member.subscription is not self._watched:
+            self._watched = self.member.subscription
+            self._seen_to = self._watched.after_revision if self._watched else 0
+        if self._watched is None or not self.connected:
+            return False
+        changes = self.bench.kv.changes(self._watched.scopes, self._seen_to)
+        self._seen_to = self.bench.kv.revision
+        if changes:
+            self.member.changed(changes, self.bench.now)
+        return bool(changes)
+
+    def start(self) -> int:
+        """Take the seat that is due."""
+        due = self.member.to_start
+        assert due is not None
+        self.member.started(due.seat.ticket)
+        return due.seat.ticket
+
+    def end(self, outcome: SeatOutcome = SeatOutcome.SUCCEEDED) -> None:
+        ticket = self.member.record.running
+        self.member.ended(SeatEnd("x", ticket, outcome, 0, "why"))
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.kv = KvState()
+        self.daemons: list[Daemon] = []
+
+    def daemon(self, name: str, life: int = 1) -> Daemon:
+        self.daemons.append(Daemon(self, name, life))
+        return self.daemons[-1]
+
+    def serve(self, request: Request, connected: bool) -> Answer:
+        if not connected:
+            raise StoreUnavailable("no answer")
+        if isinstance(request, Grant):
+            return self.kv.grant(request.ttl_s, self.now)
+        if isinstance(request, Read):
+            return self.kv.read(request.scopes, self.now)
+        return self.kv.transact(request.compares, request.writes, self.now)
+
+    def settle(self) -> None:
+        for _ in range(100):
+            turned = [daemon.turn() for daemon in self.daemons]
+            if not any(turned):
+                return
+        raise AssertionError("the daemons do not come to rest")
+
+    def wait(self, seconds: float) -> None:
+        """All leases of daemons that are connected are kept."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 0.5
+            for daemon in self.daemons:
+                if daemon.connected and daemon.member.lease is not None:
+                    try:
+                        self.kv.keep_alive(daemon.member.lease, self.now)
+                    except LeaseExpired:
+                        daemon.member.lease_gone(daemon.member.lease)
+            self.kv.expire(self.now)
+            self.settle()
+
+    def put(self, key: str, value: str) -> None:
+        self.kv.transact((), (Put(key, value),), self.now)
+        self.settle()
+
+    def submit(self, name: str, least: int = 1, most: int = 1) -> None:
+        job = Job(name, name, (), ("train.py",), {}, "/", least, most, None, WALL, "somebody")
+        self.put(job.key, job.to_json())
+
+    def value(self, key: str) -> str | None:
+        entries = self.kv.read((key,), self.now).entries
+        return entries[0].value if entries else None
+
+    @property
+    def plan(self) -> Plan:
+        return Plan.from_json(PLAN_KEY, self.value(PLAN_KEY) or Plan().to_json())
+
+    def result(self, job: str) -> JobResult | None:
+        text = self.value(f"results/{job}")
+        return JobResult.from_json("", text) if text is not None else None
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_daemons_join_and_the_oldest_coordinates(bench: Bench) -> None:
+    a, b = bench.daemon("a"), bench.daemon("b")
+    bench.settle()
+    assert [a.member.coordinates, b.member.coordinates] == [True, False]
+    assert [node.node for node in b.member.view.nodes] == ["a", "b"]
+    assert a.member.tracks
+    assert b.member.tracks
+    kinds = [type(request) for request in b.asked]
+    assert kinds == [Grant, Read, WriteNode], "an idle daemon asks nothing"
+
+
+def test_a_job_is_started_once_and_its_result_is_kept(bench: Bench) -> None:
+    a = bench.daemon("a")
+    bench.submit("x")
+    a.start()
+    bench.settle()
+    assert a.member.to_start is None, "a seat is not taken twice"
+    a.end()
+    assert a.member.to_start is None
+    bench.settle()
+    assert a.member.to_start is None
+    result = bench.result("x")
+    assert result is not None
+    assert result.outcome is Outcome.SUCCEEDED
+    assert bench.plan.runs == ()
+
+
+def test_a_seat_is_not_taken_twice_when_replies_are_lost(bench: Bench) -> None:
+    a = bench.daemon("a")
+    bench.submit("x")
+    first = a.start()
+    for _ in range(5):
+        a.replies_to_lose = 1
+        bench.wait(2.0)
+        assert a.member.to_start is None
+    a.replies_to_lose = 1
+    a.end(SeatOutcome.NOT_HERE)
+    bench.wait(2.0)
+    assert bench.plan.setback_of("x").refusals["a"].times == 1
+    bench.wait(30.0)
+    assert a.start() > first
+
+
+def test_a_seat_that_is_to_be_left_before_it_was_taken_is_left_at_once(bench: Bench) -> None:
+    a = bench.daemon("a")
+    bench.submit("x")
+    bench.put("cancels/x", Cancel("x", "me").to_json())
+    assert a.member.to_start is None
+    result = bench.result("x")
+    assert result is not None
+    assert result.outcome is Outcome.CANCELLED
+    assert a.member.record.ended is not None
+    assert a.member.record.ended.outcome is SeatOutcome.LEFT
+
+
+def test_a_cancelled_job_leaves_its_node(bench: Bench) -> None:
+    a = bench.daemon("a")
+    bench.submit("x")
+    a.start()
+    bench.settle()
+    assert not a.member.must_leave
+    bench.put("cancels/x", Cancel("x", "me").to_json())
+    assert a.member.must_leave
+    a.end(SeatOutcome.LEFT)
+    bench.settle()
+    assert bench.result("x") is not None
+    assert bench.value("cancels/x") is None
+
+
+def test_a_daemon_that_leaves_takes_no_seat(bench: Bench) -> None:
+    a = bench.daemon("a")
+    bench.settle()
+    a.member.leave()
+    bench.submit("x")
+    assert a.member.to_start is None
+    assert bench.plan.runs == ()
+
+
+def test_a_node_with_a_problem_gets_no_job_until_it_has_none(bench: Bench) -> None:
+    a = bench.daemon("a")
+    a.member.report_problem("its disk is full " * 100)
+    bench.submit("x")
+    assert a.member.to_start is None
+    assert a.member.mismatch is None
+    a.member.report_problem("")
+    bench.settle()
+    assert a.member.to_start is not None
+
+
+# ---------------------------------------------------------------- leases and the store's outages
+
+
+def test_a_daemon_that_loses_its_lease_keeps_its_seat_and_what_runs_there(bench: Bench) -> None:
+    a, b = bench.daemon("a"), bench.daemon("b")
+    bench.submit("x")
+    a.start()
+    bench.settle()
+    a.connected = False
+    bench.wait(TTL_S + 1.0)
+    assert bench.value("nodes/a") is None
+    assert b.member.coordinates
+    assert not a.member.must_leave, "what it does not know is no order"
+    a.connected = True
+    bench.wait(2.0)
+    assert a.member.tracks
+    assert not a.member.must_leave
+    assert a.member.to_start is None
+    assert bench.plan.runs[0].attempt == 1
+
+
+def test_a_daemon_that_was_away_for_too_long_has_lost_its_seat(bench: Bench) -> None:
+    a, b = bench.daemon("a"), bench.daemon("b")
+    bench.submit("x")
+    a.start()
+    bench.settle()
+    a.connected = False
+    bench.wait(3 * TTL_S)
+    b.start()
+    bench.settle()
+    assert bench.plan.runs[0].attempt == 2
+    a.connected = True
+    bench.wait(2.0)
+    assert a.member.must_leave
+    a.end(SeatOutcome.LEFT)
+    bench.wait(1.0)
+    assert a.member.to_start is None
+    assert bench.plan.setback_of("x").refusals == {}, "it has left as it was asked to"
+
+
+def test_the_coordinator_wakes_when_a_missing_node_is_to_be_counted_as_lost(bench: Bench) -> None:
+    a, b = bench.daemon("a"), bench.daemon("b")
+    bench.submit("x", least=2)
+    a.start()
+    b.start()
+    bench.settle()
+    b.connected = False
+    bench.wait(TTL_S + 0.5)
+    assert bench.value("nodes/b") is None
+    due = a.member.wake_at(bench.now)
+    assert due is not None
+    assert bench.now < due <= bench.now + TTL_S
+    bench.now = due
+    bench.kv.keep_alive(a.member.lease or 0, bench.now)
+    bench.settle()
+    assert [seat.node for seat in bench.plan.runs[0].seats] == ["a"]
+
+
+def test_a_plan_that_another_has_written_meanwhile_is_read_first(bench: Bench) -> None:
+    a = bench.daemon("a")
+    bench.settle()
+    job = Job("x", "x", (), ("train.py",), {}, "/", 1, 1, None, WALL, "somebody")
+    bench.kv.transact((), (Put(job.key, job.to_json()),), bench.now)
+    a._watch()
+    step = a.member.request(bench.now)
+    assert isinstance(step, WriteStep)
+    bench.kv.transact((), (Put(PLAN_KEY, Plan(7).to_json()),), bench.now)
+    a.member.answered(step, bench.serve(step, connected=True), bench.now)
+    assert a.member.subscription is None
+    bench.settle()
+    assert bench.plan.runs[0].seats[0].ticket == 8
+
+
+# ---------------------------------------------------------------- names and odd records
+
+
+def test_a_daemon_waits_for_an_earlier_life_of_its_node_to_be_forgotten(bench: Bench) -> None:
+    bench.daemon("a")
+    bench.settle()
+    bench.daemons[0].connected = False
+    again = bench.daemon("a", life=2)
+    bench.wait(1.0)
+    assert "earlier daemon named a" in again.member.waiting_for
+    assert not again.member.tracks
+    bench.wait(TTL_S + 1.0)
+    assert again.member.tracks
+    assert again.member.coordinates
+
+
+def test_a_daemon_whose_name_another_live_one_has_ends_and_says_so(bench: Bench) -> None:
+    first = bench.daemon("a")
+    bench.settle()
+    second = bench.daemon("a", life=2)
+    bench.wait((DUPLICATE_TTLS + 1) * TTL_S)
+    assert second.member.mismatch is not None
+    assert "already called 'a'" in second.member.mismatch
+    assert "--node-id" in second.member.mismatch
+    assert first.member.mismatch is None
+    assert first.member.tracks
+
+
+def test_a_lease_that_is_lost_while_the_own_record_stands_is_no_duplicate(bench: Bench) -> None:
+    a = bench.daemon("a")
+    bench.settle()
+    a.member.lease_gone(a.member.lease)
+    bench.wait(2 * DUPLICATE_TTLS * TTL_S)
+    assert a.member.mismatch is None
+    assert a.member.tracks
+
+
+@pytest.mark.parametrize("plan", ["{}", "not JSON", '{"v":2,"tickets":0,"runs":[],"setbacks":[]}'])
+@pytest.mark.parametrize("there_before", [True, False])
+def test_a_plan_that_cannot_be_read_ends_the_daemon(bench: Bench, plan: str, there_before: bool) -> None:
+    a = bench.daemon("a")
+    if not there_before:
+        bench.settle()
+    bench.put(PLAN_KEY, plan)
+    assert a.member.mismatch is not None
+    assert "'plan'" in a.member.mismatch
+    assert a.member.request(bench.now) is None
+
+
+@pytest.mark.parametrize("key", [f"{JOBS_PREFIX}odd", f"{NODES_PREFIX}odd", "results/odd", "cancels/odd"])
+def test_other_records_that_cannot_be_read_are_ignored(bench: Bench, key: str) -> None:
+    a = bench.daemon("a")
+    bench.put(key, "not JSON")
+    bench.submit("x")
+    assert a.member.mismatch is None
+    assert a.member.to_start is not None
+
+
+def test_a_record_under_the_key_of_another_is_ignored(bench: Bench) -> None:
+    a = bench.daemon("a")
+    bench.put("nodes/b", PoolNode("c", "c-1", "").to_json())
+    assert [node.node for node in a.member.view.nodes] == ["a"]
+    assert a.member.coordinates
+
+
+def test_who_has_no_readable_record_does_not_keep_others_from_coordinating(bench: Bench) -> None:
+    """Such as a daemon of a later version that has the oldest record."""
+    bench.put("nodes/other", '{"v": 2, "node": "other"}')
+    a = bench.daemon("a")
+    bench.submit("x")
+    assert a.member.coordinates
+    assert a.member.to_start is not None
+
+
+def test_a_store_of_another_kind_ends_the_daemon(bench: Bench) -> None:
+    a = bench.daemon("a")
+    request = a.member.request(bench.now)
+    assert request is not None
+    a.member.failed(request, StoreMismatch("another version"), bench.now)
+    assert a.member.mismatch == "another version"
+
+
+def test_a_seat_in_a_plan_for_an_unknown_job_is_not_taken(bench: Bench) -> None:
+    a = bench.daemon("a")
+    bench.settle()
+    seats = (Seat("a", "a-1", 1),)
+    bench.put(PLAN_KEY, Plan(1, (Run("gone", 1, WALL, seats),)).to_json())
+    assert a.member.to_start is None
+    assert bench.plan.runs == ()
+
+
+def test_the_lease_of_another_time_is_not_this_ones_end(bench: Bench) -> None:
+    a = bench.daemon("a")
+    bench.settle()
+    lease = a.member.lease
+    assert lease is not None
+    a.member.lease_gone(lease + 1)
+    assert a.member.lease == lease
+    a.member.lease_gone(None)
+    assert a.member.lease == lease
+
+
+def test_news_of_an_older_request_counts_for_nothing(bench: Bench) -> None:
+    a = bench.daemon("a")
+    first = a.member.request(bench.now)
+    assert first is not None
+    a.member.answered(replace(first), 77, bench.now)  # type: ignore[type-var]
+    assert a.member.lease is None
+    a.member.failed(replace(first), StoreUnavailable("late"), bench.now)  # type: ignore[type-var]
+    a.member.answered(first, 78, bench.now)
+    assert a.member.lease == 78
