@@ -239,6 +239,8 @@ class Run:
     started_at: Instant
     seats: Annotated[tuple[Seat, ...], AtMost(MOST_NODES)]
     ending: Ending | None = None
+    left: Annotated[tuple[Name, ...], AtMost(MOST_NODES)] = ()
+    """Nodes that had a seat and have none any more."""
 
     @property
     def staying(self) -> tuple[Seat, ...]:
@@ -311,7 +313,7 @@ class JobResult(Record):
     """Of the newest attempt; None when it never ran."""
     ended_at: Instant
     nodes: Annotated[tuple[Name, ...], AtMost(MOST_NODES)]
-    """Of the newest attempt, as far as they were left at its end."""
+    """That had a part in the newest attempt."""
     logs: dict[Name, Place] = field(default_factory=dict)
     """Where these have what the job's agents have printed: paths, for the first `MOST_LOG_PLACES` of them."""
 

@@ -22,6 +22,7 @@ from itertools import islice
 from ..rendezvous.text import shortened
 from .records import (
     MOST_LOG_PLACES,
+    MOST_NODES,
     Ending,
     Job,
     JobResult,
@@ -169,7 +170,7 @@ class _Table:
         self._find_idle()
 
     def _fold(self, run: Run) -> Run:
-        seats, ending = [], run.ending
+        seats, ending, left = [], run.ending, dict.fromkeys(run.left)
         for seat in run.seats:
             node = self._live.get(seat.incarnation)
             if node is None:
@@ -177,6 +178,7 @@ class _Table:
                     seats.append(seat)
             elif node.ended is not None and node.ended.ticket == seat.ticket:
                 self._refuse(run.job, node, seat, node.ended)
+                left[seat.node] = None
             else:
                 seats.append(replace(seat, leaving=seat.leaving or node.leaving))
         ending = ending or self._known_end(run.job) or self._late_end(run)
@@ -185,7 +187,7 @@ class _Table:
             or self._now >= ending.since + END_GRACE_S
         ):
             seats = [replace(seat, leaving=True) for seat in seats]
-        return replace(run, seats=tuple(seats), ending=ending)
+        return replace(run, seats=tuple(seats), ending=ending, left=tuple(left)[-MOST_NODES:])
 
     def _known_end(self, job: str) -> Ending | None:
         """What a node says that had a part in it, also if it was taken for lost since; or somebody has cancelled it."""
@@ -249,10 +251,10 @@ class _Table:
         before = self._pool.plan.run_of(job)
         attempts = self._setback_of(job).attempts + (run is not None)
         started_at = run.started_at if run is not None else None
-        seats = before.seats if before is not None else ()
-        places = (
-            (seat.node, node.log_of(job)) for seat in seats if (node := self._live.get(seat.incarnation))
-        )
+        part = (*run.left, *(seat.node for seat in before.seats)) if run and before else ()
+        names = tuple(dict.fromkeys(part))
+        logs = {node.node: node.log_of(job) for node in self._pool.nodes if node.logs}
+        places = ((name, logs[name]) for name in names if name in logs)
         self.results.append(
             JobResult(
                 job,
@@ -262,7 +264,7 @@ class _Table:
                 attempts,
                 started_at,
                 self._now,
-                tuple(seat.node for seat in seats),
+                names,
                 dict(islice(places, MOST_LOG_PLACES)),
             )
         )

@@ -17,14 +17,14 @@ from typing import Any
 from ...health.http import HealthServer
 from ...health.pool_metrics import PoolMetrics
 from ...pool.member import Assignment, PoolMember
-from ...pool.records import PoolNode, SeatEnd
+from ...pool.records import MOST_NODES, PoolNode, SeatEnd
 from ...rendezvous.records import Endpoint
 from ...rendezvous.store.interface import Store
 from ...threads import Thread
 from ..common.exits import CannotStart, ExitCode
 from ..common.own_folder import make_own
 from ..common.ports import PortError, bind_listener
-from ..configuration.config import Config
+from ..configuration.config import MAX_NODES, Config
 from ..configuration.options import OPTIONS
 from ..configuration.reading.settings import Settings
 from ..configuration.rendezvous import ENDPOINT
@@ -80,7 +80,7 @@ def run_daemon(
             name,
             uuid.uuid4().hex[:12],
             address,
-            most_nodes=config.nodes.max,
+            most_nodes=MOST_NODES if settings[MAX_NODES].is_default else config.nodes.max,
             http=reachable_at(served_at, address),
             token=token,
             logs=str(logs),

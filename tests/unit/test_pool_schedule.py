@@ -276,7 +276,7 @@ def test_one_node_that_succeeds_is_the_end_of_its_job_once_all_have_ended() -> N
     assert not bench.results
     bench.end("a", SeatOutcome.SUCCEEDED)
     assert bench.decide() == {}
-    assert bench.results == [JobResult("x", Outcome.SUCCEEDED, "b: done", 0, 1, NOW, NOW, ("a",))]
+    assert bench.results == [JobResult("x", Outcome.SUCCEEDED, "b: done", 0, 1, NOW, NOW, ("b", "a"))]
 
 
 def test_the_exit_code_of_the_node_that_failed_is_the_jobs() -> None:
