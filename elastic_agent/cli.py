@@ -57,10 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(bash_completion(), end="")
         return ExitCode.SUCCESS
     try:
-        if CHECK_CONFIG not in command_line and offers_node(command_line, os.environ):
-            from .agent.daemon.run import offer
-
-            return offer(resolve_daemon(command_line, os.environ))
+        if offers_node(command_line, os.environ):
+            return _daemon(resolve_daemon(command_line, os.environ), only_check=CHECK_CONFIG in command_line)
         from .agent.machine.inventory import prepare  # late, as a command or a daemon needs none of it
 
         resolved, machine = prepare(command_line, os.environ, _fresh_id)
@@ -69,14 +67,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         if CHECK_CONFIG not in command_line:
             write_error_file(os.environ, error.code, str(error), None, time.time())
         return error.code
-    for warning in resolved.warnings:
-        print(f"elastic-agent: warning: {warning}", file=sys.stderr)
+    _warn(resolved)
     if CHECK_CONFIG in command_line:
         print("\n".join(_in_force(resolved, machine)))
         return ExitCode.SUCCESS
     from .agent.main.run import run
 
     return run(resolved.config, machine)
+
+
+def _daemon(resolved: Resolved, *, only_check: bool) -> int:
+    """There is nothing to run. Returns the exit code."""
+    _warn(resolved)
+    if only_check:
+        print("\n".join(resolved.settings.lines()))
+        return ExitCode.SUCCESS
+    from .agent.daemon.run import offer
+
+    return offer(resolved)
+
+
+def _warn(resolved: Resolved) -> None:
+    for warning in resolved.warnings:
+        print(f"elastic-agent: warning: {warning}", file=sys.stderr)
 
 
 def _in_force(resolved: Resolved, machine: Machine) -> list[str]:

@@ -22,6 +22,7 @@ from ...rendezvous.records import Endpoint
 from ...rendezvous.store.interface import Store
 from ...threads import Thread
 from ..common.exits import CannotStart, ExitCode
+from ..common.interruptible import unless_stopped
 from ..common.own_folder import make_own
 from ..common.ports import PortError, bind_listener
 from ..configuration.config import MAX_NODES, Config
@@ -55,7 +56,10 @@ def run_daemon(
     token = secrets.token_hex(16)
     with contextlib.ExitStack() as parts:
         try:
-            network = wait_for_network(config, environment)
+            starting = "waiting for the network"
+            network = unless_stopped(
+                lambda: wait_for_network(config, environment), events, starting, lambda: on_turn(starting)
+            )
             address = network.choice.address
             listener = store_listener(config, network.endpoint, address, _store_of_endpoint)
             http = _listen(config, address)

@@ -1,4 +1,4 @@
-"""The shipped unit, as systemd reads it: no unknown word, few rights, and numbers that agree with the agent's."""
+"""The shipped units, as systemd reads them: no unknown word, few rights, and numbers that agree with the agent's."""
 
 from __future__ import annotations
 
@@ -21,25 +21,29 @@ from elastic_agent.agent.main.run import HOST_LINGERS_S
 from elastic_agent.agent.workers.processes.guard import SWEEP_S
 
 SHIPPED = Path(__file__).parents[2] / "deploy" / "systemd"
-UNIT = "elastic-agent@.service"
-SETTINGS = [
-    tuple(line.split("=", 1))
-    for line in (SHIPPED / UNIT).read_text().splitlines()
-    if "=" in line and not line.startswith("#")
-]
+UNIT, DAEMON = "elastic-agent@.service", "elastic-agent-pool.service"
+
+
+def settings(unit: str) -> list[tuple[str, str]]:
+    lines = (SHIPPED / unit).read_text().splitlines()
+    pairs = (line.partition("=") for line in lines if "=" in line and not line.startswith("#"))
+    return [(name, value) for name, _, value in pairs]
+
+
+both = pytest.mark.parametrize("unit", [UNIT, DAEMON])
 
 needs_analyze = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None, reason="systemd-analyze missing: .ci/system-packages systemd"
 )
 
 
-def setting(key: str) -> str:
-    [value] = [value for name, value in SETTINGS if name == key]
+def setting(key: str, unit: str = UNIT) -> str:
+    [value] = [value for name, value in settings(unit) if name == key]
     return value
 
 
-def variable(name: str) -> str:
-    found = [value for key, value in SETTINGS if key == "Environment" and value.startswith(f"{name}=")]
+def variable(name: str, unit: str = UNIT) -> str:
+    found = [value for key, value in settings(unit) if key == "Environment" and value.startswith(f"{name}=")]
     return found[0].partition("=")[2]
 
 
@@ -47,10 +51,10 @@ def seconds(text: str) -> float:
     return float(duration(0.0).parse(text))
 
 
-def installed(folder: Path, *, change: tuple[str, str] = ("", "")) -> Path:
-    """The unit of the job `job` with a program that exists here, and the drop-in for credentials."""
-    unit = folder / "elastic-agent@job.service"
-    text = (SHIPPED / UNIT).read_text().replace(setting("ExecStart").split()[0], shutil.which("true") or "")
+def installed(folder: Path, name: str, *, change: tuple[str, str] = ("", "")) -> Path:
+    """The unit with a program that exists here, for the job `job`, and the drop-in for credentials."""
+    unit = folder / name.replace("@", "@job")
+    text = (SHIPPED / name).read_text().replace(setting("ExecStart").split()[0], shutil.which("true") or "")
     unit.write_text(text.replace(*change))
     drop_ins = folder / f"{unit.name}.d"
     drop_ins.mkdir()
@@ -65,8 +69,9 @@ def analyze(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @needs_analyze
-def test_systemd_understands_every_word(tmp_path: Path) -> None:
-    done = analyze("verify", installed(tmp_path))
+@both
+def test_systemd_understands_every_word(unit: str, tmp_path: Path) -> None:
+    done = analyze("verify", installed(tmp_path, unit))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -75,22 +80,24 @@ def test_systemd_understands_every_word(tmp_path: Path) -> None:
     "word", ["Type", "notify", "@system-service", "WatchdogSec", "mixed", "char-nvidia* rw"]
 )
 def test_a_word_misspelt_would_be_seen(tmp_path: Path, word: str) -> None:
-    assert analyze("verify", installed(tmp_path, change=(word, f"{word}x"))).stderr
+    assert analyze("verify", installed(tmp_path, UNIT, change=(word, f"{word}x"))).stderr
 
 
 @needs_analyze
-def test_it_is_exposed_to_little(tmp_path: Path) -> None:
-    done = analyze("security", "--offline=true", "--threshold=25", installed(tmp_path))
+@both
+def test_it_is_exposed_to_little(unit: str, tmp_path: Path) -> None:
+    done = analyze("security", "--offline=true", "--threshold=25", installed(tmp_path, unit))
     assert done.returncode == 0, done.stdout
 
 
-def test_a_stop_ends_before_systemd_kills_it() -> None:
-    limit_s = seconds(setting("TimeoutStopSec"))
-    assert seconds(variable("ELASTIC_AGENT_SERVICE_STOP_LIMIT")) == limit_s
+@pytest.mark.parametrize(("unit", "sample_file"), [(UNIT, "job.toml"), (DAEMON, "pool.toml")])
+def test_a_stop_ends_before_systemd_kills_it(unit: str, sample_file: str) -> None:
+    limit_s = seconds(setting("TimeoutStopSec", unit))
+    assert seconds(variable("ELASTIC_AGENT_SERVICE_STOP_LIMIT", unit)) == limit_s
     grace_s = STOP_GRACE.default_value
     assert grace_s is not None
     assert whole_stop_s(grace_s) + HOST_LINGERS_S + SWEEP_S < limit_s
-    sample = (SHIPPED / "job.toml").read_text()
+    sample = (SHIPPED / sample_file).read_text()
     stated = re.search(r"More than (\d+) s needs more in the unit", sample)
     assert stated is not None
     assert whole_stop_s(float(stated[1])) <= limit_s < whole_stop_s(float(stated[1]) + 1)
@@ -113,6 +120,22 @@ def test_every_exit_code_is_a_success_worth_another_start_or_a_persons() -> None
     assert sorted([*fine, *hopeless, *again]) == sorted(ExitCode)
 
 
+def test_the_daemon_is_the_first_line_of_our_documents_and_differs_from_a_job_in_nothing_else() -> None:
+    assert setting("ExecStart", DAEMON) == "/opt/elastic-agent/bin/elastic-agent --min-nodes 1 --max-nodes 4"
+    job = {(name, value.replace("%i", "pool")) for name, value in settings(UNIT)}
+    daemon = {*settings(DAEMON)}
+    assert daemon - job == {
+        ("Description", "Elastic training agent, daemon of the pool"),
+        ("ExecStart", setting("ExecStart", DAEMON)),
+        ("Environment", "ELASTIC_AGENT_CONFIG=/etc/elastic-agent/pool.toml"),
+        ("StartLimitIntervalSec", "0"),
+        ("Restart", "always"),
+        ("RestartPreventExitStatus", f"{ExitCode.STORE_MISMATCH:d} {ExitCode.BAD_CONFIG:d}"),
+    }
+    changed = {"Description", "ExecStart", "Restart", "RestartPreventExitStatus"}
+    assert {name for name, _ in job - daemon} == changed | {"StartLimitIntervalSec", "StartLimitBurst"}
+
+
 def test_the_sample_job_is_a_valid_configuration(tmp_path: Path) -> None:
     """But for the script, which is the user's."""
     script = tmp_path / "train.py"
@@ -132,3 +155,25 @@ def test_the_sample_job_is_a_valid_configuration(tmp_path: Path) -> None:
     assert re.search(r"^log-level = (30|\"warning\")", done.stdout, re.M), (
         "the shipped job.env overrules no job.toml"
     )
+
+
+def test_the_sample_pool_is_a_valid_configuration(tmp_path: Path) -> None:
+    (tmp_path / "pool.toml").write_text((SHIPPED / "pool.toml").read_text())
+    assert not [line for line in (SHIPPED / "pool.env").read_text().splitlines() if not line.startswith("#")]
+    variables = {
+        "ELASTIC_AGENT_SERVICE_STOP_LIMIT": variable("ELASTIC_AGENT_SERVICE_STOP_LIMIT", DAEMON),
+        "ELASTIC_AGENT_CONFIG": str(tmp_path / "pool.toml"),
+        "RUNTIME_DIRECTORY": str(tmp_path),
+    }
+    command = [sys.executable, "-m", "elastic_agent", *setting("ExecStart", DAEMON).split()[1:]]
+    done = subprocess.run(
+        [*command, "--check-config"],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f'rdzv-endpoint = "local://{tmp_path}"' in done.stdout
+    assert re.search(r"^max-nodes = 4 ", done.stdout, re.M)

@@ -169,6 +169,19 @@ def test_check_config_prints_and_starts_nothing(
     assert not started
 
 
+def test_check_config_of_a_daemon_shows_its_pool_and_starts_nothing(
+    started: list[Config], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    place = f"local://{tmp_path}"
+    words = ["--max-nodes", "4", "--rdzv-endpoint", place, "--start-method", "fork", "--check-config"]
+    assert main(words) == ExitCode.SUCCESS
+    out, err = capsys.readouterr()
+    assert f'rdzv-endpoint = "{place}"' in out
+    assert 'rdzv-id = "pool"' in out
+    assert "--start-method is ignored" in err
+    assert not started
+
+
 def test_check_config_shows_what_follows_on_this_machine_in_a_file_that_means_the_same(
     script: str, started: list[Config], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
