@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+from typing import NoReturn
 
 
 def start() -> None:
@@ -18,7 +19,11 @@ def start() -> None:
 
     _open_closed_streams()
     fork_below_pid1()
-    code = main()
+    end(main())
+
+
+def end(code: int) -> NoReturn:
+    """Without waiting for threads, see `start`."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # nobody reads our output any more: no reason for another code
             stream.flush()

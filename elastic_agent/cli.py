@@ -33,10 +33,11 @@ from .agent.workers.checkpoints.folder import describe_folder
 
 if TYPE_CHECKING:
     from .agent.machine.inventory import Machine
+    from .agent.main.prepared import Prepared
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. Returns the exit code, an `ExitCode`."""
+def main(argv: Sequence[str] | None = None, prepared: Prepared | None = None) -> int:
+    """Entry point. Returns the exit code, an `ExitCode`. `prepared`: what this process has ready for an agent."""
     words = sys.argv[1:] if argv is None else argv
     if words and words[0] in COMMANDS:
         # Imported when it is called: a process that runs a job needs none of them.
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.SUCCESS
     from .agent.main.run import run
 
-    return run(resolved.config, machine)
+    return run(resolved.config, machine, prepared)
 
 
 def _daemon(resolved: Resolved, *, only_check: bool) -> int:

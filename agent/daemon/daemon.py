@@ -39,6 +39,7 @@ from ..rendezvous_io.store_opening import open_store, store_listener, store_opti
 from .job_words import OF_THE_POOL, agent_words
 from .loop import DaemonLoop, Ending
 from .pages import POOL_PATH, DaemonPages, LogPage, slow_pages
+from .standby import Standby
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +102,9 @@ def run_daemon(
             metrics.pool_job_agents_ended_total.inc(outcome=end.outcome.value)
 
         log.info("node %s offers itself to pool %s at %s", name, pool, place)
-        loop = DaemonLoop(member, link, words, folders, environment, events, clock, on_turn, ended)
+        standby = Standby(config.preload.words, config.rendezvous.kind.name, environment, clock)
+        parts.callback(standby.close)
+        loop = DaemonLoop(member, link, words, folders, environment, standby, events, clock, on_turn, ended)
         pages.begin(lambda: loop.snapshot, store)
         link.start()
         ending = loop.run()

@@ -1,7 +1,7 @@
 """The agent of one job on this node, as a child process of the daemon.
 
-It is the `elastic-agent` of any other job, in a session of its own. It leaves its job by plan when the daemon ends,
-however that ends, and what it prints goes to a file.
+It is the `elastic-agent` of any other job, in a session of its own: the standby, which becomes it, or a process that is
+started for it. It leaves its job by plan when the daemon ends, however that ends, and what it prints goes to a file.
 """
 
 from __future__ import annotations
@@ -9,17 +9,40 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...threads import Thread
+from .hand_over import Become, send_job, was_taken
 
 _PR_SET_PDEATHSIG = 1
-_DAEMON_ENDED = signal.SIGUSR1
+DAEMON_ENDED = signal.SIGUSR1
 """The kernel may send it once for each thread of the daemon. A second SIGTERM would cut the workers' grace short."""
+
+TAKEN_WITHIN_S = 2.0
+"""A standby answers within milliseconds, unless it was stopped or hangs."""
+
+
+def signal_at_daemons_end(number: signal.Signals) -> None:
+    """For a child that `start_child` has started: from now on it gets this one."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def start_child(command: list[str], at_our_end: signal.Signals, **how: Any) -> subprocess.Popen[bytes]:
+    """It gets this signal when this thread ends. Raises OSError."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    return subprocess.Popen(
+        [sys.executable, "-m", *command],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, at_our_end),
+        **how,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,31 +53,63 @@ class JobAgentEnded:
     code: int
 
 
+@dataclass(frozen=True, slots=True)
+class NotTaken:
+    """The standby has ended, and has not become the job's agent of this ticket: nothing of the job was started."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A standby, and this end of its socket."""
+
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
+    since: float
+
+    def end(self) -> None:
+        """It has nothing to finish."""
+        self.channel.close()
+        self.process.kill()
+        self.process.wait()
+
+
 class JobAgent:
     """For the main thread: the child gets its signal when the thread ends that started it."""
 
-    def __init__(self, ticket: int, post: Callable[[JobAgentEnded], None]) -> None:
+    def __init__(
+        self, ticket: int, job: Become, output: Path, post: Callable[[JobAgentEnded | NotTaken], None]
+    ) -> None:
         self.ticket = ticket
+        self._job = job
+        self._output = output
         self._post = post
         self._process: subprocess.Popen[bytes] | None = None
         self.leaves = False
 
-    def start(
-        self, words: Sequence[str], environment: Mapping[str, str], directory: str, output: Path
-    ) -> None:
-        """Raises OSError."""
-        output.parent.mkdir(parents=True, exist_ok=True)
-        prctl = ctypes.CDLL(None, use_errno=True).prctl
-        with output.open("ab") as file:
-            self._process = process = subprocess.Popen(
-                [sys.executable, "-m", "elastic_agent", *words],
-                stdin=subprocess.DEVNULL,
+    def start(self, waiting: Waiting | None = None) -> None:
+        """As a process of its own, or as the standby. `NotTaken` follows, and then it may be started again, or
+        `JobAgentEnded`. Raises OSError: then nothing follows."""
+        try:
+            self._output.parent.mkdir(parents=True, exist_ok=True)
+            file = self._output.open("ab")
+        except OSError:
+            if waiting is not None:
+                waiting.end()
+            raise
+        with file:
+            if waiting is not None:
+                self._hand_over(waiting, file.fileno())
+                return
+            job = self._job
+            self._process = process = start_child(
+                ["elastic_agent", *job.words],
+                DAEMON_ENDED,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                cwd=directory,
-                env=dict(environment),
-                start_new_session=True,
-                preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, _DAEMON_ENDED),
+                cwd=job.directory,
+                env=job.environment,
             )
         Thread(lambda: self._post(JobAgentEnded(self.ticket, process.wait())), "job-agent").start()
 
@@ -63,3 +118,20 @@ class JobAgent:
         if self._process is not None and self._process.poll() is None:
             os.kill(self._process.pid, signal.SIGTERM)
             self.leaves = True
+
+    def _hand_over(self, waiting: Waiting, output: int) -> None:
+        self._process = process = waiting.process
+        try:
+            send_job(waiting.channel, self._job, output)
+        except OSError:
+            waiting.channel.close()  # which it sees, if it is not gone
+
+        def follow() -> None:
+            with waiting.channel:
+                taken = was_taken(waiting.channel, TAKEN_WITHIN_S)
+            if not taken:
+                process.kill()  # it may stand still
+            code = process.wait()
+            self._post(JobAgentEnded(self.ticket, code) if taken else NotTaken(self.ticket))
+
+        Thread(follow, "job-agent").start()

@@ -16,9 +16,11 @@ from ..common.events import Handlers, Signalled, StoreGone, ThreadFailed
 from ..common.exits import ENDINGS, ExitCode, code_of_leave
 from ..output.job_folders import JobFolders
 from ..rendezvous_io.store_link import StoreLink, deliver_from_store
-from .job_agent import JobAgent, JobAgentEnded
+from .hand_over import Become
+from .job_agent import JobAgent, JobAgentEnded, NotTaken
 from .job_words import seat_end
 from .pages import DaemonSnapshot, RunningJob
+from .standby import Standby
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class DaemonLoop:
         words: Callable[[Assignment], list[str]],
         logs: JobFolders,
         environment: Mapping[str, str],
+        standby: Standby,
         events: queue.SimpleQueue[Any],
         clock: Callable[[], float],
         on_turn: Callable[[str], None] = lambda status: None,
@@ -50,6 +53,7 @@ class DaemonLoop:
         as it has ended."""
         self._member, self._link = member, link
         self._words, self._logs, self._environment = words, logs, environment
+        self._standby = standby
         self._events, self._clock, self._on_turn, self._on_end = events, clock, on_turn, on_end
         self._agent: JobAgent | None = None
         self._assignment: Assignment | None = None
@@ -90,30 +94,43 @@ class DaemonLoop:
         self._link.keep(member.lease)
         self._link.follow(member.subscription)
         self._show()
-        return member.wake_at(now)
+        instants = member.wake_at(now), self._standby.turn(now) if self._may_stand_by else None
+        return min((at for at in instants if at is not None), default=None)
+
+    @property
+    def _may_stand_by(self) -> bool:
+        return self._leaving is None and self._fatal is None and self._member.tracks
 
     def _start(self, due: Assignment) -> None:
         job, ticket = due.job, due.seat.ticket
         self._member.started(ticket)
-        agent = JobAgent(ticket, self._events.put)
+        environment = {**self._environment, **job.environment}
+        become = Become(tuple(self._words(due)), environment, job.directory)
         try:
             output = self._logs.begin(job.job)
             if not os.path.isdir(job.directory):
                 raise NotADirectoryError(f"the job's directory {job.directory} is not there on this node")
-            environment = {**self._environment, **job.environment}
-            agent.start(self._words(due), environment, job.directory, output)
+            agent = JobAgent(ticket, become, output, self._events.put)
+            waiting = self._standby.take(environment, job.directory)
+            agent.start(waiting)
         except OSError as error:
-            log.error("job %s (%s) cannot be started here: %s", job.job, job.name, error)
-            self._over(SeatEnd(job.job, ticket, SeatOutcome.NOT_HERE, 0, str(error)))
+            self._cannot_start(due, error)
             return
         log.info(
-            "job %s (%s): started, attempt %d; its output is in %s",
+            "job %s (%s): started%s, attempt %d; its output is in %s",
             job.job,
             job.name,
+            " by the standby" if waiting is not None else "",
             due.run.attempt,
             output,
         )
         self._agent, self._assignment = agent, due
+
+    def _cannot_start(self, due: Assignment, error: OSError) -> None:
+        job = due.job
+        log.error("job %s (%s) cannot be started here: %s", job.job, job.name, error)
+        self._agent = self._assignment = None
+        self._over(SeatEnd(job.job, due.seat.ticket, SeatOutcome.NOT_HERE, 0, str(error)))
 
     def _stop(self) -> None:
         if self._agent is not None and not self._agent.leaves:
@@ -161,6 +178,7 @@ class DaemonLoop:
         on(StoreGone, lambda event, _: None)  # its thread's ThreadFailed ends the daemon
         on(ThreadFailed, lambda event, _: self._fail(ExitCode.AGENT_FAILED, event.reason))
         on(JobAgentEnded, self._ended)
+        on(NotTaken, self._not_taken)
         on(Signalled, self._signalled)
         return handlers
 
@@ -179,8 +197,22 @@ class DaemonLoop:
         self._logs.end()
         self._on_end(end)
         self._member.ended(end)
+        self._standby.idle(self._clock())
         if self._member.tracks:
             self._tidy()
+
+    def _not_taken(self, event: NotTaken, now: float) -> None:
+        agent, assignment = self._agent, self._assignment
+        assert agent is not None, "only a job that is to run here can be handed over"
+        assert assignment is not None, "it is that of a seat"
+        if agent.leaves:
+            self._ended(JobAgentEnded(event.ticket, ExitCode.STOPPED_BY_SIGTERM), now)
+            return
+        log.warning("job %s: the standby has ended without it; its agent starts cold", assignment.job.job)
+        try:
+            agent.start()
+        except OSError as error:
+            self._cannot_start(assignment, error)
 
     def _signalled(self, event: Signalled, _: float) -> None:
         if event.number not in ENDINGS:

@@ -15,8 +15,6 @@ from ... import __version__
 from ...health.metrics import Build, Metrics, Place
 from ...rendezvous.coordinator.restarts import RestartPolicy
 from ...rendezvous.coordinator.view import Policy
-from ...worker.memory.available_memory import read_memory
-from ...worker.wire.environment import WorkerEnv
 from ..common.events import Event
 from ..common.io_thread import IoThread
 from ..common.own_folder import make_own
@@ -29,8 +27,9 @@ from ..observability.status.pages import StatusPages
 from ..output.console import Console
 from ..output.log_folders import log_directory
 from ..workers.links.reports import ReportReceiver
-from ..workers.preloader.spares import Interpreter, Spares
-from ..workers.processes.workers import first_on_path, job_python
+from ..workers.preloader.spares import Spares
+from ..workers.processes.workers import first_on_path
+from .prepared import Prepared, interpreter_of, new_spares
 from .service_manager import ServiceManager
 
 log = logging.getLogger(__name__)
@@ -100,15 +99,22 @@ def metrics_of(agent: Agent, machine: Machine, network: Network) -> Metrics:
     return metrics
 
 
-def spares_of(agent: Agent, machine: Machine) -> Spares:
-    """By its mark the guard finds the preloaded process, too."""
-    interpreter = Interpreter(
-        job_python(agent.environment),
-        {**agent.environment, **WorkerEnv(incarnation=agent.incarnation).variables()},
-        first_on_path(agent.config.command.started, os.getcwd()),
-    )
-    words, wanted = agent.config.preload.words, machine.workers + 1
-    return Spares(interpreter, words, wanted, agent.io, agent.events.put, agent.clock, read_memory)
+def spares_of(agent: Agent, machine: Machine, prepared: Prepared) -> Spares:
+    """Those that are prepared, where they are as this job needs them, or new ones; started, where they can be."""
+    command, words, wanted = agent.config.command, agent.config.preload.words, machine.workers + 1
+    interpreter = interpreter_of(prepared, agent.environment, first_on_path(command.started, os.getcwd()))
+    forks = bool(words) and command.kind != "binary" and not prepared.alone
+    if prepared.spares is not None:
+        why_not = prepared.spares.adopt(interpreter, words, wanted) if forks else "workers start cold"
+        if not why_not:
+            log.info("workers are forked from a process that was preloaded before the job came")
+            return prepared.spares
+        log.info("what was preloaded before the job came is not used: %s", why_not)
+        prepared.spares.close()
+    spares = new_spares(prepared, interpreter, words, wanted)
+    if forks:
+        spares.start()
+    return spares
 
 
 def pages_of(agent: Agent) -> StatusPages:

@@ -10,12 +10,10 @@ import contextlib
 import faulthandler
 import logging
 import os
-import queue
 import random
 import socket
 import tempfile
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,11 +27,9 @@ from ...rendezvous.node.snapshot import ANNOUNCED_AFTER_S, NodeSnapshot
 from ...rendezvous.records import NODES_PREFIX, Endpoint, Introduction, NodeRecord
 from ...rendezvous.store.interface import Store
 from ...rendezvous.text import counted
-from ...threads import Thread, listen
-from ..common.events import Event
+from ...threads import Thread
 from ..common.exits import CannotStart, ExitCode
 from ..common.interruptible import unless_stopped
-from ..common.io_thread import IoThread
 from ..common.ports import OfferedPort
 from ..configuration.config import Config
 from ..machine.cgroups import claim_cgroup
@@ -67,7 +63,7 @@ from ..workers.processes.run_files import (
     run_directory_parent,
     run_directory_parents,
 )
-from ..workers.processes.subreaper import Subreaper, adopt_orphans
+from ..workers.processes.subreaper import Subreaper
 from ..workers.processes.unkillable import await_end, file_for
 from ..workers.processes.worker_store import WorkerStore
 from ..workers.processes.workers import GroupHelpers, WorkerGroup, tied
@@ -78,8 +74,9 @@ from .error_file import write_error_file
 from .heartbeat import Heartbeat
 from .listeners import Listeners, bind_all, binder
 from .loop import Ending, Loop, Services
+from .prepared import Prepared, prepare_process
 from .probes import Probes
-from .process import catch_signals, end_in_time, end_stuck, log_to, take_environment, thread_failed
+from .process import catch_signals, end_in_time, end_stuck, log_to, take_environment
 from .program import program_of
 from .service_manager import ServiceManager
 
@@ -90,11 +87,10 @@ HOST_LINGERS_S = 15.0
 time to live, after which a silent one is known to be gone."""
 
 
-def run(config: Config, machine: Machine) -> int:
+def run(config: Config, machine: Machine, prepared: Prepared | None = None) -> int:
     """One agent's whole life on this machine. Returns its exit code."""
     name = config.node_id or unique_node_id()
-    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    listen(lambda thread, error: thread_failed(events, thread, error))
+    prepared = prepared or prepare_process()
     console = take_console(name)
     log_to(console, name, config.logs.level.number)
     config = replace(config, logs=choose_log_directory(config.logs))
@@ -102,10 +98,19 @@ def run(config: Config, machine: Machine) -> int:
     faulthandler.enable(2)
     manager = ServiceManager.take(os.environ, os.getpid(), time.monotonic)
     environment = take_environment()
-    incarnation, clock = uuid.uuid4().hex[:12], time.monotonic
-    agent = Agent(config, name, incarnation, environment, events, IoThread(), manager, console, clock)
+    agent = Agent(
+        config,
+        name,
+        prepared.incarnation,
+        environment,
+        prepared.events,
+        prepared.io,
+        manager,
+        console,
+        clock=time.monotonic,
+    )
     try:
-        ending = _run(agent, machine)
+        ending = _run(agent, machine, prepared)
     except CannotStart as refusal:
         ending = Ending(refusal.code, str(refusal))
     except Exception as error:
@@ -168,22 +173,19 @@ class Rendezvous:
     heartbeat: Heartbeat
 
 
-def _run(agent: Agent, machine: Machine) -> Ending:
+def _run(agent: Agent, machine: Machine, prepared: Prepared) -> Ending:
     """In the order that the module's docstring explains."""
     catch_signals(agent.events, agent.config.stop.more_signals.numbers)
     end_in_time(agent.config.stop)
-    subreaper = Subreaper()
-    if alone := adopt_orphans():
-        log.warning("what workers leave behind is not adopted: %s", alone)
+    if prepared.alone:
+        log.warning("what workers leave behind is not adopted: %s", prepared.alone)
     _refuse_beside_remains(agent)
     network = _wait_for_network(agent, machine)
     machine = replace(machine, network=network)
     metrics = metrics_of(agent, machine, network)
     with contextlib.ExitStack() as parts:
         claimed = _claim(agent, machine, network, binder(agent.config, metrics), parts)
-        helpers = _start_helpers(agent, claimed, subreaper, parts)
-        if agent.config.preload and agent.config.command.kind != "binary" and not alone:
-            helpers.spares.start()
+        helpers = _start_helpers(agent, claimed, prepared, parts)
         pages = pages_of(agent)
         probes = Probes(Introduction(agent.name, agent.incarnation, generation=0), agent.clock)
         http = _serve_http(agent, claimed, metrics, pages, probes, parts)
@@ -257,10 +259,10 @@ def _claim(
 
 
 def _start_helpers(
-    agent: Agent, claimed: Claimed, subreaper: Subreaper, parts: contextlib.ExitStack
+    agent: Agent, claimed: Claimed, prepared: Prepared, parts: contextlib.ExitStack
 ) -> Helpers:
     warn_of_group_kill()
-    _started(parts, agent.io)
+    parts.callback(agent.io.close)
     guard = Guard()
     run_dir = claimed.node.run_dir
     folders = [run_dir] if claimed.memory is None else [run_dir, claimed.memory.path]
@@ -271,9 +273,9 @@ def _start_helpers(
     gpu_memory = _started(
         parts, GpuMemory(watched, wait_s, agent.environment, agent.io, agent.events.put, agent.clock)
     )
-    spares = spares_of(agent, claimed.node.machine)
+    spares = spares_of(agent, claimed.node.machine, prepared)
     parts.callback(spares.close)
-    return Helpers(subreaper, guard, gpu_memory, spares)
+    return Helpers(prepared.subreaper, guard, gpu_memory, spares)
 
 
 def _serve_http(

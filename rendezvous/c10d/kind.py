@@ -29,6 +29,14 @@ def _connect(access: Access) -> Store:
     return C10dStore.connect(endpoint.address, endpoint.port, access.job, access.timeout_s, answer_timeout_s)
 
 
+def _load() -> object:
+    import torch.distributed
+
+    from . import store
+
+    return torch, store
+
+
 def _host(listener: socket.socket, job: str, past: World | None, remember: Callable[[str], None]) -> Store:
     from .host import C10dHost
 
@@ -39,6 +47,7 @@ C10D = StoreKind(
     "c10d",
     "a TCPStore hosted by one of the agents",
     _connect,
+    _load,
     port=PORT,
     host=_host,
     aliases=(

@@ -24,10 +24,17 @@ def _connect(access: Access) -> Store:
     )
 
 
+def _load() -> object:
+    from . import store
+
+    return store
+
+
 ETCD = StoreKind(
     "etcd",
     "an etcd 3 cluster, no node is special",
     _connect,
+    _load,
     port=PORT,
     cluster=True,
     place=f"any members of the cluster, port {PORT} if none is given; the URL form stands for --rdzv-backend etcd, its"

@@ -28,6 +28,12 @@ def _connect(access: Access) -> Store:
     return LocalStore.connect(_place(access), access.timeout_s, answer_timeout_s)
 
 
+def _load() -> object:
+    from . import store
+
+    return store
+
+
 def _offer(access: Access) -> Store:
     from .host import LocalHost
     from .store import LocalStore
@@ -57,6 +63,7 @@ LOCAL = StoreKind(
     "that of a pool whose nodes are all on this machine; one of its daemons hosts it, over a UNIX socket for this user"
     " alone, and its queue outlives that daemon",
     _connect,
+    _load,
     offer=_offer,
     place="a folder, local:///FOLDER, of this user's own",
 )

@@ -65,6 +65,8 @@ class StoreKind:
     """What it is, for the option that chooses it."""
     connect: Callable[[Access], Store]
     """Raises StoreError."""
+    load: Callable[[], object] = lambda: None
+    """Imports what `connect` needs, for a process that has the time now: torch or gRPC take seconds."""
     port: int | None = None
     """Where an endpoint names none. None: this kind has no endpoints."""
     offer: Callable[[Access], Store] | None = None

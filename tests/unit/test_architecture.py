@@ -84,7 +84,8 @@ commands: common output configuration configuration/types configuration/reading 
 main: common output configuration configuration/types machine/network machine/memory \
     machine/notices workers/processes workers/checkpoints machine workers/environment workers/preloader rendezvous_io \
     observability/status observability/accounting workers/supervision workers/links
-daemon: common output configuration configuration/types configuration/reading machine/network rendezvous_io main
+daemon: common output configuration configuration/types configuration/reading machine/network \
+    workers/preloader/fidelity rendezvous_io main
 commands/pool: common configuration configuration/types configuration/reading rendezvous_io commands daemon
 torchrun: rendezvous/etcd common configuration configuration/types configuration/reading machine/network \
     rendezvous_io main

@@ -24,6 +24,7 @@ from elastic_agent.agent.machine.devices import Device, Inventory
 from elastic_agent.agent.machine.inventory import Machine
 from elastic_agent.agent.machine.network.choice import NetworkChoice
 from elastic_agent.agent.machine.network.discovery import Network
+from elastic_agent.agent.main.prepared import Prepared
 from elastic_agent.cli import main
 
 NETWORK = Network(NetworkChoice("lo", "127.0.0.1", "no other node can join"))
@@ -46,8 +47,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     monkeypatch.delenv("LOGLEVEL", raising=False)
     calls: list[Config] = []
 
-    def run(config: Config, machine: Machine) -> int:
+    def run(config: Config, machine: Machine, prepared: Prepared | None) -> int:
         assert machine is MACHINE
+        assert prepared is None
         calls.append(config)
         return ExitCode.WORKERS_FAILED
 

@@ -24,6 +24,7 @@ while True:
 DAEMON = """
 import os, signal, stat, sys, threading, time
 from pathlib import Path
+from elastic_agent.agent.daemon.hand_over import Become
 from elastic_agent.agent.daemon.job_agent import JobAgent
 
 folder = Path(sys.argv[1])
@@ -33,8 +34,8 @@ program.chmod(0o700)
 sys.executable = str(program)
 for _ in range(30):
     threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-agent = JobAgent(1, lambda ended: None)
-agent.start([], os.environ, str(folder), folder / "output")
+agent = JobAgent(1, Become((), dict(os.environ), str(folder)), folder / "output", lambda ended: None)
+agent.start()
 print(agent._process.pid, flush=True)
 time.sleep(60)
 """

@@ -95,7 +95,9 @@ def main(agent_pid: int) -> None:
     known = Imported(preload, ignored)
     try:
         known.check()
-        wire.send(channel, wire.Loaded(known.count, dict(known.cache.skipped)))
+        wire.send(
+            channel, wire.Loaded(known.count, dict(known.cache.skipped), tuple(sorted(known.cache.reads)))
+        )
         born = _serve(channel, known)
     except Unfit as unfit:
         wire.send(channel, wire.Unfit(str(unfit), unfit.stale))
@@ -136,7 +138,7 @@ class Imported:
         gc.disable()
         names = dict.fromkeys([*expanded(preload.names), *import_profile.installed(preload.learned)])
         path = list(sys.path)
-        if not getattr(sys.flags, "safe_path", False):  # 3.11
+        if preload.first_on_path and not getattr(sys.flags, "safe_path", False):  # 3.11
             sys.path.insert(0, preload.first_on_path)  # where workers look first, too
         self.cache = import_cache.preload(list(names), FRESH)
         self.cache.path = tuple(path)

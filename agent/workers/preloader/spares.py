@@ -31,6 +31,7 @@ from ..processes.failures import describe_exit
 from ..processes.proc import KILL_WAIT_S, reap_within, stat_of
 from ..processes.workers import Process, WarmStart, tied
 from . import wire
+from .fidelity import env_rules
 from .import_profile import ImportProfile
 from .spare_policy import (
     CALM_S,
@@ -106,6 +107,8 @@ class _Preloaded:
     since: float
     learned: tuple[str, ...] = ()
     phase: Phase = Phase.LOADING
+    reads: frozenset[str] = frozenset()
+    """Variables that its modules have read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ class Interpreter:
     environment: Mapping[str, str]
     """What they inherit, with the mark of this agent."""
     first_on_path: str
-    """The folder where they look first for modules."""
+    """The folder where they look first for modules; empty while no job is known."""
 
 
 class Spares:
@@ -165,6 +168,24 @@ class Spares:
 
     def start(self) -> None:
         self._preloaded = self._launch((), self._clock())
+
+    def adopt(self, interpreter: Interpreter, names: Sequence[str], wanted: int) -> str:
+        """From now on for workers like these, with what is preloaded already. Why that cannot be; empty if it is so.
+
+        The preloaded process was started before its job was known, with `wanted` 0."""
+        preloaded, base = self._preloaded, {**self._interpreter.environment, **ONE_THREAD}
+        if preloaded is None:
+            return self.why_cold
+        if tuple(names) != self._names:
+            return f"--preload is {','.join(names)}, and was {','.join(self._names)}"
+        if interpreter.python != self._interpreter.python:
+            return f"workers run {interpreter.python}, and not {self._interpreter.python}"
+        if preloaded.phase is Phase.LOADING and interpreter.environment != self._interpreter.environment:
+            return "the job has variables of its own, and its imports are not done yet"
+        if problem := env_rules.obstacle(base, interpreter.environment, reads=preloaded.reads):
+            return problem
+        self._interpreter, self._wanted = interpreter, wanted
+        return ""
 
     def close(self) -> None:
         """The agent is ending."""
@@ -329,6 +350,7 @@ class Spares:
             self._failed(ended, now)
         elif isinstance(message, wire.Loaded):
             took_s, preloaded.phase, preloaded.since = now - preloaded.since, Phase.READY, now
+            preloaded.reads = frozenset(message.reads)
             self.why_cold = "no spare was ready"
             log.info("preloaded %d modules in %.1f s", message.modules, took_s)
             for name, why in message.skipped.items():
@@ -363,6 +385,7 @@ class Spares:
             self._drop_all()
             self._preloaded, self._next, self._learned = preloaded, None, preloaded.learned
             preloaded.phase, preloaded.since = Phase.READY, now
+            preloaded.reads = frozenset(message.reads)
             log.info("preloaded %d modules, with what workers have imported", message.modules)
 
     def _on_output(self, preloaded: _Preloaded) -> None:

@@ -39,6 +39,7 @@ class Preload:
     names: tuple[str, ...]
     learned: tuple[str, ...]
     first_on_path: str
+    """Empty: no job is known yet, and no folder of one is looked into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,13 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """From the preloaded process: so many modules are loaded; `skipped` has others, and why."""
+    """From the preloaded process: so many modules are loaded; `skipped` has others, and why.
+
+    `reads`: the variables that they have read of its environment."""
 
     modules: Count
     skipped: dict[str, str]
+    reads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

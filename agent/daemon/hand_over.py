@@ -1,0 +1,82 @@
+"""What a daemon and its standby send each other: one message each way, on a socket pair.
+
+The daemon sends `Become`, with the file for what is printed. The standby answers `Taken` before it does anything for
+the job. So a standby that has ended without it has started nothing, and the job's agent may be started in another way.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ...codec import Codec, Invalid
+
+LONGEST = 16 * 2**20
+"""Bytes: many times what the kernel takes as a process' arguments and environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Become:
+    """To a standby: be the agent `elastic-agent WORDS...` in this directory, with this environment and no other."""
+
+    words: tuple[str, ...]
+    environment: dict[str, str]
+    directory: str
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """From now on this process is the job's agent: how it ends is how that ends."""
+
+
+_Message: TypeAlias = Become | Taken
+_CODEC: Codec[_Message] = Codec((Become, Taken), version=1, most_bytes=LONGEST)
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """For messages that arrive whole, or not at all."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def send_job(channel: socket.socket, job: Become, output: int) -> None:
+    """Never waits. Raises OSError: nothing was sent then."""
+    text = os.memfd_create("job", os.MFD_CLOEXEC)
+    try:
+        with open(text, "wb", closefd=False) as file:
+            file.write(_CODEC.encode(job))
+        socket.send_fds(channel, [b"."], [text, output], socket.MSG_DONTWAIT)
+    finally:
+        os.close(text)
+
+
+def receive_job(channel: socket.socket) -> tuple[Become, int] | None:
+    """None when the daemon has ended. The file for what is printed is the caller's. Raises Invalid, OSError."""
+    data, descriptors, _, _ = socket.recv_fds(channel, 1, 2)
+    if not data:
+        return None
+    if len(descriptors) != 2:
+        raise Invalid("job without its text or its output")
+    text, output = descriptors
+    os.set_inheritable(output, False)
+    with open(text, "rb") as file:
+        file.seek(0)
+        message = _CODEC.decode(file.read(LONGEST + 1))
+    if not isinstance(message, Become):
+        raise Invalid("message of another kind than a job")
+    return message, output
+
+
+def send_taken(channel: socket.socket) -> None:
+    """Raises OSError when the daemon has ended."""
+    channel.send(_CODEC.encode(Taken()))
+
+
+def was_taken(channel: socket.socket, within_s: float) -> bool:
+    """Waits for the answer."""
+    channel.settimeout(within_s)
+    try:
+        return isinstance(_CODEC.decode(channel.recv(1024)), Taken)
+    except (OSError, Invalid):  # the end of the standby, or its silence
+        return False
