@@ -19,7 +19,7 @@ from ..configuration.help import bash_completion, man_page
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
 KINDS = {
-    "systemd": "the units of the daemon (elastic-agent-pool) and of one job (elastic-agent@), with examples of their files",
+    "systemd": "the units elastic-agent-pool (a daemon) and elastic-agent@ (one job), with examples of their files",
     "helm": "the chart for Kubernetes",
     "grafana": "the dashboard, and its provisioning",
     "prometheus": "alert and recording rules, their tests, and a scrape configuration",

@@ -1,4 +1,4 @@
-"""The daemon's unit under a real systemd: `submit` finds it, it comes back with its queue, and it waits for its store."""
+"""The daemon's unit under a real systemd: `submit` finds it, its queue stays, and it waits for its store."""
 
 from __future__ import annotations
 
