@@ -1,0 +1,214 @@
+"""Who does what when in a check of several nodes: the oldest one leads, and all, it included, do what it writes down.
+
+It waits for the nodes, lets each try to reach the others, lets pairs measure each other in two rounds, of which the
+second follows from the first, and writes the report. A node that ends is left out from then on. When the one that leads
+ends, the others say so: nothing of theirs is lost but time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from ....health.checks.pairs.evidence import all_well
+from ....health.checks.pairs.facts import NodeFacts
+from ....health.checks.pairs.report import Found, PairsReport, make_report
+from ....health.checks.pairs.results import NodeResults
+from ....health.checks.pairs.rounds import Pair, first_round, ring, second_round, turns
+from .meeting import Meeting, Member, Stage
+
+MOST_ALL_PAIRS = 64
+"""Up to so many nodes each tries to reach each other one; of more only its neighbours, and those that it meets."""
+MOST_MEASURED = 256
+"""Measurements in a report; of more nodes it has the findings alone."""
+STAGE_S = 90.0
+"""No stage takes longer where all processes are bounded; who is later is left out."""
+LEAVE_S = 10.0
+LOOK_S = 0.1
+LOOK_PER_NODE_S = 0.001
+"""Thousands ask one store."""
+
+
+class LeaderGone(Exception):
+    """The check cannot go on; the text says whose end it was."""
+
+
+class Here(Protocol):
+    """What a node can do."""
+
+    facts: NodeFacts
+
+    def carry_out(self, stage: Stage, others: dict[str, NodeFacts]) -> NodeResults:
+        """Its part of the stage. `others` are the nodes that it has to do with. Never raises."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    wanted: int
+    wait_s: float
+
+
+class Check:
+    """One node's way through it."""
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        here: Here,
+        patience: Patience,
+        show: Callable[[str], None] = lambda line: None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._meeting, self._here, self._patience = meeting, here, patience
+        self._show, self._clock, self._sleep = show, clock, sleep
+        self._me = here.facts.node
+        self._look_s = LOOK_S + LOOK_PER_NODE_S * patience.wanted
+
+    def run(self) -> PairsReport:
+        """This node has joined. Raises LeaderGone, and what a `Meeting` does."""
+        done, leader, busy = 0, "", False
+        while True:
+            stage = self._meeting.stage()
+            if stage is None:
+                if done:
+                    raise LeaderGone(
+                        f"node {leader} led this check and ended in the middle of it: look there first"
+                    )
+                leader = self._meeting.oldest() or ""
+                if leader == self._me:
+                    return self._lead()
+            elif not self._takes_part(stage):
+                if not busy:
+                    self._show(
+                        "another check is under way with this store and --rdzv-id: waiting for its end"
+                    )
+                busy = True
+            elif stage.what == "report":
+                report = self._meeting.report()
+                if report is not None:
+                    return report
+            elif stage.number > done:
+                leader, done = stage.members[0].node, stage.number
+                self._carry_out(stage)
+            self._sleep(self._look_s)
+
+    def await_others(self) -> None:
+        """For whom the store, or the report, has to be there some time longer."""
+        until = self._clock() + LEAVE_S
+        while self._clock() < until and set(self._meeting.present()) - {self._me}:
+            self._sleep(self._look_s)
+
+    def _takes_part(self, stage: Stage) -> bool:
+        return Member(self._me, self._here.facts.life) in stage.members
+
+    def _carry_out(self, stage: Stage) -> None:
+        results = self._here.carry_out(stage, self._meeting.facts_of(_others(stage, self._me)))
+        self._meeting.give(stage, self._me, results)
+
+    # --- The one that leads
+
+    def _lead(self) -> PairsReport:
+        nodes = self._gather()
+        check = _Led(nodes)
+        if len(nodes) > 1:
+            many = len(nodes) > MOST_ALL_PAIRS
+            self._show(f"{len(nodes)} nodes are here; each tries to reach {'some' if many else 'all'} others")
+            self._stage(
+                check,
+                Stage(0, "reach", pairs=ring(check.there) if many else ()),
+                "as they tried to reach each other",
+            )
+            self._round(check, 1, first_round(check.there))
+            self._round(check, 2, second_round(check.there, check.well()))
+        found = Found(
+            self._patience.wanted, self._patience.wait_s, tuple(nodes.values()), check.results, check.gone
+        )
+        report = make_report(found)
+        if len(report.measured) > MOST_MEASURED:
+            report = replace(report, measured=())
+        self._meeting.publish(report)
+        self._meeting.begin(replace(check.last, number=check.last.number + 1, what="report"))
+        self.await_others()
+        return report
+
+    def _gather(self) -> dict[str, NodeFacts]:
+        """This node first, the others by name."""
+        wanted, until = self._patience.wanted, self._clock() + self._patience.wait_s
+        shown: set[str] = set()
+        while True:
+            nodes = self._meeting.present()
+            if set(nodes) != shown:
+                shown = set(nodes)
+                names = ", ".join(sorted(nodes)[:16])
+                self._show(f"{len(nodes)} of {wanted} nodes are here: {names}")
+            if len(nodes) >= wanted or self._clock() >= until:
+                return {self._me: self._here.facts, **dict(sorted(nodes.items()))}
+            self._sleep(self._look_s)
+
+    def _round(self, check: _Led, number: int, pairs: Iterable[Pair]) -> None:
+        for turn in turns(pairs):
+            now = tuple(pair for pair in turn if set(pair) <= set(check.there))
+            if now:
+                self._show(f"round {number}: {len(now)} pairs measure each other")
+                self._stage(check, Stage(0, "pairs", number, pairs=now), f"in round {number} of pairs")
+
+    def _stage(self, check: _Led, stage: Stage, when: str) -> None:
+        """All do it, and this one gathers what they find."""
+        members = tuple(Member(name, check.nodes[name].life) for name in check.there)
+        stage = replace(stage, number=check.last.number + 1, members=members)
+        check.last = stage
+        until = self._clock() + STAGE_S
+        self._meeting.begin(stage)
+        self._carry_out(stage)
+        while True:
+            given, present = self._meeting.given(stage), self._meeting.present()
+            late = self._clock() >= until
+            for name in set(check.there) - set(given):
+                life = present[name].life if name in present else ""
+                if life != check.nodes[name].life:
+                    check.gone[name] = when
+                elif late:
+                    check.gone[name] = f"or hangs: it gave no answer within {STAGE_S:g} s {when}"
+            if set(check.there) <= set(given):
+                break
+            self._sleep(self._look_s)
+        for name, results in given.items():
+            check.add(name, results)
+
+
+class _Led:
+    """A check as it goes on. `nodes` begin with the one that leads."""
+
+    def __init__(self, nodes: dict[str, NodeFacts]) -> None:
+        self.nodes = nodes
+        self.gone: dict[str, str] = {}
+        self.results: dict[str, NodeResults] = {}
+        self.last = Stage(0, "reach", members=tuple(Member(one.node, one.life) for one in nodes.values()))
+
+    @property
+    def there(self) -> list[str]:
+        return [name for name in self.nodes if name not in self.gone]
+
+    def add(self, name: str, results: NodeResults) -> None:
+        known = self.results.get(name, NodeResults())
+        self.results[name] = NodeResults(
+            known.reached + results.reached, known.measured + results.measured, known.seen + results.seen
+        )
+
+    def well(self) -> dict[Pair, bool]:
+        """Of the first round's pairs, but for those with a node that has ended."""
+        there = set(self.there)
+        reached = [one for results in self.results.values() for one in results.reached]
+        measured = [one for results in self.results.values() for one in results.measured]
+        return {pair: well for pair, well in all_well(reached, measured).items() if there.issuperset(pair)}
+
+
+def _others(stage: Stage, me: str) -> list[str]:
+    """With whom node `me` has to do in it."""
+    if stage.pairs:
+        return [node for pair in stage.pairs if me in pair for node in pair if node != me]
+    return [member.node for member in stage.members if member.node != me]
