@@ -13,20 +13,28 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ...codec import plain
 from ...health.checks.finding import Finding, Outcome, worst, worst_first
 from ...health.checks.node.runner import check_node
 from ...health.checks.node.table import wanted
+from ...health.checks.pairs.report import PairsReport
+from ...rendezvous.text import counted
 from ..common.exits import CheckCode, ExitCode
 from ..configuration.config import HELP, ConfigError
 from ..configuration.options import SECRET_VARIABLES
 from ..configuration.reading.resolve import resolve_check
 from ..configuration.reading.sources import read_argv
-from ..configuration.types.option import Group, Source
+from ..configuration.types.option import Group, Option, Source
+from ..configuration.types.parsers import MOST_NODES, duration, whole_number
+from ..configuration.types.values import NodeCounts
 from ..machine.inventory import inspect_machine, needs_of
 from ..machine.network.addresses import unique_node_id
 from ..machine.network.choice import NotReady
+from ..machine.network.discovery import Network
+from .check_nodes.command import CannotCheck, check_meeting_place, check_nodes
+from .check_nodes.stages import Patience
 from .store_command import one_line_errors
 
 SCHEMA = 1
@@ -34,14 +42,30 @@ SCHEMA = 1
 
 _USAGE = """\
 usage: elastic-agent check [--json] [options of a run] [SCRIPT [arguments]]
+       elastic-agent check --nodes N --rdzv-endpoint HOST:PORT [--wait SECONDS] [--json] [options of a run]
 
 Checks this node for the job that these options describe: GPUs (NVML, the kernel's log), /dev/shm, the directory of
 checkpoints (--check-directory), --log-dir, limits, name resolution, interface, --port-range. Starts nothing and leaves
 nothing. All but that of the ports run before each join: see --check in elastic-agent --help-all, and docs/checks.md.
+With --nodes, started on every node, the nodes meet in the store and try each other out; all print the same report.
 """
 
 OWN_OPTIONS = Group("check")
 JSON = OWN_OPTIONS.flag("json", "one JSON document instead of a table", sources=Source.CLI)
+
+NODES: Option[int | None] = OWN_OPTIONS.option(
+    "nodes",
+    whole_number(1, MOST_NODES, "nodes"),
+    "check the network between N nodes, too: start the same command on each of them",
+    sources=Source.CLI,
+)
+WAIT: Option[float] = OWN_OPTIONS.option(
+    "wait",
+    duration(0.0),
+    "with --nodes: how long to wait for the store, and then for the other nodes",
+    default="60s",
+    sources=Source.CLI,
+)
 
 _LEAST_WIDTH, _WIDEST = 60, 120
 _RED, _YELLOW, _GREEN, _PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[32m", "\x1b[0m"
@@ -60,29 +84,49 @@ def main(words: Sequence[str]) -> int:
     environ = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
     try:
         resolved = resolve_check(command_line, os.environ, lambda: "check")
-        machine = inspect_machine(resolved.config, environ, resources=False)
+        config, count = resolved.config, command_line[NODES].value
+        if count is not None:
+            check_meeting_place(config)
+            config = replace(config, nodes=NodeCounts(count, count))
+        machine = inspect_machine(config, environ, resources=False)
     except ConfigError as error:
         print(f"elastic-agent check: {error}", file=sys.stderr)
         return CheckCode.NOT_HERE if error.code is ExitCode.NOT_HERE else CheckCode.BAD_CONFIG
     for warning in resolved.warnings:
         print(f"elastic-agent check: warning: {warning}", file=sys.stderr)
-    needs = needs_of(resolved.config, machine)
+    needs = needs_of(config, machine)
     began_at = time.monotonic()
     with one_line_errors(CheckCode.INTERRUPTED):
         findings = check_node(wanted(needs, at_join=False), needs, environ)
     if isinstance(machine.network, NotReady):
         missing = f"no network for the job: there is no {machine.network.missing}"
         findings = (*findings, Finding("interface", Outcome.FAIL, missing, machine.network.advice))
+    name = config.node_id or unique_node_id().rpartition("-")[0]
+    whole = f"node {name}"
+    report: PairsReport | None = None
+    if count is not None and isinstance(machine.network, Network):
+        patience = Patience(count, command_line[WAIT].value)
+        try:
+            with one_line_errors(CheckCode.INTERRUPTED):
+                report = check_nodes(config, machine, name, findings, patience, environ, _say)
+        except CannotCheck as error:
+            print(f"elastic-agent check: {error}", file=sys.stderr)
+            return error.code
+        findings = tuple(one.finding for one in report.findings)
+        whole = counted(len(report.nodes), "node")
     seconds = time.monotonic() - began_at
-    name = resolved.config.node_id or unique_node_id().rpartition("-")[0]
     if command_line[JSON].value:
-        print(as_json(name, findings, seconds))
+        print(as_json(name, findings, seconds) if report is None else report_as_json(report, seconds))
     else:
         terminal = sys.stdout.isatty()
         width = shutil.get_terminal_size().columns if terminal else _WIDEST
         colour = terminal and not os.environ.get("NO_COLOR")
-        print("\n".join(table(name, findings, seconds, width, colour=colour)))
+        print("\n".join(table(whole, findings, seconds, width, colour=colour)))
     return CheckCode.UNFIT if worst(findings) is Outcome.FAIL else CheckCode.FIT
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def as_json(node: str, findings: Sequence[Finding], seconds: float) -> str:
@@ -96,13 +140,30 @@ def as_json(node: str, findings: Sequence[Finding], seconds: float) -> str:
     return json.dumps(document, indent=2)
 
 
+def report_as_json(report: PairsReport, seconds: float) -> str:
+    """Of several nodes: each finding with the nodes and links that are bad, or with `decided` false, that may be."""
+    document = {
+        "schema": SCHEMA,
+        "nodes": report.nodes,
+        "missing": report.missing,
+        "outcome": worst(one.finding for one in report.findings).value,
+        "seconds": round(seconds, 3),
+        "findings": [
+            {**plain(one.finding), "nodes": one.nodes, "links": one.links, "decided": one.decided}
+            for one in report.findings
+        ],
+        "measured": [plain(one) for one in report.measured],
+    }
+    return json.dumps(document, indent=2)
+
+
 def table(
-    node: str, findings: Sequence[Finding], seconds: float, width: int, *, colour: bool
+    whole: str, findings: Sequence[Finding], seconds: float, width: int, *, colour: bool
 ) -> Iterator[str]:
     """One line for each check, the worst first, and what to do below it."""
     counts = Counter(finding.outcome for finding in findings)
     summary = ", ".join(f"{counts[outcome]} {_COUNTED[outcome]}" for outcome in Outcome if counts[outcome])
-    yield f"node {node}: {summary}, in {seconds:.1f} s"
+    yield f"{whole}: {summary}, in {seconds:.1f} s"
     yield ""
     column = max((len(finding.check) for finding in findings), default=0)
     room = max(_LEAST_WIDTH, min(width, _WIDEST))

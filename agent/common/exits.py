@@ -175,7 +175,15 @@ class CheckCode(Code):
 
     FIT = 0, "no check has failed; there may be warnings"
     UNFIT = 1, "a check has failed"
+    NO_ANSWER = (
+        69,
+        "with --nodes: the store did not answer, or the node that led the check ended in the middle of it",
+    )
     NOT_HERE = 73, "a setting names what this machine does not have"
+    MISMATCH = (
+        76,
+        "with --nodes: the store holds another job's data, or data of another version of elastic-agent",
+    )
     BAD_CONFIG = 78, "a setting cannot work on any machine"
     INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C)"
 

@@ -79,8 +79,9 @@ observability/status: observability common configuration workers/processes rende
 observability/accounting: observability workers/processes observability/status
 workers/supervision: common output configuration machine/memory workers/processes machine \
     workers/environment workers/preloader observability/accounting workers/links
+commands/check_nodes: common configuration machine/network workers/processes machine rendezvous_io
 commands: common output configuration configuration/types configuration/reading machine/network workers/processes \
-    workers/checkpoints machine workers/environment rendezvous_io observability/status
+    workers/checkpoints machine workers/environment rendezvous_io observability/status commands/check_nodes
 main: common output configuration configuration/types machine/network machine/memory \
     machine/notices workers/processes workers/checkpoints machine workers/environment workers/preloader rendezvous_io \
     observability/status observability/accounting workers/supervision workers/links

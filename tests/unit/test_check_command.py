@@ -22,6 +22,7 @@ from elastic_agent.agent.machine.network.profiles import Profile
 from elastic_agent.health.checks.finding import Finding, Outcome
 from elastic_agent.health.checks.needs import NodeNeeds
 from elastic_agent.health.checks.node.table import NODE_CHECKS
+from elastic_agent.health.checks.pairs.report import PEER_CHECKS
 
 FOUND = (
     Finding("open-files", Outcome.OK, "1024 descriptors"),
@@ -39,7 +40,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_table_has_the_worst_first_and_advice_below() -> None:
-    lines = list(table("n1", FOUND, 0.12, 80, colour=False))
+    lines = list(table("node n1", FOUND, 0.12, 80, colour=False))
     assert lines[0] == "node n1: 1 failed, 1 to look at, 1 unknown, 1 ok, in 0.1 s"
     assert [line.split()[:2] for line in lines if re.match(r"[A-Za-z?]+ +[a-z-]+  ", line)] == [
         ["FAIL", "log-directory"],
@@ -53,9 +54,9 @@ def test_the_table_has_the_worst_first_and_advice_below() -> None:
 
 
 def test_a_terminal_gets_colours_for_the_outcomes_alone() -> None:
-    text = "\n".join(table("n1", FOUND, 0.1, 80, colour=True))
+    text = "\n".join(table("node n1", FOUND, 0.1, 80, colour=True))
     assert text.count("\x1b[0m") == 3
-    assert re.sub(r"\x1b\[\d+m", "", text) == "\n".join(table("n1", FOUND, 0.1, 80, colour=False))
+    assert re.sub(r"\x1b\[\d+m", "", text) == "\n".join(table("node n1", FOUND, 0.1, 80, colour=False))
 
 
 def test_the_document() -> None:
@@ -140,7 +141,7 @@ def test_the_page_has_every_check_and_every_exit_code() -> None:
     page = (Path(__file__).parents[2] / "docs" / "checks.md").read_text()
     names = [name for one in NODE_CHECKS for name in one.names]
     assert sorted(re.findall(r"^\| `([a-z-]+)` \|.*\|.*\|$", page, re.MULTILINE)) == sorted(
-        [*names, "off"][:-1]
+        [*names, *PEER_CHECKS]
     )
     for code in CheckCode:
         assert f"| {code:d} | {code.name} | {code.meaning} |" in page

@@ -11,7 +11,7 @@ import pytest
 from elastic_agent.health.checks.finding import Finding, Outcome
 from elastic_agent.health.checks.pairs.clocks import clock_offsets
 from elastic_agent.health.checks.pairs.facts import NodeFacts, Software
-from elastic_agent.health.checks.pairs.report import Found, PairsReport, make_report
+from elastic_agent.health.checks.pairs.report import PEER_CHECKS, Found, PairsReport, make_report
 from elastic_agent.health.checks.pairs.results import Door, Measurement, NodeResults, Obstacle, Reach
 from elastic_agent.health.checks.pairs.rounds import first_round, second_round
 
@@ -89,9 +89,10 @@ def the(report: PairsReport, check: str) -> tuple[Outcome, tuple[str, ...], tupl
 def test_where_all_is_well_each_check_says_so_once() -> None:
     report = make_report(found("abcd", measured=all_pairs("abcd")))
     assert {one.finding.outcome for one in report.findings} == {Outcome.OK}
+    assert [one.finding.check for one in report.findings] == list(PEER_CHECKS[:-1])
     assert [one.finding.summary for one in report.findings] == [
         "all 4 nodes came: a, b, c, d",
-        "every node that was tried reaches the other one: 6 pairs, 12 ways",
+        "all that tried to reach each other did: 6 pairs of nodes, 12 ways",
         "a byte there and back takes 50 us, at most 50 us",
         "one stream carries 1.0 GB/s, at least 1.0 GB/s",
         "an all-reduce of 4 MiB takes 10.0 ms, at most 10.0 ms",

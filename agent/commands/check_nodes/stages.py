@@ -17,6 +17,7 @@ from ....health.checks.pairs.facts import NodeFacts
 from ....health.checks.pairs.report import Found, PairsReport, make_report
 from ....health.checks.pairs.results import NodeResults
 from ....health.checks.pairs.rounds import Pair, first_round, ring, second_round, turns
+from ....rendezvous.text import counted
 from .meeting import Meeting, Member, Stage
 
 MOST_ALL_PAIRS = 64
@@ -124,9 +125,8 @@ class Check:
             )
             self._round(check, 1, first_round(check.there))
             self._round(check, 2, second_round(check.there, check.well()))
-        found = Found(
-            self._patience.wanted, self._patience.wait_s, tuple(nodes.values()), check.results, check.gone
-        )
+        by_name = tuple(nodes[name] for name in sorted(nodes))
+        found = Found(self._patience.wanted, self._patience.wait_s, by_name, check.results, check.gone)
         report = make_report(found)
         if len(report.measured) > MOST_MEASURED:
             report = replace(report, measured=())
@@ -153,7 +153,7 @@ class Check:
         for turn in turns(pairs):
             now = tuple(pair for pair in turn if set(pair) <= set(check.there))
             if now:
-                self._show(f"round {number}: {len(now)} pairs measure each other")
+                self._show(f"round {number}: {counted(len(now), 'pair')} measuring")
                 self._stage(check, Stage(0, "pairs", number, pairs=now), f"in round {number} of pairs")
 
     def _stage(self, check: _Led, stage: Stage, when: str) -> None:

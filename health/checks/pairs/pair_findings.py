@@ -177,8 +177,7 @@ def _reach(
     results = by_reach(reached, measured)
 
     def good() -> str:
-        tries = len(reached)
-        return f"every node that was tried reaches the other one: {len(results)} pairs, {tries} ways"
+        return f"all that tried to reach each other did: {len(results)} pairs of nodes, {len(reached)} ways"
 
     return _PairCheck("peer-reachable", results, good, show, advise, values={"pairs": float(len(results))})
 

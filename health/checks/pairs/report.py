@@ -20,6 +20,19 @@ from .words import latency, listed
 
 MOST_FINDINGS = 512
 
+PEER_CHECKS = (
+    "peer-present",
+    "peer-reachable",
+    "peer-latency",
+    "peer-bandwidth",
+    "peer-all-reduce",
+    "same-network",
+    "same-software",
+    "clock-between-nodes",
+    "checkpoint-directory-shared",
+)
+"""The names of all findings here; those of nodes' own checks are besides."""
+
 
 @dataclass(frozen=True, slots=True)
 class PairsReport(Checked):

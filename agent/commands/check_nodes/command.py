@@ -1,0 +1,115 @@
+"""One node's part in a check of several, put together: its sockets, its place in the store, its report."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from ....health.checks.finding import Finding
+from ....health.checks.pairs.probes.process import NoAnswer
+from ....health.checks.pairs.report import PairsReport
+from ....rendezvous.errors import RecordInvalid, StoreError, StoreMismatch
+from ....rendezvous.store.interface import Store
+from ...common.exits import CannotStart, CheckCode, ExitCode
+from ...common.ports import PortError, bind_listener
+from ...configuration.config import Config, ConfigError, Problem
+from ...machine.inventory import Machine
+from ...machine.network.discovery import Network
+from ...rendezvous_io.store_opening import open_store, store_listener
+from .here import ThisNode, bind_sockets, describe
+from .meeting import Meeting
+from .stages import Check, LeaderGone, Patience
+
+_CODES = {
+    ExitCode.STORE_MISMATCH: CheckCode.MISMATCH,
+    ExitCode.STORE_LOST: CheckCode.NO_ANSWER,
+    ExitCode.BAD_CONFIG: CheckCode.BAD_CONFIG,
+}
+
+
+class CannotCheck(Exception):
+    """There is no report; the text has the reason and what to try."""
+
+    def __init__(self, code: CheckCode, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+def check_meeting_place(config: Config) -> None:
+    """Raises ConfigError when the nodes do not know where to meet."""
+    if config.rendezvous.kind.port is None or not config.rendezvous.endpoints:
+        advice = "add --rdzv-endpoint as the agents of the job have it, the same on all nodes"
+        raise ConfigError([Problem("rdzv-endpoint", None, "the store where the nodes meet", advice)])
+
+
+def check_nodes(
+    config: Config,
+    machine: Machine,
+    name: str,
+    findings: Sequence[Finding],
+    patience: Patience,
+    environ: Mapping[str, str],
+    show: Callable[[str], None],
+) -> PairsReport:
+    """The report that every node has. `findings` are those of this node's own checks. Raises CannotCheck."""
+    network = machine.network
+    assert isinstance(network, Network), "the caller has waited for it"
+    rendezvous = replace(config.rendezvous, join_timeout_s=max(1.0, patience.wait_s))
+    config = replace(config, rendezvous=rendezvous)
+    try:
+        with contextlib.ExitStack() as parts:
+            sockets = bind_sockets(config, network.choice.address)
+            facts = describe(name, patience.wanted, machine, network.choice, sockets, findings)
+            here = ThisNode(facts, sockets, config.check_directory or "", environ)
+            parts.callback(here.close)
+            here.start()
+            store, hosts = _open_store(config, network, show)
+            parts.callback(store.close)
+            meeting = Meeting(store, rendezvous.lease_ttl_s)
+            parts.callback(lambda: _left(meeting))
+            _join(meeting, here)
+            check = Check(meeting, here, patience, show)
+            report = check.run()
+            if hosts:
+                check.await_others()
+            return report
+    except CannotStart as error:
+        raise CannotCheck(_CODES.get(error.code, CheckCode.NOT_HERE), str(error)) from error
+    except (PortError, NoAnswer) as error:
+        raise CannotCheck(CheckCode.NOT_HERE, str(error)) from error
+    except (StoreMismatch, RecordInvalid) as error:
+        raise CannotCheck(CheckCode.MISMATCH, str(error)) from error
+    except (StoreError, LeaderGone) as error:
+        raise CannotCheck(CheckCode.NO_ANSWER, str(error)) from error
+
+
+def _open_store(config: Config, network: Network, show: Callable[[str], None]) -> tuple[Store, bool]:
+    """And whether this node hosts it."""
+
+    def bind(address: str, port: int | None, purpose: str) -> socket.socket:
+        return bind_listener(address, port or config.port_range or 0, purpose)
+
+    listener = store_listener(config, network.endpoint, network.choice.address, bind)
+    where = ", ".join(map(str, config.rendezvous.endpoints))
+    show(
+        f"this node hosts the store at {where}"
+        if listener is not None
+        else f"looking for the store at {where}"
+    )
+    return open_store(config, network.endpoint, listener, queue.SimpleQueue()), listener is not None
+
+
+def _join(meeting: Meeting, here: ThisNode) -> None:
+    """Under another name, when there is one of its name."""
+    if not meeting.join(here.facts):
+        name = f"{here.facts.node[:115]}-{here.facts.life}"
+        here.facts = replace(here.facts, node=name)
+        meeting.join(here.facts)
+
+
+def _left(meeting: Meeting) -> None:
+    with contextlib.suppress(StoreError):
+        meeting.leave()

@@ -1,0 +1,251 @@
+"""What one node does in a check of several: it answers the others, tries them, and measures with its partners.
+
+All of it runs in processes of its own, which end with this one: the server, the file in the checkpoint directory, each
+try, each all-reduce.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import re
+import secrets
+import socket
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .... import __version__
+from ....codec import Invalid, from_plain, plain
+from ....health.checks.finding import Finding, Outcome, worst_first
+from ....health.checks.pairs.facts import MOST_FINDINGS, NodeFacts, Software
+from ....health.checks.pairs.probes.process import NoAnswer, Probe, ask
+from ....health.checks.pairs.results import Door, Measurement, NodeResults, Obstacle, Reach
+from ...common.kernel_files import read
+from ...common.ports import bind_listener
+from ...configuration.config import Config
+from ...machine.inventory import Machine
+from ...machine.network.choice import NetworkChoice
+from ...workers.processes.workers import job_python
+from .meeting import Stage
+
+SERVES_S = 10.0
+FILE_S = 5.0
+REACH_S = 15.0
+"""A try takes 5 s at most, and there are 64 at once."""
+MEASURE_S = 25.0
+ALL_REDUCE_S = 30.0
+END_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sockets:
+    """Bound and listening, so that no other process can take them: the server's, and that of an all-reduce's store."""
+
+    door: socket.socket
+    all_reduce: socket.socket
+
+    def close(self) -> None:
+        self.door.close()
+        self.all_reduce.close()
+
+
+def bind_sockets(config: Config, address: str) -> Sockets:
+    """On ports that the configuration allows. Raises PortError."""
+    ports = config.port_range or 0
+    door = bind_listener(address, ports, "check")
+    try:
+        return Sockets(door, bind_listener(address, ports, "all-reduce of a check"))
+    except BaseException:
+        door.close()
+        raise
+
+
+def describe(
+    name: str,
+    wanted: int,
+    machine: Machine,
+    choice: NetworkChoice,
+    sockets: Sockets,
+    findings: Sequence[Finding],
+) -> NodeFacts:
+    """`findings` are those of this node's own checks."""
+    software = machine.software
+    ask_for, answer = secrets.token_hex(16), secrets.token_hex(16)
+    bad = [finding for finding in worst_first(findings) if finding.outcome is not Outcome.OK]
+    return NodeFacts(
+        node=name,
+        life=uuid.uuid4().hex[:12],
+        wanted=wanted,
+        door=Door(name, choice.address, sockets.door.getsockname()[1], ask_for, answer),
+        all_reduce_port=sockets.all_reduce.getsockname()[1],
+        interface=choice.interface,
+        speed_mbps=choice.speed_mbps or 0,
+        mtu=choice.mtu,
+        rdma_ports=len(choice.rdma),
+        gpus=len(machine.inventory.cuda),
+        software=Software(
+            agent=__version__,
+            python=platform.python_version(),
+            torch=(software.torch or "")[:64],
+            nccl=(software.nccl or "")[:64] if software.has_nccl else "",
+            driver=_driver(read("/proc/driver/nvidia/version")),
+        ),
+        findings=tuple(bad[:MOST_FINDINGS]),
+    )
+
+
+def _driver(text: str) -> str:
+    """
+    >>> _driver("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build")
+    '580.95.05'
+    """
+    found = re.search(r"\b\d{3,4}\.\d+(\.\d+)?\b", text)
+    return found[0] if found else ""
+
+
+class ThisNode:
+    """Close it in the end."""
+
+    def __init__(
+        self, facts: NodeFacts, sockets: Sockets, directory: str, environ: Mapping[str, str]
+    ) -> None:
+        """`directory` is where the script keeps its checkpoints; empty: not known. `environ` is the workers'."""
+        self.facts, self._sockets, self._environ = facts, sockets, environ
+        self._directory = directory
+        self._lasting = contextlib.ExitStack()
+        self._stage = contextlib.ExitStack()
+
+    def start(self) -> None:
+        """Answer the others from now on, and write the file that they look for. Raises NoAnswer."""
+        descriptor = self._sockets.door.fileno()
+        server = self._begun("server", descriptors=[descriptor])
+        self._lasting.callback(server.close)
+        server.order({"listener": descriptor, "door": plain(self.facts.door)})
+        server.answer(SERVES_S)
+        if self._directory:
+            holder = self._begun("directory")
+            self._lasting.callback(lambda: holder.end(END_S))
+            holder.order({"hold": self._directory})
+            # Why there is none, the node's own check of the directory says.
+            with contextlib.suppress(NoAnswer, Invalid):
+                file = holder.answer(FILE_S).get("file", "")
+                self.facts = replace(self.facts, file=file)
+
+    def close(self) -> None:
+        self._stage.close()
+        self._lasting.close()
+        self._sockets.close()
+
+    def carry_out(self, stage: Stage, others: dict[str, NodeFacts]) -> NodeResults:
+        self._stage.close()  # what has served a partner of the stage before
+        me = self.facts.node
+        if stage.what == "reach":
+            return self._reach(list(others.values()))
+        measured = []
+        for first, second in stage.pairs:
+            if me == first and second in others:
+                measured.append(self._measure(stage, others[second]))
+            elif me == second and first in others:
+                self._serve_all_reduce(stage, others[first])
+        return NodeResults(measured=tuple(measured))
+
+    def _reach(self, others: Sequence[NodeFacts]) -> NodeResults:
+        files = {one.file: one.node for one in others if one.file}
+        looking = None
+        with contextlib.ExitStack() as stack:
+            if self._directory and files:
+                with contextlib.suppress(NoAnswer):
+                    looking = self._begun("directory")
+                    stack.callback(looking.close)
+                    looking.order({"look": self._directory, "files": list(files)})
+            order = self._order([one.door for one in others], None)
+            try:
+                answer = ask("client", order, REACH_S)["reached"]
+                reached = tuple(from_plain(Reach, one) for one in answer)
+            except NoAnswer as error:
+                reached = tuple(Reach(self.facts.node, one.node, Obstacle.OWN, str(error)) for one in others)
+            seen: list[str] = []
+            if looking is not None:
+                with contextlib.suppress(NoAnswer):
+                    seen = looking.answer(FILE_S)["seen"]
+        return NodeResults(reached, seen=tuple(files[file] for file in seen))
+
+    def _measure(self, stage: Stage, other: NodeFacts) -> Measurement:
+        with contextlib.ExitStack() as stack:
+            partner = self._all_reduce(other)
+            if partner is not None:
+                stack.callback(partner.close)
+            try:
+                answer = ask("client", self._order([other.door], stage.round), MEASURE_S)["measured"]
+                found = from_plain(Measurement, answer)
+            except NoAnswer as error:
+                return Measurement(stage.round, self.facts.node, other.node, Obstacle.OWN, str(error))
+            if partner is None or found.obstacle is not None:
+                return found
+            partner.order(self._all_reduce_order(stage, 1, other, other))
+            try:
+                answer = partner.answer(ALL_REDUCE_S)
+            except NoAnswer as error:
+                return replace(found, all_reduce_problem=str(error)[:512])
+        if "missing" in answer:
+            return found
+        if "seconds" in answer:
+            return replace(found, all_reduce_s=answer["seconds"])
+        return replace(found, all_reduce_problem=str(answer.get("problem"))[:512])
+
+    def _serve_all_reduce(self, stage: Stage, other: NodeFacts) -> None:
+        """The other one comes when it has measured; until the stage is over."""
+        probe = self._all_reduce(other, descriptors=[self._sockets.all_reduce.fileno()])
+        if probe is not None:
+            self._stage.callback(probe.close)
+            probe.order(self._all_reduce_order(stage, 0, other, self.facts))
+
+    def _all_reduce(self, other: NodeFacts, descriptors: Sequence[int] = ()) -> Probe | None:
+        """None where one of the two has no torch."""
+        if not (self.facts.software.torch and other.software.torch):
+            return None
+        with contextlib.suppress(NoAnswer):
+            return self._begun(
+                "all_reduce",
+                python=job_python(self._environ),
+                environ=self._environ,
+                descriptors=descriptors,
+            )
+        return None
+
+    def _all_reduce_order(
+        self, stage: Stage, rank: int, other: NodeFacts, host: NodeFacts
+    ) -> dict[str, object]:
+        nccl = all(one.gpus and one.software.nccl for one in (self.facts, other))
+        return {
+            "rank": rank,
+            "address": host.door.address,
+            "port": host.all_reduce_port,
+            "interface": self.facts.interface,
+            "key": f"check-{stage.number}",
+            "backend": "nccl" if nccl else "gloo",
+            "listener": self._sockets.all_reduce.fileno() if rank == 0 else None,
+        }
+
+    def _order(self, doors: Sequence[Door], number: int | None) -> dict[str, object]:
+        return {
+            "me": self.facts.node,
+            "address": self.facts.door.address,
+            "doors": [plain(door) for door in doors],
+            "round": number,
+        }
+
+    def _begun(
+        self,
+        name: str,
+        *,
+        python: str = sys.executable,
+        environ: Mapping[str, str] | None = None,
+        descriptors: Sequence[int] = (),
+    ) -> Probe:
+        try:
+            return Probe(name, python=python, environ=environ or self._environ, descriptors=descriptors)
+        except OSError as error:
+            raise NoAnswer(f"the probe {name} could not be started: {error.strerror}") from error
