@@ -18,7 +18,7 @@ import pytest
 
 from elastic_agent.agent.workers.preloader import spare_policy
 from elastic_agent.agent.workers.preloader import spares as module
-from elastic_agent.agent.workers.preloader.spares import Spare
+from elastic_agent.agent.workers.preloader.spares import Interpreter, Spare
 from elastic_agent.agent.workers.preloader.wire import BecomeWorker
 from elastic_agent.agent.workers.processes.workers import tied
 from elastic_agent.worker.memory.available_memory import MIB, Memory
@@ -407,3 +407,28 @@ def test_an_interpreter_that_is_not_there_is_logged(caplog: pytest.LogCaptureFix
     agent.run_until(lambda: "is gone: exit code 127" in caplog.text)
     assert "the preloaded process prints: elastic-agent: cannot run '/nonexistent/python'" in caplog.text
     agent.spares.close()
+
+
+def test_what_was_preloaded_before_the_job_is_for_jobs_like_it_alone(tmp_path: Path) -> None:
+    """A variable that a preloaded module has read is another one for each value; any other one may differ."""
+    (tmp_path / "asks.py").write_text("import os\nFOUND = os.environ.get('ASKED_FOR')\n")
+    keeper = SpareKeeper("asks", wanted=0, PYTHONPATH=str(tmp_path)).start()
+    of_daemon = {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+    def adopt(*names: str, python: str = sys.executable, **variables: str) -> str:
+        interpreter = Interpreter(python, {**of_daemon, **variables}, str(tmp_path))
+        return keeper.spares.adopt(interpreter, names or ("asks",), 2)
+
+    try:
+        assert adopt(OTHER="1") == "the job has variables of its own, and its imports are not done yet"
+        keeper.run_until(lambda: keeper.spares.loaded)
+        assert adopt(ASKED_FOR="1") == "ASKED_FOR is '1', and not set where its modules were loaded"
+        assert adopt(PYTHONPATH="/nowhere").startswith("PYTHONPATH is '/nowhere'")
+        assert adopt("asks", "csv") == "--preload is asks,csv, and was asks"
+        assert adopt(python="/usr/bin/other") == f"workers run /usr/bin/other, and not {sys.executable}"
+        assert keeper.spares.ready == 0
+        assert adopt(OTHER="1", OMP_NUM_THREADS="3") == ""
+        keeper.run_until_ready(2)
+    finally:
+        keeper.spares.close()
+    assert adopt() == keeper.spares.why_cold, "it is not there any more"

@@ -1,0 +1,163 @@
+"""When a job's agent starts cold, and what becomes of a standby that does not take its job."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_agent.agent.daemon.hand_over import Become, pair, receive_job, send_job, send_taken
+from elastic_agent.agent.daemon.job_agent import JobAgent, JobAgentEnded, NotTaken, Waiting
+from elastic_agent.agent.daemon.standby import HEALTHY_S, RETRY_S, Standby, why_cold
+from elastic_agent.codec import Invalid
+
+PATIENCE_S = 20.0
+OURS = {"HOME": "/root", "PYTHONPATH": "/opt/lib"}
+
+
+@pytest.mark.parametrize(
+    ("of_job", "directory", "why"),
+    [
+        ({}, "/here", ""),
+        ({}, "/there", ""),
+        ({"MY": "1"}, "/there", ""),
+        ({"OMP_NUM_THREADS": "3"}, "/there", ""),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, "/there", ""),
+        ({"PYTHONPATH": "/opt/lib:/more"}, "/here", "PYTHONPATH is '/opt/lib:/more', and '/opt/lib' where"),
+        ({"PYTHON_EXEC": "/usr/bin/python3"}, "/here", "PYTHON_EXEC is"),
+        ({"LD_PRELOAD": "/lib/tracer.so"}, "/here", "LD_PRELOAD is"),
+        ({"OMP_NUM_THREADS": "many"}, "/here", "OMP_NUM_THREADS is"),
+        ({"LC_ALL": "de_DE.UTF-8"}, "/here", "LC_ALL is"),
+    ],
+)
+def test_a_job_is_cold_for_what_is_read_when_a_process_starts(
+    of_job: dict[str, str], directory: str, why: str
+) -> None:
+    found = why_cold(OURS, {**OURS, **of_job}, "/here", directory)
+    assert found.startswith(why) if why else not found
+
+
+@pytest.mark.parametrize("path", ["src", "/opt:src", "/opt:", ":/opt"])
+def test_a_path_that_depends_on_the_directory_is_the_same_only_there(path: str) -> None:
+    ours = {"PYTHONPATH": path}
+    assert why_cold(ours, ours, "/here", "/here") == ""
+    expected = f"PYTHONPATH is {path!r}, which depends on the directory"
+    assert why_cold(ours, ours, "/here", "/there") == expected
+
+
+def test_a_job_is_handed_over_whole_however_long_it_is(tmp_path: Path) -> None:
+    job = Become(("--node-id=a", "--", "x.py"), {"LONG": "x" * 2**20, "NOT_UTF_8": "\udcff"}, "/there")
+    ours, theirs = pair()
+    with ours, theirs, (tmp_path / "output").open("wb") as output:
+        send_job(ours, job, output.fileno())
+        received = receive_job(theirs)
+        assert received is not None
+        assert received[0] == job
+        with open(received[1], "wb") as same:
+            same.write(b"printed")
+        send_taken(theirs)
+    assert (tmp_path / "output").read_text() == "printed"
+
+
+def test_what_is_no_job_is_refused_and_the_end_of_the_daemon_is_none() -> None:
+    ours, theirs = pair()
+    with theirs:
+        ours.send(b"?")
+        with pytest.raises(Invalid):
+            receive_job(theirs)
+        ours.close()
+        assert receive_job(theirs) is None
+
+
+class Handed:
+    """A job's agent that was handed over to a process which runs this code with the socket `channel`."""
+
+    def __init__(self, folder: Path, code: str) -> None:
+        ours, theirs = pair()
+        program = (
+            "import socket, sys\n"
+            "from elastic_agent.agent.daemon.hand_over import receive_job, send_taken\n"
+            "channel = socket.socket(fileno=int(sys.argv[1]))\n"
+        )
+        with theirs:
+            command = [sys.executable, "-c", program + code, str(theirs.fileno())]
+            self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
+        self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        job = Become(("--version",), {"PATH": "/bin"}, str(folder))
+        self.agent = JobAgent(7, job, folder / "logs" / "output", self.events.put)
+        self.agent.start(Waiting(self.process, ours, 0.0))
+
+    def event(self) -> Any:
+        return self.events.get(timeout=PATIENCE_S)
+
+
+def test_a_standby_that_has_taken_its_job_ends_as_the_jobs_agent(tmp_path: Path) -> None:
+    handed = Handed(tmp_path, "receive_job(channel)\nsend_taken(channel)\nsys.exit(9)")
+    assert handed.event() == JobAgentEnded(7, 9)
+
+
+@pytest.mark.parametrize(
+    "code", ["", "receive_job(channel)", "channel.close()\nimport time\ntime.sleep(60)", "1 / 0"]
+)
+def test_one_that_has_not_is_gone_before_another_agent_can_be_started(tmp_path: Path, code: str) -> None:
+    handed = Handed(tmp_path, code)
+    assert handed.event() == NotTaken(7)
+    assert handed.process.returncode is not None
+    handed.agent.start()
+    assert handed.event() == JobAgentEnded(7, 0)
+    assert (tmp_path / "logs" / "output").read_text().startswith("elastic-agent ")
+
+
+def test_a_standby_is_not_lost_where_its_output_has_no_place(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("no folder")
+    ours, theirs = pair()
+    process = subprocess.Popen(["sleep", "60"])
+    agent = JobAgent(7, Become((), {}, "/"), tmp_path / "logs" / "output", lambda event: None)
+    with theirs, pytest.raises(OSError, match="logs"):
+        agent.start(Waiting(process, ours, 0.0))
+    assert process.returncode is not None
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_one_that_ends_again_and_again_is_replaced_after_growing_pauses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start_child(command: list[str], *_: object, **__: object) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(["false"]))
+        return started[-1]
+
+    monkeypatch.setattr("elastic_agent.agent.daemon.standby.start_child", start_child)
+    clock = Clock()
+    standby = Standby(("json",), "local", OURS, clock)
+    for pause_s in (*RETRY_S, RETRY_S[-1]):
+        assert standby.turn(clock.now) is None
+        started[-1].wait()
+        assert standby.turn(clock.now) == clock.now + pause_s
+        standby.idle(clock.now)
+        assert standby.turn(clock.now) == clock.now + pause_s, "an idle node is no reason to hurry"
+        assert standby.take(OURS, "/here") is None
+        clock.now += pause_s
+    standby.turn(clock.now)
+    started[-1].wait()
+    clock.now += HEALTHY_S
+    assert standby.turn(clock.now) == clock.now + RETRY_S[0]
+    assert len(started) == len(RETRY_S) + 2
+    standby.close()
+
+
+def test_without_a_word_of_preload_there_is_none() -> None:
+    standby = Standby((), "local", OURS, Clock())
+    assert standby.turn(1000.0) is None
+    assert standby.take(OURS, "/here") is None
