@@ -155,12 +155,16 @@ class ForgetCode(Code):
 
 
 class PoolCode(Code):
-    """How the commands about a pool end: submit, jobs, cancel, wait and logs."""
+    """How the commands about a pool end: submit, jobs, cancel, wait and logs. What is said of wait also goes for submit
+    and logs with --follow."""
 
     DONE = 0, "it is done; of wait: the job has succeeded"
     FAILED = 1, "of wait: the job has failed; or another code of its agent"
     NO_POOL = 66, "no node offers itself to the pool"
-    NO_JOB = 67, "the pool has no such job, or several of this name"
+    NO_JOB = (
+        67,
+        "the pool has no such job, or several of this name; of logs: nothing that it has printed is left",
+    )
     NO_ANSWER = 69, "the pool's store did not answer in time"
     OVER = 75, "the job has ended already, or is cancelled already"
     MISMATCH = 76, "what answers is no pool's store, or one of another version"
@@ -168,6 +172,7 @@ class PoolCode(Code):
     UNABLE = 79, "of wait: the job could not run, or its time limit has passed"
     CANCELLED = 143, "of wait: the job was cancelled"
     INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C); the job goes on"
+    OUTPUT_CLOSED = 141, "the reader of the output has closed it; the job goes on"
 
 
 class CheckCode(Code):

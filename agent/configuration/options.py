@@ -15,6 +15,7 @@ POOL_COMMANDS = {
     "submit": "put a job into the queue of a pool",
     "jobs": "the jobs of a pool",
     "wait": "until a job of a pool has ended",
+    "logs": "what a job of a pool prints, on all its nodes",
     "cancel": "end a job of a pool",
 }
 """Those about a pool and its jobs. `agent/commands/pool` has a module for each."""

@@ -6,7 +6,6 @@ generation; no path is made of anything else, and nothing is read but regular fi
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import stat
@@ -92,10 +91,8 @@ def read_piece(root: Path, node: str, wanted: Wanted) -> bytes:
         if chosen is None:
             return _answer(Piece(wanted.start, 0, newest), b"")
         file = chosen
-    with contextlib.suppress(FileNotFoundError):
-        size, data = _read(file, wanted.start)
-        return _answer(Piece(wanted.start, size, newest), data)
-    return _answer(Piece(wanted.start, 0, newest), b"")
+    size, data = _read(file, wanted.start)
+    return _answer(Piece(wanted.start, size, newest), data)
 
 
 def split_piece(answer: bytes) -> tuple[Piece, bytes]:

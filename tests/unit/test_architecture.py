@@ -87,7 +87,8 @@ main: common output configuration configuration/types machine/network machine/me
     observability/status observability/accounting workers/supervision workers/links
 daemon: common output configuration configuration/types configuration/reading machine/network \
     workers/preloader/fidelity rendezvous_io main
-commands/pool: common configuration configuration/types configuration/reading rendezvous_io commands daemon
+commands/pool: common output configuration configuration/types configuration/reading rendezvous_io \
+    observability/status commands daemon
 torchrun: rendezvous/etcd common configuration configuration/types configuration/reading machine/network \
     rendezvous_io main
 start: worker/wire common output configuration configuration/types configuration/reading workers/processes \

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ....pool.records import Cancel
+from ....pool.records import Cancel, Job
 from ....pool.view import PoolView
 from ....rendezvous.store.interface import Compare, Put, Store
 from ...common.exits import PoolCode
@@ -23,7 +23,12 @@ def main(words: Sequence[str]) -> int:
 
 
 def _cancel(store: Store, view: PoolView, name: str, _: Settings) -> int:
-    job = find_job(view, name)
+    print(cancel(store, view, find_job(view, name)))
+    return PoolCode.DONE
+
+
+def cancel(store: Store, view: PoolView, job: Job) -> str:
+    """What was done, in words. Raises CannotDo."""
     result = next((one for one in view.results if one.job == job.job), None)
     if result is not None:
         raise CannotDo(
@@ -32,5 +37,4 @@ def _cancel(store: Store, view: PoolView, name: str, _: Settings) -> int:
     cancel = Cancel(job.job, whoever_asks())
     if not store.transact((Compare(cancel.key, 0),), (Put(cancel.key, cancel.to_json()),)).succeeded:
         raise CannotDo(PoolCode.OVER, f"job {job.job} is cancelled already, and about to end")
-    print(f"job {job.job} ({job.name}) is cancelled")
-    return PoolCode.DONE
+    return f"job {job.job} ({job.name}) is cancelled"

@@ -22,6 +22,8 @@ usage: elastic-agent jobs [--json] [--watch]
 Lists the jobs of a pool, oldest first: those that run, those that wait and what for, and how the others have ended.
 """
 
+SCHEMA = 1
+"""Of the JSON document."""
 WATCH_S = 1.0
 JSON: Option[bool] = Option("json", YES_OR_NO, "one JSON document", default="false", flag=True)
 WATCH: Option[bool] = Option(
@@ -41,6 +43,13 @@ class JobState:
     nodes: tuple[str, ...]
     submitted_at: float
     submitted_by: str
+    code: int | None = None
+    """Exit code of the agent that has decided how it ended."""
+    started_at: float | None = None
+    """Of the newest attempt."""
+    ended_at: float | None = None
+    logs: tuple[str, ...] = ()
+    """NODE:PATH of what its agents print."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -49,25 +58,42 @@ def main(words: Sequence[str]) -> int:
 
 def states(view: PoolView, now: float) -> Iterator[JobState]:
     results = {result.job: result for result in view.results}
-    pool = view.pool()
+    pool, live = view.pool(), {node.node: node for node in view.nodes}
     for job in view.jobs:
+        code = started_at = ended_at = None
+        logs: dict[str, str] = {}
         run, result = view.plan.run_of(job.job), results.get(job.job)
         if result is not None:
             state, detail, nodes = result.outcome.value, result.reason, result.nodes
+            code, started_at, ended_at, logs = result.code, result.started_at, result.ended_at, result.logs
         elif run is not None:
             state = "running" if run.ending is None else "ending"
             detail = f"attempt {run.attempt}" if run.ending is None else run.ending.reason
-            nodes = tuple(seat.node for seat in run.seats)
+            nodes, started_at = tuple(seat.node for seat in run.seats), run.started_at
+            logs = {name: live[name].log_of(job.job) for name in nodes if name in live}
         else:
             state, detail, nodes = "waiting", why_waiting(pool, job, now), ()
-        yield JobState(job.job, job.name, state, detail, nodes, job.submitted_at, job.submitted_by)
+        places = tuple(f"{node}:{path}" for node, path in logs.items())
+        yield JobState(
+            job.job,
+            job.name,
+            state,
+            detail,
+            nodes,
+            job.submitted_at,
+            job.submitted_by,
+            code,
+            started_at,
+            ended_at,
+            places,
+        )
 
 
 def _jobs(store: Store, view: PoolView, _: str, settings: Settings) -> int:
     while True:
         found = list(states(view, time.time()))
         if settings[JSON].value:
-            print(json.dumps({"jobs": [asdict(one) for one in found]}), flush=True)
+            print(json.dumps({"schema": SCHEMA, "jobs": [asdict(one) for one in found]}), flush=True)
         else:
             print("\n".join(_lines(view, found)), flush=True)
         if not settings[WATCH].value:

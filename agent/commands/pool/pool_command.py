@@ -69,6 +69,8 @@ def pool_command(
         code, reason = PoolCode.MISMATCH, error
     except StoreError as error:
         code, reason = PoolCode.NO_ANSWER, error
+    except BrokenPipeError:
+        return PoolCode.OUTPUT_CLOSED
     print(f"elastic-agent {name}: {reason}", file=sys.stderr)
     return code
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import time
 import uuid
@@ -28,8 +29,12 @@ from ...configuration.config import (
 from ...configuration.options import OPTIONS, TARGETS
 from ...configuration.reading.settings import Settings
 from ...configuration.types.option import Option
-from ...configuration.types.parsers import TEXT, Parser, duration
+from ...configuration.types.parsers import TEXT, YES_OR_NO, Parser, duration
 from ...daemon.job_words import OF_THE_POOL
+from .cancel import cancel
+from .live_view import LiveView
+from .log_reader import JobLog
+from .logs import follow, say, show
 from .pool_command import CannotDo, pool_command, read_view, whoever_asks
 
 _USAGE = """\
@@ -38,7 +43,8 @@ usage: elastic-agent submit [OPTIONS] [--] train.py [ARGUMENTS]
 
 Puts a job into the queue of a pool: of the nodes on which elastic-agent runs without a script. Takes the options of a
 run, but for those that the pool decides. Without --rdzv-endpoint the pool is that of this machine. The last line on
-stdout is the job's id.
+stdout is the job's id. With --follow the id is on stderr, and stdout has what the job prints; the exit code is that of
+wait.
 """
 
 NAME: Option[str | None] = Option("name", TEXT, "for people (default: the script's name)", metavar="NAME")
@@ -55,13 +61,22 @@ DIRECTORY: Option[str | None] = Option(
 TIME_LIMIT: Option[float | None] = Option(
     "time-limit", duration(0.1), "each attempt of the job is ended after so long (default: never)"
 )
+FOLLOW: Option[bool] = Option(
+    "follow",
+    YES_OR_NO,
+    "show what the job prints until it has ended; Ctrl-C asks whether to cancel it or leave it running",
+    default="false",
+    flag=True,
+)
 
 _SECRET = re.compile(r"(?i)(secret|passw|token|api_?key|credential|private_?key)")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def main(words: Sequence[str]) -> int:
-    return pool_command("submit", words, _USAGE, _submit, NAME, ENV, DIRECTORY, TIME_LIMIT, check=_check)
+    return pool_command(
+        "submit", words, _USAGE, _submit, NAME, ENV, DIRECTORY, TIME_LIMIT, FOLLOW, check=_check
+    )
 
 
 def _read_env(text: str) -> tuple[tuple[str, str], ...]:
@@ -109,9 +124,51 @@ def _submit(store: Store, view: PoolView, _: str, settings: Settings) -> int:
     view = read_view(store)
     waits = view.plan.run_of(job.job) is None and any(one.job == job.job for one in view.pool().jobs)
     why = why_waiting(view.pool(), job, time.time()) if waits else "queued"
-    print(f"{job.name}: {why}", file=sys.stderr)
+    if settings[FOLLOW].value:
+        say(f"job {job.job} ({job.name}): {why}")
+        return _follow(LiveView(store, view), job)
+    say(f"{job.name}: {why}")
     print(job.job)
     return PoolCode.DONE
+
+
+def _follow(live: LiveView, job: Job) -> int:
+    """Until the job has ended, or a person leaves it running."""
+    asked: list[int] = []
+
+    def ask_later(number: int, frame: object) -> None:
+        """The answer to the first Ctrl-C is asked for where nothing is half done; a second one is an answer."""
+        asked.append(number)
+        if len(asked) > 1:
+            os.write(2, f"\n{_goes_on(job)}\n".encode())
+            os._exit(PoolCode.INTERRUPTED)
+
+    signal.signal(signal.SIGINT, ask_later)
+    reader = JobLog(job.job, show, say)
+    while True:
+        code = follow(live, job, reader, lambda: bool(asked))
+        if code is not None:
+            return code
+        if not sys.stdin.isatty() or not _wants_its_end(job):
+            say(_goes_on(job))
+            return PoolCode.INTERRUPTED
+        try:
+            say(cancel(live.store, read_view(live.store), job))
+        except CannotDo as over:
+            say(str(over))
+        asked.clear()
+
+
+def _wants_its_end(job: Job) -> bool:
+    print(f"\ncancel job {job.job}? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _goes_on(job: Job) -> str:
+    return (
+        f"job {job.job} goes on: elastic-agent logs {job.job} --follow shows it, "
+        f"elastic-agent cancel {job.job} ends it"
+    )
 
 
 def job_of(settings: Settings, directory: str, now: float) -> Job:

@@ -1,0 +1,295 @@
+"""Reads what a job has printed from the daemons of its nodes, each of which has its own part.
+
+A file is read piece by piece, and its daemon keeps nothing of who reads: one that stalls holds nothing up. What cannot
+be read is said once, with its place, and the others are shown.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from ....codec import Invalid
+from ....pool.records import JobResult, PoolNode, Run
+from ....pool.view import PoolView
+from ...common.http_client import NoAnswer, request
+from ...daemon.job_logs import MOST_ANSWER, Piece, Wanted, split_piece
+from ...output.worker_logs import STREAMS
+
+ANSWER_S = 3.0
+AT_ONCE = 32
+"""Nodes that are asked at the same time."""
+LOOK_S = 2.0
+"""Between two looks for a newer generation, and two questions to a node that did not answer."""
+LONGEST_LINE = 64 * 1024
+
+_T = TypeVar("_T")
+
+Show = Callable[[str, bytes], None]
+"""Called with a stream and whole lines, but for the last one of a file."""
+Warn = Callable[[str], None]
+
+
+class Unreadable(Exception):
+    """This node's part cannot be read now; the text says why."""
+
+    def __init__(self, reason: str, *, lasting: bool = False) -> None:
+        super().__init__(reason)
+        self.lasting = lasting
+        """It has nothing of the job."""
+
+
+Ask = Callable[[PoolNode, Wanted], tuple[Piece, bytes]]
+"""Raises Unreadable."""
+
+
+def ask_daemon(node: PoolNode, wanted: Wanted) -> tuple[Piece, bytes]:
+    """Raises Unreadable."""
+    if node.http is None:
+        raise Unreadable("its daemon answers on its own loopback only (--http-address)")
+    bearer = {"Authorization": f"Bearer {node.token}"}
+    try:
+        reply = request(node.http, wanted.target, time.monotonic, ANSWER_S, MOST_ANSWER, headers=bearer)
+    except ConnectionRefusedError:
+        raise Unreadable(f"no process listens at {node.http}: its daemon has ended") from None
+    except OSError:
+        raise Unreadable(f"no answer from {node.http} within {ANSWER_S:g} s") from None
+    except NoAnswer as error:
+        raise Unreadable(f"what answers at {node.http} is another program: {error}") from None
+    if reply.status == 404:
+        raise Unreadable("it has nothing of the job", lasting=True)
+    if reply.status != 200:
+        raise Unreadable(f"its daemon at {node.http} answers with status {reply.status}")
+    try:
+        return split_piece(reply.body)
+    except Invalid:
+        raise Unreadable(f"what answers at {node.http} is of another version of elastic-agent") from None
+
+
+@dataclass(slots=True)
+class _File:
+    """How far one file has been read."""
+
+    stream: str = STREAMS[0]
+    start: int = 0
+    begun: bytes = b""
+    """The line that has not ended yet."""
+
+    def take(self, piece: Piece, data: bytes) -> bytes:
+        """The lines that have ended since. A file that is shorter than before is another one."""
+        if piece.size < self.start:
+            self.start = 0
+            return b""
+        self.start += len(data)
+        whole = self.begun + data
+        end = whole.rfind(b"\n") + 1
+        if len(whole) - end > LONGEST_LINE:
+            end = len(whole)
+        self.begun = whole[end:]
+        return whole[:end]
+
+    def rest(self) -> bytes:
+        lines, self.begun = self.begun, b""
+        return lines and lines + b"\n"
+
+
+def part_takers(view: PoolView, job: str) -> tuple[str, ...]:
+    """Nodes that are known to have, or to have had, a part in the job's newest attempt."""
+    run: Run | None = view.plan.run_of(job)
+    result: JobResult | None = next((one for one in view.results if one.job == job), None)
+    names = result.nodes if result is not None else ()
+    if run is not None:
+        names = (*run.left, *(seat.node for seat in run.seats))
+    return tuple(dict.fromkeys(names))
+
+
+class JobLog:
+    """What the job's agents print, of all nodes: with a name before each line where there are several."""
+
+    def __init__(self, job: str, show: Show, warn: Warn, ask: Ask = ask_daemon) -> None:
+        self._job, self._show, self._warn, self._ask = job, show, warn, ask
+        self._files: dict[str, _File] = {}
+        self._without: set[str] = set()
+        """Nodes that had nothing of the job when they were asked."""
+        self._said: set[str] = set()
+        self._again_at: dict[str, float] = {}
+        self.found = False
+        """Some node has something of the job."""
+
+    def read(self, view: PoolView, *, all_of_it: bool) -> bool:
+        """What is new; `all_of_it`: up to the end that each file had when it was first asked for. Returns whether there
+        is more."""
+        parts = part_takers(view, self._job)
+        nodes = {node.node: node for node in view.nodes}
+        self._name_the_gone(view, parts, nodes)
+        now = time.monotonic()
+        due = [
+            node
+            for name, node in nodes.items()
+            if (name in parts or name not in self._without) and self._again_at.get(name, now) <= now
+        ]
+        pieces = self._ask_all({node.node: node for node in due}, parts)
+        prefixed, more = len({*parts, *pieces, *self._files}) > 1, False
+        for name, (piece, data) in pieces.items():
+            self.found = True
+            file = self._files.setdefault(name, _File())
+            self._print(name, file.take(piece, data), prefixed)
+            more = more or file.start < piece.size
+            while all_of_it and data and file.start < piece.size:
+                try:
+                    again, data = self._ask(nodes[name], Wanted(self._job, file.start))
+                except Unreadable as error:
+                    self._complain(nodes[name], error, parts)
+                    break
+                self._print(name, file.take(again, data), prefixed)
+        return more and not all_of_it
+
+    def finish(self) -> None:
+        """Show lines that have not ended, too."""
+        for name, file in self._files.items():
+            self._print(name, file.rest(), len(self._files) > 1)
+
+    def _ask_all(
+        self, nodes: Mapping[str, PoolNode], parts: tuple[str, ...]
+    ) -> dict[str, tuple[Piece, bytes]]:
+        def one(node: PoolNode) -> tuple[Piece, bytes] | Unreadable:
+            try:
+                return self._ask(node, Wanted(self._job, self._files.get(node.node, _File()).start))
+            except Unreadable as error:
+                return error
+
+        found = {}
+        for name, answer in _at_once(one, nodes).items():
+            if isinstance(answer, Unreadable):
+                self._complain(nodes[name], answer, parts)
+            else:
+                self._without.discard(name)
+                found[name] = answer
+        return found
+
+    def _complain(self, node: PoolNode, error: Unreadable, parts: tuple[str, ...]) -> None:
+        if error.lasting or node.node not in parts:
+            self._without.add(node.node)
+            return
+        self._again_at[node.node] = time.monotonic() + LOOK_S
+        if node.node not in self._said:
+            self._said.add(node.node)
+            self._warn(f"node {node.node}: {error}; what it has is in {node.log_of(self._job)} there")
+
+    def _name_the_gone(self, view: PoolView, parts: tuple[str, ...], nodes: Mapping[str, PoolNode]) -> None:
+        for name in parts:
+            if name not in nodes and name not in self._said:
+                self._said.add(name)
+                result = next((one for one in view.results if one.job == self._job), None)
+                place = result.logs.get(name) if result is not None else None
+                where = f"; what it has is in {place} there" if place else ""
+                self._warn(f"node {name} has left the pool{where}")
+
+    def _print(self, name: str, lines: bytes, prefixed: bool) -> None:
+        if lines:
+            mark = name.encode() + b": "
+            self._show(STREAMS[0], re.sub(rb"(?m)^(?=.|\n)", mark, lines) if prefixed else lines)
+
+
+@dataclass(slots=True)
+class _Chosen:
+    """The newest generation in which a rank has printed something, and the node that has it."""
+
+    node: str
+    generation: int
+    files: tuple[_File, ...] = field(
+        default_factory=lambda: tuple(_File(stream=stream) for stream in STREAMS)
+    )
+
+
+class RankLog:
+    """What one rank of the newest generation prints, on the two streams as it does."""
+
+    def __init__(self, job: str, rank: int, show: Show, warn: Warn, ask: Ask = ask_daemon) -> None:
+        self._job, self._rank, self._show, self._warn, self._ask = job, rank, show, warn, ask
+        self._chosen: _Chosen | None = None
+        self._look_at = float("-inf")
+        self._said: set[str] = set()
+
+    @property
+    def found(self) -> bool:
+        return self._chosen is not None
+
+    def read(self, view: PoolView, *, all_of_it: bool) -> bool:
+        """As that of `JobLog`."""
+        nodes = {node.node: node for node in view.nodes}
+        now = time.monotonic()
+        newest = None
+        if all_of_it or now >= self._look_at:
+            self._look_at = now + LOOK_S
+            newest = self._newest(nodes, part_takers(view, self._job))
+        before = self._chosen
+        if newest is not None and (before is None or newest.generation > before.generation):
+            if before is not None:
+                self._read_files(nodes, before, all_of_it=True)
+                self.finish()
+            self._chosen = newest
+            self._warn(f"rank {self._rank} of generation {newest.generation}, on node {newest.node}:")
+        return self._chosen is not None and self._read_files(nodes, self._chosen, all_of_it=all_of_it)
+
+    def finish(self) -> None:
+        for file in self._chosen.files if self._chosen is not None else ():
+            if lines := file.rest():
+                self._show(file.stream, lines)
+
+    def _newest(self, nodes: Mapping[str, PoolNode], parts: tuple[str, ...]) -> _Chosen | None:
+        def one(node: PoolNode) -> int | Unreadable:
+            try:
+                piece, _ = self._ask(node, Wanted(self._job, rank=self._rank))
+                return piece.newest
+            except Unreadable as error:
+                return error
+
+        best: _Chosen | None = None
+        asked = nodes if self._chosen is None else {name: nodes[name] for name in parts if name in nodes}
+        for name, generation in _at_once(one, asked).items():
+            if isinstance(generation, Unreadable):
+                if name in parts:
+                    self._complain(nodes[name], generation)
+            elif generation > (best.generation if best is not None else 0):
+                best = _Chosen(name, generation)
+        for name in parts:
+            if name not in nodes and name not in self._said:
+                self._said.add(name)
+                self._warn(f"node {name} has left the pool")
+        return best
+
+    def _read_files(self, nodes: Mapping[str, PoolNode], chosen: _Chosen, *, all_of_it: bool) -> bool:
+        node, more = nodes.get(chosen.node), False
+        if node is None:
+            return False
+        for file in chosen.files:
+            size, data = -1, b"."
+            while data and (size < 0 or (all_of_it and file.start < size)):
+                wanted = Wanted(self._job, file.start, self._rank, file.stream, chosen.generation)
+                try:
+                    piece, data = self._ask(node, wanted)
+                except Unreadable as error:
+                    self._complain(node, error)
+                    return False
+                size = piece.size if size < 0 else size
+                if lines := file.take(piece, data):
+                    self._show(file.stream, lines)
+            more = more or file.start < size
+        return more and not all_of_it
+
+    def _complain(self, node: PoolNode, error: Unreadable) -> None:
+        if node.node not in self._said and not error.lasting:
+            self._said.add(node.node)
+            self._warn(f"node {node.node}: {error}; what it has is in {node.logs}/{self._job} there")
+
+
+def _at_once(one: Callable[[PoolNode], _T], nodes: Mapping[str, PoolNode]) -> dict[str, _T]:
+    if not nodes:
+        return {}
+    with ThreadPoolExecutor(min(AT_ONCE, len(nodes)), thread_name_prefix="ask") as threads:
+        return dict(zip(nodes, threads.map(one, nodes.values()), strict=True))
