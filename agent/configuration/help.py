@@ -12,7 +12,7 @@ from .config import (
     NPROC_PER_NODE,
 )
 from .logs import LOG_DIR, QUIET
-from .options import COMMANDS, GROUPS, OPTIONS
+from .options import COMMANDS, GROUPS, OPTIONS, POOL_COMMANDS
 from .rendezvous import ENDPOINT, JOB_ID
 from .stopping import MAX_RESTARTS
 from .types.option import Option, Source
@@ -56,7 +56,7 @@ def short_help() -> str:
     return "\n".join(
         [
             USAGE,
-            *_commands(),
+            *_commands(brief=True),
             "The options that most people need first:",
             *options,
             "",
@@ -77,8 +77,15 @@ def full_help() -> str:
     return "\n".join([*parts, EXAMPLES.rstrip()])
 
 
-def _commands() -> list[str]:
-    return [BEFORE_COMMANDS, *(f"  {name:<12} {help_line}" for name, help_line in COMMANDS.items()), ""]
+def _commands(*, brief: bool = False) -> list[str]:
+    """`brief`: those about a pool on one line."""
+    rows = {name: line for name, line in COMMANDS.items() if not (brief and name in POOL_COMMANDS)}
+    lines = [f"  {name:<12} {line}" for name, line in rows.items()]
+    if brief:
+        lines.append(
+            f"  {', '.join(POOL_COMMANDS)}: the queue of a pool, of nodes that run elastic-agent without a script"
+        )
+    return [BEFORE_COMMANDS, *lines, ""]
 
 
 def man_page(version: str) -> str:
