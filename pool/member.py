@@ -134,7 +134,7 @@ class PoolMember:
     def assignment(self) -> Assignment | None:
         """The seat that this node has, if it knows the plan. What it does not know it cannot lose: None is no order to
         leave a seat, see `must_leave`."""
-        found = self.view.plan.seat_of(self.record.node, self.record.incarnation) if self.tracks else None
+        found = self._seat if self.tracks else None
         if found is None:
             return None
         run, seat = found
@@ -159,12 +159,23 @@ class PoolMember:
         """The seat whose processes run here is to be left, or is not this node's any more."""
         if not self.record.running or not self.tracks:
             return False
-        found = self.view.plan.seat_of(self.record.node, self.record.incarnation)
+        found = self._seat
         return found is None or found[1].ticket != self.record.running or found[1].leaving
+
+    @property
+    def has_departed(self) -> bool:
+        """No seat of this life is in the plan any more, as far as it can be known, and none can follow."""
+        if self.record.ended is None and (not self.tracks or self._seat is None):
+            return True
+        return self.tracks and self._written == self.record and self._seat is None
+
+    @property
+    def _seat(self) -> tuple[Run, Seat] | None:
+        return self.view.plan.seat_of(self.record.node, self.record.incarnation)
 
     def _decline(self) -> None:
         """A seat that is to be left before it was taken is left at once."""
-        found = self.view.plan.seat_of(self.record.node, self.record.incarnation) if self.tracks else None
+        found = self._seat if self.tracks else None
         if found is None or self.record.running or self._has_ended(found[1]):
             return
         run, seat = found

@@ -113,6 +113,11 @@ class JobAgent:
             )
         Thread(lambda: self._post(JobAgentEnded(self.ticket, process.wait())), "job-agent").start()
 
+    @property
+    def has_ended(self) -> bool:
+        """Also where the thread that waits for it has failed."""
+        return self._process is not None and self._process.poll() is not None
+
     def leave(self) -> None:
         """Ask it to leave the job by plan; a second time ends it at once."""
         if self._process is not None and self._process.poll() is None:

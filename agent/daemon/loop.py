@@ -25,6 +25,9 @@ from .standby import Standby
 log = logging.getLogger(__name__)
 
 TURN_S = 1.0
+DEPARTURE_S = 2.0
+"""From the end of the last process here: to have the pool know of it, so that a planned leave does not look like a
+loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class DaemonLoop:
         self._agent: JobAgent | None = None
         self._assignment: Assignment | None = None
         self._leaving: ExitCode | None = None
+        self._depart_by: float | None = None
         self._fatal: Ending | None = None
         self._shown = ""
         self._counted = -1
@@ -72,12 +76,18 @@ class DaemonLoop:
         while True:
             now = self._clock()
             wake_at = self._turn(now)
-            if self._agent is None and self._fatal is not None:
+            if self._fatal is not None and (self._agent is None or self._agent.has_ended):
                 return self._fatal
-            if self._agent is None and self._leaving is not None:
+            if self._leaving is not None and self._has_departed(now):
                 return Ending(self._leaving, "asked to leave the pool")
             timeout_s = TURN_S if wake_at is None else min(TURN_S, max(0.0, wake_at - now))
             self._handlers.handle_next(self._events, timeout_s, self._clock)
+
+    def _has_departed(self, now: float) -> bool:
+        if self._agent is not None:
+            return False
+        self._depart_by = self._depart_by or now + DEPARTURE_S
+        return self._member.has_departed or now >= self._depart_by
 
     def _turn(self, now: float) -> float | None:
         member = self._member

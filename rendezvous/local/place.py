@@ -93,9 +93,9 @@ def _credentials(peer: socket.socket) -> tuple[int, int]:
 
 
 def start_of(pid: int) -> int:
-    """When this process began, as the kernel counts; 0 when there is none."""
+    """When this process began, as the kernel counts; 0 when it has ended, waited for or not."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        return int(fields[19])
+        return int(fields[19]) if fields[0] not in (b"Z", b"X") else 0
     except (OSError, IndexError, ValueError):
         return 0

@@ -237,7 +237,7 @@ class Job:
         quiet = () if any(option.startswith("--notice") for option in options) else ("--notice=off",)
         command = [*interpreter, f"--node-id={name}", *cold, *quiet, *options, *map(str, script)]
         surroundings = {**os.environ, MARKER: self.id, "SYSTEM_TEST_HISTORY": str(self._history)}
-        if script[0] in WITHOUT_TORCH and cold and not torch:
+        if script[:1] and script[0] in WITHOUT_TORCH and cold and not torch:
             path = (str(Path(__file__).with_name("without_torch")), os.environ.get("PYTHONPATH"))
             surroundings["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         agent = Agent(name, command, {**surroundings, **(environment or {})}, log, console, stdin)

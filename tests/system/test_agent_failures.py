@@ -40,7 +40,7 @@ ELSEWHERE = (
     "peer",
     "doing.replace(' ', '-')",
     "error-file",
-    "job-agent",  # of a daemon
+    "job-agent",  # of a daemon: test_daemon.py
     "master-port",
     "name",
     "orders",

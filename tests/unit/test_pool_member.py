@@ -430,3 +430,21 @@ def test_news_of_an_older_request_counts_for_nothing(bench: Bench) -> None:
     a.member.failed(replace(first), StoreUnavailable("late"), bench.now)  # type: ignore[type-var]
     a.member.answered(first, 78, bench.now)
     assert a.member.lease == 78
+
+
+def test_a_daemon_has_departed_when_its_last_seat_is_out_of_the_plan(bench: Bench) -> None:
+    a, b = bench.daemon("a"), bench.daemon("b")
+    assert a.member.has_departed, "nothing was begun"
+    bench.submit("x")
+    a.start()
+    bench.settle()
+    a.member.leave()
+    bench.settle()
+    assert not a.member.has_departed
+    a.end(SeatOutcome.LEFT)
+    assert not a.member.has_departed
+    bench.settle()
+    assert a.member.has_departed
+    assert b.member.to_start is not None
+    assert not b.member.has_departed
+    assert bench.plan.setback_of("x").in_vain == 0

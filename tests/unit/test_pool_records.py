@@ -34,6 +34,7 @@ from elastic_agent.pool.records import (
     short,
 )
 from elastic_agent.rendezvous.errors import RecordInvalid
+from elastic_agent.rendezvous.records import Endpoint
 
 JOB = Job(
     job="ab12",
@@ -50,6 +51,7 @@ JOB = Job(
 )
 END = SeatEnd("ab12", 3, SeatOutcome.NOT_HERE, -9, "killed")
 NODE = PoolNode("a", "a-1", "10.0.0.1", 4, running=4, ended=END, leaving=True, problem="disk full")
+NODE = replace(NODE, http=Endpoint("10.0.0.1", 80), token="t", logs="/var/log")
 SEAT = Seat("a", "a-1", 3, leaving=True)
 RUN = Run("ab12", 2, 1.7e9, (SEAT, Seat("b", "b-1", 4)), Ending(Outcome.FAILED, "a: why", 1, 1.7e9))
 PLAN = Plan(4, (RUN,), (Setback("cd34", 2, 1, {"a": Refusal("why", 2, 1.7e9)}),))
@@ -106,6 +108,11 @@ WRONG: dict[type[Record], dict[tuple[str | int, ...], list[Any]]] = {
         ("ended", "reason"): text(MAX_REASON),
         ("leaving",): FLAG,
         ("problem",): text(MAX_REASON),
+        ("http",): OBJECT,
+        ("http", "address"): text(256),
+        ("http", "port"): number(0, 65535),
+        ("token",): text(128),
+        ("logs",): text(4096),
     },
     Plan: {
         ("tickets",): number(0, BIG),
@@ -118,6 +125,7 @@ WRONG: dict[type[Record], dict[tuple[str | int, ...], list[Any]]] = {
         ("runs", 0, "seats", 0, "incarnation"): NAME,
         ("runs", 0, "seats", 0, "ticket"): number(1, BIG),
         ("runs", 0, "seats", 0, "leaving"): FLAG,
+        ("runs", 0, "left"): words(MOST_NODES),
         ("runs", 0, "ending"): OBJECT,
         ("runs", 0, "ending", "outcome"): CHOICE,
         ("runs", 0, "ending", "reason"): text(MAX_REASON),
@@ -141,6 +149,7 @@ WRONG: dict[type[Record], dict[tuple[str | int, ...], list[Any]]] = {
         ("started_at",): INSTANT[1:],
         ("ended_at",): INSTANT,
         ("nodes",): [None, 1, "x", {}, [1], [None], ["a b"], ["a"] * (MOST_NODES + 1)],
+        ("logs",): [None, 1, "x", [], {"a b": "/"}, {"a": 1}, {"a": "x" * 4097}],
     },
 }
 

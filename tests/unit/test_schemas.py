@@ -75,14 +75,15 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
         1,
         {
             "Plan": "tickets runs setbacks",
-            "PoolNode": "node incarnation address most_nodes running ended leaving problem",
+            "PoolNode": ("node incarnation address most_nodes running ended leaving problem http token logs"),
+            "Endpoint": "address port",
             "Job": (
                 "job name options command environment directory min_nodes max_nodes time_limit_s "
                 "submitted_at submitted_by"
             ),
             "Cancel": "job cancelled_by",
-            "JobResult": "job outcome reason code attempts started_at ended_at nodes",
-            "Run": "job attempt started_at seats ending",
+            "JobResult": "job outcome reason code attempts started_at ended_at nodes logs",
+            "Run": "job attempt started_at seats ending left",
             "Setback": "job attempts in_vain refusals",
             "SeatEnd": "job ticket outcome code reason",
             "Outcome": "succeeded failed cancelled timed_out unable",

@@ -1,0 +1,189 @@
+"""Daemons of a pool on this machine, with their jobs: what they share, what they outlive, and what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from elastic_agent.agent.common.exits import ExitCode, PoolCode
+from elastic_agent.pool.records import Outcome
+
+from .harness import Job, planted
+from .pools import Pool
+
+
+@pytest.fixture
+def pool(job: Job) -> Iterator[Pool]:
+    pool = Pool(job)
+    yield pool
+    pool.close()
+
+
+def test_two_jobs_that_need_both_nodes_run_one_after_the_other(pool: Pool) -> None:
+    pool.daemons("a", "b")
+    first = pool.submit("--min-nodes=2", "--env=MARK=first")
+    second = pool.submit("--min-nodes=2", "--name=later")
+    starts = pool.starts(first, 2)
+    assert {(start["node"], start["world"]) for start in starts} == {("a", 2), ("b", 2)}
+    assert {start["cwd"] for start in starts} == {os.path.realpath(pool.folder)}
+    assert {start["env"]["MARK"] for start in starts} == {"first"}
+    assert not pool.starts_of(second)
+    pool.end_job(first)
+    assert len(pool.starts(second, 2)) == 2
+    assert pool.wait(first) == PoolCode.DONE
+    pool.end_job(second, 5)
+    assert pool.wait(second) == ExitCode.WORKERS_FAILED
+    listed = json.loads(pool.command("jobs", "--json").stdout)["jobs"]
+    assert [(one["job"], one["state"]) for one in listed] == [(first, "succeeded"), (second, "failed")]
+    assert listed[1]["name"] == "later"
+    ended = [event["at"] for event in pool.events(what="end", job=first)]
+    assert max(ended) < min(start["at"] for start in pool.starts_of(second))
+
+
+def test_a_job_gives_the_node_that_it_can_spare_to_the_next_one(pool: Pool) -> None:
+    pool.daemons("a", "b")
+    first = pool.submit("--min-nodes=1", "--max-nodes=2")
+    pool.starts(first, 2)
+    second = pool.submit()
+    pool.starts(second, 1)
+    pool.job.wait_for(lambda: any(start["world"] == 1 for start in pool.starts_of(first)), "one node for it")
+    (there,), (here,) = pool.seats(second), pool.seats(first)
+    assert {here, there} == {"a", "b"}
+    pool.end_job(second)
+    assert pool.wait(second) == PoolCode.DONE
+    pool.job.wait_for(lambda: len(pool.seats(first)) == 2, "the first job to take the node again")
+    pool.end_job(first)
+    assert pool.wait(first) == PoolCode.DONE
+
+
+def test_a_job_goes_on_elsewhere_when_its_daemon_is_killed_which_then_comes_back(pool: Pool) -> None:
+    daemons = {daemon.name: daemon for daemon in pool.daemons("a", "b")}
+    first = pool.submit()
+    here = pool.starts(first, 1)[0]["node"]
+    waiting = pool.submit("--min-nodes=2")
+    daemons.pop(here).kill()
+    (other,) = daemons
+    assert pool.starts(first, 2)[1]["node"] == other
+    assert pool.view().plan.run_of(first).attempt == 2  # type: ignore[union-attr]
+    assert {worker.node for worker in pool.workers()} == {other}
+    again = pool.daemon(here)
+    pool.job.wait_for_text(again, "idle: waiting for a job")
+    pool.end_job(first)
+    assert pool.wait(first) == PoolCode.DONE
+    pool.starts(waiting, 2)
+    pool.end_job(waiting)
+    assert pool.wait(waiting) == PoolCode.DONE
+
+
+def test_a_queue_outlives_all_daemons_and_the_last_job_is_reported_truthfully(pool: Pool) -> None:
+    (only,) = pool.daemons("a")
+    done, running, waiting = pool.submit(), pool.submit(), pool.submit()
+    pool.end_job(done, 3)
+    pool.starts(running, 1)
+    only.kill()
+    asked = pool.command("jobs")
+    assert asked.returncode == PoolCode.NO_ANSWER
+    assert "start elastic-agent without a script" in asked.stderr
+    pool.daemon("a")
+    assert pool.starts(running, 2)[1]["node"] == "a"
+    states = {one["job"]: one for one in json.loads(pool.command("jobs", "--json").stdout)["jobs"]}
+    assert list(states) == [done, running, waiting]
+    assert [states[job]["state"] for job in states] == ["failed", "running", "waiting"]
+    pool.end_job(running)
+    pool.end_job(waiting)
+    assert pool.wait(waiting) == PoolCode.DONE
+    results = {result.job: result for result in pool.view().results}
+    assert [(results[job].outcome, results[job].attempts) for job in (done, running, waiting)] == [
+        (Outcome.FAILED, 1),
+        (Outcome.SUCCEEDED, 2),
+        (Outcome.SUCCEEDED, 1),
+    ]
+
+
+def test_jobs_are_cancelled_where_they_are(pool: Pool) -> None:
+    pool.daemons("a")
+    running, waiting = pool.submit(), pool.submit()
+    pool.starts(running, 1)
+    assert pool.command("cancel", waiting).returncode == PoolCode.DONE
+    assert pool.wait(waiting) == PoolCode.CANCELLED
+    assert pool.command("cancel", running).returncode == PoolCode.DONE
+    assert pool.wait(running) == PoolCode.CANCELLED
+    assert pool.command("cancel", running).returncode == PoolCode.OVER
+    assert not pool.workers()
+    assert not pool.starts_of(waiting)
+
+
+def test_a_job_beyond_its_time_limit_is_ended_and_the_next_one_runs(pool: Pool) -> None:
+    pool.daemons("a")
+    long, after = pool.submit("--time-limit=1s"), pool.submit()
+    pool.starts(after, 1)
+    assert pool.wait(long) == PoolCode.UNABLE
+    (result,) = pool.view().results
+    assert (result.outcome, result.reason) == (Outcome.TIMED_OUT, "its time limit of 1 s")
+    pool.end_job(after)
+    assert pool.wait(after) == PoolCode.DONE
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a mount of one process")
+def test_a_job_runs_where_its_directory_is(pool: Pool) -> None:
+    place = pool.folder / "data"
+    (place / "runs").mkdir(parents=True)
+    hidden = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {place} && exec "$@"', "sh")
+    lacks = pool.daemon("a", enter=hidden)
+    pool.job.wait_for_text(lacks, "idle: waiting for a job")
+    missing = pool.submit(f"--directory={place / 'runs'}")
+    pool.job.wait_for_text(lacks, f"the job's directory {place / 'runs'} is not there on this node")
+    said = json.loads(pool.command("jobs", "--json").stdout)["jobs"][0]
+    assert said["state"] == "waiting"
+    assert f"a: the job's directory {place / 'runs'} is not there on this node" in said["detail"]
+    pool.daemon("b")
+    (start,) = pool.starts(missing, 1)
+    assert start["node"] == "b"
+    assert start["cwd"] == os.path.realpath(place / "runs")
+    pool.end_job(missing)
+    assert pool.wait(missing) == PoolCode.DONE
+
+
+def test_a_job_whose_agent_is_killed_goes_on_elsewhere(pool: Pool) -> None:
+    pool.daemons("a", "b")
+    one = pool.submit()
+    (first,) = pool.starts(one, 1)
+    os.kill(pool.job_agent(one), signal.SIGKILL)
+    second = pool.starts(one, 2)[1]
+    assert second["node"] != first["node"]
+    refusal = pool.view().plan.setback_of(one).refusals[first["node"]]
+    assert refusal.reason == "the job's agent was killed by SIGKILL"
+    pool.end_job(one)
+    assert pool.wait(one) == PoolCode.DONE
+
+
+def test_a_daemon_that_is_stopped_leaves_by_plan_and_its_job_waits(pool: Pool) -> None:
+    (only,) = pool.daemons("a")
+    one = pool.submit()
+    pool.starts(one, 1)
+    only.signal(signal.SIGTERM)
+    assert only.exit_code(within_s=20) == ExitCode.STOPPED_BY_SIGTERM
+    assert not pool.workers()
+    assert "left without" not in only.text
+    pool.daemon("a")
+    pool.starts(one, 2)
+    view = pool.view()
+    assert view.plan.run_of(one).attempt == 2  # type: ignore[union-attr]
+    assert view.plan.setback_of(one).in_vain == 0, "it has left as it was asked to"
+    pool.end_job(one)
+    assert pool.wait(one) == PoolCode.DONE
+
+
+@pytest.mark.parametrize("thread", ["job-agent", "store-requests", "local-store"])
+def test_a_daemon_without_one_of_its_threads_ends_with_its_own_code(pool: Pool, thread: str) -> None:
+    broken = pool.daemon("a", environment={**planted(f"dies {thread}")})
+    if thread == "job-agent":
+        pool.job.wait_for_text(broken, "idle: waiting for a job")
+        pool.submit()
+    assert broken.exit_code(within_s=30) == ExitCode.AGENT_FAILED
+    assert broken.says(f"the thread {thread} has failed")
+    assert not pool.workers()
