@@ -85,8 +85,11 @@ class Kubelet:
     secrets: Mapping[str, Mapping[str, Path]] = field(default_factory=dict)
     claims: Mapping[str, Path] = field(default_factory=dict)
 
-    def command(self, facts: Mapping[str, str]) -> list[str]:
-        """Runs the agent's container in the foreground; ends with its exit code, and it ends with this."""
+    def command(self, facts: Mapping[str, str], *words: str) -> list[str]:
+        """Runs the agent's container in the foreground; ends with its exit code, and it ends with this.
+
+        `words`: instead of the container's own arguments, as `kubectl exec` runs a command beside it.
+        """
         pod = agent_pod(self.manifests)
         [container] = pod["spec"]["containers"]
         user = pod["spec"]["securityContext"]
@@ -117,7 +120,8 @@ class Kubelet:
         variables = shlex.join(
             f"{name}={text}" for name, text in {**image, **environment(pod, facts)}.items()
         )
-        command = f"env -i {variables} {PYTHON}/bin/python -m elastic_agent"
+        arguments = shlex.join(words or container.get("args", ()))
+        command = f"env -i {variables} {PYTHON}/bin/python -m elastic_agent {arguments}"
         setup.append(f"exec chroot {root} setpriv {privileges} {command}")
         return ["unshare", "--pid", "--mount", "--fork", "--kill-child", "sh", "-ec", "\n".join(setup)]
 

@@ -19,6 +19,7 @@ import pytest
 from elastic_agent import __version__
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.options import OPTIONS
+from elastic_agent.agent.configuration.reading.sources import read_argv
 from elastic_agent.agent.configuration.timeouts import whole_stop_s
 from elastic_agent.agent.configuration.types.option import Source
 from elastic_agent.agent.main.run import HOST_LINGERS_S
@@ -53,6 +54,12 @@ def of_kind(case: str, kind: str) -> list[Manifest]:
 def settings_of(case: str) -> dict[str, str]:
     """As the chart writes them."""
     return dict(line.split(" = ", 1) for line in configuration(rendered(case)).splitlines())
+
+
+def arguments(case: str) -> list[str]:
+    """Of the agent, on its command line."""
+    words: list[str] = agent_pod(rendered(case))["spec"]["containers"][0].get("args", [])
+    return words
 
 
 def default_values() -> dict[str, Any]:
@@ -139,7 +146,7 @@ def test_the_agent_accepts_its_configuration(case: str, tmp_path: Path) -> None:
     variables = environment(agent_pod(rendered(case)), facts)
     assert variables.pop("ELASTIC_AGENT_CONFIG") == "/etc/elastic-agent/agent.toml"
     ran = subprocess.run(
-        [sys.executable, "-m", "elastic_agent", "--config", config, "--check-config"],
+        [sys.executable, "-m", "elastic_agent", *arguments(case), "--config", config, "--check-config"],
         env={**os.environ, **variables, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
@@ -296,6 +303,32 @@ def test_the_pods_of_a_job_meet_at_the_first_of_them() -> None:
     assert f'rdzv-endpoint = "{name}-0.{subdomain}:29400"' in configuration(rendered("job-c10d"))
 
 
+# --- The pool
+
+
+def test_the_daemon_is_the_first_line_of_our_documents() -> None:
+    [daemon] = of_kind("pool-own-etcd", "DaemonSet")
+    assert arguments("pool-own-etcd") == ["--min-nodes", "1", "--max-nodes", "4"]
+    assert (
+        settings_of("pool-own-etcd")
+        .keys()
+        .isdisjoint({"script", "args", "min-nodes", "max-nodes", "rdzv-id"})
+    )
+    assert settings_of("pool-own-etcd")["pool"] == json.dumps(daemon["metadata"]["name"])
+    assert daemon["spec"]["updateStrategy"]["rollingUpdate"] == {"maxUnavailable": 1}, "jobs go on meanwhile"
+    assert not any(arguments(case) for case in CASES if not case.startswith("pool"))
+
+
+def test_the_notes_end_with_a_first_job_that_the_command_takes() -> None:
+    values = CHART / "ci/pool-own-etcd.yaml"
+    ran = run_helm("install", "--dry-run=client", "x", CHART, "--namespace", "training", "--values", values)
+    assert ran.returncode == 0, ran.stderr
+    before, _, words = ran.stdout.rstrip().splitlines()[-1].partition(" -- elastic-agent submit ")
+    assert before == "  kubectl exec -n training daemonset/x-elastic-agent"
+    assert words == "--max-nodes 4 -- /app/train.py"
+    assert read_argv(shlex.split(words)).problems == []
+
+
 # --- Values that make no sense
 
 
@@ -322,6 +355,8 @@ def test_the_pods_of_a_job_meet_at_the_first_of_them() -> None:
         ({"config": {"lease-tl": "2s"}}, "lease-tl"),
         ({"env": {"ELASTIC_AGENT_NODE_ID": "x"}}, "env.ELASTIC_AGENT_NODE_ID: the chart sets this variable itself"),
         ({"mode": "daemonset"}, "mode daemonset: where do the nodes meet? Set etcd.endpoints"),
+        ({"mode": "pool"}, "mode pool: its jobs are submitted when it runs, so run.script has no meaning"),
+        ({"mode": "pool", "run": {}}, "mode pool: where do the nodes meet? Set etcd.endpoints"),
         ({"c10d": {"endpoint": "node1:29400"}}, "c10d.endpoint names a node"),
         ({"etcd": {"endpoints": ["http://h:1"]}}, "/etcd/endpoints/0"),
         ({"etcd": {"endpoints": ["h"]}}, "etcd: set either etcd.tls.secretName, or etcd.insecure=true"),

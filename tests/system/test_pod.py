@@ -64,20 +64,22 @@ class Pods:
         self._names.write_text("127.0.0.1 localhost\n")
         self._manifests = render(job.folder / "values.yaml")
 
-    def start(self, index: int) -> Agent:
-        """From now on the pod has its name, as a headless Service gives it."""
+    def start(self, index: int, *words: str) -> Agent:
+        """From now on the pod has its name, as a headless Service gives it. `words`: a command in that pod instead."""
         host, name = self._net[f"pod-{index}"], f"x-elastic-agent-{index}"
         with self._names.open("a") as names:
             names.write(f"{host.address} {name}.x-elastic-agent\n")
+        name += "".join(words[:1])
         folder = self._job.folder / name
         folder.mkdir()
         claims = {"data": self._job.folder}
         kubelet = Kubelet(folder, self._manifests, self._names, self._secrets, claims)
         facts = {
             "metadata.annotations['batch.kubernetes.io/job-completion-index']": str(index),
+            "spec.nodeName": f"node-{index}",
             "status.podIP": host.address,
         }
-        agent = Agent(name, [*host.enter, *kubelet.command(facts)], os.environ, folder / "log")
+        agent = Agent(name, [*host.enter, *kubelet.command(facts, *words)], os.environ, folder / "log")
         self._job.agents.append(agent)
         return agent
 
@@ -115,6 +117,33 @@ def test_two_pods_meet_in_an_etcd_behind_tls_and_end_with_success(
     assert {record["rank"] for record in job.history(what="end")} == {0, 1}
     for agent in agents:
         assert not agent.says("Read-only|Permission denied|warning:"), agent.text
+
+
+def test_the_pods_of_a_pool_run_what_is_submitted_in_one_of_them(
+    job: Job, net: Network, tmp_path: Path
+) -> None:
+    made = make_certificates(tmp_path)
+    made.issue("server", "etcd", f"IP:{net['etcd'].address}")
+    made.issue("client", "agent")
+    names = {"ca.crt": "ca.pem", "tls.crt": "client.pem", "tls.key": "client.key"}
+    secret = {key: made.file(name) for key, name in names.items()}
+    with etcd_cluster(tls=made, places=[net["etcd"].place]) as cluster:
+        [(host, port)] = cluster.endpoints
+        etcd = {"endpoints": [f"{host}:{port}"], "tls": {"secretName": "client"}}
+        values = {"mode": "pool", "run": {}, "nodes": {"min": 1, "max": 4}, "etcd": etcd}
+        pods = Pods(job, net, values, {"client": secret})
+        daemons = [pods.start(0), pods.start(1)]
+        for index in (0, 1):
+            job.wait_for(lambda: pods.probe(index, "readinessProbe") == 200, f"pod {index} to be ready")  # noqa: B023
+        script = f"{TREE}/tests/system/recorder.py"
+        submit = pods.start(0, "submit", "--min-nodes=2", "--", script, "--steps=20")
+        assert submit.exit_code() == 0, submit.text
+        wait = pods.start(1, "wait", submit.text.split()[-1])
+        assert wait.exit_code() == 0, wait.text
+        assert {record["rank"] for record in job.history(what="end")} == {0, 1}
+        assert [pods.probe(index, "livenessProbe") for index in (0, 1)] == [200, 200]
+        for daemon in daemons:
+            assert not daemon.says("Read-only|Permission denied|warning:"), daemon.text
 
 
 def test_pods_wait_for_the_first_of_them_say_how_they_are_and_end_as_asked(job: Job, net: Network) -> None:

@@ -6,7 +6,15 @@
 {{- range list "script" "module" "program" -}}
 {{- if index $values.run . }}{{ $targets = append $targets (printf "run.%s" .) }}{{ end -}}
 {{- end -}}
-{{- if ne (len $targets) 1 -}}
+{{- if eq $values.mode "pool" -}}
+{{- if $values.run.args }}{{ $targets = append $targets "run.args" }}{{ end -}}
+{{- with $targets -}}
+{{- fail (printf "mode pool: its jobs are submitted when it runs, so %s has no meaning: leave it out" (join " and " .)) -}}
+{{- end -}}
+{{- if not (include "elastic-agent.meets-in-etcd" .) -}}
+{{- fail "mode pool: where do the nodes meet? Set etcd.endpoints, or etcd.deploy=true to try it out" -}}
+{{- end -}}
+{{- else if ne (len $targets) 1 -}}
 {{- fail (printf "what should the workers run? Set one of run.script, run.module and run.program; %s" (empty $targets | ternary "none is set" (printf "set are %s" (join " and " $targets)))) -}}
 {{- end -}}
 {{- if gt (int $values.nodes.min) (int $values.nodes.max) -}}

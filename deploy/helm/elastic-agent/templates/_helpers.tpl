@@ -63,16 +63,19 @@ etcd://{{ join "," .Values.etcd.endpoints }}{{ .Values.etcd.prefix }}
 {{- $values := .Values -}}
 {{- $workers := div ($values.gpu.count | default 1) (include "elastic-agent.devices-per-worker" . | int) | max 1 -}}
 {{- $options := dict
-      "args" $values.run.args
-      "min-nodes" $values.nodes.min
-      "max-nodes" $values.nodes.max
       "nproc-per-node" ($values.workersPerNode | default $workers)
-      "rdzv-id" ($values.jobId | default (include "elastic-agent.fullname" .))
       "rdzv-endpoint" (include "elastic-agent.endpoint" .)
       "network-wait" $values.networkWaitSeconds
       "stop-grace" $values.stopGraceSeconds
       "service-stop-limit" (include "elastic-agent.stop-limit" . | int)
 -}}
+{{- $name := $values.jobId | default (include "elastic-agent.fullname" .) -}}
+{{- if eq $values.mode "pool" -}}
+{{- $_ := set $options "pool" $name -}}
+{{- else -}}
+{{- $own := dict "args" $values.run.args "min-nodes" $values.nodes.min "max-nodes" $values.nodes.max "rdzv-id" $name -}}
+{{- $options = merge $options $own -}}
+{{- end -}}
 {{- range $value, $option := dict "script" "script" "module" "module" "program" "no-python" -}}
 {{- with index $values.run $value }}{{ $_ := set $options $option . }}{{ end -}}
 {{- end -}}
@@ -93,7 +96,7 @@ etcd://{{ join "," .Values.etcd.endpoints }}{{ .Values.etcd.prefix }}
 {{- end -}}
 {{- range $given, $value := $values.config -}}
 {{- $option := replace "_" "-" $given -}}
-{{- if or (hasKey $options $option) (has $option (list "script" "module" "no-python" "nnodes" "rdzv-backend" "node-id" "http-address" "log-dir" "config" "standalone")) (hasPrefix "etcd-" $option) -}}
+{{- if or (hasKey $options $option) (has $option (list "args" "min-nodes" "max-nodes" "rdzv-id" "pool" "script" "module" "no-python" "nnodes" "rdzv-backend" "node-id" "http-address" "log-dir" "config" "standalone")) (hasPrefix "etcd-" $option) -}}
 {{- fail (printf "config.%s: the chart sets this option itself; see the values run, nodes, workersPerNode, jobId, stopGraceSeconds, networkWaitSeconds, c10d, etcd, metrics and logSize" $given) -}}
 {{- end -}}
 {{- $_ := set $options $option $value -}}

@@ -1,4 +1,4 @@
-{{/* The pod of an agent, the same in both modes. */}}
+{{/* The pod of an agent, the same in all modes. */}}
 {{- define "elastic-agent.pod" -}}
 {{- $name := include "elastic-agent.fullname" . -}}
 {{- $values := .Values -}}
@@ -10,7 +10,7 @@ metadata:
     {{- toYaml . | nindent 4 }}
     {{- end }}
   annotations:
-    {{- if eq $values.mode "daemonset" }}
+    {{- if ne $values.mode "job" }}
     # A changed configuration replaces the pods.
     checksum/config: {{ include "elastic-agent.toml" . | sha256sum }}
     {{- end }}
@@ -42,6 +42,9 @@ spec:
     - name: agent
       image: {{ printf "%s:%s" $values.image.repository ($values.image.tag | default .Chart.AppVersion) | quote }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
+      {{- if eq $values.mode "pool" }}
+      args: ["--min-nodes", "{{ $values.nodes.min }}", "--max-nodes", "{{ $values.nodes.max }}"]
+      {{- end }}
       env:
         - name: ELASTIC_AGENT_CONFIG
           value: /etc/elastic-agent/agent.toml
