@@ -10,7 +10,7 @@ import secrets
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..common.exits import CannotStart, ExitCode
 from ..common.interruptible import unless_stopped
 from ..common.own_folder import make_own
 from ..common.ports import PortError, bind_listener
-from ..configuration.config import MAX_NODES, Config
+from ..configuration.config import HTTP_ADDRESS, MAX_NODES, Config
 from ..configuration.options import OPTIONS
 from ..configuration.reading.settings import Settings
 from ..configuration.rendezvous import ENDPOINT
@@ -69,7 +69,8 @@ def run_daemon(
             metrics = PoolMetrics(pool, name, clock)
             pages = DaemonPages(metrics, pool, name, clock)
             _serve(http, pages, LogPage(logs, name, token), parts)
-            options = tuple(store_options(config, network.endpoint, listener).items())
+            meeting = store_options(config, network.endpoint, listener)
+            options = (*meeting.items(), *_http_of_jobs(config.http_address))
             looking = "looking for the pool's store"
             store = open_store(config, network.endpoint, listener, events, lambda: on_turn(looking))
             parts.callback(store.close)
@@ -111,6 +112,12 @@ def run_daemon(
         link.close()
         _depart(store, member)
         return ending
+
+
+def _http_of_jobs(own: Endpoint | None) -> Iterator[tuple[str, str]]:
+    """The port that a file or a variable names, which jobs' agents read, too, is the daemon's alone."""
+    if own is not None:
+        yield HTTP_ADDRESS.name, str(Endpoint(own.address, 0))
 
 
 def _store_of_endpoint(address: str, port: int | None, purpose: str) -> socket.socket:

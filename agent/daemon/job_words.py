@@ -35,8 +35,8 @@ def agent_words(
 ) -> list[str]:
     """The command line of the job's agent on this node, without the program.
 
-    `store` are the options of the pool's store by name, `own` the words with which this daemon's operator has set
-    options of all jobs here; those of the job are stronger.
+    `store` are the options of the pool's store by name, and others that this daemon decides; `own` the words with which
+    its operator has set options of all jobs here; those of the job are stronger.
     """
     job = assignment.job
     decided: list[tuple[str, object]] = [
