@@ -162,7 +162,8 @@ ETCD_PASSWORD: Option[Secret | None] = ETCD_OPTIONS.option(
 )
 ETCD_INSECURE = ETCD_OPTIONS.flag(
     "etcd-insecure",
-    "allow plain text, passwords included, to a store that is not on this machine's loopback",
+    "allow plain text, passwords included, to a store that is not on this machine's loopback; of a pool also to a c10d"
+    " store, which has no TLS",
     conf=("insecure",),
 )
 STORE_OUTAGE_GRACE: Option[float] = ETCD_OPTIONS.option(

@@ -381,7 +381,8 @@ POOL_FOLDER = Path(tempfile.gettempdir(), f"elastic-agent-pool-{os.geteuid()}")
         ("--rdzv-backend local", {}, "local", (), POOL_FOLDER, "pool"),
         ("--rdzv-endpoint local:///x/./y/", {}, "local", (), Path("/x/y"), "pool"),
         ("--rdzv-backend c10d", {}, "c10d", (Endpoint("127.0.0.1", 29401),), None, "pool"),
-        ("--rdzv-endpoint h", {}, "c10d", (Endpoint("h", 29400),), None, "pool"),
+        ("--rdzv-endpoint h --etcd-insecure", {}, "c10d", (Endpoint("h", 29400),), None, "pool"),
+        ("--rdzv-endpoint localhost:1", {}, "c10d", (Endpoint("localhost", 1),), None, "pool"),
         ("--rdzv-endpoint etcd://127.0.0.1", {}, "etcd", (Endpoint("127.0.0.1", 2379),), None, "pool"),
     ],
 )
@@ -398,6 +399,38 @@ def test_where_a_pool_is(
     for found in (resolve_daemon(words, environ).config.rendezvous, resolve_pool(words, environ)):
         assert (found.backend, found.endpoints, found.folder) == (backend, endpoints, folder)
         assert (found.job_id, found.pool) == (pool, None)
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (
+            "--rdzv-endpoint h",
+            "--rdzv-endpoint 'h:29400': expected etcd with TLS for a pool, because h:29400 is not this machine's"
+            " loopback, a c10d store has no TLS, and who writes to a pool's store runs commands on its nodes; write"
+            " etcd://HOST:PORT with --etcd-ca FILE, or add --etcd-insecure where all who reach that port may run"
+            " commands here",
+        ),
+        (
+            "--rdzv-endpoint etcd://h",
+            "--rdzv-endpoint 'etcd://h:2379': expected TLS, because h:2379 is not this machine's loopback; add"
+            " --etcd-ca FILE, or --etcd-insecure to send everything as plain text",
+        ),
+    ],
+)
+def test_a_pool_that_anybody_may_reach_is_refused(argv: str, problem: str) -> None:
+    words = read_argv(argv.split())
+    for read in (resolve_daemon, resolve_pool):
+        with pytest.raises(ConfigError) as caught:
+            read(words, {})
+        assert [str(one) for one in caught.value.problems] == [problem]
+
+
+def test_a_pools_job_may_have_what_its_daemon_has_in_the_environment(script: str) -> None:
+    argv = ["--rdzv-endpoint=h:1", "--pool=p", "--rdzv-id=j", script]
+    run_resolve(argv, {"ELASTIC_AGENT_ETCD_INSECURE": "true"})
+    with pytest.raises(ConfigError, match="--rdzv-backend etcd with it, not c10d"):
+        run_resolve(["--rdzv-endpoint=h:1", script], {"ELASTIC_AGENT_ETCD_INSECURE": "true"})
 
 
 def test_a_job_of_this_machines_pool_meets_in_its_store(script: str) -> None:

@@ -255,10 +255,22 @@ def _check_meeting_place(rules: _Rules, *, of_pool: bool) -> None:
             f"use --rdzv-backend {clusters} if these are the members of an {clusters} cluster, else name one host",
             BACKEND,
         )
+        distant = [str(endpoint) for endpoint in endpoints if not _is_loopback(endpoint)]
+        rules.expect(
+            not (of_pool and distant) or settings[ETCD_INSECURE].value,
+            ENDPOINT,
+            f"{clusters} with TLS for a pool, because {', '.join(distant)} is not this machine's loopback, a {kind} "
+            "store has no TLS, and who writes to a pool's store runs commands on its nodes",
+            f"write {clusters}://HOST:PORT with --etcd-ca FILE, or add --etcd-insecure where all who reach that port"
+            " may run commands here",
+            BACKEND,
+            ETCD_INSECURE,
+        )
     if kind is not ETCD:
+        in_pool = of_pool or settings[POOL].value is not None
         for option in ETCD_OPTIONS:
             rules.expect(
-                settings[option].value == option.default_value,
+                settings[option].value == option.default_value or (option is ETCD_INSECURE and in_pool),
                 option,
                 f"--rdzv-backend {ETCD} with it, not {kind} ({backend.origin})",
                 f"use --rdzv-backend {ETCD}, or leave this out",
