@@ -1,4 +1,8 @@
-"""Where the store of a pool is that has no other place: in a folder of this user's own on this machine."""
+"""Where the store of a pool is that has no other place: in a folder of this user's own on this machine.
+
+A service has two: the store's socket is in the one that is emptied as the machine starts, its queue in the one that
+lasts.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,18 @@ _NAME = "elastic-agent-pool-"
 
 def pool_folder(environ: Mapping[str, str]) -> Path:
     """A daemon's: that of its service, which has a /tmp of its own, else one in the temporary directory."""
-    given = environ.get("RUNTIME_DIRECTORY", "").partition(":")[0]
-    return Path(given) if os.path.isabs(given) else own_path(_NAME)
+    return _of_service(environ, "RUNTIME_DIRECTORY") or own_path(_NAME)
+
+
+def lasting_folder(environ: Mapping[str, str]) -> Path | None:
+    """For what is to outlive the machine's restart; None: in the pool's folder, too."""
+    return _of_service(environ, "STATE_DIRECTORY") if _of_service(environ, "RUNTIME_DIRECTORY") else None
+
+
+def _of_service(environ: Mapping[str, str], variable: str) -> Path | None:
+    """The service manager may have made several."""
+    given = environ.get(variable, "").partition(":")[0]
+    return Path(given) if os.path.isabs(given) else None
 
 
 def pool_folder_here(environ: Mapping[str, str], pool: str) -> Path:

@@ -208,6 +208,8 @@ class RendezvousConfig:
     node_rank: int | None = NODE_RANK.field()
     """Orders nodes that join together; None: after those that have one, in the order of their arrival."""
     folder: Path | None = None  # with local only
+    lasting_folder: Path | None = None
+    """For what is to outlive the machine's restart; None: in `folder`, too."""
 
     @property
     def kind(self) -> StoreKind:

@@ -135,7 +135,8 @@ def connect_to_store(rendezvous: RendezvousConfig, places: tuple[Endpoint, ...] 
         return _connect(rendezvous, access)
     assert rendezvous.folder is not None, "the configuration names one"
     try:
-        make_own(rendezvous.folder, readable=True)  # all that is in it is for this user alone
+        for folder in (rendezvous.folder, rendezvous.lasting_folder or rendezvous.folder):
+            make_own(folder, readable=True)  # all that is in it is for this user alone
     except OSError as error:
         raise StoreRefused(
             f"{error}: the store of this machine's pool needs a folder that no other user can write to; choose one "
@@ -156,7 +157,12 @@ def _access(
     lease_ttl_s: float | None,
 ) -> Access:
     access = Access(
-        endpoints, rendezvous.pool or rendezvous.job_id, timeout_s, lease_ttl_s, folder=rendezvous.folder
+        endpoints,
+        rendezvous.pool or rendezvous.job_id,
+        timeout_s,
+        lease_ttl_s,
+        folder=rendezvous.folder,
+        lasting_folder=rendezvous.lasting_folder,
     )
     etcd = rendezvous.etcd
     if etcd is None:

@@ -55,7 +55,7 @@ def _offer(access: Access) -> Store:
 
 def _place(access: Access) -> Place:
     assert access.folder is not None, "the configuration names one"
-    return Place(access.folder, access.job)
+    return Place(access.folder, access.job, access.lasting_folder)
 
 
 LOCAL = StoreKind(

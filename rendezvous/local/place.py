@@ -24,6 +24,8 @@ class Place:
 
     folder: Path
     job: str
+    lasting: Path | None = None
+    """A folder for what outlives the machine's restart; None: in `folder`, too."""
 
     @property
     def socket(self) -> Path:
@@ -31,7 +33,7 @@ class Place:
 
     @property
     def state(self) -> Path:
-        return self.folder / f"{self.job}.state"
+        return (self.lasting or self.folder) / f"{self.job}.state"
 
     @property
     def lock(self) -> Path:

@@ -53,6 +53,8 @@ class Access:
     """None: no lease is taken and nothing is written, because this process only looks."""
     folder: Path | None = None
     """Where the store is, for a kind that has a folder in place of endpoints."""
+    lasting_folder: Path | None = None
+    """For what such a store keeps beyond the machine's restart; None: in `folder`, too."""
     prefix: str = ""
     tls: Tls | None = None
     login: Login | None = None

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import resource
+import shutil
 import signal
 import socket
 import stat
@@ -623,6 +624,21 @@ def test_all_keys_and_leases_outlive_the_host_in_their_order(
     assert [change.key for change in following.next(PATIENCE_S)] == ["jobs/d", "nodes/n"]
     with pytest.raises(LeaseExpired):
         store.keep_alive(lease)
+
+
+def test_a_queue_outlives_the_folder_of_the_socket_where_another_one_is_to_last(tmp_path: Path) -> None:
+    """As that of a service does, which the machine's restart empties."""
+    folder, lasting = tmp_path / "run", tmp_path / "lib"
+    lasting.mkdir()
+    place = Place(folder, "pool", lasting)
+    for expected in ({}, {"jobs/a": "job"}):
+        folder.mkdir()
+        with closing(LocalHost(place)) as host:
+            with closing(LocalStore.connect(Place(folder, "pool"), PATIENCE_S)) as client:
+                assert values(client) == expected
+            put(host, "jobs/a", "job")
+        shutil.rmtree(folder)
+    assert [file.name for file in lasting.iterdir()] == ["pool.state"]
 
 
 HOLDER = """

@@ -378,6 +378,7 @@ POOL_FOLDER = Path(tempfile.gettempdir(), f"elastic-agent-pool-{os.geteuid()}")
         ("--pool p", {}, "local", (), POOL_FOLDER, "p"),
         ("", {"RUNTIME_DIRECTORY": "/run/a:/run/b"}, "local", (), Path("/run/a"), "pool"),
         ("", {"RUNTIME_DIRECTORY": "a"}, "local", (), POOL_FOLDER, "pool"),
+        ("", {"STATE_DIRECTORY": "/var/lib/a"}, "local", (), POOL_FOLDER, "pool"),
         ("--rdzv-backend local", {}, "local", (), POOL_FOLDER, "pool"),
         ("--rdzv-endpoint local:///x/./y/", {}, "local", (), Path("/x/y"), "pool"),
         ("--rdzv-backend c10d", {}, "c10d", (Endpoint("127.0.0.1", 29401),), None, "pool"),
@@ -431,6 +432,23 @@ def test_a_pools_job_may_have_what_its_daemon_has_in_the_environment(script: str
     run_resolve(argv, {"ELASTIC_AGENT_ETCD_INSECURE": "true"})
     with pytest.raises(ConfigError, match="--rdzv-backend etcd with it, not c10d"):
         run_resolve(["--rdzv-endpoint=h:1", script], {"ELASTIC_AGENT_ETCD_INSECURE": "true"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "argv", "lasting"),
+    [
+        ({"RUNTIME_DIRECTORY": "/run/a", "STATE_DIRECTORY": "/var/lib/a:/b"}, "", Path("/var/lib/a")),
+        ({"RUNTIME_DIRECTORY": "/run/a"}, "", None),
+        ({"STATE_DIRECTORY": "/var/lib/a"}, "", None),
+        ({"RUNTIME_DIRECTORY": "/run/a", "STATE_DIRECTORY": "/b"}, "--rdzv-endpoint local:///f", None),
+    ],
+)
+def test_a_service_keeps_its_queue_where_it_outlives_the_machines_restart(
+    environ: dict[str, str], argv: str, lasting: Path | None
+) -> None:
+    words = read_argv(argv.split())
+    assert resolve_daemon(words, environ).config.rendezvous.lasting_folder == lasting
+    assert resolve_pool(words, environ).lasting_folder is None
 
 
 def test_a_job_of_this_machines_pool_meets_in_its_store(script: str) -> None:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 from ....rendezvous.etcd.kind import ETCD
 from ....rendezvous.local.kind import LOCAL
-from ...common.pool_folder import pool_folder, pool_folder_here
+from ...common.pool_folder import lasting_folder, pool_folder, pool_folder_here
 from ..config import (
     ARGS,
     CONFIG_FILE,
@@ -211,7 +211,13 @@ def _merged(
     derive_slurm(merged, environ)
     if of_pool:
         _derive_pool(merged)
-    _derive(merged, fresh_id, lambda pool: pool_folder(environ) if hosts else pool_folder_here(environ, pool))
+
+    def folders(pool: str) -> tuple[Path, Path | None]:
+        if hosts:
+            return pool_folder(environ), lasting_folder(environ)
+        return pool_folder_here(environ, pool), None
+
+    _derive(merged, fresh_id, folders)
     return merged
 
 
@@ -225,7 +231,11 @@ def _meant(command_line: Settings, environ: Mapping[str, str]) -> dict[str, Sett
     return given
 
 
-def _derive(settings: Settings, fresh_id: Callable[[], str], folder: Callable[[str], Path]) -> None:
+_Folders: TypeAlias = Callable[[str], tuple[Path, Path | None]]
+"""For the store of the pool of this name, when it has no other place: its folder, and the one for what is to last."""
+
+
+def _derive(settings: Settings, fresh_id: Callable[[], str], folders: _Folders) -> None:
     """Fill in what follows from other settings, with warnings about what was overruled."""
     if settings[STANDALONE].value:
         origin = settings[STANDALONE].origin
@@ -243,7 +253,7 @@ def _derive(settings: Settings, fresh_id: Callable[[], str], folder: Callable[[s
     if settings[MAX_NODES].value is None:
         settings.derive(MAX_NODES, settings[MIN_NODES].value, "default: min-nodes")
     settings.warnings += _derive_static(settings)
-    _derive_meeting_place(settings, fresh_id, folder)
+    _derive_meeting_place(settings, fresh_id, folders)
 
 
 def _derive_pool(settings: Settings) -> None:
@@ -279,18 +289,14 @@ def _derive_static(settings: Settings) -> list[str]:
     return [f"{origin} is ignored: a {backend.value} store has another address" for origin in ignored]
 
 
-def _derive_meeting_place(
-    settings: Settings, fresh_id: Callable[[], str], folder: Callable[[str], Path]
-) -> None:
-    """`folder` is where the store of a pool is, when it has no other place."""
+def _derive_meeting_place(settings: Settings, fresh_id: Callable[[], str], folders: _Folders) -> None:
     address, origin = settings[ENDPOINT].value, settings[ENDPOINT].origin
     if settings[BACKEND].value is None and address is not None and address.backend is not None:
         settings.derive(BACKEND, address.backend, origin)
     kind = STORES[settings[BACKEND].value or DEFAULT.name]
     if address is None and kind.of_one_machine:
-        address = StoreAddress(
-            (), kind.name, folder=folder(settings[POOL].value or settings[JOB_ID].value or DEFAULT_POOL)
-        )
+        folder, lasting = folders(settings[POOL].value or settings[JOB_ID].value or DEFAULT_POOL)
+        address = StoreAddress((), kind.name, folder=folder, lasting=lasting)
         settings.derive(ENDPOINT, address, "default: this user's folder on this machine")
     if address is not None and not kind.cluster and address.hosts in _HOSTED_HERE:
         address = None
@@ -391,6 +397,7 @@ def _rendezvous(settings: Settings) -> RendezvousConfig:
         backend=backend,
         endpoints=address.endpoints if address is not None else (),
         folder=address.folder if address is not None else None,
+        lasting_folder=address.lasting if address is not None else None,
         etcd=_etcd(settings, address) if backend == ETCD.name else None,
         job_id=job_id,
     )
