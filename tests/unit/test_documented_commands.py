@@ -13,6 +13,7 @@ from elastic_agent.agent.commands.check import OWN_OPTIONS as CHECK_OPTIONS
 from elastic_agent.agent.commands.drain import TIMEOUT
 from elastic_agent.agent.commands.explain_env import OWN_OPTIONS as EXPLAIN_OPTIONS
 from elastic_agent.agent.commands.files import KINDS
+from elastic_agent.agent.commands.pool import jobs, logs, submit
 from elastic_agent.agent.commands.status import STATUS_OPTIONS
 from elastic_agent.agent.configuration.options import COMMANDS
 from elastic_agent.agent.configuration.reading.sources import read_argv
@@ -27,7 +28,13 @@ OF_SUBCOMMANDS = {
     "explain-env": EXPLAIN_OPTIONS,
     "drain": [TIMEOUT],
     "forget": [],
+    "submit": [submit.NAME, submit.ENV, submit.DIRECTORY, submit.TIME_LIMIT, submit.FOLLOW],
+    "jobs": [jobs.JSON, jobs.WATCH],
+    "logs": [logs.RANK, logs.FOLLOW],
+    "wait": [],
+    "cancel": [],
 }
+WITH_SUBJECT = ("drain", "forget", "logs", "wait", "cancel")
 
 
 def commands(page: Path) -> Iterator[str]:
@@ -52,6 +59,7 @@ def test_there_are_many() -> None:
         "deploy.md",
         "install.md",
         "slurm.md",
+        "pool.md",
         "status.md",
     }
 
@@ -62,7 +70,7 @@ def problems(words: Sequence[str]) -> list[str]:
     if name == "files":
         return [] if len(words) == 3 and words[1] in KINDS else ["expected KIND DIR"]
     if name in COMMANDS:
-        subject = int(name in ("drain", "forget"))
+        subject = int(name in WITH_SUBJECT)
         given = read_argv(words[1 + subject :], OF_SUBCOMMANDS[name])
         return [*map(str, given.problems), *given.warnings]
     given = read_argv(words)
