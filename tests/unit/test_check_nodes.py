@@ -22,7 +22,7 @@ from elastic_agent.rendezvous.errors import LeaseExpired, RecordInvalid, StoreUn
 from elastic_agent.rendezvous.store.interface import Put
 from elastic_agent.rendezvous.store.memory import MemoryStore
 
-TTL_S = 1.0
+TTL_S = 0.6
 
 
 @pytest.fixture(autouse=True)

@@ -162,9 +162,26 @@ def test_a_node_that_sends_slowly_is_named_with_its_rates() -> None:
     measured.append(replace(measured[-1], first="a", second="c", sent=1e8, received=1e9))
     report = make_report(found("abcd", measured=measured))
     assert the(report, "peer-bandwidth") == (Outcome.FAIL, ("a",), ())
-    (sentence,) = said(report, "peer-bandwidth")
-    assert "100 MB/s from a to b and 1.0 GB/s from b to a" in sentence
-    assert "where 1.0 GB/s is usual" in sentence
+    assert said(report, "peer-bandwidth") == [
+        "node a: it sends 100 MB/s and receives 1.0 GB/s, with b, d, c, where 1.0 GB/s is usual"
+    ]
+
+
+def test_a_slow_link_is_named_with_its_two_rates() -> None:
+    report = make_report(found("abcd", measured=all_pairs("abcd", bc=2e8)))
+    assert said(report, "peer-bandwidth") == [
+        "between b and c: 200 MB/s from b to c, 1.0 GB/s from c to b, where 1.0 GB/s is usual"
+    ]
+
+
+def test_a_node_that_answers_late_is_named() -> None:
+    measured = [replace(one, latency_s=0.02 if "b" in one.pair else 5e-5) for one in all_pairs("abcdef")]
+    measured.append(replace(measured[-1], first="b", second="e", latency_s=0.03))
+    report = make_report(found("abcdef", measured=measured))
+    assert the(report, "peer-latency") == (Outcome.WARN, ("b",), ())
+    assert said(report, "peer-latency") == [
+        "node b: a byte there and back takes 20.0 ms with a, 20.0 ms with c, 30.0 ms with e, where 50 us is usual"
+    ]
 
 
 def test_half_as_fast_is_a_warning_and_a_quarter_a_failure() -> None:

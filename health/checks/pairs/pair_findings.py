@@ -187,7 +187,9 @@ def _latency(measured: Sequence[Measurement]) -> _PairCheck:
     usual = usual_latency(measured)
 
     def show(pairs: Sequence[Pair], node: str | None) -> str:
-        ways = [f"{latency(known[pair])} {_with(pair, node)}".strip() for pair in pairs]
+        ways = [latency(known[pair]) for pair in pairs]
+        if len(pairs) > 1:
+            ways = [f"{way} {_all_with([pair], node)}" for way, pair in zip(ways, pairs, strict=True)]
         return f"a byte there and back takes {listed(ways, 8)}, where {latency(usual[pairs[0]])} is usual"
 
     def good() -> str:
@@ -218,17 +220,15 @@ def _bandwidth(measured: Sequence[Measurement]) -> _PairCheck:
     vanished = {pair for pair, one in by_pair.items() if one.obstacle is not None}
 
     def show(pairs: Sequence[Pair], node: str | None) -> str:
-        sentences = [_shown_rates(by_pair[pair]) for pair in pairs if pair not in vanished]
-        rest = [pair for pair in pairs if pair in vanished]
+        rest = [by_pair[pair] for pair in pairs if pair not in vanished]
         words = []
-        if sentences:
-            known = [usual[pair] for pair in pairs if pair in usual]
-            words.append(
-                listed(sentences, 4) + (f", where {rate(statistics.median(known))} is usual" if known else "")
-            )
         if rest:
-            detail = by_pair[rest[0]].detail
-            words.append(detail if len(pairs) == 1 else f"{_all_with(rest, node)}: {detail}")
+            known = [usual[one.pair] for one in rest if one.pair in usual]
+            more = f", where {rate(statistics.median(known))} is usual" if known else ""
+            words.append((_rates_of(node, rest) if node is not None else _rates_between(rest)) + more)
+        if gone := [pair for pair in pairs if pair in vanished]:
+            detail = by_pair[gone[0]].detail
+            words.append(detail if len(pairs) == 1 else f"{_all_with(gone, node)}: {detail}")
         return "; ".join(words)
 
     def advise(pairs: Sequence[Pair], node: str | None) -> str:
@@ -290,16 +290,39 @@ def _all_reduce(nodes: Sequence[NodeFacts], measured: Sequence[Measurement]) -> 
 def _with(pair: Pair, node: str | None) -> str:
     if node is None:
         return f"between {pair[0]} and {pair[1]}"
-    return f"with {pair[0] if pair[1] == node else pair[1]}"
+    return pair[0] if pair[1] == node else pair[1]
 
 
 def _all_with(pairs: Sequence[Pair], node: str | None) -> str:
-    return listed([_with(pair, node) for pair in pairs], 8)
+    words = listed([_with(pair, node) for pair in pairs], 8)
+    return words if node is None else f"with {words}"
 
 
-def _shown_rates(one: Measurement) -> str:
-    ways = ((one.first, one.second, one.sent), (one.second, one.first, one.received))
-    return " and ".join(f"{rate(value)} from {a} to {b}" for a, b, value in ways if value is not None)
+def _rates_of(node: str, measured: Sequence[Measurement]) -> str:
+    """Of a node with all that it met: whether it is slow both ways is what a person wants to see."""
+    sends = [one.sent if one.first == node else one.received for one in measured]
+    receives = [one.received if one.first == node else one.sent for one in measured]
+    others = listed([_with(one.pair, node) for one in measured], 8)
+    return f"it sends {_from_to(sends)} and receives {_from_to(receives)}, with {others}"
+
+
+def _rates_between(measured: Sequence[Measurement]) -> str:
+    ways = (
+        (source, target, value)
+        for one in measured
+        for source, target, value in (
+            (one.first, one.second, one.sent),
+            (one.second, one.first, one.received),
+        )
+        if value is not None
+    )
+    return listed([f"{rate(value)} from {source} to {target}" for source, target, value in ways], 8)
+
+
+def _from_to(values: Iterable[float | None]) -> str:
+    known = sorted(value for value in values if value is not None)
+    words = list(dict.fromkeys((rate(known[0]), rate(known[-1])))) if known else ["nothing"]
+    return " to ".join(words)
 
 
 @dataclass(frozen=True, slots=True)

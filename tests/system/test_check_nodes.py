@@ -1,0 +1,164 @@
+"""`elastic-agent check --nodes` for real: processes of several nodes, in a network with a packet filter."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent.common.exits import CheckCode
+from elastic_agent.health.checks.pairs.report import PEER_CHECKS
+from tests.etcd_servers import EtcdCluster, etcd_cluster
+
+from .networks import DROP, Network, network
+
+NODES = "abcd"
+COMMAND = (sys.executable, "-m", "elastic_agent", "check", "--json")
+SYN = f"tcp flags & (syn | ack) == syn {DROP}"
+
+
+@dataclass
+class Checking:
+    """One node's command, with what it prints in files."""
+
+    name: str
+    folder: Path
+    words: Sequence[str]
+    enter: Sequence[str] = ()
+    environ: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        with (
+            open(self.folder / f"{self.name}.out", "w") as out,
+            open(self.folder / f"{self.name}.err", "w") as err,
+        ):
+            self.process = subprocess.Popen(
+                [*self.enter, *COMMAND, "--node-id", self.name, *self.words],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env={**os.environ, **self.environ},
+            )
+
+    @property
+    def said(self) -> str:
+        return (self.folder / f"{self.name}.err").read_text()
+
+    @property
+    def report(self) -> dict[str, object]:
+        document = json.loads((self.folder / f"{self.name}.out").read_text())
+        del document["seconds"]
+        return dict(document)
+
+
+@contextlib.contextmanager
+def ended(nodes: Sequence[Checking]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for node in nodes:
+            node.process.kill()
+            node.process.wait()
+
+
+def failed(report: dict[str, object]) -> list[tuple[str, list[str], list[list[str]]]]:
+    findings = report["findings"]
+    assert isinstance(findings, list)
+    return [(one["check"], one["nodes"], one["links"]) for one in findings if one["outcome"] == "fail"]
+
+
+@pytest.fixture
+def net() -> Iterator[Network]:
+    with network("store", *NODES) as net:
+        yield net
+
+
+@pytest.fixture
+def store(net: Network) -> Iterator[EtcdCluster]:
+    with etcd_cluster(places=[net["store"].place]) as cluster:
+        yield cluster
+
+
+def test_a_filter_that_drops_one_way_and_a_node_that_is_killed_are_named_by_all_others(
+    net: Network, store: EtcdCluster, tmp_path: Path
+) -> None:
+    """Without torch, as on a machine that has only the agent; and c has a checkpoint directory of its own."""
+    net["c"].disturb(SYN, towards=[net["a"]], sent=False)
+    ((address, port),) = store.endpoints
+    (tmp_path / "torch.py").write_text("raise ImportError('none here')")
+    meet = [f"--rdzv-endpoint=etcd://{address}:{port}", "--rdzv-id=job", "--etcd-insecure", "--lease-ttl=3s"]
+    nodes = []
+    for name in NODES:
+        directory = tmp_path / ("own" if name == "c" else "shared")
+        words = [
+            "--nodes=4",
+            "--wait=30s",
+            "--port-range=25000-25010",
+            f"--check-directory={directory}",
+            *meet,
+        ]
+        nodes.append(Checking(name, tmp_path, words, net[name].enter, {"PYTHONPATH": str(tmp_path)}))
+    with ended(nodes):
+        leader = wait_for_round(nodes)
+        victim = nodes["abcd".index("b" if leader != "b" else "d")]
+        victim.process.kill()
+        others = [node for node in nodes if node is not victim]
+        assert [node.process.wait(60.0) for node in others] == [CheckCode.UNFIT] * 3, [
+            node.said for node in others
+        ]
+    report, *same = [node.report for node in others]
+    assert same == [report] * 2
+    assert sorted(failed(report)) == [
+        ("checkpoint-directory-shared", ["c"], []),
+        ("peer-present", [victim.name], []),
+        ("peer-reachable", [], [["a", "c"]]),
+    ]
+    assert net["c"].disturbed > 0
+    (filtered,) = [one for one in found(report) if one["check"] == "peer-reachable"]
+    assert f"from a to c ({net['c'].address} port 250" in str(filtered["summary"])
+    assert "packet filter" in str(filtered["summary"])
+    assert not list(tmp_path.glob("*/.elastic-agent-check-*")), "those of the killed one, too"
+
+
+def wait_for_round(nodes: Sequence[Checking]) -> str:
+    """The name of the node that leads, once the first pairs measure."""
+    until = time.monotonic() + 60.0
+    while time.monotonic() < until:
+        for node in nodes:
+            if "round 1" in node.said:
+                return node.name
+            assert node.process.poll() is None, node.said
+        time.sleep(0.02)
+    raise AssertionError([node.said for node in nodes])
+
+
+def found(report: dict[str, object]) -> list[dict[str, object]]:
+    findings = report["findings"]
+    assert isinstance(findings, list)
+    return findings
+
+
+def test_two_nodes_on_this_machine_reduce_in_the_store_that_one_hosts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = ["--nodes=2", "--wait=60s", f"--rdzv-endpoint=127.0.0.1:{port}", f"--check-directory={tmp_path}"]
+    nodes = [Checking(name, tmp_path, words) for name in "ab"]
+    with ended(nodes):
+        codes = [node.process.wait(100.0) for node in nodes]
+    said = [codes, *(node.said for node in nodes)]
+    # This machine may lack something else, of which its own checks tell.
+    one, other = (
+        [finding for finding in found(node.report) if finding["check"] in PEER_CHECKS] for node in nodes
+    )
+    assert one == other
+    assert sorted(str(finding["check"]) for finding in one) == sorted(PEER_CHECKS)
+    assert {finding["outcome"] for finding in one} == {"ok"}, [one, said]
