@@ -242,6 +242,21 @@ def test_a_job_in_the_same_store_is_left_alone(store: MemoryStore) -> None:
     assert [entry.key for entry in store.read(("",)).entries] == ["nodes/x", "world"]
 
 
+def test_what_a_node_says_for_others_or_of_nodes_that_are_not_there_does_not_count(
+    store: MemoryStore,
+) -> None:
+    class Liar(FakeHere):
+        def carry_out(self, stage: Stage, others: dict[str, NodeFacts]) -> NodeResults:
+            known = super().carry_out(stage, others)
+            lies = Reach("a", "b", Obstacle.DROPPED), Reach("c", "nonesuch", Obstacle.DROPPED)
+            slow = Measurement(1, "a", "b", Obstacle.DROPPED), Measurement(1, "c", "none", Obstacle.DROPPED)
+            return NodeResults(known.reached + lies, known.measured + slow, ("nobody",))
+
+    nodes = [FakeHere(facts_of("a")), FakeHere(facts_of("b")), Liar(facts_of("c"))]
+    outcomes = check(store, nodes, 3)
+    assert fails(outcomes.reports["a"]) == []
+
+
 def test_a_record_that_no_node_has_written_is_named(store: MemoryStore) -> None:
     store.transact((), (Put("check/nodes/x", '{"v": 99}'),))
     meeting = Meeting(store, TTL_S)

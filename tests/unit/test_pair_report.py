@@ -92,7 +92,7 @@ def test_where_all_is_well_each_check_says_so_once() -> None:
     assert [one.finding.check for one in report.findings] == list(PEER_CHECKS[:-1])
     assert [one.finding.summary for one in report.findings] == [
         "all 4 nodes came: a, b, c, d",
-        "all that tried to reach each other did: 6 pairs of nodes, 12 ways",
+        "all that tried to reach each other did: 6 pairs, 12 ways",
         "a byte there and back takes 50 us, at most 50 us",
         "one stream carries 1.0 GB/s, at least 1.0 GB/s",
         "an all-reduce of 4 MiB takes 10.0 ms, at most 10.0 ms",

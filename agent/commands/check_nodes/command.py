@@ -73,6 +73,7 @@ def check_nodes(
             _join(meeting, here)
             check = Check(meeting, here, patience, show)
             report = check.run()
+            _left(meeting)
             if hosts:
                 check.await_others()
             return report
@@ -105,8 +106,7 @@ def _open_store(config: Config, network: Network, show: Callable[[str], None]) -
 def _join(meeting: Meeting, here: ThisNode) -> None:
     """Under another name, when there is one of its name."""
     if not meeting.join(here.facts):
-        name = f"{here.facts.node[:115]}-{here.facts.life}"
-        here.facts = replace(here.facts, node=name)
+        here.rename(f"{here.facts.node[:115]}-{here.facts.life}")
         meeting.join(here.facts)
 
 

@@ -133,6 +133,9 @@ class ThisNode:
                 file = holder.answer(FILE_S).get("file", "")
                 self.facts = replace(self.facts, file=file)
 
+    def rename(self, name: str) -> None:
+        self.facts = replace(self.facts, node=name, door=replace(self.facts.door, node=name))
+
     def close(self) -> None:
         self._stage.close()
         self._lasting.close()
@@ -218,7 +221,9 @@ class ThisNode:
     def _all_reduce_order(
         self, stage: Stage, rank: int, other: NodeFacts, host: NodeFacts
     ) -> dict[str, object]:
-        nccl = all(one.gpus and one.software.nccl for one in (self.facts, other))
+        # NCCL refuses two processes on one GPU, as two nodes on one machine may have it.
+        apart = self.facts.door.address != other.door.address
+        nccl = apart and all(one.gpus and one.software.nccl for one in (self.facts, other))
         return {
             "rank": rank,
             "address": host.door.address,

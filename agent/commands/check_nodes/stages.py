@@ -98,7 +98,8 @@ class Check:
             self._sleep(self._look_s)
 
     def await_others(self) -> None:
-        """For whom the store, or the report, has to be there some time longer."""
+        """For whom the store, or the report, has to be there some time longer; but not for one that waits for this one:
+        who has read the report leaves first, and waits afterwards."""
         until = self._clock() + LEAVE_S
         while self._clock() < until and set(self._meeting.present()) - {self._me}:
             self._sleep(self._look_s)
@@ -194,9 +195,12 @@ class _Led:
         return [name for name in self.nodes if name not in self.gone]
 
     def add(self, name: str, results: NodeResults) -> None:
+        """Of what a node says, what it can know: nobody reports for others, or about nodes that are not there."""
         known = self.results.get(name, NodeResults())
+        reached = tuple(one for one in results.reached if one.source == name and one.target in self.nodes)
+        measured = tuple(one for one in results.measured if one.first == name and one.second in self.nodes)
         self.results[name] = NodeResults(
-            known.reached + results.reached, known.measured + results.measured, known.seen + results.seen
+            known.reached + reached, known.measured + measured, known.seen + results.seen
         )
 
     def well(self) -> dict[Pair, bool]:

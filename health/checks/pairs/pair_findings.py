@@ -177,7 +177,8 @@ def _reach(
     results = by_reach(reached, measured)
 
     def good() -> str:
-        return f"all that tried to reach each other did: {len(results)} pairs of nodes, {len(reached)} ways"
+        pairs = f"{len(results)} pair{'s' if len(results) > 1 else ''}"
+        return f"all that tried to reach each other did: {pairs}, {len(reached)} ways"
 
     return _PairCheck("peer-reachable", results, good, show, advise, values={"pairs": float(len(results))})
 
