@@ -15,10 +15,12 @@ from ....pool.view import SCOPES, PoolView
 from ....rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
 from ....rendezvous.store.interface import Store
 from ...common.exits import PoolCode
-from ...configuration.config import HELP, ConfigError
+from ...configuration.config import HELP, ConfigError, Problem
+from ...configuration.options import TARGETS
 from ...configuration.reading.resolve import resolve_pool
 from ...configuration.reading.settings import Settings
 from ...configuration.reading.sources import read_argv
+from ...configuration.rendezvous import RendezvousConfig
 from ...configuration.types.option import Option
 from ...rendezvous_io.store_opening import open_to_look
 from ..store_command import ANSWER_S, command_help, one_line_errors
@@ -39,11 +41,12 @@ def pool_command(
     work: Callable[[Store, PoolView, str, Settings], int],
     *options: Option[Any],
     subject: str = "",
-    check: Callable[[Settings], None] = lambda settings: None,
+    check: Callable[[Settings], list[Problem]] | None = None,
 ) -> int:
     """Returns a `PoolCode`, or what `work` returns. With a `subject` the first word is one, and `work` gets it.
 
-    `check` raises ConfigError before the store is asked; `work` raises CannotDo, StoreError and RecordInvalid.
+    `check`, of a command with something to run, finds more problems of the options before the store is asked; `work`
+    raises CannotDo, StoreError and RecordInvalid.
     """
     first = words[0] if subject and words and not words[0].startswith("-") else ""
     command_line = read_argv(words[1:] if first else words, options)
@@ -53,8 +56,7 @@ def pool_command(
     reason: Exception
     try:
         with one_line_errors(PoolCode.INTERRUPTED):
-            place = resolve_pool(command_line, os.environ)
-            check(command_line)
+            place = _place(command_line, (check or _nothing_to_run)(command_line))
             if subject and not first:
                 raise CannotDo(
                     PoolCode.BAD_CONFIG, f"expected {subject}; write elastic-agent {name} {subject}"
@@ -73,6 +75,22 @@ def pool_command(
         return PoolCode.OUTPUT_CLOSED
     print(f"elastic-agent {name}: {reason}", file=sys.stderr)
     return code
+
+
+def _nothing_to_run(command_line: Settings) -> list[Problem]:
+    given = [command_line[target] for target in TARGETS if target in command_line]
+    return [one.problem("nothing more", "leave it out") for one in given]
+
+
+def _place(command_line: Settings, problems: list[Problem]) -> RendezvousConfig:
+    """Where the pool's store is. Raises ConfigError with these problems, too."""
+    try:
+        place = resolve_pool(command_line, os.environ)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *problems]) from None
+    if problems:
+        raise ConfigError(problems)
+    return place
 
 
 def read_view(store: Store) -> PoolView:

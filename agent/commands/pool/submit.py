@@ -9,25 +9,41 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ....pool.records import Job
 from ....pool.schedule import why_waiting
 from ....pool.view import PoolView
-from ....rendezvous.errors import RecordInvalid
+from ....rendezvous.errors import RecordInvalid, StoreUnavailable
 from ....rendezvous.store.interface import Compare, Put, Store
 from ...common.exits import PoolCode
 from ...configuration.config import (
     ARGS,
+    CHECK_CONFIG,
+    HTTP_ADDRESS,
     MAX_NODES,
     MIN_NODES,
     MODULE,
     NO_PYTHON,
+    NODE_ID,
+    PRINT_COMPLETION,
     SCRIPT,
-    ConfigError,
+    VERSION,
     Problem,
 )
+from ...configuration.logs import LOG_DIR
 from ...configuration.options import OPTIONS, TARGETS
+from ...configuration.reading.resolve import job_problems
 from ...configuration.reading.settings import Settings
+from ...configuration.rendezvous import (
+    JOB_ID,
+    JOIN_TIMEOUT,
+    LAST_CALL,
+    LEASE_TTL,
+    NODE_RANK,
+    SLURM,
+    STANDALONE,
+)
 from ...configuration.types.option import Option
 from ...configuration.types.parsers import TEXT, YES_OR_NO, Parser, duration
 from ...daemon.job_words import OF_THE_POOL
@@ -69,8 +85,17 @@ FOLLOW: Option[bool] = Option(
     flag=True,
 )
 
-_SECRET = re.compile(r"(?i)(secret|passw|token|api_?key|credential|private_?key)")
+_NOT_OF_JOBS: tuple[Option[Any], ...] = (
+    *(NODE_ID, HTTP_ADDRESS, LOG_DIR, JOB_ID, STANDALONE, SLURM, NODE_RANK),
+    *(JOIN_TIMEOUT, LAST_CALL, LEASE_TTL, CHECK_CONFIG, PRINT_COMPLETION, VERSION),
+)
+_SECRET = re.compile(
+    r"(?i)(?!.*_(file|path|dir)$).*(secret|passw|token(?!s|iz)|api_?key|access_?key|credential|private_?key)"
+)
+"""Names of variables that look like one; a file's name is none."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_NEXT_VARIABLE = re.compile(r",(?=[A-Za-z_][A-Za-z0-9_]*=)")
+"""A comma elsewhere belongs to a value."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -80,27 +105,26 @@ def main(words: Sequence[str]) -> int:
 
 
 def _read_env(text: str) -> tuple[tuple[str, str], ...]:
-    pairs = [part.partition("=") for part in text.split(",") if part]
+    pairs = [part.partition("=") for part in _NEXT_VARIABLE.split(text) if part]
     if not all(_VARIABLE.fullmatch(name) and equals for name, equals, _ in pairs):
         raise ValueError
     return tuple((name, value) for name, _, value in pairs)
 
 
-def _check(settings: Settings) -> None:
-    """Raises ConfigError with all that is wrong."""
-    problems = []
+def _check(settings: Settings) -> list[Problem]:
+    problems = [
+        settings[option].problem("an option of jobs; the pool's daemons decide this one", "leave it out")
+        for option in _NOT_OF_JOBS
+        if option in settings
+    ]
     if not any(target in settings for target in TARGETS):
         problems.append(Problem("command line", None, "a script to run", "write it after the options"))
     for name, _ in settings[ENV].value:
-        if _SECRET.search(name):
+        if _SECRET.match(name):
             expected = "no secret, as all who reach the store can read it"
             advice = "put it into a file that only this user can read on each node, and give the file's name"
             problems.append(Problem(f"--env {name}", None, expected, advice))
-    least, most = settings[MIN_NODES].value, settings[MAX_NODES].value
-    if most is not None and least > most:
-        problems.append(settings[MIN_NODES].problem(f"at most --max-nodes {most}", "correct one of them"))
-    if problems:
-        raise ConfigError(problems)
+    return [*problems, *job_problems(settings)]
 
 
 def _submit(store: Store, view: PoolView, _: str, settings: Settings) -> int:
@@ -120,7 +144,11 @@ def _submit(store: Store, view: PoolView, _: str, settings: Settings) -> int:
         text = job.to_json()
     except RecordInvalid as error:
         raise CannotDo(PoolCode.BAD_CONFIG, f"{error.problem}: put it into a file, and name that") from error
-    store.transact((Compare(job.key, 0),), (Put(job.key, text),))
+    try:
+        store.transact((Compare(job.key, 0),), (Put(job.key, text),))
+    except StoreUnavailable as error:
+        unknown = f"whether job {job.job} is in the queue is not known; elastic-agent jobs tells"
+        raise CannotDo(PoolCode.NO_ANSWER, f"{error}; {unknown}") from error
     view = read_view(store)
     waits = view.plan.run_of(job.job) is None and any(one.job == job.job for one in view.pool().jobs)
     why = why_waiting(view.pool(), job, time.time()) if waits else "queued"

@@ -142,6 +142,14 @@ def resolve_pool(command_line: Settings, environ: Mapping[str, str]) -> Rendezvo
     return _rendezvous(settings)
 
 
+def job_problems(command_line: Settings) -> list[Problem]:
+    """What contradicts itself in the options of a job for a pool, whatever its nodes are like."""
+    settings = _merged(command_line, {}, lambda: "", of_pool=True)
+    rules = check_relations(settings, {}, of_pool=True)
+    elsewhere = _MEETING | {target.name for target in TARGETS}
+    return [problem for involved, problem in rules if not involved & elsewhere]
+
+
 def offers_node(command_line: Settings, environ: Mapping[str, str]) -> bool:
     """No source has anything to run."""
     return _command(_merged(command_line, environ, lambda: "")) is None

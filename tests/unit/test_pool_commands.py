@@ -1,0 +1,599 @@
+"""submit, jobs, wait, logs and cancel: what they refuse, in which words, with which code, and that nothing is lost."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from elastic_agent.agent.commands.pool import cancel, jobs, logs, pool_command, submit, wait
+from elastic_agent.agent.commands.pool.jobs import JobState
+from elastic_agent.agent.commands.pool.live_view import OUTAGE_S, LiveView, code_of
+from elastic_agent.agent.commands.pool.log_reader import JobLog
+from elastic_agent.agent.commands.pool.logs import follow
+from elastic_agent.agent.commands.pool.pool_command import CannotDo
+from elastic_agent.agent.commands.pool.progress import Progress
+from elastic_agent.agent.common.exits import PoolCode
+from elastic_agent.pool.records import (
+    JOBS_PREFIX,
+    MAX_JOB_CHARS,
+    NODES_PREFIX,
+    PLAN_KEY,
+    Job,
+    JobResult,
+    Outcome,
+    Plan,
+    PoolNode,
+    Record,
+    Run,
+    Seat,
+)
+from elastic_agent.pool.view import SCOPES, PoolView
+from elastic_agent.rendezvous.errors import Compacted, StoreError, StoreRefused, StoreUnavailable
+from elastic_agent.rendezvous.store.interface import Compare, Delete, Put, Snapshot, Watch
+from elastic_agent.rendezvous.store.interface import Outcome as StoreOutcome
+from elastic_agent.rendezvous.store.memory import MemoryStore
+
+JOB = Job("ab12", "train.py", (), ("--", "train.py"), {}, "/home/u", 2, 3, None, 1.7e9, "u@h")
+RESULT = JobResult(
+    "ab12", Outcome.FAILED, "a: exit code 3", 3, 1, 1.7e9, 1.8e9, ("a",), {"a": "/l/ab12/a.log"}
+)
+
+
+class PoolStore(MemoryStore):
+    """Of the tests: commands close what they open, and look at it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.broken: Exception | None = None
+
+    def read(self, scopes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
+        if self.broken is not None:
+            raise self.broken
+        return super().read(scopes, oldest_under)
+
+    def close(self) -> None:
+        pass
+
+    def put(self, *records: Record) -> None:
+        self.transact((), tuple(Put(one.key, one.to_json()) for one in records))
+
+    @property
+    def view(self) -> PoolView:
+        view = PoolView()
+        view.read(self.read(SCOPES))
+        return view
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[PoolStore]:
+    store = PoolStore()
+    monkeypatch.setattr(pool_command, "open_to_look", lambda place, timeout_s: store)
+    monkeypatch.setattr("elastic_agent.agent.commands.pool.submit.os.getcwd", lambda: "/here")
+    before = signal.getsignal(signal.SIGINT)
+    yield store
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.fixture
+def pool(store: PoolStore) -> PoolStore:
+    store.put(PoolNode("a", "a1", "10.0.0.1", most_nodes=2), PoolNode("b", "b1", "10.0.0.2", most_nodes=2))
+    return store
+
+
+Command = Callable[[Sequence[str]], int]
+ABOUT_ONE_JOB = (cancel.main, wait.main, logs.main)
+
+
+# --- Which job
+
+
+@pytest.mark.parametrize("command", ABOUT_ONE_JOB)
+def test_an_unknown_job_is_named(
+    command: Command, pool: PoolStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool.put(JOB)
+    assert command(["zz"]) == PoolCode.NO_JOB
+    assert capsys.readouterr().err.endswith(": the pool has no job 'zz': elastic-agent jobs lists them\n")
+
+
+@pytest.mark.parametrize("command", ABOUT_ONE_JOB)
+@pytest.mark.parametrize("name", ["ab", "train.py"])
+def test_a_name_of_several_jobs_is_refused(
+    command: Command, name: str, pool: PoolStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool.put(JOB, replace(JOB, job="ab34"))
+    assert command([name]) == PoolCode.NO_JOB
+    assert f"'{name}' may be any of ab12, ab34: write one of these" in capsys.readouterr().err
+    assert not pool.view.pool().cancelled
+
+
+@pytest.mark.parametrize("name", ["ab12", "ab1", "train.py"])
+def test_a_job_is_found_by_its_id_the_beginning_of_it_or_its_name(name: str, pool: PoolStore) -> None:
+    pool.put(JOB, replace(JOB, job="cd34", name="other.py"))
+    assert cancel.main([name]) == PoolCode.DONE
+    assert set(pool.view.pool().cancelled) == {"ab12"}
+
+
+def test_an_id_wins_over_the_beginning_of_another_one(pool: PoolStore) -> None:
+    pool.put(JOB, replace(JOB, job="ab123"))
+    assert cancel.main(["ab12"]) == PoolCode.DONE
+
+
+@pytest.mark.parametrize("command", ABOUT_ONE_JOB)
+@pytest.mark.parametrize("words", [[], ["--pool=p"]])
+def test_a_command_about_a_job_wants_one(
+    command: Command, words: list[str], pool: PoolStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(words) == PoolCode.BAD_CONFIG
+    assert "expected JOB; write elastic-agent" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "words"), [(jobs.main, ["ab12"]), *((one, ["ab12", "cd34"]) for one in ABOUT_ONE_JOB)]
+)
+def test_a_word_too_many_is_refused(
+    command: Command, words: list[str], pool: PoolStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool.put(JOB)
+    assert command(words) == PoolCode.BAD_CONFIG
+    assert f"'{words[-1]}': expected nothing more" in capsys.readouterr().err
+    assert not pool.view.pool().cancelled
+
+
+# --- The store
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (StoreUnavailable("no answer"), PoolCode.NO_ANSWER),
+        (StoreRefused("not you"), PoolCode.BAD_CONFIG),
+    ],
+)
+def test_a_store_that_does_not_answer_is_said(
+    error: StoreError, code: PoolCode, store: PoolStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.broken = error
+    for command, words in (
+        (jobs.main, []),
+        (submit.main, ["x.py"]),
+        *((one, ["ab"]) for one in ABOUT_ONE_JOB),
+    ):
+        assert command(words) == code
+        assert str(error) in capsys.readouterr().err
+
+
+def test_records_that_cannot_be_read_hide_no_other(
+    pool: PoolStore, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    pool.put(JOB)
+    pool.transact((), (Put(NODES_PREFIX + "z", "{}"), Put(JOBS_PREFIX + "x", "nonsense")))
+    assert jobs.main([]) == PoolCode.DONE
+    shown = capsys.readouterr().out
+    assert shown.startswith("2 nodes, 2 idle; 1 jobs\n")
+    assert "ab12" in shown
+    assert "nodes/z" in caplog.text
+    assert "jobs/x" in caplog.text
+
+
+def test_a_plan_that_cannot_be_read_is_of_another_version(
+    pool: PoolStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool.transact((), (Put(PLAN_KEY, '{"v": 99}'),))
+    for command in (jobs.main, submit.main):
+        assert command(["x.py"] if command is submit.main else []) == PoolCode.MISMATCH
+        assert "'plan'" in capsys.readouterr().err
+    assert not [entry for entry in pool.read(SCOPES).entries if entry.key.startswith(JOBS_PREFIX)]
+
+
+def test_output_that_is_closed_has_a_code(pool: PoolStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stdout", Closed())
+    assert jobs.main([]) == PoolCode.OUTPUT_CLOSED
+
+
+# --- submit
+
+
+def test_the_last_line_of_submit_is_the_id_of_what_is_in_the_queue(
+    pool: PoolStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--name=n --env=A=1,B=x,y,C= --directory=d --time-limit=5m --min-nodes=2 --max-nodes=4 --hang-timeout=60s"
+    assert submit.main([*words.split(), "-m", "pkg.train", "--lr", "1"]) == PoolCode.DONE
+    [job] = pool.view.jobs
+    assert capsys.readouterr() == (f"{job.job}\n", "n: needs 2 nodes; 2 are idle\n")
+    assert job == Job(
+        job.job,
+        "n",
+        ("--hang-timeout=60s",),
+        ("-m", "pkg.train", "--lr", "1"),
+        {"A": "1", "B": "x,y", "C": ""},
+        "/here/d",
+        2,
+        4,
+        300.0,
+        job.submitted_at,
+        job.submitted_by,
+    )
+
+
+def test_nothing_is_submitted_where_no_node_is(store: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit.main(["x.py"]) == PoolCode.NO_POOL
+    assert "start elastic-agent without a script on each of its nodes" in capsys.readouterr().err
+    assert not store.view.jobs
+
+
+def test_a_job_that_is_larger_than_the_pool_can_be_is_refused(
+    pool: PoolStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit.main(["--min-nodes=3", "x.py"]) == PoolCode.BAD_CONFIG
+    assert "needs 3 nodes, and the pool has at most 2 (--max-nodes of its daemons)" in capsys.readouterr().err
+    assert not pool.view.jobs
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "HF_TOKEN",
+        "wandb_api_key",
+        "AWS_SECRET_ACCESS_KEY",
+        "DB_PASSWORD",
+        "PGPASSWD",
+        "SSH_PRIVATE_KEY",
+        "GCP_CREDENTIALS",
+    ],
+)
+def test_what_looks_like_a_secret_is_not_stored(
+    name: str, pool: PoolStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit.main([f"--env=A=1,{name}=hunter2", "x.py"]) == PoolCode.BAD_CONFIG
+    shown = capsys.readouterr().err
+    assert f"--env {name}: expected no secret" in shown
+    assert "give the file's name" in shown
+    assert "hunter2" not in shown
+    assert not pool.view.jobs
+
+
+@pytest.mark.parametrize(
+    "name", ["TOKENIZERS_PARALLELISM", "MAX_TOKENS", "HF_TOKEN_PATH", "API_KEY_FILE", "KEY"]
+)
+def test_what_is_no_secret_is_stored(name: str, pool: PoolStore) -> None:
+    assert submit.main([f"--env={name}=1", "x.py"]) == PoolCode.DONE
+
+
+def test_a_job_that_is_too_large_for_a_record_is_refused(
+    pool: PoolStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit.main(["x.py", *["y" * 30_000] * (MAX_JOB_CHARS // 30_000 + 1)]) == PoolCode.BAD_CONFIG
+    assert ": put it into a file, and name that" in capsys.readouterr().err
+    assert not pool.view.jobs
+
+
+def test_bad_options_are_named_all_at_once(pool: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "--min-nodes=3 --max-nodes=2 --env=MY_TOKEN=1 --time-limit=0 --node-id=n --log-dir=/l --lease-ttl=1s"
+    )
+    assert submit.main([*words.split(), "--rdzv-endpoint=h:1"]) == PoolCode.BAD_CONFIG
+    shown = capsys.readouterr().err
+    for part in (
+        "--time-limit '0'",
+        "--rdzv-endpoint 'h:1': expected etcd with TLS for a pool",
+        "--node-id 'n': expected an option of jobs",
+        "--log-dir '/l': expected an option of jobs",
+        "--lease-ttl '1s': expected an option of jobs",
+        "--env MY_TOKEN",
+        "--min-nodes '3'",
+        "expected a script to run",
+    ):
+        assert part in shown, part
+    assert not pool.view.jobs
+
+
+def test_a_submission_without_an_answer_names_the_job(
+    pool: PoolStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def transact(compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...]) -> StoreOutcome:
+        MemoryStore.transact(pool, compares, writes)
+        raise StoreUnavailable("no answer in time")
+
+    monkeypatch.setattr(pool, "transact", transact)
+    assert submit.main(["x.py"]) == PoolCode.NO_ANSWER
+    [job] = pool.view.jobs
+    assert f"no answer in time; whether job {job.job} is in the queue is not known" in capsys.readouterr().err
+
+
+# --- cancel
+
+
+def test_a_job_is_cancelled_once(pool: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
+    pool.put(JOB)
+    assert cancel.main(["ab12"]) == PoolCode.DONE
+    assert capsys.readouterr().out == "job ab12 (train.py) is cancelled\n"
+    assert cancel.main(["ab12"]) == PoolCode.OVER
+    assert "job ab12 is cancelled already, and about to end" in capsys.readouterr().err
+
+
+def test_what_has_ended_is_not_cancelled(pool: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
+    pool.put(JOB, RESULT)
+    assert cancel.main(["ab12"]) == PoolCode.OVER
+    assert "job ab12 has ended already: failed, a: exit code 3" in capsys.readouterr().err
+    assert not pool.view.pool().cancelled
+
+
+# --- jobs
+
+
+def test_the_document_of_jobs_is_pinned(pool: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = [replace(node, logs="/l") for node in pool.view.nodes]
+    seats = tuple(Seat(node.node, node.incarnation, 1 + place) for place, node in enumerate(nodes))
+    runs = (Run("cd34", 1, 1.75e9, seats),)
+    pool.put(*nodes, JOB, RESULT, replace(JOB, job="cd34"), replace(JOB, job="ef56"), Plan(2, runs))
+    assert jobs.main(["--json"]) == PoolCode.DONE
+    common = {"name": "train.py", "submitted_at": 1.7e9, "submitted_by": "u@h"}
+    assert json.loads(capsys.readouterr().out) == {
+        "schema": 1,
+        "jobs": [
+            {
+                "job": "ab12",
+                "state": "failed",
+                "detail": "a: exit code 3",
+                "nodes": ["a"],
+                "code": 3,
+                "started_at": 1.7e9,
+                "ended_at": 1.8e9,
+                "logs": ["a:/l/ab12/a.log"],
+                **common,
+            },
+            {
+                "job": "cd34",
+                "state": "running",
+                "detail": "attempt 1",
+                "nodes": ["a", "b"],
+                "code": None,
+                "started_at": 1.75e9,
+                "ended_at": None,
+                "logs": ["a:/l/cd34/a.log", "b:/l/cd34/b.log"],
+                **common,
+            },
+            {
+                "job": "ef56",
+                "state": "waiting",
+                "detail": "needs 2 nodes; 0 are idle",
+                "nodes": [],
+                "code": None,
+                "started_at": None,
+                "ended_at": None,
+                "logs": [],
+                **common,
+            },
+        ],
+    }
+
+
+# --- wait
+
+
+@pytest.mark.parametrize(
+    ("outcome", "of_agent", "code"),
+    [
+        (Outcome.SUCCEEDED, 0, 0),
+        (Outcome.FAILED, 3, 3),
+        (Outcome.FAILED, 0, PoolCode.FAILED),
+        (Outcome.CANCELLED, 0, PoolCode.CANCELLED),
+        (Outcome.TIMED_OUT, 0, PoolCode.UNABLE),
+        (Outcome.UNABLE, 0, PoolCode.UNABLE),
+    ],
+)
+def test_wait_ends_as_the_job_did(
+    outcome: Outcome, of_agent: int, code: int, pool: PoolStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = replace(RESULT, outcome=outcome, code=of_agent)
+    pool.put(JOB, result)
+    assert wait.main(["ab12"]) == code_of(result) == code
+    assert capsys.readouterr().err == f"job ab12: {outcome.value}: a: exit code 3\n"
+
+
+def test_wait_says_when_the_job_is_forgotten(pool: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
+    pool.put(JOB)
+
+    class Forgetting(LiveView):
+        def wait(self, timeout_s: float) -> None:
+            pool.transact((), (Delete(JOB.key),))
+            super().wait(timeout_s)
+
+    live = Forgetting(pool, pool.view)
+    with pytest.raises(CannotDo, match="not in the pool any more") as caught:
+        follow(live, JOB, JobLog("ab12", lambda stream, lines: None, lambda text: None))
+    assert caught.value.code is PoolCode.NO_JOB
+    live.close()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_one_line_on_a_terminal_and_lines_elsewhere(pool: PoolStore) -> None:
+    waits = JobState("ab12", "t", "waiting", "needs 2", (), 0.0, "u")
+    runs = replace(waits, state="running", detail="attempt 1", nodes=("a", "b"))
+    shown = []
+    for output in (Terminal(), io.StringIO()):
+        progress = Progress(pool, JOB, output)
+        for state in (waits, waits, runs):
+            progress.show(state)
+        progress.end()
+        shown.append(output.getvalue())
+    assert shown == [
+        "\r\x1b[Kjob ab12 (t): waiting: needs 2\r\x1b[Kjob ab12 (t): running on 2 nodes: attempt 1\n",
+        "job ab12: waiting: needs 2\njob ab12: running: attempt 1\n",
+    ]
+
+
+# --- What follows a job
+
+
+class Outage(Watch):
+    """Raises these in turn, then has no news."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+
+    def next(self, timeout_s: float) -> tuple[()]:
+        if self.errors:
+            raise self.errors.pop(0)
+        return ()
+
+    def close(self) -> None:
+        pass
+
+
+def watched(
+    store: PoolStore, monkeypatch: pytest.MonkeyPatch, *errors: Exception
+) -> tuple[LiveView, list[float]]:
+    now = [0.0]
+    monkeypatch.setattr(store, "watch", lambda scopes, after: Outage(*errors))
+    live = LiveView(store, PoolView(), clock=lambda: now[0])
+    live.wait(0.0)
+    return live, now
+
+
+def test_a_store_that_is_away_for_a_while_is_borne(pool: PoolStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    live, now = watched(pool, monkeypatch, *[StoreUnavailable("away")] * 3)
+    for at in (0.0, OUTAGE_S / 2, OUTAGE_S - 1):
+        now[0] = at
+        live.wait(0.0)
+    now[0] = 10 * OUTAGE_S
+    live.wait(0.0)
+    assert len(live.view.nodes) == 2
+
+
+def test_a_store_that_stays_away_is_not_waited_for(pool: PoolStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    live, now = watched(pool, monkeypatch, *[StoreUnavailable("away")] * 2)
+    live.wait(0.0)
+    now[0] = OUTAGE_S
+    with pytest.raises(StoreUnavailable):
+        live.wait(0.0)
+
+
+def test_what_the_watch_has_missed_is_read_again(pool: PoolStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    live, _ = watched(pool, monkeypatch, Compacted("too old"))
+    pool.put(JOB)
+    live.wait(0.0)
+    live.wait(0.0)
+    assert live.state("ab12") is not None
+
+
+def test_follow_says_what_a_job_waits_for_and_ends_with_it(
+    pool: PoolStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    large = replace(JOB, min_nodes=9)
+    pool.put(large)
+
+    class Ending(LiveView):
+        turns = 0
+
+        def wait(self, timeout_s: float) -> None:
+            self.turns += 1
+            if self.turns == 3:
+                pool.put(RESULT)
+            super().wait(0.01)
+
+    live = Ending(pool, pool.view)
+    asked: list[str] = []
+    reader = JobLog("ab12", lambda stream, lines: None, asked.append)
+    assert follow(live, large, reader) == 3
+    live.close()
+    shown = capsys.readouterr().err.splitlines()
+    assert shown == [
+        "job ab12 (train.py) waits: needs 9 nodes; the pool has 2 that can run it",
+        "job ab12 (train.py): failed: a: exit code 3",
+    ]
+    assert [text.partition(":")[0] for text in asked] == ["node a"]
+
+
+def test_follow_ends_when_it_is_interrupted(pool: PoolStore) -> None:
+    live, reader = LiveView(pool, pool.view), JobLog("ab12", lambda stream, lines: None, lambda text: None)
+    assert follow(live, JOB, reader, lambda: True) is None
+
+
+@pytest.mark.parametrize("answer", ["y\n", "n\n", ""])
+def test_ctrl_c_asks_whether_to_cancel(
+    answer: str, pool: PoolStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Typed(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def follow_until_interrupted(
+        live: LiveView, job: Job, reader: JobLog, interrupted: Callable[[], bool]
+    ) -> int | None:
+        if pool.view.pool().cancelled:
+            return PoolCode.CANCELLED
+        signal.raise_signal(signal.SIGINT)
+        assert interrupted()
+        return None
+
+    monkeypatch.setattr(submit, "follow", follow_until_interrupted)
+    monkeypatch.setattr("sys.stdin", Typed(answer))
+    code = submit.main(["--follow", "x.py"])
+    [job] = pool.view.jobs
+    output, shown = capsys.readouterr()
+    assert output == "", "it is the job's alone"
+    assert shown.startswith(f"job {job.job} (x.py): ")
+    assert f"cancel job {job.job}? [y/N] " in shown
+    if answer == "y\n":
+        assert code == PoolCode.CANCELLED
+        assert set(pool.view.pool().cancelled) == {job.job}
+    else:
+        assert code == PoolCode.INTERRUPTED
+        assert not pool.view.pool().cancelled
+        assert f"elastic-agent logs {job.job} --follow shows it" in shown
+
+
+def test_ctrl_c_without_a_terminal_leaves_the_job_running(
+    pool: PoolStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(submit, "follow", interrupt)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert submit.main(["--follow", "x.py"]) == PoolCode.INTERRUPTED
+    assert "cancel job" not in capsys.readouterr().err.replace("elastic-agent cancel", "")
+    assert not pool.view.pool().cancelled
+
+
+# --- logs
+
+
+def test_logs_of_a_job_that_waits_say_what_for(pool: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
+    pool.put(replace(JOB, min_nodes=9))
+    assert logs.main(["ab12"]) == PoolCode.DONE
+    output, shown = capsys.readouterr()
+    assert output == ""
+    assert "waits and has printed nothing: needs 9 nodes" in shown
+
+
+def test_logs_that_are_gone_are_named_with_their_place(
+    pool: PoolStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool.put(JOB, replace(RESULT, nodes=("gone",), logs={"gone": "/l/ab12/gone.log"}))
+    assert logs.main(["ab12"]) == PoolCode.NO_JOB
+    shown = capsys.readouterr().err
+    assert "node gone has left the pool; what it has is in /l/ab12/gone.log there" in shown
+    assert "it was in gone:/l/ab12/gone.log" in shown
+
+
+@pytest.mark.parametrize("rank", ["-1", "x", "99999999999"])
+def test_logs_of_what_is_no_rank(rank: str, pool: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
+    pool.put(JOB)
+    assert logs.main(["ab12", f"--rank={rank}"]) == PoolCode.BAD_CONFIG
+    assert f"--rank '{rank}'" in capsys.readouterr().err
