@@ -27,9 +27,10 @@ USAGE = """\
 usage: elastic-agent [options] SCRIPT [arguments of the script]
        elastic-agent [options] -m MODULE [arguments of the module]
        elastic-agent [options] --no-python PROGRAM [arguments of the program]
+       elastic-agent [options]
 
 Runs one job's training processes on this node and, together with the agents of other nodes, keeps the training
-going through crashes, lost nodes, joins and planned departures.
+going through crashes, lost nodes, joins and planned departures. With nothing to run it waits for jobs: see submit.
 """
 
 SUMMARY = "run and restart the training processes of one node of an elastic PyTorch job"
@@ -42,6 +43,8 @@ Examples:
   elastic-agent --nproc-per-node 2 train.py --lr 0.1
   elastic-agent --min-nodes 1 --max-nodes 4 --rdzv-endpoint node1:29400 train.py
   elastic-agent --config agent.toml --check-config
+  elastic-agent --min-nodes 1 --max-nodes 4
+  elastic-agent submit --max-nodes 2 -- train.py
 
 Every option can also be given as ELASTIC_AGENT_MIN_NODES=1 in the environment or min-nodes = 1 in the file;
 the command line wins over the environment, and the environment over the file. torchrun's spellings work.
