@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
+from ...health.checks import finding as checks
 from ...rendezvous.errors import StoreError
 from ...rendezvous.liveness.failure_detector import Finding, Peer
 from ...rendezvous.node.drain import Beyond, End
@@ -218,6 +219,13 @@ class NoticeWithdrawn:
     """It does not go away."""
 
 
+@dataclass(frozen=True, slots=True)
+class NodeChecked:
+    """All checks of this node have run (--check)."""
+
+    findings: tuple[checks.Finding, ...]
+
+
 GenerationEvent: TypeAlias = (
     WorkerExited | TailReady | Reported | JustInTimeMessage | WorkerAnswered | WorkerKept | StopRead
 )
@@ -244,6 +252,7 @@ Event: TypeAlias = (
     | Signalled
     | NoticeGiven
     | NoticeWithdrawn
+    | NodeChecked
 )
 
 _E = TypeVar("_E")

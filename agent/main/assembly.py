@@ -6,12 +6,15 @@ import logging
 import os
 import platform
 import queue
+import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ... import __version__
+from ...health.checks.node.runner import CheckRun
+from ...health.checks.node.table import wanted
 from ...health.metrics import Build, Metrics, Place
 from ...rendezvous.coordinator.restarts import RestartPolicy
 from ...rendezvous.coordinator.view import Policy
@@ -21,11 +24,12 @@ from ..common.own_folder import make_own
 from ..configuration.config import Config
 from ..configuration.logs import LogConfig
 from ..configuration.timeouts import drain_timeout_s
-from ..machine.inventory import Machine
+from ..machine.inventory import Machine, needs_of
 from ..machine.network.discovery import Network
 from ..observability.status.pages import StatusPages
 from ..output.console import Console
 from ..output.log_folders import log_directory
+from ..rendezvous_io.join_checks import JoinChecks
 from ..workers.links.reports import ReportReceiver
 from ..workers.preloader.spares import Spares
 from ..workers.processes.workers import first_on_path
@@ -97,6 +101,17 @@ def metrics_of(agent: Agent, machine: Machine, network: Network) -> Metrics:
     agent.console.count_lost(metrics.console_lines_dropped_total.inc)
     metrics.hang_timeout_seconds.set(config.timeouts.hang_s)
     return metrics
+
+
+def checks_of(agent: Agent, machine: Machine) -> JoinChecks:
+    needs = needs_of(agent.config, machine)
+    checks = wanted(needs, at_join=True)
+    return JoinChecks(
+        agent.config.check,
+        lambda: CheckRun(checks, needs, agent.environment),
+        agent.events.put,
+        random.SystemRandom(),
+    )
 
 
 def spares_of(agent: Agent, machine: Machine, prepared: Prepared) -> Spares:

@@ -25,6 +25,7 @@ from ..common.events import (
     GenerationEvent,
     GpuMemoryMessage,
     Handlers,
+    NodeChecked,
     NoticeGiven,
     NoticeWithdrawn,
     SavesFinished,
@@ -42,6 +43,7 @@ from ..configuration.stopping import JOB_ENDS_AT, StopConfig
 from ..configuration.timeouts import last_save_s, obeys_before_s
 from ..machine.gpu_memory import GpuMemory
 from ..observability.accounting.observer import Observer
+from ..rendezvous_io.join_checks import JoinChecks
 from ..rendezvous_io.peer_link import PeerLink
 from ..rendezvous_io.store_link import StoreLink, deliver_to
 from ..workers.checkpoints.disk_writer import DiskWriter
@@ -72,6 +74,7 @@ _EXITS = {
     Refusal.DUPLICATE_NODE: ExitCode.NOT_HERE,
     Refusal.STORE_MISMATCH: ExitCode.STORE_MISMATCH,
     Refusal.UNLIKE_THE_JOB: ExitCode.UNLIKE_THE_JOB,
+    Refusal.UNFIT: ExitCode.NOT_HERE,
     Refusal.ASKED: ExitCode.STOPPED_BY_SIGTERM,
 }
 
@@ -93,6 +96,7 @@ class Services:
     gpu_memory: GpuMemory
     spares: Spares
     disk_writer: DiskWriter
+    checks: JoinChecks
     observer: Observer
     manager: ServiceManager
     heartbeat: Heartbeat
@@ -183,6 +187,7 @@ class Loop:
             self._saves_cut_at,
             manager.next_beat,
             self._services.gpu_memory.turn(now),
+            self._services.checks.turn(participant, now),
             *supervisor.wake_at(),
         )
         return min((at for at in wake_at if at is not None and at > now), default=None)
@@ -306,6 +311,7 @@ class Loop:
         on(Signalled, self._signalled)
         on(NoticeGiven, self._notice_given)
         on(NoticeWithdrawn, self._notice_withdrawn)
+        on(NodeChecked, self._node_checked)
         return handlers
 
     def _writer(self, event: WriterWanted | WriterEnded, _: float) -> None:
@@ -379,6 +385,10 @@ class Loop:
         )
         self._notice = None
         self._services.observer.notice_withdrawn()
+
+    def _node_checked(self, event: NodeChecked, now: float) -> None:
+        self._services.checks.handle(event, self._participant, now)
+        self._services.observer.checked(event.findings)
 
     def _obey_at(self) -> float | None:
         """When this node leaves because of the notice; None: there is none, or it leaves already."""

@@ -46,6 +46,7 @@ from ..observability.accounting.observer import Observer
 from ..observability.status.pages import JOB_PATH, STATUS_PATH, StatusPages
 from ..output.console import take as take_console
 from ..output.worker_logs import WorkerLogs
+from ..rendezvous_io.join_checks import JoinChecks
 from ..rendezvous_io.peer_link import PeerLink
 from ..rendezvous_io.store_link import StoreLink
 from ..rendezvous_io.store_opening import Binder, open_store, store_options
@@ -69,7 +70,16 @@ from ..workers.processes.worker_store import WorkerStore
 from ..workers.processes.workers import GroupHelpers, WorkerGroup, tied
 from ..workers.supervision.supervisor import Processes, Supervisor
 from ..workers.supervision.worker_spec import Node
-from .assembly import Agent, choose_log_directory, metrics_of, pages_of, policy_of, receiver_of, spares_of
+from .assembly import (
+    Agent,
+    checks_of,
+    choose_log_directory,
+    metrics_of,
+    pages_of,
+    policy_of,
+    receiver_of,
+    spares_of,
+)
 from .error_file import write_error_file
 from .heartbeat import Heartbeat
 from .listeners import Listeners, bind_all, binder
@@ -186,17 +196,18 @@ def _run(agent: Agent, machine: Machine, prepared: Prepared) -> Ending:
     with contextlib.ExitStack() as parts:
         claimed = _claim(agent, machine, network, binder(agent.config, metrics), parts)
         helpers = _start_helpers(agent, claimed, prepared, parts)
+        checks = _check(agent, machine, helpers.subreaper, parts)
         pages = pages_of(agent)
         probes = Probes(Introduction(agent.name, agent.incarnation, generation=0), agent.clock)
         http = _serve_http(agent, claimed, metrics, pages, probes, parts)
         agent.manager.ready()
         store = _find_store(agent, claimed, metrics, parts)
-        rendezvous = _make_rendezvous(agent, claimed, helpers, http, store)
+        rendezvous = _make_rendezvous(agent, claimed, helpers, http, store, checks.held_back)
         services = _serve_workers(agent, claimed, helpers, rendezvous.participant, store, metrics, parts)
         rendezvous.link.start()
         observer = Observer(metrics, pages, agent.config.max_restarts, agent.started_at, time.time)
         _watch_for_notices(agent, parts)
-        loop = _make_loop(agent, claimed, helpers, rendezvous, observer, *services)
+        loop = _make_loop(agent, claimed, helpers, rendezvous, observer, checks, *services)
         probes.begin(rendezvous.participant, rendezvous.heartbeat)
         return _live(agent, loop, rendezvous, store, hosts_store=claimed.listeners.store is not None)
 
@@ -278,6 +289,15 @@ def _start_helpers(
     return Helpers(prepared.subreaper, guard, gpu_memory, spares)
 
 
+def _check(agent: Agent, machine: Machine, subreaper: Subreaper, parts: contextlib.ExitStack) -> JoinChecks:
+    """Beside all that follows."""
+    checks = checks_of(agent, machine)
+    parts.callback(checks.close)
+    subreaper.add_known(lambda: checks.pids)
+    checks.begin(agent.incarnation)
+    return checks
+
+
 def _serve_http(
     agent: Agent,
     claimed: Claimed,
@@ -316,9 +336,14 @@ def _find_store(agent: Agent, claimed: Claimed, metrics: Metrics, parts: context
 
 
 def _make_rendezvous(
-    agent: Agent, claimed: Claimed, helpers: Helpers, http: tuple[str, int], store: Store
+    agent: Agent,
+    claimed: Claimed,
+    helpers: Helpers,
+    http: tuple[str, int],
+    store: Store,
+    held_back: str,
 ) -> Rendezvous:
-    """Nothing of it runs yet. `http` is where this agent answers."""
+    """Nothing of it runs yet. `http` is where this agent answers; `held_back` is the participant's."""
     policy, rng, clock = policy_of(agent.config), random.SystemRandom(), agent.clock
     network = claimed.network.choice
     identity = NodeRecord(
@@ -336,7 +361,9 @@ def _make_rendezvous(
         role=agent.config.role,
     )
     lease_ttl_s = agent.config.rendezvous.lease_ttl_s
-    participant = Participant(identity, policy, lease_ttl_s=lease_ttl_s, rng=rng, now=clock())
+    participant = Participant(
+        identity, policy, lease_ttl_s=lease_ttl_s, rng=rng, now=clock(), held_back=held_back
+    )
     heartbeat = Heartbeat(
         lease_ttl_s,
         lambda: link.confirmed_at + LEASE_MARGIN * lease_ttl_s,
@@ -405,6 +432,7 @@ def _make_loop(
     helpers: Helpers,
     rendezvous: Rendezvous,
     observer: Observer,
+    checks: JoinChecks,
     processes: Processes,
     disk_writer: DiskWriter,
 ) -> Loop:
@@ -416,6 +444,7 @@ def _make_loop(
         gpu_memory=helpers.gpu_memory,
         spares=helpers.spares,
         disk_writer=disk_writer,
+        checks=checks,
         observer=observer,
         manager=agent.manager,
         heartbeat=rendezvous.heartbeat,

@@ -80,6 +80,8 @@ class Refusal(enum.Enum):
     DUPLICATE_NODE = "duplicate_node"
     STORE_MISMATCH = "store_mismatch"
     UNLIKE_THE_JOB = "unlike_the_job"
+    UNFIT = "unfit"
+    """Its own checks keep it out."""
     ASKED = "asked"
 
 

@@ -45,6 +45,7 @@ from ..records import (
 from ..store.interface import Change, Compare, Entry, LeaseId, Outcome, Snapshot
 from ..store.requests import RETRY, Answer, Grant, PendingRequest, Read, Request, RetryPolicy, Subscription
 from .deadlines import Deadlines, LeaveTimes
+from .join_hold import LOOK, JoinHold
 from .membership_view import MembershipView
 from .node_actions import Action, Leave, LocalState, Refusal, Stay, Stop, next_action
 from .session import Session, newest
@@ -71,9 +72,11 @@ class Participant:
         now: float,
         retry: RetryPolicy = RETRY,
         decision: Callable[[View, Policy, float], Decision] = decide,
+        held_back: str = "",
     ) -> None:
         """`identity` holds what does not change (node, address, slots, hosts_store), the first port, and the
-        name of this life of the agent as incarnation; each rejoin appends a number to it."""
+        name of this life of the agent as incarnation; each rejoin appends a number to it. `held_back`: why neither
+        the first life nor a later one may join before `hold_back` says so; empty: it may."""
         self.identity = identity
         self.policy = policy
         self.waiting_for = "the rendezvous store"
@@ -84,6 +87,7 @@ class Participant:
         self.wants_port = False
         """The port offered so far belongs to a past generation: give a fresh one through `offer_port`."""
         self._joins = 0
+        self._hold = JoinHold(held_back)
         self._session = self._new_session(identity)
         self._generation = 0
         self._started_world: World
@@ -159,6 +163,15 @@ class Participant:
         self.snapshot = snapshot_of(self._session, undisturbed, waiting_for, self.backoff_s, now)
 
     @property
+    def held_back(self) -> str:
+        """Why this node does not join; empty where nothing of its own hinders it, or where it has joined."""
+        return self._hold.why if self._session.lease is None and not self._generation else ""
+
+    def hold_back(self, why: str) -> None:
+        """The driver has found that this node is not fit to join; empty: that it is."""
+        self._hold.set(why)
+
+    @property
     def differs_from_job(self) -> tuple[str, ...]:
         """How this node's options differ from those of the job, if that job lives."""
         return differences_from_job(self.world, self._session.membership.leader_record, self.identity)
@@ -188,6 +201,9 @@ class Participant:
             return action
         if now >= deadlines.give_up_at:
             waited = f"no world within {self.policy.join_timeout_s:.0f} s of --join-timeout"
+            if self.held_back:
+                hosts = self.identity.hosts_store and self._hold.job_goes_on
+                return action if hosts else Leave(Refusal.UNFIT, f"{waited}: {self.held_back}")
             why = Refusal.STORE_AWAY if self._pending.failures else Refusal.JOIN_TIMEOUT
             return Leave(why, f"{waited}, waiting: {self.waiting_for}")
         return action
@@ -231,6 +247,9 @@ class Participant:
         session, own_key = self._session, node_key(self.identity.node)
         if self._refusal is not None:
             return None
+        if self.held_back:
+            self.waiting_for = self.held_back
+            return self._hold.question()
         if session.lease is None:
             return Grant(self._lease_ttl_s) if not self._generation else None
         if session.own_revision is None:
@@ -344,6 +363,9 @@ class Participant:
         elif isinstance(request, Evict) and isinstance(answer, Outcome):
             for gone, entry in zip(request.compares, answer.entries, strict=True):
                 session.membership.see_node(gone.key, entry, answer.revision, now)
+        elif request == LOOK and isinstance(answer, Snapshot):
+            world = next((World.from_json(entry.value) for entry in answer.entries), None)
+            self._refusal = self._refusal or self._hold.saw(world)
         elif isinstance(request, Read) and isinstance(answer, Snapshot):
             own = next((entry for entry in answer.entries if entry.key == node_key(self.identity.node)), None)
             if WORLD_KEY not in request.scopes:
@@ -540,6 +562,7 @@ class Participant:
         if self._session.lease is not None or self._generation:
             return
         self._joins += 1
+        self._hold.begin_again()
         was, incarnation = self._session.record, f"{self.identity.incarnation}.{self._joins}"
         self._known = newest(self._known, self.world)
         seen = self._known.generation if self._known is not None else self.identity.seen

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -202,18 +202,17 @@ def test_without_a_driver(tmp_path: Path) -> None:
 # --- Limits, ports, interfaces
 
 
-def test_few_descriptors() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
-    try:
-        run = CheckRun([BY_NAME["open-files"]], NodeNeeds(ranks=1000))
-        run.start()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+def test_few_descriptors(tmp_path: Path) -> None:
+    limited = tmp_path / "python"
+    limited.write_text(f'#!/bin/sh\nulimit -n 256\nexec {sys.executable} "$@"\n')
+    limited.chmod(0o755)
+    run = CheckRun([BY_NAME["open-files"]], NodeNeeds(ranks=1000), python=str(limited))
+    run.start()
     found = run.findings()[0]
     run.close()
     assert found.outcome is Outcome.FAIL
     assert found.summary == "256 descriptors for each process, and 1000 ranks need 1128"
+    assert "LimitNOFILE=1128" in found.advice
 
 
 def test_ports_that_are_taken() -> None:
@@ -289,6 +288,18 @@ def test_probes_end_with_the_agent(nvml: dict[str, str]) -> None:
     while run.pid is not None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_run_that_is_closed_meanwhile_ends_at_once(nvml: dict[str, str]) -> None:
+    Path(nvml["FAKE_NVML_STATE"]).write_text("hang 1\n")
+    run = CheckRun([BY_NAME["gpu-visible"]], NodeNeeds(gpus=GPUS), nvml)
+    run.start()
+    closing = threading.Timer(0.2, run.close)
+    closing.start()
+    (found,) = run.findings()
+    assert found.seconds < 5.0
+    assert found.summary == "NVML: the probe has given no answer"
+    closing.join()
 
 
 def test_modules_in_the_current_directory_are_not_imported(

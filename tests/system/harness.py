@@ -227,15 +227,16 @@ class Job:
         """An agent with just these options. `script` is what its workers run, with arguments.
 
         Nothing is preloaded unless an option says what: most scripts here need no torch, which would be imported
-        beside them. Nor is anybody asked whether this machine goes away. `enter` are words before its command that
-        bring it to another place, and keep its pid. `torch`: the agent itself needs it, to meet others in a c10d
+        beside them. Nor does it ask whether this machine goes away, or is fit. `enter` are words before its command
+        that bring it to another place, and keep its pid. `torch`: the agent itself needs it, to meet others in a c10d
         store, though its workers are of those in `WITHOUT_TORCH`. Without it the stand-in says what is missing.
         """
         log = self.folder / f"{name}-{len(self.agents)}.log"
         interpreter = [*enter, sys.executable, "-m", "elastic_agent"]
         cold = () if any(option.startswith("--preload") for option in options) else ("--preload=none",)
         quiet = () if any(option.startswith("--notice") for option in options) else ("--notice=off",)
-        command = [*interpreter, f"--node-id={name}", *cold, *quiet, *options, *map(str, script)]
+        unchecked = () if any(option.startswith("--check=") for option in options) else ("--check=off",)
+        command = [*interpreter, f"--node-id={name}", *cold, *quiet, *unchecked, *options, *map(str, script)]
         surroundings = {**os.environ, MARKER: self.id, "SYSTEM_TEST_HISTORY": str(self._history)}
         if script[:1] and script[0] in WITHOUT_TORCH and cold and not torch:
             path = (str(Path(__file__).with_name("without_torch")), os.environ.get("PYTHONPATH"))

@@ -38,7 +38,15 @@ class Peer:
     """One node: its participant, its way to the store, and workers that obey at once."""
 
     def __init__(
-        self, bench: Bench, name: str, policy: Policy, life: int, slots: int, program: Program | None
+        self,
+        bench: Bench,
+        name: str,
+        policy: Policy,
+        life: int,
+        slots: int,
+        program: Program | None,
+        held_back: str,
+        hosts_store: bool,
     ) -> None:
         self.bench = bench
         self.name = name
@@ -54,7 +62,7 @@ class Peer:
         """Its workers end by themselves when they are asked to."""
         http = Endpoint(f"host-{name}", 80)
         identity = NodeRecord(name, f"{name}-{life}", f"host-{name}", self.ports, slots, http)
-        identity = replace(identity, limits=policy.limits, program=program)
+        identity = replace(identity, limits=policy.limits, program=program, hosts_store=hosts_store)
         self.part = Participant(
             identity,
             policy,
@@ -62,6 +70,7 @@ class Peer:
             rng=random.Random(1),
             now=bench.now,
             retry=RetryPolicy(0.0, 1.0),
+            held_back=held_back,
         )
         self.watched: Subscription | None = None
         self.seen_to = 0
@@ -196,8 +205,10 @@ class Bench:
         *,
         ready: bool = True,
         program: Program | None = None,
+        held_back: str = "",
+        hosts_store: bool = False,
     ) -> Peer:
-        peer = Peer(self, name, policy, life, slots, program)
+        peer = Peer(self, name, policy, life, slots, program, held_back, hosts_store)
         if ready:
             peer.part.became_ready()
         self.peers.append(peer)

@@ -47,7 +47,7 @@ health/checks/probes: health/checks health/checks/rules
 health/checks/node: health/checks health/checks/rules health/checks/probes
 health/checks/pairs: health/checks
 health/checks/pairs/probes: health/checks/pairs
-health:
+health: health/checks/node
 rendezvous:
 rendezvous/liveness: rendezvous
 rendezvous/store: rendezvous

@@ -10,7 +10,7 @@ import math
 import queue
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -31,8 +31,12 @@ from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.common.ports import OfferedPort, PortError
 from elastic_agent.agent.configuration.stopping import StopConfig
 from elastic_agent.agent.configuration.timeouts import LAST_SAVE_S
+from elastic_agent.agent.configuration.types.values import CheckMode
 from elastic_agent.agent.main.loop import DRAIN_COMMAND, HEARTBEAT_S, Ending, Loop, Services
 from elastic_agent.agent.main.probes import Probes
+from elastic_agent.agent.rendezvous_io.join_checks import JoinChecks
+from elastic_agent.health.checks.finding import Finding as CheckFinding
+from elastic_agent.health.checks.node.runner import CheckRun
 from elastic_agent.health.http import Probe
 from elastic_agent.rendezvous.coordinator.view import Policy
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError
@@ -189,13 +193,22 @@ class Scene:
     policy: Policy = POLICY
     kv: KvState = field(default_factory=KvState)
     stop: StopConfig = STOP
+    check: CheckMode = "off"
     plan: dict[float, Callable[[], object]] = field(default_factory=dict)
     """What happens at which instant."""
 
     def __post_init__(self) -> None:
         me = NodeRecord("a", "a-1", "host-a", 1, 1, limits=self.policy.limits)
-        self.participant = Participant(me, self.policy, lease_ttl_s=TTL_S, rng=random.Random(1), now=self.now)
         self.events = Events(self)
+        self.checks = JoinChecks(self.check, self.new_run, self.events.put, random.Random(1))
+        self.participant = Participant(
+            me,
+            self.policy,
+            lease_ttl_s=TTL_S,
+            rng=random.Random(1),
+            now=self.now,
+            held_back=self.checks.held_back,
+        )
         self.training = Training(self)
         self.store = Store(self)
         self.ports = iter(range(2, 100))
@@ -216,6 +229,7 @@ class Scene:
             self.gpus,  # type: ignore[arg-type]
             SimpleNamespace(handle=lambda event, now: None),  # type: ignore[arg-type]
             SimpleNamespace(finish=self.finished.append, handle=lambda event: None),  # type: ignore[arg-type]
+            self.checks,
             self.observer(),  # type: ignore[arg-type]
             SimpleNamespace(turn=self.said.append, stopping=self.said.append, next_beat=None),  # type: ignore[arg-type]
             SimpleNamespace(turned=self.due.append, silent_s=lambda: 0.0),  # type: ignore[arg-type]
@@ -235,6 +249,7 @@ class Scene:
 
     def observer(self) -> object:
         self.seen_to_leave: list[object] = []
+        self.checked: list[Sequence[CheckFinding]] = []
         self.waits: list[str] = []
         return SimpleNamespace(
             compare=lambda participant: None,
@@ -244,7 +259,11 @@ class Scene:
             leaving=lambda: None,
             noticed=lambda *_: None,
             notice_withdrawn=lambda: None,
+            checked=self.checked.append,
         )
+
+    def new_run(self) -> CheckRun:
+        pytest.fail("nothing is to be checked")
 
     def listener(self) -> Any:
         number = next(self.ports)

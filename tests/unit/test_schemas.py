@@ -104,15 +104,16 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
         },
     ),
     "status pages": (
-        3,
+        4,
         {
             "NodeStatus": (
                 "job node incarnation version up_s state waiting_for coordinates world phase phase_s "
                 "generation workers running_s step step_s checkpoint lease_s lease_ttl_s max_restarts "
-                "backoff_s notice notice_s"
+                "backoff_s notice notice_s checks"
             ),
             "JobStatus": "job world nodes coordinator complete",
             "Checkpoint": "step age_s",
+            "CheckStatus": "check outcome summary advice",
             "World": "records 10",
             "NodeRecord": "records 10",
         },

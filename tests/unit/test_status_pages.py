@@ -60,6 +60,7 @@ STATUS = NodeStatus(
     backoff_s=0.0,
     notice="",
     notice_s=None,
+    checks=(),
 )
 WORKER = WorkerFailure(
     rank=3,
@@ -163,6 +164,10 @@ HOSTILE: list[tuple[str, Any]] = [
     ("backoff_s", None),
     ("notice", None),
     ("notice_s", "soon"),
+    ("checks", {}),
+    ("checks", [{"check": "gpu-ecc"}]),
+    ("checks", [{"check": "a b", "outcome": "fail", "summary": "", "advice": ""}]),
+    ("checks", [{"check": "gpu-ecc", "outcome": "fail", "summary": "x" * 513, "advice": ""}]),
 ]
 
 

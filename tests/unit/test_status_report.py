@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.observability.status.pages import Checkpoint, JobStatus, NodeStatus
+from elastic_agent.agent.observability.status.pages import Checkpoint, CheckStatus, JobStatus, NodeStatus
 from elastic_agent.agent.observability.status.report import JobReport, as_json, report
 from elastic_agent.agent.observability.status.sources import Found, NodeAnswer, Unreachable
 from elastic_agent.agent.observability.status.text import Screen, lines, span
@@ -302,6 +302,15 @@ def test_a_job_that_has_ended_names_its_result() -> None:
         (
             made(answers={**ALL, "b-1": status("b", notice="the cloud ends it", notice_s=29.4)}),
             "! node b: the cloud ends it; 29 s are left",
+        ),
+        (
+            made(
+                answers={
+                    **ALL,
+                    "b-1": status("b", checks=(CheckStatus("gpu-ecc", "fail", "3 errors", "reset"),)),
+                }
+            ),
+            "! node b: check gpu-ecc fails: 3 errors",
         ),
         (
             made(answers={**ALL, "b-1": status("b", notice="the cloud may end it")}),

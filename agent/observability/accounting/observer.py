@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from ....health.checks.finding import Finding
 from ....health.metrics import Metrics
 from ....rendezvous.node.node_actions import Refusal
 from ....rendezvous.node.participant import Participant
@@ -32,6 +33,7 @@ _RENDEZVOUS_ENDS: Mapping[Result | Refusal, str] = {
     Refusal.DUPLICATE_NODE: "error",
     Refusal.STORE_MISMATCH: "error",
     Refusal.UNLIKE_THE_JOB: "error",
+    Refusal.UNFIT: "error",
 }
 
 
@@ -275,6 +277,11 @@ class Observer:
         ends_at = self._wall_clock() + deadline - now if deadline is not None else None
         self._metrics.notice_deadline_timestamp_seconds.set(ends_at)
         self._pages.noticed(text, deadline)
+
+    def checked(self, findings: Sequence[Finding]) -> None:
+        """The checks of this node have run, before it joins."""
+        self._metrics.checked({finding.check: finding.outcome.severity for finding in findings})
+        self._pages.checked(findings)
 
     def notice_withdrawn(self) -> None:
         self._metrics.notice_deadline_timestamp_seconds.set(None)

@@ -10,11 +10,12 @@ configuration only --max-restarts and --lease-ttl.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from ....codec import Count, Document, Seconds, Within
+from ....codec import AtMost, Count, Document, Seconds, Within
+from ....health.checks.finding import Finding, Outcome, worst_first
 from ....rendezvous.node.snapshot import NodeSnapshot
 from ....rendezvous.records import MAX_RECORD_BYTES, MAX_TEXT, NodeRecord, Phase, World
 from ....rendezvous.text import Name, line
@@ -24,12 +25,15 @@ from ...workers.processes.workers import WorkerGroup
 
 STATUS_PATH = "/status"
 JOB_PATH = "/job"
-SCHEMA = 3
+SCHEMA = 4
 """Version of both pages."""
 
 MAX_STATUS_BYTES = 64 * 1024
 MAX_JOB_BYTES = 8 * MAX_RECORD_BYTES
 """As many nodes as fit into a world, each with its record."""
+
+MOST_CHECKS = 32
+MAX_CHECK_TEXT = 512
 
 PAGE_RESTS = 30.0
 """A page is not made again before so many times the time that it took: requests take 3 % of a processor from the main
@@ -41,6 +45,16 @@ class Checkpoint:
     step: Count
     age_s: Seconds | None
     """None when workers of this node have loaded it, and another agent knows when it was saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckStatus:
+    """A check of the node before it joined that failed or warned."""
+
+    check: Name
+    outcome: Annotated[str, line(16)]
+    summary: Annotated[str, line(MAX_CHECK_TEXT)]
+    advice: Annotated[str, line(MAX_CHECK_TEXT)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +96,8 @@ class NodeStatus:
     """Who says that this machine goes away; empty: it stays."""
     notice_s: Seconds | None
     """What is left of it then."""
+    checks: Annotated[tuple[CheckStatus, ...], AtMost(MOST_CHECKS)]
+    """The worst first; none where all is well or nothing was checked."""
 
 
 STATUS_PAGE = Document(NodeStatus, SCHEMA, MAX_STATUS_BYTES)
@@ -142,6 +158,7 @@ class _Seen:
     saved_at: float | None = None
     notice: str = ""
     ends_at: float | None = None
+    checks: tuple[CheckStatus, ...] = ()
 
 
 class StatusPages:
@@ -196,6 +213,22 @@ class StatusPages:
         """This machine goes away then. No text: it stays."""
         self._seen = replace(self._seen, notice=text, ends_at=ends_at)
 
+    def checked(self, findings: Sequence[Finding]) -> None:
+        """The checks of this node have run."""
+        bad = [
+            finding for finding in worst_first(findings) if finding.outcome in (Outcome.FAIL, Outcome.WARN)
+        ]
+        statuses = (
+            CheckStatus(
+                finding.check,
+                finding.outcome.value,
+                finding.summary[:MAX_CHECK_TEXT],
+                finding.advice[:MAX_CHECK_TEXT],
+            )
+            for finding in bad[:MOST_CHECKS]
+        )
+        self._seen = replace(self._seen, checks=tuple(statuses))
+
     def node(self) -> str:
         seen, now = self._seen, self._clock()
         snapshot, world = seen.snapshot, seen.snapshot.world
@@ -230,6 +263,7 @@ class StatusPages:
             backoff_s=snapshot.backoff_s,
             notice=seen.notice[:MAX_TEXT],
             notice_s=max(0.0, seen.ends_at - now) if seen.ends_at is not None else None,
+            checks=seen.checks,
         )
         return STATUS_PAGE.encode(status)
 

@@ -176,7 +176,13 @@ def _cells(node: NodeReport) -> tuple[str, ...]:
 
 
 def _notes(report: JobReport, screen: Screen) -> list[str]:
-    notes = [*_absences(report.nodes), *_notices(report.nodes), *_old_leases(report.nodes), *report.notes]
+    notes = [
+        *_absences(report.nodes),
+        *_notices(report.nodes),
+        *_checks(report.nodes),
+        *_old_leases(report.nodes),
+        *report.notes,
+    ]
     if not report.complete:
         notes.append("the coordinator does not answer: nodes beyond the world may be missing here")
     shown = notes[:MOST_NOTES]
@@ -211,6 +217,12 @@ def _notices(nodes: Iterable[NodeReport]) -> Iterator[str]:
                 f"{span(status.notice_s)} are left" if status.notice_s is not None else "no deadline is known"
             )
             yield f"node {node.node}: {status.notice}; {left}"
+
+
+def _checks(nodes: Iterable[NodeReport]) -> Iterator[str]:
+    for node in nodes:
+        for check in node.status.checks if node.status is not None else ():
+            yield f"node {node.node}: check {check.check} {check.outcome}s: {check.summary}"
 
 
 # --- Words

@@ -26,14 +26,9 @@ from .table import NodeCheck
 
 log = logging.getLogger(__name__)
 
-PROGRAM = """
-import sys
-sys.path[0:1] = []
-sys.path.append({parent!r})
-from elastic_agent.health.checks.node.server import main
-main()
-"""
-"""Python looks first in the current directory, whose modules are not to be imported here."""
+PROGRAM = "import sys; sys.path.append(sys.argv[1]); from elastic_agent.health.checks.node.server import main; main()"
+"""It needs the standard library and this package. No module of the current directory or of PYTHONPATH is imported, and
+nothing that is installed runs at its start."""
 
 _PACKAGES_PARENT = Path(_package).parents[1]
 
@@ -44,7 +39,7 @@ _CHUNK = 65_536
 
 
 class CheckRun:
-    """One run of some checks. `start` and `findings` may be called in any one thread; neither raises."""
+    """One run of some checks. `start` and `findings` are for one thread, `close` for any; none of them raises."""
 
     def __init__(
         self,
@@ -62,6 +57,8 @@ class CheckRun:
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
         self._problem = ""
+        self.hangs = False
+        """A probe is left that SIGKILL does not end. `close` makes it another process' child."""
 
     @property
     def pid(self) -> int | None:
@@ -75,7 +72,7 @@ class CheckRun:
         order = Order(tuple(check.name for check in self._checks), self._needs, self._limits_s)
         try:
             self._process = subprocess.Popen(
-                [self._python, "-c", PROGRAM.format(parent=str(_PACKAGES_PARENT))],
+                [self._python, "-I", "-S", "-c", PROGRAM, str(_PACKAGES_PARENT)],
                 env=self._environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -87,11 +84,16 @@ class CheckRun:
             self._process.stdin.flush()
         except OSError as error:
             self._problem = f"could not be started: {error.strerror}"
+        except ValueError:  # closed meanwhile
+            pass
 
     def findings(self) -> tuple[Finding, ...]:
         """Of all checks, in their order. Returns within the longest limit, and `START_S` and `KILLED_S` more."""
         longest_s = max((self._limit_s(check) for check in self._checks), default=0.0)
-        answers = self._answers(self._started_at + longest_s + START_S + KILLED_S) if self._process else {}
+        answers = {}
+        if self._process is not None and self._process.stdout is not None:
+            with self._process.stdout as answering:
+                answers = self._answers(answering.fileno(), self._started_at + longest_s + START_S + KILLED_S)
         lost_s = time.monotonic() - self._started_at
         return tuple(
             finding
@@ -104,21 +106,20 @@ class CheckRun:
         )
 
     def close(self) -> None:
-        """The probes' process ends, but for what hangs in the kernel."""
-        if self._process is not None:
-            for pipe in (self._process.stdin, self._process.stdout):
-                if pipe is not None:
-                    pipe.close()
+        """The probes' process ends, but for what hangs in the kernel. Findings that are waited for come at once."""
+        if self._process is not None and self._process.stdin is not None:
+            try:
+                self._process.stdin.close()
+            except OSError:  # it has ended before it read its order
+                pass
 
     def _limit_s(self, check: NodeCheck) -> float:
         return self._limits_s.get(check.name, check.limit_s)
 
-    def _answers(self, until: float) -> dict[str, Answered | Silent]:
+    def _answers(self, descriptor: int, until: float) -> dict[str, Answered | Silent]:
         """By check, until the last one or that instant."""
-        assert self._process is not None
-        assert self._process.stdout is not None
         answers: dict[str, Answered | Silent] = {}
-        descriptor, begun = self._process.stdout.fileno(), b""
+        begun = b""
         while (left_s := until - time.monotonic()) > 0:
             if not select.select([descriptor], [], [], left_s)[0]:
                 break
@@ -129,6 +130,7 @@ class CheckRun:
                     if not isinstance(answer, Done):
                         answers[answer.check] = answer
                         continue
+                    self.hangs = bool(answer.left)
                     for hung in answer.left:
                         log.warning(
                             "a check's process does not end, not even by SIGKILL, and is left: %s", hung

@@ -1,0 +1,72 @@
+"""A node that its own checks keep out of a job: the others train without it, and it joins when it is mended."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .harness import Job
+from .needs import skip_without
+
+FAKE_NVML = Path(__file__).parents[1] / "fake_nvml" / "nvml.c"
+ON_A_GPU = (sys.executable, str(Path(__file__).with_name("fake_gpus.py")))
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[Path]:
+    """A file in a full file system."""
+    skip_without(("mount",), "util-linux", "only root mounts file systems")
+    place = tmp_path / "checkpoints"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", place], check=True)
+    try:
+        fill = place / "fill"
+        fill.write_bytes(bytes(60 << 20))
+        yield fill
+    finally:
+        subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def test_a_node_with_a_full_disk_joins_when_there_is_room(job: Job, in_etcd: None, full: Path) -> None:
+    two = ("--min-nodes=1", "--max-nodes=2", "--check=fail")
+    job.join("a", *two)
+    job.wait_for_training(1)
+    b = job.join("b", *two, f"--check-directory={full.parent}")
+    job.wait_for_text(b, r"check checkpoint-directory failed: \S+ \(tmpfs\): 4 MiB free\. To do: make room")
+    job.wait_for_text(b, "this node does not join: 1 of its checks failed; checking again in")
+    status, body = b.get("/readyz")
+    assert status == 503
+    assert "checkpoint-directory" in body
+    assert b.metric("elastic_agent_check_outcome", check="checkpoint-directory") == 2
+    assert b.metric("elastic_agent_check_outcome", check="open-files") == 0
+    _, page = b.get("/status")
+    assert [check["check"] for check in json.loads(page)["checks"]] == ["checkpoint-directory"]
+    asked = [sys.executable, "-m", "elastic_agent", "status", f"--agent={b.url.removeprefix('http://')}"]
+    shown = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert "this node does not join before its checks pass" in shown
+    assert job.generations()[-1].nodes == ["a"]
+    full.unlink()
+    job.wait_for_text(b, "no check of this node fails any more: it joins")
+    job.wait_for_training(2, after=1)
+
+
+def test_a_driver_that_hangs_holds_up_nothing_and_its_probe_ends_with_the_agent(
+    job: Job, tmp_path: Path
+) -> None:
+    """That no process outlives the agent is looked at when the job is closed (I9)."""
+    if shutil.which("gcc") is None:
+        pytest.skip("no C compiler")
+    library, state = tmp_path / "libnvidia-ml.so.1", tmp_path / "state"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, FAKE_NVML], check=True)
+    state.write_text("hang 1\n")
+    environment = {"LD_LIBRARY_PATH": str(tmp_path), "FAKE_NVML_STATE": str(state)}
+    job.start("a", "--standalone", "--check=warn", environment=environment, enter=ON_A_GPU)
+    job.wait_for_training(1)
+    commands = [Path(f"/proc/{process.pid}/cmdline").read_text() for process in job.processes()]
+    assert sum("health.checks.node.server" in command for command in commands) >= 2, "parent and probe"
