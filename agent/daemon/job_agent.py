@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...threads import Thread
+from ..output.job_folders import hold
 from .hand_over import Become, send_job, was_taken
 
 _PR_SET_PDEATHSIG = 1
@@ -99,6 +100,7 @@ class JobAgent:
                 waiting.end()
             raise
         with file:
+            hold(file.fileno())
             if waiting is not None:
                 self._hand_over(waiting, file.fileno())
                 return

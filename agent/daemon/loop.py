@@ -70,6 +70,9 @@ class DaemonLoop:
         self.snapshot = DaemonSnapshot(clock())
         """Of the newest turn; for any thread."""
         self._handlers = self._table()
+        self._unfinished: tuple[str, ...] = ()
+        """Jobs of an earlier daemon that have processes here still."""
+        self._await_earlier_jobs()
 
     def run(self) -> Ending:
         """Until this node has left the pool; no process of a job is left here then."""
@@ -89,8 +92,17 @@ class DaemonLoop:
         self._depart_by = self._depart_by or now + DEPARTURE_S
         return self._member.has_departed or now >= self._depart_by
 
+    def _await_earlier_jobs(self) -> None:
+        """What a daemon has started that was killed leaves its job by plan, which takes its time."""
+        self._unfinished = self._logs.unfinished()
+        jobs = ", ".join(self._unfinished)
+        problem = f"job {jobs}, which an earlier daemon of this node has started, is ending" if jobs else ""
+        self._member.report_problem(problem)
+
     def _turn(self, now: float) -> float | None:
         member = self._member
+        if self._unfinished:
+            self._await_earlier_jobs()
         if member.mismatch is not None and self._fatal is None:
             self._fatal = Ending(ExitCode.STORE_MISMATCH, member.mismatch)
         if self._fatal is not None:
@@ -154,6 +166,8 @@ class DaemonLoop:
             status = f"waiting for {member.waiting_for}"
         elif self._assignment is not None:
             status = f"running job {self._assignment.job.job} ({self._assignment.job.name})"
+        elif member.record.problem:
+            status = f"takes no job: {member.record.problem}"
         else:
             status = "idle: waiting for a job"
         if status != self._shown:

@@ -46,6 +46,17 @@ class JobFolders:
         self._root, self._pool, self._node = root, pool, node
         self._mark = -1
         self._tidying: Thread | None = None
+        self._unfinished: tuple[str, ...] | None = None
+
+    def unfinished(self) -> tuple[str, ...]:
+        """Jobs of an earlier daemon of this node that have processes here still. Those that the first call has not
+        found are not looked for again."""
+        if self._unfinished is None:
+            with contextlib.suppress(OSError):
+                self._unfinished = tuple(sorted(os.listdir(self._root)))
+        named = (job for job in self._unfinished or () if _JOB.fullmatch(job))
+        self._unfinished = tuple(job for job in named if _is_held(self._root / job / f"{self._node}.log"))
+        return self._unfinished
 
     def begin(self, job: str) -> Path:
         """No daemon deletes this job's folder from now on. Returns the file for what its agents print here, in a folder
@@ -77,6 +88,29 @@ class JobFolders:
         if self._tidying is None or not self._tidying.is_alive():
             self._tidying = Thread(partial(_tidy, self._root, self._pool, known), "job-folders")
             self._tidying.start()
+
+
+def hold(output: int) -> None:
+    """What a job's agents print goes to this open file. As long as a process that was started with it lives,
+    `unfinished` finds it. A disk without locks has none to find."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(output, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def _is_held(output: Path) -> bool:
+    try:
+        file = os.open(output, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(file)
 
 
 def _tidy(root: Path, pool: str, known: Collection[str]) -> None:

@@ -13,6 +13,7 @@ import pytest
 from tests.etcd_servers import EtcdCluster, etcd_cluster, etcd_is_installed
 
 from .harness import TRAINING_GAP, Job, longest_training_gap
+from .pools import Pool
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +28,13 @@ def job(tmp_path: Path) -> Iterator[Job]:
     job = Job(tmp_path)
     yield job
     job.close()
+
+
+@pytest.fixture
+def pool(job: Job) -> Iterator[Pool]:
+    pool = Pool(job)
+    yield pool
+    pool.close()
 
 
 @pytest.fixture

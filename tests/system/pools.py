@@ -26,7 +26,9 @@ from .processes import MARKER, Process
 
 TTL_S = 2.0
 WORKER = """
-import json, os, sys, time
+import json, os, signal, sys, time
+if "STUBBORN" in os.environ:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 folder = sys.argv[1]
 job = os.environ["TORCHELASTIC_RUN_ID"]
 

@@ -17,9 +17,11 @@ from pathlib import Path
 
 import pytest
 
+from elastic_agent.agent.common.exits import PoolCode
 from elastic_agent.agent.workers.processes.proc import remove_cgroup
 
 from .harness import ORPHANS_S, RECORDER, Agent, Job
+from .pools import Pool
 from .processes import alive
 
 MOUNTS = Path("/proc/self/mountinfo")
@@ -54,8 +56,11 @@ def delegated(cgroup: Path) -> Path:
 
 
 def start_in(cgroup: Path, job: Job, *options: str, **more: object) -> Agent:
-    enter = ("sh", "-c", 'echo $$ > "$0/cgroup.procs"; exec "$@"', str(cgroup))
-    return job.start("a", *options, enter=enter, **more)  # type: ignore[arg-type]
+    return job.start("a", *options, enter=entering(cgroup), **more)  # type: ignore[arg-type]
+
+
+def entering(cgroup: Path) -> tuple[str, ...]:
+    return "sh", "-c", 'echo $$ > "$0/cgroup.procs"; exec "$@"', str(cgroup)
 
 
 def escape(folder: Path) -> str:
@@ -148,3 +153,20 @@ def test_a_worker_that_cannot_be_held_is_not_started(tmp_path: Path) -> None:
     assert ran.returncode == 1
     assert f"cannot enter the cgroup {tmp_path}/none: No such file or directory" in ran.stderr
     assert not (tmp_path / "started").exists()
+
+
+def test_a_job_is_held_in_a_cgroup_of_its_own_below_the_daemons(pool: Pool, delegated: Path) -> None:
+    pool.job.wait_for_text(pool.daemon("a", enter=entering(delegated)), "idle: waiting for a job")
+    """Which ends with the job's agent, while the daemon lives on."""
+    for _ in range(2):
+        job = pool.submit()
+        (start,) = pool.starts(job, 1)
+        held = Path(f"/proc/{start['pid']}/cgroup").read_text()
+        assert f"/{delegated.name}/elastic-agent-" in held
+        escaped = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        own = delegated.parent / held.splitlines()[-1].partition("::/")[2]
+        (own / "cgroup.procs").write_text(str(escaped.pid))
+        pool.end_job(job)
+        assert pool.wait(job) == PoolCode.DONE
+        assert escaped.wait(10) == -signal.SIGKILL
+        pool.job.wait_for(lambda: below(delegated) == [], "the job's cgroup to be gone")

@@ -5,22 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 
 from elastic_agent.agent.common.exits import ExitCode, PoolCode
 from elastic_agent.pool.records import Outcome
 
-from .harness import Job, planted
+from .harness import planted
 from .pools import Pool
-
-
-@pytest.fixture
-def pool(job: Job) -> Iterator[Pool]:
-    pool = Pool(job)
-    yield pool
-    pool.close()
+from .processes import alive
 
 
 def test_two_jobs_that_need_both_nodes_run_one_after_the_other(pool: Pool) -> None:
@@ -102,6 +95,26 @@ def test_a_queue_outlives_all_daemons_and_the_last_job_is_reported_truthfully(po
         (Outcome.SUCCEEDED, 2),
         (Outcome.SUCCEEDED, 1),
     ]
+
+
+def test_a_node_takes_no_job_while_what_its_killed_daemon_has_started_still_ends(pool: Pool) -> None:
+    daemons = {daemon.name: daemon for daemon in pool.daemons("a", "b")}
+    stubborn = pool.submit("--env=STUBBORN=1", "--stop-grace=3")
+    beside, after = pool.submit(), pool.submit()
+    (left,) = pool.starts(stubborn, 1)
+    pool.starts(beside, 1)
+    daemons[left["node"]].kill()
+    pool.command("cancel", stubborn)
+    again = pool.daemon(left["node"])
+    pool.job.wait_for_text(
+        again, f"job {stubborn}, which an earlier daemon of this node has started, is ending"
+    )
+    (start,) = pool.starts(after, 1)
+    assert start["node"] == left["node"]
+    assert not alive(left["pid"])
+    for job in (beside, after):
+        pool.end_job(job)
+        assert pool.wait(job) == PoolCode.DONE
 
 
 def test_jobs_are_cancelled_where_they_are(pool: Pool) -> None:
