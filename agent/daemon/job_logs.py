@@ -86,11 +86,11 @@ def read_piece(root: Path, node: str, wanted: Wanted) -> bytes:
         raise FileNotFoundError(f"nothing of a job {wanted.job!r} is here")
     newest, file = 0, folder / f"{node}.log"
     if wanted.rank is not None:
-        files = dict(_files_of(folder, wanted.job, wanted.rank, wanted.stream))
-        newest, chosen = max(files, default=0), files.get(wanted.generation)
-        if chosen is None:
+        folders = dict(_folders_of(folder, wanted.job, wanted.rank))
+        newest, chosen = max(folders, default=0), folders.get(wanted.generation)
+        file = (chosen or folder) / f"{wanted.stream}.log"
+        if chosen is None or not file.exists():
             return _answer(Piece(wanted.start, 0, newest), b"")
-        file = chosen
     size, data = _read(file, wanted.start)
     return _answer(Piece(wanted.start, size, newest), data)
 
@@ -105,16 +105,16 @@ def _answer(piece: Piece, data: bytes) -> bytes:
     return _HEAD.encode(piece).encode() + b"\n" + data
 
 
-def _files_of(folder: Path, job: str, rank: int, stream: str) -> Iterator[tuple[int, Path]]:
+def _folders_of(folder: Path, job: str, rank: int) -> Iterator[tuple[int, Path]]:
     """By generation, which no other attempt of the job has again."""
     for run in folder.iterdir():
         if not run.name.startswith(f"{job}-") or run.is_symlink() or not run.is_dir():
             continue
         for generation in run.iterdir():
             found = _GENERATION.fullmatch(generation.name)
-            file = generation / f"rank{rank}" / f"{stream}.log"
-            if found and file.exists():
-                yield int(found[1]), file
+            of_rank = generation / f"rank{rank}"
+            if found and any((of_rank / f"{stream}.log").exists() for stream in STREAMS):
+                yield int(found[1]), of_rank
 
 
 def _read(file: Path, start: int) -> tuple[int, bytes]:

@@ -178,6 +178,8 @@ class LogPage:
             return HTTPStatus.BAD_REQUEST, _TEXT, f"{error}\n".encode()
         except FileNotFoundError as error:
             return HTTPStatus.NOT_FOUND, _TEXT, f"{error}\n".encode()
+        except OSError as error:
+            return HTTPStatus.SERVICE_UNAVAILABLE, _TEXT, f"{error.strerror}\n".encode()
         return HTTPStatus.OK, "application/octet-stream", piece
 
 

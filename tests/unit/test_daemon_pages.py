@@ -1,0 +1,176 @@
+"""What a daemon answers: probes, its numbers, and those of the job's agent on its node with one label more."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from elastic_agent.agent.daemon.pages import (
+    DaemonPages,
+    DaemonSnapshot,
+    LogPage,
+    RunningJob,
+    labelled,
+    slow_pages,
+)
+from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S
+from elastic_agent.health.http import HealthServer, Probe, Request
+from elastic_agent.health.metrics import Build, Metrics, Place
+from elastic_agent.health.pool_metrics import PoolMetrics
+from elastic_agent.pool.records import Job, Plan, PoolNode, Record, Run, Seat, run_prefix
+from elastic_agent.pool.view import PoolCounts, PoolView
+from elastic_agent.rendezvous.records import Endpoint, NodeRecord, node_key
+from elastic_agent.rendezvous.store.interface import Entry, Put
+from elastic_agent.rendezvous.store.interface import Snapshot as StoreSnapshot
+from elastic_agent.rendezvous.store.memory import MemoryStore
+from elastic_agent.threads import Thread
+
+NOW = 100.0
+IDLE = DaemonSnapshot(NOW - 0.5, True, False, "idle: waiting for a job", None, PoolCounts(3, 2, 5, 1))
+BUSY = replace(IDLE, running=RunningJob("j", 'a "job"', 7), status="running job j")
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def pages() -> DaemonPages:
+    return DaemonPages(PoolMetrics("p", "n", lambda: NOW), "p", "n", lambda: NOW)
+
+
+@pytest.fixture
+def agent() -> Iterator[Endpoint]:
+    """Of a job: where it serves its metrics."""
+    metrics = Metrics(
+        "j",
+        "n",
+        Build(version="1"),
+        Place(workers=2),
+        min_nodes=1,
+        max_nodes=2,
+        started_at_s=0.0,
+        clock=lambda: NOW,
+    )
+    ok = Probe(True, "")
+    bind = socket.create_server(("127.0.0.1", 0))
+    server = HealthServer(bind, metrics.render, lambda: ok, lambda: ok, {}, Thread)
+    server.start()
+    yield Endpoint(*server.address)
+    server.close()
+
+
+def put_agent(store: MemoryStore, http: Endpoint | None) -> None:
+    record = NodeRecord("n", "n1", "127.0.0.1", port=1, slots=2, http=http)
+    store.transact((), (Put(run_prefix("j") + node_key("n"), record.to_json()),))
+
+
+def samples(pages: DaemonPages) -> dict[str, list[dict[str, str]]]:
+    _, _, body = pages.all_metrics(Request({}, ""))
+    found: dict[str, list[dict[str, str]]] = {}
+    for family in text_string_to_metric_families(body.decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append(sample.labels)
+    return found
+
+
+def test_before_the_store_is_found_it_lives_and_is_not_ready(pages: DaemonPages) -> None:
+    assert pages.liveness().ok
+    assert pages.readiness() == Probe(False, "looking for the pool's store")
+    assert "elastic_agent_pool_nodes" not in samples(pages)
+    assert json.loads(pages.pool()) == {
+        "schema": 1,
+        "pool": "p",
+        "node": "n",
+        "status": "looking for the pool's store",
+        "ready": False,
+        "coordinator": False,
+        "running": None,
+    }
+
+
+def test_it_is_ready_as_long_as_it_follows_the_pool(pages: DaemonPages, store: MemoryStore) -> None:
+    pages.begin(lambda: IDLE, store)
+    assert pages.readiness() == Probe(True, "idle: waiting for a job")
+    pages.begin(lambda: replace(IDLE, tracks=False, status="waiting for the pool's store"), store)
+    assert pages.readiness() == Probe(False, "waiting for the pool's store")
+    assert pages.liveness() == Probe(True, "the main loop turned 0.5 s ago")
+
+
+def test_a_loop_that_stands_still_is_not_alive(pages: DaemonPages, store: MemoryStore) -> None:
+    pages.begin(lambda: replace(IDLE, turned_at=NOW - STUCK_AFTER_S), store)
+    assert not pages.liveness().ok
+
+
+def test_what_runs_is_shown(pages: DaemonPages, store: MemoryStore) -> None:
+    pages.begin(lambda: BUSY, store)
+    shown = json.loads(pages.pool())
+    assert shown["running"] == {"job": "j", "name": 'a "job"'}
+    assert (shown["nodes"], shown["idle_nodes"], shown["queued_jobs"], shown["running_jobs"]) == (3, 2, 5, 1)
+    assert samples(pages)["elastic_agent_pool_node_busy"] == [{"pool": "p", "node": "n"}]
+
+
+def test_the_page_has_the_jobs_numbers_with_its_name(
+    pages: DaemonPages, store: MemoryStore, agent: Endpoint
+) -> None:
+    put_agent(store, agent)
+    pages.begin(lambda: BUSY, store)
+    found = samples(pages)
+    assert found["elastic_agent_min_nodes"] == [{"job": 'a "job"', "run_id": "j", "node": "n"}]
+    assert {labels["job"] for labels in found["elastic_agent_recovery_duration_seconds_bucket"]} == {
+        'a "job"'
+    }
+    assert found["elastic_agent_pool_queued_jobs"] == [{"pool": "p", "node": "n"}]
+    pages.begin(lambda: IDLE, store)
+    assert "elastic_agent_min_nodes" not in samples(pages)
+
+
+@pytest.mark.parametrize("http", [None, Endpoint("127.0.0.1", 1)])
+def test_a_jobs_agent_that_does_not_answer_costs_its_own_part_alone(
+    pages: DaemonPages, store: MemoryStore, http: Endpoint | None
+) -> None:
+    pages.begin(lambda: BUSY, store)
+    for _ in range(2):
+        assert set(samples(pages)) == {name for name in samples(pages) if "_pool_" in name}
+        put_agent(store, http)
+
+
+def test_the_next_job_has_another_agent(pages: DaemonPages, store: MemoryStore, agent: Endpoint) -> None:
+    put_agent(store, Endpoint("127.0.0.1", 1))
+    pages.begin(lambda: BUSY, store)
+    samples(pages)
+    put_agent(store, agent)
+    assert "elastic_agent_min_nodes" in samples(pages), "the place is asked for anew"
+
+
+def test_a_label_is_escaped() -> None:
+    assert labelled("a 1\n", 'x"\\\n') == 'a{job="x\\"\\\\\\n"} 1\n'
+
+
+def test_metrics_and_logs_may_be_slow(pages: DaemonPages, tmp_path_factory: pytest.TempPathFactory) -> None:
+    logs = LogPage(tmp_path_factory.mktemp("logs"), "n", "t")
+    assert set(slow_pages(pages, logs)) == {"/metrics", "/logs"}
+
+
+def test_nodes_and_jobs_are_counted() -> None:
+    job = Job("r", "t", (), (), {}, "/", 1, 1, None, 0.0, "u")
+    records: list[Record] = [
+        PoolNode("idle", "i1", ""),
+        PoolNode("seated", "s1", ""),
+        PoolNode("leaving", "l1", "", leaving=True),
+        PoolNode("broken", "b1", "", problem="no GPU"),
+        PoolNode("busy", "y1", "", running=3),
+        job,
+        replace(job, job="q"),
+        Plan(1, (Run("r", 1, 0.0, (Seat("seated", "s1", 1),)),)),
+    ]
+    view = PoolView()
+    entries = (Entry(one.key, one.to_json(), at, at) for at, one in enumerate(records, 1))
+    view.read(StoreSnapshot(9, tuple(entries)))
+    assert view.counts() == PoolCounts(nodes=5, idle_nodes=1, queued_jobs=1, running_jobs=1)
