@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
 from elastic_agent.agent.common.exits import ExitCode, PoolCode
 from elastic_agent.pool.records import Outcome
+from tests.etcd_servers import etcd_cluster
 
 from .harness import planted
+from .networks import Network, network
 from .pools import Pool
 from .processes import alive
 
@@ -200,3 +203,47 @@ def test_a_daemon_without_one_of_its_threads_ends_with_its_own_code(pool: Pool, 
     assert broken.exit_code(within_s=30) == ExitCode.AGENT_FAILED
     assert broken.says(f"the thread {thread} has failed")
     assert not pool.workers()
+
+
+@pytest.fixture
+def net() -> Iterator[Network]:
+    with network("store", "a", "b", "c", "d") as net:
+        yield net
+
+
+def test_three_machines_share_jobs_that_a_fourth_submits_and_go_on_without_a_lost_one(
+    pool: Pool, net: Network
+) -> None:
+    with etcd_cluster(places=[net["store"].place]) as etcd:
+        ((host, port),) = etcd.endpoints
+        refused = pool.command("submit", f"--rdzv-endpoint=etcd://{host}:{port}", "--", "train.py")
+        assert refused.returncode == PoolCode.BAD_CONFIG
+        assert "--etcd-insecure" in refused.stderr
+        pool.place = (f"--rdzv-endpoint=etcd://{host}:{port}", "--etcd-insecure")
+        nobody = pool.command("submit", *pool.place, "--", "train.py", enter=net["d"].enter)
+        assert nobody.returncode == PoolCode.NO_POOL
+        daemons = {name: pool.daemon(name, enter=net[name].enter) for name in "abc"}
+        for agent in daemons.values():
+            pool.job.wait_for_text(agent, "idle: waiting for a job")
+        one = pool.submit("--min-nodes=2", "--max-nodes=3", enter=net["d"].enter)
+        pool.job.wait_for(lambda: {"a", "b", "c"} in worlds(pool, one), "all three to run it")
+        addresses = {start["env"]["MASTER_ADDR"] for start in pool.starts_of(one)}
+        assert addresses <= {net[name].address for name in "abc"}
+        daemons["b"].kill()
+        pool.job.wait_for(lambda: {"a", "c"} == worlds(pool, one)[-1], "the others to go on")
+        net["c"].unplug()
+        pool.job.wait_for_text(daemons["c"], "waiting for the pool's store")
+        net["c"].heal()
+        pool.job.wait_for_text(daemons["c"], f"running job {one}(.|\n)*waiting for (.|\n)*running job {one}")
+        pool.end_job(one)
+        assert pool.wait(one) == PoolCode.DONE
+        assert not pool.workers()
+
+
+def worlds(pool: Pool, job: str) -> list[set[str]]:
+    """The nodes of each world that was whole, oldest first."""
+    found: dict[tuple[int, str], set[str]] = {}
+    for start in pool.starts_of(job):
+        key = start["world"], start["env"]["ELASTIC_AGENT_GENERATION"]
+        found.setdefault(key, set()).add(start["node"])
+    return [nodes for (world, _), nodes in found.items() if len(nodes) == world]
