@@ -101,9 +101,12 @@ class Pool:
             **more,
         )
 
-    def submit(self, *options: str, enter: Sequence[str] = ()) -> str:
+    def submit(
+        self, *options: str, script: Sequence[str | Path] | None = None, enter: Sequence[str] = ()
+    ) -> str:
         """The job's id."""
-        words = (*self.place, "--max-restarts=0", *options, "--", str(self.script), str(self.folder))
+        runs = map(str, script or (self.script, self.folder))
+        words = (*self.place, "--max-restarts=0", *options, "--", *runs)
         done = self.command("submit", *words, enter=enter)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()[-1]

@@ -14,6 +14,7 @@ from elastic_agent.pool.records import Outcome
 from tests.etcd_servers import etcd_cluster
 
 from .harness import planted
+from .lockstep_job import LockstepJob
 from .networks import Network, network
 from .pools import Pool
 from .processes import alive
@@ -54,6 +55,23 @@ def test_a_job_gives_the_node_that_it_can_spare_to_the_next_one(pool: Pool) -> N
     pool.job.wait_for(lambda: len(pool.seats(first)) == 2, "the first job to take the node again")
     pool.end_job(first)
     assert pool.wait(first) == PoolCode.DONE
+
+
+def test_a_job_gives_a_node_back_and_takes_it_again_without_losing_a_step(pool: Pool) -> None:
+    pool.daemons("a", "b")
+    lockstep = LockstepJob(pool.job)
+    trains = pool.submit("--max-nodes=2", script=lockstep.script)
+    two = pool.job.wait_for_training(world=2)
+    between = pool.submit()
+    pool.starts(between, 1)
+    one = pool.job.wait_for_training(world=1, after=two.number)
+    lockstep.check_nothing_lost(two, one)
+    pool.end_job(between)
+    assert pool.wait(between) == PoolCode.DONE
+    again = pool.job.wait_for_training(world=2, after=one.number)
+    lockstep.check_nothing_lost(one, again)
+    assert pool.command("cancel", trains).returncode == PoolCode.DONE
+    assert pool.wait(trains) == PoolCode.CANCELLED
 
 
 def test_a_job_goes_on_elsewhere_when_its_daemon_is_killed_which_then_comes_back(pool: Pool) -> None:
