@@ -53,7 +53,7 @@ class ExitCode(Code):
     NOT_HERE = (
         73,
         "this machine cannot run it now: too few devices or descriptors, an address, a port or a node id that is taken"
-        " or not its own; another machine can, or this one later",
+        " or not its own, or checks of it that fail (--check fail); another machine can, or this one later",
     )
     UNKILLABLE = (
         74,

@@ -22,10 +22,12 @@ from elastic_agent.agent.machine.network.discovery import Network
 from elastic_agent.agent.main import run as life
 from elastic_agent.agent.main.assembly import Agent, policy_of
 from elastic_agent.agent.main.loop import Ending, Loop
+from elastic_agent.agent.main.prepared import Prepared
 from elastic_agent.agent.main.probes import Probes
 from elastic_agent.agent.main.service_manager import ServiceManager
 from elastic_agent.agent.output.console import Console
 from elastic_agent.agent.rendezvous_io.store_link import StoreLink
+from elastic_agent.agent.workers.processes.subreaper import Subreaper
 from elastic_agent.health.http import Probe
 from elastic_agent.rendezvous.node.participant import Participant
 from elastic_agent.rendezvous.store.interface import Store
@@ -75,6 +77,10 @@ def machine(tmp_path: Path) -> Machine:
 def parts() -> Iterator[contextlib.ExitStack]:
     with contextlib.ExitStack() as parts:
         yield parts
+
+
+def prepared(agent: Agent) -> Prepared:
+    return Prepared(agent.incarnation, agent.events, agent.io, cast(Subreaper, Ignored()), alone="")
 
 
 def rendezvous(calls: list[str]) -> life.Rendezvous:
@@ -140,16 +146,21 @@ def test_nothing_is_started_before_all_that_can_be_refused_has_been_asked_for(
 
         monkeypatch.setattr(life, name, take)
 
-    for name in ("catch_signals", "_refuse_beside_remains", "_start_helpers", "_serve_http", "_find_store"):
+    for name in (
+        "catch_signals",
+        "_refuse_beside_remains",
+        "_start_helpers",
+        "_check",
+        "_serve_http",
+        "_find_store",
+    ):
         step(name)
-    step("adopt_orphans", "")
     step("_wait_for_network", machine.network)
     step("_claim", refuses=True)
     with pytest.raises(CannotStart):
-        life._run(agent, machine)
+        life._run(agent, machine, prepared(agent))
     assert steps == [
         "catch_signals",
-        "adopt_orphans",
         "_refuse_beside_remains",
         "_wait_for_network",
         "_claim",
@@ -180,17 +191,17 @@ def test_http_answers_while_the_store_is_looked_for(
 
     for name in ("catch_signals", "_refuse_beside_remains"):
         monkeypatch.setattr(life, name, lambda *_: None)
-    monkeypatch.setattr(life, "adopt_orphans", lambda: "")
     monkeypatch.setattr(life, "_wait_for_network", lambda *_: machine.network)
     monkeypatch.setattr(life, "_claim", lambda *_: None)
     monkeypatch.setattr(
         life, "_start_helpers", lambda *_: life.Helpers(*[cast(Any, Recorded("helper", order))] * 4)
     )
+    monkeypatch.setattr(life, "_check", lambda *_: order.append("checks"))
     monkeypatch.setattr(life, "_serve_http", serve)
     monkeypatch.setattr(life, "_find_store", find)
     with pytest.raises(CannotStart):
-        life._run(agent, machine)
-    assert order == ["helper.start", "http", "store"]
+        life._run(agent, machine, prepared(agent))
+    assert order == ["checks", "http", "store"]
     assert calls == ["manager.ready"]
 
 
