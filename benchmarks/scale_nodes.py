@@ -263,6 +263,7 @@ class OurNodes:
             min_nodes=total,
             max_nodes=total,
             last_call_s=1.0,
+            expected_nodes=None,
             join_timeout_s=600.0,
             drain_timeout_s=20.0,
             store_outage_grace_s=0.0,

@@ -32,7 +32,7 @@ def etcd() -> Iterator[int]:
     """Whoever connects waits until it is ready. Raises FileNotFoundError where etcd is not installed."""
     root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     folder = Path(tempfile.mkdtemp(prefix="scale-etcd-", dir=root))
-    port, peer_port = _free_ports(2)
+    port, peer_port = free_ports(2)
     mine, peer = f"http://{HOST}:{port}", f"http://{HOST}:{peer_port}"
     words = ["etcd", "--name", "one", "--data-dir", str(folder / "data")]
     words += ["--listen-client-urls", mine, "--advertise-client-urls", mine]
@@ -68,7 +68,7 @@ def _ended_after(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> It
         process.wait()
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Taken meanwhile, etcd ends, and says so."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server((HOST, 0))) for _ in range(count)]

@@ -112,6 +112,12 @@ LAST_CALL: Option[float] = MEETING.option(
     default="1s",
     conf=("last_call_timeout",),
 )
+EXPECTED_NODES: Option[int | None] = MEETING.option(
+    "expected-nodes",
+    whole_number(1, MOST_NODES, "nodes"),
+    "first start only: no last call once N nodes are there, as these were all that were started (a pool's daemons know"
+    " how many they are)",
+)
 LEASE_TTL: Option[float] = MEETING.option(
     "lease-ttl",
     duration(1.0),
@@ -210,6 +216,7 @@ class RendezvousConfig:
     folder: Path | None = None  # with local only
     lasting_folder: Path | None = None
     """For what is to outlive the machine's restart; None: in `folder`, too."""
+    expected_nodes: int | None = EXPECTED_NODES.field()
 
     @property
     def kind(self) -> StoreKind:

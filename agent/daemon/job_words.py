@@ -9,7 +9,7 @@ from ...pool.records import SeatEnd, SeatOutcome
 from ..common.exits import ExitCode, signal_name
 from ..configuration.config import HTTP_ADDRESS, MAX_NODES, MIN_NODES, NODE_ID
 from ..configuration.logs import LOG_DIR
-from ..configuration.rendezvous import ETCD_OPTIONS, JOB_ID, MEETING, POOL
+from ..configuration.rendezvous import ETCD_OPTIONS, EXPECTED_NODES, JOB_ID, MEETING, POOL
 from ..configuration.stopping import RUN_AGAIN
 from ..configuration.types.option import Option
 
@@ -47,6 +47,7 @@ def agent_words(
         (MIN_NODES.name, job.min_nodes),
         (MAX_NODES.name, job.max_nodes),
         (LOG_DIR.name, logs),
+        (EXPECTED_NODES.name, sum(not seat.leaving for seat in assignment.run.seats)),
     ]
     if assignment.run.attempt > 1:
         decided.append((RUN_AGAIN.name, "true"))

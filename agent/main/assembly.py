@@ -165,6 +165,7 @@ def policy_of(config: Config) -> Policy:
         min_nodes=config.nodes.min,
         max_nodes=config.nodes.max,
         last_call_s=config.rendezvous.last_call_s,
+        expected_nodes=config.rendezvous.expected_nodes,
         join_timeout_s=config.rendezvous.join_timeout_s,
         drain_timeout_s=drain_timeout_s(config.stop),
         store_outlives_job=outlives_job,

@@ -184,6 +184,7 @@ class EtcdV3Handler(RendezvousHandler):
             min_nodes=config.nodes.min,
             max_nodes=config.nodes.max,
             last_call_s=rendezvous.last_call_s,
+            expected_nodes=rendezvous.expected_nodes,
             join_timeout_s=rendezvous.join_timeout_s,
             drain_timeout_s=drain_timeout_s(config.stop),
             store_outage_grace_s=0.0,

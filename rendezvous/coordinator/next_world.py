@@ -172,7 +172,8 @@ def _form(basis: _Basis, view: View, policy: Policy, now: float, least: int) -> 
             short_of_nodes=True,
         )
     quiet_at = last_call_ends(joining, view.arrivals, policy)
-    if joining and not goes_on and len(chosen) < policy.max_nodes and now < quiet_at:
+    awaited = min(policy.max_nodes, policy.expected_nodes or policy.max_nodes)
+    if joining and not goes_on and len(chosen) < awaited and now < quiet_at:
         return Wait(
             f"last call: {counted(len(chosen), 'node')} here, up to {policy.max_nodes} may come", quiet_at
         )

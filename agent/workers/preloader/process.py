@@ -42,6 +42,9 @@ HERE = Path(__file__).resolve().parent
 CHECK_EVERY_S = 5.0
 """An idle process looks so often whether it is still fit."""
 
+UNUSED_CHECK_EVERY_S = 60.0
+"""One of which no spare was wanted yet, as no job is known: a look costs 6 ms, and the first fork is after another."""
+
 
 if TYPE_CHECKING:
     from ....worker.ranks import gloo_threads, master_port
@@ -108,8 +111,9 @@ def main(agent_pid: int) -> None:
 
 def _serve(channel: socket.socket, known: Imported) -> Newborn | None:
     """None at the end of this process' work. Raises Unfit."""
+    used = False
     while True:
-        asked, _, _ = select.select([channel], [], [], CHECK_EVERY_S)
+        asked, _, _ = select.select([channel], [], [], CHECK_EVERY_S if used else UNUSED_CHECK_EVERY_S)
         sockets: list[int] = []
         if asked:
             received = wire.receive(channel)
@@ -117,6 +121,7 @@ def _serve(channel: socket.socket, known: Imported) -> Newborn | None:
                 return None
             _, sockets = received
         known.check()
+        used |= bool(sockets)
         if sockets and (born := fork_spares(sockets)) is not None:
             channel.close()
             return born
