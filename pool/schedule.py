@@ -176,6 +176,8 @@ class _Table:
             if node is None:
                 if seat.incarnation not in self._pool.lost and seat.node not in self._names:
                     seats.append(seat)
+                else:
+                    left[seat.node] = None
             elif node.ended is not None and node.ended.ticket == seat.ticket:
                 self._refuse(run.job, node, seat, node.ended)
                 left[seat.node] = None

@@ -67,7 +67,8 @@ class JobFolders:
         folder.mkdir(parents=True, exist_ok=True)
         mark = os.open(folder / MARK, _MARK_FLAGS | os.O_CREAT, 0o640)
         try:
-            fcntl.flock(mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            with contextlib.suppress(OSError):  # a disk without locks, on which nothing is deleted either
+                fcntl.flock(mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
             os.ftruncate(mark, 0)
             os.pwrite(mark, os.fsencode(self._pool), 0)
         except OSError:
