@@ -60,23 +60,28 @@ class JoinChecks:
         return [pid for run in self._runs if (pid := run.pid) is not None]
 
     def begin(self, incarnation: str) -> None:
-        """For this life of the node, which need not have begun."""
+        """For a life of the node, which need not have begun; not while a probe of an earlier run hangs."""
         self._checked, self._again_at = incarnation, None
-        if self._mode == "off" or self._running:
+        if (
+            self._mode == "off"
+            or self._running
+            or any(run.hangs and run.pid is not None for run in self._runs)
+        ):
             return
         self._running = True
-        self._runs = [run for run in self._runs if run.pid is not None]
         run = self._new_run()
-        self._runs.append(run)
+        self._runs = [*(run for run in self._runs if run.pid is not None), run]
         Thread(lambda: self._wait_for(run), "node-checks").start()
 
     def turn(self, participant: Participant, now: float) -> float | None:
         """Begins what is due; the instant at which there is more to do."""
-        if participant.incarnation != self._checked:
+        new = participant.incarnation != self._checked
+        if new:
             self._failures = 0
+        if new or (self._again_at is not None and now >= self._again_at):
             self.begin(participant.incarnation)
-        elif self._again_at is not None and now >= self._again_at:
-            self.begin(participant.incarnation)
+            if self._mode != "off" and not self._running:  # what hung still does
+                self._again_at = now + self._pause_s()
         return self._again_at
 
     def handle(self, event: NodeChecked, participant: Participant, now: float) -> None:
@@ -88,14 +93,17 @@ class JoinChecks:
             self._failures = 0
             participant.hold_back("")
             return
-        wait_s = AGAIN.wait_s(self._failures, self._rng)
-        self._failures += 1
+        wait_s = self._pause_s()
         self._again_at = now + wait_s
         what = "; ".join(f"{finding.check}: {finding.summary}" for finding in failed)
         participant.hold_back(f"this node does not join before its checks pass (--{CHECK.name} fail): {what}")
         log.info(
             "this node does not join: %d of its checks failed; checking again in %.0f s", len(failed), wait_s
         )
+
+    def _pause_s(self) -> float:
+        self._failures += 1
+        return AGAIN.wait_s(self._failures - 1, self._rng)
 
     def close(self) -> None:
         self._closed = True

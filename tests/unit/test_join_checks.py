@@ -150,6 +150,26 @@ def test_a_process_that_hangs_is_the_checks_own_child_until_the_agent_ends() -> 
     assert list(scene.checks.pids) == []
 
 
+def test_while_a_probe_hangs_none_is_added_to_it() -> None:
+    scene = Scenery("fail", [[FAILS], [GOOD]], hangs=True)
+    scene.checks.begin("a-1")
+    scene.hear()
+    now = 0.0
+    for _ in range(3):
+        again_at = scene.checks.turn(scene.part, now)
+        assert again_at is not None
+        assert again_at >= now
+        now = again_at
+        scene.checks.turn(scene.part, now)
+        assert len(scene.runs) == 1
+    assert "gpu-ecc" in scene.part.held_back
+    scene.runs[0].close()
+    now = scene.checks.turn(scene.part, now) or 0.0
+    scene.checks.turn(scene.part, now)
+    scene.hear(now)
+    assert scene.part.held_back == ""
+
+
 def test_a_process_that_has_ended_is_let_go() -> None:
     scene = Scenery("warn", [[GOOD]])
     scene.checks.begin("a-1")
