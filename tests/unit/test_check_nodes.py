@@ -242,6 +242,32 @@ def test_a_job_in_the_same_store_is_left_alone(store: MemoryStore) -> None:
     assert [entry.key for entry in store.read(("",)).entries] == ["nodes/x", "world"]
 
 
+def test_of_many_nodes_each_tries_its_neighbours_and_those_that_it_meets(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "MOST_ALL_PAIRS", 4)
+    nodes = [
+        FakeHere(facts_of(name), lambda source, target: "d" not in (source, target)) for name in "abcdefg"
+    ]
+    outcomes = check(store, nodes, 7)
+    report = outcomes.reports["a"]
+    assert fails(report) == [("peer-reachable", ("d",), ())]
+    reach = nodes[0].stages[0]
+    assert (reach.what, len(reach.pairs)) == ("reach", 7)
+    tried = {pair for stage in nodes[0].stages for pair in stage.pairs}
+    assert 7 < len(tried) < 21, "more than the ring and fewer than all"
+
+
+def test_one_that_leads_and_hangs_is_given_up(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "SILENT_S", 0.1)
+    hanging = Meeting(store, TTL_S)
+    assert hanging.join(facts_of("a"))
+    outcomes = check(store, [FakeHere(facts_of("b"))], 2, wait_s=0.1)
+    hanging.leave()
+    assert "node a hangs" in str(outcomes.errors["b"])
+    assert isinstance(outcomes.errors["b"], LeaderGone)
+
+
 def test_what_a_node_says_for_others_or_of_nodes_that_are_not_there_does_not_count(
     store: MemoryStore,
 ) -> None:

@@ -26,6 +26,8 @@ MOST_MEASURED = 256
 """Measurements in a report; of more nodes it has the findings alone."""
 STAGE_S = 90.0
 """No stage takes longer where all processes are bounded; who is later is left out."""
+SILENT_S = 120.0
+"""More than a stage takes: a node that leads and does nothing for so long keeps its lease, and hangs."""
 LEAVE_S = 10.0
 LOOK_S = 0.1
 LOOK_PER_NODE_S = 0.001
@@ -72,8 +74,15 @@ class Check:
     def run(self) -> PairsReport:
         """This node has joined. Raises LeaderGone, and what a `Meeting` does."""
         done, leader, busy = 0, "", False
+        patient_s = self._patience.wait_s + SILENT_S
+        until = self._clock() + patient_s
         while True:
             stage = self._meeting.stage()
+            if self._clock() >= until:
+                raise LeaderGone(
+                    f"nothing new for {patient_s:g} s: node {leader or 'that leads the other check'} hangs, and has to"
+                    " be ended"
+                )
             if stage is None:
                 if done:
                     raise LeaderGone(
@@ -95,6 +104,7 @@ class Check:
             elif stage.number > done:
                 leader, done = stage.members[0].node, stage.number
                 self._carry_out(stage)
+                until = self._clock() + patient_s
             self._sleep(self._look_s)
 
     def await_others(self) -> None:
