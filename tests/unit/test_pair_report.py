@@ -21,6 +21,9 @@ FILTER = (
 )
 
 
+NO_ROUTE = "no route to it, no answer to ARP, or a packet filter rejects it with ICMP"
+
+
 def a_node(name: str, **changes: object) -> NodeFacts:
     number = ord(name) - ord("a") + 1
     door = Door(name, f"10.0.0.{number}", 29500 + number, "0" * 32, "1" * 32)
@@ -123,8 +126,7 @@ def test_a_node_that_reaches_nobody_and_is_reached_by_nobody() -> None:
     report = make_report(found("abc", blocked))
     there = "a (10.0.0.1 port 29501), c (10.0.0.3 port 29503)"
     assert said(report, "peer-reachable") == [
-        "node b: from a, c to b (10.0.0.2 port 29502): no route to it, or no answer to ARP; "
-        f"from b to {there}: no route to it, or no answer to ARP"
+        f"node b: from a, c to b (10.0.0.2 port 29502): {NO_ROUTE}; from b to {there}: {NO_ROUTE}"
     ]
 
 

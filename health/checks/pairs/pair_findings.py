@@ -344,7 +344,7 @@ _OBSTACLES = {
         "look whether the check still runs on that node, and for a `reject` rule (nft list ruleset)",
     ),
     Obstacle.NO_ROUTE: _Words(
-        "no route to it, or no answer to ARP",
+        "no route to it, no answer to ARP, or a packet filter rejects it with ICMP",
         "look at `ip route get ADDRESS` and `ip neigh`; choose interfaces that see each other with --network-interface",
     ),
     Obstacle.FORBIDDEN: _Words(

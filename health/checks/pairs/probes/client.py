@@ -29,7 +29,9 @@ ROUND_TRIPS = 100
 LATENCY_S = 3.0
 """For all round trips: fewer count, too, where they are slow."""
 TIMES = 9
-STREAM_S = 1.0
+STREAM_S = 0.5
+STREAMS = 2
+"""One after the other, of which the faster one counts: a machine may have been busy for a moment."""
 CHUNK = 1 << 18
 AT_ONCE = 64
 LARGE_VANISH = "single bytes pass, and of a stream nothing does"
@@ -87,10 +89,14 @@ def measure(
             found = replace(found, latency_s=_latency(asked, clock))
         with opened(door, address, TIME) as asked:
             found = replace(found, clock_offset_s=_offset(asked, clock))
-        with opened(door, address, SINK) as asked:
-            found = replace(found, sent=_send(asked, clock))
-        with opened(door, address, SOURCE) as asked:
-            found = replace(found, received=receive_stream(asked, clock)[0])
+        for _ in range(STREAMS):
+            with opened(door, address, SINK) as asked:
+                found = replace(found, sent=max(found.sent or 0.0, _send(asked, clock)))
+            with opened(door, address, SOURCE) as asked:
+                received = receive_stream(asked, clock)[0]
+                found = replace(found, received=max(found.received or 0.0, received))
+            if 0.0 in (found.sent, found.received):
+                break
     except Blocked as problem:
         return replace(found, obstacle=problem.obstacle, detail=problem.detail)
     if 0.0 in (found.sent, found.received):
