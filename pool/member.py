@@ -115,6 +115,8 @@ class PoolMember:
         self._pending = PendingRequest(RETRY, rng, now)
         self._written: PoolNode | None = None
         self._own_revision = 0
+        self._confirmed_at = now
+        """When the newest answer about the lease was asked for."""
         self._duplicate_until: float | None = None
         self._missing_since: dict[str, float] = {}
         """Seats whose nodes have no record: since when."""
@@ -125,6 +127,10 @@ class PoolMember:
     def tracks(self) -> bool:
         """It has a record in the pool, and follows all others."""
         return self.subscription is not None and self._written is not None
+
+    def is_current(self, now: float) -> bool:
+        """It tracks the pool, and the pool has not forgotten it."""
+        return self.tracks and now < self._confirmed_at + self._lease_ttl_s
 
     @property
     def coordinates(self) -> bool:
@@ -238,7 +244,7 @@ class PoolMember:
         self._pending.failures = 0
         try:
             if isinstance(request, Grant) and isinstance(answer, int):
-                self.lease = answer
+                self.lease, self._confirmed_at = answer, self._pending.asked_at
             elif isinstance(request, Read) and isinstance(answer, Snapshot):
                 self.view.read(answer)
                 self._see_own(self.view.entry(self.record.key), now)
@@ -275,7 +281,9 @@ class PoolMember:
             self._own_revision = 0
 
     def lease_confirmed(self, lease: LeaseId, asked_at: float) -> None:
-        """What runs here has a lease of its own: this one is no proof of anything."""
+        """What runs here has a lease of its own: this one only says that the pool's store answers."""
+        if lease == self.lease:
+            self._confirmed_at = asked_at
 
     def store_mismatched(self, reason: str) -> None:
         """The store that answers now is not this pool's."""

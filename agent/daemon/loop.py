@@ -115,7 +115,7 @@ class DaemonLoop:
             self._link.ask(request)
         self._link.keep(member.lease)
         self._link.follow(member.subscription)
-        self._show()
+        self._show(now)
         instants = member.wake_at(now), self._standby.turn(now) if self._may_stand_by else None
         return min((at for at in instants if at is not None), default=None)
 
@@ -159,11 +159,14 @@ class DaemonLoop:
             log.info("job %s: asking it to leave this node", self._assignment and self._assignment.job.job)
             self._agent.leave()
 
-    def _show(self) -> None:
+    def _show(self, now: float) -> None:
         """Log what has changed for people."""
         member = self._member
+        is_current = member.is_current(now)
         if not member.tracks:
             status = f"waiting for {member.waiting_for}"
+        elif not is_current:
+            status = "waiting for the pool's store, which does not answer"
         elif self._assignment is not None:
             status = f"running job {self._assignment.job.job} ({self._assignment.job.name})"
         elif member.record.problem:
@@ -173,19 +176,17 @@ class DaemonLoop:
         if status != self._shown:
             self._shown = status
             log.info("%s", status)
-        self._publish(status)
+        self._publish(status, is_current)
         self._on_turn(status)
 
-    def _publish(self, status: str) -> None:
+    def _publish(self, status: str, is_current: bool) -> None:
         member, due, counts = self._member, self._assignment, self.snapshot.counts
         if member.view.version != self._counted:
             self._counted, counts = member.view.version, member.view.counts()
         if member.tracks and not self._tidied:
             self._tidy()
         running = RunningJob(due.job.job, due.job.name, due.seat.ticket) if due is not None else None
-        self.snapshot = DaemonSnapshot(
-            self._clock(), member.tracks, member.coordinates, status, running, counts
-        )
+        self.snapshot = DaemonSnapshot(self._clock(), is_current, member.coordinates, status, running, counts)
 
     def _tidy(self) -> None:
         """The folders of jobs that the pool has forgotten."""

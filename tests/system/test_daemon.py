@@ -120,7 +120,7 @@ def test_a_queue_outlives_all_daemons_and_the_last_job_is_reported_truthfully(po
 
 def test_a_node_takes_no_job_while_what_its_killed_daemon_has_started_still_ends(pool: Pool) -> None:
     daemons = {daemon.name: daemon for daemon in pool.daemons("a", "b")}
-    stubborn = pool.submit("--env=STUBBORN=1", "--stop-grace=3")
+    stubborn = pool.submit("--env=STUBBORN=1", "--stop-grace=60")
     beside, after = pool.submit(), pool.submit()
     (left,) = pool.starts(stubborn, 1)
     pool.starts(beside, 1)
@@ -130,6 +130,8 @@ def test_a_node_takes_no_job_while_what_its_killed_daemon_has_started_still_ends
     pool.job.wait_for_text(
         again, f"job {stubborn}, which an earlier daemon of this node has started, is ending"
     )
+    assert alive(left["pid"])
+    pool.end_job(stubborn)
     (start,) = pool.starts(after, 1)
     assert start["node"] == left["node"]
     assert not alive(left["pid"])
@@ -250,7 +252,7 @@ def test_three_machines_share_jobs_that_a_fourth_submits_and_go_on_without_a_los
         daemons["b"].kill()
         pool.job.wait_for(lambda: {"a", "c"} == worlds(pool, one)[-1], "the others to go on")
         net["c"].unplug()
-        pool.job.wait_for_text(daemons["c"], "waiting for the pool's store")
+        pool.job.wait_for_text(daemons["c"], f"running job {one}(.|\n)*waiting for the pool's store, which")
         net["c"].heal()
         pool.job.wait_for_text(daemons["c"], f"running job {one}(.|\n)*waiting for (.|\n)*running job {one}")
         pool.end_job(one)

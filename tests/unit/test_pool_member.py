@@ -128,6 +128,8 @@ class Bench:
                         self.kv.keep_alive(daemon.member.lease, self.now)
                     except LeaseExpired:
                         daemon.member.lease_gone(daemon.member.lease)
+                    else:
+                        daemon.member.lease_confirmed(daemon.member.lease, self.now)
             self.kv.expire(self.now)
             self.settle()
 
@@ -265,6 +267,22 @@ def test_a_daemon_that_loses_its_lease_keeps_its_seat_and_what_runs_there(bench:
     assert not a.member.must_leave
     assert a.member.to_start is None
     assert bench.plan.runs[0].attempt == 1
+
+
+def test_a_daemon_that_its_store_does_not_answer_is_not_current(bench: Bench) -> None:
+    a = bench.daemon("a")
+    bench.settle()
+    bench.wait(3 * TTL_S)
+    assert a.member.is_current(bench.now)
+    a.connected = False
+    bench.wait(TTL_S - 1.0)
+    assert a.member.is_current(bench.now)
+    bench.wait(1.5)
+    assert a.member.tracks, "it has asked for nothing meanwhile"
+    assert not a.member.is_current(bench.now)
+    a.connected = True
+    bench.wait(2.0)
+    assert a.member.is_current(bench.now)
 
 
 def test_a_daemon_that_was_away_for_too_long_has_lost_its_seat(bench: Bench) -> None:
