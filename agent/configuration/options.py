@@ -52,5 +52,5 @@ OPTIONS = tuple(chain.from_iterable(GROUPS))
 
 TARGETS = (SCRIPT, MODULE, NO_PYTHON)  # what to run; one source may give only one of them
 
-# Variables that no process which the agent starts may inherit.
+# Variables that no process which the agent starts may inherit, but for a daemon's agents of jobs.
 SECRET_VARIABLES = frozenset({"ELASTIC_AGENT_ETCD_PASSWORD"})

@@ -26,9 +26,9 @@ from ..common.interruptible import unless_stopped
 from ..common.own_folder import make_own
 from ..common.ports import PortError, bind_listener
 from ..configuration.config import HTTP_ADDRESS, MAX_NODES, Config
-from ..configuration.options import OPTIONS
+from ..configuration.options import OPTIONS, SECRET_VARIABLES
 from ..configuration.reading.settings import Settings
-from ..configuration.rendezvous import ENDPOINT
+from ..configuration.rendezvous import ENDPOINT, EtcdConfig
 from ..machine.network.addresses import reachable_at
 from ..machine.network.discovery import wait_for_network
 from ..main.listeners import http_listener
@@ -105,13 +105,21 @@ def run_daemon(
         log.info("node %s offers itself to pool %s at %s", name, pool, place)
         standby = Standby(config.preload.words, config.rendezvous.kind.name, environment, clock)
         parts.callback(standby.close)
-        loop = DaemonLoop(member, link, words, folders, environment, standby, events, clock, on_turn, ended)
+        for_jobs = _for_jobs(environment, config.rendezvous.etcd)
+        loop = DaemonLoop(member, link, words, folders, for_jobs, standby, events, clock, on_turn, ended)
         pages.begin(lambda: loop.snapshot, store)
         link.start()
         ending = loop.run()
         link.close()
         _depart(store, member)
         return ending
+
+
+def _for_jobs(environment: Mapping[str, str], etcd: EtcdConfig | None) -> Mapping[str, str]:
+    """What the agents of jobs inherit. They need the store's password, too, and keep it from their workers."""
+    if etcd is None or etcd.password is None:
+        return environment
+    return {**environment, **dict.fromkeys(SECRET_VARIABLES, etcd.password.text)}
 
 
 def _http_of_jobs(own: Endpoint | None) -> Iterator[tuple[str, str]]:
