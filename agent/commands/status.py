@@ -16,12 +16,14 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from ...rendezvous.records import Endpoint
+from ...rendezvous.text import NAME
 from ..common.exits import StatusCode
 from ..configuration.config import CONFIG_FILE, HELP, SCRIPT, ConfigError, Problem
-from ..configuration.reading.resolve import resolve_meeting_place
+from ..configuration.reading.resolve import resolve_meeting_place, resolve_pool
 from ..configuration.reading.settings import Settings
 from ..configuration.reading.sources import read_argv, read_environ
 from ..configuration.rendezvous import (
@@ -51,9 +53,11 @@ from .store_command import command_help, one_line_errors
 _USAGE = """\
 usage: elastic-agent status [--json] [--watch[=SECONDS]] [--agent HOST:PORT]
        elastic-agent status [...] --rdzv-endpoint HOST:PORT --rdzv-id NAME [--etcd-...] [--config FILE.toml]
+       elastic-agent status JOB [...] [--pool NAME] [--rdzv-endpoint ...]
 
 Shows what a job does and why: its state and generation, the last change and its cause, restarts, checkpoint, and every
-node. Without an endpoint it asks the agents on this machine; with one, the store, with the options of the agents.
+node. Without an endpoint it asks the agents on this machine; with one, the store, with the options of the agents. JOB
+is the id of a pool's job, which is looked for in the pool's store.
 """
 
 _INTERVAL = "2"
@@ -94,14 +98,15 @@ _OF_THE_STORE = [option for option in (*MEETING, *ETCD_OPTIONS) if option is not
 
 def main(words: Sequence[str]) -> int:
     """Returns a `StatusCode`."""
-    command_line = read_argv(_with_interval_attached(words), STATUS_OPTIONS)
+    job = words[0] if words and not words[0].startswith("-") else None
+    command_line = read_argv(_with_interval_attached(words[1:] if job is not None else words), STATUS_OPTIONS)
     if HELP in command_line:
         print(command_help(_USAGE, StatusCode, STATUS_OPTIONS))
         return StatusCode.SHOWN
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        source = choose_source(command_line, os.environ)
+        source = choose_source(command_line, os.environ, job)
         watch = Watch(source, command_line[TIMEOUT].value, time.monotonic)
         screen = _json_screen if command_line[JSON].value else _text_screen
         with one_line_errors(StatusCode.INTERRUPTED):
@@ -116,9 +121,11 @@ def main(words: Sequence[str]) -> int:
 # --- Which source
 
 
-def choose_source(command_line: Settings, environ: Mapping[str, str]) -> Source:
-    """Raises ConfigError with all problems."""
+def choose_source(command_line: Settings, environ: Mapping[str, str], job: str | None = None) -> Source:
+    """`job` is one of a pool. Raises ConfigError with all problems."""
     agent, timeout_s = command_line[AGENT].value, command_line[TIMEOUT].value
+    if job is not None:
+        return _of_pool(job, command_line, environ)
     about_store = [command_line[option].origin for option in _OF_THE_STORE if option in command_line]
     if not about_store and CONFIG_FILE not in command_line and SCRIPT in command_line:
         advice = "leave it out, or write --agent HOST:PORT to ask one agent"
@@ -144,6 +151,19 @@ def choose_source(command_line: Settings, environ: Mapping[str, str]) -> Source:
     if ENDPOINT not in given and not static:
         return here
     return _HereOrStore(here, lambda: resolve_meeting_place(command_line, environ), timeout_s)
+
+
+def _of_pool(job: str, command_line: Settings, environ: Mapping[str, str]) -> Source:
+    """Raises ConfigError."""
+    if not NAME.fullmatch(job):
+        advice = "elastic-agent jobs lists them; or write --agent HOST:PORT to ask one agent"
+        command_line.problems.append(Problem("command line", job, "the id of a job of the pool", advice))
+    if AGENT in command_line:
+        command_line.problems.append(
+            command_line[AGENT].problem("a job or an agent", "leave out one of them")
+        )
+    place = resolve_pool(command_line, environ)
+    return StoreSource(replace(place, pool=place.job_id, job_id=job), command_line[TIMEOUT].value)
 
 
 class _HereOrStore(Source):

@@ -55,6 +55,31 @@ def test_the_source(words: tuple[str, ...], kind: type[Source]) -> None:
     assert type(source(*words)) is kind
 
 
+def test_a_job_of_a_pool_is_looked_for_in_the_pools_store() -> None:
+    found = choose_source(read_argv(["--pool=p", "--rdzv-endpoint=local:///x"]), {}, "5fa46501")
+    assert isinstance(found, StoreSource)
+    place = found._rendezvous
+    assert (place.pool, place.job_id, place.folder) == ("p", "5fa46501", Path("/x"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("10.0.0.1:9100",),
+            "'10.0.0.1:9100': expected the id of a job of the pool; elastic-agent jobs lists them; or",
+        ),
+        (("j", "--agent=h:1"), "--agent 'h:1': expected a job or an agent"),
+        (("../j",), "expected the id of a job"),
+    ],
+)
+def test_what_is_no_job_of_a_pool_is_refused(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", *words]) == StatusCode.BAD_CONFIG
+    assert said in capsys.readouterr().err
+
+
 def test_a_file_means_the_store_that_it_names(tmp_path: Path) -> None:
     file = tmp_path / "agent.toml"
     file.write_text('rdzv-endpoint = "node1:29400"\nscript = "/not/on/this/machine.py"\nmax-nodes = 4\n')
@@ -66,7 +91,7 @@ def test_a_file_means_the_store_that_it_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("10.0.0.1:9100",), "only options"),
+        (("--json", "10.0.0.1:9100"), "only options"),
         (("--jsn",), "did you mean --json?"),
         (("--agent", "node1"), "HOST:PORT"),
         (("--agent", "node1:0"), "HOST:PORT"),
