@@ -128,11 +128,7 @@ class MembershipView:
             return
         if entry.mod_revision <= self.world_revision:
             return
-        world = World.from_json(entry.value)
-        if world.job != self._job:
-            raise StoreMismatch(
-                f"the store holds job {world.job!r}, not {self._job!r}: check --rdzv-endpoint and --rdzv-id"
-            )
+        world = world_of(entry, self._job)
         self.world, self.world_revision, self.world_since = world, entry.mod_revision, now
 
     def see_change_of_node(self, key: str, entry: Entry | None, revision: int, now: float) -> None:
@@ -173,3 +169,13 @@ class MembershipView:
 def _same_key_life(old: Entry, new: Entry | None) -> bool:
     """The key has not been deleted in between."""
     return new is not None and new.create_revision == old.create_revision
+
+
+def world_of(entry: Entry, job: str) -> World:
+    """What is under the world's key. Raises RecordInvalid, and StoreMismatch where it is another job's."""
+    world = World.from_json(entry.value)
+    if world.job != job:
+        raise StoreMismatch(
+            f"the store holds job {world.job!r}, not {job!r}: check --rdzv-endpoint and --rdzv-id"
+        )
+    return world

@@ -46,7 +46,7 @@ from ..store.interface import Change, Compare, Entry, LeaseId, Outcome, Snapshot
 from ..store.requests import RETRY, Answer, Grant, PendingRequest, Read, Request, RetryPolicy, Subscription
 from .deadlines import Deadlines, LeaveTimes
 from .join_hold import LOOK, JoinHold
-from .membership_view import MembershipView
+from .membership_view import MembershipView, world_of
 from .node_actions import Action, Leave, LocalState, Refusal, Stay, Stop, next_action
 from .session import Session, newest
 from .snapshot import NodeSnapshot, snapshot_of
@@ -364,7 +364,7 @@ class Participant:
             for gone, entry in zip(request.compares, answer.entries, strict=True):
                 session.membership.see_node(gone.key, entry, answer.revision, now)
         elif request == LOOK and isinstance(answer, Snapshot):
-            world = next((World.from_json(entry.value) for entry in answer.entries), None)
+            world = next((world_of(entry, self.policy.job) for entry in answer.entries), None)
             self._refusal = self._refusal or self._hold.saw(world)
         elif isinstance(request, Read) and isinstance(answer, Snapshot):
             own = next((entry for entry in answer.entries if entry.key == node_key(self.identity.node)), None)

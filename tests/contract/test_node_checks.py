@@ -19,6 +19,7 @@ from elastic_agent.health.checks.finding import Finding, Outcome
 from elastic_agent.health.checks.needs import NodeNeeds
 from elastic_agent.health.checks.node.runner import CheckRun, check_node
 from elastic_agent.health.checks.node.table import BY_NAME, wanted
+from elastic_agent.health.checks.probes.gpus import KERNEL_LOG, probe_xids
 from elastic_agent.health.checks.rules.gpus import GPU_CHECKS
 
 TESTS = Path(__file__).parents[1]
@@ -197,6 +198,22 @@ def test_without_a_driver(tmp_path: Path) -> None:
         Outcome.UNKNOWN,
         Outcome.FAIL,
     )  # a machine with a driver has other GPUs
+
+
+def test_the_kernels_log(tmp_path: Path) -> None:
+    log = tmp_path / "kmsg"
+    log.write_text("4,1207,5000000,-;NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.\n")
+    found = probe_xids(str(log))
+    assert found.readable
+    assert [(xid.gpu, xid.number) for xid in found.xids] == [("0000:3b:00", 79)]
+    assert found.xids[0].age_s == pytest.approx(time.clock_gettime(time.CLOCK_BOOTTIME) - 5.0, abs=1.0)
+    assert not probe_xids(str(tmp_path / "none")).readable
+
+
+@as_root
+def test_this_machines_kernel_log_can_be_read_to_its_end() -> None:
+    if os.path.exists(KERNEL_LOG):
+        assert probe_xids().readable
 
 
 # --- Limits, ports, interfaces

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elastic_agent.rendezvous.node.node_actions import Refusal, Stay
@@ -112,6 +114,15 @@ def test_a_host_of_a_store_that_nobody_trains_in_gives_up(bench: Bench) -> None:
     b.part.hold_back(UNFIT)
     bench.after(POLICY.join_timeout_s)
     assert b.left().why is Refusal.UNFIT
+
+
+def test_the_world_of_another_job_is_refused(bench: Bench) -> None:
+    (a,) = bench.joined("a", policy=replace(ALONE, job="another"))
+    b = _held(bench)
+    b.part.hold_back(UNFIT)
+    bench.settle()
+    assert a.generation == 1
+    assert b.left().why is Refusal.STORE_MISMATCH
 
 
 def test_it_is_checked_again_before_it_joins_anew(bench: Bench) -> None:
