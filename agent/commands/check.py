@@ -21,7 +21,7 @@ from ...health.checks.node.runner import check_node
 from ...health.checks.node.table import wanted
 from ...health.checks.pairs.report import PairsReport
 from ...rendezvous.text import counted
-from ..common.exits import CheckCode, ExitCode
+from ..common.exits import CannotStart, CheckCode, ExitCode
 from ..configuration.config import HELP, ConfigError
 from ..configuration.options import SECRET_VARIABLES
 from ..configuration.reading.resolve import resolve_check
@@ -32,7 +32,7 @@ from ..configuration.types.values import NodeCounts
 from ..machine.inventory import inspect_machine, needs_of
 from ..machine.network.addresses import unique_node_id
 from ..machine.network.choice import NotReady
-from ..machine.network.discovery import Network
+from ..machine.network.discovery import Network, wait_for_network
 from .check_nodes.command import CannotCheck, check_meeting_place, check_nodes
 from .check_nodes.stages import Patience
 from .store_command import one_line_errors
@@ -89,9 +89,14 @@ def main(words: Sequence[str]) -> int:
             check_meeting_place(config)
             config = replace(config, nodes=NodeCounts(count, count))
         machine = inspect_machine(config, environ, resources=False)
+        if count is not None and isinstance(machine.network, NotReady):
+            machine = replace(machine, network=wait_for_network(config, environ))
     except ConfigError as error:
         print(f"elastic-agent check: {error}", file=sys.stderr)
         return CheckCode.NOT_HERE if error.code is ExitCode.NOT_HERE else CheckCode.BAD_CONFIG
+    except CannotStart as error:
+        print(f"elastic-agent check: {error}", file=sys.stderr)
+        return CheckCode.NOT_HERE
     for warning in resolved.warnings:
         print(f"elastic-agent check: warning: {warning}", file=sys.stderr)
     needs = needs_of(config, machine)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 
 from elastic_agent.agent.commands.check_nodes import meeting as meeting_module
 from elastic_agent.agent.commands.check_nodes import stages
+from elastic_agent.agent.commands.check_nodes.here import Sockets, ThisNode
 from elastic_agent.agent.commands.check_nodes.meeting import Meeting, Stage
 from elastic_agent.agent.commands.check_nodes.stages import Check, LeaderGone, Patience
 from elastic_agent.health.checks.finding import Outcome
 from elastic_agent.health.checks.pairs.facts import NodeFacts
+from elastic_agent.health.checks.pairs.probes import process
 from elastic_agent.health.checks.pairs.report import PairsReport
 from elastic_agent.health.checks.pairs.results import Door, Measurement, NodeResults, Obstacle, Reach
 from elastic_agent.rendezvous.errors import LeaseExpired, RecordInvalid, StoreUnavailable
@@ -281,6 +286,42 @@ def test_what_a_node_says_for_others_or_of_nodes_that_are_not_there_does_not_cou
     nodes = [FakeHere(facts_of("a")), FakeHere(facts_of("b")), Liar(facts_of("c"))]
     outcomes = check(store, nodes, 3)
     assert fails(outcomes.reports["a"]) == []
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[ThisNode]:
+    sockets = Sockets(*(socket.create_server(("127.0.0.1", 0)) for _ in range(2)))
+    door = Door("a", "127.0.0.1", sockets.door.getsockname()[1], "0" * 32, "1" * 32)
+    facts = NodeFacts("a", "a-1", 2, door, sockets.all_reduce.getsockname()[1])
+    with contextlib.closing(ThisNode(facts, sockets, str(tmp_path), dict(os.environ))) as here:
+        here.start()
+        yield here
+
+
+def test_a_node_tries_and_measures_another(alone: ThisNode) -> None:
+    """Its own server, under another name."""
+    alone.rename("b")
+    other = alone.facts
+    alone.rename("a")
+    found = alone.carry_out(Stage(1, "reach"), {"b": other})
+    assert found == NodeResults((Reach("a", "b"),), seen=("b",))
+    (measured,) = alone.carry_out(Stage(2, "pairs", 1, pairs=(("a", "b"),)), {"b": other}).measured
+    assert measured.pair == ("a", "b")
+    assert measured.obstacle is None
+    assert measured.all_reduce_s is None, "there is no torch"
+    assert alone.carry_out(Stage(3, "pairs", 1, pairs=(("b", "a"),)), {"b": other}) == NodeResults()
+    assert alone.carry_out(Stage(4, "pairs", 2, pairs=(("a", "x"),)), {}) == NodeResults(), "x has ended"
+
+
+def test_a_probe_that_crashes_is_this_nodes_own_trouble(
+    alone: ThisNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = facts_of("b")
+    monkeypatch.setattr(process, "_PROGRAM", "raise SystemExit(3)")
+    (reached,) = alone.carry_out(Stage(1, "reach"), {"b": other}).reached
+    (measured,) = alone.carry_out(Stage(2, "pairs", 1, pairs=(("a", "b"),)), {"b": other}).measured
+    assert (reached.obstacle, measured.obstacle) == (Obstacle.OWN, Obstacle.OWN)
+    assert "has ended without an answer" in reached.detail
 
 
 def test_a_record_that_no_node_has_written_is_named(store: MemoryStore) -> None:

@@ -21,7 +21,8 @@ from ....rendezvous.text import counted
 from .meeting import Meeting, Member, Stage
 
 MOST_ALL_PAIRS = 64
-"""Up to so many nodes each tries to reach each other one; of more only its neighbours, and those that it meets."""
+"""Up to so many nodes each tries to reach each other one; of more only two neighbours, the one that leads, and those
+that it meets."""
 MOST_MEASURED = 256
 """Measurements in a report; of more nodes it has the findings alone."""
 STAGE_S = 90.0
@@ -222,7 +223,10 @@ class _Led:
 
 
 def _others(stage: Stage, me: str) -> list[str]:
-    """With whom node `me` has to do in it."""
-    if stage.pairs:
-        return [node for pair in stage.pairs if me in pair for node in pair if node != me]
-    return [member.node for member in stage.members if member.node != me]
+    """With whom node `me` has to do in it. Where not all try all, each tries the one that leads, too: so it shows what
+    all have in common, as a checkpoint directory."""
+    if not stage.pairs:
+        return [member.node for member in stage.members if member.node != me]
+    partners = [node for pair in stage.pairs if me in pair for node in pair]
+    leader = [stage.members[0].node] if stage.what == "reach" else []
+    return [node for node in dict.fromkeys((*partners, *leader)) if node != me]
