@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import queue
 import random
@@ -18,8 +19,10 @@ from ...health.http import HealthServer
 from ...health.pool_metrics import PoolMetrics
 from ...pool.member import Assignment, PoolMember
 from ...pool.records import MOST_NODES, PoolNode, SeatEnd
+from ...rendezvous.errors import StoreUnavailable
 from ...rendezvous.records import Endpoint
-from ...rendezvous.store.interface import Store
+from ...rendezvous.store.interface import LeaseId, Store
+from ...rendezvous.store.requests import RETRY
 from ...threads import Thread
 from ..common.exits import CannotStart, ExitCode
 from ..common.interruptible import unless_stopped
@@ -42,6 +45,9 @@ from .pages import POOL_PATH, DaemonPages, LogPage, slow_pages
 from .standby import Standby
 
 log = logging.getLogger(__name__)
+
+GIVE_UP_S = 1.0
+"""To give up the lease: without it the pool misses this node until the lease ends."""
 
 
 def run_daemon(
@@ -111,7 +117,8 @@ def run_daemon(
         link.start()
         ending = loop.run()
         link.close()
-        _depart(store, member)
+        if member.lease is not None:
+            _give_up(member.lease, store, clock, rng)
         return ending
 
 
@@ -168,9 +175,16 @@ def _log_root(config: Config) -> Path:
         ) from error
 
 
-def _depart(store: Store, member: PoolMember) -> None:
-    try:
-        if member.lease is not None:
-            store.revoke(member.lease)
-    except Exception as error:
-        log.warning("left without giving up the lease: %s", error)
+def _give_up(lease: LeaseId, store: Store, clock: Callable[[], float], rng: random.Random) -> None:
+    """The daemon that hosts the store may be leaving at the same instant: then another one, or this one, hosts it."""
+    until = clock() + GIVE_UP_S
+    for attempt in itertools.count():
+        try:
+            store.revoke(lease)
+            return
+        except Exception as error:
+            wait_s = RETRY.wait_s(attempt, rng)
+            if not isinstance(error, StoreUnavailable) or clock() + wait_s >= until:
+                log.warning("left without giving up the lease: %s", error)
+                return
+            time.sleep(wait_s)

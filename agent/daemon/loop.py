@@ -169,6 +169,8 @@ class DaemonLoop:
             status = "waiting for the pool's store, which does not answer"
         elif self._assignment is not None:
             status = f"running job {self._assignment.job.job} ({self._assignment.job.name})"
+        elif self._leaving is not None:
+            status = "leaving the pool"
         elif member.record.problem:
             status = f"takes no job: {member.record.problem}"
         else:

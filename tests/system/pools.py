@@ -163,10 +163,14 @@ class Pool:
         assert pid is not None
         return pid
 
+    def logs(self) -> list[Path]:
+        """Of the agents of all jobs."""
+        return sorted(self.folder.glob("logs/*/*.log"))
+
     def close(self) -> None:
         for agent in self.job.agents:
             if agent.process.poll() is None:
                 agent.signal(signal.SIGTERM)
-        for log in sorted(self.folder.glob("logs/*/*.log")):
+        for log in self.logs():
             print(f"---------------- {log.relative_to(self.folder)}\n{log.read_text(errors='replace')}")
         shutil.rmtree(self.folder, ignore_errors=True)

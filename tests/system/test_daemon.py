@@ -267,3 +267,22 @@ def worlds(pool: Pool, job: str) -> list[set[str]]:
         key = start["world"], start["env"]["ELASTIC_AGENT_GENERATION"]
         found.setdefault(key, set()).add(start["node"])
     return [nodes for (world, _), nodes in found.items() if len(nodes) == world]
+
+
+def test_daemons_that_are_stopped_together_leave_without_a_word_of_trouble(pool: Pool) -> None:
+    """One of them hosts the store that the others give up their leases in."""
+    daemons = pool.daemons("a", "b", "c")
+    one = pool.submit("--min-nodes=3")
+    pool.starts(one, 3)
+    for daemon in daemons:
+        daemon.signal(signal.SIGTERM)
+    assert {daemon.exit_code(within_s=20) for daemon in daemons} == {ExitCode.STOPPED_BY_SIGTERM}
+    assert not pool.workers()
+    idle = [pool.daemon(name) for name in "def"]
+    for daemon in idle:
+        pool.job.wait_for_text(daemon, "idle: waiting for a job")
+    for daemon in idle:
+        daemon.signal(signal.SIGTERM)
+    assert {daemon.exit_code(within_s=20) for daemon in idle} == {ExitCode.STOPPED_BY_SIGTERM}
+    said = "".join([daemon.text for daemon in daemons + idle] + [log.read_text() for log in pool.logs()])
+    assert "left without giving up the lease" not in said
