@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -68,5 +69,13 @@ def test_a_driver_that_hangs_holds_up_nothing_and_its_probe_ends_with_the_agent(
     environment = {"LD_LIBRARY_PATH": str(tmp_path), "FAKE_NVML_STATE": str(state)}
     job.start("a", "--standalone", "--check=warn", environment=environment, enter=ON_A_GPU)
     job.wait_for_training(1)
-    commands = [Path(f"/proc/{process.pid}/cmdline").read_text() for process in job.processes()]
-    assert sum("health.checks.node.server" in command for command in commands) >= 2, "parent and probe"
+    job.wait_for(lambda: len(_probing(job)) >= 2, "the probe and the process that runs it")
+
+
+def _probing(job: Job) -> list[int]:
+    found = []
+    for process in job.processes():
+        with contextlib.suppress(OSError):  # it has just ended
+            if "health.checks.node.server" in Path(f"/proc/{process.pid}/cmdline").read_text():
+                found.append(process.pid)
+    return found
