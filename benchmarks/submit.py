@@ -67,6 +67,7 @@ class Idle:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add_options(parser)
+    parser.add_argument("--store", choices=GOALS, default="local", help="of the pool (default local)")
     parser.add_argument("--idle", action="store_true", help="measure idle daemons")
     options = parser.parse_args()
     if options.idle:
@@ -81,10 +82,10 @@ def main() -> None:
     starts: list[Start] = []
     for _ in range(options.repeat):
         for nodes in (1, 2):
-            for measure in (submit, torchrun):
-                starts.append(measure(nodes))
+            for start in (lambda nodes: submit(nodes, options.store), torchrun):
+                starts.append(start(nodes))
                 keep(starts, options.json)
-    how = f"{options.repeat} runs of each, {loads([run.load for run in starts])}"
+    how = f"{options.store} store, {options.repeat} runs of each, {loads([run.load for run in starts])}"
     publish(table(starts), how, options.markdown, "submit")
 
 
@@ -96,18 +97,22 @@ def loads(found: Sequence[float]) -> str:
 # ---------------------------------------------------------------- one start
 
 
-def submit(nodes: int) -> Start:
-    with tempfile.TemporaryDirectory() as folder, daemons(Path(folder), nodes) as pool:
+def submit(nodes: int, kind: str) -> Start:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        place(kind) as where,
+        daemons(Path(folder), nodes, *where) as pool,
+    ):
         environment = pool.environment
         load = os.getloadavg()[0]
         counts = (f"--min-nodes={nodes}", f"--max-nodes={nodes}", f"--nproc-per-node={WORKERS // nodes}")
         began_at = time.monotonic()
-        words = [*elastic_agent("submit"), *counts, "--", str(JOB), folder, "--step-s=0"]
+        words = [*elastic_agent("submit"), *where, *counts, "--", str(JOB), folder, "--step-s=0"]
         submitted = subprocess.run(words, env=environment, check=True, capture_output=True, text=True)
         submitted_s = time.monotonic() - began_at
         first_s = first_steps(Path(folder)) - began_at
         job = submitted.stdout.split()[-1]
-        subprocess.run(elastic_agent("cancel", job), env=environment, check=True, capture_output=True)
+        subprocess.run(elastic_agent("cancel", job, *where), env=environment, check=True, capture_output=True)
         return Start(OURS, nodes, submitted_s, first_s, load)
 
 
