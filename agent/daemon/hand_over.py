@@ -1,7 +1,8 @@
-"""What a daemon and its standby send each other: one message each way, on a socket pair.
+"""What a daemon and its standby send each other, on a socket pair.
 
-The daemon sends `Become`, with the file for what is printed. The standby answers `Taken` before it does anything for
-the job. So a standby that has ended without it has started nothing, and the job's agent may be started in another way.
+The standby sends `Ready` when it is. The daemon sends `Become`, with the file for what is printed, maybe before that.
+The standby answers `Taken` before it does anything for the job. So a standby that has ended without it has started
+nothing, and the job's agent may be started in another way.
 """
 
 from __future__ import annotations
@@ -12,6 +13,12 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ...codec import Codec, Invalid
+
+READY_WITHIN_S = 30.0
+"""From the job on: a standby may have just been started, on a machine with too much to do."""
+
+TAKEN_WITHIN_S = 2.0
+"""One that is ready answers within milliseconds, unless it was stopped or hangs."""
 
 LONGEST = 16 * 2**20
 """Bytes: many times what the kernel takes as a process' arguments and environment."""
@@ -27,12 +34,17 @@ class Become:
 
 
 @dataclass(frozen=True, slots=True)
+class Ready:
+    """This process has imported what it needs, and answers at once."""
+
+
+@dataclass(frozen=True, slots=True)
 class Taken:
     """From now on this process is the job's agent: how it ends is how that ends."""
 
 
-_Message: TypeAlias = Become | Taken
-_CODEC: Codec[_Message] = Codec((Become, Taken), version=1, most_bytes=LONGEST)
+_Message: TypeAlias = Become | Ready | Taken
+_CODEC: Codec[_Message] = Codec((Become, Ready, Taken), version=1, most_bytes=LONGEST)
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -68,15 +80,24 @@ def receive_job(channel: socket.socket) -> tuple[Become, int] | None:
     return message, output
 
 
+def send_ready(channel: socket.socket) -> None:
+    """Raises OSError when the daemon has ended."""
+    channel.send(_CODEC.encode(Ready()))
+
+
 def send_taken(channel: socket.socket) -> None:
     """Raises OSError when the daemon has ended."""
     channel.send(_CODEC.encode(Taken()))
 
 
-def was_taken(channel: socket.socket, within_s: float) -> bool:
+def was_taken(channel: socket.socket) -> bool:
     """Waits for the answer."""
-    channel.settimeout(within_s)
     try:
-        return isinstance(_CODEC.decode(channel.recv(1024)), Taken)
+        return _next_is(channel, Ready, READY_WITHIN_S) and _next_is(channel, Taken, TAKEN_WITHIN_S)
     except (OSError, Invalid):  # the end of the standby, or its silence
         return False
+
+
+def _next_is(channel: socket.socket, kind: type[_Message], within_s: float) -> bool:
+    channel.settimeout(within_s)
+    return isinstance(_CODEC.decode(channel.recv(1024)), kind)

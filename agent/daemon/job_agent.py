@@ -25,9 +25,6 @@ _PR_SET_PDEATHSIG = 1
 DAEMON_ENDED = signal.SIGUSR1
 """The kernel may send it once for each thread of the daemon. A second SIGTERM would cut the workers' grace short."""
 
-TAKEN_WITHIN_S = 2.0
-"""A standby answers within milliseconds, unless it was stopped or hangs."""
-
 
 def signal_at_daemons_end(number: signal.Signals) -> None:
     """For a child that `start_child` has started: from now on it gets this one."""
@@ -135,7 +132,7 @@ class JobAgent:
 
         def follow() -> None:
             with waiting.channel:
-                taken = was_taken(waiting.channel, TAKEN_WITHIN_S)
+                taken = was_taken(waiting.channel)
             if not taken:
                 process.kill()  # it may stand still
             code = process.wait()

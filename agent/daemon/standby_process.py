@@ -21,7 +21,7 @@ from ...codec import Invalid
 from ..common.events import SpareReadable, ThreadFailed
 from ..configuration.types.stores import STORES
 from ..main.prepared import Prepared, preload, prepare_process
-from .hand_over import receive_job, send_taken
+from .hand_over import receive_job, send_ready, send_taken
 from .job_agent import DAEMON_ENDED, signal_at_daemons_end
 
 log = logging.getLogger(__name__)
@@ -43,10 +43,12 @@ def await_job(
     """
     channel = socket.socket(fileno=descriptor)
     channel.set_inheritable(False)
-    prepared = preload(prepare_process(), preloads, os.environ)
+    prepared = prepare_process()
     STORES[store].load()
-    _wait(channel, prepared)
     try:
+        send_ready(channel)
+        prepared = preload(prepared, preloads, os.environ)
+        _wait(channel, prepared)
         received = receive_job(channel)
         if received is None:
             return None

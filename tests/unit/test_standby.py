@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.daemon.hand_over import Become, pair, receive_job, send_job, send_taken
+from elastic_agent.agent.daemon.hand_over import (
+    Become,
+    pair,
+    receive_job,
+    send_job,
+    send_ready,
+    send_taken,
+    was_taken,
+)
 from elastic_agent.agent.daemon.job_agent import JobAgent, JobAgentEnded, NotTaken, Waiting
 from elastic_agent.agent.daemon.standby import HEALTHY_S, RETRY_S, Standby, why_cold
 from elastic_agent.codec import Invalid
@@ -59,7 +67,9 @@ def test_a_job_is_handed_over_whole_however_long_it_is(tmp_path: Path) -> None:
         assert received[0] == job
         with open(received[1], "wb") as same:
             same.write(b"printed")
+        send_ready(theirs)
         send_taken(theirs)
+        assert was_taken(ours)
     assert (tmp_path / "output").read_text() == "printed"
 
 
@@ -80,7 +90,7 @@ class Handed:
         ours, theirs = pair()
         program = (
             "import socket, sys\n"
-            "from elastic_agent.agent.daemon.hand_over import receive_job, send_taken\n"
+            "from elastic_agent.agent.daemon.hand_over import receive_job, send_ready, send_taken\n"
             "channel = socket.socket(fileno=int(sys.argv[1]))\n"
         )
         with theirs:
@@ -96,12 +106,18 @@ class Handed:
 
 
 def test_a_standby_that_has_taken_its_job_ends_as_the_jobs_agent(tmp_path: Path) -> None:
-    handed = Handed(tmp_path, "receive_job(channel)\nsend_taken(channel)\nsys.exit(9)")
+    handed = Handed(tmp_path, "send_ready(channel)\nreceive_job(channel)\nsend_taken(channel)\nsys.exit(9)")
     assert handed.event() == JobAgentEnded(7, 9)
 
 
 @pytest.mark.parametrize(
-    "code", ["", "receive_job(channel)", "channel.close()\nimport time\ntime.sleep(60)", "1 / 0"]
+    "code",
+    [
+        "",
+        "send_ready(channel)\nreceive_job(channel)",
+        "channel.close()\nimport time\ntime.sleep(60)",
+        "1 / 0",
+    ],
 )
 def test_one_that_has_not_is_gone_before_another_agent_can_be_started(tmp_path: Path, code: str) -> None:
     handed = Handed(tmp_path, code)
