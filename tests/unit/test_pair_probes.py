@@ -200,7 +200,7 @@ def test_probes_run_in_processes_of_their_own() -> None:
         own.order({"listener": listener.fileno(), "door": plain(door)})
         assert own.answer(10.0) == {"serves": True}
         order = {"me": "a", "address": HERE, "doors": [plain(door)], "round": None}
-        (reached,) = ask("client", order, 10.0)["reached"]
+        (reached,) = ask("client", order, "reached", 10.0)
         assert from_plain(Reach, reached) == Reach("a", "b")
 
 
@@ -217,7 +217,7 @@ def test_a_probe_that_crashes_or_hangs_is_no_answer(
     if "hold" in order:
         monkeypatch.setattr(process, "_PROGRAM", "import time; time.sleep(60)")
     with pytest.raises(NoAnswer, match=problem):
-        ask("directory", order, 0.5 if "hold" in order else 10.0)
+        ask("directory", order, "seen", 0.5 if "hold" in order else 10.0)
 
 
 def test_the_file_of_another_node_is_seen_and_gone_with_its_process(tmp_path: Path) -> None:
@@ -254,4 +254,4 @@ def test_only_files_of_a_check_are_opened(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_cannot_be_written_is_said_so() -> None:
-    assert "problem" in ask("directory", {"hold": "/proc/none/such"}, 10.0)
+    assert "/proc/none/such" in ask("directory", {"hold": "/proc/none/such"}, "problem", 10.0)

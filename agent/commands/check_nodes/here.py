@@ -112,7 +112,8 @@ class ThisNode:
     def __init__(
         self, facts: NodeFacts, sockets: Sockets, directory: str, environ: Mapping[str, str]
     ) -> None:
-        """`directory` is where the script keeps its checkpoints; empty: not known. `environ` is the workers'."""
+        """`directory` is where the script keeps its checkpoints; empty: not known. `environ` is the workers',
+        without what is secret."""
         self.facts, self._sockets, self._environ = facts, sockets, environ
         self._directory = directory
         self._lasting = contextlib.ExitStack()
@@ -166,14 +167,14 @@ class ThisNode:
                     looking.order({"look": self._directory, "files": list(files)})
             order = self._order([one.door for one in others], None)
             try:
-                answer = ask("client", order, REACH_S)["reached"]
+                answer = ask("client", order, "reached", REACH_S, environ=self._environ)
                 reached = tuple(from_plain(Reach, one) for one in answer)
             except NoAnswer as error:
                 reached = tuple(Reach(self.facts.node, one.node, Obstacle.OWN, str(error)) for one in others)
             seen: list[str] = []
             if looking is not None:
                 with contextlib.suppress(NoAnswer):
-                    seen = looking.answer(FILE_S)["seen"]
+                    seen = looking.answer(FILE_S).get("seen", [])
         return NodeResults(reached, seen=tuple(files[file] for file in seen))
 
     def _measure(self, stage: Stage, other: NodeFacts) -> Measurement:
@@ -182,7 +183,8 @@ class ThisNode:
             if partner is not None:
                 stack.callback(partner.close)
             try:
-                answer = ask("client", self._order([other.door], stage.round), MEASURE_S)["measured"]
+                order = self._order([other.door], stage.round)
+                answer = ask("client", order, "measured", MEASURE_S, environ=self._environ)
                 found = from_plain(Measurement, answer)
             except NoAnswer as error:
                 return Measurement(stage.round, self.facts.node, other.node, Obstacle.OWN, str(error))

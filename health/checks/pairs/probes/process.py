@@ -107,20 +107,18 @@ class Probe:
         self.close()
 
 
-def ask(
-    name: str,
-    order: Mapping[str, Any],
-    limit_s: float,
-    **options: Any,
-) -> dict[str, Any]:
-    """The only answer of a process that has one. Raises NoAnswer."""
+def ask(name: str, order: Mapping[str, Any], wanted: str, limit_s: float, **options: Any) -> Any:
+    """What the only answer of a process has under the name `wanted`. Raises NoAnswer."""
     try:
         probe = Probe(name, **options)
     except OSError as error:
         raise NoAnswer(f"the probe {name} could not be started: {error.strerror}") from error
     with contextlib.closing(probe):
         probe.order(order)
-        return probe.answer(limit_s)
+        answer = probe.answer(limit_s)
+    if wanted not in answer:
+        raise NoAnswer(f"the probe {name} has answered something else: {list(answer)[:8]}")
+    return answer[wanted]
 
 
 def read_order() -> dict[str, Any]:
