@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,11 +14,13 @@ from elastic_agent.agent.common.exits import ExitCode, PoolCode
 from elastic_agent.pool.records import Outcome
 from tests.etcd_servers import etcd_cluster
 
-from .harness import planted
+from .harness import TORCH_PRELOADED, planted
 from .lockstep_job import LockstepJob
 from .networks import Network, network
 from .pools import Pool
 from .processes import alive
+
+COUNTED = Path(__file__).parents[2] / "examples" / "counted.py"
 
 
 def test_two_jobs_that_need_both_nodes_run_one_after_the_other(pool: Pool) -> None:
@@ -72,6 +75,28 @@ def test_a_job_gives_a_node_back_and_takes_it_again_without_losing_a_step(pool: 
     lockstep.check_nothing_lost(one, again)
     assert pool.command("cancel", trains).returncode == PoolCode.DONE
     assert pool.wait(trains) == PoolCode.CANCELLED
+
+
+def test_a_job_of_torch_does_each_step_once_while_its_nodes_come_and_go(pool: Pool) -> None:
+    pool.environment["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")  # without the stand-in for torch
+    pool.daemons("a", "b")
+    folder = pool.folder / "counted"
+    folder.mkdir()
+
+    def steps() -> list[tuple[int, int]]:
+        """With the size of the world that has done each."""
+        file = folder / "steps"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [(int(number), int(world)) for number, world in map(str.split, lines)]
+
+    counted = pool.submit("--max-nodes=2", TORCH_PRELOADED, script=(COUNTED, folder, "150"))
+    pool.job.wait_for(lambda: any(world == 2 for _, world in steps()), "both nodes to train")
+    between = pool.submit()
+    pool.starts(between, 1)
+    pool.end_job(between)
+    assert pool.wait(counted) == PoolCode.DONE
+    assert [number for number, _ in steps()] == list(range(1, 151))
+    assert pool.wait(between) == PoolCode.DONE
 
 
 def test_a_job_goes_on_elsewhere_when_its_daemon_is_killed_which_then_comes_back(pool: Pool) -> None:
