@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import queue
 import random
 import secrets
@@ -29,7 +30,7 @@ from ..common.interruptible import unless_stopped
 from ..common.own_folder import make_own
 from ..common.ports import PortError, bind_listener
 from ..configuration.config import HTTP_ADDRESS, MAX_NODES, Config
-from ..configuration.options import OPTIONS, SECRET_VARIABLES
+from ..configuration.options import SECRET_VARIABLES
 from ..configuration.reading.settings import Settings
 from ..configuration.rendezvous import ENDPOINT, EtcdConfig
 from ..machine.network.addresses import reachable_at
@@ -39,7 +40,7 @@ from ..output.job_folders import JobFolders
 from ..output.log_folders import own_logs
 from ..rendezvous_io.store_link import StoreLink
 from ..rendezvous_io.store_opening import open_store, store_listener, store_options
-from .job_words import OF_THE_POOL, agent_words
+from .job_words import agent_words, own_words
 from .loop import DaemonLoop, Ending
 from .pages import POOL_PATH, DaemonPages, LogPage, slow_pages
 from .standby import Standby
@@ -82,11 +83,7 @@ def run_daemon(
             parts.callback(store.close)
         except CannotStart as refusal:
             return Ending(refusal.code, str(refusal))
-        own = tuple(
-            f"--{option.name}={settings[option].text}"
-            for option in OPTIONS
-            if settings[option].origin.startswith("--") and option.name not in OF_THE_POOL
-        )
+        own = own_words(settings, os.getcwd())
         rng, lease_ttl_s = random.SystemRandom(), config.rendezvous.lease_ttl_s
         record = PoolNode(
             name,

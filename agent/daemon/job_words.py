@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 
 from ...pool.member import Assignment
 from ...pool.records import SeatEnd, SeatOutcome
 from ..common.exits import ExitCode, signal_name
-from ..configuration.config import HTTP_ADDRESS, MAX_NODES, MIN_NODES, NODE_ID
+from ..configuration.config import CONFIG_FILE, HTTP_ADDRESS, MAX_NODES, MIN_NODES, NODE_ID
 from ..configuration.logs import LOG_DIR
+from ..configuration.options import OPTIONS
+from ..configuration.reading.settings import Settings
 from ..configuration.rendezvous import ETCD_OPTIONS, EXPECTED_NODES, JOB_ID, MEETING, POOL
 from ..configuration.stopping import RUN_AGAIN
-from ..configuration.types.option import Option
 
 OF_THE_POOL: frozenset[str] = frozenset(
-    option.name for option in (*MEETING, *ETCD_OPTIONS, NODE_ID, MIN_NODES, MAX_NODES, HTTP_ADDRESS, LOG_DIR)
+    option.name
+    for option in (
+        *(*MEETING, *ETCD_OPTIONS),
+        *(NODE_ID, MIN_NODES, MAX_NODES, HTTP_ADDRESS, LOG_DIR, CONFIG_FILE),
+    )
 )
 """Options of a job's agents that its pool decides, not who submits the job."""
 
@@ -55,9 +61,16 @@ def agent_words(
     return [*own, *job.options, *(f"--{name}={value}" for name, value in named.items()), *job.command]
 
 
-def without(words: Sequence[tuple[Option[object], str]], names: frozenset[str]) -> tuple[str, ...]:
-    """Options as words of a command line, but for those of these names."""
-    return tuple(f"--{option.name}={text}" for option, text in words if option.name not in names)
+def own_words(settings: Settings, folder: str) -> tuple[str, ...]:
+    """What a daemon's operator has set for all jobs here, as words of a command line that mean the same wherever a job
+    runs: what its command line gives, and its configuration file. `folder` is where the daemon was started."""
+    words = tuple(
+        f"--{option.name}={settings[option].text}"
+        for option in OPTIONS
+        if settings[option].origin.startswith("--") and option.name not in OF_THE_POOL
+    )
+    file = settings[CONFIG_FILE].value
+    return words if file is None else (f"--{CONFIG_FILE.name}={os.path.join(folder, file)}", *words)
 
 
 def seat_end(assignment: Assignment, code: int) -> SeatEnd:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.config import Config
-from elastic_agent.agent.configuration.reading.resolve import resolve
+from elastic_agent.agent.configuration.reading.resolve import resolve, resolve_daemon
 from elastic_agent.agent.configuration.reading.sources import read_argv
-from elastic_agent.agent.daemon.job_words import agent_words, seat_end
+from elastic_agent.agent.daemon.job_words import agent_words, own_words, seat_end
 from elastic_agent.pool.member import Assignment
 from elastic_agent.pool.records import Job, PoolNode, Run, Seat, SeatOutcome
 
@@ -98,3 +99,19 @@ def test_an_agent_that_a_signal_ends_may_do_better_on_another_node(number: int) 
 def test_an_exit_code_that_no_agent_has_is_not_the_jobs_end(code: int) -> None:
     end = seat_end(DUE, code)
     assert (end.outcome, end.reason) == (SeatOutcome.NOT_HERE, f"the job's agent ended with exit code {code}")
+
+
+def test_a_job_has_its_daemons_file_wherever_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pool.toml").write_text('hang-timeout = "60s"\n')
+    monkeypatch.chdir(tmp_path)
+    given = (
+        (["--config=pool.toml", "--preload=none", "--node-id=a"], {}),
+        ([], {"ELASTIC_AGENT_CONFIG": "pool.toml"}),
+    )
+    found = [
+        own_words(resolve_daemon(read_argv(words), environ).settings, str(tmp_path))
+        for words, environ in given
+    ]
+    file = f"--config={tmp_path}/pool.toml"
+    assert found == [(file, "--preload=none"), (file,)]
+    assert own_words(resolve_daemon(read_argv([]), {}).settings, "/x") == ()
