@@ -324,6 +324,17 @@ def test_a_node_that_is_gone_is_named_with_the_place_of_its_part(screen: Screen,
     assert screen.said == ["node b has left the pool; what it has is in /l/j/b.log there"]
 
 
+def test_a_node_whose_part_is_lost_is_named_when_the_job_is_over(screen: Screen, nodes: Nodes) -> None:
+    del nodes.files["b", None, "stdout", 0]
+    log = job_log(screen, nodes)
+    log.read(RUNNING, all_of_it=True)
+    assert not screen.said, "it may be about to begin"
+    result = JobResult("j", Outcome.SUCCEEDED, "", 0, 1, 0.0, 0.0, ("a", "b"))
+    for _ in range(2):
+        log.read(view_of(A, B, JOB, result), all_of_it=True)
+    assert screen.said == ["node b: it has nothing of the job"]
+
+
 def test_a_node_without_a_part_is_asked_once(screen: Screen, nodes: Nodes) -> None:
     log = job_log(screen, nodes)
     log.read(RUNNING, all_of_it=True)

@@ -132,7 +132,8 @@ class JobLog:
             for name, node in nodes.items()
             if (name in parts or name not in self._without) and self._again_at.get(name, now) <= now
         ]
-        pieces = self._ask_all({node.node: node for node in due}, parts)
+        over = any(one.job == self._job for one in view.results)
+        pieces = self._ask_all({node.node: node for node in due}, parts, over=over)
         prefixed, more = len({*parts, *pieces, *self._files}) > 1, False
         for name, (piece, data) in pieces.items():
             self.found = True
@@ -143,7 +144,7 @@ class JobLog:
                 try:
                     again, data = self._ask(nodes[name], Wanted(self._job, file.start))
                 except Unreadable as error:
-                    self._complain(nodes[name], error, parts)
+                    self._complain(nodes[name], error, parts, over=over)
                     break
                 self._print(name, file.take(again, data), prefixed)
         return more and not all_of_it
@@ -154,7 +155,7 @@ class JobLog:
             self._print(name, file.rest(), len(self._files) > 1)
 
     def _ask_all(
-        self, nodes: Mapping[str, PoolNode], parts: tuple[str, ...]
+        self, nodes: Mapping[str, PoolNode], parts: tuple[str, ...], *, over: bool
     ) -> dict[str, tuple[Piece, bytes]]:
         def one(node: PoolNode) -> tuple[Piece, bytes] | Unreadable:
             try:
@@ -165,20 +166,21 @@ class JobLog:
         found = {}
         for name, answer in _at_once(one, nodes).items():
             if isinstance(answer, Unreadable):
-                self._complain(nodes[name], answer, parts)
+                self._complain(nodes[name], answer, parts, over=over)
             else:
                 self._without.discard(name)
                 found[name] = answer
         return found
 
-    def _complain(self, node: PoolNode, error: Unreadable, parts: tuple[str, ...]) -> None:
-        if error.lasting or node.node not in parts:
+    def _complain(self, node: PoolNode, error: Unreadable, parts: tuple[str, ...], *, over: bool) -> None:
+        if node.node not in parts or (error.lasting and not over):
             self._without.add(node.node)
             return
         self._again_at[node.node] = time.monotonic() + LOOK_S
         if node.node not in self._said:
             self._said.add(node.node)
-            self._warn(f"node {node.node}: {error}; what it has is in {node.log_of(self._job)} there")
+            where = "" if error.lasting else f"; what it has is in {node.log_of(self._job)} there"
+            self._warn(f"node {node.node}: {error}{where}")
 
     def _name_the_gone(self, view: PoolView, parts: tuple[str, ...], nodes: Mapping[str, PoolNode]) -> None:
         for name in parts:
