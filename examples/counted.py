@@ -1,5 +1,7 @@
 """Train a tiny model, data-parallel, and write each finished step to a file: how `demo_daemon.py` counts them.
 
+It ends after so many steps, or as soon as the file `enough` is in its folder.
+
 elastic-agent submit --min-nodes 1 --max-nodes 3 -- examples/counted.py runs/counted 400
 """
 
@@ -26,6 +28,11 @@ def main(folder: Path, steps: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     checkpoints = Checkpointer(folder / "checkpoints", {"model": model, "optimizer": optimizer})
     for number in range(checkpoints.load() + 1, steps + 1):
+        # All workers end after the same step.
+        enough = torch.tensor((folder / "enough").exists(), dtype=torch.int32)
+        dist.all_reduce(enough, dist.ReduceOp.MAX)
+        if enough:
+            return
         optimizer.zero_grad()
         inputs = torch.randn(16, 8)
         nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True)).backward()
