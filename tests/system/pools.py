@@ -24,7 +24,8 @@ from elastic_agent.rendezvous.local.store import LocalStore
 from .harness import Agent, Job
 from .processes import MARKER, Process
 
-TTL_S = 2.0
+SHORT_LEASE = "--lease-ttl=2s"
+"""For tests that wait until a node is lost; the usual one does not end while this machine is busy with other things."""
 WORKER = """
 import json, os, signal, sys, time
 if "STUBBORN" in os.environ:
@@ -77,12 +78,12 @@ class Pool:
         environment: Mapping[str, str] | None = None,
         enter: Sequence[str] = (),
     ) -> Agent:
-        own = (f"--lease-ttl={TTL_S:g}", f"--log-dir={self.folder / 'logs'}", "--max-nodes=4", *self.place)
+        own = (f"--log-dir={self.folder / 'logs'}", "--max-nodes=4", *self.place)
         surroundings = {**self.environment, **(environment or {})}
         return self.job.start(name, *own, *options, script=(), environment=surroundings, enter=enter)
 
-    def daemons(self, *names: str) -> list[Agent]:
-        started = [self.daemon(name) for name in names]
+    def daemons(self, *names: str, options: Sequence[str] = ()) -> list[Agent]:
+        started = [self.daemon(name, *options) for name in names]
         for agent in started:
             self.job.wait_for_text(agent, "idle: waiting for a job")
         return started

@@ -17,7 +17,7 @@ from tests.etcd_servers import etcd_cluster
 from .harness import TORCH_PRELOADED, planted
 from .lockstep_job import LockstepJob
 from .networks import Network, network
-from .pools import Pool
+from .pools import SHORT_LEASE, Pool
 from .processes import alive
 
 COUNTED = Path(__file__).parents[2] / "examples" / "counted.py"
@@ -100,7 +100,7 @@ def test_a_job_of_torch_does_each_step_once_while_its_nodes_come_and_go(pool: Po
 
 
 def test_a_job_goes_on_elsewhere_when_its_daemon_is_killed_which_then_comes_back(pool: Pool) -> None:
-    daemons = {daemon.name: daemon for daemon in pool.daemons("a", "b")}
+    daemons = {daemon.name: daemon for daemon in pool.daemons("a", "b", options=(SHORT_LEASE,))}
     first = pool.submit()
     here = pool.starts(first, 1)[0]["node"]
     waiting = pool.submit("--min-nodes=2")
@@ -109,7 +109,7 @@ def test_a_job_goes_on_elsewhere_when_its_daemon_is_killed_which_then_comes_back
     assert pool.starts(first, 2)[1]["node"] == other
     assert pool.view().plan.run_of(first).attempt == 2  # type: ignore[union-attr]
     assert {worker.node for worker in pool.workers()} == {other}
-    again = pool.daemon(here)
+    again = pool.daemon(here, SHORT_LEASE)
     pool.job.wait_for_text(again, "idle: waiting for a job")
     pool.end_job(first)
     assert pool.wait(first) == PoolCode.DONE
@@ -119,7 +119,7 @@ def test_a_job_goes_on_elsewhere_when_its_daemon_is_killed_which_then_comes_back
 
 
 def test_a_queue_outlives_all_daemons_and_the_last_job_is_reported_truthfully(pool: Pool) -> None:
-    (only,) = pool.daemons("a")
+    (only,) = pool.daemons("a", options=(SHORT_LEASE,))
     done, running, waiting = pool.submit(), pool.submit(), pool.submit()
     pool.end_job(done, 3)
     pool.starts(running, 1)
@@ -127,7 +127,7 @@ def test_a_queue_outlives_all_daemons_and_the_last_job_is_reported_truthfully(po
     asked = pool.command("jobs")
     assert asked.returncode == PoolCode.NO_ANSWER
     assert "start elastic-agent without a script" in asked.stderr
-    pool.daemon("a")
+    pool.daemon("a", SHORT_LEASE)
     assert pool.starts(running, 2)[1]["node"] == "a"
     states = {one["job"]: one for one in json.loads(pool.command("jobs", "--json").stdout)["jobs"]}
     assert list(states) == [done, running, waiting]
@@ -144,14 +144,14 @@ def test_a_queue_outlives_all_daemons_and_the_last_job_is_reported_truthfully(po
 
 
 def test_a_node_takes_no_job_while_what_its_killed_daemon_has_started_still_ends(pool: Pool) -> None:
-    daemons = {daemon.name: daemon for daemon in pool.daemons("a", "b")}
+    daemons = {daemon.name: daemon for daemon in pool.daemons("a", "b", options=(SHORT_LEASE,))}
     stubborn = pool.submit("--env=STUBBORN=1", "--stop-grace=60")
     beside, after = pool.submit(), pool.submit()
     (left,) = pool.starts(stubborn, 1)
     pool.starts(beside, 1)
     daemons[left["node"]].kill()
     pool.command("cancel", stubborn)
-    again = pool.daemon(left["node"])
+    again = pool.daemon(left["node"], SHORT_LEASE)
     pool.job.wait_for_text(
         again, f"job {stubborn}, which an earlier daemon of this node has started, is ending"
     )
@@ -267,7 +267,7 @@ def test_three_machines_share_jobs_that_a_fourth_submits_and_go_on_without_a_los
         pool.place = (f"--rdzv-endpoint=etcd://{host}:{port}", "--etcd-insecure")
         nobody = pool.command("submit", *pool.place, "--", "train.py", enter=net["d"].enter)
         assert nobody.returncode == PoolCode.NO_POOL
-        daemons = {name: pool.daemon(name, enter=net[name].enter) for name in "abc"}
+        daemons = {name: pool.daemon(name, SHORT_LEASE, enter=net[name].enter) for name in "abc"}
         for agent in daemons.values():
             pool.job.wait_for_text(agent, "idle: waiting for a job")
         one = pool.submit("--min-nodes=2", "--max-nodes=3", enter=net["d"].enter)
