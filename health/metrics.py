@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 
-from .checks.node.table import NODE_CHECKS
+from .checks.node.table import AT_JOIN
 from .families import Age, Counter, Gauge, Histogram, Level, Page, Row
 
 STATES = ("init", "joining", "starting", "running", "stopping", "draining", "backoff", "succeeded", "failed")
@@ -27,7 +27,6 @@ STORE_REQUESTS = ("grant", "keep_alive", "revoke", "transact", "read")
 STORE_OPERATIONS = (*STORE_REQUESTS, "watch")
 PORT_PURPOSES = ("store", "metrics", "master")
 CHECKPOINT_TIERS = ("memory", "local")
-CHECKS = tuple(name for check in NODE_CHECKS if check.at_join for name in check.names)
 LOG_STREAMS = ("stdout", "stderr")
 
 DURATION_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -200,7 +199,7 @@ class Metrics(Page):
         Gauge,
         "How the newest check of this node before a join (--check) ended: 0 ok, 1 warn, 2 fail; absent where that is "
         "unknown, and for what this job does not need.",
-        check=CHECKS,
+        check=AT_JOIN,
     )
 
     step = Row(Gauge, "Newest training step that a worker of this node finished.")
@@ -408,7 +407,7 @@ class Metrics(Page):
     def checked(self, severities: Mapping[str, float | None]) -> None:
         """By check; what is not among them is unknown now."""
         with self.lock:
-            for check in CHECKS:
+            for check in AT_JOIN:
                 self.check_outcome.set(severities.get(check), check=check)
 
     def worker_exited(self, local_rank: int, returncode: int) -> None:

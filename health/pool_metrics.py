@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from .checks.node.table import AT_JOIN
 from .families import Counter, Gauge, Level, Page, Row
 
 SEAT_OUTCOMES = ("succeeded", "failed", "left", "not_here")
@@ -26,5 +27,18 @@ class PoolMetrics(Page):
         outcome=SEAT_OUTCOMES,
     )
 
+    pool_node_check_outcome = Row(
+        Gauge,
+        "How the newest check of this node by its daemon (--check) ended: 0 ok, 1 warn, 2 fail; absent where that is "
+        "not known.",
+        check=AT_JOIN,
+    )
+
     def __init__(self, pool: str, node: str, clock: Callable[[], float]) -> None:
         super().__init__({"pool": pool, "node": node}, {}, clock)
+
+    def checked(self, severities: Mapping[str, float | None]) -> None:
+        """By check; what is not among them is unknown now."""
+        with self.lock:
+            for check in AT_JOIN:
+                self.pool_node_check_outcome.set(severities.get(check), check=check)

@@ -113,7 +113,9 @@ def why_waiting(pool: Pool, job: Job, now: float) -> str:
     free = [node for node in table.idle if not table.refuses(job, node)]
     fit = table.large_enough(job)
     refusals = pool.plan.setback_of(job.job).refusals
-    refused = shortened((f"{name}: {one.reason}" for name, one in refusals.items()), separator="; ")
+    unfit = ((node.node, node.problem) for node in pool.nodes if node.problem)
+    reasons = [*((name, one.reason) for name, one in refusals.items()), *unfit]
+    refused = shortened((f"{name}: {reason}" for name, reason in reasons), separator="; ")
     cannot = f" ({refused})" if refused else ""
     if not fit:
         return f"needs {job.min_nodes} nodes; the pool has {table.usable(job)} that can run it{cannot}"

@@ -12,10 +12,14 @@ import secrets
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...health.checks.finding import Finding
+from ...health.checks.needs import NodeNeeds
+from ...health.checks.node.runner import CheckRun
+from ...health.checks.node.table import wanted
 from ...health.http import HealthServer
 from ...health.pool_metrics import PoolMetrics
 from ...pool.member import Assignment, PoolMember
@@ -33,13 +37,16 @@ from ..configuration.config import HTTP_ADDRESS, MAX_NODES, Config
 from ..configuration.options import SECRET_VARIABLES
 from ..configuration.reading.settings import Settings
 from ..configuration.rendezvous import ENDPOINT, EtcdConfig
+from ..machine.devices import probe
 from ..machine.network.addresses import reachable_at
+from ..machine.network.choice import NetworkChoice
 from ..machine.network.discovery import wait_for_network
 from ..main.listeners import http_listener
 from ..output.job_folders import JobFolders
 from ..output.log_folders import own_logs
 from ..rendezvous_io.store_link import StoreLink
 from ..rendezvous_io.store_opening import open_store, store_listener, store_options
+from .idle_checks import IdleChecks
 from .job_words import agent_words, own_words
 from .loop import DaemonLoop, Ending
 from .pages import POOL_PATH, DaemonPages, LogPage, slow_pages
@@ -109,7 +116,15 @@ def run_daemon(
         standby = Standby(config.preload.words, config.rendezvous.kind.name, environment, clock)
         parts.callback(standby.close)
         for_jobs = _for_jobs(environment, config.rendezvous.etcd)
-        loop = DaemonLoop(member, link, words, folders, for_jobs, standby, events, clock, on_turn, ended)
+
+        def checked(findings: Sequence[Finding]) -> None:
+            metrics.checked({finding.check: finding.outcome.severity for finding in findings})
+
+        checks = IdleChecks(config.check, _new_run(config, environment, network.choice), events.put, checked)
+        parts.callback(checks.close)
+        loop = DaemonLoop(
+            member, link, words, folders, for_jobs, standby, checks, events, clock, on_turn, ended
+        )
         pages.begin(lambda: loop.snapshot, store)
         link.start()
         ending = loop.run()
@@ -130,6 +145,22 @@ def _http_of_jobs(own: Endpoint | None) -> Iterator[tuple[str, str]]:
     """The port that a file or a variable names, which jobs' agents read, too, is the daemon's alone."""
     if own is not None:
         yield HTTP_ADDRESS.name, str(Endpoint(own.address, 0))
+
+
+def _new_run(config: Config, environment: Mapping[str, str], choice: NetworkChoice) -> Callable[[], CheckRun]:
+    """Looks at what any job may need here; what one needs of its own, its agent checks before it joins. Raises
+    ConfigError for devices that are not there."""
+    gpus = tuple(device.nvml_name for device in probe(environment).cuda)
+    logs = config.logs.given_directory
+    needs = NodeNeeds(
+        ranks=config.nodes.max,
+        log_directory=str(logs) if logs is not None else "",
+        interface=choice.interface,
+        address=choice.address,
+        gpus=gpus,
+        rdma=bool(gpus and choice.rdma_ports),
+    )
+    return lambda: CheckRun(wanted(needs, at_join=True), needs, environment)
 
 
 def _store_of_endpoint(address: str, port: int | None, purpose: str) -> socket.socket:

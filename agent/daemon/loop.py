@@ -12,11 +12,12 @@ from typing import Any
 
 from ...pool.member import Assignment, PoolMember
 from ...pool.records import SeatEnd, SeatOutcome
-from ..common.events import Handlers, Signalled, StoreGone, ThreadFailed
+from ..common.events import Handlers, NodeChecked, Signalled, StoreGone, ThreadFailed
 from ..common.exits import ENDINGS, ExitCode, code_of_leave
 from ..output.job_folders import JobFolders
 from ..rendezvous_io.store_link import StoreLink, deliver_from_store
 from .hand_over import Become
+from .idle_checks import IdleChecks
 from .job_agent import JobAgent, JobAgentEnded, NotTaken
 from .job_words import seat_end
 from .pages import DaemonSnapshot, RunningJob
@@ -47,6 +48,7 @@ class DaemonLoop:
         logs: JobFolders,
         environment: Mapping[str, str],
         standby: Standby,
+        checks: IdleChecks,
         events: queue.SimpleQueue[Any],
         clock: Callable[[], float],
         on_turn: Callable[[str], None] = lambda status: None,
@@ -56,7 +58,7 @@ class DaemonLoop:
         as it has ended."""
         self._member, self._link = member, link
         self._words, self._logs, self._environment = words, logs, environment
-        self._standby = standby
+        self._standby, self._checks = standby, checks
         self._events, self._clock, self._on_turn, self._on_end = events, clock, on_turn, on_end
         self._agent: JobAgent | None = None
         self._assignment: Assignment | None = None
@@ -72,7 +74,7 @@ class DaemonLoop:
         self._handlers = self._table()
         self._unfinished: tuple[str, ...] = ()
         """Jobs of an earlier daemon that have processes here still."""
-        self._await_earlier_jobs()
+        self._report_problem()
 
     def run(self) -> Ending:
         """Until this node has left the pool; no process of a job is left here then."""
@@ -92,17 +94,18 @@ class DaemonLoop:
         self._depart_by = self._depart_by or now + DEPARTURE_S
         return self._member.has_departed or now >= self._depart_by
 
-    def _await_earlier_jobs(self) -> None:
-        """What a daemon has started that was killed leaves its job by plan, which takes its time."""
+    def _report_problem(self) -> None:
+        """Why this node must not be given a job. What a daemon has started that was killed leaves its job by plan,
+        which takes its time."""
         self._unfinished = self._logs.unfinished()
         jobs = ", ".join(self._unfinished)
-        problem = f"job {jobs}, which an earlier daemon of this node has started, is ending" if jobs else ""
-        self._member.report_problem(problem)
+        earlier = f"job {jobs}, which an earlier daemon of this node has started, is ending" if jobs else ""
+        self._member.report_problem("; ".join(filter(None, (earlier, self._checks.problem))))
 
     def _turn(self, now: float) -> float | None:
         member = self._member
         if self._unfinished:
-            self._await_earlier_jobs()
+            self._report_problem()
         if member.mismatch is not None and self._fatal is None:
             self._fatal = Ending(ExitCode.STORE_MISMATCH, member.mismatch)
         if self._fatal is not None:
@@ -116,7 +119,11 @@ class DaemonLoop:
         self._link.keep(member.lease)
         self._link.follow(member.subscription)
         self._show(now)
-        instants = member.wake_at(now), self._standby.turn(now) if self._may_stand_by else None
+        instants = (
+            member.wake_at(now),
+            self._standby.turn(now) if self._may_stand_by else None,
+            self._checks.turn(now) if self._agent is None else None,
+        )
         return min((at for at in instants if at is not None), default=None)
 
     @property
@@ -206,6 +213,7 @@ class DaemonLoop:
         on(ThreadFailed, lambda event, _: self._fail(ExitCode.AGENT_FAILED, event.reason))
         on(JobAgentEnded, self._ended)
         on(NotTaken, self._not_taken)
+        on(NodeChecked, self._checked)
         on(Signalled, self._signalled)
         return handlers
 
@@ -224,7 +232,10 @@ class DaemonLoop:
         self._logs.end()
         self._on_end(end)
         self._member.ended(end)
-        self._standby.idle(self._clock())
+        now = self._clock()
+        self._standby.idle(now)
+        if end.outcome is SeatOutcome.NOT_HERE:
+            self._checks.suspect(now)
         if self._member.tracks:
             self._tidy()
 
@@ -240,6 +251,10 @@ class DaemonLoop:
             agent.start()
         except OSError as error:
             self._cannot_start(assignment, error)
+
+    def _checked(self, event: NodeChecked, now: float) -> None:
+        self._checks.handle(event, now)
+        self._report_problem()
 
     def _signalled(self, event: Signalled, _: float) -> None:
         if event.number not in ENDINGS:

@@ -85,7 +85,7 @@ commands: common output configuration configuration/types configuration/reading 
 main: common output configuration configuration/types machine/network machine/memory \
     machine/notices workers/processes workers/checkpoints machine workers/environment workers/preloader rendezvous_io \
     observability/status observability/accounting workers/supervision workers/links
-daemon: common output configuration configuration/types configuration/reading machine/network \
+daemon: common output configuration configuration/types configuration/reading machine/network machine \
     workers/preloader/fidelity rendezvous_io main
 commands/pool: common output configuration configuration/types configuration/reading rendezvous_io \
     observability/status commands daemon

@@ -175,7 +175,7 @@ def test_records_that_cannot_be_read_hide_no_other(
     pool.transact((), (Put(NODES_PREFIX + "z", "{}"), Put(JOBS_PREFIX + "x", "nonsense")))
     assert jobs.main([]) == PoolCode.DONE
     shown = capsys.readouterr().out
-    assert shown.startswith("2 nodes, 2 idle; 1 jobs\n")
+    assert shown.startswith("2 nodes, 2 idle; 1 job\n")
     assert "ab12" in shown
     assert "nodes/z" in caplog.text
     assert "jobs/x" in caplog.text

@@ -256,7 +256,7 @@ def test_threads_are_started_in_one_way_only() -> None:
                 imported = isinstance(node, ast.ImportFrom) and node.module == "threading"
                 if made or derived or imported:
                     others.append(f"{file.relative_to(ROOT)}:{node.lineno}")
-    assert not others, "use rendezvous.threads.Thread, whose failures are heard"
+    assert not others, "use elastic_agent.threads.Thread, whose failures are heard"
 
 
 def test_a_store_that_cannot_open_its_link_is_an_error(

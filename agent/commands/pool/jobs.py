@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from ....pool.schedule import why_waiting
 from ....pool.view import PoolView
 from ....rendezvous.store.interface import Store
+from ....rendezvous.text import counted
 from ...common.exits import PoolCode
 from ...configuration.reading.settings import Settings
 from ...configuration.types.option import Option
@@ -103,8 +104,11 @@ def _jobs(store: Store, view: PoolView, _: str, settings: Settings) -> int:
 
 
 def _lines(view: PoolView, found: Sequence[JobState]) -> Iterator[str]:
-    idle = [node.node for node in view.nodes if not view.plan.seat_of(node.node, node.incarnation)]
-    yield f"{len(view.nodes)} nodes, {len(idle)} idle; {len(found)} jobs"
+    counts = view.counts()
+    yield f"{counted(counts.nodes, 'node')}, {counts.idle_nodes} idle; {counted(len(found), 'job')}"
+    for node in view.nodes:
+        if node.problem:
+            yield f"{node.node} takes no job: {node.problem}"
     for one in found:
         where = f" on {', '.join(one.nodes)}" if one.nodes else ""
         yield f"{one.job}  {one.state:<10} {one.name}{where}: {one.detail}"

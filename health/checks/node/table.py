@@ -150,6 +150,9 @@ NODE_CHECKS = (
 
 BY_NAME = {check.name: check for check in NODE_CHECKS}
 
+AT_JOIN = tuple(name for check in NODE_CHECKS if check.at_join for name in check.names)
+"""The findings of those before a join."""
+
 
 def wanted(needs: NodeNeeds, *, at_join: bool) -> tuple[NodeCheck, ...]:
     """Those that this job needs. `at_join`: the fast ones that are worth it before each join."""

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from .....codec import from_plain
+from .....threads import Thread
 from ..results import Door
 from .client import (
     ANSWER_S,
@@ -119,7 +120,7 @@ def main() -> None:
     order = read_order()
     listener = socket.socket(fileno=order["listener"])
     door = from_plain(Door, order["door"])
-    threading.Thread(target=serve, args=(listener, door), name="serve", daemon=True).start()
+    Thread(lambda: serve(listener, door), "serve").start()
     say({"serves": True})
     wait_for_end()
     os._exit(0)  # whatever its threads still send
