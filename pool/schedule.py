@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from ..rendezvous.text import shortened
+from ..rendezvous.text import counted, shortened
 from .records import (
     MOST_LOG_PLACES,
     MOST_NODES,
@@ -112,17 +112,26 @@ def why_waiting(pool: Pool, job: Job, now: float) -> str:
     table = _Table(pool, now)
     free = [node for node in table.idle if not table.refuses(job, node)]
     fit = table.large_enough(job)
+    cannot = _who_cannot(pool, job)
+    if not fit:
+        return f"needs {counted(job.min_nodes, 'node')}; the pool has {table.usable(job)} that can run it{cannot}"
+    ids = [one.job for one in pool.jobs if one.job == job.job or pool.plan.run_of(one.job) is None]
+    if before := ids.index(job.job):
+        return f"behind {counted(before, 'other job')} of the queue{cannot}"
+    return f"needs {counted(job.min_nodes, 'node')}; {len(free)} idle{cannot}"
+
+
+def what_is_missing(pool: Pool, job: Job, run: Run) -> str:
+    """For people: what a run waits for that has lost nodes; empty while it has enough."""
+    missing = job.min_nodes - len(run.staying)
+    return f"needs {counted(missing, 'more node')}{_who_cannot(pool, job)}" if missing > 0 else ""
+
+
+def _who_cannot(pool: Pool, job: Job) -> str:
     refusals = pool.plan.setback_of(job.job).refusals
     unfit = ((node.node, node.problem) for node in pool.nodes if node.problem)
     reasons = [*((name, one.reason) for name, one in refusals.items()), *unfit]
-    refused = shortened((f"{name}: {reason}" for name, reason in reasons), separator="; ")
-    cannot = f" ({refused})" if refused else ""
-    if not fit:
-        return f"needs {job.min_nodes} nodes; the pool has {table.usable(job)} that can run it{cannot}"
-    ids = [one.job for one in pool.jobs if one.job == job.job or pool.plan.run_of(one.job) is None]
-    if before := ids.index(job.job):
-        return f"behind {before} other jobs of the queue{cannot}"
-    return f"needs {job.min_nodes} nodes; {len(free)} are idle{cannot}"
+    return f" ({shortened((f'{name}: {reason}' for name, reason in reasons), '; ')})" if reasons else ""
 
 
 class _Table:

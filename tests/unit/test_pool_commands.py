@@ -209,7 +209,7 @@ def test_the_last_line_of_submit_is_the_id_of_what_is_in_the_queue(
     words = "--name=n --env=A=1,B=x,y,C= --directory=d --time-limit=5m --min-nodes=2 --max-nodes=4 --hang-timeout=60s"
     assert submit.main([*words.split(), "-m", "pkg.train", "--lr", "1"]) == PoolCode.DONE
     [job] = pool.view.jobs
-    assert capsys.readouterr() == (f"{job.job}\n", "n: needs 2 nodes; 2 are idle\n")
+    assert capsys.readouterr() == (f"{job.job}\n", "n: needs 2 nodes; 2 idle\n")
     assert job == Job(
         job.job,
         "n",
@@ -366,7 +366,7 @@ def test_the_document_of_jobs_is_pinned(pool: PoolStore, capsys: pytest.CaptureF
             {
                 "job": "ef56",
                 "state": "waiting",
-                "detail": "needs 2 nodes; 0 are idle",
+                "detail": "needs 2 nodes; 0 idle",
                 "nodes": [],
                 "code": None,
                 "started_at": None,

@@ -36,6 +36,7 @@ from elastic_agent.pool.schedule import (
     Step,
     next_step,
     wake_at,
+    what_is_missing,
     why_waiting,
 )
 
@@ -374,7 +375,7 @@ def test_another_node_takes_the_place_of_one_that_refuses() -> None:
     assert bench.plan.setback_of("x").refusals == {
         "b": Refusal("no such directory", 1, NOW + FIRST_REFUSAL_S)
     }
-    assert why_waiting(bench.pool, bench.jobs[1], NOW) == "needs 2 nodes; 1 are idle"
+    assert why_waiting(bench.pool, bench.jobs[1], NOW) == "needs 2 nodes; 1 idle"
 
 
 def test_a_job_that_one_node_refuses_leaves_that_node_to_others() -> None:
@@ -585,11 +586,11 @@ def test_the_oldest_results_are_forgotten() -> None:
 @pytest.mark.parametrize(
     ("names", "jobs", "asked", "expected"),
     [
-        ("", [job("x")], 0, "needs 1 nodes; the pool has 0 that can run it"),
+        ("", [job("x")], 0, "needs 1 node; the pool has 0 that can run it"),
         ("ab", [job("x", 3)], 0, "needs 3 nodes; the pool has 2 that can run it"),
-        ("ab", [job("x", 2), job("y", 2)], 1, "needs 2 nodes; 0 are idle"),
-        ("ab", [job("x", 2), job("y", 2), job("z")], 2, "behind 1 other jobs of the queue"),
-        ("abc", [job("x", 2), job("y", 2)], 1, "needs 2 nodes; 1 are idle"),
+        ("ab", [job("x", 2), job("y", 2)], 1, "needs 2 nodes; 0 idle"),
+        ("ab", [job("x", 2), job("y", 2), job("z")], 2, "behind 1 other job of the queue"),
+        ("abc", [job("x", 2), job("y", 2)], 1, "needs 2 nodes; 1 idle"),
     ],
 )
 def test_a_waiting_job_says_what_it_waits_for(names: str, jobs: list[Job], asked: int, expected: str) -> None:
@@ -605,8 +606,21 @@ def test_a_waiting_job_says_which_node_cannot_run_it_and_why() -> None:
     bench.end("a", SeatOutcome.NOT_HERE, reason="no such directory")
     bench.decide()
     assert why_waiting(bench.pool, bench.jobs[0], NOW) == (
-        "needs 1 nodes; the pool has 0 that can run it (a: no such directory)"
+        "needs 1 node; the pool has 0 that can run it (a: no such directory)"
     )
+
+
+def test_a_run_that_has_lost_nodes_says_what_it_waits_for() -> None:
+    bench = Bench("ab", job("x", 2))
+    bench.decide()
+    run = bench.plan.run_of("x")
+    assert run is not None
+    assert what_is_missing(bench.pool, bench.jobs[0], run) == ""
+    alone = replace(run, seats=run.seats[:1])
+    assert what_is_missing(bench.pool, bench.jobs[0], alone) == "needs 1 more node"
+    refused = Setback("x", 1, 1, {"b": Refusal("no such directory", 1, NOW + 3)})
+    pool = replace(bench.pool, plan=Plan(2, (alone,), (refused,)))
+    assert what_is_missing(pool, bench.jobs[0], alone) == "needs 1 more node (b: no such directory)"
 
 
 @pytest.mark.parametrize(

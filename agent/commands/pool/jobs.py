@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from ....pool.schedule import why_waiting
+from ....pool.schedule import what_is_missing, why_waiting
 from ....pool.view import PoolView
 from ....rendezvous.store.interface import Store
 from ....rendezvous.text import counted
@@ -69,7 +69,8 @@ def states(view: PoolView, now: float) -> Iterator[JobState]:
             code, started_at, ended_at, logs = result.code, result.started_at, result.ended_at, result.logs
         elif run is not None:
             state = "running" if run.ending is None else "ending"
-            detail = f"attempt {run.attempt}" if run.ending is None else run.ending.reason
+            told = filter(None, (f"attempt {run.attempt}", what_is_missing(pool, job, run)))
+            detail = "; ".join(told) if run.ending is None else run.ending.reason
             nodes, started_at = tuple(seat.node for seat in run.seats), run.started_at
             logs = {name: live[name].log_of(job.job) for name in nodes if name in live}
         else:
