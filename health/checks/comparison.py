@@ -20,7 +20,7 @@ class Trait:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class NodeValue:
     """What one node has of a trait, in words; None where it is not known. `label` is the node as a person reads it."""
 
     label: str
@@ -35,7 +35,7 @@ class Difference:
     odd: tuple[str, ...]
 
 
-def difference(trait: Trait, nodes: Iterable[Held]) -> Difference | None:
+def difference(trait: Trait, nodes: Iterable[NodeValue]) -> Difference | None:
     groups: dict[str, list[str]] = {}
     for node in nodes:
         if node.value is not None:

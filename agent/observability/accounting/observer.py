@@ -19,8 +19,8 @@ from ....rendezvous.node.snapshot import ANNOUNCED_AFTER_S, NodeSnapshot
 from ....rendezvous.records import BadState, CauseKind, Failure, Member, NodeRecord, Phase, Result, World
 from ....rendezvous.text import counted
 from ...workers.processes.workers import WorkerGroup
-from ..checks import Comparison
 from ..status.pages import StatusPages
+from ..world_comparison import WorldComparison
 from .goodput import TrainingEvent
 from .membership_changes import MembershipWatch, because, reason
 from .training_account import TrainingAccount
@@ -75,7 +75,7 @@ class Observer:
         self._generation = _Generation()
         self._seeking_since = started_at
         self._seen: tuple[World | None, tuple[NodeRecord, ...], bool] | None = None
-        self._comparison = Comparison()
+        self._comparison = WorldComparison()
         self._other_limits: tuple[str, ...] = ()
         self._leaving = False
         self._waits_for = ""

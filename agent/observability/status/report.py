@@ -14,7 +14,7 @@ from typing import Any
 from ....rendezvous.coordinator import blame
 from ....rendezvous.coordinator.restarts import RestartPolicy
 from ....rendezvous.records import CauseKind, Endpoint, Member, NodeRecord, Phase, Restarts, Result, World
-from ..checks import other_limits
+from ..world_comparison import other_limits
 from .pages import Checkpoint, JobStatus, NodeStatus, worker_failure
 from .sources import Found, NodeAnswer, Unreachable
 

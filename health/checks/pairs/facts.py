@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from ....codec import AtMost, Checked, Text, Within
-from ..comparison import ADDRESS_FAMILY, LINK_SPEED, MTU, RDMA_PORTS, Held, Trait, difference
+from ..comparison import ADDRESS_FAMILY, LINK_SPEED, MTU, RDMA_PORTS, NodeValue, Trait, difference
 from ..finding import Finding, Outcome
 from .results import Door, Node, NodeResults
 
@@ -112,7 +112,7 @@ def compare(nodes: Sequence[NodeFacts]) -> Iterator[tuple[Finding, tuple[str, ..
         found = [
             one
             for trait, value in traits
-            if (one := difference(trait, [Held(node.node, value(node)) for node in nodes])) is not None
+            if (one := difference(trait, [NodeValue(node.node, value(node)) for node in nodes])) is not None
         ]
         for one in found:
             summary, _, advice = one.sentence.partition(". ")

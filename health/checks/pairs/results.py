@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated
 
-from ....codec import AtMost, Checked, Count, Seconds, Text, Within
+from ....codec import AtMost, Checked, Seconds, Text, Within
 from .rounds import Pair, pair_of
 
 Node = Annotated[str, Text(128, re.compile(r"[A-Za-z0-9._-]{1,128}"))]
@@ -98,5 +98,3 @@ class NodeResults(Checked):
     measured: Annotated[tuple[Measurement, ...], AtMost(16)] = ()
     seen: Annotated[tuple[Node, ...], AtMost(MOST_NODES)] = ()
     """Whose file in the checkpoint directory this node sees in its own."""
-    busy_s: Seconds = 0.0
-    rounds: Count = 0

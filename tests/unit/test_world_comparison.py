@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.observability.checks import Comparison, differences
+from elastic_agent.agent.observability.world_comparison import WorldComparison, differences
 from elastic_agent.health.checks.comparison import MOST_NAMED
 from elastic_agent.rendezvous.records import (
     Cause,
@@ -110,7 +110,7 @@ def a_world(generation: int, *nodes: NodeRecord, phase: Phase = Phase.RUNNING) -
 
 def test_each_world_is_compared_once_and_only_news_are_returned() -> None:
     a, b, c, spare = a_node("a"), a_node("b"), a_node("c", mtu=1500), a_node("spare", mtu=1400)
-    nodes, comparison = (a, b, c, spare), Comparison()
+    nodes, comparison = (a, b, c, spare), WorldComparison()
     assert comparison.news(a_world(1, a, b), nodes, "a") == ()
     (first,) = comparison.news(a_world(2, a, b, c), nodes, "a")
     assert "1500 on c (eth0)" in first
@@ -128,12 +128,12 @@ def test_a_coordinator_names_nodes_with_other_limits_and_both_values() -> None:
     a, b = replace(a_node("a"), program=OURS), replace(a_node("b"), program=OURS)
     own = replace(a_node("c"), program=replace(OURS, arguments="bb", words=("--lr", "0.2")))
     world = replace(a_world(1, a, b, own), program=OURS, limits_of="a")
-    (sentence,) = Comparison().news(world, (a, b, own), "a")
+    (sentence,) = WorldComparison().news(world, (a, b, own), "a")
     assert sentence == (
         "node c was started with other arguments for the script: '0.2' as argument 2, where the job has '0.1';"
         " what the job has is node a's"
     )
-    assert Comparison().news(world, (a, b, own), "c") == (), "node c logs that itself"
+    assert WorldComparison().news(world, (a, b, own), "c") == (), "node c logs that itself"
 
 
 def test_of_many_nodes_with_other_limits_a_few_are_named() -> None:
@@ -142,6 +142,6 @@ def test_of_many_nodes_with_other_limits_a_few_are_named() -> None:
     nodes = [replace(a_node("a"), program=OURS)]
     nodes += [replace(a_node(f"odd{number}"), program=own) for number in range(40)]
     world = replace(a_world(1, *nodes), program=OURS, limits_of="a")
-    *named, rest = Comparison().news(world, nodes, "a")
+    *named, rest = WorldComparison().news(world, nodes, "a")
     assert len(named) == MOST_NAMED
     assert rest.startswith(f"{40 - MOST_NAMED} more nodes were started with other limits")

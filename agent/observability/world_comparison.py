@@ -14,7 +14,7 @@ from ...health.checks.comparison import (
     MOST_NAMED,
     MTU,
     RDMA_PORTS,
-    Held,
+    NodeValue,
     difference,
 )
 from ...rendezvous import terms
@@ -24,7 +24,8 @@ from ...rendezvous.records import NodeRecord, World
 def differences(nodes: Sequence[NodeRecord]) -> tuple[str, ...]:
     """A sentence for each trait of the nodes' networks that is not the same on all of them."""
     found = (
-        difference(trait, [Held(_label(node), value(node)) for node in nodes]) for trait, value in _TRAITS
+        difference(trait, [NodeValue(_label(node), value(node)) for node in nodes])
+        for trait, value in _TRAITS
     )
     return tuple(one.sentence for one in found if one is not None)
 
@@ -36,7 +37,7 @@ def other_limits(world: World, nodes: Iterable[NodeRecord]) -> Iterator[str]:
             yield f"node {node.node} was started with {others}; what the job has is node {world.limits_of}'s"
 
 
-class Comparison:
+class WorldComparison:
     """Compares each world once, and returns what differs there and did not in the world before."""
 
     def __init__(self) -> None:
