@@ -23,7 +23,7 @@ from typing import Annotated, ClassVar, TypeVar
 from ..codec import AtMost, Count, Document, Invalid, Positive, Seconds, Text, Within
 from ..rendezvous.errors import RecordInvalid
 from ..rendezvous.records import Endpoint
-from ..rendezvous.text import Name, line
+from ..rendezvous.text import Name, clean, line
 
 SCHEMA = 1
 """Version of all records of a pool. A reader refuses any other."""
@@ -48,11 +48,12 @@ MOST_LOG_PLACES = 64
 
 
 def short(text: str, most_chars: int = MAX_REASON) -> str:
-    """A reason that fits into a record.
+    """A reason that fits into a record, as all nodes read it.
 
     >>> short("no such directory", 10)
     'no such...'
     """
+    text = clean(text)
     return text if len(text) <= most_chars else f"{text[: most_chars - 3]}..."
 
 

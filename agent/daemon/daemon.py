@@ -28,6 +28,7 @@ from ...rendezvous.errors import StoreUnavailable
 from ...rendezvous.records import Endpoint
 from ...rendezvous.store.interface import LeaseId, Store
 from ...rendezvous.store.requests import RETRY
+from ...rendezvous.text import clean
 from ...threads import Thread
 from ..common.exits import CannotStart, ExitCode
 from ..common.interruptible import unless_stopped
@@ -189,11 +190,16 @@ def _serve(http: socket.socket, pages: DaemonPages, logs: LogPage, parts: contex
 
 
 def _log_root(config: Config) -> Path:
-    """The folder for the folders of jobs: absolute, as jobs run elsewhere. Raises CannotStart."""
+    """The folder for the folders of jobs: absolute, as jobs run elsewhere; it is there when this returns. Raises
+    CannotStart."""
     given = config.logs.given_directory
     try:
         if given is not None:
-            return given.absolute()
+            root = given.absolute()
+            if clean(str(root)) != str(root):
+                raise OSError(f"{str(root)!r} has characters that nobody sees in a log")
+            root.mkdir(parents=True, exist_ok=True)
+            return root
         own = own_logs()
         make_own(own, readable=True)
         return own

@@ -248,6 +248,19 @@ def test_a_node_with_a_problem_gets_no_job_until_it_has_none(bench: Bench) -> No
     assert a.member.to_start is not None
 
 
+@pytest.mark.parametrize("odd", ["/srv/a\nb", "/srv/\x1b[31mred", "/srv/\u2028", "/srv/\udcff"])
+def test_a_reason_with_what_no_reader_sees_is_written_once(bench: Bench, odd: str) -> None:
+    a = bench.daemon("a")
+    a.member.report_problem(f"no {odd}")
+    bench.settle()
+    a.member.report_problem("")
+    bench.submit("x")
+    a.start()
+    a.member.ended(SeatEnd("x", a.member.record.running, SeatOutcome.NOT_HERE, 0, f"no {odd}"))
+    bench.settle()
+    assert bench.plan.runs == (), "the pool goes on"
+
+
 # ---------------------------------------------------------------- leases and the store's outages
 
 
