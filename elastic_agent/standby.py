@@ -1,4 +1,4 @@
-"""`python -m elastic_agent.standby DESCRIPTOR WORDS STORE`: a daemon's process that waits to be the agent of a job.
+"""Run as a module with DESCRIPTOR WORDS STORE: a daemon's process that waits to be the agent of a job.
 
 When the job comes it is the `elastic-agent` of that job's command line, by the same `main`. WORDS are of --preload.
 """
@@ -21,11 +21,9 @@ if __name__ == "__main__":
     from .cli import main
 
     descriptor, preloads, store = sys.argv[1:]
-    started_in = os.getcwd()
     job = await_job(int(descriptor), preloads.split(","), store)
     if job is None:
         os._exit(0)
     words, prepared = job
     sys.argv[1:] = words
-    sys.path[:] = [os.getcwd() if entry == started_in else entry for entry in sys.path]
     end(main(words, prepared))

@@ -31,11 +31,18 @@ def signal_at_daemons_end(number: signal.Signals) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
+_RUN_MODULE = (
+    "import sys; sys.path[0] or sys.path.pop(0); import runpy; "
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
+"""As `python -m` does, but for the current directory: what a job has there must not be taken for a part of us."""
+
+
 def start_child(command: list[str], at_our_end: signal.Signals, **how: Any) -> subprocess.Popen[bytes]:
-    """It gets this signal when this thread ends. Raises OSError."""
+    """Runs a module of ours, with its arguments. It gets this signal when this thread ends. Raises OSError."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     return subprocess.Popen(
-        [sys.executable, "-m", *command],
+        [sys.executable, "-c", _RUN_MODULE, *command],
         stdin=subprocess.DEVNULL,
         start_new_session=True,
         preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, at_our_end),

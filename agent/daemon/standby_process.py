@@ -52,20 +52,20 @@ def await_job(
         received = receive_job(channel)
         if received is None:
             return None
+        job, output = received
+        os.chdir(job.directory)
         signal_at_daemons_end(DAEMON_ENDED)
         send_taken(channel)
     except (OSError, Invalid) as error:
         log.warning("no job of the daemon can be taken: %s", error)
         return None
     channel.close()
-    job, output = received
     for stream in (1, 2):
         os.dup2(output, stream)
     os.close(output)
     os.environ.clear()
     os.environ.update(job.environment)
     time.tzset()
-    os.chdir(job.directory)
     return job.words, prepared
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +128,29 @@ def test_one_that_has_not_is_gone_before_another_agent_can_be_started(tmp_path: 
     handed.agent.start()
     assert handed.event() == JobAgentEnded(7, 0)
     assert (tmp_path / "logs" / "output").read_text().startswith("elastic-agent ")
+
+
+def test_a_real_standby_takes_no_job_whose_directory_it_cannot_enter(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    standby = Standby(("json",), "local", os.environ, time.monotonic)
+    standby.turn(time.monotonic())
+    waiting = standby.take(os.environ, str(folder))
+    assert waiting is not None
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    agent = JobAgent(
+        7, Become(("--version",), dict(os.environ), str(folder)), tmp_path / "output", events.put
+    )
+    agent.start(waiting)
+    assert events.get(timeout=PATIENCE_S) == NotTaken(7)
+
+
+def test_a_cold_start_imports_nothing_of_the_jobs_directory(tmp_path: Path) -> None:
+    (tmp_path / "elastic_agent").mkdir()
+    for name in ("elastic_agent/__init__.py", "runpy.py", "signal.py", "contextlib.py"):
+        (tmp_path / name).write_text("raise SystemExit(__file__)")
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    JobAgent(7, Become(("--version",), {}, str(tmp_path)), tmp_path / "output", events.put).start()
+    assert events.get(timeout=PATIENCE_S) == JobAgentEnded(7, 0), (tmp_path / "output").read_text()
 
 
 def test_a_standby_is_not_lost_where_its_output_has_no_place(tmp_path: Path) -> None:
