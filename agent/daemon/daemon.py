@@ -13,6 +13,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,10 @@ from ..output.job_folders import JobFolders
 from ..output.log_folders import own_logs
 from ..rendezvous_io.store_link import StoreLink
 from ..rendezvous_io.store_opening import open_store, store_listener, store_options
+from .hand_over import Become
 from .idle_checks import IdleChecks
 from .job_words import agent_words, own_words
-from .loop import DaemonLoop, Ending
+from .loop import DaemonLoop, Ending, Services
 from .pages import POOL_PATH, DaemonPages, LogPage, slow_pages
 from .standby import Standby
 
@@ -57,6 +59,23 @@ log = logging.getLogger(__name__)
 
 GIVE_UP_S = 1.0
 """To give up the lease: without it the pool misses this node until the lease ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """What a daemon has opened before it joins the pool."""
+
+    network: NetworkChoice
+    store: Store
+    options: Mapping[str, str]
+    """Of the agents of jobs, by name: the pool's store, and what else this daemon decides."""
+    logs: Path
+    """The folder for the folders of jobs."""
+    token: str
+    http: Endpoint | None
+    """Where other nodes reach the pages; None when they cannot."""
+    metrics: PoolMetrics
+    pages: DaemonPages
 
 
 def run_daemon(
@@ -68,71 +87,101 @@ def run_daemon(
     on_turn: Callable[[str], None],
 ) -> Ending:
     """One daemon's whole life. `events` gets this process' signals."""
-    clock, pool = time.monotonic, config.rendezvous.job_id
-    token = secrets.token_hex(16)
+    clock, rng = time.monotonic, random.SystemRandom()
     with contextlib.ExitStack() as parts:
         try:
-            starting = "waiting for the network"
-            network = unless_stopped(
-                lambda: wait_for_network(config, environment), events, starting, lambda: on_turn(starting)
-            )
-            address = network.choice.address
-            listener = store_listener(config, network.endpoint, address, _store_of_endpoint)
-            http = _listen(config, address)
-            served_at = http.getsockname()[:2]
-            logs = _log_root(config)
-            metrics = PoolMetrics(pool, name, clock)
-            pages = DaemonPages(metrics, pool, name, clock)
-            _serve(http, pages, LogPage(logs, name, token), parts)
-            meeting = store_options(config, network.endpoint, listener)
-            options = (*meeting.items(), *_http_of_jobs(config.http_address))
-            looking = "looking for the pool's store"
-            store = open_store(config, network.endpoint, listener, events, lambda: on_turn(looking))
-            parts.callback(store.close)
+            opened = _open(config, name, environment, events, on_turn, parts)
         except CannotStart as refusal:
             return Ending(refusal.code, str(refusal))
-        own = own_words(settings, os.getcwd())
-        rng, lease_ttl_s = random.SystemRandom(), config.rendezvous.lease_ttl_s
-        record = PoolNode(
-            name,
-            uuid.uuid4().hex[:12],
-            address,
-            most_nodes=MOST_NODES if settings[MAX_NODES].is_default else config.nodes.max,
-            http=reachable_at(served_at, address),
-            token=token,
-            logs=str(logs),
+        lease_ttl_s, metrics = config.rendezvous.lease_ttl_s, opened.metrics
+        member = PoolMember(
+            _record(config, name, settings, opened),
+            lease_ttl_s=lease_ttl_s,
+            rng=rng,
+            now=clock(),
+            wall=time.time,
         )
-        member = PoolMember(record, lease_ttl_s=lease_ttl_s, rng=rng, now=clock(), wall=time.time)
-        link = StoreLink(store, lease_ttl_s, events.put, clock, rng)
-        place = dict(options)[ENDPOINT.name]
-        folders = JobFolders(logs, f"{pool} at {place}", name)
-
-        def words(assignment: Assignment) -> list[str]:
-            return agent_words(assignment, name, options, own, str(logs / assignment.job.job))
-
-        def ended(end: SeatEnd) -> None:
-            metrics.pool_job_agents_ended_total.inc(outcome=end.outcome.value)
-
-        log.info("node %s offers itself to pool %s at %s", name, pool, place)
+        link = StoreLink(opened.store, lease_ttl_s, events.put, clock, rng)
+        place = f"{config.rendezvous.job_id} at {opened.options[ENDPOINT.name]}"
+        log.info("node %s offers itself to pool %s", name, place)
         standby = Standby(config.preload.words, config.rendezvous.kind.name, environment, clock)
         parts.callback(standby.close)
-        for_jobs = _for_jobs(environment, config.rendezvous.etcd)
 
         def checked(findings: Sequence[Finding]) -> None:
             metrics.checked({finding.check: finding.outcome.severity for finding in findings})
 
-        checks = IdleChecks(config.check, _new_run(config, environment, network.choice), events.put, checked)
+        def ended(end: SeatEnd) -> None:
+            metrics.pool_job_agents_ended_total.inc(outcome=end.outcome.value)
+
+        checks = IdleChecks(config.check, _new_run(config, environment, opened.network), events.put, checked)
         parts.callback(checks.close)
-        loop = DaemonLoop(
-            member, link, words, folders, for_jobs, standby, checks, events, clock, on_turn, ended
-        )
-        pages.begin(lambda: loop.snapshot, store)
+        services = Services(link, JobFolders(opened.logs, place, name), standby, checks)
+        command = _commands(config, name, settings, environment, opened)
+        loop = DaemonLoop(member, services, command, events, clock, on_turn, ended)
+        opened.pages.begin(lambda: loop.snapshot, opened.store)
         link.start()
         ending = loop.run()
         link.close()
         if member.lease is not None:
-            _give_up(member.lease, store, clock, rng)
+            _give_up(member.lease, opened.store, clock, rng)
         return ending
+
+
+def _open(
+    config: Config,
+    name: str,
+    environment: Mapping[str, str],
+    events: queue.SimpleQueue[Any],
+    on_turn: Callable[[str], None],
+    parts: contextlib.ExitStack,
+) -> _Opened:
+    """Raises CannotStart."""
+    pool, token = config.rendezvous.job_id, secrets.token_hex(16)
+    starting, looking = "waiting for the network", "looking for the pool's store"
+    network = unless_stopped(
+        lambda: wait_for_network(config, environment), events, starting, lambda: on_turn(starting)
+    )
+    address = network.choice.address
+    listener = store_listener(config, network.endpoint, address, _store_of_endpoint)
+    http = _listen(config, address)
+    served_at = http.getsockname()[:2]
+    logs = _log_root(config)
+    metrics = PoolMetrics(pool, name, time.monotonic)
+    pages = DaemonPages(metrics, pool, name, time.monotonic)
+    _serve(http, pages, LogPage(logs, name, token), parts)
+    options = dict(store_options(config, network.endpoint, listener)) | dict(
+        _http_of_jobs(config.http_address)
+    )
+    store = open_store(config, network.endpoint, listener, events, lambda: on_turn(looking))
+    parts.callback(store.close)
+    reachable = reachable_at(served_at, address)
+    return _Opened(network.choice, store, options, logs, token, reachable, metrics, pages)
+
+
+def _record(config: Config, name: str, settings: Settings, opened: _Opened) -> PoolNode:
+    return PoolNode(
+        name,
+        uuid.uuid4().hex[:12],
+        opened.network.address,
+        most_nodes=MOST_NODES if settings[MAX_NODES].is_default else config.nodes.max,
+        http=opened.http,
+        token=opened.token,
+        logs=str(opened.logs),
+    )
+
+
+def _commands(
+    config: Config, name: str, settings: Settings, environment: Mapping[str, str], opened: _Opened
+) -> Callable[[Assignment], Become]:
+    """What starts the agent of a job on this node."""
+    own, inherited = own_words(settings, os.getcwd()), _for_jobs(environment, config.rendezvous.etcd)
+
+    def command(assignment: Assignment) -> Become:
+        job = assignment.job
+        words = agent_words(assignment, name, opened.options, own, str(opened.logs / job.job))
+        return Become(tuple(words), {**inherited, **job.environment}, job.directory)
+
+    return command
 
 
 def _for_jobs(environment: Mapping[str, str], etcd: EtcdConfig | None) -> Mapping[str, str]:

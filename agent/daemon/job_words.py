@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 from ...pool.member import Assignment
 from ...pool.records import SeatEnd, SeatOutcome
@@ -37,7 +37,7 @@ _LEFT = frozenset({ExitCode.STOPPED_BY_SIGTERM, ExitCode.STOPPED_BY_SIGINT, Exit
 
 
 def agent_words(
-    assignment: Assignment, node: str, store: Iterable[tuple[str, str]], own: Sequence[str], logs: str
+    assignment: Assignment, node: str, store: Mapping[str, str], own: Sequence[str], logs: str
 ) -> list[str]:
     """The command line of the job's agent on this node, without the program.
 
@@ -46,8 +46,8 @@ def agent_words(
     """
     job = assignment.job
     decided: list[tuple[str, object]] = [
-        *store,
-        (POOL.name, dict(store)[JOB_ID.name]),
+        *store.items(),
+        (POOL.name, store[JOB_ID.name]),
         (JOB_ID.name, job.job),
         (NODE_ID.name, node),
         (MIN_NODES.name, job.min_nodes),

@@ -6,7 +6,7 @@ import logging
 import os
 import queue
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,28 +37,34 @@ class Ending:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What the loop works with besides the node's part in the pool."""
+
+    link: StoreLink
+    folders: JobFolders
+    """With the files for what the agents of jobs print."""
+    standby: Standby
+    checks: IdleChecks
+
+
 class DaemonLoop:
     """Runs one daemon in the thread that calls `run`."""
 
     def __init__(
         self,
         member: PoolMember,
-        link: StoreLink,
-        words: Callable[[Assignment], list[str]],
-        logs: JobFolders,
-        environment: Mapping[str, str],
-        standby: Standby,
-        checks: IdleChecks,
+        services: Services,
+        command: Callable[[Assignment], Become],
         events: queue.SimpleQueue[Any],
         clock: Callable[[], float],
         on_turn: Callable[[str], None] = lambda status: None,
         on_end: Callable[[SeatEnd], None] = lambda end: None,
     ) -> None:
-        """`words` makes the command line of a job's agent, `logs` has the files for its output, and `on_end` is called
-        as it has ended."""
-        self._member, self._link = member, link
-        self._words, self._logs, self._environment = words, logs, environment
-        self._standby, self._checks = standby, checks
+        """`command` is what starts the agent of a job here, and `on_end` is called as that has ended."""
+        self._member, self._command = member, command
+        self._link, self._folders = services.link, services.folders
+        self._standby, self._checks = services.standby, services.checks
         self._events, self._clock, self._on_turn, self._on_end = events, clock, on_turn, on_end
         self._agent: JobAgent | None = None
         self._assignment: Assignment | None = None
@@ -97,7 +103,7 @@ class DaemonLoop:
     def _report_problem(self) -> None:
         """Why this node must not be given a job. What a daemon has started that was killed leaves its job by plan,
         which takes its time."""
-        self._unfinished = self._logs.unfinished()
+        self._unfinished = self._folders.unfinished()
         jobs = ", ".join(self._unfinished)
         earlier = f"job {jobs}, which an earlier daemon of this node has started, is ending" if jobs else ""
         self._member.report_problem("; ".join(filter(None, (earlier, self._checks.problem))))
@@ -133,14 +139,13 @@ class DaemonLoop:
     def _start(self, due: Assignment) -> None:
         job, ticket = due.job, due.seat.ticket
         self._member.started(ticket)
-        environment = {**self._environment, **job.environment}
-        become = Become(tuple(self._words(due)), environment, job.directory)
+        become = self._command(due)
         try:
-            output = self._logs.begin(job.job)
+            output = self._folders.begin(job.job)
             if not os.path.isdir(job.directory):
                 raise NotADirectoryError(f"the job's directory {job.directory} is not there on this node")
             agent = JobAgent(ticket, become, output, self._events.put)
-            waiting = self._standby.take(environment, job.directory)
+            waiting = self._standby.take(become.environment, become.directory)
             agent.start(waiting)
         except OSError as error:
             self._cannot_start(due, error)
@@ -201,7 +206,7 @@ class DaemonLoop:
         """The folders of jobs that the pool has forgotten."""
         view = self._member.view
         self._tidied = True
-        self._logs.tidy(frozenset(job.job for job in view.jobs) | {one.job for one in view.results})
+        self._folders.tidy(frozenset(job.job for job in view.jobs) | {one.job for one in view.results})
 
     # ---------------------------------------------------------------- events
 
@@ -229,7 +234,7 @@ class DaemonLoop:
         self._over(end)
 
     def _over(self, end: SeatEnd) -> None:
-        self._logs.end()
+        self._folders.end()
         self._on_end(end)
         self._member.ended(end)
         now = self._clock()

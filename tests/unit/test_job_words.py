@@ -21,7 +21,7 @@ JOB = Job(
 )
 SEAT = Seat("a", "a-1", 7)
 DUE = Assignment(JOB, Run("ab12", 1, 0.0, (SEAT,)), SEAT)
-STORE = (("rdzv-endpoint", "local:///x"), ("rdzv-id", "pool"))
+STORE = {"rdzv-endpoint": "local:///x", "rdzv-id": "pool"}
 
 
 def words(due: Assignment = DUE, own: tuple[str, ...] = ()) -> list[str]:
