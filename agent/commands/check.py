@@ -33,8 +33,8 @@ from ..machine.inventory import inspect_machine, needs_of
 from ..machine.network.addresses import unique_node_id
 from ..machine.network.choice import NotReady
 from ..machine.network.discovery import Network, wait_for_network
-from .check_nodes.command import CannotCheck, check_meeting_place, check_nodes
-from .check_nodes.stages import Patience
+from .check_nodes.run import CannotCheck, check_meeting_place, check_nodes
+from .check_nodes.stages import JoinWait
 from .store_command import one_line_errors
 
 SCHEMA = 1
@@ -110,10 +110,10 @@ def main(words: Sequence[str]) -> int:
     whole = f"node {name}"
     report: PairsReport | None = None
     if count is not None and isinstance(machine.network, Network):
-        patience = Patience(count, command_line[WAIT].value)
+        join_wait = JoinWait(count, command_line[WAIT].value)
         try:
             with one_line_errors(CheckCode.INTERRUPTED):
-                report = check_nodes(config, machine, name, findings, patience, environ, _say)
+                report = check_nodes(config, machine, name, findings, join_wait, environ, _say)
         except CannotCheck as error:
             print(f"elastic-agent check: {error}", file=sys.stderr)
             return error.code

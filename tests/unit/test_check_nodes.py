@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.commands.check_nodes import meeting as meeting_module
+from elastic_agent.agent.commands.check_nodes import check_store as check_store_module
 from elastic_agent.agent.commands.check_nodes import stages
-from elastic_agent.agent.commands.check_nodes.here import Sockets, ThisNode
-from elastic_agent.agent.commands.check_nodes.meeting import Meeting, Stage
-from elastic_agent.agent.commands.check_nodes.stages import Check, LeaderGone, Patience
+from elastic_agent.agent.commands.check_nodes.check_store import CheckStore, Stage
+from elastic_agent.agent.commands.check_nodes.local_node import LocalNode, Sockets
+from elastic_agent.agent.commands.check_nodes.stages import JoinWait, LeaderGone, StageDriver
 from elastic_agent.health.checks.finding import Outcome
 from elastic_agent.health.checks.pairs.facts import NodeFacts
 from elastic_agent.health.checks.pairs.probes import process
 from elastic_agent.health.checks.pairs.report import PairsReport
-from elastic_agent.health.checks.pairs.results import Door, Measurement, NodeResults, Obstacle, Reach
+from elastic_agent.health.checks.pairs.results import Measurement, NodeResults, Obstacle, ProbeEndpoint, Reach
 from elastic_agent.rendezvous.errors import LeaseExpired, RecordInvalid, StoreUnavailable
 from elastic_agent.rendezvous.store.interface import Put
 from elastic_agent.rendezvous.store.memory import MemoryStore
@@ -34,16 +34,18 @@ TTL_S = 0.6
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "LOOK_S", 0.005)
     monkeypatch.setattr(stages, "LEAVE_S", 2.0)
-    monkeypatch.setattr(meeting_module, "OUTAGE_S", 0.3)
-    monkeypatch.setattr(meeting_module, "PAUSE_S", 0.02)
+    monkeypatch.setattr(check_store_module, "OUTAGE_S", 0.3)
+    monkeypatch.setattr(check_store_module, "PAUSE_S", 0.02)
 
 
 def facts_of(name: str, life: str = "1") -> NodeFacts:
-    return NodeFacts(name, f"{name}-{life}", 2, Door(name, "10.0.0.1", 29500, "0" * 32, "1" * 32), 29501)
+    return NodeFacts(
+        name, f"{name}-{life}", 2, ProbeEndpoint(name, "10.0.0.1", 29500, "0" * 32, "1" * 32), 29501
+    )
 
 
 @dataclass
-class FakeHere:
+class FakeNode:
     """A node of a network where `works` says from whom to whom packets come."""
 
     facts: NodeFacts
@@ -82,24 +84,24 @@ class Outcomes:
 
 
 def check(
-    store: MemoryStore, nodes: Sequence[FakeHere], wanted: int, wait_s: float = 10.0, within_s: float = 20.0
+    store: MemoryStore, nodes: Sequence[FakeNode], wanted: int, wait_s: float = 10.0, within_s: float = 20.0
 ) -> Outcomes:
     """All at once, each in a thread, as each has a process in truth."""
     outcomes = Outcomes()
 
-    def run(here: FakeHere) -> None:
-        meeting = Meeting(store, TTL_S)
+    def run(here: FakeNode) -> None:
+        check_store = CheckStore(store, TTL_S)
         name = here.facts.node
         try:
-            assert meeting.join(here.facts)
-            outcomes.reports[name] = Check(meeting, here, Patience(wanted, wait_s)).run()
+            assert check_store.join(here.facts)
+            outcomes.reports[name] = StageDriver(check_store, here, JoinWait(wanted, wait_s)).run()
         except Killed as error:
             outcomes.errors[name] = error
-            meeting._over.set()
+            check_store._over.set()
             return
         except Exception as error:
             outcomes.errors[name] = error
-        meeting.leave()
+        check_store.leave()
 
     threads = [threading.Thread(target=run, args=(here,)) for here in nodes]
     for thread in threads:
@@ -133,7 +135,7 @@ def fails(report: PairsReport) -> list[tuple[str, tuple[str, ...], tuple[tuple[s
 
 @pytest.mark.parametrize("count", [2, 3, 5, 8])
 def test_all_nodes_have_the_same_report_and_leave_nothing(store: MemoryStore, count: int) -> None:
-    nodes = [FakeHere(facts_of(f"n{number}")) for number in range(count)]
+    nodes = [FakeNode(facts_of(f"n{number}")) for number in range(count)]
     outcomes = check(store, nodes, count)
     assert not outcomes.errors
     (report, *others) = outcomes.reports.values()
@@ -146,7 +148,7 @@ def test_all_nodes_have_the_same_report_and_leave_nothing(store: MemoryStore, co
 
 def test_a_link_that_drops_one_way_is_in_the_report_of_all(store: MemoryStore) -> None:
     nodes = [
-        FakeHere(facts_of(name), lambda source, target: (source, target) != ("b", "d")) for name in "abcd"
+        FakeNode(facts_of(name), lambda source, target: (source, target) != ("b", "d")) for name in "abcd"
     ]
     outcomes = check(store, nodes, 4)
     assert [fails(report) for report in outcomes.reports.values()] == [
@@ -156,7 +158,7 @@ def test_a_link_that_drops_one_way_is_in_the_report_of_all(store: MemoryStore) -
 
 def test_the_second_round_is_chosen_by_the_first(store: MemoryStore) -> None:
     nodes = [
-        FakeHere(facts_of(name), lambda source, target: "b" not in (source, target)) for name in "abcdef"
+        FakeNode(facts_of(name), lambda source, target: "b" not in (source, target)) for name in "abcdef"
     ]
     outcomes = check(store, nodes, 6)
     assert fails(outcomes.reports["a"]) == [("peer-reachable", ("b",), ())]
@@ -166,7 +168,7 @@ def test_the_second_round_is_chosen_by_the_first(store: MemoryStore) -> None:
 
 
 def test_nodes_that_do_not_come_are_waited_for_and_those_that_came_are_named(store: MemoryStore) -> None:
-    outcomes = check(store, [FakeHere(facts_of(name)) for name in "ab"], 3, wait_s=0.3)
+    outcomes = check(store, [FakeNode(facts_of(name)) for name in "ab"], 3, wait_s=0.3)
     for report in outcomes.reports.values():
         assert report.missing == 1
         assert report.findings[0].finding.summary == "2 of 3 nodes came within 0.3 s: a, b"
@@ -174,30 +176,30 @@ def test_nodes_that_do_not_come_are_waited_for_and_those_that_came_are_named(sto
 
 
 def test_one_node_alone_says_so(store: MemoryStore) -> None:
-    outcomes = check(store, [FakeHere(facts_of("a"))], 2, wait_s=0.1)
+    outcomes = check(store, [FakeNode(facts_of("a"))], 2, wait_s=0.1)
     assert fails(outcomes.reports["a"]) == [("peer-present", (), ())]
     assert emptied(store)
 
 
 @pytest.mark.parametrize("dies_in", ["reach 0", "pairs 1", "pairs 2"])
 def test_a_node_that_dies_is_named_and_no_other_one_blamed(store: MemoryStore, dies_in: str) -> None:
-    meeting = Meeting(store, TTL_S)
-    assert meeting.join(facts_of("a"))  # so that it leads
-    nodes = [FakeHere(facts_of(name)) for name in "abcd"]
+    check_store = CheckStore(store, TTL_S)
+    assert check_store.join(facts_of("a"))  # so that it leads
+    nodes = [FakeNode(facts_of(name)) for name in "abcd"]
     nodes[2].dies_in = dies_in
     outcomes = check(store, nodes, 4)
-    meeting.leave()
+    check_store.leave()
     assert set(outcomes.reports) == {"a", "b", "d"}
     assert [fails(report) for report in outcomes.reports.values()] == [[("peer-present", ("c",), ())]] * 3
     assert emptied(store)
 
 
 def test_the_end_of_the_one_that_leads_is_said(store: MemoryStore) -> None:
-    meeting = Meeting(store, TTL_S)
-    leader = FakeHere(facts_of("a"), dies_in="pairs 1")
-    assert meeting.join(leader.facts)
-    meeting._over.set()
-    outcomes = check(store, [leader, *(FakeHere(facts_of(name)) for name in "bc")], 3)
+    check_store = CheckStore(store, TTL_S)
+    leader = FakeNode(facts_of("a"), dies_in="pairs 1")
+    assert check_store.join(leader.facts)
+    check_store._over.set()
+    outcomes = check(store, [leader, *(FakeNode(facts_of(name)) for name in "bc")], 3)
     assert isinstance(outcomes.errors["a"], Killed)
     for name in "bc":
         assert isinstance(outcomes.errors[name], LeaderGone)
@@ -207,15 +209,15 @@ def test_the_end_of_the_one_that_leads_is_said(store: MemoryStore) -> None:
 
 def test_a_node_that_comes_late_waits_for_the_next_check(store: MemoryStore) -> None:
     """And is no part of the one that is under way, even under the name of one of its nodes."""
-    first, said = Meeting(store, 5.0), list[str]()
+    first, said = CheckStore(store, 5.0), list[str]()
     assert first.join(facts_of("a"))
-    first.begin(Stage(1, "reach"))
-    late = Meeting(store, 5.0)
+    first.publish_stage(Stage(1, "reach"))
+    late = CheckStore(store, 5.0)
     assert late.join(facts_of("b"))
     done = list[PairsReport]()
-    here = FakeHere(facts_of("b"))
+    here = FakeNode(facts_of("b"))
     thread = threading.Thread(
-        target=lambda: done.append(Check(late, here, Patience(1, 5.0), said.append).run())
+        target=lambda: done.append(StageDriver(late, here, JoinWait(1, 5.0), said.append).run())
     )
     thread.start()
     while not said:
@@ -228,7 +230,7 @@ def test_a_node_that_comes_late_waits_for_the_next_check(store: MemoryStore) -> 
 
 
 def test_a_name_is_taken_once(store: MemoryStore) -> None:
-    one, other = Meeting(store, TTL_S), Meeting(store, TTL_S)
+    one, other = CheckStore(store, TTL_S), CheckStore(store, TTL_S)
     assert one.join(facts_of("a"))
     assert one.join(facts_of("a")), "asked again after a lost answer"
     assert not other.join(facts_of("a", "2"))
@@ -242,7 +244,7 @@ def test_a_name_is_taken_once(store: MemoryStore) -> None:
 
 def test_a_job_in_the_same_store_is_left_alone(store: MemoryStore) -> None:
     store.transact((), (Put("nodes/x", "{}"), Put("world", "{}")))
-    outcomes = check(store, [FakeHere(facts_of(name)) for name in "ab"], 2)
+    outcomes = check(store, [FakeNode(facts_of(name)) for name in "ab"], 2)
     assert outcomes.reports["a"].nodes in (("a", "b"), ("b", "a"))
     assert [entry.key for entry in store.read(("",)).entries] == ["nodes/x", "world"]
 
@@ -252,7 +254,7 @@ def test_of_many_nodes_each_tries_its_neighbours_and_those_that_it_meets(
 ) -> None:
     monkeypatch.setattr(stages, "MOST_ALL_PAIRS", 4)
     nodes = [
-        FakeHere(facts_of(name), lambda source, target: "d" not in (source, target)) for name in "abcdefg"
+        FakeNode(facts_of(name), lambda source, target: "d" not in (source, target)) for name in "abcdefg"
     ]
     outcomes = check(store, nodes, 7)
     report = outcomes.reports["a"]
@@ -265,9 +267,9 @@ def test_of_many_nodes_each_tries_its_neighbours_and_those_that_it_meets(
 
 def test_one_that_leads_and_hangs_is_given_up(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "SILENT_S", 0.1)
-    hanging = Meeting(store, TTL_S)
+    hanging = CheckStore(store, TTL_S)
     assert hanging.join(facts_of("a"))
-    outcomes = check(store, [FakeHere(facts_of("b"))], 2, wait_s=0.1)
+    outcomes = check(store, [FakeNode(facts_of("b"))], 2, wait_s=0.1)
     hanging.leave()
     assert "node a hangs" in str(outcomes.errors["b"])
     assert isinstance(outcomes.errors["b"], LeaderGone)
@@ -276,29 +278,29 @@ def test_one_that_leads_and_hangs_is_given_up(store: MemoryStore, monkeypatch: p
 def test_what_a_node_says_for_others_or_of_nodes_that_are_not_there_does_not_count(
     store: MemoryStore,
 ) -> None:
-    class Liar(FakeHere):
+    class Liar(FakeNode):
         def carry_out(self, stage: Stage, others: dict[str, NodeFacts]) -> NodeResults:
             known = super().carry_out(stage, others)
             lies = Reach("a", "b", Obstacle.DROPPED), Reach("c", "nonesuch", Obstacle.DROPPED)
             slow = Measurement(1, "a", "b", Obstacle.DROPPED), Measurement(1, "c", "none", Obstacle.DROPPED)
             return NodeResults(known.reached + lies, known.measured + slow, ("nobody",))
 
-    nodes = [FakeHere(facts_of("a")), FakeHere(facts_of("b")), Liar(facts_of("c"))]
+    nodes = [FakeNode(facts_of("a")), FakeNode(facts_of("b")), Liar(facts_of("c"))]
     outcomes = check(store, nodes, 3)
     assert fails(outcomes.reports["a"]) == []
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Iterator[ThisNode]:
+def alone(tmp_path: Path) -> Iterator[LocalNode]:
     sockets = Sockets(*(socket.create_server(("127.0.0.1", 0)) for _ in range(2)))
-    door = Door("a", "127.0.0.1", sockets.door.getsockname()[1], "0" * 32, "1" * 32)
-    facts = NodeFacts("a", "a-1", 2, door, sockets.all_reduce.getsockname()[1])
-    with contextlib.closing(ThisNode(facts, sockets, str(tmp_path), dict(os.environ))) as here:
+    endpoint = ProbeEndpoint("a", "127.0.0.1", sockets.probes.getsockname()[1], "0" * 32, "1" * 32)
+    facts = NodeFacts("a", "a-1", 2, endpoint, sockets.all_reduce.getsockname()[1])
+    with contextlib.closing(LocalNode(facts, sockets, str(tmp_path), dict(os.environ))) as here:
         here.start()
         yield here
 
 
-def test_a_node_tries_and_measures_another(alone: ThisNode) -> None:
+def test_a_node_tries_and_measures_another(alone: LocalNode) -> None:
     """Its own server, under another name."""
     alone.rename("b")
     other = alone.facts
@@ -314,7 +316,7 @@ def test_a_node_tries_and_measures_another(alone: ThisNode) -> None:
 
 
 def test_no_probe_inherits_what_the_node_keeps_from_its_workers(
-    alone: ThisNode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    alone: LocalNode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("ELASTIC_AGENT_ETCD_PASSWORD", "secret")
     program = "import os, sys; sys.exit('ELASTIC_AGENT_ETCD_PASSWORD' in os.environ or print('{}'))"
@@ -327,7 +329,7 @@ def test_no_probe_inherits_what_the_node_keeps_from_its_workers(
 
 
 def test_a_probe_that_crashes_is_this_nodes_own_trouble(
-    alone: ThisNode, monkeypatch: pytest.MonkeyPatch
+    alone: LocalNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = facts_of("b")
     monkeypatch.setattr(process, "_PROGRAM", "raise SystemExit(3)")
@@ -339,20 +341,20 @@ def test_a_probe_that_crashes_is_this_nodes_own_trouble(
 
 def test_a_record_that_no_node_has_written_is_named(store: MemoryStore) -> None:
     store.transact((), (Put("check/nodes/x", '{"v": 99}'),))
-    meeting = Meeting(store, TTL_S)
+    check_store = CheckStore(store, TTL_S)
     with pytest.raises(RecordInvalid, match="check/nodes/x"):
-        meeting.present()
+        check_store.present()
 
 
 def test_a_lease_that_is_lost_ends_the_check_here(store: MemoryStore) -> None:
-    meeting = Meeting(store, TTL_S)
-    assert meeting.join(facts_of("a"))
-    store.revoke(meeting._lease or 0)
+    check_store = CheckStore(store, TTL_S)
+    assert check_store.join(facts_of("a"))
+    store.revoke(check_store._lease or 0)
     until = time.monotonic() + 5.0
-    while meeting._lost is None and time.monotonic() < until:
+    while check_store._lost is None and time.monotonic() < until:
         time.sleep(0.02)
     with pytest.raises(LeaseExpired, match="did not keep its place"):
-        meeting.stage()
+        check_store.stage()
 
 
 def test_a_store_that_is_away_for_a_moment_is_asked_again() -> None:
@@ -365,9 +367,9 @@ def test_a_store_that_is_away_for_a_moment_is_asked_again() -> None:
             return super()._open()
 
     store = Away()
-    nodes = [FakeHere(facts_of(name)) for name in "ab"]
+    nodes = [FakeNode(facts_of(name)) for name in "ab"]
     store.until = time.monotonic() + 0.15
     assert not check(store, nodes, 2).errors
     store.until = time.monotonic() + 60.0
-    outcomes = check(store, [FakeHere(facts_of("a"))], 1)
+    outcomes = check(store, [FakeNode(facts_of("a"))], 1)
     assert isinstance(outcomes.errors["a"], StoreUnavailable)

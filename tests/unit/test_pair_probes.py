@@ -17,7 +17,7 @@ from elastic_agent.health.checks.pairs.probes import client, process, server
 from elastic_agent.health.checks.pairs.probes.client import measure, reach
 from elastic_agent.health.checks.pairs.probes.directory import look
 from elastic_agent.health.checks.pairs.probes.process import NoAnswer, Probe, ask
-from elastic_agent.health.checks.pairs.results import Door, Measurement, Obstacle, Reach
+from elastic_agent.health.checks.pairs.results import Measurement, Obstacle, ProbeEndpoint, Reach
 
 HERE = "127.0.0.1"
 ASK, ANSWER = "0" * 32, "1" * 32
@@ -27,8 +27,8 @@ def listening() -> socket.socket:
     return socket.create_server((HERE, 0))
 
 
-def door_of(listener: socket.socket) -> Door:
-    return Door("b", *listener.getsockname(), ASK, ANSWER)
+def endpoint_of(listener: socket.socket) -> ProbeEndpoint:
+    return ProbeEndpoint("b", *listener.getsockname(), ASK, ANSWER)
 
 
 @pytest.fixture(autouse=True)
@@ -40,19 +40,19 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def serving() -> Iterator[Door]:
+def serving() -> Iterator[ProbeEndpoint]:
     with listening() as listener:
-        door = door_of(listener)
-        thread = threading.Thread(target=server.serve, args=(listener, door))
+        endpoint = endpoint_of(listener)
+        thread = threading.Thread(target=server.serve, args=(listener, endpoint))
         thread.start()
-        yield door
+        yield endpoint
         listener.shutdown(socket.SHUT_RDWR)
         thread.join(10.0)
         assert not thread.is_alive()
 
 
 @contextlib.contextmanager
-def answering(*answers: bytes, reset: bool = False) -> Iterator[Door]:
+def answering(*answers: bytes, reset: bool = False) -> Iterator[ProbeEndpoint]:
     """Another program: it takes what comes, and sends each connection these."""
     with listening() as listener:
 
@@ -73,15 +73,15 @@ def answering(*answers: bytes, reset: bool = False) -> Iterator[Door]:
 
         thread = threading.Thread(target=run)
         thread.start()
-        yield door_of(listener)
+        yield endpoint_of(listener)
         listener.shutdown(socket.SHUT_RDWR)
         thread.join(10.0)
 
 
 def test_a_node_that_answers_is_reached_and_measured() -> None:
-    with serving() as door:
-        assert reach("a", HERE, [door]) == (Reach("a", "b"),)
-        found = measure("a", HERE, door, 1)
+    with serving() as endpoint:
+        assert reach("a", HERE, [endpoint]) == (Reach("a", "b"),)
+        found = measure("a", HERE, endpoint, 1)
     assert found.obstacle is None, found.detail
     assert found.pair == ("a", "b")
     assert found.latency_s is not None
@@ -95,21 +95,21 @@ def test_a_node_that_answers_is_reached_and_measured() -> None:
 
 def test_the_other_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "wall_clock", lambda: time.time() - 3600.0)
-    with serving() as door:
-        found = measure("a", HERE, door, 1)
+    with serving() as endpoint:
+        found = measure("a", HERE, endpoint, 1)
     assert found.clock_offset_s == pytest.approx(-3600.0, abs=0.5)
 
 
 def test_a_port_without_a_listener_refuses() -> None:
     with listening() as listener:
-        door = door_of(listener)
-    (found,) = reach("a", HERE, [door])
+        endpoint = endpoint_of(listener)
+    (found,) = reach("a", HERE, [endpoint])
     assert found.obstacle is Obstacle.REFUSED
 
 
 def test_silence_after_the_connection_is_told_from_a_refusal() -> None:
     with listening() as listener:  # its backlog takes the connection
-        (found,) = reach("a", HERE, [door_of(listener)])
+        (found,) = reach("a", HERE, [endpoint_of(listener)])
     assert found.obstacle is Obstacle.SILENT
 
 
@@ -121,22 +121,22 @@ def test_a_full_backlog_is_silence_to_syn() -> None:
             one = held.enter_context(socket.socket())
             one.setblocking(False)
             one.connect_ex(listener.getsockname())
-        (found,) = reach("a", HERE, [door_of(listener)])
+        (found,) = reach("a", HERE, [endpoint_of(listener)])
     assert found.obstacle is Obstacle.DROPPED
     assert "no answer to SYN" in found.detail
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"2" * 32, b"\xff" * 5000])
 def test_another_program_at_the_port_is_named_so(answer: bytes) -> None:
-    with answering(answer) as door:
-        (found,) = reach("a", HERE, [door])
+    with answering(answer) as endpoint:
+        (found,) = reach("a", HERE, [endpoint])
     assert found.obstacle in (Obstacle.STRANGER, Obstacle.RESET)
 
 
 def test_an_address_that_is_not_ours_is_our_own_trouble() -> None:
-    with serving() as door:
-        (found,) = reach("a", "192.0.2.7", [door])
-        (family,) = reach("a", "::1", [door])
+    with serving() as endpoint:
+        (found,) = reach("a", "192.0.2.7", [endpoint])
+        (family,) = reach("a", "::1", [endpoint])
     assert (found.obstacle, family.obstacle) == (Obstacle.OWN, Obstacle.OWN)
 
 
@@ -153,53 +153,55 @@ def test_an_address_that_is_not_ours_is_our_own_trouble() -> None:
 )
 def test_no_answer_of_a_door_breaks_a_measurement(answer: bytes) -> None:
     """It knows the secret, and says nonsense."""
-    with answering(ANSWER.encode(), answer) as door:
+    with answering(ANSWER.encode(), answer) as endpoint:
         began = time.monotonic()
-        found = measure("a", HERE, door, 2)
+        found = measure("a", HERE, endpoint, 2)
         assert time.monotonic() - began < 5.0
     assert isinstance(found, Measurement)
     assert found.obstacle is not None
 
 
 def test_strangers_neither_hang_nor_crash_the_server() -> None:
-    with serving() as door, contextlib.ExitStack() as held:
-        strangers = [held.enter_context(socket.create_connection((HERE, door.port))) for _ in range(200)]
+    with serving() as endpoint, contextlib.ExitStack() as held:
+        strangers = [held.enter_context(socket.create_connection((HERE, endpoint.port))) for _ in range(200)]
         for number, stranger in enumerate(strangers):
             stranger.sendall(bytes([number]) * (number % 40))
-        talker = held.enter_context(socket.create_connection((HERE, door.port)))
+        talker = held.enter_context(socket.create_connection((HERE, endpoint.port)))
         talker.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 100)
-        (found,) = reach("a", HERE, [door])
+        (found,) = reach("a", HERE, [endpoint])
         # The idle ones have all places for as long as an answer may take, and no longer.
         if found.obstacle is not None:
-            (found,) = reach("a", HERE, [door])
+            (found,) = reach("a", HERE, [endpoint])
         assert found.obstacle is None, found
         with contextlib.suppress(ConnectionError):
             assert talker.recv(100) == b"", "who does not know the secret gets nothing"
 
 
 def test_what_a_stranger_asks_for_with_a_wrong_secret_is_not_done() -> None:
-    with serving() as door:
-        (found,) = reach("a", HERE, [replace(door, ask="f" * 32)])
+    with serving() as endpoint:
+        (found,) = reach("a", HERE, [replace(endpoint, request_token="f" * 32)])
         assert found.obstacle in (Obstacle.STRANGER, Obstacle.RESET)
 
 
 def test_many_nodes_are_tried_at_once() -> None:
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(listening()) for _ in range(60)]
-        doors = [replace(door_of(listener), node=f"n{number}") for number, listener in enumerate(silent)]
+        endpoints = [
+            replace(endpoint_of(listener), node=f"n{number}") for number, listener in enumerate(silent)
+        ]
         began = time.monotonic()
-        found = reach("a", HERE, doors)
+        found = reach("a", HERE, endpoints)
         assert time.monotonic() - began < 3.0
-    assert [one.target for one in found] == [door.node for door in doors]
+    assert [one.target for one in found] == [endpoint.node for endpoint in endpoints]
     assert reach("a", HERE, []) == ()
 
 
 def test_probes_run_in_processes_of_their_own() -> None:
     with listening() as listener, contextlib.closing(Probe("server", descriptors=[listener.fileno()])) as own:
-        door = door_of(listener)
-        own.order({"listener": listener.fileno(), "door": plain(door)})
+        endpoint = endpoint_of(listener)
+        own.order({"listener": listener.fileno(), "endpoint": plain(endpoint)})
         assert own.answer(10.0) == {"serves": True}
-        order = {"me": "a", "address": HERE, "doors": [plain(door)], "round": None}
+        order = {"me": "a", "address": HERE, "endpoints": [plain(endpoint)], "round": None}
         (reached,) = ask("client", order, "reached", 10.0)
         assert from_plain(Reach, reached) == Reach("a", "b")
 

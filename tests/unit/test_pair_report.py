@@ -12,7 +12,7 @@ from elastic_agent.health.checks.finding import Finding, Outcome
 from elastic_agent.health.checks.pairs.clocks import clock_offsets
 from elastic_agent.health.checks.pairs.facts import NodeFacts, Software
 from elastic_agent.health.checks.pairs.report import PEER_CHECKS, Found, PairsReport, make_report
-from elastic_agent.health.checks.pairs.results import Door, Measurement, NodeResults, Obstacle, Reach
+from elastic_agent.health.checks.pairs.results import Measurement, NodeResults, Obstacle, ProbeEndpoint, Reach
 from elastic_agent.health.checks.pairs.rounds import first_round, second_round
 
 FILTER = (
@@ -26,12 +26,12 @@ NO_ROUTE = "no route to it, no answer to ARP, or a packet filter rejects it with
 
 def a_node(name: str, **changes: object) -> NodeFacts:
     number = ord(name) - ord("a") + 1
-    door = Door(name, f"10.0.0.{number}", 29500 + number, "0" * 32, "1" * 32)
+    endpoint = ProbeEndpoint(name, f"10.0.0.{number}", 29500 + number, "0" * 32, "1" * 32)
     facts = NodeFacts(
         name,
         f"{name}-1",
         4,
-        door,
+        endpoint,
         29600,
         interface="eth0",
         speed_mbps=10_000,

@@ -1,5 +1,5 @@
 """`elastic-agent check --nodes N`: nodes meet in the store of a job, try each other out, and all print one report.
 
-`meeting` is what they have in the store, `stages` who does what when, `here` what one node does, and `command` puts a
-check together. What follows from what they find is in `health/checks/pairs/`.
+`run` puts a check together; `check_store` has its keys in the store, `stages` the order of its stages, and `local_node`
+what one node does in each. What follows from the results is in `health/checks/pairs/`.
 """

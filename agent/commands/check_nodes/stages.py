@@ -18,7 +18,7 @@ from ....health.checks.pairs.report import Found, PairsReport, make_report
 from ....health.checks.pairs.results import NodeResults
 from ....health.checks.pairs.rounds import Pair, first_round, ring, second_round, turns
 from ....rendezvous.text import counted
-from .meeting import Meeting, Member, Stage
+from .check_store import CheckStore, Member, Stage
 
 MOST_ALL_PAIRS = 64
 """Up to so many nodes each tries to reach each other one; of more only two neighbours, the one that leads, and those
@@ -36,11 +36,11 @@ LOOK_PER_NODE_S = 0.001
 
 
 class LeaderGone(Exception):
-    """The check cannot go on; the text says whose end it was."""
+    """The node that led the check has ended or hangs; the text names it."""
 
 
-class Here(Protocol):
-    """What a node can do."""
+class StageRunner(Protocol):
+    """Carries out this node's part of a stage."""
 
     facts: NodeFacts
 
@@ -50,35 +50,37 @@ class Here(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class JoinWait:
+    """How many nodes the check is for, and how long to wait for them."""
+
     wanted: int
     wait_s: float
 
 
-class Check:
-    """One node's way through it."""
+class StageDriver:
+    """Takes one node through the stages; if it is the oldest one, it leads."""
 
     def __init__(
         self,
-        meeting: Meeting,
-        here: Here,
-        patience: Patience,
+        store: CheckStore,
+        runner: StageRunner,
+        join_wait: JoinWait,
         show: Callable[[str], None] = lambda line: None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._meeting, self._here, self._patience = meeting, here, patience
+        self._store, self._runner, self._join_wait = store, runner, join_wait
         self._show, self._clock, self._sleep = show, clock, sleep
-        self._me = here.facts.node
-        self._look_s = LOOK_S + LOOK_PER_NODE_S * patience.wanted
+        self._me = runner.facts.node
+        self._look_s = LOOK_S + LOOK_PER_NODE_S * join_wait.wanted
 
     def run(self) -> PairsReport:
-        """This node has joined. Raises LeaderGone, and what a `Meeting` does."""
+        """This node has joined. Raises LeaderGone, and what a `CheckStore` does."""
         done, leader, busy = 0, "", False
-        patient_s = self._patience.wait_s + SILENT_S
+        patient_s = self._join_wait.wait_s + SILENT_S
         until = self._clock() + patient_s
         while True:
-            stage = self._meeting.stage()
+            stage = self._store.stage()
             if self._clock() >= until:
                 raise LeaderGone(
                     f"nothing new for {patient_s:g} s: node {leader or 'that leads the other check'} hangs, and has to"
@@ -89,7 +91,7 @@ class Check:
                     raise LeaderGone(
                         f"node {leader} led this check and ended in the middle of it: look there first"
                     )
-                leader = self._meeting.oldest() or ""
+                leader = self._store.oldest() or ""
                 if leader == self._me:
                     return self._lead()
             elif not self._takes_part(stage):
@@ -99,7 +101,7 @@ class Check:
                     )
                 busy = True
             elif stage.what == "report":
-                report = self._meeting.report()
+                report = self._store.report()
                 if report is not None:
                     return report
             elif stage.number > done:
@@ -112,88 +114,90 @@ class Check:
         """For whom the store, or the report, has to be there some time longer; but not for one that waits for this one:
         who has read the report leaves first, and waits afterwards."""
         until = self._clock() + LEAVE_S
-        while self._clock() < until and set(self._meeting.present()) - {self._me}:
+        while self._clock() < until and set(self._store.present()) - {self._me}:
             self._sleep(self._look_s)
 
     def _takes_part(self, stage: Stage) -> bool:
-        return Member(self._me, self._here.facts.life) in stage.members
+        return Member(self._me, self._runner.facts.life) in stage.members
 
     def _carry_out(self, stage: Stage) -> None:
-        results = self._here.carry_out(stage, self._meeting.facts_of(_others(stage, self._me)))
-        self._meeting.give(stage, self._me, results)
+        results = self._runner.carry_out(stage, self._store.facts_of(_others(stage, self._me)))
+        self._store.put_results(stage, self._me, results)
 
-    # --- The one that leads
+    # --- The leader
 
     def _lead(self) -> PairsReport:
         nodes = self._gather()
-        check = _Led(nodes)
+        progress = _Progress(nodes)
         if len(nodes) > 1:
             many = len(nodes) > MOST_ALL_PAIRS
             self._show(f"{len(nodes)} nodes are here; each tries to reach {'some' if many else 'all'} others")
             self._stage(
-                check,
-                Stage(0, "reach", pairs=ring(check.there) if many else ()),
+                progress,
+                Stage(0, "reach", pairs=ring(progress.there) if many else ()),
                 "as they tried to reach each other",
             )
-            self._round(check, 1, first_round(check.there))
-            self._round(check, 2, second_round(check.there, check.well()))
+            self._round(progress, 1, first_round(progress.there))
+            self._round(progress, 2, second_round(progress.there, progress.well()))
         by_name = tuple(nodes[name] for name in sorted(nodes))
-        found = Found(self._patience.wanted, self._patience.wait_s, by_name, check.results, check.gone)
+        found = Found(
+            self._join_wait.wanted, self._join_wait.wait_s, by_name, progress.results, progress.gone
+        )
         report = make_report(found)
         if len(report.measured) > MOST_MEASURED:
             report = replace(report, measured=())
-        self._meeting.publish(report)
-        self._meeting.begin(replace(check.last, number=check.last.number + 1, what="report"))
+        self._store.publish_report(report)
+        self._store.publish_stage(replace(progress.last, number=progress.last.number + 1, what="report"))
         self.await_others()
         return report
 
     def _gather(self) -> dict[str, NodeFacts]:
         """This node first, the others by name."""
-        wanted, until = self._patience.wanted, self._clock() + self._patience.wait_s
+        wanted, until = self._join_wait.wanted, self._clock() + self._join_wait.wait_s
         shown: set[str] = set()
         while True:
-            nodes = self._meeting.present()
+            nodes = self._store.present()
             if set(nodes) != shown:
                 shown = set(nodes)
                 names = ", ".join(sorted(nodes)[:16])
                 self._show(f"{len(nodes)} of {wanted} nodes are here: {names}")
             if len(nodes) >= wanted or self._clock() >= until:
-                return {self._me: self._here.facts, **dict(sorted(nodes.items()))}
+                return {self._me: self._runner.facts, **dict(sorted(nodes.items()))}
             self._sleep(self._look_s)
 
-    def _round(self, check: _Led, number: int, pairs: Iterable[Pair]) -> None:
+    def _round(self, progress: _Progress, number: int, pairs: Iterable[Pair]) -> None:
         for turn in turns(pairs):
-            now = tuple(pair for pair in turn if set(pair) <= set(check.there))
+            now = tuple(pair for pair in turn if set(pair) <= set(progress.there))
             if now:
                 self._show(f"round {number}: {counted(len(now), 'pair')} measuring")
-                self._stage(check, Stage(0, "pairs", number, pairs=now), f"in round {number} of pairs")
+                self._stage(progress, Stage(0, "pairs", number, pairs=now), f"in round {number} of pairs")
 
-    def _stage(self, check: _Led, stage: Stage, when: str) -> None:
+    def _stage(self, progress: _Progress, stage: Stage, when: str) -> None:
         """All do it, and this one gathers what they find."""
-        members = tuple(Member(name, check.nodes[name].life) for name in check.there)
-        stage = replace(stage, number=check.last.number + 1, members=members)
-        check.last = stage
+        members = tuple(Member(name, progress.nodes[name].life) for name in progress.there)
+        stage = replace(stage, number=progress.last.number + 1, members=members)
+        progress.last = stage
         until = self._clock() + STAGE_S
-        self._meeting.begin(stage)
+        self._store.publish_stage(stage)
         self._carry_out(stage)
         while True:
-            given, present = self._meeting.given(stage), self._meeting.present()
+            given, present = self._store.results(stage), self._store.present()
             late = self._clock() >= until
-            for name in set(check.there) - set(given):
+            for name in set(progress.there) - set(given):
                 life = present[name].life if name in present else ""
-                if life != check.nodes[name].life:
-                    check.gone[name] = when
+                if life != progress.nodes[name].life:
+                    progress.gone[name] = when
                 elif late:
-                    check.gone[name] = f"or hangs: it gave no answer within {STAGE_S:g} s {when}"
-            if set(check.there) <= set(given):
+                    progress.gone[name] = f"or hangs: it gave no answer within {STAGE_S:g} s {when}"
+            if set(progress.there) <= set(given):
                 break
             self._sleep(self._look_s)
         for name, results in given.items():
-            check.add(name, results)
+            progress.add(name, results)
 
 
-class _Led:
-    """A check as it goes on. `nodes` begin with the one that leads."""
+class _Progress:
+    """What the leader knows of the check so far. `nodes` begin with the leader."""
 
     def __init__(self, nodes: dict[str, NodeFacts]) -> None:
         self.nodes = nodes

@@ -10,7 +10,7 @@ from typing import Annotated
 from ....codec import AtMost, Checked, Text, Within
 from ..comparison import ADDRESS_FAMILY, LINK_SPEED, MTU, RDMA_PORTS, NodeValue, Trait, difference
 from ..finding import Finding, Outcome
-from .results import Door, Node, NodeResults
+from .results import Node, NodeResults, ProbeEndpoint
 
 Version = Annotated[str, Text(64)]
 """Empty: not known, or not there."""
@@ -35,9 +35,9 @@ class NodeFacts(Checked):
     node: Node
     life: Node
     wanted: Annotated[int, Within(1, 4096)]
-    door: Door
+    endpoint: ProbeEndpoint
     all_reduce_port: Annotated[int, Within(1, 65535)]
-    """Where the store of an all-reduce with this node listens, at the door's address."""
+    """Where the store of an all-reduce with this node listens, at the endpoint's address."""
     interface: Annotated[str, Text(64)] = ""
     speed_mbps: _Small = 0
     """0: not known."""
@@ -57,7 +57,7 @@ _NETWORK: tuple[tuple[Trait, _Value], ...] = (
     (MTU, lambda node: f"{node.mtu}" if node.mtu else None),
     (LINK_SPEED, lambda node: f"{node.speed_mbps} Mbit/s" if node.speed_mbps else None),
     (RDMA_PORTS, lambda node: f"{node.rdma_ports}"),
-    (ADDRESS_FAMILY, lambda node: _family(node.door.address)),
+    (ADDRESS_FAMILY, lambda node: _family(node.endpoint.address)),
 )
 
 _ONE_IMAGE = "Give all nodes one image, or one environment."

@@ -140,7 +140,7 @@ def _judged(check: _PairCheck, names: Sequence[str]) -> Iterator[PeerFinding]:
 def _reach(
     nodes: Sequence[NodeFacts], reached: Sequence[Reach], measured: Sequence[Measurement]
 ) -> _PairCheck:
-    doors = {node.node: node.door for node in nodes}
+    endpoints = {node.node: node.endpoint for node in nodes}
     blocked = {
         (one.source, one.target): (one.obstacle, one.detail) for one in reached if one.obstacle is not None
     }
@@ -158,11 +158,11 @@ def _reach(
             obstacle, detail = blocked[source, target]
             what = detail if obstacle is Obstacle.OWN else _OBSTACLES[obstacle].words
             key = (target, what) if source != node else ("", what)
-            there = f"{target} ({doors[target].address} port {doors[target].port})"
+            there = f"{target} ({endpoints[target].address} port {endpoints[target].port})"
             groups.setdefault(key, []).append(source if source != node else there)
         sentences = []
         for (target, what), names in groups.items():
-            there = f"{target} ({doors[target].address} port {doors[target].port})" if target else ""
+            there = f"{target} ({endpoints[target].address} port {endpoints[target].port})" if target else ""
             way = f"from {listed(names, 8)} to {there}" if target else f"from {node} to {listed(names, 8)}"
             sentences.append(f"{way}: {what}")
         one_way = [way for way in ways(pairs) if (way[1], way[0]) not in blocked]

@@ -43,14 +43,14 @@ class Obstacle(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Door(Checked):
-    """Where a node answers the others' probes. `ask` is what a probe shows there, `answer` what it gets."""
+class ProbeEndpoint(Checked):
+    """Where a node answers the others' probes. A probe begins with `request_token`, and gets `reply_token`."""
 
     node: Node
     address: Annotated[str, Text(256)]
     port: Annotated[int, Within(1, 65535)]
-    ask: Secret
-    answer: Secret
+    request_token: Secret
+    reply_token: Secret
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from .....codec import from_plain, plain
-from ..results import Door, Measurement, Obstacle, Reach
+from ..results import Measurement, Obstacle, ProbeEndpoint, Reach
 from .process import read_order, say
 
 CONNECT_S = 3.0
@@ -63,36 +63,36 @@ class Blocked(Exception):
         self.obstacle, self.detail = obstacle, detail[:512]
 
 
-def reach(me: str, address: str, doors: Sequence[Door]) -> tuple[Reach, ...]:
+def reach(me: str, address: str, endpoints: Sequence[ProbeEndpoint]) -> tuple[Reach, ...]:
     """Try them all, at once but for a bound."""
 
-    def one(door: Door) -> Reach:
+    def one(endpoint: ProbeEndpoint) -> Reach:
         try:
-            with opened(door, address, REACH):
-                return Reach(me, door.node)
+            with opened(endpoint, address, REACH):
+                return Reach(me, endpoint.node)
         except Blocked as problem:
-            return Reach(me, door.node, problem.obstacle, problem.detail)
+            return Reach(me, endpoint.node, problem.obstacle, problem.detail)
 
-    if not doors:
+    if not endpoints:
         return ()
-    with ThreadPoolExecutor(min(AT_ONCE, len(doors))) as pool:
-        return tuple(pool.map(one, doors))
+    with ThreadPoolExecutor(min(AT_ONCE, len(endpoints))) as pool:
+        return tuple(pool.map(one, endpoints))
 
 
 def measure(
-    me: str, address: str, door: Door, number: int, clock: Callable[[], float] = time.monotonic
+    me: str, address: str, endpoint: ProbeEndpoint, number: int, clock: Callable[[], float] = time.monotonic
 ) -> Measurement:
     """`address` is this node's own, and `number` the round. Never raises."""
-    found = Measurement(number, me, door.node)
+    found = Measurement(number, me, endpoint.node)
     try:
-        with opened(door, address, ECHO) as asked:
+        with opened(endpoint, address, ECHO) as asked:
             found = replace(found, latency_s=_latency(asked, clock))
-        with opened(door, address, TIME) as asked:
+        with opened(endpoint, address, TIME) as asked:
             found = replace(found, clock_offset_s=_offset(asked, clock))
         for _ in range(STREAMS):
-            with opened(door, address, SINK) as asked:
+            with opened(endpoint, address, SINK) as asked:
                 found = replace(found, sent=max(found.sent or 0.0, _send(asked, clock)))
-            with opened(door, address, SOURCE) as asked:
+            with opened(endpoint, address, SOURCE) as asked:
                 received = receive_stream(asked, clock)[0]
                 found = replace(found, received=max(found.received or 0.0, received))
             if 0.0 in (found.sent, found.received):
@@ -105,16 +105,16 @@ def measure(
 
 
 @contextlib.contextmanager
-def opened(door: Door, source: str, want: bytes) -> Iterator[socket.socket]:
-    """A connection from the address `source` on which `door` has answered as only it can. Raises Blocked, also for
+def opened(endpoint: ProbeEndpoint, source: str, want: bytes) -> Iterator[socket.socket]:
+    """A connection from the address `source` on which `endpoint` has answered as only it can. Raises Blocked, also for
     errors of the connection in the body."""
     try:
-        with _connected(door, source) as asked:
+        with _connected(endpoint, source) as asked:
             asked.settimeout(ANSWER_S)
             asked.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            asked.sendall(door.ask.encode() + want)
-            answer = receive_exactly(asked, len(door.answer))
-            if not hmac.compare_digest(answer, door.answer.encode()):
+            asked.sendall(endpoint.request_token.encode() + want)
+            answer = receive_exactly(asked, len(endpoint.reply_token))
+            if not hmac.compare_digest(answer, endpoint.reply_token.encode()):
                 raise Blocked(Obstacle.STRANGER, "another program answers there")
             yield asked
     except TimeoutError as error:
@@ -157,14 +157,14 @@ def receive_stream(asked: socket.socket, clock: Callable[[], float]) -> tuple[fl
     return count / took_s, count, took_s
 
 
-def _connected(door: Door, source: str) -> socket.socket:
+def _connected(endpoint: ProbeEndpoint, source: str) -> socket.socket:
     """Raises Blocked."""
     try:
-        family = socket.AF_INET6 if ":" in door.address else socket.AF_INET
-        to = socket.getaddrinfo(door.address, door.port, family, flags=socket.AI_NUMERICHOST)[0][4]
+        family = socket.AF_INET6 if ":" in endpoint.address else socket.AF_INET
+        to = socket.getaddrinfo(endpoint.address, endpoint.port, family, flags=socket.AI_NUMERICHOST)[0][4]
         own = socket.getaddrinfo(source, 0, family, flags=socket.AI_NUMERICHOST)[0][4]
     except OSError as error:
-        raise Blocked(Obstacle.OWN, f"{source} cannot ask {door.address}: {error}") from error
+        raise Blocked(Obstacle.OWN, f"{source} cannot ask {endpoint.address}: {error}") from error
     asked = socket.socket(family, socket.SOCK_STREAM)
     try:
         asked.settimeout(CONNECT_S)
@@ -237,11 +237,11 @@ def _one_answer(asked: socket.socket, count: int) -> bytes:
 
 
 def main() -> None:
-    """Reaches all `doors`, or measures the only one in a `round`."""
+    """Reaches all `endpoints`, or measures the only one in a `round`."""
     order = read_order()
     me, address = order["me"], order["address"]
-    doors = [from_plain(Door, door) for door in order["doors"]]
+    endpoints = [from_plain(ProbeEndpoint, endpoint) for endpoint in order["endpoints"]]
     if order["round"] is None:
-        say({"reached": plain(reach(me, address, doors))})
+        say({"reached": plain(reach(me, address, endpoints))})
     else:
-        say({"measured": plain(measure(me, address, doors[0], order["round"]))})
+        say({"measured": plain(measure(me, address, endpoints[0], order["round"]))})

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from .....codec import from_plain
 from .....threads import Thread
-from ..results import Door
+from ..results import ProbeEndpoint
 from .client import (
     ANSWER_S,
     CHUNK,
@@ -42,14 +42,16 @@ MOST_ECHOES = 1000
 wall_clock = time.time
 
 
-def serve(listener: socket.socket, door: Door, clock: Callable[[], float] = time.monotonic) -> None:
+def serve(
+    listener: socket.socket, endpoint: ProbeEndpoint, clock: Callable[[], float] = time.monotonic
+) -> None:
     """Until the listener is closed or shut down."""
     room = threading.Semaphore(AT_ONCE)
 
     def one(client: socket.socket) -> None:
         try:
             with client, contextlib.suppress(OSError):
-                _answer(client, door, clock)
+                _answer(client, endpoint, clock)
         finally:
             room.release()
 
@@ -67,13 +69,13 @@ def serve(listener: socket.socket, door: Door, clock: Callable[[], float] = time
             pool.submit(one, client)
 
 
-def _answer(client: socket.socket, door: Door, clock: Callable[[], float]) -> None:
+def _answer(client: socket.socket, endpoint: ProbeEndpoint, clock: Callable[[], float]) -> None:
     client.settimeout(ANSWER_S)
-    shown = receive_exactly(client, len(door.ask) + 1)
-    if not hmac.compare_digest(shown[:-1], door.ask.encode()):
+    shown = receive_exactly(client, len(endpoint.request_token) + 1)
+    if not hmac.compare_digest(shown[:-1], endpoint.request_token.encode()):
         return
     client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    client.sendall(door.answer.encode())
+    client.sendall(endpoint.reply_token.encode())
     ends = clock() + LONGEST_S
     want = shown[-1:]
     if want == REACH:
@@ -119,8 +121,8 @@ def main() -> None:
     """Serves at the listener with this descriptor until standard input ends."""
     order = read_order()
     listener = socket.socket(fileno=order["listener"])
-    door = from_plain(Door, order["door"])
-    Thread(lambda: serve(listener, door), "serve").start()
+    endpoint = from_plain(ProbeEndpoint, order["endpoint"])
+    Thread(lambda: serve(listener, endpoint), "serve").start()
     say({"serves": True})
     wait_for_end()
     os._exit(0)  # whatever its threads still send

@@ -63,9 +63,9 @@ _RESULTS = Document(NodeResults, SCHEMA, MOST_CHARS)
 _REPORT = Document(PairsReport, SCHEMA, MOST_CHARS)
 
 
-class Meeting:
-    """One node's part of it. All methods raise StoreError, LeaseExpired when this node was too slow to keep its place,
-    and RecordInvalid for what no node of this version has written."""
+class CheckStore:
+    """The keys of a check, as one node reads and writes them. All methods raise StoreError, LeaseExpired when this node
+    was too slow to keep its place, and RecordInvalid for what no node of this version has written."""
 
     def __init__(
         self,
@@ -120,19 +120,19 @@ class Meeting:
         entries = self._asked(lambda: self._store.read((STAGE,))).entries
         return _read(_STAGE, entries[0]) if entries else None
 
-    def begin(self, stage: Stage) -> None:
+    def publish_stage(self, stage: Stage) -> None:
         self._put(STAGE, _STAGE.encode(stage))
 
-    def give(self, stage: Stage, node: str, results: NodeResults) -> None:
+    def put_results(self, stage: Stage, node: str, results: NodeResults) -> None:
         self._put(f"{RESULTS}{stage.number}/{node}", _RESULTS.encode(results))
 
-    def given(self, stage: Stage) -> dict[str, NodeResults]:
+    def results(self, stage: Stage) -> dict[str, NodeResults]:
         """By node."""
         under = f"{RESULTS}{stage.number}/"
         entries = self._asked(lambda: self._store.read((under,))).entries
         return {entry.key.removeprefix(under): _read(_RESULTS, entry) for entry in entries}
 
-    def publish(self, report: PairsReport) -> None:
+    def publish_report(self, report: PairsReport) -> None:
         self._put(REPORT, _REPORT.encode(report))
 
     def report(self) -> PairsReport | None:

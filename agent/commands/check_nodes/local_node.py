@@ -21,14 +21,14 @@ from ....codec import Invalid, from_plain, plain
 from ....health.checks.finding import Finding, Outcome, worst_first
 from ....health.checks.pairs.facts import MOST_FINDINGS, NodeFacts, Software
 from ....health.checks.pairs.probes.process import NoAnswer, Probe, ask
-from ....health.checks.pairs.results import Door, Measurement, NodeResults, Obstacle, Reach
+from ....health.checks.pairs.results import Measurement, NodeResults, Obstacle, ProbeEndpoint, Reach
 from ...common.kernel_files import read
 from ...common.ports import bind_listener
 from ...configuration.config import Config
 from ...machine.inventory import Machine
 from ...machine.network.choice import NetworkChoice
 from ...workers.processes.workers import job_python
-from .meeting import Stage
+from .check_store import Stage
 
 SERVES_S = 10.0
 FILE_S = 5.0
@@ -44,22 +44,22 @@ END_S = 2.0
 class Sockets:
     """Bound and listening, so that no other process can take them: the server's, and that of an all-reduce's store."""
 
-    door: socket.socket
+    probes: socket.socket
     all_reduce: socket.socket
 
     def close(self) -> None:
-        self.door.close()
+        self.probes.close()
         self.all_reduce.close()
 
 
 def bind_sockets(config: Config, address: str) -> Sockets:
     """On ports that the configuration allows. Raises PortError."""
     ports = config.port_range or 0
-    door = bind_listener(address, ports, "check")
+    probes = bind_listener(address, ports, "check")
     try:
-        return Sockets(door, bind_listener(address, ports, "all-reduce of a check"))
+        return Sockets(probes, bind_listener(address, ports, "all-reduce of a check"))
     except BaseException:
-        door.close()
+        probes.close()
         raise
 
 
@@ -73,13 +73,15 @@ def describe(
 ) -> NodeFacts:
     """`findings` are those of this node's own checks."""
     software = machine.software
-    ask_for, answer = secrets.token_hex(16), secrets.token_hex(16)
+    request_token, reply_token = secrets.token_hex(16), secrets.token_hex(16)
     bad = [finding for finding in worst_first(findings) if finding.outcome is not Outcome.OK]
     return NodeFacts(
         node=name,
         life=uuid.uuid4().hex[:12],
         wanted=wanted,
-        door=Door(name, choice.address, sockets.door.getsockname()[1], ask_for, answer),
+        endpoint=ProbeEndpoint(
+            name, choice.address, sockets.probes.getsockname()[1], request_token, reply_token
+        ),
         all_reduce_port=sockets.all_reduce.getsockname()[1],
         interface=choice.interface,
         speed_mbps=choice.speed_mbps or 0,
@@ -106,8 +108,8 @@ def _driver(text: str) -> str:
     return found[0] if found else ""
 
 
-class ThisNode:
-    """Close it in the end."""
+class LocalNode:
+    """This node's part: its server for probes, its file in the checkpoint directory, its tries. Close it in the end."""
 
     def __init__(
         self, facts: NodeFacts, sockets: Sockets, directory: str, environ: Mapping[str, str]
@@ -121,10 +123,10 @@ class ThisNode:
 
     def start(self) -> None:
         """Answer the others from now on, and write the file that they look for. Raises NoAnswer."""
-        descriptor = self._sockets.door.fileno()
+        descriptor = self._sockets.probes.fileno()
         server = self._begun("server", descriptors=[descriptor])
         self._lasting.callback(server.close)
-        server.order({"listener": descriptor, "door": plain(self.facts.door)})
+        server.order({"listener": descriptor, "endpoint": plain(self.facts.endpoint)})
         server.answer(SERVES_S)
         if self._directory:
             holder = self._begun("directory")
@@ -136,7 +138,7 @@ class ThisNode:
                 self.facts = replace(self.facts, file=file)
 
     def rename(self, name: str) -> None:
-        self.facts = replace(self.facts, node=name, door=replace(self.facts.door, node=name))
+        self.facts = replace(self.facts, node=name, endpoint=replace(self.facts.endpoint, node=name))
 
     def close(self) -> None:
         self._stage.close()
@@ -165,7 +167,7 @@ class ThisNode:
                     looking = self._begun("directory")
                     stack.callback(looking.close)
                     looking.order({"look": self._directory, "files": list(files)})
-            order = self._order([one.door for one in others], None)
+            order = self._order([one.endpoint for one in others], None)
             try:
                 answer = ask("client", order, "reached", REACH_S, environ=self._environ)
                 reached = tuple(from_plain(Reach, one) for one in answer)
@@ -183,7 +185,7 @@ class ThisNode:
             if partner is not None:
                 stack.callback(partner.close)
             try:
-                order = self._order([other.door], stage.round)
+                order = self._order([other.endpoint], stage.round)
                 answer = ask("client", order, "measured", MEASURE_S, environ=self._environ)
                 found = from_plain(Measurement, answer)
             except NoAnswer as error:
@@ -225,11 +227,11 @@ class ThisNode:
         self, stage: Stage, rank: int, other: NodeFacts, host: NodeFacts
     ) -> dict[str, object]:
         # NCCL refuses two processes on one GPU, as two nodes on one machine may have it.
-        apart = self.facts.door.address != other.door.address
+        apart = self.facts.endpoint.address != other.endpoint.address
         nccl = apart and all(one.gpus and one.software.nccl for one in (self.facts, other))
         return {
             "rank": rank,
-            "address": host.door.address,
+            "address": host.endpoint.address,
             "port": host.all_reduce_port,
             "interface": self.facts.interface,
             "key": f"check-{stage.number}",
@@ -237,11 +239,11 @@ class ThisNode:
             "listener": self._sockets.all_reduce.fileno() if rank == 0 else None,
         }
 
-    def _order(self, doors: Sequence[Door], number: int | None) -> dict[str, object]:
+    def _order(self, endpoints: Sequence[ProbeEndpoint], number: int | None) -> dict[str, object]:
         return {
             "me": self.facts.node,
-            "address": self.facts.door.address,
-            "doors": [plain(door) for door in doors],
+            "address": self.facts.endpoint.address,
+            "endpoints": [plain(endpoint) for endpoint in endpoints],
             "round": number,
         }
 

@@ -19,9 +19,9 @@ from ...configuration.config import Config, ConfigError, Problem
 from ...machine.inventory import Machine
 from ...machine.network.discovery import Network
 from ...rendezvous_io.store_opening import open_store, store_listener
-from .here import ThisNode, bind_sockets, describe
-from .meeting import Meeting
-from .stages import Check, LeaderGone, Patience
+from .check_store import CheckStore
+from .local_node import LocalNode, bind_sockets, describe
+from .stages import JoinWait, LeaderGone, StageDriver
 
 _CODES = {
     ExitCode.STORE_MISMATCH: CheckCode.MISMATCH,
@@ -50,30 +50,30 @@ def check_nodes(
     machine: Machine,
     name: str,
     findings: Sequence[Finding],
-    patience: Patience,
+    join_wait: JoinWait,
     environ: Mapping[str, str],
     show: Callable[[str], None],
 ) -> PairsReport:
     """The report that every node has. `findings` are those of this node's own checks. Raises CannotCheck."""
     network = machine.network
     assert isinstance(network, Network), "the caller has waited for it"
-    rendezvous = replace(config.rendezvous, join_timeout_s=max(1.0, patience.wait_s))
+    rendezvous = replace(config.rendezvous, join_timeout_s=max(1.0, join_wait.wait_s))
     config = replace(config, rendezvous=rendezvous)
     try:
         with contextlib.ExitStack() as parts:
             sockets = bind_sockets(config, network.choice.address)
-            facts = describe(name, patience.wanted, machine, network.choice, sockets, findings)
-            here = ThisNode(facts, sockets, config.check_directory or "", environ)
-            parts.callback(here.close)
-            here.start()
+            facts = describe(name, join_wait.wanted, machine, network.choice, sockets, findings)
+            local = LocalNode(facts, sockets, config.check_directory or "", environ)
+            parts.callback(local.close)
+            local.start()
             store, hosts = _open_store(config, network, show)
             parts.callback(store.close)
-            meeting = Meeting(store, rendezvous.lease_ttl_s)
-            parts.callback(lambda: _left(meeting))
-            _join(meeting, here)
-            check = Check(meeting, here, patience, show)
+            check_store = CheckStore(store, rendezvous.lease_ttl_s)
+            parts.callback(lambda: _left(check_store))
+            _join(check_store, local)
+            check = StageDriver(check_store, local, join_wait, show)
             report = check.run()
-            _left(meeting)
+            _left(check_store)
             if hosts:
                 check.await_others()
             return report
@@ -103,13 +103,13 @@ def _open_store(config: Config, network: Network, show: Callable[[str], None]) -
     return open_store(config, network.endpoint, listener, queue.SimpleQueue()), listener is not None
 
 
-def _join(meeting: Meeting, here: ThisNode) -> None:
+def _join(check_store: CheckStore, local: LocalNode) -> None:
     """Under another name, when there is one of its name."""
-    if not meeting.join(here.facts):
-        here.rename(f"{here.facts.node[:115]}-{here.facts.life}")
-        meeting.join(here.facts)
+    if not check_store.join(local.facts):
+        local.rename(f"{local.facts.node[:115]}-{local.facts.life}")
+        check_store.join(local.facts)
 
 
-def _left(meeting: Meeting) -> None:
+def _left(check_store: CheckStore) -> None:
     with contextlib.suppress(StoreError):
-        meeting.leave()
+        check_store.leave()
