@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
 from typing import NoReturn
+
+OUTPUT_CLOSED = 141
+"""As a shell shows SIGPIPE. Commands that other programs read declare it among their exit codes."""
 
 
 def start() -> None:
@@ -19,7 +23,13 @@ def start() -> None:
 
     _open_closed_streams()
     fork_below_pid1()
-    end(main())
+    try:
+        code = main()
+    except BrokenPipeError:
+        if not _is_cut_off(sys.stdout.fileno()):
+            raise
+        code = OUTPUT_CLOSED
+    end(code)
 
 
 def end(code: int) -> NoReturn:
@@ -28,6 +38,13 @@ def end(code: int) -> NoReturn:
         with contextlib.suppress(OSError):  # nobody reads our output any more: no reason for another code
             stream.flush()
     os._exit(code)
+
+
+def _is_cut_off(descriptor: int) -> bool:
+    """Whether the reader of this pipe has closed it."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _open_closed_streams() -> None:

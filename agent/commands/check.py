@@ -5,6 +5,7 @@ Each check has a process of its own (`health/checks`), so this ends within secon
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -81,6 +82,8 @@ def main(words: Sequence[str]) -> int:
         codes = [f"  {int(code):>3}  {code.meaning}" for code in CheckCode]
         print("\n".join([_USAGE, *(option.help_text() for option in OWN_OPTIONS), "", "Exit codes:", *codes]))
         return CheckCode.FIT
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     environ = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
     try:
         resolved = resolve_check(command_line, os.environ, lambda: "check")

@@ -191,6 +191,7 @@ class CheckCode(Code):
     )
     BAD_CONFIG = 78, "a setting cannot work on any machine"
     INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C)"
+    OUTPUT_CLOSED = 141, "the reader of the output has closed it"
 
 
 class FilesCode(Code):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -20,7 +21,11 @@ from elastic_agent.health.checks.needs import NodeNeeds
 from elastic_agent.health.checks.node.runner import CheckRun, check_node
 from elastic_agent.health.checks.node.table import BY_NAME, wanted
 from elastic_agent.health.checks.probes.gpus import KERNEL_LOG, probe_xids
+from elastic_agent.health.checks.probes.machine import probe_shared_memory
+from elastic_agent.health.checks.probes.network import probe_interface
 from elastic_agent.health.checks.rules.gpus import GPU_CHECKS
+from elastic_agent.health.checks.rules.machine import judge_shared_memory
+from elastic_agent.health.checks.rules.network import judge_interface
 
 TESTS = Path(__file__).parents[1]
 GPUS = ("0000:3b:00.0", "0000:5e:00.0")
@@ -117,6 +122,19 @@ def test_a_disk_that_does_not_answer_holds_up_its_own_probe_alone(
     while run.pid is not None:
         assert time.monotonic() < deadline, "it ends with the agent"
         time.sleep(0.01)
+
+
+@as_root
+def test_a_file_system_that_does_not_count_blocks_is_not_full(mountpoint: Path) -> None:
+    """A tmpfs without a limit shows zeros, and so do object stores."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=0", "tmpfs", mountpoint], check=True)
+    found = _find(NodeNeeds(checkpoint_directory=str(mountpoint)), "checkpoint-directory")[
+        "checkpoint-directory"
+    ]
+    assert found.outcome is Outcome.OK
+    assert "room not known" in found.summary
+    room = judge_shared_memory(probe_shared_memory(str(mountpoint)), NodeNeeds())
+    assert room.outcome is Outcome.OK
 
 
 def test_a_directory_that_this_user_may_not_write_to(tmp_path: Path) -> None:
@@ -255,7 +273,33 @@ def test_interfaces() -> None:
     assert found.summary == "there is no interface nonesuch0"
 
 
+def test_an_interface_is_there_where_sys_shows_another_network_namespace(tmp_path: Path) -> None:
+    facts = probe_interface(NodeNeeds(interface="lo"), sys=str(tmp_path))
+    assert judge_interface(facts, NodeNeeds(interface="lo")).outcome is Outcome.OK
+
+
+@as_root
+def test_the_limit_of_locked_memory_does_not_bind_root() -> None:
+    """As systemd's default of 8 MiB, which a user namespace's root has to keep to."""
+    facts = "from elastic_agent.health.checks.probes.machine import probe_limits; print(probe_limits().locks_freely)"
+    for command, freely in (([], "True"), (["unshare", "--user", "--map-root-user"], "False")):
+        done = subprocess.run([*command, sys.executable, "-c", facts], capture_output=True, text=True)
+        assert done.stdout.strip() == freely, done.stderr
+
+
 # --- The process that runs the probes
+
+
+def test_more_than_a_thousand_open_descriptors_hinder_no_check() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert _find(NodeNeeds(), "open-files")["open-files"].outcome is Outcome.OK
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_what_is_needed_before_a_join_takes_less_than_a_second(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -145,3 +147,21 @@ def test_the_page_has_every_check_and_every_exit_code() -> None:
     )
     for code in CheckCode:
         assert f"| {code:d} | {code.name} | {code.meaning} |" in page
+
+
+def test_a_reader_that_has_gone_is_no_traceback() -> None:
+    """Of any command, however much it prints."""
+    for words, code in ((["check", "--json"], CheckCode.OUTPUT_CLOSED), (["--help-all"], 141)):
+        reading, writing = os.pipe()
+        os.close(reading)
+        with open(writing, "wb") as pipe:
+            command = [sys.executable, "-m", "elastic_agent", *words]
+            done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_a_terminal_without_unicode_gets_the_table() -> None:
+    command = [sys.executable, "-m", "elastic_agent", "check", "--check-directory=/nonesuch/日本"]
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert "/nonesuch/\\u65e5\\u672c" in done.stdout, done.stderr

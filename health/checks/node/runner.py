@@ -120,8 +120,10 @@ class CheckRun:
         """By check, until the last one or that instant."""
         answers: dict[str, Answered | Silent] = {}
         begun = b""
+        poll = select.poll()  # select refuses descriptors from 1024 on
+        poll.register(descriptor, select.POLLIN)
         while (left_s := until - time.monotonic()) > 0:
-            if not select.select([descriptor], [], [], left_s)[0]:
+            if not poll.poll(left_s * 1000):
                 break
             data = os.read(descriptor, _CHUNK)
             *lines, begun = (begun + data).split(b"\n")

@@ -37,7 +37,7 @@ def probe_directory(directory: str) -> DirectoryFacts:
         exists=exists,
         problem=problem,
         file_system=file_system_of(tried),
-        free_bytes=room.f_bavail * room.f_frsize,
+        free_bytes=room.f_bavail * room.f_frsize if room.f_blocks else None,
         free_inodes=room.f_favail if room.f_files else None,
         fsync_s=fsync_s,
     )

@@ -9,6 +9,7 @@ import tempfile
 from ..rules.machine import SHARED_MEMORY, LimitFacts, SharedMemoryFacts
 from .directories import file_system_of
 
+CAP_IPC_LOCK = 14
 SOMAXCONN = "/proc/sys/net/core/somaxconn"
 
 
@@ -38,7 +39,20 @@ def probe_limits() -> LimitFacts:
         open_files=_limits(resource.RLIMIT_NOFILE),
         locked_bytes=_limits(resource.RLIMIT_MEMLOCK),
         somaxconn=somaxconn,
+        locks_freely=_locks_freely(),
     )
+
+
+def _locks_freely() -> bool:
+    """Only in the first user namespace: the kernel asks there whether this user may lock more than the limit."""
+    try:
+        with open("/proc/self/uid_map") as file:
+            first = file.read().split() == ["0", "0", str(2**32 - 1)]
+        with open("/proc/self/status") as file:
+            effective = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff:"))
+    except (OSError, StopIteration, ValueError):
+        return False
+    return first and bool(effective >> CAP_IPC_LOCK & 1)
 
 
 def _limits(number: int) -> tuple[int | None, int | None]:

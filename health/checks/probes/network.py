@@ -59,7 +59,9 @@ def _is_own(address: str) -> bool:
 def probe_interface(needs: NodeNeeds, sys: str = "/sys") -> InterfaceFacts:
     folder = os.path.join(sys, "class/net", needs.interface)
     if not os.path.isdir(folder):
-        return InterfaceFacts(exists=False)
+        # /sys may be missing, or be that of another network namespace.
+        there = needs.interface in (name for _, name in socket.if_nameindex())
+        return InterfaceFacts(exists=there, state="unknown")
     speed, mtu = _number(os.path.join(folder, "speed")), _number(os.path.join(folder, "mtu"))
     return InterfaceFacts(
         exists=True,

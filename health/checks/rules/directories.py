@@ -25,8 +25,8 @@ class DirectoryFacts(Checked):
     problem: Annotated[str, Text(1024)] = ""
     """Why a file cannot be made or written there; empty where it can."""
     file_system: Annotated[str, Text(128)] = ""
-    free_bytes: Count = 0
-    """For this user."""
+    free_bytes: Count | None = None
+    """For this user; None: the file system does not count them."""
     free_inodes: Count | None = None
     """None: the file system does not count them."""
     fsync_s: Seconds | None = None
@@ -37,7 +37,9 @@ def judge_directory(check: str, given: str, option: str, facts: DirectoryFacts) 
     """`given` is the directory that the job names, with `option`."""
     kind = f" ({facts.file_system})" if facts.file_system else ""
     where = f"{given}{kind}" if facts.exists else f"{given}, which can be made in {facts.tried}{kind}"
-    values: dict[str, float] = {"free_bytes": facts.free_bytes}
+    values: dict[str, float] = {}
+    if facts.free_bytes is not None:
+        values["free_bytes"] = facts.free_bytes
     if facts.free_inodes is not None:
         values["free_inodes"] = facts.free_inodes
     if facts.fsync_s is not None:
@@ -52,10 +54,11 @@ def judge_directory(check: str, given: str, option: str, facts: DirectoryFacts) 
         place = given if facts.exists else f"{given} cannot be made in {facts.tried}"
         advice = f"let this user write there, mount what is missing, or {other}"
         return found(Outcome.FAIL, f"{place}: {facts.problem}", advice)
-    free = f"{where}: {size(facts.free_bytes)} free"
+    room = "room not known" if facts.free_bytes is None else f"{size(facts.free_bytes)} free"
+    free = f"{where}: {room}"
     if facts.free_inodes == 0:
         return found(Outcome.FAIL, f"{where}: all inodes are taken", f"delete files there, or {other}")
-    if facts.free_bytes < LEAST_BYTES:
+    if facts.free_bytes is not None and facts.free_bytes < LEAST_BYTES:
         return found(Outcome.FAIL, free, f"make room there, or {other}")
     if facts.fsync_s is not None and facts.fsync_s > SLOW_FSYNC_S:
         return found(
@@ -64,7 +67,7 @@ def judge_directory(check: str, given: str, option: str, facts: DirectoryFacts) 
             "each save waits for it several times: is the disk busy or failing, the file server overloaded? If it is "
             f"as it should be, save less often, or {other}",
         )
-    if facts.free_bytes < FEW_BYTES:
+    if facts.free_bytes is not None and facts.free_bytes < FEW_BYTES:
         return found(Outcome.WARN, free, f"make room, or {other}")
     if facts.free_inodes is not None and facts.free_inodes < FEW_INODES:
         return found(

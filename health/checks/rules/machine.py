@@ -11,6 +11,8 @@ from ..needs import NodeNeeds
 from .words import MIB, size
 
 SHARED_MEMORY = "/dev/shm"
+MEMORY = ("tmpfs", "ramfs", "devtmpfs", "")
+"""File systems in memory; the last one could not be found out."""
 DOCKERS_DEFAULT = 64 * MIB
 LEAST_FREE = 16 * MIB
 LEAST_LOCKED = 64 * MIB
@@ -30,6 +32,7 @@ class SharedMemoryFacts(Checked):
     """Why a file cannot be made there; empty where it can."""
     file_system: Annotated[str, Text(128)] = ""
     total_bytes: Count = 0
+    """0: it has no limit of its own."""
     free_bytes: Count = 0
 
 
@@ -45,13 +48,15 @@ def judge_shared_memory(facts: SharedMemoryFacts, needs: NodeNeeds) -> Finding:
         return found(
             Outcome.FAIL, facts.problem, f"mount a tmpfs at {SHARED_MEMORY} that this user may write to"
         )
-    if facts.file_system not in ("tmpfs", ""):
+    if facts.file_system not in MEMORY:
         return found(
             Outcome.FAIL,
             f"a file system of type {facts.file_system}, and not memory",
             f"mount a tmpfs there (mount -t tmpfs -o size=8G tmpfs {SHARED_MEMORY}): NCCL, data loaders and copies in"
             " memory would write to a disk",
         )
+    if facts.total_bytes == 0:
+        return found(Outcome.OK, f"{facts.file_system} without a limit")
     if facts.free_bytes < LEAST_FREE:
         return found(
             Outcome.FAIL, f"only {room}", f"delete what ended processes have left there, or {MORE_SHARED}"
@@ -77,6 +82,8 @@ class LimitFacts(Checked):
 
     open_files: tuple[Count | None, Count | None]
     locked_bytes: tuple[Count | None, Count | None]
+    locks_freely: bool = False
+    """The limit of locked memory does not bind this user (CAP_IPC_LOCK)."""
     somaxconn: Count | None
     """None: the kernel does not show it."""
 
@@ -108,6 +115,8 @@ def _locked(facts: LimitFacts, needs: NodeNeeds) -> Finding:
     shown = "no limit" if soft is None else f"{size(soft)} of locked memory for each process"
     if not needs.rdma:
         return Finding("locked-memory", Outcome.OK, f"{shown}; not needed without RDMA", values=values)
+    if facts.locks_freely:
+        return Finding("locked-memory", Outcome.OK, f"{shown}, lifted by CAP_IPC_LOCK", values=values)
     if soft is not None and soft < LEAST_LOCKED:
         advice = (
             "NCCL cannot register its buffers for RDMA: set it to unlimited (ulimit -l unlimited; systemd:"

@@ -75,9 +75,11 @@ class Probe:
         """Its next one. Raises NoAnswer."""
         assert self._process.stdout is not None
         descriptor, until, data = self._process.stdout.fileno(), time.monotonic() + limit_s, b""
+        poll = select.poll()  # select refuses descriptors from 1024 on
+        poll.register(descriptor, select.POLLIN)
         while not data.endswith(b"\n"):
             left_s = until - time.monotonic()
-            if left_s <= 0 or not select.select([descriptor], [], [], left_s)[0]:
+            if left_s <= 0 or not poll.poll(left_s * 1000):
                 raise NoAnswer(f"no answer of the probe {self._name} within {limit_s:g} s")
             more = os.read(descriptor, 1 << 16)
             data += more
