@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from .checks.node.table import AT_JOIN
 from .families import Counter, Gauge, Level, Page, Row
 
-SEAT_OUTCOMES = ("succeeded", "failed", "left", "not_here")
+SEAT_OUTCOMES = ("succeeded", "failed", "left", "refused", "not_here")
 
 
 class PoolMetrics(Page):
@@ -23,7 +23,7 @@ class PoolMetrics(Page):
     pool_job_agents_ended_total = Row(
         Counter,
         "Agents of jobs that have ended on this node, by what that means: succeeded and failed decide their job, left "
-        "was asked to, not_here can be tried on other nodes.",
+        "was asked to, refused decides if no other node runs it, not_here can be tried on other nodes.",
         outcome=SEAT_OUTCOMES,
     )
 

@@ -157,6 +157,8 @@ class SeatOutcome(enum.Enum):
     """No node can do better."""
     LEFT = "left"
     """This node was asked to leave the job."""
+    REFUSED = "refused"
+    """Its agent takes no part in the job as it is. While others run it that is a matter of this node alone."""
     NOT_HERE = "not_here"
     """This node cannot run it now; another one may."""
 

@@ -182,6 +182,7 @@ class _Table:
 
     def _fold(self, run: Run) -> Run:
         seats, ending, left = [], run.ending, dict.fromkeys(run.left)
+        refused: Ending | None = None
         for seat in run.seats:
             node = self._live.get(seat.incarnation)
             if node is None:
@@ -192,9 +193,11 @@ class _Table:
             elif node.ended is not None and node.ended.ticket == seat.ticket:
                 self._refuse(run.job, node, seat, node.ended)
                 left[seat.node] = None
+                if node.ended.outcome is SeatOutcome.REFUSED:
+                    refused = self._failed(node.node, node.ended)
             else:
                 seats.append(replace(seat, leaving=seat.leaving or node.leaving))
-        ending = ending or self._known_end(run.job) or self._late_end(run)
+        ending = ending or self._known_end(run.job) or self._late_end(run) or (None if seats else refused)
         if ending is not None and (
             ending.outcome in (Outcome.CANCELLED, Outcome.TIMED_OUT)
             or self._now >= ending.since + END_GRACE_S
@@ -210,6 +213,9 @@ class _Table:
         if job in self._pool.cancelled:
             return Ending(Outcome.CANCELLED, self._cancelled_by(job), 0, self._now)
         return None
+
+    def _failed(self, node: str, end: SeatEnd) -> Ending:
+        return Ending(Outcome.FAILED, short(f"{node}: {end.reason}"), end.code, self._now)
 
     def _late_end(self, run: Run) -> Ending | None:
         job = self._jobs.get(run.job)

@@ -24,15 +24,8 @@ OF_THE_POOL: frozenset[str] = frozenset(
 )
 """Options of a job's agents that its pool decides, not who submits the job."""
 
-_FAILED = frozenset(
-    {
-        ExitCode.WORKERS_FAILED,
-        ExitCode.CRASH_LOOP,
-        ExitCode.UNLIKE_THE_JOB,
-        ExitCode.STORE_MISMATCH,
-        ExitCode.BAD_CONFIG,
-    }
-)
+_FAILED = frozenset({ExitCode.WORKERS_FAILED, ExitCode.CRASH_LOOP})
+_REFUSED = frozenset({ExitCode.UNLIKE_THE_JOB, ExitCode.STORE_MISMATCH, ExitCode.BAD_CONFIG})
 _LEFT = frozenset({ExitCode.STOPPED_BY_SIGTERM, ExitCode.STOPPED_BY_SIGINT, ExitCode.LEFT_IN_TIME})
 
 
@@ -89,6 +82,8 @@ def seat_end(assignment: Assignment, code: int) -> SeatEnd:
         outcome = SeatOutcome.SUCCEEDED
     elif known in _FAILED:
         outcome = SeatOutcome.FAILED
+    elif known in _REFUSED:
+        outcome = SeatOutcome.REFUSED
     elif known in _LEFT:
         outcome = SeatOutcome.LEFT
     return SeatEnd(job, ticket, outcome, code, f"exit code {code}: {known.meaning}")

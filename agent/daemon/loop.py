@@ -239,7 +239,7 @@ class DaemonLoop:
         self._member.ended(end)
         now = self._clock()
         self._standby.idle(now)
-        if end.outcome is SeatOutcome.NOT_HERE:
+        if end.outcome in (SeatOutcome.NOT_HERE, SeatOutcome.REFUSED):
             self._checks.suspect(now)
         if self._member.tracks:
             self._tidy()

@@ -610,6 +610,42 @@ def test_a_waiting_job_says_which_node_cannot_run_it_and_why() -> None:
     )
 
 
+def test_a_node_that_refuses_a_job_which_others_run_ends_it_for_itself_alone() -> None:
+    bench = Bench("abc", job("x", 2, 3))
+    bench.decide()
+    bench.run_all()
+    bench.end("c", SeatOutcome.REFUSED, 78, "no script")
+    assert bench.decide() == {"x": "ab"}
+    assert not bench.outcomes
+    assert bench.plan.setback_of("x").refusals["c"].reason == "no script"
+
+
+def test_a_job_that_all_its_nodes_refuse_has_failed() -> None:
+    bench = Bench("ab", job("x", 2))
+    bench.decide()
+    bench.run_all()
+    bench.end("a", SeatOutcome.REFUSED, 78, "no script")
+    bench.decide()
+    assert not bench.outcomes, "the other one may run it"
+    bench.end("b", SeatOutcome.REFUSED, 78, "no script")
+    bench.decide()
+    (result,) = bench.results
+    assert (result.outcome, result.code, result.reason) == (Outcome.FAILED, 78, "b: no script")
+
+
+def test_a_refusal_of_an_earlier_attempt_decides_nothing() -> None:
+    bench = Bench("ab", job("x", 1, 2))
+    bench.decide()
+    bench.run_all()
+    bench.end("b", SeatOutcome.REFUSED, 78, "no script")
+    bench.decide()
+    bench.end("a", SeatOutcome.NOT_HERE)
+    assert bench.decide() == {}
+    assert not bench.outcomes
+    bench.wait(FIRST_REFUSAL_S + 1)
+    assert bench.decide() == {"x": "ab"}
+
+
 def test_a_run_that_has_lost_nodes_says_what_it_waits_for() -> None:
     bench = Bench("ab", job("x", 2))
     bench.decide()

@@ -90,7 +90,7 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "Seat": "node incarnation ticket leaving",
             "Ending": "outcome reason code since",
             "Refusal": "reason times until",
-            "SeatOutcome": "succeeded failed left not_here",
+            "SeatOutcome": "succeeded failed left refused not_here",
         },
     ),
     "worker failure": (
