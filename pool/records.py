@@ -139,7 +139,7 @@ class Job(Record):
 
 @dataclass(frozen=True, slots=True)
 class Cancel(Record):
-    """Somebody wants the end of a job."""
+    """A request to end a job."""
 
     job: Name
     cancelled_by: Annotated[str, line(256)]
@@ -204,8 +204,13 @@ class PoolNode(Record):
         return NODES_PREFIX + self.node
 
     @property
+    def may_take_jobs(self) -> bool:
+        """Now, or when the one that runs there has ended."""
+        return not self.leaving and not self.problem
+
+    @property
     def takes_jobs(self) -> bool:
-        return not (self.leaving or self.problem or self.running)
+        return self.may_take_jobs and not self.running
 
     def log_of(self, job: str) -> str:
         """Path of what the job's agents print on this node."""

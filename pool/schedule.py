@@ -142,7 +142,7 @@ class _Table:
         self._jobs = {job.job: job for job in pool.jobs}
         self._places = {job.job: place for place, job in enumerate(pool.jobs)}
         self._live = {node.incarnation: node for node in pool.nodes}
-        self._takers = [node for node in pool.nodes if _takes_jobs(node)]
+        self._takers = [node for node in pool.nodes if node.may_take_jobs]
         self._names = {node.node for node in pool.nodes}
         self._ends = {
             node.ended.job: (node.node, node.ended)
@@ -161,11 +161,7 @@ class _Table:
 
     def _find_idle(self) -> None:
         seated = {seat.incarnation for run in self._runs.values() for seat in run.seats}
-        self.idle = [
-            node
-            for node in self._pool.nodes
-            if _takes_jobs(node) and not node.running and node.incarnation not in seated
-        ]
+        self.idle = [node for node in self._pool.nodes if node.takes_jobs and node.incarnation not in seated]
 
     # ------------------------------------------------------------ what nodes and people say
 
@@ -206,7 +202,7 @@ class _Table:
         return replace(run, seats=tuple(seats), ending=ending, left=tuple(left)[-MOST_NODES:])
 
     def _known_end(self, job: str) -> Ending | None:
-        """What a node says that had a part in it, also if it was taken for lost since; or somebody has cancelled it."""
+        """What a node reports that had a part in it, also if it was taken for lost since; else that it is cancelled."""
         if (known := self._ends.get(job)) is not None:
             node, end = known
             return Ending(_DECIDES[end.outcome], short(f"{node}: {end.reason}"), end.code, self._now)
@@ -276,15 +272,15 @@ class _Table:
         places = ((name, logs[name]) for name in names if name in logs)
         self.results.append(
             JobResult(
-                job,
-                ending.outcome,
-                ending.reason,
-                ending.code,
-                attempts,
-                started_at,
-                self._now,
-                names,
-                dict(islice(places, MOST_LOG_PLACES)),
+                job=job,
+                outcome=ending.outcome,
+                reason=ending.reason,
+                code=ending.code,
+                attempts=attempts,
+                started_at=started_at,
+                ended_at=self._now,
+                nodes=names,
+                logs=dict(islice(places, MOST_LOG_PLACES)),
             )
         )
         self._runs.pop(job, None)
@@ -337,7 +333,7 @@ class _Table:
             spare = present - owner.min_nodes if owner is not None else 0
             for seat in reversed(run.seats):
                 node = self._live.get(seat.incarnation)
-                if run.job == job.job or node is None or not _takes_jobs(node) or self.refuses(job, node):
+                if run.job == job.job or node is None or not node.may_take_jobs or self.refuses(job, node):
                     continue
                 if seat.leaving or run.ending is not None:
                     coming += 1
@@ -384,7 +380,7 @@ class _Table:
         return [
             node
             for node in self._pool.nodes
-            if _takes_jobs(node) and node.running and node.incarnation not in seated
+            if node.may_take_jobs and node.running and node.incarnation not in seated
         ]
 
     def _setback_of(self, job: str) -> Setback:
@@ -400,10 +396,6 @@ class _Table:
             (one for one in self._setbacks.values() if one.job in self._places), key=lambda one: one.job
         )
         return Plan(self._tickets, tuple(runs), _few_refusals(setbacks))
-
-
-def _takes_jobs(node: PoolNode) -> bool:
-    return not node.leaving and not node.problem
 
 
 def _few_refusals(setbacks: list[Setback]) -> tuple[Setback, ...]:

@@ -113,6 +113,9 @@ class PoolView:
         """Oldest first."""
         return self._all(RESULTS_PREFIX, JobResult)
 
+    def result_of(self, job: str) -> JobResult | None:
+        return next((result for result in self.results if result.job == job), None)
+
     def counts(self) -> PoolCounts:
         seated = {seat.incarnation for run in self.plan.runs for seat in run.seats}
         known = {result.job for result in self.results} | {run.job for run in self.plan.runs}

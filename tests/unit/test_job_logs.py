@@ -14,7 +14,7 @@ from elastic_agent.agent.commands.pool.log_reader import (
     RankLog,
     Unreadable,
     ask_daemon,
-    part_takers,
+    nodes_of,
 )
 from elastic_agent.agent.daemon import job_logs
 from elastic_agent.agent.daemon.job_logs import Piece, Wanted, read_piece, split_piece
@@ -319,7 +319,7 @@ def test_a_node_that_is_gone_is_named_with_the_place_of_its_part(screen: Screen,
     view = view_of(A, JOB, result)
     log = job_log(screen, nodes)
     log.read(view, all_of_it=True)
-    assert part_takers(view, "j") == ("a", "b")
+    assert nodes_of(view, "j") == ("a", "b")
     assert screen.take() == b"a: 1\na: \na: 2\n"
     assert screen.said == ["node b has left the pool; what it has is in /l/j/b.log there"]
 

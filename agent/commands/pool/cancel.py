@@ -9,7 +9,7 @@ from ....pool.view import PoolView
 from ....rendezvous.store.interface import Compare, Put, Store
 from ...common.exits import PoolCode
 from ...configuration.reading.settings import Settings
-from .pool_command import CannotDo, find_job, pool_command, whoever_asks
+from .pool_command import CannotDo, find_job, pool_command, present_user
 
 _USAGE = """\
 usage: elastic-agent cancel JOB
@@ -29,12 +29,11 @@ def _cancel(store: Store, view: PoolView, name: str, _: Settings) -> int:
 
 def cancel(store: Store, view: PoolView, job: Job) -> str:
     """What was done, in words. Raises CannotDo."""
-    result = next((one for one in view.results if one.job == job.job), None)
-    if result is not None:
+    if (result := view.result_of(job.job)) is not None:
         raise CannotDo(
             PoolCode.OVER, f"job {job.job} has ended already: {result.outcome.value}, {result.reason}"
         )
-    cancel = Cancel(job.job, whoever_asks())
+    cancel = Cancel(job.job, present_user())
     if not store.transact((Compare(cancel.key, 0),), (Put(cancel.key, cancel.to_json()),)).succeeded:
         raise CannotDo(PoolCode.OVER, f"job {job.job} is cancelled already, and about to end")
     return f"job {job.job} ({job.name}) is cancelled"

@@ -77,17 +77,17 @@ def states(view: PoolView, now: float) -> Iterator[JobState]:
             state, detail, nodes = "waiting", why_waiting(pool, job, now), ()
         places = tuple(f"{node}:{path}" for node, path in logs.items())
         yield JobState(
-            job.job,
-            job.name,
-            state,
-            detail,
-            nodes,
-            job.submitted_at,
-            job.submitted_by,
-            code,
-            started_at,
-            ended_at,
-            places,
+            job=job.job,
+            name=job.name,
+            state=state,
+            detail=detail,
+            nodes=nodes,
+            submitted_at=job.submitted_at,
+            submitted_by=job.submitted_by,
+            code=code,
+            started_at=started_at,
+            ended_at=ended_at,
+            logs=places,
         )
 
 

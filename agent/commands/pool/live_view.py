@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ....pool.records import Job, JobResult
+from ....pool.records import Job, JobResult, Outcome
 from ....pool.schedule import why_waiting
 from ....pool.view import SCOPES, PoolView
 from ....rendezvous.errors import Compacted, StoreError, StoreRefused, StoreUnavailable
@@ -16,6 +16,14 @@ from .jobs import JobState, states
 OUTAGE_S = 60.0
 """The store may be away for so long before a command that follows a job gives up."""
 RETRY_S = 0.5
+
+_CODES = {
+    Outcome.SUCCEEDED: PoolCode.DONE,
+    Outcome.CANCELLED: PoolCode.CANCELLED,
+    Outcome.TIMED_OUT: PoolCode.UNABLE,
+    Outcome.UNABLE: PoolCode.UNABLE,
+}
+"""Of a job that has not failed by its own fault."""
 
 
 class LiveView:
@@ -43,12 +51,12 @@ class LiveView:
         except StoreRefused:
             raise
         except StoreUnavailable as error:
-            self._bear(error)
+            self._tolerate(error)
             time.sleep(min(RETRY_S, timeout_s))
         else:
             self._away_since = None
 
-    def _bear(self, error: StoreError) -> None:
+    def _tolerate(self, error: StoreError) -> None:
         now = self._clock()
         if self._away_since is None:
             self._away_since = now
@@ -59,9 +67,6 @@ class LiveView:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
-
-    def result(self, job: str) -> JobResult | None:
-        return next((one for one in self.view.results if one.job == job), None)
 
     def state(self, job: str) -> JobState | None:
         """None when the pool has forgotten it."""
@@ -77,8 +82,6 @@ class LiveView:
 
 def code_of(result: JobResult) -> int:
     """The exit code of a command that waits for the job."""
-    if result.outcome.value == "succeeded":
-        return PoolCode.DONE
-    if result.outcome.value == "failed":
+    if result.outcome is Outcome.FAILED:
         return result.code or PoolCode.FAILED
-    return PoolCode.CANCELLED if result.outcome.value == "cancelled" else PoolCode.UNABLE
+    return _CODES[result.outcome]

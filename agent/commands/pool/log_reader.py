@@ -97,10 +97,10 @@ class _File:
         return lines and lines + b"\n"
 
 
-def part_takers(view: PoolView, job: str) -> tuple[str, ...]:
+def nodes_of(view: PoolView, job: str) -> tuple[str, ...]:
     """Nodes that are known to have, or to have had, a part in the job's newest attempt."""
     run: Run | None = view.plan.run_of(job)
-    result: JobResult | None = next((one for one in view.results if one.job == job), None)
+    result: JobResult | None = view.result_of(job)
     names = result.nodes if result is not None else ()
     if run is not None:
         names = (*run.left, *(seat.node for seat in run.seats))
@@ -123,7 +123,7 @@ class JobLog:
     def read(self, view: PoolView, *, all_of_it: bool) -> bool:
         """What is new; `all_of_it`: up to the end that each file had when it was first asked for. Returns whether there
         is more."""
-        parts = part_takers(view, self._job)
+        parts = nodes_of(view, self._job)
         nodes = {node.node: node for node in view.nodes}
         self._name_the_gone(view, parts, nodes)
         now = time.monotonic()
@@ -132,7 +132,7 @@ class JobLog:
             for name, node in nodes.items()
             if (name in parts or name not in self._without) and self._again_at.get(name, now) <= now
         ]
-        over = any(one.job == self._job for one in view.results)
+        over = view.result_of(self._job) is not None
         pieces = self._ask_all({node.node: node for node in due}, parts, over=over)
         prefixed, more = len({*parts, *pieces, *self._files}) > 1, False
         for name, (piece, data) in pieces.items():
@@ -186,7 +186,7 @@ class JobLog:
         for name in parts:
             if name not in nodes and name not in self._said:
                 self._said.add(name)
-                result = next((one for one in view.results if one.job == self._job), None)
+                result = view.result_of(self._job)
                 place = result.logs.get(name) if result is not None else None
                 where = f"; what it has is in {place} there" if place else ""
                 self._warn(f"node {name} has left the pool{where}")
@@ -228,7 +228,7 @@ class RankLog:
         newest = None
         if all_of_it or now >= self._look_at:
             self._look_at = now + LOOK_S
-            newest = self._newest(nodes, part_takers(view, self._job))
+            newest = self._newest(nodes, nodes_of(view, self._job))
         before = self._chosen
         if newest is not None and (before is None or newest.generation > before.generation):
             if before is not None:

@@ -69,7 +69,7 @@ def follow(
     """Until the job has ended: its code, as `wait` has it. None as soon as it is `interrupted`."""
     waited_for, first = "", True
     while not interrupted():
-        if (result := live.result(job.job)) is not None:
+        if (result := live.view.result_of(job.job)) is not None:
             reader.read(live.view, all_of_it=True)
             reader.finish()
             say(f"job {job.job} ({job.name}): {result.outcome.value}: {result.reason}")
@@ -97,6 +97,6 @@ def say(text: str) -> None:
 
 
 def _places(live: LiveView, job: Job) -> str:
-    result = live.result(job.job)
+    result = live.view.result_of(job.job)
     places = [f"{node}:{path}" for node, path in result.logs.items()] if result is not None else []
     return f"it was in {', '.join(places)}" if places else "it has printed nothing yet, or its nodes are gone"

@@ -113,8 +113,8 @@ def find_job(view: PoolView, name: str) -> Job:
     raise CannotDo(PoolCode.NO_JOB, f"{name!r} may be any of {ids}: write one of these")
 
 
-def whoever_asks() -> str:
-    """For people: nobody has proved it."""
+def present_user() -> str:
+    """USER@HOST as this process sees itself: for people, and not authenticated."""
     try:
         return f"{getpass.getuser()}@{socket.gethostname()}"
     except (KeyError, OSError):

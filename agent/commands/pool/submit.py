@@ -51,7 +51,7 @@ from .cancel import cancel
 from .live_view import LiveView
 from .log_reader import JobLog
 from .logs import follow, say, show
-from .pool_command import CannotDo, pool_command, read_view, whoever_asks
+from .pool_command import CannotDo, pool_command, read_view, present_user
 
 _USAGE = """\
 usage: elastic-agent submit [OPTIONS] [--] train.py [ARGUMENTS]
@@ -226,5 +226,5 @@ def job_of(settings: Settings, directory: str, now: float) -> Job:
         max_nodes=most if most is not None else least,
         time_limit_s=settings[TIME_LIMIT].value,
         submitted_at=now,
-        submitted_by=whoever_asks(),
+        submitted_by=present_user(),
     )

@@ -34,7 +34,7 @@ def _wait(store: Store, view: PoolView, name: str, _: Settings) -> int:
         if (state := live.state(job.job)) is None:
             raise CannotDo(PoolCode.NO_JOB, f"job {job.job} is not in the pool any more")
         progress.show(state)
-        if (result := live.result(job.job)) is not None:
+        if (result := live.view.result_of(job.job)) is not None:
             progress.end()
             return code_of(result)
         live.wait(LOOK_S)
