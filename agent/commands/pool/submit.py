@@ -51,7 +51,7 @@ from .cancel import cancel
 from .live_view import LiveView
 from .log_reader import JobLog
 from .logs import follow, say, show
-from .pool_command import CannotDo, pool_command, read_view, present_user
+from .pool_command import CannotDo, pool_command, present_user, read_view
 
 _USAGE = """\
 usage: elastic-agent submit [OPTIONS] [--] train.py [ARGUMENTS]
