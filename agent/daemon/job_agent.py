@@ -125,9 +125,10 @@ class JobAgent:
         return self._process is not None and self._process.poll() is not None
 
     def leave(self) -> None:
-        """Ask it to leave the job by plan; a second time ends it at once."""
+        """Ask it to leave the job by plan; a second time ends it at once. One that was stopped goes on, to obey."""
         if self._process is not None and self._process.poll() is None:
             os.kill(self._process.pid, signal.SIGTERM)
+            os.kill(self._process.pid, signal.SIGCONT)
             self.leaves = True
 
     def _hand_over(self, waiting: Waiting, output: int) -> None:

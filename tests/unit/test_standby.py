@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import subprocess
 import sys
 import time
@@ -110,6 +111,14 @@ class Handed:
 def test_a_standby_that_has_taken_its_job_ends_as_the_jobs_agent(tmp_path: Path) -> None:
     handed = Handed(tmp_path, "send_ready(channel)\nreceive_job(channel)\nsend_taken(channel)\nsys.exit(9)")
     assert handed.event() == JobAgentEnded(7, 9)
+
+
+def test_an_agent_that_was_stopped_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    stop = "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)"
+    handed = Handed(tmp_path, f"send_ready(channel)\nreceive_job(channel)\nsend_taken(channel)\n{stop}")
+    os.waitid(os.P_PID, handed.process.pid, os.WSTOPPED | os.WNOWAIT)
+    handed.agent.leave()
+    assert handed.event() == JobAgentEnded(7, -signal.SIGTERM)
 
 
 @pytest.mark.parametrize(
