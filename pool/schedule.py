@@ -9,6 +9,9 @@
 - Who cannot be served holds up those after it, so that it does not starve. Only a job that is too large for the pool as
   it is now, were it empty, lets others pass.
 
+The clock of the wall may jump back, or be that of another coordinator: no instant in the future holds anything up for
+longer than its pause.
+
 A node keeps its seat until it says itself that no process of the job is left there, or is lost. So it is in one job at
 most, and a seat that is given back is a planned leave of the engine: it loses no step.
 """
@@ -196,7 +199,7 @@ class _Table:
         ending = ending or self._known_end(run.job) or self._late_end(run) or (None if seats else refused)
         if ending is not None and (
             ending.outcome in (Outcome.CANCELLED, Outcome.TIMED_OUT)
-            or self._now >= ending.since + END_GRACE_S
+            or not ending.since <= self._now < ending.since + END_GRACE_S
         ):
             seats = [replace(seat, leaving=True) for seat in seats]
         return replace(run, seats=tuple(seats), ending=ending, left=tuple(left)[-MOST_NODES:])
@@ -361,7 +364,7 @@ class _Table:
 
     def refuses(self, job: Job, node: PoolNode) -> bool:
         refusal = self._setback_of(job.job).refusals.get(node.node)
-        return refusal is not None and self._now < refusal.until
+        return refusal is not None and refusal.until - LONGEST_REFUSAL_S <= self._now < refusal.until
 
     def usable(self, job: Job) -> int:
         """Nodes of the pool that can run it, idle or not."""

@@ -366,6 +366,24 @@ def test_a_node_that_cannot_run_a_job_is_asked_again_later_and_later() -> None:
     assert waits[-1] == LONGEST_REFUSAL_S
 
 
+def test_a_clock_that_jumps_back_holds_nothing_up() -> None:
+    bench = Bench("ab", job("x"))
+    bench.decide()
+    bench.end("a", SeatOutcome.NOT_HERE)
+    bench.decide()
+    bench.end("b", SeatOutcome.NOT_HERE)
+    assert bench.decide() == {}
+    bench.now -= 86400.0
+    assert bench.decide() == {"x": "a"}, "a refusal of tomorrow is none"
+
+    bench = Bench("ab", job("x", 2))
+    bench.decide()
+    bench.end("a", SeatOutcome.SUCCEEDED)
+    assert bench.decide() == {"x": "b"}
+    bench.now -= 86400.0
+    assert bench.decide() == {"x": "b-"}, "nor is it waited for until tomorrow"
+
+
 def test_another_node_takes_the_place_of_one_that_refuses() -> None:
     bench = Bench("abc", job("x", 2), job("y", 2))
     bench.decide()
