@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import select
 import signal
@@ -22,6 +23,9 @@ def start() -> None:
     from .cli import main
 
     _open_closed_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of jobs, where the terminal lacks a letter
     fork_below_pid1()
     try:
         code = main()

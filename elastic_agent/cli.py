@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None, prepared: Prepared | None = None) -> int:
     """Entry point. Returns the exit code, an `ExitCode`. `prepared`: what this process has ready for an agent."""
     words = sys.argv[1:] if argv is None else argv
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        print("elastic-agent: the current folder was deleted: change to one that is there", file=sys.stderr)
+        return ExitCode.BAD_CONFIG
     if words and words[0] in COMMANDS:
         # Imported when it is called: a process that runs a job needs none of them.
         room = "commands.pool" if words[0] in POOL_COMMANDS else "commands"

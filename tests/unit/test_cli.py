@@ -355,6 +355,33 @@ def test_a_job_runs_with_standard_streams_that_the_shell_has_closed(closed: str)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
 
 
+def test_a_folder_that_was_deleted_is_named_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for words in (["submit", "x.py"], ["jobs"], ["x.py"], []):
+        assert main(words) == ExitCode.BAD_CONFIG
+    assert capsys.readouterr().err.count("the current folder was deleted") == 4
+
+
+def test_a_real_process_prints_letters_that_its_terminal_lacks() -> None:
+    program = (
+        "import elastic_agent.cli\nfrom elastic_agent.__main__ import start\n"
+        "elastic_agent.cli.main = lambda: print('\\u2603') or 0\nstart()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "\\u2603\n"), done.stderr
+
+
 def test_the_command_line_needs_no_torch() -> None:
     code = "import sys, elastic_agent.cli as cli; cli.main(['--version']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
