@@ -182,6 +182,19 @@ def test_nodes_that_passed_meet_new_ones_in_the_second_round() -> None:
         assert {node for pair in second for node in pair} == set(nodes)
 
 
+@pytest.mark.parametrize("count", range(2, 18))
+def test_pairs_connect_all_nodes_that_pass(count: int) -> None:
+    """So that the clock of each is compared with those of all others."""
+    for bad in [(), *((node,) for node in names(count)), *combinations(names(count), 2)]:
+        good = [node for node in names(count) if node not in bad]
+        _, results = two_rounds(names(count), without(*bad))
+        pairs = {pair for pair, well in results.items() if well}
+        reached = {*good[:1]}
+        for _ in good:
+            reached |= {node for pair in pairs if reached & set(pair) for node in pair}
+        assert reached == set(good) or (len(bad) == 2 and count < 6), bad
+
+
 def test_no_node_meets_more_than_a_few_however_many_failed() -> None:
     rng = random.Random(1)
     for count in (7, 64, 301):

@@ -2,7 +2,7 @@
 
 One failed pair accuses two nodes and the link between them. In the second round each of its nodes meets two nodes of
 pairs that passed: the bad one fails again, the other one passes, and if both pass it is the link. Nodes whose pairs
-passed meet new partners, so that more links are seen.
+passed meet new partners, so that more links are seen, and so that pairs connect all nodes.
 
 Of an odd number of nodes one has no partner in the first round; it meets two nodes in the second. A node may meet
 several others in one round, one after the other: `turns` puts them in order.
@@ -35,7 +35,6 @@ def first_round(nodes: Sequence[str]) -> tuple[Pair, ...]:
 
 def second_round(nodes: Sequence[str], results: Mapping[Pair, bool]) -> tuple[Pair, ...]:
     """`nodes` are those that are still there; `results` says of each pair of the first round whether it passed."""
-    round_two = _Round(nodes, results)
     passed = _members(nodes, (pair for pair, well in results.items() if well))
     failed = [
         node
@@ -43,6 +42,7 @@ def second_round(nodes: Sequence[str], results: Mapping[Pair, bool]) -> tuple[Pa
         if node not in passed
     ]
     untested = [node for node in nodes if node not in (*passed, *failed)]
+    round_two = _Round(nodes, results, (*failed, *untested) if failed else ())
     for meetings in range(1, WITNESSES + 1):
         for node in (*failed, *untested):
             if round_two.meetings[node] < meetings:
@@ -50,6 +50,9 @@ def second_round(nodes: Sequence[str], results: Mapping[Pair, bool]) -> tuple[Pa
     rest = [node for node in passed if not round_two.meetings[node]]
     for one, other in zip(rest[1::2], rest[2::2] + rest[:1], strict=False):
         round_two.add(one, other)
+    for node in passed:  # clocks are compared along pairs
+        if not round_two.connected(node, passed[0]):
+            round_two.meet(node, [other for other in passed if not round_two.connected(other, node)])
     return tuple(round_two.pairs)
 
 
@@ -75,14 +78,20 @@ def ring(nodes: Sequence[str]) -> tuple[Pair, ...]:
 class _Round:
     """The pairs of a round as they are chosen."""
 
-    def __init__(self, nodes: Sequence[str], known: Iterable[Pair]) -> None:
+    def __init__(self, nodes: Sequence[str], results: Mapping[Pair, bool], in_doubt: Iterable[str]) -> None:
         self.pairs: list[Pair] = []
         self.meetings: Counter[str] = Counter()
         self._place = {node: place for place, node in enumerate(nodes)}
-        self._known = set(known)
+        self._known = set(results)
+        self._groups = {node: {node} for node in nodes}
+        for pair, well in results.items():
+            if well:
+                self._connect(*pair)
+        self._in_doubt = set(in_doubt)
 
     def meet(self, node: str, *groups: Sequence[str]) -> None:
-        """One of the first group that has somebody to meet: who has met the fewest, the next in order first."""
+        """One of the first group that has somebody to meet: who has met the fewest, of those one that no pairs connect
+        with this node yet, the next in order first."""
         for group in groups:
             free = [
                 other
@@ -92,9 +101,7 @@ class _Round:
                 and self.meetings[other] < MOST_MEETINGS
             ]
             if free:
-                self.add(
-                    node, min(free, key=lambda other: (self.meetings[other], self._distance(node, other)))
-                )
+                self.add(node, min(free, key=lambda other: self._preference(node, other)))
                 return
 
     def add(self, one: str, other: str) -> None:
@@ -103,6 +110,21 @@ class _Round:
             self._known.add(pair)
             self.pairs.append(pair)
             self.meetings.update(pair)
+            if not self._in_doubt & set(pair):
+                self._connect(one, other)
+
+    def connected(self, one: str, other: str) -> bool:
+        """By pairs of both rounds that have passed, or may be thought to."""
+        return self._groups[one] is self._groups[other]
+
+    def _connect(self, one: str, other: str) -> None:
+        """Without nodes that have ended."""
+        if one in self._groups and other in self._groups and not self.connected(one, other):
+            group = self._groups[one] | self._groups[other]
+            self._groups.update(dict.fromkeys(group, group))
+
+    def _preference(self, node: str, other: str) -> tuple[int, bool, int]:
+        return self.meetings[other], self.connected(node, other), self._distance(node, other)
 
     def _distance(self, node: str, other: str) -> int:
         return (self._place[other] - self._place[node]) % len(self._place)
